@@ -1,0 +1,99 @@
+"""A batch: flat tokens of several sequences, and where each sequence's past lies.
+
+Tokens of all sequences stand one after another, with no padding: (tokens, ...) is the only layout
+of the model, for prefill, decode and training alike. A sequence may have a past in the KV pool,
+found through its row of block numbers. These are facts about a step; no policy and no weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Masks drawn by counting, not by state: the same for any split, and in a recomputation."""
+
+    seed: int
+
+    def keep(self, shape: tuple[int, ...], p: float, site: tuple[int, ...], like: Tensor) -> Tensor:
+        """Which elements stay, for one place in the network, named by numbers."""
+        key = self.seed
+        for number in site:
+            # A 64-bit mix (SplitMix64), so that neighbouring sites share nothing.
+            key = (key ^ (number + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+            key ^= key >> 31
+        generator = torch.Generator(like.device).manual_seed(key - 2**63)
+        return torch.rand(shape, generator=generator, device=like.device) >= p
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's tokens. T is their number, B the number of sequences."""
+
+    lengths: tuple[int, ...]  # New tokens of each sequence.
+    past: tuple[int, ...]  # Tokens of each that are in the KV pool already.
+    positions: Tensor  # (T,) in its own sequence, virtual tokens counted.
+    slots: Tensor | None = None  # (T,) where in the pool each new token's KV goes.
+    tables: Tensor | None = None  # (B, blocks) the pool blocks of each sequence, in order.
+    rows: Tensor | None = None  # Which tokens need logits; None means all.
+    dropout: Dropout | None = None  # Training only.
+
+    @classmethod
+    def plain(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        rows: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> "Batch":
+        """Whole sequences without a KV pool."""
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        past = (0,) * len(lengths)
+        return cls(tuple(lengths), past, positions, rows=rows, dropout=dropout)
+
+    @classmethod
+    def paged(
+        cls,
+        lengths: Sequence[int],
+        past: Sequence[int],
+        tables: Tensor,
+        block_tokens: int,
+        *,
+        rows: Tensor | None = None,
+    ) -> "Batch":
+        """New tokens of sequences whose KV lies in a pool of blocks of `block_tokens`."""
+        pairs = list(zip(lengths, past, strict=True))
+        positions = torch.cat([torch.arange(p, p + n) for n, p in pairs]).to(tables.device)
+        sequence = torch.arange(len(pairs), device=tables.device)
+        sequence = sequence.repeat_interleave(torch.tensor(lengths, device=tables.device))
+        blocks = tables[sequence, positions // block_tokens]
+        slots = blocks * block_tokens + positions % block_tokens
+        return cls(tuple(lengths), tuple(past), positions, slots, tables, rows)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens that each sequence has after this step."""
+        return tuple(p + n for p, n in zip(self.past, self.lengths, strict=True))
+
+    @cached_property
+    def last_rows(self) -> Tensor:
+        """The flat index of each sequence's last token."""
+        return torch.tensor(self.lengths, device=self.positions.device).cumsum(0) - 1
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """For each flat token: its sequence, and its place among that sequence's new tokens."""
+        device = self.positions.device
+        lengths = torch.tensor(self.lengths, device=device)
+        sequence = torch.arange(len(self.lengths), device=device).repeat_interleave(lengths)
+        starts = lengths.cumsum(0) - lengths
+        return sequence, torch.arange(self.tokens, device=device) - starts[sequence]

@@ -1,0 +1,303 @@
+"""The layers of a GPT, each holding this rank's part and named as checkpoints name it.
+
+A module is written for any split: what enters a column-split linear and what leaves a row-split one
+goes through `gpt.parallel`, which knows whether rows are shared out. Parameters are allocated by
+the table in `gpt.sharding` and filled by `gpt.loading`; nothing here has an initial value.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt.attention import KV, Attend, reference, store
+from gpt.batch import Batch
+from gpt.config import GPTConfig, RopeScaling
+from gpt.parallel import Mesh, enter, leave, scatter_rows, total
+from gpt.sharding import Parameter, kept_dtype, local_groups, parameters, part
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every layer needs to be made: the network, this rank's place, and how to allocate."""
+
+    config: GPTConfig
+    mesh: Mesh
+    dtype: torch.dtype
+    device: torch.device
+    attend: Attend
+
+    @cached_property
+    def table(self) -> dict[str, list[Parameter]]:
+        """The model's parameters by the module that holds them."""
+        table: dict[str, list[Parameter]] = {}
+        for name, parameter in parameters(self.config).items():
+            table.setdefault(name.rpartition(".")[0], []).append(parameter)
+        return table
+
+    def fill(self, module: nn.Module, name: str) -> None:
+        """Give `module` the parameters that the table lists under its name, this rank's part."""
+        for parameter in self.table[name]:
+            leaf = parameter.name.rpartition(".")[2]
+            held = part(parameter, self.config, self.mesh.tp_rank, self.mesh.tp)
+            dtype = kept_dtype(parameter.name, str(self.dtype).removeprefix("torch."))
+            shape = held.shape(parameter.shape)
+            memory = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            module.register_parameter(leaf, nn.Parameter(memory))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of one pass share: the batch, and the rotation of its positions."""
+
+    batch: Batch
+    rotation: tuple[Tensor, Tensor] | None  # cos and sin, (T, rotary channels / 2)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm, computed in at least fp32."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, build: Build, name: str) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.config = build.config
+        build.fill(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalize(x, self.weight, self.bias, self.config)
+
+
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(wide)
+    if config.layernorm_zero_centered_gamma:
+        scale = scale + 1
+    shape = (x.shape[-1],)
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(x.to(wide), shape, scale, config.layernorm_epsilon).to(x.dtype)
+    shift = None if bias is None else bias.to(wide)
+    return F.layer_norm(x.to(wide), shape, scale, shift, config.layernorm_epsilon).to(x.dtype)
+
+
+class ColumnLinear(nn.Module):
+    """Rows of the weight are shared out: each rank makes its own columns of the output.
+
+    If the checkpoint fuses a norm in front of it, that norm is this module's first step.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    layer_norm_weight: Tensor | None
+    layer_norm_bias: Tensor | None
+
+    def __init__(self, build: Build, name: str) -> None:
+        super().__init__()
+        for absent in ("bias", "layer_norm_weight", "layer_norm_bias"):
+            self.register_parameter(absent, None)
+        self.config, self.mesh = build.config, build.mesh
+        build.fill(self, name)
+
+    def forward(self, x: Tensor, tokens: int) -> Tensor:
+        if self.layer_norm_weight is not None:
+            x = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config)
+        return self.split(enter(x, self.mesh, tokens))
+
+    def split(self, x: Tensor) -> Tensor:
+        """The linear alone, of rows that have entered already."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """Columns of the weight are shared out: the ranks' outputs add up."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, build: Build, name: str) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.mesh = build.mesh
+        build.fill(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = leave(self.partial(x), self.mesh)
+        return y if self.bias is None else y + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand, without the bias."""
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Token ids to hidden states; ids at or above the vocabulary are rows of an adapter's table.
+
+    This is the one seam where virtual tokens enter. They get positions like any token.
+    """
+
+    def __init__(self, build: Build, *, positions: bool) -> None:
+        super().__init__()
+        self.config, self.mesh = build.config, build.mesh
+        self.word_embeddings = nn.Module()
+        build.fill(self.word_embeddings, "embedding.word_embeddings")
+        self.position_embeddings: nn.Module | None = None
+        if positions and self.config.learned_positions:
+            self.position_embeddings = nn.Module()
+            build.fill(self.position_embeddings, "embedding.position_embeddings")
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows of the embedding matrix, which a tied head reads too."""
+        return cast(Tensor, self.word_embeddings.weight)
+
+    def forward(self, ids: Tensor, batch: Batch, table: Tensor | None) -> Tensor:
+        virtual = ids >= self.config.vocab_size
+        start = self.mesh.tp_rank * self.rows.shape[0]
+        local = ids - start
+        elsewhere = (local < 0) | (local >= self.rows.shape[0]) | virtual
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.rows)
+        x = total(x.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh)
+        if table is not None:
+            places = virtual.nonzero().squeeze(-1)
+            x = x.index_put((places,), table[ids[places] - self.config.vocab_size].to(x.dtype))
+        if self.position_embeddings is not None:
+            x = x + F.embedding(batch.positions, cast(Tensor, self.position_embeddings.weight))
+        x = scatter_rows(x, self.mesh)
+        return drop_hidden(x, self.config, self.mesh, batch, (0, 0))
+
+
+class Attention(nn.Module):
+    """Queries of this rank's heads over the keys and values of its groups."""
+
+    def __init__(self, build: Build, layer: int) -> None:
+        super().__init__()
+        name = f"decoder.layers.{layer}.self_attention"
+        self.layer = layer
+        self.config, self.mesh, self.attend = build.config, build.mesh, build.attend
+        self.groups = local_groups(build.config, build.mesh.tp)
+        self.linear_qkv = ColumnLinear(build, f"{name}.linear_qkv")
+        self.linear_proj = RowLinear(build, f"{name}.linear_proj")
+        if build.config.qk_layernorm:
+            self.q_layernorm = Norm(build, f"{name}.q_layernorm")
+            self.k_layernorm = Norm(build, f"{name}.k_layernorm")
+
+    def forward(self, x: Tensor, step: Step, kv: KV | None) -> Tensor:
+        batch, d = step.batch, self.config.kv_channels
+        qkv = self.linear_qkv(x, batch.tokens)
+        grouped = qkv.view(batch.tokens, self.groups, -1, d)  # (T, G, queries + 2, D)
+        q = grouped[:, :, :-2].reshape(batch.tokens, -1, d)
+        k, v = grouped[:, :, -2], grouped[:, :, -1]
+        if self.config.qk_layernorm:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if step.rotation is not None:
+            q, k = (rotate(y, step.rotation, self.config.rotary_interleaved) for y in (q, k))
+        if kv is not None:
+            store(k, v, batch, kv)
+        window, p = self.config.window_size, self.config.attention_dropout
+        if batch.dropout is not None and p:
+            y = reference(q, k, v, batch, kv, window, self._drop(batch, p))
+        else:
+            y = self.attend(q, k, v, batch, kv, window)
+        return cast(Tensor, self.linear_proj(y.flatten(1)))
+
+    def _drop(self, batch: Batch, p: float) -> Callable[[Tensor, int], Tensor]:
+        """Dropout on probabilities (heads, queries, keys), drawn head by head by global number."""
+        first = self.mesh.tp_rank * (self.config.num_attention_heads // self.mesh.tp)
+        dropout = batch.dropout
+        assert dropout is not None
+
+        def drop(probabilities: Tensor, sequence: int) -> Tensor:
+            shape = (probabilities.shape[1], probabilities.shape[2])
+            keep = torch.stack(
+                [
+                    dropout.keep(shape, p, (self.layer, 3, sequence, first + head), probabilities)
+                    for head in range(probabilities.shape[0])
+                ]
+            )
+            return probabilities * keep / (1 - p)
+
+        return drop
+
+
+class MLP(nn.Module):
+    """fc1, the activation (gating if the network does), fc2."""
+
+    def __init__(self, build: Build, name: str) -> None:
+        super().__init__()
+        self.config = build.config
+        self.linear_fc1 = ColumnLinear(build, f"{name}.linear_fc1")
+        self.linear_fc2 = RowLinear(build, f"{name}.linear_fc2")
+
+    def forward(self, x: Tensor, tokens: int) -> Tensor:
+        return cast(Tensor, self.linear_fc2(self.activate(self.linear_fc1(x, tokens))))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand for rows that have entered; as one of several experts."""
+        return self.linear_fc2.partial(self.activate(self.linear_fc1.split(x)))
+
+    def activate(self, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.config.activation]
+        if not self.config.gated:
+            return activation(x)
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+
+def drop_hidden(
+    x: Tensor, config: GPTConfig, mesh: Mesh, batch: Batch, site: tuple[int, int]
+) -> Tensor:
+    """Dropout on hidden states: the mask of all rows is drawn, then cut as the rows are."""
+    p = config.hidden_dropout
+    if batch.dropout is None or not p:
+        return x
+    keep = batch.dropout.keep((batch.tokens, x.shape[1]), p, site, x)
+    return x * scatter_rows(keep, mesh) / (1 - p)
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+    """Turn the first channels of each head by their position's angles; x is (T, heads, D)."""
+    cos, sin = (part.unsqueeze(1).to(x.dtype) for part in rotation)
+    width = 2 * cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def rotation(config: GPTConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, config.rotary_channels, 2, device=positions.device).to(wide)
+    frequencies = config.rotary_base ** -(exponents / config.rotary_channels)
+    if config.rope_scaling is not None:
+        frequencies = stretch(frequencies, config.rope_scaling)
+    angles = torch.outer(positions.to(wide), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Lower the frequencies for a longer context: all alike, or by llama3's rule the low ones."""
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return slow + (frequencies - slow) * blend

@@ -1,0 +1,139 @@
+"""GPT: embed, blocks, logits. A stage holds the layers that it owns, and passes hidden states on.
+
+Layers are keyed by their global number, so `decoder.layers.7` is layer 7 on every stage, and a
+parameter's name is the checkpoint's name for it. The KV pool and the batch are arguments: the same
+forward serves training, prefill and decoding.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt.attention import KV, Attend, sdpa
+from gpt.batch import Batch
+from gpt.config import GPTConfig
+from gpt.kv import KVPool
+from gpt.layers import MLP, Attention, Build, Embedding, Norm, Step, drop_hidden, rotation
+from gpt.moe import Experts
+from gpt.parallel import Mesh, enter, gather_columns
+from gpt.sharding import check_split
+
+
+class Block(nn.Module):
+    """Attention and an MLP, dense or of experts, each added to what came in."""
+
+    def __init__(self, build: Build, layer: int) -> None:
+        super().__init__()
+        self.layer, self.config, self.mesh = layer, build.config, build.mesh
+        self.self_attention = Attention(build, layer)
+        self.pre_mlp_layernorm: Norm | None = None
+        self.mlp: MLP | Experts
+        if build.config.moe_layers[layer]:
+            self.pre_mlp_layernorm = Norm(build, f"decoder.layers.{layer}.pre_mlp_layernorm")
+            self.mlp = Experts(build, layer)
+        else:
+            self.mlp = MLP(build, f"decoder.layers.{layer}.mlp")
+
+    def forward(self, x: Tensor, step: Step, kv: KV | None) -> Tensor:
+        attended = x + self._drop(self.self_attention(x, step, kv), step, 1)
+        y = x if self.config.parallel_residual else attended
+        if self.pre_mlp_layernorm is not None:
+            y = self.pre_mlp_layernorm(y)
+        return attended + self._drop(self.mlp(y, step.batch.tokens), step, 2)
+
+    def _drop(self, x: Tensor, step: Step, half: int) -> Tensor:
+        return drop_hidden(x, self.config, self.mesh, step.batch, (self.layer, half))
+
+
+class GPT(nn.Module):
+    """One rank's share of the network: its tensor part of the layers in `layers`."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        mesh: Mesh | None = None,
+        *,
+        layers: range | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        attend: Attend = sdpa,
+    ) -> None:
+        """Parameters are allocated, not initialised: `gpt.loading` fills them."""
+        super().__init__()
+        mesh = mesh or Mesh.single(device or "cpu")
+        check_split(config, mesh.tp, mesh.pp)
+        self.config, self.mesh = config, mesh
+        self.dtype = dtype or cast(torch.dtype, getattr(torch, config.dtype))
+        self.layers = range(config.num_layers) if layers is None else layers
+        self.first = self.layers.start == 0
+        self.last = self.layers.stop == config.num_layers
+        place = torch.device(device) if device is not None else mesh.device
+        build = Build(config, mesh, self.dtype, place, attend)
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding: Embedding | None = None
+        if self.first or (self.last and tied):
+            self.embedding = Embedding(build, positions=self.first)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleDict({str(n): Block(build, n) for n in self.layers})
+        self.output_layer: nn.Module | None = None
+        if self.last:
+            self.decoder.final_layernorm = Norm(build, "decoder.final_layernorm")
+            if not tied:
+                self.output_layer = nn.Module()
+                build.fill(self.output_layer, "output_layer")
+
+    def forward(
+        self, x: Tensor, batch: Batch, kv: KVPool | None = None, table: Tensor | None = None
+    ) -> Tensor:
+        """The first stage takes ids (T,), the others hidden states; the last gives logits.
+
+        `table` holds the rows that ids at or above the vocabulary name. Logits are fp32 (fp64 of
+        an fp64 model) of the batch's `rows`, on every tensor rank, the vocabulary unpadded.
+        """
+        x = self.hidden(x, batch, kv, table)
+        return self.head(x, batch) if self.last else x
+
+    def hidden(
+        self, x: Tensor, batch: Batch, kv: KVPool | None = None, table: Tensor | None = None
+    ) -> Tensor:
+        """This stage without the head: ids or hidden states in, hidden states out."""
+        if self.first:
+            assert self.embedding is not None
+            x = self.embedding(x, batch, table)
+        turned = None
+        if self.config.rotary:
+            turned = rotation(self.config, batch.positions, self.dtype)
+        step = Step(batch, turned)
+        for layer, block in zip(self.layers, self._blocks(), strict=True):
+            x = block(x, step, None if kv is None else kv.layer(layer))
+        return x
+
+    def head(self, x: Tensor, batch: Batch) -> Tensor:
+        """Logits of the rows that the batch asks for."""
+        return gather_columns(self.head_shard(x, batch), self.mesh)[..., : self.config.vocab_size]
+
+    def head_shard(self, x: Tensor, batch: Batch) -> Tensor:
+        """Logits over this rank's part of the padded vocabulary."""
+        x = cast(Norm, self.decoder.final_layernorm)(x)
+        x = enter(x, self.mesh, batch.tokens)
+        if batch.rows is not None:
+            x = x[batch.rows]
+        if self.output_layer is not None:
+            weight = cast(Tensor, self.output_layer.weight)
+        else:
+            assert self.embedding is not None
+            weight = self.embedding.rows
+        logits = F.linear(x, weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def logits(self, ids: Tensor, table: Tensor | None = None) -> Tensor:
+        """Logits (b, s, vocabulary) of whole rows of ids (b, s), for a model in one stage."""
+        assert self.mesh.pp == 1, "a stage of a pipeline has no logits of its own"
+        batch = Batch.plain((ids.shape[1],) * ids.shape[0], ids.device)
+        logits: Tensor = self(ids.flatten(), batch, table=table)
+        return logits.view(*ids.shape, -1)
+
+    def _blocks(self) -> list[nn.Module]:
+        return list(cast(nn.ModuleDict, self.decoder.layers).values())

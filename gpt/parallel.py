@@ -1,0 +1,279 @@
+"""The mesh of ranks, and the few collectives that a split model needs.
+
+Tensor parallelism is two pairs of operations, each the other's gradient: `enter` a column-split
+linear (copy, or gather the rows under sequence parallelism) and `leave` a row-split one (sum, or
+sum and scatter the rows). On a mesh of one they are no-ops, so the model is written once. Hidden
+states are flat: (tokens, hidden). Rows that do not divide are padded here, and nowhere else.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt.errors import ConfigError
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands among tensor x data x pipeline ranks, tensor ranks being neighbours.
+
+    The order of ranks is Megatron's: tensor fastest, then data, then pipeline.
+    """
+
+    device: torch.device
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    rank: int = 0
+    sequence_parallel: bool = False
+    tp_group: Group | None = None
+    dp_group: Group | None = None
+    pp_group: Group | None = None
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Self:
+        return cls(torch.device(device))
+
+    @classmethod
+    def create(
+        cls,
+        tp: int,
+        pp: int,
+        dp: int = 1,
+        *,
+        device: torch.device | str = "cpu",
+        sequence_parallel: bool = False,
+    ) -> Self:
+        """Join the mesh; every rank of the initialised process group must call it together."""
+        world = dist.get_world_size()
+        if tp * pp * dp != world:
+            raise ConfigError(
+                f"tensor {tp} x pipeline {pp} x data {dp} parallel needs {tp * pp * dp} ranks; "
+                f"{world} were started"
+            )
+        grid = torch.arange(world).view(pp, dp, tp)
+        return cls(
+            device=torch.device(device),
+            tp=tp,
+            dp=dp,
+            pp=pp,
+            rank=dist.get_rank(),
+            sequence_parallel=sequence_parallel and tp > 1,
+            tp_group=_join(grid.reshape(-1, tp)),
+            dp_group=_join(grid.transpose(1, 2).reshape(-1, dp)),
+            pp_group=_join(grid.permute(1, 2, 0).reshape(-1, pp)),
+        )
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.tp * self.dp)
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    def stage_rank(self, stage: int) -> int:
+        """The global rank that stands at `stage` of this rank's pipeline."""
+        return self.rank + (stage - self.pp_rank) * self.tp * self.dp
+
+    def rows(self, tokens: int) -> int:
+        """Rows of hidden states that this rank keeps between the split linears."""
+        return -(-tokens // self.tp) if self.sequence_parallel else tokens
+
+
+def _join(rows: Tensor) -> Group | None:
+    """The group among `rows` of ranks that this rank is in. All ranks make all groups."""
+    if rows.shape[1] == 1:
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    return cast(Group, mine)
+
+
+def enter(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+    """What a column-split linear reads: all rows, whose gradients are summed over tensor ranks."""
+    if mesh.tp == 1:
+        return x
+    if mesh.sequence_parallel:
+        return _apply(_Gather, x, mesh, tokens)
+    return _apply(_Copy, x, mesh)
+
+
+def leave(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over tensor ranks of what a row-split linear made; this rank's rows of it."""
+    if mesh.tp == 1:
+        return x
+    function = _SumScatter if mesh.sequence_parallel else _Sum
+    return _apply(function, x, mesh)
+
+
+def total(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over tensor ranks, all rows on each; the gradient is every rank's own."""
+    return x if mesh.tp == 1 else _apply(_Sum, x, mesh)
+
+
+def scatter_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's rows of what all ranks hold; whole unless sequence parallel."""
+    return _apply(_Scatter, x, mesh) if mesh.sequence_parallel else x
+
+
+def gather_rows(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+    """All rows, each rank going on to compute the same: the inverse of `scatter_rows`."""
+    return _apply(_GatherSame, x, mesh, tokens) if mesh.sequence_parallel else x
+
+
+def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
+    """All ranks' columns side by side, as the logits of a split vocabulary."""
+    return x if mesh.tp == 1 else _apply(_Columns, x, mesh)
+
+
+def _apply(function: Any, *arguments: object) -> Tensor:
+    return cast(Tensor, function.apply(*arguments))
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.mesh), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        return _all_reduce(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows gathered; the gradient, which differs by rank, is summed and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+        ctx.mesh = mesh
+        return _all_gather(x, mesh)[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grads[0], ctx.mesh), None, None
+
+
+class _GatherSame(torch.autograd.Function):
+    """Rows gathered; the gradient, which is the same on all ranks, is cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+        ctx.mesh = mesh
+        return _all_gather(x, mesh)[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _own_rows(grads[0], ctx.mesh), None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh, ctx.tokens = mesh, x.shape[0]
+        return _reduce_scatter(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grads[0], ctx.mesh)[: ctx.tokens], None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh, ctx.tokens = mesh, x.shape[0]
+        return _own_rows(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grads[0], ctx.mesh)[: ctx.tokens], None
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh, ctx.columns = mesh, x.shape[-1]
+        pieces = [torch.empty_like(x) for _ in range(mesh.tp)]
+        dist.all_gather(pieces, x.contiguous(), group=mesh.tp_group)
+        return torch.cat(pieces, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        start = ctx.mesh.tp_rank * ctx.columns
+        return grads[0][..., start : start + ctx.columns].contiguous(), None
+
+
+def _all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
+    y = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(y, group=mesh.tp_group)
+    return y
+
+
+def _all_gather(x: Tensor, mesh: Mesh) -> Tensor:
+    """All ranks' rows, padding included."""
+    y = x.new_empty(mesh.tp * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(y, x.contiguous(), group=mesh.tp_group)
+    return y
+
+
+def _padded(x: Tensor, mesh: Mesh) -> Tensor:
+    """`x` with rows of zeros up to a multiple of the tensor ranks."""
+    missing = -x.shape[0] % mesh.tp
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def _own_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    return _padded(x, mesh).chunk(mesh.tp)[mesh.tp_rank].contiguous()
+
+
+def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
+    x = _padded(x, mesh).contiguous()
+    y = x.new_empty(x.shape[0] // mesh.tp, *x.shape[1:])
+    dist.reduce_scatter_tensor(y, x, group=mesh.tp_group)
+    return y
+
+
+def send_to(x: Tensor, mesh: Mesh, stage: int) -> None:
+    """Hand hidden states, or their gradient, to another stage of this pipeline."""
+    dist.send(x.detach().contiguous(), mesh.stage_rank(stage), group=mesh.pp_group)
+
+
+def receive_from(like: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, stage: int) -> Tensor:
+    """Take what that stage sends; both must know its shape."""
+    x = torch.empty(like, dtype=dtype, device=mesh.device)
+    dist.recv(x, mesh.stage_rank(stage), group=mesh.pp_group)
+    return x
+
+
+def share_from_last(x: Tensor, mesh: Mesh) -> Tensor:
+    """The last stage's tensor, on every stage of this pipeline; others give one of its shape."""
+    if mesh.pp > 1:
+        dist.broadcast(x, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
+    return x
