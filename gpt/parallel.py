@@ -17,6 +17,10 @@ from gpt.errors import ConfigError
 
 Group = dist.ProcessGroup
 
+# torch 2.13 renamed these two, and warns at the old names; 2.11 has only those.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -80,6 +84,12 @@ class Mesh:
     @property
     def pp_rank(self) -> int:
         return self.rank // (self.tp * self.dp)
+
+    @property
+    def staged(self) -> bool:
+        """Whether messages pass through host memory: gloo between ranks whose tensors are not."""
+        group = self.tp_group or self.pp_group
+        return self.device.type != "cpu" and group is not None and group.name() == "gloo"
 
     @property
     def first_stage(self) -> bool:
@@ -220,9 +230,10 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
         ctx.mesh, ctx.columns = mesh, x.shape[-1]
-        pieces = [torch.empty_like(x) for _ in range(mesh.tp)]
-        dist.all_gather(pieces, x.contiguous(), group=mesh.tp_group)
-        return torch.cat(pieces, dim=-1)
+        sent = _wire(x, mesh)
+        pieces = [torch.empty_like(sent) for _ in range(mesh.tp)]
+        dist.all_gather(pieces, sent, group=mesh.tp_group)
+        return torch.cat(pieces, dim=-1).to(x.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -230,17 +241,31 @@ class _Columns(torch.autograd.Function):
         return grads[0][..., start : start + ctx.columns].contiguous(), None
 
 
+def _wire(x: Tensor, mesh: Mesh) -> Tensor:
+    """`x` where the group's backend can read it; gloo is handed host memory."""
+    return (x.detach().cpu() if mesh.staged else x.detach()).contiguous()
+
+
 def _all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
-    y = x.clone(memory_format=torch.contiguous_format)
+    sent = _wire(x, mesh)
+    y = sent if mesh.staged else sent.clone()
     dist.all_reduce(y, group=mesh.tp_group)
-    return y
+    return y.to(x.device)
 
 
 def _all_gather(x: Tensor, mesh: Mesh) -> Tensor:
     """All ranks' rows, padding included."""
-    y = x.new_empty(mesh.tp * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(y, x.contiguous(), group=mesh.tp_group)
-    return y
+    sent = _wire(x, mesh)
+    y = sent.new_empty(mesh.tp * x.shape[0], *x.shape[1:])
+    _gather_into(y, sent, group=mesh.tp_group)
+    return y.to(x.device)
+
+
+def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
+    sent = _wire(_padded(x, mesh), mesh)
+    y = sent.new_empty(sent.shape[0] // mesh.tp, *x.shape[1:])
+    _reduce_scatter_into(y, sent, group=mesh.tp_group)
+    return y.to(x.device)
 
 
 def _padded(x: Tensor, mesh: Mesh) -> Tensor:
@@ -253,27 +278,22 @@ def _own_rows(x: Tensor, mesh: Mesh) -> Tensor:
     return _padded(x, mesh).chunk(mesh.tp)[mesh.tp_rank].contiguous()
 
 
-def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
-    x = _padded(x, mesh).contiguous()
-    y = x.new_empty(x.shape[0] // mesh.tp, *x.shape[1:])
-    dist.reduce_scatter_tensor(y, x, group=mesh.tp_group)
-    return y
-
-
 def send_to(x: Tensor, mesh: Mesh, stage: int) -> None:
     """Hand hidden states, or their gradient, to another stage of this pipeline."""
-    dist.send(x.detach().contiguous(), mesh.stage_rank(stage), group=mesh.pp_group)
+    dist.send(_wire(x, mesh), mesh.stage_rank(stage), group=mesh.pp_group)
 
 
 def receive_from(like: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, stage: int) -> Tensor:
     """Take what that stage sends; both must know its shape."""
-    x = torch.empty(like, dtype=dtype, device=mesh.device)
+    x = torch.empty(like, dtype=dtype, device="cpu" if mesh.staged else mesh.device)
     dist.recv(x, mesh.stage_rank(stage), group=mesh.pp_group)
-    return x
+    return x.to(mesh.device)
 
 
 def share_from_last(x: Tensor, mesh: Mesh) -> Tensor:
     """The last stage's tensor, on every stage of this pipeline; others give one of its shape."""
-    if mesh.pp > 1:
-        dist.broadcast(x, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
-    return x
+    if mesh.pp == 1:
+        return x
+    sent = _wire(x, mesh)
+    dist.broadcast(sent, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
+    return sent.to(x.device)

@@ -4,6 +4,7 @@ Weights are lively: random biases and norms (never zeros and ones, which hide mi
 with a standard deviation of five and more, so that ties do not decide.
 """
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig, RopeScaling
-from gpt.fresh import Draw, fill
+from gpt.fresh import drawn
+from gpt.loading import load_model
+from gpt.logical import Checkpoint
 from gpt.model import GPT
 from gpt.parallel import Mesh
 from gpt.sharding import Parameter, stage_layers
@@ -94,8 +97,8 @@ CONFIGS = {
 }
 
 
-def lively(config: GPTConfig, seed: int = 0) -> Draw:
-    """Values that depend on the tensor's name and the seed alone."""
+def lively(config: GPTConfig, seed: int = 0) -> Checkpoint:
+    """A checkpoint whose values depend on each tensor's name and the seed alone."""
 
     def draw(parameter: Parameter) -> Tensor:
         generator = torch.Generator().manual_seed(seed + zlib.crc32(parameter.name.encode()))
@@ -107,9 +110,9 @@ def lively(config: GPTConfig, seed: int = 0) -> Draw:
             return values * 0.2
         if parameter.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             return values
-        return values * parameter.shape[-1] ** -0.5
+        return values / math.sqrt(parameter.shape[-1])
 
-    return draw
+    return drawn(config, draw)
 
 
 def build(
@@ -119,11 +122,13 @@ def build(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     stages: list[int] | None = None,
+    trainable: bool = False,
 ) -> GPT:
-    """This rank's share of a lively model."""
+    """This rank's share of a lively model. Drawn in fp64, so that no dtype has a rounder one."""
     mesh = mesh or Mesh.single()
     layers = stage_layers(config.num_layers, mesh.pp, stages)[mesh.pp_rank][0]
-    return fill(GPT(config, mesh, layers=layers, dtype=dtype), lively(config, seed))
+    checkpoint = lively(config.with_fields(dtype="float64"), seed)
+    return load_model(checkpoint, mesh, dtype=dtype, layers=layers).requires_grad_(trainable)
 
 
 @dataclass(frozen=True)

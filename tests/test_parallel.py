@@ -11,7 +11,7 @@ from gpt.batch import Batch, Dropout
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
 from gpt.generate import generate
-from gpt.parallel import Mesh
+from gpt.parallel import Mesh, send_to
 from gpt.sampling import Sampling
 from gpt.sharding import check_split, stage_layers
 from tests.models import CONFIGS, MODERN, build, first_tie, recompute_greedy
@@ -48,7 +48,7 @@ def inputs(config: GPTConfig) -> tuple[Tensor, Tensor]:
 def run(config: GPTConfig, mesh: Mesh, stages: list[int] | None, dropout: float) -> Result:
     """Forward, backward and greedy decoding of one rank's share."""
     config = config.with_fields(hidden_dropout=dropout, attention_dropout=dropout)
-    model = build(config, mesh, stages=stages)
+    model = build(config, mesh, stages=stages, trainable=True)
     ids, table = inputs(config)
     table.requires_grad_()
     batch = Batch.plain(LENGTHS, dropout=Dropout(11) if dropout else None)
@@ -62,7 +62,7 @@ def run(config: GPTConfig, mesh: Mesh, stages: list[int] | None, dropout: float)
         generator = torch.Generator().manual_seed(3)
         y = (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum()
     else:
-        pipeline.send_to(y, mesh, mesh.pp_rank + 1)
+        send_to(y, mesh, mesh.pp_rank + 1)
     pipeline.backward(model, x, y)
     embedding = model.embedding.rows.grad if model.first and model.embedding else None
     completions = generate(model, PROMPTS, Sampling(max_new_tokens=6))
@@ -123,6 +123,22 @@ def close(got: Tensor | None, want: Tensor | None) -> bool:
 def greedy_fp32(rank: int, tp: int, pp: int) -> list[list[int]]:
     model = build(MODERN, Mesh.create(tp, pp), dtype=torch.float32)
     return [c.token_ids for c in generate(model, PROMPTS, Sampling(max_new_tokens=30))]
+
+
+def logits_bf16(rank: int, sequence_parallel: bool) -> Tensor | None:
+    mesh = Mesh.create(2, 2, sequence_parallel=sequence_parallel)
+    model = build(MODERN, mesh, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        return pipeline.forward(model, torch.arange(15), Batch.plain(LENGTHS))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bf16_travels_between_ranks(sequence_parallel: bool) -> None:
+    whole = build(MODERN)(torch.arange(15), Batch.plain(LENGTHS))
+    for logits in ranks(4, logits_bf16, sequence_parallel)[2:]:
+        assert logits is not None
+        # bf16 has 8 bits: an error of a tenth of the spread would be a wrong formula.
+        assert (logits - whole).std() < 0.1 * whole.std()
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 3), (2, 2)])
