@@ -1,0 +1,256 @@
+"""Hugging Face checkpoints: config.json, and weights as safetensors or weights-only pickles.
+
+The family's table says which keys make up a canonical tensor; here they are found, held against
+the shapes that the config wants, and packed: q, k and v by query group, gate over up, GPT-2's
+Conv1D turned. Packing is a map of pieces; no weight is read. Nothing is downloaded.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt.config import GPTConfig
+from gpt.errors import CheckpointError, ConfigError
+from gpt.families import FAMILIES, Family, Fields, Packed
+from gpt.logical import (
+    FLOAT_NAMES,
+    Checkpoint,
+    Logical,
+    Stored,
+    common_dtype,
+    overridden,
+    stack,
+)
+from gpt.safetensors_file import open_safetensors
+from gpt.sharding import LAYERS, Parameter, Split, layer_of, parameters
+from gpt.torch_file import open_torch
+
+# Any of these beside the weights means that the directory has a tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "null.json")
+
+# Buffers that old files hold and that are no weights: causal masks, rotary frequencies.
+BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+
+HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+def open_huggingface(
+    path: Path, changes: GPTConfig | Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """A directory with config.json and weights. `changes` are fields of GPTConfig to override."""
+    record = _read_json(path / "config.json")
+    family = _family(record, path / "config.json")
+    fields = Fields({**family.defaults, **record}, path / "config.json")
+    fields.refuse("quantization_config", None)
+    stored, files = _weights(path)
+    stored = _prefixed(stored, family.prefix)
+    dtype = common_dtype(stored.values())
+    try:
+        config = family.config(fields)
+        if dtype is not None:
+            config = config.with_fields(dtype=FLOAT_NAMES[dtype])
+        rows = config.vocab_size
+        config = overridden(config, changes)
+    except ConfigError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+    if config.vocab_size > rows:
+        raise CheckpointError(
+            f"{path}: vocab_size is overridden with {config.vocab_size}, but the embedding has "
+            f"{rows} rows; the true size can only be smaller"
+        )
+    used: set[str] = set()
+    tensors = {}
+    for name, parameter in parameters(config).items():
+        tensors[name] = _pack(parameter, config, family, _Finder(path, stored, used, rows))
+    if not config.untie_embeddings_and_output_weights:
+        _drop_tied_head(path, family, stored, used)
+    _refuse_leftover(path, set(stored) - used)
+    tokenizer = path if any(any(path.glob(name)) for name in TOKENIZER_FILES) else None
+    checkpoint = Checkpoint(path, "huggingface", config, tensors, files, tokenizer)
+    checkpoint.check()
+    return checkpoint
+
+
+def _family(record: dict[str, Any], where: Path) -> Family:
+    kind = str(record.get("model_type"))
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is not a family that Preamble computes; known are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[kind]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); fetch it again") from None
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path} is not a JSON object; fetch it again")
+    return record
+
+
+Reader = Callable[[Path], Mapping[str, Stored]]
+FORMS: tuple[tuple[str, Reader], ...] = (
+    ("model.safetensors", open_safetensors),
+    ("pytorch_model.bin", open_torch),
+)
+
+
+def _weights(path: Path) -> tuple[dict[str, Stored], tuple[Path, ...]]:
+    """Every stored tensor by its key, and the files they are in."""
+    for name, reader in FORMS:
+        if (path / name).is_file():
+            return dict(reader(path / name)), (path / name,)
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            return _sharded(index, reader)
+        stem, suffix = name.split(".")
+        shards = sorted(path.glob(f"{stem}-*-of-*.{suffix}"))
+        if shards:
+            raise CheckpointError(
+                f"{path} has {len(shards)} shards as {shards[0].name}, but not {index.name}; fetch "
+                "the index too"
+            )
+    raise CheckpointError(
+        f"{path} has config.json but no weights; model.safetensors, or its shards with "
+        "model.safetensors.index.json, or pytorch_model.bin is needed"
+    )
+
+
+def _sharded(index: Path, reader: Reader) -> tuple[dict[str, Stored], tuple[Path, ...]]:
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index} has no weight_map; fetch it again")
+    names = sorted({str(place) for place in places.values()})
+    for name in names:
+        if Path(name).name != name or name in (".", ".."):
+            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index} names {len(names)} shards, {len(missing)} of them missing: "
+            f"{', '.join(missing[:3])}; fetch the missing ones"
+        )
+    shards = {name: reader(index.parent / name) for name in names}
+    stored = {key: tensor for shard in shards.values() for key, tensor in shard.items()}
+    for key, place in places.items():
+        if key not in shards[place]:
+            raise CheckpointError(
+                f"{index} places {key!r} in {place}, which does not hold it; the index and the "
+                "shards are of different versions: fetch them again"
+            )
+        stored[key] = shards[place][key]
+    return stored, tuple(index.parent / name for name in names)
+
+
+def _prefixed(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+    """Files of the bare model, without a head, leave the first name out."""
+    if any(key.startswith(prefix) for key in stored):
+        return stored
+    return {key if key.startswith("lm_head.") else prefix + key: stored[key] for key in stored}
+
+
+class _Finder:
+    """Finds keys among the stored tensors, holds their shapes to what is needed, ticks them off."""
+
+    def __init__(
+        self, path: Path, stored: Mapping[str, Stored], used: set[str], vocab_rows: int
+    ) -> None:
+        self.path, self.stored, self.used, self.vocab_rows = path, stored, used, vocab_rows
+
+    def find(self, key: str, shape: tuple[int, ...], name: str) -> Stored:
+        self.used.add(key)
+        stored = self.stored.get(key)
+        if stored is None:
+            raise CheckpointError(
+                f"{self.path}: none of the weights is {key!r}, which config.json asks for; the "
+                "download is incomplete, or config.json is another model's"
+            )
+        if tuple(stored.shape) != shape:
+            raise CheckpointError(
+                f"{stored.where}: found {tuple(stored.shape)}, need {shape} for {name}; "
+                "config.json and the weights disagree: take both from the same model"
+            )
+        return stored
+
+
+def _pack(parameter: Parameter, config: GPTConfig, family: Family, finder: _Finder) -> Logical:
+    """The map of one canonical tensor onto the stored ones."""
+    name, layer = parameter.name, layer_of(parameter.name)
+    keys = family.keys.get(name if layer is None else name.split(".", 3)[3])
+    if keys is None:
+        raise CheckpointError(
+            f"{finder.path}: a model with {name} is no model of its family; correct the override"
+        )
+    turned = family.conv1d and len(parameter.shape) == 2 and name.startswith(LAYERS)
+
+    def find(key: str, rows: int) -> Stored:
+        shape = (rows, *parameter.shape[1:])
+        return finder.find(key.format(n=layer), shape[::-1] if turned else shape, name)
+
+    rows = parameter.shape[0]
+    d, heads, groups = config.kv_channels, config.num_attention_heads, config.num_query_groups
+    if isinstance(keys, Packed):
+        whole = find(keys.key, rows)
+        starts = ((whole, 0), (whole, heads * d), (whole, (heads + groups) * d))
+        return stack(_grouped(config, starts), transposed=turned)
+    if isinstance(keys, str):
+        stored = find(keys, finder.vocab_rows if parameter.split is Split.VOCAB else rows)
+        return stack([(stored, 0, rows)], transposed=turned)
+    if parameter.split is Split.QKV:
+        sizes = (heads * d, groups * d, groups * d)
+        parts = [find(key, size) for key, size in zip(keys, sizes, strict=True)]
+        return stack(_grouped(config, [(part, 0) for part in parts]), transposed=turned)
+    assert parameter.split is Split.GATED, f"{name} is not made of {len(keys)} tensors"
+    return stack([(find(key, rows // 2), 0, rows // 2) for key in keys], transposed=turned)
+
+
+def _grouped(
+    config: GPTConfig, starts: Sequence[tuple[Stored, int]]
+) -> Iterator[tuple[Stored, int, int]]:
+    """Runs of rows, group by group: its queries, its key, its value."""
+    (q, q_first), (k, k_first), (v, v_first) = starts
+    d, groups = config.kv_channels, config.num_query_groups
+    queries = config.num_attention_heads // groups * d
+    for group in range(groups):
+        yield q, q_first + group * queries, queries
+        yield k, k_first + group * d, d
+        yield v, v_first + group * d, d
+
+
+def _drop_tied_head(
+    path: Path, family: Family, stored: Mapping[str, Stored], used: set[str]
+) -> None:
+    """A tied model's files may repeat the embedding as the head; a head of its own is refused."""
+    head_key, key = family.keys[HEAD], family.keys[EMBEDDING]
+    assert isinstance(head_key, str) and isinstance(key, str)
+    head = stored.get(head_key)
+    if head is None:
+        return
+    used.add(head_key)
+    embedding = stored[key]
+    # A few rows tell a copy from weights that were trained apart.
+    rows = [0, embedding.shape[0] // 2, embedding.shape[0] - 1]
+    same = tuple(head.shape) == tuple(embedding.shape)
+    if not same or not torch.equal(head.tensor()[rows], embedding.tensor()[rows]):
+        raise CheckpointError(
+            f"{path}: config.json ties the head to the embedding, but {head_key} is not equal to "
+            f"{key}; set tie_word_embeddings to false if the model was trained so"
+        )
+
+
+def _refuse_leftover(path: Path, keys: set[str]) -> None:
+    left = sorted(key for key in keys if not BUFFERS.search(key))
+    if left:
+        raise CheckpointError(
+            f"{path}: config.json has no place for {len(left)} of the weights: "
+            f"{', '.join(left[:3])}; they would change the result, so the model is not read"
+        )

@@ -1,0 +1,65 @@
+"""Fills a GPT from a checkpoint, each rank with its own part and nothing else.
+
+The model is allocated empty at its final size, dtype and device; then every parameter is read
+straight into place from the mapped files. So no rank holds what it does not own, and nothing is
+held twice. All that headers can tell is checked before the first byte is allocated.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt.checkpoint import open_checkpoint
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+from gpt.logical import FLOATS, Checkpoint
+from gpt.model import GPT
+from gpt.parallel import Mesh
+from gpt.sharding import check_split, parameters, part, stage_layers
+
+
+def load(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    config: GPTConfig | Mapping[str, Any] | None = None,
+) -> GPT:
+    """The whole model, on one device; `dtype` is as stored unless given, `config` overrides."""
+    return load_model(open_checkpoint(path, config), Mesh.single(device), dtype=dtype)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    layers: range | None = None,
+    **options: Any,
+) -> GPT:
+    """This rank's part of the model: its tensor part of `layers`, by default its stage's.
+
+    `options` go to the model as they are. The weights need no gradient.
+    """
+    config = checkpoint.config
+    check_split(config, mesh.tp, mesh.pp)
+    if layers is None:
+        layers = stage_layers(config.num_layers, mesh.pp)[mesh.pp_rank][0]
+    if isinstance(dtype, str):
+        if dtype not in FLOATS:
+            raise ConfigError(f"dtype is {dtype!r}; known are: {', '.join(FLOATS)}")
+        dtype = FLOATS[dtype]
+    device = mesh.device if device is None else device
+    model = GPT(config, mesh, layers=layers, dtype=dtype, device=device, **options)
+    fill(model, checkpoint)
+    return model.requires_grad_(False)
+
+
+def fill(model: GPT, checkpoint: Checkpoint) -> None:
+    """Read this rank's part of every parameter that the model has, in place."""
+    mesh, table = model.mesh, parameters(checkpoint.config)
+    for name, value in model.named_parameters():
+        held = part(table[name], checkpoint.config, mesh.tp_rank, mesh.tp)
+        checkpoint.read(name, held, out=value.detach())
