@@ -1,0 +1,195 @@
+"""What an adapter is: a table of rows, and a card that says what they are for.
+
+An adapter never changes once it is built, and its digest names what it does to a model: two with
+one digest give the same prompts to the same base. The card is plain JSON and comes back from it
+exactly. Knows no files.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.prompts import Template
+from gpt.settings import settings
+
+# A name becomes a file's name and an alias in requests, so it cannot climb out of a directory,
+# hide itself, or look like an option. Versions have no leading zeros: one version, one spelling.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+VERSION = re.compile(r"[1-9][0-9]{0,5}")
+
+CARD_BYTES_MAX = 1 << 20
+TABLE_BYTES_MAX = 1 << 30  # 8,192 rows of a model 32,768 wide.
+
+
+class Name(NamedTuple):
+    name: str
+    version: int | None  # None: whichever is current.
+
+
+def parse_name(text: str) -> Name:
+    """`refunds@3` names a version, `refunds` the current one."""
+    name, at, version = text.partition("@")
+    if not NAME.fullmatch(name) or (at and not VERSION.fullmatch(version)):
+        shown = text if len(text) <= 60 else text[:60] + "..."
+        raise RequestError(
+            f"{shown!r} is no adapter's name; a name has 1 to 100 letters, digits, dots, dashes "
+            "and underscores, and begins with a letter or digit; a version follows as @3",
+            "adapter",
+        )
+    return Name(name, int(version) if at else None)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """An example that the adapter's owner lets travel with it, to check it where it arrives."""
+
+    inputs: Mapping[str, str]
+    output: str  # What greedy decoding wrote.
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything about an adapter but its numbers. A size of zero means: as the table has it."""
+
+    name: str
+    task: str = ""
+    base_digest: str | None = None  # None: the format that it came from does not say.
+    base_fingerprint: str | None = None
+    template: Template | None = None  # None: all rows, then the text (`prompts.plain_template`).
+    method: str = ""
+    hidden_size: int = 0
+    virtual_tokens: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()  # Stop strings, where a request names none.
+    max_new_tokens: int | None = None
+    golden: tuple[Golden, ...] = ()
+    notes: tuple[str, ...] = ()
+    created: str = ""  # ISO 8601, UTC.
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise AdapterError(
+                f"an adapter's card has the name {self.name[:60]!r}; it needs 1 to 100 letters, "
+                "digits, dots, dashes and underscores, the first a letter or digit"
+            )
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise AdapterError(
+                f"the card of {self.name!r} has max_new_tokens {self.max_new_tokens}; it must be "
+                "at least 1"
+            )
+        try:
+            exact = json.loads(self.to_json()) == self.to_dict()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise AdapterError(f"the card of {self.name!r} is not JSON: {error}") from None
+        if not exact:
+            raise AdapterError(
+                f"the card of {self.name!r} would not come back from JSON as it is; use texts as "
+                "keys, and lists instead of tuples, in metrics"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        record = {one.name: getattr(self, one.name) for one in fields(self)}
+        return record | {
+            "template": self.template.to_dict() if self.template else None,
+            "metrics": dict(self.metrics),
+            "stop": list(self.stop),
+            "golden": [{"inputs": dict(one.inputs), "output": one.output} for one in self.golden],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), allow_nan=False, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`; an unknown key is an error."""
+        try:
+            if len(text) > CARD_BYTES_MAX:
+                raise ConfigError(f"it is {len(text)} bytes; at most {CARD_BYTES_MAX} are read")
+            record = json.loads(text)
+            if not isinstance(record, dict):
+                raise ConfigError("it is not a JSON object")
+            if isinstance(record.get("template"), dict):
+                record["template"] = Template.from_dict(record["template"])
+            if isinstance(record.get("golden"), list):
+                record["golden"] = [_golden(one) for one in record["golden"]]
+            return settings(cls, record, "card")
+        except (ConfigError, ValueError, RecursionError) as error:
+            raise AdapterError(
+                f"an adapter's card cannot be read: {str(error)[:300]}; it was written by another "
+                "program, or broken since: export the adapter again"
+            ) from None
+
+
+def _golden(record: Any) -> Golden:
+    known = settings(Golden, record if isinstance(record, dict) else {}, "golden")
+    if not all(isinstance(text, str) for text in known.inputs.values()):
+        raise ConfigError("golden: inputs must be texts")
+    return known
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Rows that stand for tokens before a text. Built by `build_adapter`; nobody writes to it."""
+
+    card: Card
+    table: Tensor  # [rows, hidden], fp32, on the CPU.
+    digest: str
+
+
+def build_adapter(card: Card, table: Tensor) -> Adapter:
+    """An adapter from a card and its rows, which are copied to fp32."""
+    if table.ndim != 2 or not table.numel() or not table.is_floating_point():
+        raise AdapterError(
+            f"the table of {card.name!r} is {table.dtype} of shape {tuple(table.shape)}; it must "
+            "be floating-point of shape (rows, hidden)"
+        )
+    rows, hidden = table.shape
+    if rows * hidden * 4 > TABLE_BYTES_MAX:
+        # Before it is copied: a stored tensor can claim any shape by strides of zero.
+        raise AdapterError(
+            f"the table of {card.name!r} has {rows} rows of {hidden}: {rows * hidden * 4} bytes, "
+            f"over the limit of {TABLE_BYTES_MAX}; give fewer rows"
+        )
+    found = {"virtual_tokens": rows, "hidden_size": hidden}
+    for name, size in found.items():
+        if getattr(card, name) not in (0, size):
+            raise AdapterError(
+                f"the card of {card.name!r} says {name} {getattr(card, name)}, its table is "
+                f"{rows} x {hidden}; one of them is another adapter's: export it again"
+            )
+    if card.template is not None and card.template.rows != rows:
+        raise AdapterError(
+            f"the template of {card.name!r} has {card.template.rows} virtual tokens, its table "
+            f"{rows} rows; make its splits sum to {rows}"
+        )
+    held = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
+    if not bool(held.isfinite().all()):
+        raise AdapterError(
+            f"the table of {card.name!r} has values that are not finite; it was saved after a "
+            "training run went wrong: take an earlier one"
+        )
+    card = replace(card, virtual_tokens=rows, hidden_size=hidden)
+    return Adapter(card, held, _digest(card, held))
+
+
+def _digest(card: Card, table: Tensor) -> str:
+    """sha256 over what decides a prompt's hidden states: base, layout and the table's bytes."""
+    layout: dict[str, Any] = {}
+    if card.template is not None:
+        # Only what is not the default, so that later fields leave today's digests as they are.
+        record = card.template.to_dict()
+        defaults = {one.name: one.default for one in fields(Template) if one.default is not MISSING}
+        defaults["splits"] = []
+        layout = {key: value for key, value in record.items() if value != defaults.get(key, ...)}
+    head = ["preamble.adapter", card.base_digest, list(table.shape), layout]
+    whole = hashlib.sha256(json.dumps(head, sort_keys=True).encode() + b"\n")
+    whole.update(table.numpy().astype("<f4", copy=False).data)
+    return whole.hexdigest()
