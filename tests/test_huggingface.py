@@ -19,6 +19,8 @@ from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.digest import base_digest
 from gpt.errors import CheckpointError
+from gpt.generate import generate
+from gpt.sampling import Sampling
 from tests.hf_models import (
     CASES,
     GPT2_SIZES,
@@ -30,6 +32,7 @@ from tests.hf_models import (
     model_of,
     random_model,
 )
+from tests.models import first_tie, recompute_greedy
 
 LOGITS_ATOL = 1e-4  # fp32 sums in another order, over logits of a few tens.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -73,6 +76,21 @@ def test_logits_are_those_of_transformers(case: str, saved: Callable[[str], Path
     assert float(theirs.std()) >= 5
     assert ours.shape == theirs.shape and ours.dtype == torch.float32
     assert float((ours - theirs).abs().max()) <= LOGITS_ATOL
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sixteen_tokens_through_the_cache_are_what_recomputing_all_gives_here_and_there(
+    case: str, saved: Callable[[str], Path]
+) -> None:
+    theirs, ours = model_of(case), gpt.load(saved(case))
+    prompts = [row[:length].tolist() for row, length in zip(ids(3), (20, 3, 9), strict=True)]
+    completions = generate(ours, prompts, Sampling(max_new_tokens=16))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        here = recompute_greedy(ours, prompt, 16)
+        until = first_tie(here)
+        assert completion.token_ids[:until] == here.tokens[:until]
+        there = logits_of(theirs, torch.tensor([prompt + here.tokens]))[0].argmax(-1).tolist()
+        assert there[len(prompt) - 1 :][:until] == here.tokens[:until]
 
 
 def packed(model: Any, config: GPTConfig) -> dict[str, Tensor]:
