@@ -31,6 +31,7 @@ def reference(
     batch: Batch,
     kv: KV | None,
     window: int | None,
+    *,
     drop: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
     """One sequence at a time, in whole matrices. `drop` thins a sequence's probabilities."""

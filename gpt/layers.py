@@ -208,7 +208,7 @@ class Attention(nn.Module):
             store(k, v, batch, kv)
         window, p = self.config.window_size, self.config.attention_dropout
         if batch.dropout is not None and p:
-            y = reference(q, k, v, batch, kv, window, self._drop(batch, p))
+            y = reference(q, k, v, batch, kv, window, drop=self._drop(batch, p))
         else:
             y = self.attend(q, k, v, batch, kv, window)
         return cast(Tensor, self.linear_proj(y.flatten(1)))

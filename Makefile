@@ -1,0 +1,59 @@
+# Each target sets up what it needs, in .venv, and asks nothing.
+# PYTHON=python3.12 chooses the interpreter; `make test-gpu` uses a PYTHON as it is, installing nothing.
+VENV   := .venv
+BASE   := $(or $(PYTHON),python3)
+MINOR  := $(shell $(BASE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PROTOS := $(wildcard protos/preamble/v1/*.proto)
+# The environment in steps: an interpreter, what running needs, what developing needs; then the stubs.
+INTERPRETER := $(VENV)/bin/python$(MINOR)
+RUNTIME     := $(VENV)/.runtime
+DEVELOPMENT := $(VENV)/.development
+STUBS       := $(firstword $(PROTOS:.proto=_pb2.py))
+LEARNED     := build/demo/learned
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo serve-demo test test-slow test-gpu soak check tools protos wheel clean help
+
+setup: $(DEVELOPMENT) $(STUBS)  ## installs everything that developing needs
+demo: $(LEARNED)  ## serves the small model that comes along, and talks to it
+	@$(VENV)/bin/python -m examples.demo
+serve-demo: $(LEARNED)  ## serves that model until Ctrl-C
+	$(VENV)/bin/preamble serve examples/demo/checkpoint --adapters build/demo/adapters
+test: setup  ## runs the tests (five minutes at most on two cores)
+	$(VENV)/bin/python -m pytest
+test-slow: setup tools  ## runs the long drills; prints the minutes of each
+	$(VENV)/bin/python -m pytest -m slow
+test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
+	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
+soak: setup  ## runs what is longer than any suite
+	$(VENV)/bin/python -m pytest -m soak
+check: setup  ## lint, format, types, house rules
+	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -q tests/test_tidy.py
+tools:  ## installs what only the slow drills need
+	@echo 'tools: nothing to install; the drills need no more than `make setup` installs'
+protos: setup  ## compiles the protos into Python stubs
+wheel: setup  ## builds dist/preamble-*.whl
+	rm -rf build/lib build/bdist.* && $(VENV)/bin/python -m pip wheel -q --no-deps -w dist .
+clean:  ## removes what was built, but leaves .venv
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2*
+help:  ## lists the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INTERPRETER):
+	@$(BASE) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("preamble needs Python 3.11 to 3.13, and $(BASE) is $(MINOR); try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@$(BASE) -m venv --clear $(VENV) || { rm -f $@; exit 1; }
+$(RUNTIME): pyproject.toml constraints.txt | $(INTERPRETER)
+	@echo 'installing what $(VENV) lacks: torch (a download of 0.2 GB, or 3 GB where its CUDA build comes) and 0.1 GB of other packages'
+	@$(PIP) -e . grpcio-tools && touch $@
+$(DEVELOPMENT): $(RUNTIME)
+	@echo 'installing what $(VENV) lacks: 0.1 GB of packages for tests and checks'
+	@$(PIP) -e '.[dev]' && touch $@
+$(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
+	@$(VENV)/bin/python protos/build.py && touch $@
+$(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*.*) | $(RUNTIME) $(STUBS)
+	@rm -rf build/demo && mkdir -p build/demo/adapters
+	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl
+	$(VENV)/bin/preamble tune examples/demo/tune.yaml && touch $@

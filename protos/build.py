@@ -1,0 +1,45 @@
+"""Compiles the protos into Python stubs, beside them. `make protos` and the wheel build run it.
+
+The files are compiled under their canonical names (`preamble/v1/x.proto`): a descriptor's name is
+the same in every language and in server reflection. But Python's module `preamble` is our
+command, so the imports that protoc writes are turned to where the stubs are: `protos.preamble.v1`.
+It knows nothing of what the protos say.
+"""
+
+import re
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from setuptools.command.build_py import build_py
+
+PROTOS = Path(__file__).resolve().parent
+STUBS = PROTOS / "preamble" / "v1"
+IMPORT = re.compile(r"^from preamble\.v1 import", re.MULTILINE)
+
+
+def main() -> int:
+    """Replaces all stubs; 0, or protoc's exit code after protoc has said what is wrong."""
+    from grpc_tools import protoc  # The wheel build imports this module before it has protoc.
+
+    for stub in STUBS.glob("*_pb2*"):
+        stub.unlink()
+    options = [f"-I{PROTOS}", f"-I{files('grpc_tools') / '_proto'}"]
+    options += [f"--{kind}_out={PROTOS}" for kind in ("python", "pyi", "grpc_python")]
+    code = protoc.main(["protoc", *options, *map(str, sorted(STUBS.glob("*.proto")))])
+    for stub in STUBS.glob("*_pb2*"):
+        stub.write_text(IMPORT.sub("from protos.preamble.v1 import", stub.read_text()))
+    return int(code)
+
+
+class BuildPy(build_py):
+    """The wheel build's step that collects the modules, stubs first."""
+
+    def run(self) -> None:
+        if main() != 0:
+            sys.exit("the protos do not compile")
+        super().run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
