@@ -1,0 +1,82 @@
+"""The one command: finds the folder that a word belongs to, and hands the line over to it.
+
+A folder is imported only when its command is asked for, so that help and mistakes cost nothing.
+Each folder says itself what went wrong. Exit codes: 0 done, 1 failed, 2 misused, 130 interrupted.
+"""
+
+import difflib
+import importlib
+import importlib.metadata
+import os
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    folder: str
+    line: str
+
+
+COMMANDS = {
+    "serve": Command("serving", "serve a model and its adapters over gRPC"),
+    "generate": Command("serving", "complete one prompt, here or (--server) by a running server"),
+    "tune": Command("ptuning", "learn an adapter for a frozen model"),
+}
+
+USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help says more)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(_help(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"preamble {_version()}")
+        return 0
+    if words[0] not in COMMANDS:
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(COMMANDS)}"
+        print(f"preamble: no command {words[0]!r}; {way}", file=sys.stderr)
+        return 2
+    return _run(_folder(words), words)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("preamble")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+checkout"  # Run from a checkout that was never installed.
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {word:{width}}{command.line}" for word, command in COMMANDS.items()]
+    return "\n".join([USAGE, "", *lines])
+
+
+def _folder(words: list[str]) -> str:
+    """Where the command lives; asking a running server needs no model, and so no serving."""
+    asks_server = any(word == "--server" or word.startswith("--server=") for word in words)
+    if words[0] == "generate" and asks_server:
+        return "clients"
+    return COMMANDS[words[0]].folder
+
+
+def _run(folder: str, words: list[str]) -> int:
+    try:
+        code = int(importlib.import_module(f"{folder}.__main__").main(words))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(f"\npreamble {words[0]}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does. Python would complain at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""TuneConfig: what to learn, from which examples, and how, with a unit and a default for each.
+
+Built once from a YAML file. What the model is comes from its checkpoint, never from here.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+from gpt.errors import ConfigError
+from gpt.settings import read_yaml, settings
+
+PLAIN = "<|VIRTUAL_PROMPT_0|>{prompt}{completion}"
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What `preamble tune` needs to know. A relative path starts at the working directory."""
+
+    model: str  # The checkpoint's path.
+    data: str  # A jsonl file: one example on each line, as an object of texts.
+    name: str  # The adapter's.
+    output: str = "adapters"  # The directory for it, made if need be; a server's may be one.
+
+    task: str = ""  # What it is for, in a few words.
+    template: str = PLAIN  # Its fields are the examples' keys.
+    answer_field: str = "completion"  # What is learned; it must end the template.
+    truncate_field: str | None = None  # Is cut in what is too long; None: that is left out.
+    tokens_max: int | None = None  # Of an example; None: the model's context.
+    stop: tuple[str, ...] = ()  # Texts that end an answer, beside the model's own end.
+    max_new_tokens: int | None = None  # Of an answer, if a request does not say.
+
+    virtual_tokens: int = 20
+    splits: tuple[int, ...] = ()  # Of them, for each of the template's places; empty: it has one.
+    initial_text: str = ""  # The table starts as its rows; empty: rows of random tokens.
+
+    steps: int = 200
+    batch_examples: int = 16
+    learning_rate: float = 1e-2  # Good for a bare table; a model's own 1e-4 learns nothing here.
+    warmup_steps: int = 20
+    weight_decay: float = 0.0  # It would pull towards zero, not towards words.
+    gradient_norm_max: float = 1.0
+    seed: int = 0
+
+    device: str = "cpu"
+    dtype: str | None = None  # What to compute in; None: as stored. The table is always fp32.
+
+    def __post_init__(self) -> None:
+        positive = ("virtual_tokens", "steps", "batch_examples", "learning_rate")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in (*positive, "gradient_norm_max") and not 0 < value < float("inf"):
+                raise ConfigError(f"{field.name} is {value}; it must be more than 0")
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+        if self.splits and sum(self.splits) != self.virtual_tokens:
+            raise ConfigError(
+                f"splits are {list(self.splits)}, {sum(self.splits)} in all; "
+                f"they must sum to virtual_tokens, {self.virtual_tokens}"
+            )
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        return settings(cls, read_yaml(Path(path)), path)

@@ -1,0 +1,149 @@
+"""`preamble serve`, and `preamble generate` against a model in process.
+
+Flags become a configuration, and one function is called with it. What takes seconds to import is
+imported only when the flags are in order.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpt.errors import ConfigError, PreambleError
+from serving.config import ServerConfig
+
+if TYPE_CHECKING:
+    from serving.request import Ask
+
+
+def main(argv: list[str]) -> int:
+    """`argv` begins with the command's own word."""
+    commands = {"serve": _serve, "generate": _generate}
+    if not argv or argv[0] not in commands:
+        print(f"usage: python -m serving {{{','.join(commands)}}} ...", file=sys.stderr)
+        return 2
+    try:
+        return commands[argv[0]](argv[1:])
+    except PreambleError as error:
+        print(f"preamble {argv[0]}: {error}", file=sys.stderr)
+        return 1
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preamble serve",
+        description="Serve a model over gRPC, and its metrics and health over HTTP. A flag "
+        "overrides what the configuration file says; the file has every limit besides.",
+    )
+    parser.add_argument("model", nargs="?", help="the checkpoint's path")
+    parser.add_argument("--config", metavar="F", help="a YAML file of settings")
+    parser.add_argument("--adapters", metavar="DIR", help="a directory of adapters to serve")
+    parser.add_argument("--host", help="the address to bind (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="for gRPC; 0: any free one (default: 9000)")
+    parser.add_argument("--http-port", type=int, help="0: any free one (default: 9001)")
+    parser.add_argument("--device", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", help="what to compute in (default: as stored)")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="allow an address beyond loopback, without encryption or tokens",
+    )
+    return parser
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preamble generate",
+        description="Complete one prompt, streamed to the terminal, with a model in process; "
+        "with --server, by a running server.",
+    )
+    parser.add_argument("text", nargs="?", help="the prompt")
+    parser.add_argument("--model", required=True, help="the checkpoint's path")
+    parser.add_argument("--adapters", metavar="DIR", help="the directory of the task's adapter")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", help="what to compute in (default: as stored)")
+    _add_prompt_flags(parser)
+    return parser
+
+
+def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """The same as those of the client, which cannot see these; a test compares them."""
+    add = parser.add_argument
+    add("--task", metavar="T", default="", help="an adapter, as name or name@version")
+    add("--field", metavar="NAME=VALUE", action="append", default=[],
+        help="a field of the task's template; NAME=@FILE reads a file")  # fmt: skip
+    add("--max-new-tokens", metavar="N", type=int, help="tokens to make at most")
+    add("--temperature", metavar="X", type=float, help="0: the most likely tokens (default: 0)")
+    add("--top-k", metavar="N", type=int, default=0, help="0: all (default: 0)")
+    add("--top-p", metavar="X", type=float, help="in (0, 1] (default: 1)")
+    add("--seed", metavar="N", type=int, help="the same seed, the same tokens (default: drawn)")
+    add("--stop", metavar="TEXT", action="append", default=[], help="end at this text")
+
+
+def _serve(argv: list[str]) -> int:
+    flags = vars(serve_parser().parse_args(argv))
+    config = ServerConfig.read(flags.pop("config"), flags)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    from serving.lifecycle import serve
+
+    return asyncio.run(serve(config, lambda line: print(line, flush=True)))
+
+
+def _generate(argv: list[str]) -> int:
+    parser = generate_parser()
+    args = parser.parse_args(argv)
+    if (args.text is None) == (not args.field):
+        parser.error("give either a text or the task's --field NAME=VALUE")
+    fields = dict(_field(word, parser) for word in args.field)
+    config = ServerConfig(
+        model=args.model, adapters=args.adapters, device=args.device, dtype=args.dtype
+    )
+    from serving.request import Ask
+
+    ask = Ask(
+        fields or args.text,
+        adapter=args.task,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop_strings=tuple(args.stop),
+    )
+    return asyncio.run(_stream(config, ask))
+
+
+async def _stream(config: ServerConfig, ask: "Ask") -> int:
+    from serving.service import Found, Service
+
+    service = Service(Found.at(config))
+    try:
+        async for piece in await service.start(ask):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    finally:
+        service.close()
+    return 0
+
+
+def _field(word: str, parser: argparse.ArgumentParser) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals or not name:
+        parser.error(f"--field {word!r} is not NAME=VALUE")
+    if value.startswith("@"):
+        try:
+            value = Path(value[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", "it is not UTF-8")
+            raise ConfigError(f"--field {name}: {value[1:]} cannot be read ({reason})") from None
+    return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Real servers for tests: a tiny checkpoint, the command in a process of its own, ports of the OS.
+
+A server is asked what it is by the line that it prints when it is ready. Every wait has an end, and
+a process that outlives its test is ended by its number.
+"""
+
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from clients.generation import Client
+from gpt.adapter import Card, build_adapter, save_adapter
+from gpt.checkpoint import open_checkpoint
+from gpt.config import GPTConfig
+from gpt.digest import identify
+from gpt.native import write_native
+from gpt.prompts import Template
+from tests.models import lively
+from tests.trained_tokenizers import sentencepiece_model
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 60.0
+WAIT_S = 20.0
+
+# Rotary, so that a completion can be long enough to be caught in the middle. Stored in fp32, as
+# adapters are, and served in fp64, where tokens are the same in whatever company they are made.
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=640,
+    max_position_embeddings=4096,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="silu",
+    gated=True,
+    untie_embeddings_and_output_weights=True,
+    dtype="float32",
+)
+
+
+def write_checkpoint(folder: Path, *, tokenizer: bool = True) -> Path:
+    """A lively model; without a tokenizer its texts are numbers, and nothing ends them early."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = None
+    if tokenizer:
+        source = folder / "tokenizer.model"
+        source.write_bytes(sentencepiece_model(model_type="bpe", byte_fallback=True))
+    write_native(lively(CONFIG), folder / "checkpoint", tokenizer=source)
+    return folder / "checkpoint"
+
+
+def write_adapter(
+    path: Path,
+    checkpoint: Path,
+    token_ids: list[int],
+    *,
+    template: Template | None = None,
+    base: str | None = None,
+) -> None:
+    """An adapter that says what these tokens say: their own embeddings. `base` is a lie, if any."""
+    opened = open_checkpoint(checkpoint)
+    words = opened.read("embedding.word_embeddings.weight")
+    digest = base or identify(opened).digest
+    card = Card("instruction", base_digest=digest, template=template, method="instruction")
+    save_adapter(build_adapter(card, words[token_ids]), path)
+
+
+@dataclass
+class Server:
+    """`preamble serve`, running."""
+
+    process: "subprocess.Popen[str]"
+    ready: str  # The line it printed.
+
+    @property
+    def address(self) -> str:
+        return self._said("grpc")
+
+    def client(self, timeout_s: float = WAIT_S) -> Client:
+        return Client(self.address, timeout_s)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of a page on the HTTP port."""
+        address = f"http://{self._said('http')}{path}"
+        try:
+            with urllib.request.urlopen(address, timeout=WAIT_S) as page:
+                return page.status, page.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metric(self, series: str) -> float:
+        """A series of the scrape by its name, with its labels if it has some; 0 if absent."""
+        for line in self.get("/metrics")[1].splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == series:
+                return float(value)
+        return 0.0
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def _said(self, key: str) -> str:
+        match = re.search(rf"\b{key}=(\S+)", self.ready)
+        assert match is not None, self.ready
+        return match[1]
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "preamble", *map(str, words)]
+
+
+@contextmanager
+def serving(model: Path, settings: Path | None = None, **limits: object) -> Iterator[Server]:
+    """A server of its own on free ports; `limits` are settings, written to the file `settings`."""
+    words: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
+    words += ["--dtype", "float64"]
+    if settings is not None:
+        settings.write_text(yaml.safe_dump(limits))
+        words += ["--config", settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command(*words), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield Server(process, _first_line(process))
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def _first_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        assert selector.select(START_S), f"no line within {START_S} s"
+    line: str = process.stdout.readline()
+    assert line.startswith("ready "), f"said {line!r}, exit code {process.poll()}"
+    return line
+
+
+def eventually(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
+    """Wait until something holds; it is a failure if it does not in time."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, f"still not so after {within_s} s"
+        time.sleep(0.02)

@@ -1,0 +1,97 @@
+"""The one command: what it knows, how it fails, and how quickly it helps."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import preamble
+from tests.servers import ROOT, WAIT_S, command, write_checkpoint
+
+HELP_S = 0.3
+
+
+def test_help_names_every_command_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert preamble.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for word, known in preamble.COMMANDS.items():
+        assert f"  {word:10}{known.line}" in lines
+
+
+@pytest.mark.parametrize("word", preamble.COMMANDS)
+def test_every_command_explains_itself(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        preamble.main([word, "--help"])
+    assert done.value.code == 0
+    assert f"usage: preamble {word}" in capsys.readouterr().out
+
+
+def test_help_costs_nothing() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    program = "import sys, preamble; preamble.main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.endswith("False\n")
+    assert after.ru_utime - before.ru_utime < HELP_S
+
+
+def test_a_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert preamble.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("preamble ")
+
+
+def test_what_is_no_command_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert preamble.main(["srve"]) == 2
+    assert "did you mean 'serve'?" in capsys.readouterr().err
+    assert preamble.main(["xyz"]) == 2
+    assert "known are: serve, generate, tune" in capsys.readouterr().err
+    assert preamble.main([]) == 2
+
+
+def test_a_prompt_is_completed_in_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "1 2 3", "--max-new-tokens", "5"]
+    checkpoint = str(write_checkpoint(tmp_path, tokenizer=False))
+
+    assert preamble.main([*words, "--model", checkpoint]) == 0
+    first = capsys.readouterr().out
+    assert preamble.main([*words, "--model", checkpoint]) == 0
+
+    assert capsys.readouterr().out == first
+    assert len(first.split()) == 5
+
+
+def test_a_failure_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preamble.main(["generate", "a", "--model", str(tmp_path / "nothing")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("preamble generate: ")
+    assert err.count("\n") == 1
+
+
+def test_a_reader_that_leaves_is_no_fault(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, tokenizer=False)
+    words = command("generate", "1 2 3", "--model", checkpoint, "--max-new-tokens", "3000")
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(WAIT_S) == 1
+        assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        process.stderr.close()

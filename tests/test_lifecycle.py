@@ -1,0 +1,187 @@
+"""A server's life: refusals at its start, requests that end early, overload, drain.
+
+Its model knows numbers only, so nothing but its length ends a completion, and a long one can be
+caught in the middle.
+"""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from clients.generation import CallError, Client, Options
+from serving.__main__ import main, serve_parser
+from serving.config import ServerConfig
+from tests.servers import WAIT_S, Server, eventually, serving, write_checkpoint
+
+LONG = Options(max_new_tokens=4000)
+SHORT = Options(max_new_tokens=2)
+REFUSED_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("lifecycle"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    settings = checkpoint.parent / "narrow.yaml"
+    with serving(checkpoint, settings, running_requests_max=2, queue_requests_max=2) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with server.client() as client:
+        yield client
+    eventually(lambda: idle(server))
+
+
+def idle(server: Server) -> bool:
+    states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
+    return all(server.metric(f"preamble_{state}") == 0 for state in states)
+
+
+def test_a_client_that_leaves_takes_its_request_along(server: Server, client: Client) -> None:
+    stream = client.stream("1 2 3", LONG)
+    next(stream)
+    assert server.metric("preamble_scheduler_running_requests") == 1
+
+    stream.close()
+
+    eventually(lambda: idle(server), within_s=5)
+    ended = 'preamble_requests_total{code="CANCELLED",method="GenerateStream"}'
+    eventually(lambda: server.metric(ended) >= 1)
+
+
+def test_a_deadline_ends_a_request_that_runs_and_one_that_waits(server: Server) -> None:
+    with server.client(timeout_s=0.5) as hasty, server.client() as patient:
+        with pytest.raises(CallError) as running:
+            hasty.generate("1 2 3", LONG)
+        assert running.value.code == "DEADLINE_EXCEEDED"
+        eventually(lambda: idle(server), within_s=5)
+
+        held = [patient.stream("1", LONG) for _ in range(2)]
+        for stream in held:
+            next(stream)
+        with pytest.raises(CallError) as waiting:
+            hasty.generate("1 2 3", SHORT)
+        assert waiting.value.code == "DEADLINE_EXCEEDED"
+        eventually(lambda: server.metric("preamble_scheduler_waiting_requests") == 0)
+        for stream in held:
+            stream.close()
+        eventually(lambda: idle(server), within_s=5)
+
+
+def test_a_full_queue_refuses_at_once_and_what_was_accepted_is_answered(
+    server: Server, client: Client
+) -> None:
+    running = [client.stream("1", LONG) for _ in range(2)]
+    for stream in running:
+        next(stream)
+    answers: list[int] = []
+    waiting = [
+        threading.Thread(
+            target=lambda: answers.append(client.generate("2", SHORT).usage.completion_tokens)
+        )
+        for _ in range(2)
+    ]
+    for thread in waiting:
+        thread.start()
+    eventually(lambda: server.metric("preamble_scheduler_waiting_requests") == 2)
+
+    asked = time.monotonic()
+    with pytest.raises(CallError, match="queue_requests_max") as refused:
+        client.generate("3", SHORT)
+
+    assert refused.value.code == "RESOURCE_EXHAUSTED"
+    assert time.monotonic() - asked < 2
+    for stream in running:
+        stream.close()
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert answers == [2, 2]
+
+
+def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes(checkpoint: Path) -> None:
+    with serving(checkpoint) as server, server.client() as client:
+        stream = client.stream("1 2 3", Options(max_new_tokens=1000))
+        got = len(next(stream).token_ids)
+
+        server.process.send_signal(signal.SIGTERM)
+
+        eventually(lambda: server.get("/health/ready")[0] == 503)
+        assert server.get("/health/live")[0] == 200
+        with grpc.insecure_channel(server.address) as channel:
+            request = health_pb2.HealthCheckRequest()
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S).status
+        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(CallError) as refused:
+            client.generate("4", SHORT)
+        assert refused.value.code == "UNAVAILABLE"
+        got += sum(len(piece.token_ids) for piece in stream)
+        assert got == 1000
+        assert server.process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (30.0, 2)], ids=["time", "signal"])
+def test_a_drain_ends_when_its_time_is_over_or_with_a_second_signal(
+    checkpoint: Path, drain_s: float, signals: int
+) -> None:
+    settings = checkpoint.parent / "drain.yaml"
+    with serving(checkpoint, settings, drain_s=drain_s) as server, server.client() as client:
+        stream = client.stream("1 2 3", LONG)
+        next(stream)
+        started = time.monotonic()
+
+        server.process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            eventually(lambda: server.get("/health/ready")[0] == 503)
+            server.process.send_signal(signal.SIGTERM)
+
+        with pytest.raises(CallError) as ended:
+            list(stream)
+        assert ended.value.code in ("UNAVAILABLE", "CANCELLED")
+        assert server.process.wait(WAIT_S) == 0
+        assert time.monotonic() - started < 10
+
+
+def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*words: str | Path) -> str:
+        started = time.monotonic()
+        assert main(["serve", *map(str, words)]) == 1
+        assert time.monotonic() - started < REFUSED_S
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1, err
+        return err
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refusal(checkpoint, "--port", str(port), "--http-port", "0")
+        assert f"http_port {port}" in refusal(checkpoint, "--port", "0", "--http-port", str(port))
+    assert "--insecure" in refusal(checkpoint, "--host", "0.0.0.0")
+    assert "does not exist" in refusal(tmp_path / "nothing")
+    assert "not a directory" in refusal(checkpoint, "--adapters", tmp_path / "nothing")
+    settings = tmp_path / "s.yaml"
+    settings.write_text("queue_request_max: 3\n")
+    assert "did you mean 'queue_requests_max'" in refusal(checkpoint, "--config", settings)
+
+
+def test_a_flag_overrides_the_file_and_every_flag_is_a_setting(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("model: a\nport: 1\ndrain_s: 5\n")
+    config = ServerConfig.read(str(file), {"port": 2, "host": None})
+    assert (config.model, config.port, config.drain_s, config.host) == ("a", 2, 5.0, "127.0.0.1")
+    flags = vars(serve_parser().parse_args([]))
+    assert set(flags) - {"config"} <= set(ServerConfig.__dataclass_fields__)
+    assert set(flags.values()) == {None}

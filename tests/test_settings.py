@@ -1,0 +1,65 @@
+"""Settings from YAML: the dataclass is the schema, and what does not fit it is named."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpt.errors import ConfigError
+from gpt.settings import read_yaml, settings
+
+
+@dataclass(frozen=True)
+class Cake:
+    flour_g: int
+    sugar_g: float = 100.0
+    name: str | None = None
+    iced: bool = False
+    eggs: tuple[int, ...] = ()
+
+
+def test_a_file_becomes_the_dataclass(tmp_path: Path) -> None:
+    file = tmp_path / "cake.yaml"
+    file.write_text("flour_g: 300\nsugar_g: 1e2\nname: null\niced: true\neggs: [1, 2]\n")
+    assert settings(Cake, read_yaml(file), "cake") == Cake(300, 100.0, None, True, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"flower_g": 1}, "cake: unknown key 'flower_g'; did you mean 'flour_g'"),
+        ({"salt": 1}, "unknown key 'salt'; known are: eggs, flour_g"),
+        ({}, "'flour_g' is missing"),
+        ({"flour_g": 1.5}, "flour_g is 1.5; it must be a whole number"),
+        ({"flour_g": True}, "flour_g is True; it must be a whole number"),
+        ({"flour_g": 1, "sugar_g": "much"}, "sugar_g is 'much'; it must be a number"),
+        ({"flour_g": 1, "name": 3}, "name is 3; it must be a text"),
+        ({"flour_g": 1, "iced": 1}, "iced is 1; it must be true or false"),
+        ({"flour_g": 1, "eggs": 2}, "eggs is 2; it must be a list"),
+        ({"flour_g": 1, "eggs": ["a"]}, "eggs is 'a'; it must be a whole number"),
+    ],
+)
+def test_what_does_not_fit_is_named(values: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(Cake, values, "cake")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a: [", "is not YAML"), ("- 1", "holds no settings"), ("\xff\xfe", "is not YAML")],
+)
+def test_a_file_that_is_no_settings_is_said_to_be_none(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=words):
+        read_yaml(file)
+
+
+def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_yaml(tmp_path / "nothing.yaml")
+    (tmp_path / "empty.yaml").touch()
+    assert read_yaml(tmp_path / "empty.yaml") == {}
