@@ -62,7 +62,7 @@ class Card:
     task: str = ""
     base_digest: str | None = None  # None: the format that it came from does not say.
     base_fingerprint: str | None = None
-    template: Template | None = None  # None: all rows, then the text (`prompts.plain_template`).
+    template: Template | None = None  # None: all rows, then the text.
     method: str = ""
     hidden_size: int = 0
     virtual_tokens: int = 0

@@ -251,11 +251,6 @@ class Template:
         )
 
 
-def plain_template(rows: int, *, bos: str = "none") -> Template:
-    """For an adapter without a template: all its rows, then the text."""
-    return Template(f"{MARK}0|>{{text}}", (rows,), bos=bos)
-
-
 def _stripped(text: str, ends: tuple[bool, bool]) -> str:
     """Without spaces at those ends that are ends of the whole prompt; only spaces, as in NeMo."""
     first, last = ends

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt.errors import RequestError
-from gpt.prompts import Template, plain_template
+from gpt.prompts import Template
 from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer
 from serving.adapters import Adapters, Resident
@@ -79,13 +79,16 @@ class Admission:
                 return self._rendered(ask, inputs, resident, wanted)
 
     def _after_rows(self, text: str, resident: Resident) -> tuple[int, ...]:
-        """All of the adapter's rows, then a text, whatever its template says about places."""
+        """All of the adapter's rows, then the text as it is; begun as the adapter learned it."""
+        rows = range(self.vocab_size, self.vocab_size + len(resident.adapter.table))
+        own, bos = resident.adapter.card.template, self.tokenizer.bos_id
         self._check_text({"text": text})
-        own = resident.adapter.card.template
-        # Where the format says nothing, it is HF PEFT's or TGIS's: rows before the text's begin.
-        bos = own.bos if own else "text" if self.tokenizer.adds_bos else "none"
-        template = plain_template(len(resident.adapter.table), bos=bos)
-        return self._ids(template, {"text": text}, tokens_max=TOKENS_MAX)
+        ids = self.tokenizer.encode(text)
+        # Where the file says nothing it is HF PEFT's or TGIS's: rows before the text's begin.
+        place = own.bos if own else "text" if self.tokenizer.adds_bos else "none"
+        if place == "none" or bos is None:
+            return (*rows, *ids)
+        return (bos, *rows, *ids) if place == "first" else (*rows, bos, *ids)
 
     def _rendered(
         self, ask: Ask, inputs: Mapping[str, str], resident: Resident | None, wanted: int

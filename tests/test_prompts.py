@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.errors import ConfigError, RequestError
-from gpt.prompts import Rendered, Template, plain_template
+from gpt.prompts import Rendered, Template
 from gpt.tokenizer import NullTokenizer, Tokenizer
 from tests.trained_tokenizers import all_cases
 
@@ -149,11 +149,11 @@ def test_bos_stands_where_the_template_says(llama: Tokenizer) -> None:
         ("first", [bos, V, V + 1, *text]),
         ("text", [V, V + 1, bos, *text]),
     ):
-        assert render(plain_template(2, bos=place), llama, text="the fox").ids == ids
+        assert render(Template(f"{P0}{{text}}", (2,), bos=place), llama, text="the fox").ids == ids
     middle = Template(f"the fox{P0}{{text}}", (1,), bos="text")
     assert render(middle, llama, text="").ids == [bos, *text, V]
     with pytest.raises(ConfigError, match=r"asks for bos, .* no such token; set bos to none"):
-        render(plain_template(1, bos="first"), NullTokenizer(V), text="1")
+        render(Template(f"{P0}{{text}}", (1,), bos="first"), NullTokenizer(V), text="1")
 
 
 NUMBERS = Template(
@@ -287,4 +287,9 @@ def test_a_template_survives_a_dictionary_and_unknown_keys_do_not() -> None:
 
 
 def test_without_a_template_all_rows_come_before_the_text(gpt2: Tokenizer) -> None:
-    assert render(plain_template(3), gpt2, text="the").ids == [V, V + 1, V + 2, *gpt2.encode("the")]
+    assert render(Template(f"{P0}{{text}}", (3,)), gpt2, text="the").ids == [
+        V,
+        V + 1,
+        V + 2,
+        *gpt2.encode("the"),
+    ]

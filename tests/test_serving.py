@@ -139,6 +139,8 @@ def test_an_adapter_made_of_an_instructions_rows_is_the_instruction(
     assert answer.usage.virtual_tokens == len(world.ids(INSTRUCTION))
     again = Options(adapter="sum@1", max_new_tokens=24, seed=answer.seed)
     assert client.generate(text_ids, again) == answer
+    spaced = client.generate(f"  {TEXT} ", Options(adapter="sum", max_new_tokens=1))
+    assert spaced.usage.prompt_tokens == len(world.ids(f"  {TEXT} "))
 
 
 def test_inputs_are_rendered_by_the_adapters_own_template(world: World, client: Client) -> None:
