@@ -173,7 +173,9 @@ def check_adapter(
         )
     if identity is None:
         return (f"adapter {card.name!r} was not compared with the model's own digest",)
-    if card.base_digest != identity.digest:
+    # Either settles it: a fingerprint is quick to have, a digest is the same for any format.
+    same = card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
+    if not same and card.base_digest != identity.digest:
         raise AdapterError(
             f"adapter {card.name!r} was trained on the model {_short(card.base_digest)}, this is "
             f"{_short(identity.digest)}; use it with its own, or tune one for this model"

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,28 +96,45 @@ def _plain(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
-def identify(checkpoint: Checkpoint, cache: Path | None = None) -> Identity:
-    """Which model it is: as recorded, as cached, or computed now and cached.
+def glance(checkpoint: Checkpoint, cache: Path | None = None) -> Identity:
+    """Which model it is, without reading it all; the digest is empty if nobody has computed it.
 
     A record is trusted only if the fingerprint still fits the tensors.
     """
     sampled = fingerprint(checkpoint)
-    if checkpoint.identity is not None:
-        if checkpoint.identity.sampled != sampled:
-            raise CheckpointError(
-                f"{checkpoint.path}: the weights are not those that its manifest describes; they "
-                "were changed after it was written: convert the checkpoint again"
-            )
-        return checkpoint.identity
+    if checkpoint.identity is None:
+        return Identity(_remembered(checkpoint, sampled, cache), sampled, sampled=sampled)
+    if checkpoint.identity.sampled != sampled:
+        raise CheckpointError(
+            f"{checkpoint.path}: the weights are not those that its manifest describes; they were "
+            "changed after it was written: convert the checkpoint again"
+        )
+    return checkpoint.identity
+
+
+def identify(checkpoint: Checkpoint, cache: Path | None = None) -> Identity:
+    """Which model it is: as recorded, as cached, or computed now, byte by byte, and cached."""
+    known = glance(checkpoint, cache)
+    if known.digest:
+        return known
+    digest = base_digest(checkpoint)
+    if checkpoint.files:
+        place = _place(checkpoint, known.sampled, cache)
+        _remember(place, {"path": str(checkpoint.path), "digest": digest})
+    return replace(known, digest=digest)
+
+
+def _remembered(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> str:
     if not checkpoint.files:
-        return Identity(base_digest(checkpoint), sampled, sampled=sampled)
-    place = (cache or cache_folder()) / f"{_key(checkpoint, sampled)}.json"
+        return ""
     try:
-        return Identity(json.loads(place.read_bytes())["digest"], sampled, sampled=sampled)
+        return str(json.loads(_place(checkpoint, sampled, cache).read_bytes())["digest"])
     except (OSError, ValueError, KeyError, TypeError):
-        identity = Identity(base_digest(checkpoint), sampled, sampled=sampled)
-    _remember(place, {"path": str(checkpoint.path), "digest": identity.digest})
-    return identity
+        return ""
+
+
+def _place(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> Path:
+    return (cache or cache_folder()) / f"{_key(checkpoint, sampled)}.json"
 
 
 def cache_folder() -> Path:

@@ -15,7 +15,7 @@ import torch
 
 from gpt.adapter import Adapter, check_adapter
 from gpt.checkpoint import open_checkpoint
-from gpt.digest import identify
+from gpt.digest import glance, identify
 from gpt.errors import ConfigError
 from gpt.loading import load_model
 from gpt.logical import FLOAT_NAMES, FLOATS, Checkpoint, Identity
@@ -118,11 +118,16 @@ class Service:
         self.engine.close()
 
     def _check_adapter(self, adapter: Adapter) -> None:
+        card = adapter.card
         with self._identifying:
-            # Reads every byte of a checkpoint that records no digest, so only when it is needed.
-            self._identity = self._identity or identify(self.checkpoint)
+            identity = self._identity or glance(self.checkpoint)
+            unsettled = card.base_digest and card.base_fingerprint != identity.fingerprint
+            if unsettled and not identity.digest:
+                # Reads every byte of a checkpoint that records no digest, so only if that decides.
+                identity = identify(self.checkpoint)
+            self._identity = identity
         config = self.model.config.with_fields(dtype=self.dtype)
-        for note in check_adapter(adapter, config, self._identity):
+        for note in check_adapter(adapter, config, identity):
             log.warning("event=adapter_unchecked note=%r", note)
 
 

@@ -303,13 +303,17 @@ def test_an_adapter_is_checked_against_its_model() -> None:
     assert "was not compared" in check_adapter(adapter, MODEL, None)[0]
     foreign = build_adapter(replace(CARD, base_digest=None), TABLE)
     assert "does not say which model" in check_adapter(foreign, MODEL, BASE)[0]
+    # The fingerprint is enough where nobody has read every byte; the digest, where it differs.
+    printed = build_adapter(replace(CARD, base_fingerprint="f"), TABLE)
+    assert check_adapter(printed, MODEL, Identity("", "f")) == ()
+    assert check_adapter(printed, MODEL, replace(BASE, fingerprint="g")) == ()
 
     for wrong, config, identity, message in (
         (adapter, WIDE, BASE, "has rows of 4, the model is 32 wide"),
         (
             adapter,
             MODEL,
-            Identity("ef" * 32, ""),
+            Identity("ef" * 32, "e"),
             "on the model abababababab, this is efefefefefef",
         ),
         (adapter, MODEL.with_fields(max_position_embeddings=5), BASE, r"3 virtual .* limit of 2 "),

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt.config import GPTConfig, RopeScaling
-from gpt.digest import Identity, base_digest, cache_folder, fingerprint, identify
+from gpt.digest import Identity, base_digest, cache_folder, fingerprint, glance, identify
 from gpt.huggingface import open_huggingface
 from gpt.logical import Checkpoint, in_memory
 from gpt.native import open_native, write_native
@@ -132,7 +132,9 @@ def poison(folder: Path) -> None:
 def test_a_digest_is_computed_once_and_kept_outside_the_source(tmp_path: Path) -> None:
     source, cache = saved(tmp_path / "m"), tmp_path / "cache"
     before = sorted((tmp_path / "m").iterdir())
+    assert glance(source, cache) == Identity("", fingerprint(source), "", fingerprint(source))
     first = identify(source, cache)
+    assert glance(source, cache) == first
     assert first == Identity(base_digest(source), fingerprint(source), "", fingerprint(source))
     assert sorted((tmp_path / "m").iterdir()) == before and len(list(cache.iterdir())) == 1
     poison(cache)
