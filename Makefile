@@ -13,7 +13,7 @@ STUBS       := $(firstword $(PROTOS:.proto=_pb2.py))
 LEARNED     := build/demo/learned
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo test test-slow test-gpu soak check tools protos wheel clean help
+.PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu check tools protos wheel clean help
 
 setup: $(DEVELOPMENT) $(STUBS)  ## installs everything that developing needs
 demo: $(LEARNED)  ## serves the small model that comes along, and talks to it
@@ -28,6 +28,10 @@ test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
 soak: setup  ## runs what is longer than any suite
 	$(VENV)/bin/python -m pytest -m soak
+bench: setup  ## times our generate loop beside transformers', in one run
+	$(VENV)/bin/python -m bench
+bench-gpu: $(if $(PYTHON),,setup)  ## the same on a CUDA device
+	$(or $(PYTHON),$(VENV)/bin/python) -m bench --device cuda
 check: setup  ## lint, format, types, house rules
 	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy

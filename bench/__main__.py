@@ -1,0 +1,111 @@
+"""`make bench`: tokens per second of our generate loop and of a peer, taken in turn in one run.
+
+The model is GPT-2 small with random weights. Both sides decode greedily from the same ids, in the
+same dtype, with the same threads; each row is the median of interleaved rounds, so that a noisy
+machine is noisy for both. A timing never fails anything.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import gpt
+from gpt.generate import generate
+from gpt.model import GPT
+from gpt.sampling import Sampling
+
+LAYERS, HIDDEN, HEADS, VOCABULARY, CONTEXT = 12, 768, 12, 50304, 1024
+# What is timed: requests, prompt tokens, new tokens.
+ROWS = ((1, 32, 64), (8, 128, 64), (1, 960, 1))
+
+Run = Callable[[Tensor, int], None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    flags = parser.parse_args(argv)
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        print("bench: no CUDA device is visible to torch; without --device cuda the CPU is timed")
+        return 1
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        peer = transformers_peer(Path(folder), flags.device, flags.dtype)
+        ours = ours_of(gpt.load(folder, device=flags.device, dtype=flags.dtype))
+    where = torch.cuda.get_device_name() if flags.device == "cuda" else f"{threads()} threads"
+    print(f"GPT-2 small, {flags.dtype}, {where}, torch {torch.__version__}")
+    print(f"{'requests':>8} {'prompt':>7} {'new':>4} {'ours':>9} {'transformers':>13} {'ratio':>6}")
+    for requests, prompt, new in ROWS:
+        ids = torch.randint(VOCABULARY, (requests, prompt), device=flags.device)
+        tokens = requests * (new if new > 1 else prompt)
+        speeds = [tokens / s for s in rounds((ours, peer), ids, new, flags.rounds)]
+        ratio = speeds[0] / speeds[1]
+        print(
+            f"{requests:8} {prompt:7} {new:4} {speeds[0]:9,.0f} {speeds[1]:13,.0f} {ratio:6.2f}",
+            flush=True,
+        )
+    print("tokens/s: new ones, prompts included in the time; of the prompt where one is new")
+    return 0
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def ours_of(model: GPT) -> Run:
+    def run(ids: Tensor, new: int) -> None:
+        generate(model, ids.tolist(), Sampling(new))
+
+    return run
+
+
+def transformers_peer(folder: Path, device: str, dtype: str) -> Run:
+    """Its own GPT-2 with its own attention kernels; its weights are saved for ours to load."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=LAYERS,
+        n_embd=HIDDEN,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype)).eval()
+    model.save_pretrained(folder)
+    model = model.to(device)
+
+    @torch.inference_mode()
+    def run(ids: Tensor, new: int) -> None:
+        mask = torch.ones_like(ids)
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
+        )
+
+    return run
+
+
+def rounds(runs: tuple[Run, Run], ids: Tensor, new: int, count: int) -> list[float]:
+    """The median seconds of each, after one round that is not counted."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for turn in range(count + 1):
+        for run, spent in zip(runs, seconds, strict=True):
+            start = time.perf_counter()
+            run(ids, new)  # Ends with ids in host memory, so a device has finished too.
+            if turn:
+                spent.append(time.perf_counter() - start)
+    return [statistics.median(spent) for spent in seconds]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
