@@ -36,8 +36,8 @@ check: setup  ## lint, format, types, house rules
 	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q tests/test_tidy.py
-tools:  ## installs what only the slow drills need
-	@echo 'tools: nothing to install; the drills need no more than `make setup` installs'
+tools: setup  ## installs what only the slow drills need
+	@$(PIP) --no-deps megatron-core
 protos: setup  ## compiles the protos into Python stubs
 wheel: setup  ## builds dist/preamble-*.whl
 	rm -rf build/lib build/bdist.* && $(VENV)/bin/python -m pip wheel -q --no-deps -w dist .

@@ -13,9 +13,11 @@ from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
 from gpt.huggingface import open_huggingface
 from gpt.logical import Checkpoint
+from gpt.megatron import open_megatron
+from gpt.megatron_files import find_iteration
 from gpt.native import MANIFEST, open_native
 
-READABLE = "preamble.json (native) or config.json (Hugging Face)"
+READABLE = "preamble.json (native), config.json (Hugging Face) or mp_rank_00 (Megatron-LM)"
 
 
 def open_checkpoint(
@@ -34,6 +36,9 @@ def open_checkpoint(
         )
     if path.is_dir() and (path / MANIFEST).is_file():
         return open_native(path, config)
+    iteration = find_iteration(path)
+    if iteration is not None:
+        return open_megatron(iteration, config)
     foreign = _foreign(path, MEGATRON)
     if foreign is None and path.is_dir() and (path / "config.json").is_file():
         return open_huggingface(path, config)
@@ -56,8 +61,6 @@ MEGATRON: Evidence = (
     ("metadata.json", "a Megatron-Core distributed checkpoint (torch_dist or zarr)"),
     (".metadata", "an unfinished torch_dist save, or a torch DCP or FSDP checkpoint"),
     ("common.pt", "a torch_dist save that did not finish"),
-    ("mp_rank_*/model_optim_rng.pt", "a Megatron-LM checkpoint"),
-    ("mp_rank_*/model_rng.pt", "a Megatron-LM checkpoint"),
     ("context/model.yaml", "a NeMo 2.0 checkpoint"),
     ("context/io.json", "a NeMo 2.0 checkpoint"),
     ("model_config.yaml", "an unpacked NeMo checkpoint"),

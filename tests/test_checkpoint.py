@@ -40,9 +40,7 @@ def test_what_the_user_knows_better_overrides_the_config(tmp_path: Path) -> None
 
 # A file that gives each format away, and what the refusal calls it.
 SIGNS = {
-    "iter_0000100/mp_rank_00/model_optim_rng.pt": "is a Megatron checkpoint root",
-    "mp_rank_00/model_optim_rng.pt": "is a Megatron-LM checkpoint",
-    "mp_rank_03_001/model_rng.pt": "is a Megatron-LM checkpoint",
+    "iter_0000100/metadata.json": "is a Megatron checkpoint root",
     "metadata.json": "is a Megatron-Core distributed checkpoint .torch_dist or zarr.",
     ".metadata": "is an unfinished torch_dist save, or a torch DCP",
     "common.pt": "is a torch_dist save that did not finish",

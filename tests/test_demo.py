@@ -1,0 +1,65 @@
+"""The demo: small enough to ship, as good as its table says, and it runs as a newcomer runs it."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.demo.evaluate import evaluate
+from examples.demo.tasks import CONTROLS, FORMS, TASKS, held_out_records, training_records
+from gpt.checkpoint import open_checkpoint
+from gpt.digest import base_digest
+from gpt.loading import load
+from gpt.tokenizer import open_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "examples" / "demo"
+CHECKPOINT = DEMO / "checkpoint"
+
+
+def test_the_checkpoint_is_small_and_the_one_that_its_manifest_names() -> None:
+    assert sum(file.stat().st_size for file in CHECKPOINT.rglob("*")) <= 8 << 20
+    checkpoint = open_checkpoint(CHECKPOINT)
+    assert checkpoint.identity is not None
+    assert base_digest(checkpoint) == checkpoint.identity.digest
+
+
+def test_tasks_share_their_forms_and_no_held_out_input_is_taught() -> None:
+    assert len(TASKS) >= 6
+    assert all(len(form.tasks) >= 3 for form in FORMS)
+    records = training_records(0)
+    taught = {next(records).prompt.split(" ")[-2] for _ in range(20_000)}
+    asked = {r.prompt.split(" ")[-2] for r in held_out_records("english", 50, 1, instruct=True)}
+    assert not taught & asked  # A Japanese sentence is one word.
+
+
+@pytest.mark.slow
+def test_held_out_answers_are_right_with_an_instruction_and_guesses_without() -> None:
+    model, tokenizer = load(CHECKPOINT), open_tokenizer(CHECKPOINT / "tokenizer")
+    scores = {score.task: score for score in evaluate(model, tokenizer, 100)}
+    good = [task for task in TASKS if scores[task].instructed >= 0.9]
+    assert len(good) >= 4, scores
+    for task in TASKS:
+        assert scores[task].bare <= scores[task].guess + 0.1, scores[task]
+    for task in CONTROLS:
+        assert scores[task].instructed <= 0.1
+        assert scores[task].bare <= 0.1
+
+
+@pytest.mark.slow
+def test_make_demo_answers_as_expected_and_a_second_run_starts_at_once() -> None:
+    subprocess.run(["make", "demo"], cwd=ROOT, check=True, capture_output=True, timeout=600)
+    start = time.monotonic()
+    demo = subprocess.run(
+        ["make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=120
+    )
+    print(f"the second `make demo` took {time.monotonic() - start:.1f} s in all")
+    pairs = re.findall(r"^(.*)\n\(expected: (.*)\)$", demo.stdout, re.MULTILINE)
+    right = [answer.strip() == expected for answer, expected in pairs]
+    # Three instructed prompts and the adapter's; the bare text before it is anybody's guess.
+    assert len(pairs) == 5
+    assert right[:3] == [True] * 3, pairs
+    assert right[4], pairs
+    assert "preamble_requests" in demo.stdout

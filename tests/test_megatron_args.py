@@ -1,0 +1,145 @@
+"""Arguments of every version of Megatron say the same architecture, or are refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt.config import GPTConfig, RopeScaling
+from gpt.digest import base_digest
+from gpt.errors import CheckpointError
+from gpt.megatron import open_megatron
+from tests.megatron_writer import DENSE, GATED, ROTARY, Layout, saved
+
+DEFAULTS = Layout(tp=2)
+HISTORY: dict[str, tuple[GPTConfig, Layout, dict[str, Any]]] = {
+    "epsilon of 0.4 to 0.15": (DENSE, DEFAULTS, {"layernorm_epsilon": None, "norm_epsilon": 1e-5}),
+    "zero-centred norms since 0.16": (
+        DENSE.with_fields(layernorm_zero_centered_gamma=True),
+        DEFAULTS,
+        {"apply_layernorm_1p": None, "layernorm_zero_centered_gamma": True},
+    ),
+    "groups before there were groups": (
+        DENSE,
+        DEFAULTS,
+        {"group_query_attention": None, "num_query_groups": None},
+    ),
+    "groups as a converter writes them": (GATED, DEFAULTS, {"group_query_attention": None}),
+    "one group by default": (
+        DENSE,
+        DEFAULTS,
+        {"group_query_attention": None, "num_query_groups": 1},
+    ),
+    "rotary base before it was an argument": (
+        GATED.with_fields(rotary_base=10000.0),
+        DEFAULTS,
+        {"rotary_base": None},
+    ),
+    "rotary positions of early 2023": (
+        ROTARY,
+        Layout(names="2021"),
+        {"position_embedding_type": None, "use_rotary_position_embeddings": True},
+    ),
+    "base and pairs, which older classes ignore": (
+        ROTARY,
+        Layout(names="2023"),
+        {"rotary_base": 5, "rotary_interleaved": True},
+    ),
+    "no biases, by the oldest name": (GATED, DEFAULTS, {"disable_bias_linear": True}),
+    "erf": (DENSE.with_fields(activation="gelu"), DEFAULTS, {}),
+    "the kernel that needs a bias": (
+        GATED.with_fields(gated=False, activation="gelu"),
+        DEFAULTS,
+        {"bias_gelu_fusion": True},
+    ),
+    "OpenAI's form in older classes": (
+        DENSE,
+        Layout(names="2021"),
+        {"bias_gelu_fusion": False, "openai_gelu": True},
+    ),
+    "OpenAI's form, which newer classes ignore": (
+        DENSE.with_fields(activation="gelu"),
+        DEFAULTS,
+        {"openai_gelu": True},
+    ),
+    "a window as text": (GATED, DEFAULTS, {"window_size": "(6, 0)"}),
+    "split of 2020": (
+        DENSE,
+        DEFAULTS,
+        {"tensor_model_parallel_size": None, "model_parallel_size": 2},
+    ),
+    "llama3 positions": (
+        GATED.with_fields(rope_scaling=RopeScaling("llama3", 8.0)),
+        DEFAULTS,
+        {},
+    ),
+    "a tokenizer of plain numbers": (
+        DENSE,
+        DEFAULTS,
+        {"tokenizer_type": "NullTokenizer", "vocab_size": DENSE.vocab_size - 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HISTORY)
+def test_arguments_of_every_time_give_the_same_architecture(case: str, tmp_path: Path) -> None:
+    config, layout, changes = HISTORY[case]
+    if "disable_bias_linear" in changes:
+        changes = {**changes, "add_bias_linear": None}
+    source = saved(config, replace(layout, changes=changes), tmp_path)
+    assert open_megatron(tmp_path).config == source.config
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("multi_latent_attention", True),
+        ("softmax_type", "learnable"),
+        ("attention_output_gate", True),
+        ("hybrid_override_pattern", "M*-"),
+        ("apply_residual_connection_post_layernorm", True),
+        ("position_embedding_type", "yarn"),
+        ("qk_l2_norm", True),
+        ("window_attn_skip_freq", 2),
+        ("no_rope_freq", 4),
+        ("quick_geglu", True),
+        ("activation_func_clamp_value", 7.0),
+        ("window_size", (6, 6)),
+        ("glu_linear_offset", 1.0),
+        ("spec", ["examples.custom", "layer"]),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused_by_its_name(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    saved(DENSE, Layout(changes={name: value}), tmp_path)
+    with pytest.raises(CheckpointError, match=f"args.{name} is .*does not compute"):
+        open_megatron(tmp_path)
+
+
+def test_a_file_without_arguments_asks_for_the_heads_by_name(tmp_path: Path) -> None:
+    layout = Layout(names="2020", version=None, args=False, zipped=False, iteration=None)
+    source = saved(DENSE, layout, tmp_path)
+    with pytest.raises(CheckpointError, match="does not say num_attention_heads"):
+        open_megatron(tmp_path)
+    heads = {"num_attention_heads": DENSE.num_attention_heads}
+    checkpoint = open_megatron(tmp_path, {**heads, "vocab_size": DENSE.vocab_size})
+    assert checkpoint.config == source.config
+    assert base_digest(checkpoint) == base_digest(source)
+    assert any("vocabulary" in note for note in open_megatron(tmp_path, heads).notes)
+
+
+def test_the_vocabulary_is_overridden_else_recorded_else_padded(tmp_path: Path) -> None:
+    saved(DENSE, Layout(tp=2, changes={"vocab_size": None}), tmp_path)
+    padded = open_megatron(tmp_path)
+    assert padded.config.vocab_size == 112 and "all 112 rows" in padded.notes[0]
+    given = open_megatron(tmp_path, {"vocab_size": 90})
+    assert given.read("embedding.word_embeddings.weight").shape == (90, 32) and not given.notes
+    with pytest.raises(CheckpointError, match="the embedding has 112 rows"):
+        open_megatron(tmp_path, {"vocab_size": 113})
+
+
+def test_a_whole_config_replaces_what_the_arguments_say(tmp_path: Path) -> None:
+    source = saved(DENSE, Layout(tp=2, changes={"softmax_type": "learnable"}), tmp_path)
+    assert open_megatron(tmp_path, source.config).config == source.config
