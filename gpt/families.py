@@ -2,78 +2,16 @@
 
 A family is a function that turns config.json into a GPTConfig, and a table from canonical names to
 Hugging Face keys. Adding one is a row of FAMILIES. What the model would not compute exactly as
-transformers does is refused by its name, never ignored.
-It knows no files.
+transformers does is refused by its name, never ignored. It knows no files.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from gpt.config import Activation, GPTConfig, RopeScaling
+from gpt.config import GPTConfig
+from gpt.config_json import Fields, refuse_mixture, rotary
 from gpt.errors import CheckpointError
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu2": "relu2",
-}
-
-
-class Fields:
-    """config.json, over what the family's configuration class defaults to; values are checked."""
-
-    def __init__(self, record: Mapping[str, Any], where: Path) -> None:
-        self.record, self.where = record, where
-
-    def whole(self, key: str, absent: int | None = None) -> int:
-        """A whole number; null, or no value, is `absent`, or an error if that is None."""
-        value = self.record.get(key)
-        value = absent if value is None else value
-        if type(value) is not int or value < 0:
-            raise self.wrong(key, value, "a whole number")
-        return value
-
-    def number(self, key: str, absent: float | None = None) -> float:
-        value = self.record.get(key)
-        value = absent if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.wrong(key, value, "a number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.record.get(key)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return value
-
-    def activation(self, key: str) -> Activation:
-        name = str(self.record.get(key))
-        if name not in ACTIVATIONS:
-            raise self.wrong(key, name, f"one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[name]
-
-    def refuse(self, key: str, *allowed: object) -> None:
-        """Refuse a trait that changes the function, and that the model does not have."""
-        value = self.record.get(key)
-        if value is not None and value not in allowed:
-            raise CheckpointError(
-                f"{self.where}: {key} is {json.dumps(value)[:60]}, which Preamble does not compute;"
-                f" it reads only models where it is {json.dumps(allowed[0])}"
-            )
-
-    def wrong(self, key: str, value: object, need: str) -> CheckpointError:
-        found = "is absent" if key not in self.record else f"is {json.dumps(value)}"
-        return CheckpointError(
-            f"{self.where}: {key} {found}; it must be {need}: fetch the file again or correct it"
-        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +28,9 @@ Keys = str | tuple[str, ...] | Packed
 class Family:
     """One model_type: how its config reads, and the key or keys of each canonical tensor.
 
-    Keys of layers hold `{n}`, the layer's number; the names in front of them leave the layer out.
+    Keys of layers hold `{n}`, the layer's number, and those of experts `{expert}`; the names in
+    front of them leave the layer out. A family has the keys that its files have had from the start;
+    `renamed` and `fused` bring what transformers 5 calls the same in memory, and can save, to them.
     """
 
     config: Callable[[Fields], GPTConfig]
@@ -98,6 +38,9 @@ class Family:
     defaults: Mapping[str, Any]
     prefix: str  # Of all keys but the head's; files of the bare model lack it.
     conv1d: bool = False  # Weights of linear layers are stored (in, out).
+    renamed: Mapping[str, str] = field(default_factory=dict)  # Parts of keys: theirs, ours.
+    # The end of a key that holds all experts, and the ends of one expert's keys, stacked in it.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _gpt2(fields: Fields) -> GPTConfig:
@@ -119,29 +62,38 @@ def _gpt2(fields: Fields) -> GPTConfig:
     )
 
 
-def _decoder(fields: Fields, **traits: Any) -> GPTConfig:
-    """What Llama and its kin share: RMSNorm, rotary positions, a gated MLP, grouped queries."""
-    fields.refuse("partial_rotary_factor", 1.0)  # Their code in transformers rotates all.
-    biases = {"qkv_bias": False, "proj_bias": False, "mlp_bias": False}
-    config = GPTConfig(
+def _decoder(
+    fields: Fields,
+    *,
+    epsilon: str = "rms_norm_eps",
+    theta: str = "rope_theta",
+    percent: str | None = None,
+    **traits: Any,
+) -> GPTConfig:
+    """What Llama and its kin share: rotary positions, grouped queries, mostly a gated MLP."""
+    shared: dict[str, Any] = {
+        "num_query_groups": fields.whole("num_key_value_heads", 0),
+        "kv_channels": fields.whole("head_dim", 0),
+        "normalization": "RMSNorm",
+        "gated": True,
+        "qkv_bias": False,
+        "proj_bias": False,
+        "mlp_bias": False,
+    }
+    return GPTConfig(
         num_layers=fields.whole("num_hidden_layers"),
         hidden_size=fields.whole("hidden_size"),
         num_attention_heads=fields.whole("num_attention_heads"),
         vocab_size=fields.whole("vocab_size"),
         max_position_embeddings=fields.whole("max_position_embeddings"),
         ffn_hidden_size=fields.whole("intermediate_size"),
-        num_query_groups=fields.whole("num_key_value_heads", 0),
-        kv_channels=fields.whole("head_dim", 0),
         position_embedding_type="rope",
-        normalization="RMSNorm",
-        layernorm_epsilon=fields.number("rms_norm_eps"),
+        layernorm_epsilon=fields.number(epsilon),
         activation=fields.activation("hidden_act"),
-        gated=True,
         untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings"),
         attention_dropout=fields.number("attention_dropout", 0.0),
-        **(biases | traits),
+        **(shared | rotary(fields, theta, percent) | traits),
     )
-    return _with_rotary(fields, config)
 
 
 def _llama(fields: Fields) -> GPTConfig:
@@ -150,7 +102,7 @@ def _llama(fields: Fields) -> GPTConfig:
 
 
 def _mistral(fields: Fields) -> GPTConfig:
-    _refuse_mixture(fields)
+    refuse_mixture(fields)
     return _decoder(fields, window_size=fields.whole("sliding_window", 0) or None)
 
 
@@ -160,8 +112,72 @@ def _qwen2(fields: Fields) -> GPTConfig:
 
 def _qwen3(fields: Fields) -> GPTConfig:
     bias = fields.flag("attention_bias")
-    traits = {"qkv_bias": bias, "proj_bias": bias, "qk_layernorm": True}
-    return _decoder(fields, window_size=_window(fields), **traits)
+    return _decoder(
+        fields, window_size=_window(fields), qkv_bias=bias, proj_bias=bias, qk_layernorm=True
+    )
+
+
+def _mixtral(fields: Fields) -> GPTConfig:
+    refuse_mixture(fields)
+    # Its softmax over all experts, scaled to one over the chosen, is a softmax over the chosen.
+    return _decoder(
+        fields,
+        window_size=fields.whole("sliding_window", 0) or None,
+        num_experts=fields.whole("num_local_experts"),
+        moe_layers=(True,) * fields.whole("num_hidden_layers"),
+        moe_router_topk=fields.whole("num_experts_per_tok"),
+    )
+
+
+def _starcoder2(fields: Fields) -> GPTConfig:
+    bias = fields.flag("use_bias")
+    refuse_mixture(fields)
+    return _decoder(
+        fields,
+        epsilon="norm_epsilon",
+        normalization="LayerNorm",
+        gated=False,
+        qkv_bias=bias,
+        proj_bias=bias,
+        mlp_bias=bias,
+        window_size=fields.whole("sliding_window", 0) or None,
+        hidden_dropout=fields.number("residual_dropout"),
+    )
+
+
+def _nemotron(fields: Fields) -> GPTConfig:
+    bias = fields.flag("attention_bias")
+    return _decoder(
+        fields,
+        epsilon="norm_eps",
+        percent="partial_rotary_factor",
+        normalization="LayerNorm",
+        layernorm_zero_centered_gamma=True,
+        gated=False,
+        qkv_bias=bias,
+        proj_bias=bias,
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+
+
+def _gpt_neox(fields: Fields) -> GPTConfig:
+    heads, bias = fields.whole("num_attention_heads"), fields.flag("attention_bias")
+    # Its heads share the hidden size; a width of their own would turn the rotation alone.
+    fields.refuse("head_dim", fields.whole("hidden_size") // max(1, heads))
+    return _decoder(
+        fields,
+        epsilon="layer_norm_eps",
+        theta="rotary_emb_base",
+        percent="rotary_pct",
+        num_query_groups=heads,
+        normalization="LayerNorm",
+        gated=False,
+        qkv_bias=bias,
+        proj_bias=bias,
+        mlp_bias=True,
+        parallel_residual=fields.flag("use_parallel_residual"),
+        hidden_dropout=fields.number("hidden_dropout"),
+    )
 
 
 def _window(fields: Fields) -> int | None:
@@ -171,7 +187,7 @@ def _window(fields: Fields) -> int | None:
         return None
     types = fields.record.get("layer_types")
     if types is not None:
-        _refuse_mixture(fields)
+        refuse_mixture(fields)
         return window if "sliding_attention" in types else None
     full, layers = fields.whole("max_window_layers"), fields.whole("num_hidden_layers")
     if 0 < full < layers:
@@ -180,48 +196,6 @@ def _window(fields: Fields) -> int | None:
             "attention, which Preamble does not compute; it reads models whose layers are alike"
         )
     return window if full == 0 else None
-
-
-def _refuse_mixture(fields: Fields) -> None:
-    types = fields.record.get("layer_types")
-    kinds = set(types) if isinstance(types, list) else set()
-    if kinds - {"full_attention", "sliding_attention"} or len(kinds) > 1:
-        raise CheckpointError(
-            f"{fields.where}: layer_types mixes {', '.join(sorted(map(str, kinds)))}, which "
-            "Preamble does not compute; it reads models whose layers are alike"
-        )
-
-
-def _with_rotary(fields: Fields, config: GPTConfig) -> GPTConfig:
-    """transformers 5 keeps it all in rope_parameters; 4 had rope_theta and rope_scaling."""
-    rope = fields.record.get("rope_parameters") or fields.record.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(
-            f"{fields.where}: rope_parameters differ by layer, which Preamble does not compute; it "
-            "reads models whose layers are alike"
-        )
-    inner = Fields({"rope_theta": fields.number("rope_theta")} | rope, fields.where)
-    inner.refuse("partial_rotary_factor", 1.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    base = inner.number("rope_theta")
-    if kind == "default":
-        return config.with_fields(rotary_base=base)
-    if kind == "linear":
-        scaling = RopeScaling("linear", inner.number("factor"))
-    elif kind == "llama3":
-        # A value beside the rope's own wins in transformers, and the context stands in for none.
-        original = fields.whole(
-            "original_max_position_embeddings",
-            inner.whole("original_max_position_embeddings", config.max_position_embeddings),
-        )
-        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-        scaling = RopeScaling("llama3", inner.number("factor"), low, high, original)
-    else:
-        raise CheckpointError(
-            f"{fields.where}: rope type {kind!r} is not one that Preamble computes; known are "
-            "default, linear, llama3"
-        )
-    return config.with_fields(rotary_base=base, rope_scaling=scaling)
 
 
 GPT2_KEYS: Mapping[str, Keys] = {
@@ -271,6 +245,60 @@ LLAMA_KEYS: Mapping[str, Keys] = {
     "output_layer.weight": "lm_head.weight",
 }
 
+MIXTRAL_KEYS: Mapping[str, Keys] = {
+    **LLAMA_KEYS,
+    "pre_mlp_layernorm.weight": "model.layers.{n}.post_attention_layernorm.weight",
+    "mlp.router.weight": "model.layers.{n}.block_sparse_moe.gate.weight",
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": (
+        "model.layers.{n}.block_sparse_moe.experts.{expert}.w1.weight",
+        "model.layers.{n}.block_sparse_moe.experts.{expert}.w3.weight",
+    ),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": (
+        "model.layers.{n}.block_sparse_moe.experts.{expert}.w2.weight"
+    ),
+}
+MIXTRAL_FUSED = {
+    "experts.gate_up_proj": ("experts.{expert}.w1.weight", "experts.{expert}.w3.weight"),
+    "experts.down_proj": ("experts.{expert}.w2.weight",),
+}
+
+# Llama's, with norms that have biases and an MLP that has no gate.
+PLAIN_KEYS: Mapping[str, Keys] = {
+    **LLAMA_KEYS,
+    "self_attention.linear_qkv.layer_norm_bias": "model.layers.{n}.input_layernorm.bias",
+    "mlp.linear_fc1.layer_norm_bias": "model.layers.{n}.post_attention_layernorm.bias",
+    "mlp.linear_fc1.weight": "model.layers.{n}.mlp.up_proj.weight",
+    "mlp.linear_fc1.bias": "model.layers.{n}.mlp.up_proj.bias",
+    "decoder.final_layernorm.bias": "model.norm.bias",
+}
+STARCODER2_KEYS: Mapping[str, Keys] = {
+    **PLAIN_KEYS,
+    "mlp.linear_fc1.weight": "model.layers.{n}.mlp.c_fc.weight",
+    "mlp.linear_fc1.bias": "model.layers.{n}.mlp.c_fc.bias",
+    "mlp.linear_fc2.weight": "model.layers.{n}.mlp.c_proj.weight",
+    "mlp.linear_fc2.bias": "model.layers.{n}.mlp.c_proj.bias",
+}
+
+NEOX_KEYS: Mapping[str, Keys] = {
+    "embedding.word_embeddings.weight": "gpt_neox.embed_in.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "gpt_neox.layers.{n}.input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "gpt_neox.layers.{n}.input_layernorm.bias",
+    # By head already: its query, its key, its value.
+    "self_attention.linear_qkv.weight": "gpt_neox.layers.{n}.attention.query_key_value.weight",
+    "self_attention.linear_qkv.bias": "gpt_neox.layers.{n}.attention.query_key_value.bias",
+    "self_attention.linear_proj.weight": "gpt_neox.layers.{n}.attention.dense.weight",
+    "self_attention.linear_proj.bias": "gpt_neox.layers.{n}.attention.dense.bias",
+    "mlp.linear_fc1.layer_norm_weight": "gpt_neox.layers.{n}.post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_bias": "gpt_neox.layers.{n}.post_attention_layernorm.bias",
+    "mlp.linear_fc1.weight": "gpt_neox.layers.{n}.mlp.dense_h_to_4h.weight",
+    "mlp.linear_fc1.bias": "gpt_neox.layers.{n}.mlp.dense_h_to_4h.bias",
+    "mlp.linear_fc2.weight": "gpt_neox.layers.{n}.mlp.dense_4h_to_h.weight",
+    "mlp.linear_fc2.bias": "gpt_neox.layers.{n}.mlp.dense_4h_to_h.bias",
+    "decoder.final_layernorm.weight": "gpt_neox.final_layer_norm.weight",
+    "decoder.final_layernorm.bias": "gpt_neox.final_layer_norm.bias",
+    "output_layer.weight": "embed_out.weight",
+}
+
 # What each family's configuration class says where config.json is silent.
 GPT2_DEFAULTS = {
     "activation_function": "gelu_new",
@@ -303,10 +331,58 @@ QWEN_DEFAULTS = LLAMA_DEFAULTS | {
     "max_window_layers": 28,
 }
 
+MIXTRAL_DEFAULTS = MISTRAL_DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+STARCODER2_DEFAULTS = LLAMA_DEFAULTS | {
+    "hidden_act": "gelu_pytorch_tanh",
+    "norm_epsilon": 1e-5,
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "residual_dropout": 0.0,
+    "use_bias": True,
+}
+NEMOTRON_DEFAULTS = LLAMA_DEFAULTS | {
+    "hidden_act": "relu2",
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.5,
+}
+NEOX_DEFAULTS = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rotary_emb_base": 10000.0,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "use_parallel_residual": True,
+}
+
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(_gpt2, GPT2_KEYS, GPT2_DEFAULTS, "transformer.", conv1d=True),
     "llama": Family(_llama, LLAMA_KEYS, LLAMA_DEFAULTS, "model."),
     "mistral": Family(_mistral, LLAMA_KEYS, MISTRAL_DEFAULTS, "model."),
     "qwen2": Family(_qwen2, LLAMA_KEYS, QWEN_DEFAULTS, "model."),
     "qwen3": Family(_qwen3, LLAMA_KEYS, QWEN_DEFAULTS | {"head_dim": 128}, "model."),
+    "mixtral": Family(
+        _mixtral,
+        MIXTRAL_KEYS,
+        MIXTRAL_DEFAULTS,
+        "model.",
+        renamed={".mlp.": ".block_sparse_moe."},
+        fused=MIXTRAL_FUSED,
+    ),
+    "starcoder2": Family(_starcoder2, STARCODER2_KEYS, STARCODER2_DEFAULTS, "model."),
+    "nemotron": Family(_nemotron, PLAIN_KEYS, NEMOTRON_DEFAULTS, "model."),
+    "gpt_neox": Family(
+        _gpt_neox, NEOX_KEYS, NEOX_DEFAULTS, "gpt_neox.", renamed={"lm_head.": "embed_out."}
+    ),
 }

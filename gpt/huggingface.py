@@ -2,20 +2,24 @@
 
 The family's table says which keys make up a canonical tensor; here they are found, held against
 the shapes that the config wants, and packed: q, k and v by query group, gate over up, GPT-2's
-Conv1D turned. Packing is a map of pieces; no weight is read. Nothing is downloaded.
+Conv1D turned, fused experts apart. Packing is a map of pieces; no weight is read. Nothing is
+downloaded.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.config_json import Fields
 from gpt.errors import CheckpointError, ConfigError
-from gpt.families import FAMILIES, Family, Fields, Packed
+from gpt.families import FAMILIES, Family, Packed
 from gpt.logical import (
     FLOAT_NAMES,
     Checkpoint,
@@ -33,7 +37,10 @@ from gpt.torch_file import open_torch
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "null.json")
 
 # Buffers that old files hold and that are no weights: causal masks, rotary frequencies.
-BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+
+# The number of an expert in a canonical name.
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -47,7 +54,7 @@ def open_huggingface(
     fields = Fields({**family.defaults, **record}, path / "config.json")
     fields.refuse("quantization_config", None)
     stored, files = _weights(path)
-    stored = _prefixed(stored, family.prefix)
+    stored = _respelled(_prefixed(stored, family), family)
     dtype = common_dtype(stored.values())
     try:
         config = family.config(fields)
@@ -151,11 +158,60 @@ def _sharded(index: Path, reader: Reader) -> tuple[dict[str, Stored], tuple[Path
     return stored, tuple(index.parent / name for name in names)
 
 
-def _prefixed(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+def _prefixed(stored: dict[str, Stored], family: Family) -> dict[str, Stored]:
     """Files of the bare model, without a head, leave the first name out."""
-    if any(key.startswith(prefix) for key in stored):
+    if any(key.startswith(family.prefix) for key in stored):
         return stored
-    return {key if key.startswith("lm_head.") else prefix + key: stored[key] for key in stored}
+    heads = ("lm_head.weight", family.keys[HEAD])
+    return {key if key in heads else family.prefix + key: stored[key] for key in stored}
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """Some rows of one matrix in a stored stack of matrices."""
+
+    stack: Stored
+    number: int
+    rows: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows[1] - self.rows[0], self.stack.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.dtype
+
+    @property
+    def where(self) -> str:
+        return f"{self.stack.where}[{self.number}, {self.rows[0]}:{self.rows[1]}]"
+
+    def tensor(self) -> Tensor:
+        return self.stack.tensor()[self.number, slice(*self.rows)]
+
+
+def _respelled(stored: dict[str, Stored], family: Family) -> dict[str, Stored]:
+    """Keys as the family's table has them, and experts one by one, however they were saved."""
+    result: dict[str, Stored] = {}
+    for key, tensor in stored.items():
+        name = key
+        for theirs, ours in family.renamed.items():
+            name = name.replace(theirs, ours)
+        if name in stored:
+            name = key  # The file has both; the one that is not asked for is refused as left over.
+        stem = next((end for end in family.fused if name.endswith(end)), None)
+        if stem is None or len(tensor.shape) != 3:
+            result[name] = tensor
+            continue
+        ends = family.fused[stem]
+        rows = tensor.shape[1] // len(ends)
+        for expert in range(tensor.shape[0]):
+            for part, end in enumerate(ends):
+                # The last takes what does not divide, so that its shape is seen to be wrong.
+                stop = tensor.shape[1] if part == len(ends) - 1 else (part + 1) * rows
+                one = name.removesuffix(stem) + end.format(expert=expert)
+                result[one] = _Slab(tensor, expert, (part * rows, stop))
+    return result
 
 
 class _Finder:
@@ -185,7 +241,9 @@ class _Finder:
 def _pack(parameter: Parameter, config: GPTConfig, family: Family, finder: _Finder) -> Logical:
     """The map of one canonical tensor onto the stored ones."""
     name, layer = parameter.name, layer_of(parameter.name)
-    keys = family.keys.get(name if layer is None else name.split(".", 3)[3])
+    expert = EXPERT.search(name)
+    general = EXPERT.sub("{expert}", name)
+    keys = family.keys.get(general if layer is None else general.split(".", 3)[3])
     if keys is None:
         raise CheckpointError(
             f"{finder.path}: a model with {name} is no model of its family; correct the override"
@@ -194,7 +252,8 @@ def _pack(parameter: Parameter, config: GPTConfig, family: Family, finder: _Find
 
     def find(key: str, rows: int) -> Stored:
         shape = (rows, *parameter.shape[1:])
-        return finder.find(key.format(n=layer), shape[::-1] if turned else shape, name)
+        key = key.format(n=layer, expert=expert and expert[0])
+        return finder.find(key, shape[::-1] if turned else shape, name)
 
     rows = parameter.shape[0]
     d, heads, groups = config.kv_channels, config.num_attention_heads, config.num_query_groups

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gpt.config import GPTConfig
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -37,6 +39,7 @@ GPT2_SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+NEOX_SIZES = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -45,6 +48,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def partial(percent: float, kind: str = "default", **scaling: float) -> dict[str, Any]:
+    """The fields of positions that turn some of a head's channels."""
+    rope = {"rope_type": kind, "rope_theta": 1000.0, "partial_rotary_factor": percent}
+    return {"rope_parameters": rope | scaling}
+
+
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
 
 # What each case is of: the family, and the fields that make it one.
@@ -73,6 +84,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied, window": ("qwen2", {"tie_word_embeddings": True, **WINDOW}),
     "qwen3, wide heads": ("qwen3", {"head_dim": 20}),
     "qwen3, attention bias, window": ("qwen3", {"attention_bias": True, "head_dim": 12, **WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "mixtral, tied, window, three experts of four, wide heads": (
+        "mixtral",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "head_dim": 20,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+        },
+    ),
+    "mixtral, one expert of three": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2, untied, no biases, window": (
+        "starcoder2",
+        {"tie_word_embeddings": False, "use_bias": False, "sliding_window": 9},
+    ),
+    "starcoder2, one group, wide heads, llama3 positions": (
+        "starcoder2",
+        {"num_key_value_heads": 1, "head_dim": 20, "rope_parameters": LLAMA3},
+    ),
+    "nemotron": ("nemotron", {}),
+    "nemotron, tied, all biases, wide heads": (
+        "nemotron",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 20,
+            **partial(0.3),
+        },
+    ),
+    "nemotron, linear positions, erf": (
+        "nemotron",
+        {"hidden_act": "gelu", **partial(0.5, "linear", factor=3.0)},
+    ),
+    "gpt_neox, parallel residual": ("gpt_neox", partial(0.5)),
+    "gpt_neox, sequential, full positions, tanh": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "hidden_act": "gelu_new", **partial(1.0)},
+    ),
+    "gpt_neox, tied, no attention bias, linear positions": (
+        "gpt_neox",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "num_attention_heads": 6,
+            **partial(0.25, "linear", factor=3.0),
+        },
+    ),
 }
 
 HEADED = {
@@ -81,7 +142,16 @@ HEADED = {
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM"),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM"),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
 }
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    """The sizes that all cases of a family share."""
+    return {"gpt2": GPT2_SIZES, "gpt_neox": NEOX_SIZES}.get(family, SIZES)
 
 
 def random_model(family: str, fields: dict[str, Any]) -> "PreTrainedModel":
@@ -100,16 +170,16 @@ def random_model(family: str, fields: dict[str, Any]) -> "PreTrainedModel":
 def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Random biases and norms, and logits with a standard deviation of five and more."""
     family, fields = CASES[case]
-    sizes = GPT2_SIZES if family == "gpt2" else SIZES
-    model = random_model(family, {**sizes, **fields})
+    model = random_model(family, {**sizes_of(family), **fields})
     model.train(False)
     generator = torch.Generator().manual_seed(0)
     for name, value in model.named_parameters():
         random = torch.randn(value.shape, generator=generator)
         if value.dim() == 1:
-            norm = name.endswith("weight")
-            value.copy_(random * 0.2 + float(norm))
-        elif "wte" in name or "embed_tokens" in name or "lm_head" in name:
+            # Nemotron's norms add one to what is stored.
+            scale = name.endswith("weight") and family != "nemotron"
+            value.copy_(random * 0.2 + float(scale))
+        elif any(word in name for word in ("wte", "embed_tokens", "embed_in", "lm_head")):
             value.copy_(random)
         else:
             value.copy_(random * value.shape[-1] ** -0.5)
@@ -127,6 +197,103 @@ def ids(rows: int = 2, length: int = 64) -> Tensor:
 def logits_of(model: "PreTrainedModel", tokens: Tensor) -> Tensor:
     logits: Tensor = model(tokens).logits
     return logits
+
+
+# Modules that are one to one: canonically, and in transformers' memory, where `{n}` is the layer.
+LLAMA_NAMES = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+    "self_attention.linear_qkv.layer_norm_": "model.layers.{n}.input_layernorm",
+    "self_attention.q_layernorm": "model.layers.{n}.self_attn.q_norm",
+    "self_attention.k_layernorm": "model.layers.{n}.self_attn.k_norm",
+    "self_attention.linear_proj": "model.layers.{n}.self_attn.o_proj",
+    "mlp.linear_fc1.layer_norm_": "model.layers.{n}.post_attention_layernorm",
+    "mlp.linear_fc2": "model.layers.{n}.mlp.down_proj",
+}
+NAMES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
+        "self_attention.linear_qkv.layer_norm_": "transformer.h.{n}.ln_1",
+        "self_attention.linear_proj": "transformer.h.{n}.attn.c_proj",
+        "mlp.linear_fc1.layer_norm_": "transformer.h.{n}.ln_2",
+        "mlp.linear_fc1": "transformer.h.{n}.mlp.c_fc",
+        "mlp.linear_fc2": "transformer.h.{n}.mlp.c_proj",
+    },
+    "mixtral": {
+        **{name: key for name, key in LLAMA_NAMES.items() if not name.startswith("mlp.")},
+        "pre_mlp_layernorm": "model.layers.{n}.post_attention_layernorm",
+        "mlp.router": "model.layers.{n}.mlp.gate",
+    },
+    "starcoder2": {
+        **LLAMA_NAMES,
+        "mlp.linear_fc1": "model.layers.{n}.mlp.c_fc",
+        "mlp.linear_fc2": "model.layers.{n}.mlp.c_proj",
+    },
+    "nemotron": {**LLAMA_NAMES, "mlp.linear_fc1": "model.layers.{n}.mlp.up_proj"},
+    "gpt_neox": {
+        "embedding.word_embeddings": "gpt_neox.embed_in",
+        "decoder.final_layernorm": "gpt_neox.final_layer_norm",
+        "output_layer": "lm_head",
+        "self_attention.linear_qkv.layer_norm_": "gpt_neox.layers.{n}.input_layernorm",
+        "self_attention.linear_qkv": "gpt_neox.layers.{n}.attention.query_key_value",
+        "self_attention.linear_proj": "gpt_neox.layers.{n}.attention.dense",
+        "mlp.linear_fc1.layer_norm_": "gpt_neox.layers.{n}.post_attention_layernorm",
+        "mlp.linear_fc1": "gpt_neox.layers.{n}.mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "gpt_neox.layers.{n}.mlp.dense_4h_to_h",
+    },
+}
+
+
+def packed(model: Any, config: GPTConfig) -> dict[str, Tensor]:
+    """The slow twin: build each canonical tensor from a state dict with views and cats."""
+    family, weights = model.config.model_type, model.state_dict()
+    result: dict[str, Tensor] = {}
+    for name, key in NAMES.get(family, LLAMA_NAMES).items():
+        layers = range(config.num_layers) if "{n}" in key else (None,)
+        for n in layers:
+            place = name if n is None else f"decoder.layers.{n}.{name}"
+            for kind in ("weight", "bias"):
+                value = weights.get(f"{key.format(n=n)}.{kind}")
+                if value is None or (name == "output_layer" and model.config.tie_word_embeddings):
+                    continue
+                turned = family == "gpt2" and value.dim() == 2 and n is not None
+                full = place + kind if place.endswith("_") else f"{place}.{kind}"
+                result[full] = value.T if turned else value
+    for n in range(config.num_layers):
+        result |= _joined(weights, config, n)
+    return result
+
+
+def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, Tensor]:
+    """What a layer has in several tensors there, or for several experts in one."""
+    ours, theirs = f"decoder.layers.{n}.", f"model.layers.{n}."
+    result: dict[str, Tensor] = {}
+
+    def group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes = (config.num_query_groups, -1, config.kv_channels)
+        return torch.cat([t.view(*sizes, *t.shape[1:]) for t in (q, k, v)], dim=1).flatten(0, 2)
+
+    for kind in ("weight", "bias"):
+        keys = [f"{theirs}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+        three = [weights[key] for key in keys if key in weights]
+        whole = weights.get(f"transformer.h.{n}.attn.c_attn.{kind}")
+        if whole is not None:
+            three = list(whole.T.chunk(3, dim=0))
+        if three:
+            result[f"{ours}self_attention.linear_qkv.{kind}"] = group(*three)
+        gate = weights.get(f"{theirs}mlp.gate_proj.{kind}")
+        if gate is not None:
+            both = (gate, weights[f"{theirs}mlp.up_proj.{kind}"])
+            result[f"{ours}mlp.linear_fc1.{kind}"] = torch.cat(both)
+    for expert in range(config.num_experts):
+        place = f"{ours}mlp.experts.local_experts.{expert}."
+        result[f"{place}linear_fc1.weight"] = weights[f"{theirs}mlp.experts.gate_up_proj"][expert]
+        result[f"{place}linear_fc2.weight"] = weights[f"{theirs}mlp.experts.down_proj"][expert]
+    return result
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

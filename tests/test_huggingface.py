@@ -1,6 +1,5 @@
 """Hugging Face checkpoints: what transformers saved is what we read, and compute."""
 
-import json
 import os
 import pickle
 import shutil
@@ -16,22 +15,11 @@ from torch import Tensor
 
 import gpt
 from gpt.checkpoint import open_checkpoint
-from gpt.config import GPTConfig
 from gpt.digest import base_digest
 from gpt.errors import CheckpointError
 from gpt.generate import generate
 from gpt.sampling import Sampling
-from tests.hf_models import (
-    CASES,
-    GPT2_SIZES,
-    SIZES,
-    WINDOW,
-    edit_json,
-    ids,
-    logits_of,
-    model_of,
-    random_model,
-)
+from tests.hf_models import CASES, edit_json, ids, logits_of, model_of, packed
 from tests.models import first_tie, recompute_greedy
 
 LOGITS_ATOL = 1e-4  # fp32 sums in another order, over logits of a few tens.
@@ -93,56 +81,6 @@ def test_sixteen_tokens_through_the_cache_are_what_recomputing_all_gives_here_an
         assert there[len(prompt) - 1 :][:until] == here.tokens[:until]
 
 
-def packed(model: Any, config: GPTConfig) -> dict[str, Tensor]:
-    """The slow twin: build each canonical tensor from a state dict with views and cats."""
-    weights, result = model.state_dict(), {}
-    gpt2 = model.config.model_type == "gpt2"
-    ng, d = config.num_query_groups, config.kv_channels
-
-    def group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [t.view(ng, -1, d, *t.shape[1:]) for t in (q, k, v)]
-        return torch.cat(heads, dim=1).flatten(0, 2)
-
-    def put(name: str, key: str) -> None:
-        for kind in ("weight", "bias"):
-            if f"{key}.{kind}" in weights:
-                value = weights[f"{key}.{kind}"]
-                conv = gpt2 and value.dim() == 2 and ".h." in key
-                place = name + kind if name.endswith("_") else f"{name}.{kind}"
-                result[place] = value.T if conv else value
-
-    stem = "transformer" if gpt2 else "model"
-    put("embedding.word_embeddings", f"{stem}.{'wte' if gpt2 else 'embed_tokens'}")
-    put("embedding.position_embeddings", f"{stem}.wpe")
-    put("decoder.final_layernorm", f"{stem}.{'ln_f' if gpt2 else 'norm'}")
-    if not model.config.tie_word_embeddings:
-        put("output_layer", "lm_head")
-    for n in range(config.num_layers):
-        theirs = f"{stem}.{'h' if gpt2 else 'layers'}.{n}."
-        attention, mlp = f"decoder.layers.{n}.self_attention.", f"decoder.layers.{n}.mlp."
-        put(f"{attention}linear_qkv.layer_norm_", theirs + ("ln_1" if gpt2 else "input_layernorm"))
-        put(f"{attention}q_layernorm", f"{theirs}self_attn.q_norm")
-        put(f"{attention}k_layernorm", f"{theirs}self_attn.k_norm")
-        put(f"{attention}linear_proj", theirs + ("attn.c_proj" if gpt2 else "self_attn.o_proj"))
-        norm = "ln_2" if gpt2 else "post_attention_layernorm"
-        put(f"{mlp}linear_fc1.layer_norm_", theirs + norm)
-        put(f"{mlp}linear_fc2", theirs + ("mlp.c_proj" if gpt2 else "mlp.down_proj"))
-        put(f"{mlp}linear_fc1", f"{theirs}mlp.c_fc")
-        for kind in ("weight", "bias"):
-            if gpt2:
-                qkv = list(weights[f"{theirs}attn.c_attn.{kind}"].T.chunk(3, dim=0))
-            else:
-                keys = [f"{theirs}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-                qkv = [weights[key] for key in keys if key in weights]
-                halves = [f"{theirs}mlp.{half}_proj.{kind}" for half in ("gate", "up")]
-                if halves[0] in weights:
-                    both = [weights[key] for key in halves]
-                    result[f"{mlp}linear_fc1.{kind}"] = torch.cat(both)
-            if qkv:
-                result[f"{attention}linear_qkv.{kind}"] = group(*qkv)
-    return result
-
-
 @pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_packed_bit_for_bit(case: str, saved: Callable[[str], Path]) -> None:
@@ -176,7 +114,15 @@ def test_half_precision_is_read_as_it_is(dtype: str, tmp_path: Path) -> None:
     assert torch.equal(words, model.state_dict()["transformer.wte.weight"])
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama, tied, all biases, wide heads"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2",
+        "llama, tied, all biases, wide heads",
+        "mixtral, tied, window, three experts of four, wide heads",
+        "gpt_neox, tied, no attention bias, linear positions",
+    ],
+)
 def test_files_of_the_bare_model_are_read(
     case: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -185,161 +131,59 @@ def test_files_of_the_bare_model_are_read(
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
 
 
-def to_version_4(record: dict[str, Any]) -> None:
-    """config.json as transformers 4 wrote it."""
-    rope = record.pop("rope_parameters", None)
-    if rope:
-        record["rope_theta"] = rope.pop("rope_theta")
-        record["rope_scaling"] = rope if rope["rope_type"] != "default" else None
-    record["torch_dtype"] = record.pop("dtype")
-    record.pop("layer_types", None)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_config_of_transformers_4_reads_the_same(
-    case: str, saved: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("mixtral", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("gpt_neox, parallel residual", "lm_head.weight"),
+    ],
+)
+def test_keys_as_transformers_5_has_them_in_memory_are_read(
+    case: str, key: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(saved(case), tmp_path / "old"))
-    edit_json(folder / CONFIG, to_version_4)
-    assert open_checkpoint(folder).config == open_checkpoint(saved(case)).config
+    model_of(case).save_pretrained(tmp_path, save_original_format=False)
+    assert key in load_file(tmp_path / WEIGHTS)
+    assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
 
 
-def test_the_oldest_spelling_of_rope_scaling_reads_too(llama: Path) -> None:
-    def change(record: dict[str, Any]) -> None:
-        record.pop("rope_parameters")
-        record.update(rope_theta=10000, rope_scaling={"type": "linear", "factor": 2})
-
-    edit_json(llama / CONFIG, change)
-    config = open_checkpoint(llama).config
-    assert config.rope_scaling is not None and config.rope_scaling.factor == 2.0
-    assert config.rotary_base == 10000.0
+def doubled_head(tensors: dict[str, Tensor]) -> None:
+    tensors["embed_out.weight"] = tensors["lm_head.weight"].clone()
 
 
-OPTIONAL = {
-    *("num_key_value_heads", "max_position_embeddings", "n_positions", "bos_token_id"),
-    "eos_token_id",
-}
+def odd_row(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.ones(5, 161, 48)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
-def test_where_config_is_silent_the_familys_default_holds(family: str, tmp_path: Path) -> None:
-    sizes = GPT2_SIZES if family == "gpt2" else SIZES
-    needed = {key: value for key, value in sizes.items() if key not in OPTIONAL}
-    needed["num_attention_heads" if family != "gpt2" else "n_head"] = 32
-    needed["hidden_size" if family != "gpt2" else "n_embd"] = 64
-    spoken, silent = tmp_path / "spoken", tmp_path / "silent"
-    random_model(family, needed).save_pretrained(spoken)
-    shutil.copytree(spoken, silent)
-    (silent / CONFIG).write_text(json.dumps({"model_type": family, **needed}))
-    assert open_checkpoint(silent).config == open_checkpoint(spoken).config
+def extra_expert(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.ones(6, 48, 80)
 
 
-# What a config.json can ask for that the model does not compute, or does not say.
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "unknown architecture": (
-        "llama, multi-head",
-        {"model_type": "falcon"},
-        "'falcon' is not a family .* known are gpt2, llama, mistral, qwen2, qwen3",
-    ),
-    "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
-    "yarn": (
-        "llama, multi-head",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        "rope type 'yarn' is not one that Preamble computes; known are default, linear, llama3",
-    ),
-    "dynamic": (
-        "qwen2",
-        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic"}},
-        "rope type 'dynamic'",
-    ),
-    "positions by layer": (
-        "qwen3, wide heads",
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope_parameters differ by layer",
-    ),
-    "partial positions": (
-        "llama, multi-head",
-        {"partial_rotary_factor": 0.5},
-        "partial_rotary_factor is 0.5, which Preamble does not compute",
-    ),
-    "attention scaled by layer": (
-        "gpt2",
-        {"scale_attn_by_inverse_layer_idx": True},
-        "scale_attn_by_inverse_layer_idx is true, which Preamble does not compute",
-    ),
-    "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
-    "unknown activation": ("gpt2", {"activation_function": "mish"}, 'is "mish"; it must be one of'),
-    "quantized": (
-        "llama, multi-head",
-        {"quantization_config": {"quant_method": "gptq"}},
-        "quantization_config .*gptq",
-    ),
-    "mixed windows by number": (
-        "qwen2",
-        {**WINDOW, "max_window_layers": 1, "layer_types": None},
-        "max_window_layers 1 of 3 layers mixes",
-    ),
-    "mixed windows by name": (
-        "qwen2",
-        {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        "layer_types mixes full_attention, sliding_attention",
-    ),
-    "a missing field": ("llama, multi-head", {"hidden_size": None}, "hidden_size .*whole number"),
-    "a text for a number": ("gpt2", {"n_head": "4"}, 'n_head is "4"; it must be a whole number'),
-    "a number for a flag": ("llama, multi-head", {"mlp_bias": 1}, "mlp_bias is 1; .*true or false"),
-    "heads that do not divide": (
-        "llama, multi-head",
-        {"num_key_value_heads": 3},
-        "4 attention heads do not divide into 3",
-    ),
-    "another width": (
-        "llama, multi-head",
-        {"intermediate_size": 96},
-        r"gate_proj.weight: found \(80, 48\), need \(96, 48\) for .*the weights disagree",
-    ),
-    "another vocabulary": (
-        "gpt2",
-        {"vocab_size": 90},
-        r"wte.weight: found \(101, 48\), need \(90, 48\)",
-    ),
-    "more layers": (
-        "llama, multi-head",
-        {"num_hidden_layers": 4},
-        "none of the weights is 'model.layers.3.*download is incomplete",
-    ),
-    "fewer layers": (
-        "llama, multi-head",
-        {"num_hidden_layers": 2},
-        "no place for 9 of the weights: model.layers.2.*so the model is not read",
-    ),
-    "heads of another width": (
-        "qwen3, wide heads",
-        {"head_dim": 24},
-        r"q_proj.weight: found \(80, 48\), need \(96, 48\)",
-    ),
-    "tied, with a head of its own": (
-        "llama, multi-head",
-        {"tie_word_embeddings": True},
-        "lm_head.weight is not equal to .*set tie_word_embeddings to false",
-    ),
-    "biases that are not there": (
-        "llama, multi-head",
-        {"attention_bias": True},
-        "none of the weights is 'model.layers.0.self_attn.q_proj.bias'",
-    ),
-}
+def flat_experts(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.ones(5 * 48, 80)
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_config_that_cannot_be_is_one_sentence(
-    what: str, saved: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("gpt_neox, parallel residual", doubled_head, "no place for 1 of the weights: lm_head"),
+        (
+            "mixtral",
+            odd_row,
+            r"experts.gate_up_proj\[0, 80:161\]: found \(81, 48\), need \(80, 48\)",
+        ),
+        ("mixtral", extra_expert, r"no place for 1 of .*block_sparse_moe.experts.5.w2.weight"),
+        ("mixtral", flat_experts, r"none of the weights is '.*experts.0.w2.weight'"),
+    ],
+)
+def test_such_keys_are_held_to_the_config_too(
+    case: str, change: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
 ) -> None:
-    case, fields, message = REFUSED[what]
-    folder = Path(shutil.copytree(saved(case), tmp_path / "model"))
-    edit_json(folder / CONFIG, lambda record: record.update(fields))
-    with pytest.raises(CheckpointError, match=message) as caught:
-        open_checkpoint(folder)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    model_of(case).save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
 
 
 def remove_weights(folder: Path) -> None:
@@ -462,6 +306,20 @@ def test_buffers_that_are_no_weights_are_left_alone(llama: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
     save_file(tensors, llama / WEIGHTS)
     assert base_digest(open_checkpoint(llama)) == before
+
+
+def test_buffers_of_old_gpt_neox_are_left_alone(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    neox = single(Path(shutil.copytree(saved("gpt_neox, parallel residual"), tmp_path / "neox")))
+    before = base_digest(open_checkpoint(neox))
+    tensors = load_file(neox / WEIGHTS)
+    attention = "gpt_neox.layers.0.attention."
+    tensors[f"{attention}bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    tensors[f"{attention}masked_bias"] = torch.tensor(-1e9)
+    tensors[f"{attention}rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(tensors, neox / WEIGHTS)
+    assert base_digest(open_checkpoint(neox)) == before
 
 
 def test_a_tied_model_may_repeat_its_embedding_as_the_head(
