@@ -5,9 +5,10 @@ translated by the readers. A value that the model cannot compute is refused here
 that nothing later has to wonder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self, get_args
+from math import isfinite
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from gpt.errors import ConfigError
 
@@ -32,6 +33,17 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.kind not in ("linear", "llama3"):
+            raise ConfigError(f"rope_scaling.kind is {self.kind!r}; known are: linear, llama3")
+        if self.factor <= 0 or not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope_scaling has factor {self.factor} and frequency factors "
+                f"{self.low_freq_factor} and {self.high_freq_factor}; all must be above 0, the "
+                "second frequency factor the larger one"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class GPTConfig:
     dtype: DType = "float32"  # As stored.
 
     def __post_init__(self) -> None:
+        _check_types(self)
         derived = {
             "ffn_hidden_size": 4 * self.hidden_size,
             "num_query_groups": self.num_attention_heads,
@@ -98,13 +111,16 @@ class GPTConfig:
         self._check()
 
     def _check(self) -> None:
-        for name in (
-            *("num_layers", "hidden_size", "num_attention_heads", "vocab_size"),
-            *("max_position_embeddings", "ffn_hidden_size", "num_query_groups", "kv_channels"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} is {value}; it must be a whole number of at least 1")
+        for name in ("rotary_base", "layernorm_epsilon", "moe_router_topk_scaling_factor"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(get_args(kind))
@@ -173,8 +189,8 @@ class GPTConfig:
                 values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
             except TypeError as error:
                 raise ConfigError(f"rope_scaling: {error}") from None
-        if "moe_layers" in values:
-            values["moe_layers"] = tuple(bool(layer) for layer in values["moe_layers"])
+        if isinstance(values.get("moe_layers"), list):
+            values["moe_layers"] = tuple(values["moe_layers"])
         try:
             return cls(**values)
         except TypeError as error:
@@ -188,3 +204,41 @@ _CHOICES = {
     "moe_router_score_function": ScoreFunction,
     "dtype": DType,
 }
+
+_AT_LEAST_ONE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "ffn_hidden_size",
+    "num_query_groups",
+    "kv_channels",
+)
+
+# What a field's type asks of its value, and in words. A number beyond 2^31 is a broken file.
+_NEEDS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda x: isinstance(x, bool), "true or false"),
+    int: (lambda x: type(x) is int and 0 <= x < 2**31, "a whole number of at least 0"),
+    float: (lambda x: type(x) in (int, float) and abs(x) < 1e30 and isfinite(x), "a number"),
+    int | None: (lambda x: x is None or (type(x) is int and x < 2**31), "a whole number or null"),
+    tuple[bool, ...]: (
+        lambda x: isinstance(x, tuple) and all(isinstance(y, bool) for y in x),
+        "a list of true and false",
+    ),
+    RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a table or null"),
+}
+
+
+def _check_types(config: Any) -> None:
+    """Hold every field against its annotation: configs come from files that anyone can write."""
+    for name, kind in get_type_hints(type(config)).items():
+        fits, need = _NEEDS.get(kind, (lambda x: isinstance(x, str), "a word"))
+        value = getattr(config, name)
+        if not fits(value):
+            raise ConfigError(f"{name} is {_shortened(value)}; it must be {need}")
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 1e30 else "a huge number"
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -4,8 +4,9 @@ It has no queue and no policy, and runs on any split (every rank calls it alike)
 of faster engines, and what a program uses that has a list of prompts and a model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -19,7 +20,8 @@ from gpt.model import GPT
 from gpt.parallel import share_from_last
 from gpt.sampling import Sampling, choose
 
-FinishReason = Literal["stop", "length"]
+# "fault": the model's logits were not finite, so there is no next token.
+FinishReason = Literal["stop", "length", "fault"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ def stream(
     sampling: Sampling | Sequence[Sampling],
     *,
     table: Tensor | None = None,
+    dropped: Container[int] = (),
 ) -> Iterator[list[Piece]]:
-    """The same, a step at a time: each step's list has one piece for each unfinished prompt."""
+    """The same, a step at a time: each step's list has one piece for each unfinished prompt.
+
+    A caller may put rows that are no longer wanted into `dropped`: no step after that has them.
+    """
     if not prompts:
         return
     rules = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
@@ -87,10 +93,10 @@ def stream(
         for row, context, (token, logprob) in zip(rows, batch.contexts, chosen, strict=True):
             past[row], ids[row] = context, [token]
             made = context - len(prompts[row]) + 1
-            finish = _finish(token, made, rules[row])
+            finish = _finish(token, made, rules[row]) if isfinite(logprob) else "fault"
             pieces.append(Piece(row, token, logprob, finish))
         yield pieces
-        rows = [piece.row for piece in pieces if piece.finish_reason is None]
+        rows = [p.row for p in pieces if p.finish_reason is None and p.row not in dropped]
 
 
 def check_prompts(
@@ -156,7 +162,9 @@ def _choose(
     chosen = torch.zeros(len(rules), 2, dtype=torch.float64, device=model.mesh.device)
     if logits is not None:
         tokens = choose(logits, rules, positions)
+        # A row that is not finite has a log-probability that is not, and so tells itself.
         logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        logprobs = logprobs.masked_fill(~logits.isfinite().all(-1), float("nan"))
         # Token ids are exact in fp64 up to 2^53, so one message carries both.
         chosen = torch.stack([tokens.to(torch.float64), logprobs.to(torch.float64)], dim=-1)
     rows = share_from_last(chosen, model.mesh).tolist()

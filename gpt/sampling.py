@@ -51,7 +51,9 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[in
     chosen = [samplings[row] for row in drawn]
     device, wide = logits.device, torch.promote_types(logits.dtype, torch.float32)
     temperature = torch.tensor([s.temperature for s in chosen], device=device, dtype=wide)
-    scaled = keep_likely(logits[drawn].to(wide) / temperature.unsqueeze(-1), chosen)
+    # From the best one down, so that a tiny temperature cannot reach infinity but below.
+    below = logits[drawn].to(wide) - logits[drawn].amax(-1, keepdim=True)
+    scaled = keep_likely(below / temperature.unsqueeze(-1), chosen)
     uniforms = [uniform(s.seed, positions[row]) for row, s in zip(drawn, chosen, strict=True)]
     # fp64 sums: with a large vocabulary fp32 would lose the tail that a uniform can point to.
     cumulated = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt.errors import RequestError
-from gpt.generate import generate
+from gpt.generate import generate, stream
 from gpt.sampling import Sampling, choose, keep_likely, uniform
 from tests.models import MODERN, build
 
@@ -43,6 +43,39 @@ def test_top_k_of_one_is_greedy() -> None:
     logits = torch.randn(50, 30)
     rules = [Sampling(temperature=3.0, top_k=1, seed=row) for row in range(50)]
     assert torch.equal(choose(logits, rules, range(50)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(20, 30) * 5
+    rules = [Sampling(temperature=temperature, seed=row) for row in range(20)]
+    assert torch.equal(choose(logits, rules, range(20)), logits.argmax(-1))
+
+
+def test_logits_that_are_not_finite_end_their_own_row_only() -> None:
+    model = build(MODERN)
+    table = torch.full((1, MODERN.hidden_size), float("nan"), dtype=torch.float64)
+    prompts = [[3, 4, 5], [3, MODERN.vocab_size], [6]]
+    bad = generate(model, prompts, Sampling(6), table=table)
+    assert [c.finish_reason for c in bad] == ["length", "fault", "length"]
+    assert len(bad[1].token_ids) == 1
+    for row in (0, 2):
+        assert bad[row].token_ids == generate(model, [prompts[row]], Sampling(6))[0].token_ids
+
+
+def test_rows_that_are_dropped_take_no_further_step() -> None:
+    model = build(MODERN)
+    prompts = [[3, 4, 5], [6], [7, 8]]
+    whole = generate(model, prompts, Sampling(6))
+    dropped: set[int] = set()
+    made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step, pieces in enumerate(stream(model, prompts, Sampling(6), dropped=dropped)):
+        for piece in pieces:
+            made[piece.row].append(piece.token_id)
+        if step == 1:
+            dropped.add(0)
+    assert made[0] == whole[0].token_ids[:2]
+    assert [made[1], made[2]] == [whole[1].token_ids, whole[2].token_ids]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
