@@ -5,7 +5,7 @@ of faster engines, and what a program uses that has a list of prompts and a mode
 """
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Literal
 
@@ -85,7 +85,7 @@ def stream(
         batch = Batch.paged(
             [len(ids[row]) for row in rows], [past[row] for row in rows], tables[rows], BLOCK_TOKENS
         )
-        batch = _wanting_last(batch)
+        batch = replace(batch, rows=batch.last_rows)
         flat = torch.tensor([token for row in rows for token in ids[row]], device=device)
         logits = pipeline.forward(model, flat, batch, kv=pool, table=table)
         chosen = _choose(model, logits, [rules[row] for row in rows], batch.contexts)
@@ -133,26 +133,14 @@ def _pool(
         for prompt, rule in zip(prompts, rules, strict=True)
     ]
     mesh = model.mesh
-    pool = KVPool(
-        *(model.config, model.layers, sum(needs)),
-        tp=mesh.tp,
-        dtype=model.dtype,
-        device=mesh.device,
-    )
+    layers, blocks = model.layers, sum(needs)
+    pool = KVPool(model.config, layers, blocks, tp=mesh.tp, dtype=model.dtype, device=mesh.device)
     tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
     start = 0
     for row, need in enumerate(needs):
         tables[row, :need] = torch.arange(start, start + need)
         start += need
     return pool, tables.to(mesh.device)
-
-
-def _wanting_last(batch: Batch) -> Batch:
-    """The batch, asking for the logits of each sequence's last token only."""
-    return Batch(
-        *(batch.lengths, batch.past, batch.positions, batch.slots, batch.tables),
-        rows=batch.last_rows,
-    )
 
 
 def _choose(

@@ -91,14 +91,6 @@ class Mesh:
         group = self.tp_group or self.pp_group
         return self.device.type != "cpu" and group is not None and group.name() == "gloo"
 
-    @property
-    def first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
-    def last_stage(self) -> bool:
-        return self.pp_rank == self.pp - 1
-
     def stage_rank(self, stage: int) -> int:
         """The global rank that stands at `stage` of this rank's pipeline."""
         return self.rank + (stage - self.pp_rank) * self.tp * self.dp
@@ -143,11 +135,6 @@ def scatter_rows(x: Tensor, mesh: Mesh) -> Tensor:
     return _apply(_Scatter, x, mesh) if mesh.sequence_parallel else x
 
 
-def gather_rows(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-    """All rows, each rank going on to compute the same: the inverse of `scatter_rows`."""
-    return _apply(_GatherSame, x, mesh, tokens) if mesh.sequence_parallel else x
-
-
 def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
     """All ranks' columns side by side, as the logits of a split vocabulary."""
     return x if mesh.tp == 1 else _apply(_Columns, x, mesh)
@@ -189,19 +176,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(grads[0], ctx.mesh), None, None
-
-
-class _GatherSame(torch.autograd.Function):
-    """Rows gathered; the gradient, which is the same on all ranks, is cut."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-        ctx.mesh = mesh
-        return _all_gather(x, mesh)[:tokens]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _own_rows(grads[0], ctx.mesh), None, None
 
 
 class _SumScatter(torch.autograd.Function):
