@@ -16,8 +16,12 @@ from gpt.logical import Checkpoint
 from gpt.megatron import open_megatron
 from gpt.megatron_files import find_iteration
 from gpt.native import MANIFEST, open_native
+from gpt.torch_dist import find_torch_dist, open_torch_dist
 
-READABLE = "preamble.json (native), config.json (Hugging Face) or mp_rank_00 (Megatron-LM)"
+READABLE = (
+    "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM) or metadata.json "
+    "(Megatron-Core, torch_dist)"
+)
 
 
 def open_checkpoint(
@@ -27,7 +31,23 @@ def open_checkpoint(
 
     `config` is what the user knows better than the files: a whole GPTConfig, or some of its fields.
     """
-    path = Path(path).expanduser()
+    try:
+        found = Path(path).expanduser()
+    except RuntimeError:  # What pathlib raises.
+        raise CheckpointError(
+            f"{path} begins with a user who has no home here; give the path from / on"
+        ) from None
+    try:
+        return _open(found, config)
+    except OSError as error:
+        # Any reader may meet it in any file; its name says where.
+        raise CheckpointError(
+            f"cannot read {error.filename or path}: {error.strerror or error}; give the directory "
+            "of a checkpoint that exists here, and that this user may read"
+        ) from None
+
+
+def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoint:
     if path.name in (MANIFEST, "config.json"):
         path = path.parent
     if not path.exists():
@@ -39,6 +59,9 @@ def open_checkpoint(
     iteration = find_iteration(path)
     if iteration is not None:
         return open_megatron(iteration, config)
+    distributed = find_torch_dist(path)
+    if distributed is not None:
+        return open_torch_dist(distributed, config)
     foreign = _foreign(path, MEGATRON)
     if foreign is None and path.is_dir() and (path / "config.json").is_file():
         return open_huggingface(path, config)
@@ -58,9 +81,6 @@ def open_checkpoint(
 Evidence = tuple[tuple[str, str], ...]  # A pattern of paths, and what it is a sign of.
 
 MEGATRON: Evidence = (
-    ("metadata.json", "a Megatron-Core distributed checkpoint (torch_dist or zarr)"),
-    (".metadata", "an unfinished torch_dist save, or a torch DCP or FSDP checkpoint"),
-    ("common.pt", "a torch_dist save that did not finish"),
     ("context/model.yaml", "a NeMo 2.0 checkpoint"),
     ("context/io.json", "a NeMo 2.0 checkpoint"),
     ("model_config.yaml", "an unpacked NeMo checkpoint"),

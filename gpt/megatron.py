@@ -72,7 +72,7 @@ def open_megatron(path: Path, changes: GPTConfig | Mapping[str, Any] | None = No
     _refuse_leftover(iteration, gathered, table)
     files = tuple(saved.path for saved in ranks.saved.values())
     checkpoint = Checkpoint(
-        iteration, "megatron", config, tensors, files, _tokenizer(iteration), tuple(notes)
+        iteration, "megatron", config, tensors, files, find_tokenizer(iteration), tuple(notes)
     )
     checkpoint.check()
     return checkpoint
@@ -299,7 +299,7 @@ def _refuse_leftover(iteration: Path, gathered: Gathered, known: Container[str])
         )
 
 
-def _tokenizer(iteration: Path) -> Path | None:
+def find_tokenizer(iteration: Path) -> Path | None:
     for folder in (iteration, iteration.parent):
         for place in (folder, folder / "tokenizer"):
             if any(any(place.glob(name)) for name in TOKENIZER_FILES):

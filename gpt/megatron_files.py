@@ -83,7 +83,7 @@ def find_iteration(path: Path) -> Path | None:
         return path
     if not (path / TRACKER).is_file():
         return None
-    named = _tracked(path)
+    named = tracked(path)
     if not named.is_dir():
         others = ", ".join(_iterations(path)[-3:]) or "none"
         raise CheckpointError(
@@ -96,7 +96,7 @@ def find_iteration(path: Path) -> Path | None:
 def newer_iteration(iteration: Path) -> str | None:
     """A later save beside the one that the tracker names: it may have died before its end."""
     tracker = iteration.parent / TRACKER
-    if not tracker.is_file() or _tracked(iteration.parent) != iteration:
+    if not tracker.is_file() or tracked(iteration.parent) != iteration:
         return None
     newest = _iterations(iteration.parent)[-1]
     return None if "release" in (newest, iteration.name) or newest == iteration.name else newest
@@ -148,7 +148,7 @@ def _iterations(path: Path) -> list[str]:
     return sorted(names, key=lambda name: (name != "release", len(name), name))
 
 
-def _tracked(path: Path) -> Path:
+def tracked(path: Path) -> Path:
     text = (path / TRACKER).read_text("utf-8", "replace").strip()
     if text == "release":
         return path / text

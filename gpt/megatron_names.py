@@ -95,9 +95,9 @@ def rename(model: Mapping[str, Any], where: str, expert_ranks: int) -> Names:
         if bare.startswith(EXTRA_HEADS):
             extra_heads = True
             continue
-        _refuse_foreign(key, where)
+        refuse_foreign(key, where)
         legacy = legacy or bare.startswith(("transformer.", "encoder.", "word_embeddings_for"))
-        name = _canonical(bare)
+        name = canonical(bare)
         if name in tensors:
             raise CheckpointError(
                 f"{where} holds {name} twice, as {key} and as {tensors[name].where.split(': ')[-1]}"
@@ -139,7 +139,7 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _canonical(bare: str) -> str:
+def canonical(bare: str) -> str:
     match = LAYER.fullmatch(bare)
     for old, new in RENAMED if match else OUTSIDE:
         found = re.fullmatch(old, match[3] if match else bare)
@@ -163,7 +163,7 @@ def _plain(value: object, where: str) -> Tensor:
     return value.detach()
 
 
-def _refuse_foreign(key: str, where: str) -> None:
+def refuse_foreign(key: str, where: str) -> None:
     for pattern, model in FOREIGN:
         if re.search(pattern, key):
             raise CheckpointError(

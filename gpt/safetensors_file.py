@@ -51,7 +51,7 @@ NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items(
 
 
 @dataclass
-class _Map:
+class MappedFile:
     """A file's bytes after the header, mapped at first use; all ranks of a node share the pages."""
 
     path: Path
@@ -76,7 +76,7 @@ class _Map:
 class Mapped:
     """A tensor in a safetensors file."""
 
-    file: _Map
+    file: MappedFile
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -117,7 +117,7 @@ def open_safetensors(path: Path) -> dict[str, Mapped]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     entries = _entries(path, header)
     _check_spans(path, entries, size - 8 - length)
-    mapped = _Map(path, 8 + length)
+    mapped = MappedFile(path, 8 + length)
     return {
         key: Mapped(
             *(mapped, key, tuple(entry["shape"])),

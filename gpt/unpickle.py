@@ -6,6 +6,7 @@ nothing. Names of training code and of a few harmless classes get a stand-in eac
 for any other name is refused by that name. It knows no models.
 """
 
+import io
 import pickle
 import pickletools
 import re
@@ -80,21 +81,27 @@ def _member(owner: object, name: object, *rest: object) -> Stub:
     return owner(name)
 
 
-def read_pickle(path: Path) -> Any:
+def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:
     """The object in a file of `torch.save`; tensors are views of the mapped file where it can be.
 
-    Files of torch < 1.6 cannot be mapped and are held in memory.
+    Files of torch < 1.6 cannot be mapped and are held in memory, and so is what lies in a span
+    (start, length) of a larger file.
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(8)
+            file.seek(span[0] if span else 0)
+            held = io.BytesIO(file.read(span[1])) if span else None
+            head = held.getvalue()[:8] if held else file.read(8)
         refuse_pointer(path, head)
-        mapped = head.startswith(ZIP)
-        names = _names_in_zip(path) if mapped else _names_in_old(path)
+        zipped = head.startswith(ZIP)
+        mapped, source = zipped and held is None, held or path
+        names = _names_in_zip(path, source) if zipped else _names_in_old(path)
         stubs = [(_stub(name), name) for name in sorted(names) if _is_harmless(name)]
         allowed: list[Any] = [*stubs, (_member, GETATTR)]
+        if held:
+            held.seek(0)
         with _lock, torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
     except FileNotFoundError:
@@ -114,16 +121,18 @@ def _is_harmless(name: str) -> bool:
     return bool(TRAINERS.fullmatch(name) or HOLDERS.fullmatch(name))
 
 
-def _names_in_zip(path: Path) -> list[str]:
+def _names_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
     """What a file asks for besides what torch allows. Its bytes lie as they are, never packed."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(source) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(
                     f"{path}: {member.filename} is compressed, which torch.save never does; unpack"
                     " it and save it again with torch.save"
                 )
-    return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    return list(torch.serialization.get_unsafe_globals_in_checkpoint(source))
 
 
 def _names_in_old(path: Path) -> set[str]:

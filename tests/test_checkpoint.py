@@ -41,9 +41,6 @@ def test_what_the_user_knows_better_overrides_the_config(tmp_path: Path) -> None
 # A file that gives each format away, and what the refusal calls it.
 SIGNS = {
     "iter_0000100/metadata.json": "is a Megatron checkpoint root",
-    "metadata.json": "is a Megatron-Core distributed checkpoint .torch_dist or zarr.",
-    ".metadata": "is an unfinished torch_dist save, or a torch DCP",
-    "common.pt": "is a torch_dist save that did not finish",
     "context/io.json": "is a NeMo 2.0 checkpoint",
     "model_config.yaml": "is an unpacked NeMo checkpoint",
     "global_step100/mp_rank_00_model_states.pt": "is a DeepSpeed checkpoint",
@@ -81,6 +78,20 @@ def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="found nothing; give the directory"):
         open_checkpoint(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("~nosuchuser/x", "~nosuchuser/x begins with a user who has no home here; give the path"),
+        ("/" + "a" * 256, "cannot read /a+: File name too long; give the directory of"),
+        (__file__ + "/below", "does not exist; give the directory"),
+    ],
+)
+def test_a_path_that_cannot_be_is_one_sentence(path: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_hugging_face_files_win_over_what_a_trainer_left_beside_them(tmp_path: Path) -> None:
