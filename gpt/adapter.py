@@ -7,7 +7,7 @@ adapter fits a model is asked here; how its rows enter the model is not known.
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt.card import Adapter, Card, Golden, Name, build_adapter, parse_name
 from gpt.config import GPTConfig
-from gpt.errors import AdapterError, CheckpointError
+from gpt.errors import AdapterError, CheckpointError, RequestError
 from gpt.foreign_adapters import open_peft, open_tgis
 from gpt.logical import FLOATS, Identity
 from gpt.safetensors_file import open_safetensors
@@ -30,9 +30,11 @@ __all__ = [
     "Name",
     "build_adapter",
     "check_adapter",
+    "check_folder",
     "instruction_adapter",
     "open_adapter",
     "parse_name",
+    "publish_adapter",
     "save_adapter",
 ]
 
@@ -46,6 +48,64 @@ def save_adapter(adapter: Adapter, path: Path) -> None:
     """Write the file and bring it to the disk; whoever looks sees all of it or none."""
     if path.suffix != SUFFIX:
         raise AdapterError(f"{path} must end with {SUFFIX}, or nobody will take it for an adapter")
+    _write(adapter, path, os.replace)
+
+
+def publish_adapter(adapter: Adapter, folder: Path) -> Path:
+    """Write the file as the next version of its card's name; what was written never changes."""
+    name, version = adapter.card.name, _last_version(folder, adapter.card.name)
+    while True:
+        version += 1
+        path = folder / f"{name}@{version}{SUFFIX}"
+        try:
+            parse_name(f"{name}@{version}")
+        except RequestError:
+            raise AdapterError(
+                f"{folder} has no version of {name!r} left; use a new name"
+            ) from None
+        try:
+            # Of two that chose one number, the second link fails: it takes the next number.
+            _write(adapter, path, os.link)
+        except FileExistsError:
+            continue
+        return path
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder, and write into it as `publish_adapter` will; nothing else stays."""
+    probe = folder / f".{secrets.token_hex(8)}.part"
+    linked = probe.with_suffix(".link")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        try:
+            os.link(probe, linked)
+        finally:
+            linked.unlink(missing_ok=True)
+            probe.unlink()
+    except FileExistsError:
+        raise AdapterError(f"{folder} is not a directory; name one, new or not") from None
+    except OSError as error:
+        raise AdapterError(
+            f"{folder} cannot take an adapter: {error.strerror}; give a directory, new or "
+            "not, that is writable, on a file system with hard links"
+        ) from None
+
+
+def _last_version(folder: Path, name: str) -> int:
+    versions = [0]
+    for file in folder.glob(f"{name}*{SUFFIX}"):
+        try:
+            found = parse_name(file.name.removesuffix(SUFFIX))
+        except RequestError:
+            continue
+        if found.name == name:
+            versions.append(found.version or 1)
+    return max(versions)
+
+
+def _write(adapter: Adapter, path: Path, place: Callable[[Path, Path], None]) -> None:
+    """`place` gives the finished file its name."""
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -60,12 +120,14 @@ def save_adapter(adapter: Adapter, path: Path) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        place(part, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # The name, too, must survive a power cut.
         finally:
             os.close(folder)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise AdapterError(
             f"{path} cannot be written: {error.strerror}; give a directory that exists, is "

@@ -25,6 +25,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VERSION = re.compile(r"[1-9][0-9]{0,5}")
 
 CARD_BYTES_MAX = 1 << 20
+STOPS_MAX = 16  # As many, and as long, as a request's own may be.
+STOP_BYTES_MAX = 256
 TABLE_BYTES_MAX = 1 << 30  # 8,192 rows of a model 32,768 wide.
 
 
@@ -85,14 +87,42 @@ class Card:
                 "at least 1"
             )
         try:
-            exact = json.loads(self.to_json()) == self.to_dict()
+            text = self.to_json()
+            exact = json.loads(text) == self.to_dict()
+            # Half a surrogate pair is JSON, and yet no text that can be sent or shown.
+            json.dumps(self.to_dict(), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise AdapterError(
+                f"the card of {self.name!r} has {error.object[error.start]!r}, which is half a "
+                "character and cannot be written as UTF-8; take it out"
+            ) from None
         except (TypeError, ValueError, RecursionError) as error:
             raise AdapterError(f"the card of {self.name!r} is not JSON: {error}") from None
+        if len(text) > CARD_BYTES_MAX:
+            raise AdapterError(
+                f"the card of {self.name!r} is {len(text)} bytes; at most {CARD_BYTES_MAX} are "
+                "read again: shorten its texts"
+            )
+        self._check_stops()
         if not exact:
             raise AdapterError(
                 f"the card of {self.name!r} would not come back from JSON as it is; use texts as "
                 "keys, and lists instead of tuples, in metrics"
             )
+
+    def _check_stops(self) -> None:
+        """An empty stop would end every answer before its first letter."""
+        if len(self.stop) > STOPS_MAX:
+            raise AdapterError(
+                f"the card of {self.name!r} has {len(self.stop)} stops; at most {STOPS_MAX} may be"
+            )
+        for stop in self.stop:
+            size = len(stop.encode())
+            if not 1 <= size <= STOP_BYTES_MAX:
+                raise AdapterError(
+                    f"the card of {self.name!r} has a stop of {size} bytes; each needs 1 to "
+                    f"{STOP_BYTES_MAX}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         record = {one.name: getattr(self, one.name) for one in fields(self)}

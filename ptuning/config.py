@@ -3,14 +3,19 @@
 Built once from a YAML file. What the model is comes from its checkpoint, never from here.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from gpt.errors import ConfigError
-from gpt.settings import read_yaml, settings
+from gpt.settings import read_yaml, settings, shown
 
 PLAIN = "<|VIRTUAL_PROMPT_0|>{prompt}{completion}"
+
+POSITIVE = (
+    *("virtual_tokens", "tokens_max", "max_new_tokens", "steps", "batch_examples"),
+    *("learning_rate", "gradient_norm_max"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class TuneConfig:
     template: str = PLAIN  # Its fields are the examples' keys.
     answer_field: str = "completion"  # What is learned; it must end the template.
     truncate_field: str | None = None  # Is cut in what is too long; None: that is left out.
-    tokens_max: int | None = None  # Of an example; None: the model's context.
+    tokens_max: int | None = None  # Of an example; None, or more than it: the model's context.
     stop: tuple[str, ...] = ()  # Texts that end an answer, beside the model's own end.
     max_new_tokens: int | None = None  # Of an answer, if a request does not say.
 
@@ -35,7 +40,7 @@ class TuneConfig:
     initial_text: str = ""  # The table starts as its rows; empty: rows of random tokens.
 
     steps: int = 200
-    batch_examples: int = 16
+    batch_examples: int = 16  # Of one step; all of them, if they are fewer.
     learning_rate: float = 1e-2  # Good for a bare table; a model's own 1e-4 learns nothing here.
     warmup_steps: int = 20
     weight_decay: float = 0.0  # It would pull towards zero, not towards words.
@@ -46,14 +51,19 @@ class TuneConfig:
     dtype: str | None = None  # What to compute in; None: as stored. The table is always fp32.
 
     def __post_init__(self) -> None:
-        positive = ("virtual_tokens", "steps", "batch_examples", "learning_rate")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in (*positive, "gradient_norm_max") and not 0 < value < float("inf"):
-                raise ConfigError(f"{field.name} is {value}; it must be more than 0")
+        for name in ("model", "data", "output"):
+            path = getattr(self, name)
+            if not path or "\0" in path or path != path.encode(errors="replace").decode():
+                raise ConfigError(f"{name} is {shown(path)}; it must be a path")
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} is {value}; it must be more than 0, and finite")
         for name in ("warmup_steps", "weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < 2**63:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+            value = getattr(self, name)
+            if not 0 <= value < 2**63:
+                way = "must not be negative" if value < 0 else "must be less than 2^63"
+                raise ConfigError(f"{name} is {value}; it {way}")
 
         if self.splits and sum(self.splits) != self.virtual_tokens:
             raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gpt.errors import ConfigError, RequestError
 from gpt.prompts import Template
+from gpt.settings import shown
 from gpt.tokenizer import Tokenizer
 
 LINE_BYTES_MAX = 16 << 20
@@ -77,9 +78,11 @@ def _record(raw: bytes, where: str) -> dict[str, str]:
         record = json.loads(raw)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON ({error}); each line must be one object") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply; each line must be one object") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a {type(record).__name__}; each line must be one object")
     for key, value in record.items():
         if not isinstance(value, str):
-            raise ConfigError(f"{where}: {key!r} is {value!r}; it must be a text")
+            raise ConfigError(f"{where}: {shown(key)} is {shown(value)}; it must be a text")
     return record

@@ -6,15 +6,17 @@ talks to a terminal.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gpt.adapter import SUFFIX, Card, build_adapter, parse_name, save_adapter
+from gpt.adapter import Card, build_adapter, check_folder, parse_name, publish_adapter
+from gpt.card import TABLE_BYTES_MAX
 from gpt.checkpoint import open_checkpoint
+from gpt.config import GPTConfig
 from gpt.digest import identify
-from gpt.errors import ConfigError, RequestError
-from gpt.loading import load_model
+from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.loading import device_of, load_model
 from gpt.logical import FLOATS, Checkpoint
 from gpt.parallel import Mesh
 from gpt.prompts import Template
@@ -36,6 +38,8 @@ class Prepared:
     tokenizer: Tokenizer
     template: Template
     examples: Examples
+    initial_ids: list[int]  # Of the text that the table starts as; empty: there is none.
+    card: Card  # All of it but what the base and the run will add.
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Result:
 
 
 def prepare(config: TuneConfig) -> Prepared:
-    _check_output(config)
+    _check_name(config)
+    device_of(config.device)
     if config.dtype not in (None, *FLOATS):
         raise ConfigError(f"dtype is {config.dtype!r}; known are: {', '.join(FLOATS)}")
     checkpoint = open_checkpoint(config.model)
@@ -55,6 +60,7 @@ def prepare(config: TuneConfig) -> Prepared:
     if checkpoint.tokenizer is not None:
         tokenizer = open_tokenizer(checkpoint.tokenizer)
         check_tokenizer(tokenizer, sizes.vocab_size, checkpoint.tokenizer)
+    _check_rows(config, sizes)
     template = Template(
         config.template,
         config.splits or (config.virtual_tokens,),
@@ -63,22 +69,49 @@ def prepare(config: TuneConfig) -> Prepared:
         bos="first" if tokenizer.adds_bos else "none",
         eos=tokenizer.eos_id is not None,
     )
+    card = Card(
+        config.name,
+        task=config.task,
+        template=template,
+        method="prompt tuning",
+        stop=config.stop,
+        max_new_tokens=config.max_new_tokens,
+    )
+    initial_ids = _initial_ids(config, tokenizer)
+    context = sizes.max_position_embeddings
     examples = read_examples(
         Path(config.data),
         template,
         tokenizer,
         vocab_size=sizes.vocab_size,
-        tokens_max=min(
-            config.tokens_max or sizes.max_position_embeddings, sizes.max_position_embeddings
-        ),
+        tokens_max=min(config.tokens_max or context, context),
     )
-    return Prepared(config, checkpoint, tokenizer, template, examples)
+    try:
+        # Last, as it makes the directory. Hours of learning should not end where nobody can write.
+        check_folder(Path(config.output))
+    except AdapterError as error:
+        raise ConfigError(f"output: {error}") from None
+    return Prepared(config, checkpoint, tokenizer, template, examples, initial_ids, card)
 
 
-def _check_output(config: TuneConfig) -> None:
-    """Hours of learning should not end at a file that cannot be written."""
-    if Path(config.output).exists() and not Path(config.output).is_dir():
-        raise ConfigError(f"output: {config.output} is not a directory; name one, new or not")
+def _check_rows(config: TuneConfig, sizes: GPTConfig) -> None:
+    """As many as a server will take, before any prompt is made of them."""
+    rows_max = min(sizes.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * sizes.hidden_size))
+    if config.virtual_tokens > rows_max:
+        raise ConfigError(
+            f"virtual_tokens is {config.virtual_tokens}; this model takes at most {rows_max}: "
+            f"half its context of {sizes.max_position_embeddings}, and a table of 1 GiB"
+        )
+
+
+def _initial_ids(config: TuneConfig, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return tokenizer.encode(config.initial_text) if config.initial_text else []
+    except RequestError as error:
+        raise ConfigError(f"initial_text: {error}") from None
+
+
+def _check_name(config: TuneConfig) -> None:
     try:
         name = parse_name(config.name)
     except RequestError as error:
@@ -92,11 +125,6 @@ def _check_output(config: TuneConfig) -> None:
 def run(prepared: Prepared, report: Callable[[Progress], None]) -> Result:
     """Learn, and write the adapter."""
     config, template = prepared.config, prepared.template
-    folder = Path(config.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output: {folder} cannot be made ({error.strerror})") from None
     model = load_model(prepared.checkpoint, Mesh.single(config.device), dtype=config.dtype).eval()
     losses: list[float] = []
 
@@ -104,42 +132,22 @@ def run(prepared: Prepared, report: Callable[[Progress], None]) -> Result:
         losses.append(progress.loss)
         report(progress)
 
-    text_ids = prepared.tokenizer.encode(config.initial_text) if config.initial_text else []
-    start = initial_table(model, template.rows, text_ids, config.seed)
+    start = initial_table(model, template.rows, prepared.initial_ids, config.seed)
     table = tune(model, start, prepared.examples.examples, config, step)
     last = losses[-LAST_STEPS:]
     last_loss = sum(last) / len(last)
     card = _card(prepared, {"loss": last_loss, "first_loss": losses[0], "steps": config.steps})
-    path = _next_version(folder, config.name)
-    save_adapter(build_adapter(card, table), path)
+    path = publish_adapter(build_adapter(card, table), Path(config.output))
     return Result(path, losses[0], last_loss)
 
 
 def _card(prepared: Prepared, metrics: dict[str, float]) -> Card:
-    config, identity = prepared.config, identify(prepared.checkpoint)
-    return Card(
-        config.name,
-        task=config.task,
+    identity = identify(prepared.checkpoint)
+    return replace(
+        prepared.card,
         base_digest=identity.digest,
         base_fingerprint=identity.fingerprint,
-        template=prepared.template,
-        method="prompt tuning",
         metrics={**metrics, "examples": len(prepared.examples.examples)},
-        stop=config.stop,
-        max_new_tokens=config.max_new_tokens,
         notes=(identity.note,) if identity.note else (),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def _next_version(folder: Path, name: str) -> Path:
-    """A file that no version of this name has: what was written once never changes."""
-    versions = [0]
-    for file in folder.glob(f"{name}*{SUFFIX}"):
-        try:
-            found = parse_name(file.name.removesuffix(SUFFIX))
-        except RequestError:
-            continue
-        if found.name == name:
-            versions.append(found.version or 1)
-    return folder / f"{name}@{max(versions) + 1}{SUFFIX}"

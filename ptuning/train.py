@@ -58,7 +58,8 @@ def tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: _rate(step, config.warmup_steps, config.steps)
     )
-    batches = _batches(examples, config.batch_examples, config.seed)
+    size = min(config.batch_examples, len(examples))  # More would be the same ones again.
+    batches = _batches(examples, size, config.seed)
     for step in range(1, config.steps + 1):
         chosen = next(batches)
         loss = answer_loss(model, chosen, learned)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from gpt.adapter import (
     Golden,
     build_adapter,
     check_adapter,
+    check_folder,
     instruction_adapter,
     open_adapter,
     parse_name,
+    publish_adapter,
     save_adapter,
 )
 from gpt.config import GPTConfig
@@ -116,8 +119,8 @@ CARDS = st.builds(
     base_fingerprint=st.none() | st.text(),
     template=st.none() | st.just(TEMPLATE),
     metrics=st.dictionaries(st.text(), JSON, max_size=3),
-    stop=TEXTS,
-    max_new_tokens=st.none() | st.integers(1),
+    stop=st.lists(st.text(min_size=1, max_size=60), max_size=3).map(tuple),
+    max_new_tokens=st.none() | st.integers(1, 2**63 - 1),
     golden=st.lists(
         st.builds(Golden, st.dictionaries(st.text(), st.text(), max_size=2), st.text()), max_size=2
     ).map(tuple),
@@ -186,6 +189,60 @@ def test_a_file_that_nobody_would_find_is_not_written(tmp_path: Path) -> None:
         save_adapter(build_adapter(CARD, TABLE), tmp_path / "a.bin")
 
 
+def test_each_version_of_a_name_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = build_adapter(CARD, TABLE), build_adapter(CARD, TABLE + 1)
+    link = os.link
+
+    def late(part: Path, path: Path) -> None:
+        """Another run takes the number after it was chosen and before it is used."""
+        monkeypatch.setattr(os, "link", link)
+        assert publish_adapter(first, tmp_path) == path
+        os.link(part, path)
+
+    monkeypatch.setattr(os, "link", late)
+
+    assert publish_adapter(second, tmp_path) == tmp_path / "golden@2.safetensors"
+
+    found = {file.name: open_adapter(file).digest for file in tmp_path.iterdir()}
+    expected = {"golden@1.safetensors": first.digest, "golden@2.safetensors": second.digest}
+    assert found == expected
+
+
+def test_many_at_once_publish_as_many_versions(tmp_path: Path) -> None:
+    adapters = [build_adapter(CARD, TABLE + n) for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda one: publish_adapter(one, tmp_path), adapters))
+
+    assert sorted(paths) == [tmp_path / f"golden@{n}.safetensors" for n in range(1, 9)]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert [open_adapter(path).digest for path in paths] == [one.digest for one in adapters]
+
+
+def test_a_version_follows_the_last_of_its_name(tmp_path: Path) -> None:
+    adapter = build_adapter(CARD, TABLE)
+    for name in ("golden", "golden@7", "golden-2@9", "golden@x", "other@12"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert publish_adapter(adapter, tmp_path).name == "golden@8.safetensors"
+    (tmp_path / "golden@999999.safetensors").touch()
+    with pytest.raises(AdapterError, match="no version of 'golden' left; use a new name"):
+        publish_adapter(adapter, tmp_path)
+
+
+def test_a_folder_is_tried_before_there_is_an_adapter(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new" / "adapters")
+    assert list((tmp_path / "new" / "adapters").iterdir()) == []
+    (tmp_path / "file").touch()
+    for folder, words in (
+        (tmp_path / "file", "is not a directory"),
+        (tmp_path / "file" / "adapters", "cannot take an adapter: Not a directory; give"),
+        (Path("/proc/self"), "cannot take an adapter: .*; give"),
+    ):
+        with pytest.raises(AdapterError, match=words):
+            check_folder(folder)
+
+
 def own_file(tensors: dict[str, Tensor], **metadata: str | None) -> bytes:
     """A file of our format, with some of its metadata replaced, or left out."""
     adapter = build_adapter(CARD, TABLE)
@@ -248,6 +305,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no template": (own_file({"table": TABLE}, card=card_with(template=[])), r"template is \[\]"),
     "bad golden": (own_file({"table": TABLE}, card=card_with(golden=[{"inputs": {"a": 1},
         "output": ""}])), "golden: inputs must be texts"),
+    "empty stop": (own_file({"table": TABLE}, card=card_with(stop=[""])), "has a stop of 0 bytes"),
+    "long stop": (own_file({"table": TABLE}, card=card_with(stop=["é" * 129])), "stop of 258 byt"),
+    "many stops": (own_file({"table": TABLE}, card=card_with(stop=["x"] * 17)), "has 17 stops"),
+    "half a character": (own_file({"table": TABLE}, card=card_with(task="a\ud800")),
+        r"has '\\ud800', which is half a character"),
+    "half a note": (own_file({"table": TABLE}, card=card_with(notes=["\udfff"])), "written as UTF"),
     "climbing name": (own_file({"table": TABLE}, card=card_with(name="../../etc/passwd")),
         "has the name '../../etc/passwd'"),
     "other size": (own_file({"table": TABLE}, card=card_with(hidden_size=5)), "its table is 3 x 4"),
@@ -368,6 +431,8 @@ def test_a_card_that_json_cannot_keep_is_refused_at_once(metrics: Any, message: 
         Card("a", metrics=metrics)
     with pytest.raises(AdapterError, match="max_new_tokens 0; it must be at least 1"):
         Card("a", max_new_tokens=0)
+    with pytest.raises(AdapterError, match="at most 1048576 are read again"):
+        Card("a", task="x" * (1 << 20))
 
 
 def test_names_and_versions_are_told_apart() -> None:

@@ -187,6 +187,25 @@ BAD: dict[str, tuple[dict[str, object], str | None, str]] = {
     "unknown key": ({"learning_rte": 1}, None, "did you mean 'learning_rate'"),
     "wrong type": ({"steps": "many"}, None, "steps is 'many'; it must be a whole number"),
     "out of range": ({"steps": 0}, None, "steps is 0"),
+    "no room": ({"tokens_max": 0}, None, "tokens_max is 0; it must be more than 0"),
+    "no answer": ({"max_new_tokens": 0}, None, "max_new_tokens is 0; it must be more than 0"),
+    "no rate": ({"learning_rate": float("inf")}, None, "learning_rate is inf; it must be more"),
+    "a negative seed": ({"seed": -1}, None, "seed is -1; it must not be negative"),
+    "a large seed": ({"seed": 2**63}, None, "seed is 9223372036854775808; it must fit into 64"),
+    "a large decay": ({"weight_decay": 1e30}, None, "weight_decay is 1e+30; it must be less"),
+    "too many rows": ({"virtual_tokens": 10**7}, None, "virtual_tokens is 10000000; this model"),
+    "an empty stop": ({"stop": ["a", ""]}, None, "a stop of 0 bytes; each needs 1 to 256"),
+    "a long stop": ({"stop": ["x" * 257]}, None, "a stop of 257 bytes"),
+    "half a character": ({"task": "\ud800"}, None, "half a character"),
+    "half a text": ({"initial_text": "\ud800"}, None, "initial_text: "),
+    "half a path": ({"data": "\ud800"}, None, "data is '\\ud800'; it must be a path"),
+    "an end in a path": ({"model": "a\0b"}, None, "model is 'a\\x00b'; it must be a path"),
+    "no output": ({"output": ""}, None, "output is ''; it must be a path"),
+    "a file above": ({"output": "README.md/a"}, None, "cannot take an adapter: Not a directory"),
+    "a closed directory": ({"output": "/proc/self"}, None, "output: /proc/self cannot take an"),
+    "a device": ({"device": "nope"}, None, "device 'nope' cannot be used"),
+    "no device": ({"device": "meta"}, None, "device is 'meta'; known are"),
+    "a device that is absent": ({"device": "cuda:99"}, None, "device 'cuda:99' cannot be used"),
     "splits": ({"splits": [1, 2]}, None, "must sum to virtual_tokens"),
     "no directory": ({"output": "README.md"}, None, "README.md is not a directory"),
     "a version": ({"name": "a@2"}, None, "leave the version out"),
@@ -196,6 +215,9 @@ BAD: dict[str, tuple[dict[str, object], str | None, str]] = {
     "not JSON": ({}, '{"prompt": "a", "completion": "b"}\n{', "line 2: not JSON"),
     "no object": ({}, "[1]", "line 1: a list"),
     "a missing field": ({}, '{"prompt": "a"}', "line 1: no field 'completion'"),
+    "a deep line": ({}, "[" * 100_000, "line 1: nested too deeply"),
+    "a long line": ({}, json.dumps({"prompt": ["a" * 10**6] * 9}), "'prompt' is ['aaa"),
+    "half a line": ({}, '{"prompt": "\\ud800", "completion": "b"}', "no usable example"),
     "a number": ({}, '{"prompt": "a", "completion": 3}', "'completion' is 3"),
     "too long": ({"tokens_max": 6}, '{"prompt": "a", "completion": "b c d e"}', "over the limit"),
     "a dtype": ({"dtype": "float8"}, None, "dtype is 'float8'"),
@@ -213,12 +235,14 @@ def test_what_is_wrong_is_one_sentence_and_nothing_is_written(
     if lines is not None:
         (tmp_path / "examples.jsonl").write_text(lines)
 
-    assert main(["tune", str(file)]) == 1
+    for extra in ([], ["--check"]):
+        assert main(["tune", str(file), *extra]) == 1
 
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1, err
-    assert words in err
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1, err
+        assert len(err) < 600
+        assert words in err
     assert list((tmp_path / "adapters").iterdir()) == []
 
 
@@ -226,6 +250,14 @@ def test_a_number_without_a_dot_is_a_number(tmp_path: Path) -> None:
     file = tmp_path / "tune.yaml"
     file.write_text("model: m\ndata: d\nname: n\nlearning_rate: 1e-3\n")
     assert TuneConfig.read(str(file)).learning_rate == 0.001
+
+
+def test_a_batch_is_at_most_all_examples() -> None:
+    model, table = build(CLASSIC), torch.zeros(2, 32)
+    tokens = []
+    config = TuneConfig("m", "d", "n", steps=1, batch_examples=10**9)
+    tune(model, table, EXAMPLES, config, lambda made: tokens.append(made.tokens))
+    assert tokens == [sum(len(example.ids) for example in EXAMPLES)]
 
 
 def test_check_shows_examples_and_writes_nothing(

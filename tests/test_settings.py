@@ -37,25 +37,41 @@ def test_a_file_becomes_the_dataclass(tmp_path: Path) -> None:
         ({"flour_g": 1, "iced": 1}, "iced is 1; it must be true or false"),
         ({"flour_g": 1, "eggs": 2}, "eggs is 2; it must be a list"),
         ({"flour_g": 1, "eggs": ["a"]}, "eggs is 'a'; it must be a whole number"),
+        ({"flour_g": 2**63}, "it must fit into 64 bits"),
+        ({"flour_g": 16**5000}, "flour_g is a value with too many digits; it must fit"),
+        ({"flour_g": 1, "sugar_g": 10**400}, "it must be a number"),
+        ({"flour_g": "x" * 10**6}, "it must be a whole number"),
+        ({"x" * 10**6: 1}, "unknown key"),
     ],
 )
 def test_what_does_not_fit_is_named(values: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         settings(Cake, values, "cake")
     assert words in str(refused.value)
+    assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: [", "is not YAML"), ("- 1", "holds no settings"), ("\xff\xfe", "is not YAML")],
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "holds no settings"),
+        ("\xff\xfe", "is not YAML"),
+        ("[" * 5000, "is nested too deeply"),
+        ("model: 2020-13-45", "has a value that YAML cannot hold .*; put quotes around it"),
+        ("seed: " + "9" * 5000, "has a value that YAML cannot hold"),
+        ("seed: !!int ''", "has a value that YAML cannot hold"),
+        ("# " + "x" * (1 << 20), "is over 1048576 bytes"),
+    ],
 )
 def test_a_file_that_is_no_settings_is_said_to_be_none(
     tmp_path: Path, text: str, words: str
 ) -> None:
     file = tmp_path / "x.yaml"
     file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refused:
         read_yaml(file)
+    assert "\n" not in str(refused.value)
 
 
 def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
