@@ -5,11 +5,14 @@ Each folder says itself what went wrong. Exit codes: 0 done, 1 failed, 2 misused
 """
 
 import difflib
+import errno
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,14 @@ def _folder(words: list[str]) -> str:
 
 
 def _run(folder: str, words: list[str]) -> int:
+    def failed(reason: str) -> int:
+        print(f"preamble {words[0]}: stdout {reason}", file=sys.stderr)
+        return 1
+
+    if sys.stdout is None:  # So Python has it where descriptor 1 is closed.
+        return failed("is closed, and the answer goes there; send it to a file or to /dev/null")
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _guarded(sys.__stdout__)
     try:
         code = int(importlib.import_module(f"{folder}.__main__").main(words))
         sys.stdout.flush()
@@ -72,10 +83,36 @@ def _run(folder: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\npreamble {words[0]}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does. Python would complain at its exit.
+    except _StdoutError as error:
+        # Python would try again at its exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        if error.errno == errno.EPIPE:
+            return 1  # Whoever read our output has gone, as `head` does.
+        return failed(f"cannot be written ({error.strerror}); send it where there is room")
+
+
+class _StdoutError(OSError):
+    """Stdout does not take what it is given. Any other OSError that gets here is a bug."""
+
+
+class _Stdout(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise _StdoutError(error.errno, error.strerror) from None
+
+
+def _guarded(stdout: TextIO) -> TextIO:
+    """The same stdout, whose errors are its own, and that shows ? for what it cannot show."""
+    assert isinstance(stdout, io.TextIOWrapper)
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Stdout(stdout.fileno(), "w", closefd=False)),
+        encoding=stdout.encoding,
+        errors="replace",
+        line_buffering=stdout.line_buffering,
+        write_through=stdout.write_through,
+    )
 
 
 if __name__ == "__main__":

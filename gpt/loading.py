@@ -27,7 +27,9 @@ def load(
     config: GPTConfig | Mapping[str, Any] | None = None,
 ) -> GPT:
     """The whole model, on one device; `dtype` is as stored unless given, `config` overrides."""
-    return load_model(open_checkpoint(path, config), Mesh.single(device), dtype=dtype)
+    mesh = Mesh.single(device_of(device))
+    check_dtype(dtype)
+    return load_model(open_checkpoint(path, config), mesh, dtype=dtype)
 
 
 def load_model(
@@ -47,14 +49,34 @@ def load_model(
     check_split(config, mesh.tp, mesh.pp)
     if layers is None:
         layers = stage_layers(config.num_layers, mesh.pp)[mesh.pp_rank][0]
+    check_dtype(dtype)
     if isinstance(dtype, str):
-        if dtype not in FLOATS:
-            raise ConfigError(f"dtype is {dtype!r}; known are: {', '.join(FLOATS)}")
         dtype = FLOATS[dtype]
     device = mesh.device if device is None else device
     model = GPT(config, mesh, layers=layers, dtype=dtype, device=device, **options)
     fill(model, checkpoint)
     return model.requires_grad_(False)
+
+
+def device_of(name: torch.device | str) -> torch.device:
+    """The device of this name, if it is one that the model runs on, and is there."""
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device is {str(name)!r}; known are: cpu, cuda, cuda:N")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"device {str(name)!r} cannot be used ({reason}); cpu always can"
+        ) from None
+    return device
+
+
+def check_dtype(dtype: torch.dtype | str | None) -> None:
+    """Refuse what the model cannot compute in; None is as stored."""
+    if dtype is not None and dtype not in FLOATS and dtype not in FLOATS.values():
+        raise ConfigError(f"dtype is {str(dtype)!r}; known are: {', '.join(FLOATS)}")
 
 
 def fill(model: GPT, checkpoint: Checkpoint) -> None:

@@ -119,9 +119,12 @@ def _generate(argv: list[str]) -> int:
 
 
 async def _stream(config: ServerConfig, ask: "Ask") -> int:
+    from serving.admission import check_ask
     from serving.service import Found, Service
 
-    service = Service(Found.at(config))
+    found = Found.at(config)
+    check_ask(ask, config, found.checkpoint.config.vocab_size)  # Weights take long to load.
+    service = Service(found)
     try:
         async for piece in await service.start(ask):
             sys.stdout.write(piece.text)

@@ -48,7 +48,7 @@ class Adapters:
         self._residents: dict[str, Resident] = {}
         self._newest: dict[str, Resident] = {}
         self._tables: dict[str, Tensor] = {}
-        self.failures = 0
+        self.failures = 0  # Files that were refused, each time they changed.
         self.scan()
 
     def __len__(self) -> int:
@@ -121,6 +121,9 @@ class Adapters:
         except PreambleError as error:
             if not known:
                 self._refuse(file, str(error))
+        except Exception:  # Whatever is wrong with one file must not take the others along.
+            log.exception("event=adapter_fault file=%s", file.name)
+            self._refuse(file, "it could not be read, by a fault of this server")
 
     def _read(self, file: Path, name: Name, others: int) -> Resident:
         if others >= self._max:

@@ -35,8 +35,8 @@ class Admission:
 
     def admit(self, ask: Ask) -> Request:
         """May read the adapters' directory, so it is not for an event loop's own thread."""
+        check_ask(ask, self.config, self.vocab_size)
         resident = self.adapters.resolve(ask.adapter) if ask.adapter else None
-        self._check_stops(ask)
         wanted = self._wanted(ask, resident)
         prompt = self._prompt(ask, resident, wanted)
         own_stops = resident.adapter.card.stop if resident else ()
@@ -57,7 +57,7 @@ class Admission:
         return tuple(ids) if bos is None else (bos, *ids)
 
     def detokenize(self, ids: tuple[int, ...]) -> str:
-        self._check_ids(ids, "token_ids")
+        _check_ids(ids, "token_ids", self.vocab_size)
         return self.tokenizer.decode(ids)
 
     def _prompt(self, ask: Ask, resident: Resident | None, wanted: int) -> tuple[int, ...]:
@@ -67,13 +67,19 @@ class Admission:
                 raise RequestError("prompt is not set; give text, token_ids or inputs", "prompt")
             case str() as text:
                 ids = self._after_rows(text, resident) if resident else self.tokenize(text)
-                if not ids or not (text or rows):
+                if not (text or rows):
                     raise RequestError("text is empty; it needs at least one token", "text")
+                if not ids:
+                    raise RequestError(
+                        f"text is {len(text)} characters and no token of this model; it needs at "
+                        "least one",
+                        "text",
+                    )
                 return ids
             case tuple() as ids:
                 if not ids:
                     raise RequestError("token_ids is empty; it needs at least one", "token_ids")
-                self._check_ids(ids, "token_ids")
+                _check_ids(ids, "token_ids", self.vocab_size)
                 return (*range(self.vocab_size, self.vocab_size + rows), *ids)
             case inputs:
                 return self._rendered(ask, inputs, resident, wanted)
@@ -121,11 +127,6 @@ class Admission:
     def _wanted(self, ask: Ask, resident: Resident | None) -> int:
         """New tokens, before it is known whether there is room."""
         if ask.max_new_tokens is not None:
-            if ask.max_new_tokens < 1:
-                raise RequestError(
-                    f"max_new_tokens is {ask.max_new_tokens}; it must be at least 1",
-                    "max_new_tokens",
-                )
             return ask.max_new_tokens
         own = resident.adapter.card.max_new_tokens if resident else None
         return own or self.config.new_tokens_default
@@ -157,38 +158,8 @@ class Admission:
 
     def _sampling(self, ask: Ask, max_new_tokens: int) -> Sampling:
         ends = dict.fromkeys((*self.tokenizer.stop_ids, *ask.stop_token_ids))
-        return Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=0.0 if ask.temperature is None else ask.temperature,
-            top_k=ask.top_k,
-            top_p=1.0 if ask.top_p is None else ask.top_p,
-            seed=secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed,
-            stop_token_ids=tuple(ends),
-        )
-
-    def _check_stops(self, ask: Ask) -> None:
-        stops, longest = self.config.stops_max, self.config.stop_bytes_max
-        for field, values in (
-            ("stops.strings", ask.stop_strings),
-            ("stops.token_ids", ask.stop_token_ids),
-        ):
-            if len(values) > stops:
-                raise RequestError(f"{field} has {len(values)}; at most {stops} may be", field)
-        for stop in ask.stop_strings:
-            size = len(stop.encode(errors="replace"))
-            if not 0 < size <= longest:
-                raise RequestError(
-                    f"stops.strings has one of {size} bytes; each needs 1 to {longest}",
-                    "stops.strings",
-                )
-        self._check_ids(ask.stop_token_ids, "stops.token_ids")
-
-    def _check_ids(self, ids: tuple[int, ...], field: str) -> None:
-        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"{field} has {wrong}; ids of this model are from 0 to {self.vocab_size - 1}", field
-            )
+        seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
+        return _rule(ask, max_new_tokens, seed, tuple(ends))
 
     def _check_text(self, texts: Mapping[str, str]) -> None:
         # Bytes bound what tokenizing can cost; the context bounds the tokens afterwards.
@@ -199,3 +170,44 @@ class Admission:
                 " (text_bytes_max)",
                 "text",
             )
+
+
+def check_ask(ask: Ask, config: ServerConfig, vocab_size: int) -> None:
+    """Refuse what no adapter and no weights are needed to refuse."""
+    for field, values in (
+        ("stops.strings", ask.stop_strings),
+        ("stops.token_ids", ask.stop_token_ids),
+    ):
+        if len(values) > config.stops_max:
+            raise RequestError(
+                f"{field} has {len(values)}; at most {config.stops_max} may be", field
+            )
+    for stop in ask.stop_strings:
+        size = len(stop.encode(errors="replace"))
+        if not 0 < size <= config.stop_bytes_max:
+            raise RequestError(
+                f"stops.strings has one of {size} bytes; each needs 1 to {config.stop_bytes_max}",
+                "stops.strings",
+            )
+    _check_ids(ask.stop_token_ids, "stops.token_ids", vocab_size)
+    # It knows its own bounds; what was not asked for stands in here.
+    _rule(ask, 1 if ask.max_new_tokens is None else ask.max_new_tokens, ask.seed or 0, ())
+
+
+def _rule(ask: Ask, max_new_tokens: int, seed: int, ends: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=0.0 if ask.temperature is None else ask.temperature,
+        top_k=ask.top_k,
+        top_p=1.0 if ask.top_p is None else ask.top_p,
+        seed=seed,
+        stop_token_ids=ends,
+    )
+
+
+def _check_ids(ids: tuple[int, ...], field: str, vocab_size: int) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"{field} has {wrong}; ids of this model are from 0 to {vocab_size - 1}", field
+        )

@@ -53,6 +53,10 @@ class ServerConfig:
                 "bind 127.0.0.1, or say --insecure if that is meant"
             )
 
+    def address(self, port: int) -> str:
+        """The host and a port, as one word."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
     @classmethod
     def read(cls, path: str | None, flags: Mapping[str, Any]) -> Self:
         """From a YAML file, if there is one, and the flags that were given, which override it."""

@@ -35,6 +35,11 @@ log = logging.getLogger(__name__)
 
 Outcome = Token | Exception
 
+NOT_FINITE = (
+    "the model's numbers became infinite or not a number on this request; try another prompt or "
+    "adapter, or serve in a wider --dtype"
+)
+
 
 @dataclass(eq=False)
 class _Job:
@@ -50,10 +55,14 @@ class _Job:
 
 @dataclass(eq=False)
 class _Group:
-    """Jobs that started together; `steps` makes a token for each until all are done."""
+    """Jobs that started together; `steps` makes a token for each until all are done.
+
+    The steps leave out the rows in `dropped`, whose jobs have ended.
+    """
 
     jobs: Sequence[_Job]
     steps: Iterator[list[Step]]
+    dropped: set[int]
     started: bool = False
 
     @property
@@ -229,11 +238,15 @@ class Engine:
         joined = None
         if tables:
             joined = torch.cat(list(tables.values())).to(self._model.mesh.device)
-        return _Group(jobs, stream(self._model, prompts, samplings, table=joined))
+        dropped: set[int] = set()
+        steps = stream(self._model, prompts, samplings, table=joined, dropped=dropped)
+        return _Group(jobs, steps, dropped)
 
     def _step(self, group: _Group) -> None:
         self._end_late(group.live)
-        if not group.live:
+        # Asked once: a job that ends from here on is in this step still.
+        group.dropped.update(row for row, job in enumerate(group.jobs) if job.ended)
+        if len(group.dropped) == len(group.jobs):
             return
         try:
             steps = next(group.steps)
@@ -244,8 +257,13 @@ class Engine:
         outcomes: list[tuple[_Job, Outcome]] = []
         for step in steps:
             job = group.jobs[step.row]
-            if not job.ended:
-                outcomes.append((job, Token(step.token_id, step.logprob, step.finish_reason)))
+            if job.ended:
+                continue
+            if step.finish_reason == "fault":
+                log.error("event=logits_not_finite adapter=%s", job.request.adapter or "none")
+                outcomes.append((job, EngineFaultError(NOT_FINITE)))
+            else:
+                outcomes.append((job, Token(step.token_id, step.finish_reason)))
         self._give(outcomes)
 
     def _failed(self, group: _Group) -> None:

@@ -5,6 +5,7 @@ a slow scraper never holds up a token.
 """
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug("event=http client=%s " + format, self.client_address[0], *args)
 
 
+def family(host: str) -> socket.AddressFamily:
+    """IPv6 if the address is of that kind; a name is taken for IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # The library's own asks the name service for this host's name, which can take seconds.
@@ -60,8 +66,10 @@ class HttpServer:
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]]) -> None:
         handler = type("Handler", (_Handler,), {"pages": pages})
+        # The library takes the family from the class, before there is anything to tell it.
+        server = type("Server", (_Server,), {"address_family": family(host)})
         try:
-            self._server = _Server((host, port), handler)
+            self._server: _Server = server((host, port), handler)
         except OSError as error:
             raise ConfigError(
                 f"http_port {port} of {host} cannot be bound ({error.strerror}); "

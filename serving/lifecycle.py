@@ -23,9 +23,9 @@ from grpc_reflection.v1alpha import reflection
 from gpt.errors import ConfigError
 from protos.preamble.v1 import adapters_pb2, admin_pb2, generation_pb2
 from serving.config import ServerConfig
-from serving.http import HttpServer, Page
+from serving.http import HttpServer, Page, family
 from serving.metrics import CONTENT_TYPE, Metrics, version
-from serving.server import Servicer
+from serving.server import Reading, Servicer
 from serving.service import Found, Service
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
     servicer = Servicer(metrics)
     checks = health.aio.HealthServicer()
     await _tell(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
-    server, port = _bind(config)
+    server, port = _bind(config, servicer)
     servicer.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -69,7 +69,7 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
             servicer.open(service)
             await _tell(checks, health_pb2.HealthCheckResponse.SERVING)
             ready(
-                f"ready grpc={config.host}:{port} http={config.host}:{http.port} "
+                f"ready grpc={config.address(port)} http={config.address(http.port)} "
                 f"model={service.name} weights_mib={service.weight_bytes / 2**20:.1f} "
                 f"adapters={len(service.adapters)} start_s={time.monotonic() - started:.2f}"
             )
@@ -101,16 +101,19 @@ def _load(found: Found) -> "asyncio.Future[Service]":
     return loaded
 
 
-def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, int]:
+def _bind(config: ServerConfig, servicer: Servicer) -> tuple[grpc.aio.Server, int]:
     try:
         # The library would say on stderr, in its own words, that a port is taken. Ask first.
-        socket.create_server((config.host, config.port)).close()
+        with socket.socket(family(config.host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((config.host, config.port))
     except OSError as error:
         raise ConfigError(
             f"port {config.port} of {config.host} cannot be bound ({error.strerror}); "
             "choose another, or 0 for any that is free"
         ) from None
     server = grpc.aio.server(
+        interceptors=[Reading(servicer)],
         options=[
             ("grpc.max_receive_message_length", config.message_bytes_max),
             ("grpc.max_metadata_size", 16 << 10),
@@ -119,9 +122,9 @@ def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, int]:
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ]
+        ],
     )
-    return server, server.add_insecure_port(f"{config.host}:{config.port}")
+    return server, server.add_insecure_port(config.address(config.port))
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -204,5 +207,8 @@ def _watch(metrics: Metrics, service: Service) -> None:
     metrics.watch("scheduler_running_requests", "Requests that run.", lambda: engine.running)
     metrics.watch("scheduler_waiting_requests", "Requests that wait.", lambda: engine.waiting)
     metrics.watch("adapters_loaded", "Adapters in memory.", lambda: len(adapters))
+    metrics.watch_count(
+        "adapter_load_failures", "Adapter files that were refused.", lambda: adapters.failures
+    )
     metrics.watch("weight_bytes", "Memory of the weights.", lambda: service.weight_bytes)
     metrics.build(version=version(), model=service.name, dtype=service.dtype)

@@ -5,7 +5,7 @@ wait, how many adapters) is read at the scrape. Labels come from short fixed lis
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -20,6 +20,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 # Else every counter and histogram has a second series that says when it was made.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -43,6 +45,18 @@ def version() -> str:
         return installed("preamble")
     except PackageNotFoundError:
         return "0+checkout"  # Run from a checkout that was never installed.
+
+
+@dataclass(frozen=True)
+class _Count(Collector):
+    """A counter that is kept elsewhere."""
+
+    name: str
+    text: str
+    read: Callable[[], int]
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self.name, self.text, value=self.read())
 
 
 @dataclass
@@ -76,6 +90,10 @@ class Metrics:
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read at each scrape."""
         self._gauge(name, text).set_function(read)
+
+    def watch_count(self, name: str, text: str, read: Callable[[], int]) -> None:
+        """A counter whose value is read at each scrape."""
+        self.registry.register(_Count(f"preamble_{name}", text, read))
 
     def build(self, **facts: str) -> None:
         """What this server is, as labels of a series that is always 1."""

@@ -52,7 +52,6 @@ class Token:
     """One token that the engine made."""
 
     id: int
-    logprob: float
     finish: Finish | None
 
 

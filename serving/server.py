@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
 
 from gpt.adapter import parse_name
 from gpt.errors import AdapterError, PreambleError, RequestError
@@ -62,6 +64,9 @@ FINISH: dict[Finish | None, pb.FinishReason] = {
 }
 
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
+
+# gRPC's own key: a client that is set up to retry waits this long first.
+RETRY_LATER = (("grpc-retry-pushback-ms", "1000"),)
 
 
 @dataclass
@@ -113,7 +118,7 @@ class Servicer(
         await self._idle.wait()
 
     async def Generate(self, message: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with self._call("Generate", context) as call:
+        async with self.call("Generate", context) as call:
             service = self._serving()
             stream = await service.start(_ask(message), _deadline(context))
             with closing(stream):
@@ -134,7 +139,7 @@ class Servicer(
             )
 
     async def GenerateStream(self, message: pb.GenerateStreamRequest, context: Context) -> None:
-        async with self._call("GenerateStream", context) as call:
+        async with self.call("GenerateStream", context) as call:
             service = self._serving()
             stream = await service.start(_ask(message), _deadline(context))
             made = 0
@@ -147,7 +152,7 @@ class Servicer(
                         self._count(stream.request, piece.finish)
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        async with self._call("Tokenize", context):
+        async with self.call("Tokenize", context):
             admission = self._serving().admission
             ids = await asyncio.to_thread(admission.tokenize, message.text)
             return pb.TokenizeResponse(token_ids=ids)
@@ -155,7 +160,7 @@ class Servicer(
     async def Detokenize(
         self, message: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        async with self._call("Detokenize", context):
+        async with self.call("Detokenize", context):
             admission = self._serving().admission
             text = await asyncio.to_thread(admission.detokenize, tuple(message.token_ids))
             return pb.DetokenizeResponse(text=text)
@@ -163,7 +168,7 @@ class Servicer(
     async def ListAdapters(
         self, message: adapters_pb2.ListAdaptersRequest, context: Context
     ) -> adapters_pb2.ListAdaptersResponse:
-        async with self._call("ListAdapters", context):
+        async with self.call("ListAdapters", context):
             entries = self._serving().adapters.list()
             after = _after(message.page_token)
             rest = [(r, current) for r, current in entries if (r.name, r.version) > after]
@@ -177,7 +182,7 @@ class Servicer(
     async def GetServerInfo(
         self, message: admin_pb2.GetServerInfoRequest, context: Context
     ) -> admin_pb2.GetServerInfoResponse:
-        async with self._call("GetServerInfo", context, draining=True):
+        async with self.call("GetServerInfo", context, draining=True):
             service = self._serving()
             config = service.config
             return admin_pb2.GetServerInfoResponse(
@@ -208,7 +213,7 @@ class Servicer(
         self.metrics.virtual_tokens.inc(request.virtual_tokens)
 
     @asynccontextmanager
-    async def _call(
+    async def call(
         self, method: str, context: Context, *, draining: bool = False
     ) -> AsyncIterator[_Call]:
         """Around each call: its count, its time, and a code for what ends it badly."""
@@ -221,7 +226,8 @@ class Servicer(
             yield call
         except PreambleError as error:
             code = _code(error)
-            await context.abort(code, str(error))
+            wait = RETRY_LATER if isinstance(error, OverloadedError) else ()
+            await context.abort(code, str(error), wait)
         except asyncio.CancelledError:
             remaining = context.time_remaining()
             late = remaining is not None and remaining <= 0
@@ -246,6 +252,38 @@ class Servicer(
         self.metrics.in_flight.dec()
         if self._calls == 0:
             self._idle.set()
+
+
+class Reading(grpc.aio.ServerInterceptor):
+    """Has our methods read their requests inside a call, where a failure gets a code and a count.
+
+    The library would end the call as UNKNOWN, and write a stack to the log for each.
+    """
+
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        package, _, method = handler_call_details.method.rpartition("/")
+        if handler is None or not package.startswith("/preamble.v1."):
+            return handler
+
+        async def answer(data: bytes, context: Context) -> Any:
+            try:
+                message = handler.request_deserializer(data)
+            except DecodeError:
+                async with self._servicer.call(method, context):
+                    raise RequestError(
+                        f"the {len(data)} bytes sent are no request of {method}; make them from "
+                        "this server's protos, which reflection tells"
+                    ) from None
+            return await (handler.unary_unary or handler.unary_stream)(message, context)
+
+        make = grpc.unary_unary_rpc_method_handler
+        if handler.response_streaming:
+            make = grpc.unary_stream_rpc_method_handler
+        return make(answer, response_serializer=handler.response_serializer)
 
 
 def _code(error: PreambleError) -> grpc.StatusCode:

@@ -17,8 +17,8 @@ from gpt.adapter import Adapter, check_adapter
 from gpt.checkpoint import open_checkpoint
 from gpt.digest import glance, identify
 from gpt.errors import ConfigError
-from gpt.loading import load_model
-from gpt.logical import FLOAT_NAMES, FLOATS, Checkpoint, Identity
+from gpt.loading import check_dtype, device_of, load_model
+from gpt.logical import FLOAT_NAMES, Checkpoint, Identity
 from gpt.parallel import Mesh
 from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
 from serving.adapters import Adapters
@@ -42,9 +42,8 @@ class Found:
     @classmethod
     def at(cls, config: ServerConfig) -> Self:
         """Refuses what need not be loaded to be refused."""
-        device = _device(config.device)
-        if config.dtype is not None and config.dtype not in FLOATS:
-            raise ConfigError(f"dtype is {config.dtype!r}; known are: {', '.join(FLOATS)}")
+        device = device_of(config.device)
+        check_dtype(config.dtype)
         if config.adapters is not None and not Path(config.adapters).is_dir():
             raise ConfigError(
                 f"adapters: {config.adapters} is not a directory; make it, or name another"
@@ -62,9 +61,9 @@ class Service:
     """Loads the weights, then the adapters, then starts the engine."""
 
     def __init__(self, found: Found) -> None:
-        self.config, self.checkpoint, self.tokenizer = (
-            *(found.config, found.checkpoint, found.tokenizer),
-        )
+        self.config = found.config
+        self.checkpoint = found.checkpoint
+        self.tokenizer = found.tokenizer
         self._identity: Identity | None = None
         self._identifying = threading.Lock()
         self.model = load_model(
@@ -129,13 +128,3 @@ class Service:
         config = self.model.config.with_fields(dtype=self.dtype)
         for note in check_adapter(adapter, config, identity):
             log.warning("event=adapter_unchecked note=%r", note)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used ({reason}); cpu always can") from None
-    return device

@@ -10,45 +10,67 @@ from gpt.tokenizer import TextStream, Tokenizer
 
 
 class CertainText:
-    """`push` tokens, then `finish`; what they return, joined, is the text. `stopped` says why."""
+    """`push` tokens, then `finish`; what they return, joined, is the text. `stopped` says why.
+
+    The stop string that is complete first ends the text, so it does not matter how tokens cut it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         # The prompt stands before, so a leading space is part of the completion.
         self._stream = TextStream(tokenizer, started=True)
-        self._stops = stops
+        # An adapter's card may have an empty one, which says nothing.
+        self._searches = [_Search(stop) for stop in stops if stop]
         self._held = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        self._held += self._stream.push(token_id)
-        text = self._until_stop()
+        text = self._until_stop(self._stream.push(token_id))
         if self.stopped:
             return text
-        sure = len(text) - self._perhaps_stop()
+        sure = len(text) - max((search.matched for search in self._searches), default=0)
         self._held = text[sure:]
         return text[:sure]
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
-        if self.stopped:
-            return ""
-        self._held += self._stream.finish()
-        return self._until_stop()
+        return "" if self.stopped else self._until_stop(self._stream.finish())
 
-    def _until_stop(self) -> str:
-        """The text held, up to the first stop string in it."""
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        self.stopped = bool(found)
-        return self._held[: min(found)] if found else self._held
+    def _until_stop(self, more: str) -> str:
+        """What was held and `more`, up to the stop string in it, if there is one."""
+        ends = [(end, search) for search in self._searches if (end := search.push(more))]
+        text = self._held + more
+        if not ends:
+            return text
+        self.stopped = True
+        first = min(end for end, _ in ends)
+        longest = max(len(search.word) for end, search in ends if end == first)
+        return text[: len(self._held) + first - longest]
 
-    def _perhaps_stop(self) -> int:
-        """How many characters at the end are the beginning of a stop string."""
-        return max(
-            (
-                length
-                for stop in self._stops
-                for length in range(1, min(len(stop), len(self._held) + 1))
-                if self._held.endswith(stop[:length])
-            ),
-            default=0,
-        )
+
+class _Search:
+    """Looks for a word in a text that comes bit by bit, as Knuth, Morris and Pratt do.
+
+    Each character of the text is looked at once, whatever the word: this runs on an event loop.
+    """
+
+    def __init__(self, word: str) -> None:
+        assert word
+        self.word = word
+        self.matched = 0  # How much of the word's beginning the text ends with.
+        # Of each beginning of the word: how much of the word's beginning it ends with, itself not.
+        self._borders = [0]
+        for character in word[1:]:
+            self._borders.append(self._after(self._borders[-1], character))
+
+    def push(self, text: str) -> int | None:
+        """Where in this bit of the text the word is complete; not to be asked any more then."""
+        for place, character in enumerate(text, 1):
+            self.matched = self._after(self.matched, character)
+            if self.matched == len(self.word):
+                return place
+        return None
+
+    def _after(self, matched: int, character: str) -> int:
+        while matched and self.word[matched] != character:
+            matched = self._borders[matched - 1]
+        return matched + (self.word[matched] == character)

@@ -39,6 +39,13 @@ def test_options_reach_the_server(client: Client) -> None:
     assert other.token_ids != answer.token_ids
 
 
+def test_a_blank_text_is_refused_as_what_it_is(client: Client) -> None:
+    for text, reason in (("", "text is empty"), (" ", "text is 1 characters and no token")):
+        with pytest.raises(CallError, match=reason) as refused:
+            client.generate(text)
+        assert refused.value.code == "INVALID_ARGUMENT"
+
+
 def test_what_no_message_can_hold_is_refused_before_it_is_sent(client: Client) -> None:
     for prompt, options in (
         (PROMPT, Options(max_new_tokens=-1)),

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,73 @@ def test_a_prompt_is_completed_in_process(
 
     assert capsys.readouterr().out == first
     assert len(first.split()) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--top-p", "2"], "top_p"),
+        (["--seed", "-1"], "seed"),
+        (["--stop", ""], "stops.strings"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_before_anything_is_loaded(
+    flags: list[str],
+    word: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoint = str(write_checkpoint(tmp_path, tokenizer=False))
+    # Adapters are read after the weights, and this one would be in the log.
+    (tmp_path / "broken.safetensors").write_bytes(b"not an adapter")
+    words = ["generate", "1", "--model", checkpoint, "--adapters", str(tmp_path)]
+
+    assert preamble.main([*words, *flags]) == 1
+
+    assert word in capsys.readouterr().err
+    assert "adapter_refused" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("redirection", "sentence"),
+    [
+        (">&-", "preamble generate: stdout is closed, and the answer goes there; "),
+        (">/dev/full", "preamble generate: stdout cannot be written (No space left on device); "),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_told_in_one_sentence(
+    redirection: str, sentence: str, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, tokenizer=False)
+    words = command("generate", "1 2 3", "--model", checkpoint, "--max-new-tokens", "5")
+    done = subprocess.run(
+        f"{shlex.join(words)} {redirection}",
+        shell=True,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(sentence)
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_a_terminal_cannot_show_becomes_a_question_mark(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    words = command("generate", "的 ☃", "--model", checkpoint, "--max-new-tokens", "200")
+    words += ["--temperature", "5", "--seed", "1"]
+    utf8, ascii_ = (
+        subprocess.run(
+            words, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True
+        )
+        for encoding in ("utf-8", "ascii")
+    )
+    assert not utf8.stdout.isascii()
+    assert (ascii_.returncode, ascii_.stderr) == (0, b"")
+    assert ascii_.stdout == utf8.stdout.decode().encode("ascii", errors="replace")
 
 
 def test_a_failure_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ TABLES = {
     digest: torch.randn(rows, CLASSIC.hidden_size, generator=torch.Generator().manual_seed(rows))
     for digest, rows in (("two", 2), ("three", 3))
 }
+TABLES["broken"] = torch.full((2, CLASSIC.hidden_size), float("nan"))
 
 
 def table(digest: str) -> torch.Tensor:
@@ -113,6 +114,45 @@ def test_a_stream_that_is_closed_frees_its_place(engine: Engine) -> None:
         assert engine.waiting == 0
         assert len(await tokens(engine.submit(Request((1, 2), SHORT)))) == 5
         assert await tokens(streams[0]) == []
+
+    run(work)
+
+
+def test_a_row_whose_request_was_cancelled_is_not_computed_any_more(
+    engine: Engine, model: GPT
+) -> None:
+    tokens_of_step: list[int] = []
+    assert model.embedding is not None
+    hook = model.embedding.register_forward_pre_hook(
+        lambda _, given: tokens_of_step.append(len(given[0]))
+    )
+
+    async def work() -> None:
+        streams = [engine.submit(Request((1, 2), LONG)) for _ in range(4)]
+        for stream in streams:
+            await anext(stream)
+        for stream in streams[1:]:
+            stream.close()
+        assert len(await tokens(streams[0])) > 20
+
+    try:
+        run(work)
+    finally:
+        hook.remove()
+    assert max(tokens_of_step) > 1
+    assert tokens_of_step[-20:] == [1] * 20
+
+
+def test_numbers_that_are_not_finite_end_their_own_request_only(engine: Engine) -> None:
+    async def work() -> None:
+        good = [engine.submit(Request((1, 2), SHORT)) for _ in range(2)]
+        prompt = (VOCABULARY, VOCABULARY + 1, 2)
+        broken = engine.submit(Request(prompt, SHORT, digest="broken"))
+        made = await asyncio.gather(*map(tokens, good))
+        assert made[0] == made[1]
+        assert len(made[0]) == 5
+        with pytest.raises(EngineFaultError, match="infinite or not a number"):
+            await tokens(broken)
 
     run(work)
 

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.generation import CallError, Client, Options
+from protos.preamble.v1 import generation_pb2, generation_pb2_grpc
 from serving.__main__ import main, serve_parser
 from serving.config import ServerConfig
 from tests.servers import WAIT_S, Server, eventually, serving, write_checkpoint
@@ -42,6 +43,11 @@ def client(server: Server) -> Iterator[Client]:
     with server.client() as client:
         yield client
     eventually(lambda: idle(server))
+
+
+def sent_at_the_end(error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.Call)
+    return str([tuple(item) for item in error.trailing_metadata()])
 
 
 def idle(server: Server) -> bool:
@@ -102,6 +108,11 @@ def test_a_full_queue_refuses_at_once_and_what_was_accepted_is_answered(
         client.generate("3", SHORT)
 
     assert refused.value.code == "RESOURCE_EXHAUSTED"
+    with grpc.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as told:
+            stub.Generate(generation_pb2.GenerateRequest(text="3"), timeout=WAIT_S)
+        assert "('grpc-retry-pushback-ms', '1000')" in sent_at_the_end(told.value)
     assert time.monotonic() - asked < 2
     for stream in running:
         stream.close()
@@ -167,7 +178,10 @@ def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port}" in refusal(checkpoint, "--port", str(port), "--http-port", "0")
+        assert refusal(checkpoint, "--port", str(port), "--http-port", "0") == (
+            f"preamble serve: port {port} of 127.0.0.1 cannot be bound (Address already in use); "
+            "choose another, or 0 for any that is free\n"
+        )
         assert f"http_port {port}" in refusal(checkpoint, "--port", "0", "--http-port", str(port))
     assert "--insecure" in refusal(checkpoint, "--host", "0.0.0.0")
     assert "does not exist" in refusal(tmp_path / "nothing")
@@ -175,6 +189,18 @@ def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
     settings = tmp_path / "s.yaml"
     settings.write_text("queue_request_max: 3\n")
     assert "did you mean 'queue_requests_max'" in refusal(checkpoint, "--config", settings)
+
+
+def test_an_ipv6_address_is_bound_and_told_in_brackets(checkpoint: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with serving(checkpoint, checkpoint.parent / "six.yaml", host="::1") as server:
+        assert server.address.startswith("[::1]:")
+        assert server.get("/health/ready")[0] == 200
+        with server.client() as client:
+            assert client.generate("1", SHORT).usage.completion_tokens == 2
 
 
 def test_a_flag_overrides_the_file_and_every_flag_is_a_setting(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import gpt
 from gpt.checkpoint import open_checkpoint
 from gpt.errors import CheckpointError, ConfigError
-from gpt.loading import load, load_model
+from gpt.loading import device_of, load, load_model
 from gpt.native import write_native
 from gpt.parallel import Mesh
 from gpt.sharding import parameters, part, stage_layers
@@ -52,6 +52,19 @@ def test_a_model_is_loaded_as_stored_or_as_asked(tmp_path: Path) -> None:
     assert not any(value.requires_grad for value in wide.parameters())
     with pytest.raises(ConfigError, match="dtype is 'int4'; known are: float64"):
         load(tmp_path / "m", dtype="int4")
+    with pytest.raises(ConfigError, match=r"dtype is 'torch\.int8'; known are: float64"):
+        load(tmp_path / "m", dtype=torch.int8)
+
+
+def test_a_device_that_is_unknown_or_absent_is_refused_before_anything_is_read() -> None:
+    for device, sentence in (
+        ("meta", "device is 'meta'; known are: cpu, cuda, cuda:N"),
+        ("gpu", "device 'gpu' cannot be used"),
+        ("cuda:99", "device 'cuda:99' cannot be used"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            load("nowhere", device)
+    assert device_of("cpu") == device_of(CPU) == CPU
 
 
 def test_heads_that_tensor_parallel_does_not_divide_are_refused(tmp_path: Path) -> None:
@@ -64,7 +77,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_is_allocated(tmp_path: Path
     # A config of a model far larger than this machine: allocating it would fail otherwise.
     model_of("llama, multi-head").save_pretrained(tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "large")
-    edit_json(tmp_path / "large" / "config.json", lambda r: r.update(intermediate_size=1 << 40))
+    edit_json(tmp_path / "large" / "config.json", lambda r: r.update(intermediate_size=1 << 30))
     with pytest.raises(CheckpointError, match="the weights disagree"):
         load(tmp_path / "large")
 

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 import gpt
 from clients.generation import CallError, Client, Options
+from gpt.adapter import Adapter
 from gpt.generate import Completion, generate
 from gpt.model import GPT
 from gpt.prompts import Template
@@ -24,6 +25,7 @@ from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer, open_tokenizer
 from protos.preamble.v1 import adapters_pb2, adapters_pb2_grpc
 from protos.preamble.v1 import generation_pb2 as pb
+from serving.adapters import Adapters
 from tests.servers import (
     WAIT_S,
     Server,
@@ -243,10 +245,27 @@ def test_a_request_without_a_prompt_is_refused(world: World) -> None:
             call(pb.GenerateRequest(), timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+def test_bytes_that_are_no_request_are_refused_with_a_code_and_counted(
+    world: World, method: str
+) -> None:
+    series = f'preamble_requests_total{{code="INVALID_ARGUMENT",method="{method}"}}'
+    before = world.server.metric(series)
+    with grpc.insecure_channel(world.server.address) as channel:
+        # Read as a stream, for which one answer is a stream too.
+        call: Any = channel.unary_stream(f"/preamble.v1.GenerationService/{method}")
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(b"\xff\xff\xff", timeout=WAIT_S))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert f"the 3 bytes sent are no request of {method}" in str(refused.value)
+    eventually(lambda: world.server.metric(series) == before + 1)
+
+
 def test_an_adapter_that_was_just_written_is_found_and_one_that_is_wrong_is_passed_over(
     world: World, client: Client
 ) -> None:
     (world.adapters / "broken.safetensors").write_bytes(b"not an adapter")
+    failures = world.server.metric("preamble_adapter_load_failures_total")
     foreign = world.adapters / "foreign.safetensors"
     write_adapter(foreign, world.checkpoint, world.ids("one"), base="0" * 64)
     write_adapter(world.adapters / "late.safetensors", world.checkpoint, world.ids("one"))
@@ -254,6 +273,7 @@ def test_an_adapter_that_was_just_written_is_found_and_one_that_is_wrong_is_pass
     answer = client.generate(TEXT, Options(adapter="late", max_new_tokens=4))
 
     assert answer.adapter == "late@1"
+    assert world.server.metric("preamble_adapter_load_failures_total") == failures + 2
     for name in ("broken", "foreign"):
         with pytest.raises(CallError, match=name):
             client.generate(TEXT, Options(adapter=name))
@@ -335,3 +355,22 @@ def test_the_two_requests_have_the_same_fields() -> None:
         return [(field.name, field.number, field.type) for field in message.DESCRIPTOR.fields]
 
     assert fields(pb.GenerateRequest) == fields(pb.GenerateStreamRequest)
+
+
+def test_one_adapter_that_brings_a_fault_to_light_does_not_take_the_others_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, tokenizer=False)
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    for name in ("bad", "good"):
+        write_adapter(folder / f"{name}.safetensors", checkpoint, [1, 2])
+
+    def check(adapter: Adapter) -> None:
+        if not caplog.records:
+            raise ZeroDivisionError
+
+    adapters = Adapters(folder, check, adapters_max=10)
+
+    assert [resident.name for resident, _ in adapters.list()] == ["good"]
+    assert adapters.failures == 1
