@@ -21,6 +21,10 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+# Layers, and experts of a layer. More is a broken file, and each has parameters to list.
+COUNT_MAX = 65535
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
@@ -106,15 +110,19 @@ class GPTConfig:
                 object.__setattr__(self, name, value)
         if not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        self._check()
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts > 0,) * self.num_layers)
-        self._check()
+        self._check_experts()
 
     def _check(self) -> None:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 value = getattr(self, name)
                 raise ConfigError(f"{name} is {value}; it must be a whole number of at least 1")
+        for name in ("num_layers", "num_experts"):
+            if getattr(self, name) > COUNT_MAX:
+                raise ConfigError(f"{name} is {getattr(self, name)}; at most {COUNT_MAX} can be")
         for name in ("rotary_base", "layernorm_epsilon", "moe_router_topk_scaling_factor"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
@@ -139,7 +147,6 @@ class GPTConfig:
             )
         if self.window_size is not None and self.window_size < 1:
             raise ConfigError(f"window_size is {self.window_size}; it must be at least 1 token")
-        self._check_experts()
 
     def _check_experts(self) -> None:
         if len(self.moe_layers) != self.num_layers:

@@ -6,6 +6,7 @@ fields a family has is the family's to know; here is only how a value is read.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,26 +26,43 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
+# Larger than any size that a model has, small enough to compute with.
+WHOLE_MAX = 1 << 31
+# The same of layers and experts: each has tensors of its own, which are listed one by one.
+COUNT_MAX = 1 << 16
+
+
 class Fields:
     """config.json, over what the family's configuration class defaults to; values are checked."""
 
     def __init__(self, record: Mapping[str, Any], where: Path) -> None:
         self.record, self.where = record, where
 
-    def whole(self, key: str, absent: int | None = None) -> int:
+    def whole(self, key: str, absent: int | None = None, below: int = WHOLE_MAX) -> int:
         """A whole number; null, or no value, is `absent`, or an error if that is None."""
         value = self.record.get(key)
         value = absent if value is None else value
-        if type(value) is not int or value < 0:
-            raise self.wrong(key, value, "a whole number")
+        if type(value) is not int or not 0 <= value < below:
+            raise self.wrong(key, value, f"a whole number below {below}")
         return value
+
+    def count(self, key: str) -> int:
+        """How many layers or experts there are."""
+        return self.whole(key, below=COUNT_MAX)
 
     def number(self, key: str, absent: float | None = None) -> float:
         value = self.record.get(key)
         value = absent if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.wrong(key, value, "a number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        # JSON as Python reads it has NaN and Infinity too.
+        if not math.isfinite(number):
+            raise self.wrong(key, value, "a finite number")
+        return number
 
     def flag(self, key: str) -> bool:
         value = self.record.get(key)
@@ -58,6 +76,15 @@ class Fields:
             raise self.wrong(key, name, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
+    def layer_types(self) -> list[str] | None:
+        """What the tokens of each layer see, where the file says it."""
+        value = self.record.get("layer_types")
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
+            raise self.wrong("layer_types", value, "a list of names")
+        return value
+
     def refuse(self, key: str, *allowed: object) -> None:
         """Refuse a trait that changes the function, and that the model does not have."""
         value = self.record.get(key)
@@ -68,7 +95,7 @@ class Fields:
             )
 
     def wrong(self, key: str, value: object, need: str) -> CheckpointError:
-        found = "is absent" if key not in self.record else f"is {json.dumps(value)}"
+        found = "is absent" if key not in self.record else f"is {json.dumps(value)[:60]}"
         return CheckpointError(
             f"{self.where}: {key} {found}; it must be {need}: fetch the file again or correct it"
         )
@@ -76,11 +103,10 @@ class Fields:
 
 def refuse_mixture(fields: Fields) -> None:
     """Refuse layers that differ in what their tokens see."""
-    types = fields.record.get("layer_types")
-    kinds = set(types) if isinstance(types, list) else set()
+    kinds = set(fields.layer_types() or ())
     if kinds - {"full_attention", "sliding_attention"} or len(kinds) > 1:
         raise CheckpointError(
-            f"{fields.where}: layer_types mixes {', '.join(sorted(map(str, kinds)))}, which "
+            f"{fields.where}: layer_types mixes {', '.join(sorted(kinds))}, which "
             "Preamble does not compute; it reads models whose layers are alike"
         )
 

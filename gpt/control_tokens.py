@@ -61,7 +61,7 @@ class Named:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); copy it again from the model's source"
         ) from None

@@ -48,7 +48,7 @@ def _gpt2(fields: Fields) -> GPTConfig:
     fields.refuse("scale_attn_weights", True)
     fields.refuse("add_cross_attention", False)
     return GPTConfig(
-        num_layers=fields.whole("n_layer"),
+        num_layers=fields.count("n_layer"),
         hidden_size=fields.whole("n_embd"),
         num_attention_heads=fields.whole("n_head"),
         vocab_size=fields.whole("vocab_size"),
@@ -81,7 +81,7 @@ def _decoder(
         "mlp_bias": False,
     }
     return GPTConfig(
-        num_layers=fields.whole("num_hidden_layers"),
+        num_layers=fields.count("num_hidden_layers"),
         hidden_size=fields.whole("hidden_size"),
         num_attention_heads=fields.whole("num_attention_heads"),
         vocab_size=fields.whole("vocab_size"),
@@ -123,8 +123,8 @@ def _mixtral(fields: Fields) -> GPTConfig:
     return _decoder(
         fields,
         window_size=fields.whole("sliding_window", 0) or None,
-        num_experts=fields.whole("num_local_experts"),
-        moe_layers=(True,) * fields.whole("num_hidden_layers"),
+        num_experts=fields.count("num_local_experts"),
+        moe_layers=(True,) * fields.count("num_hidden_layers"),
         moe_router_topk=fields.whole("num_experts_per_tok"),
     )
 
@@ -185,11 +185,11 @@ def _window(fields: Fields) -> int | None:
     window = fields.whole("sliding_window", 0)
     if not fields.flag("use_sliding_window") or not window:
         return None
-    types = fields.record.get("layer_types")
+    types = fields.layer_types()
     if types is not None:
         refuse_mixture(fields)
         return window if "sliding_attention" in types else None
-    full, layers = fields.whole("max_window_layers"), fields.whole("num_hidden_layers")
+    full, layers = fields.whole("max_window_layers"), fields.count("num_hidden_layers")
     if 0 < full < layers:
         raise CheckpointError(
             f"{fields.where}: max_window_layers {full} of {layers} layers mixes full and sliding "

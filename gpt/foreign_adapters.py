@@ -1,12 +1,12 @@
 """Soft prompts that other programs saved: HF PEFT's prompt adapters, and TGIS's decoder.pt.
 
 At serving time each is one table of rows, whatever trained it, so reading one is finding that table
-and refusing whatever would need more. Pickles are read weights-only. None of these formats says
-which model it belongs to; the card then says so too.
+and refusing whatever would need more. A file that cannot be read is a CheckpointError of whoever
+reads such files, which `open_adapter` turns into its own. None of these formats says which model
+it belongs to; the card then says so too.
 """
 
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from gpt.card import TABLE_BYTES_MAX, Adapter, Card, build_adapter
 from gpt.errors import AdapterError
 from gpt.safetensors_file import open_safetensors
+from gpt.torch_file import is_dense, load_torch, open_torch
 
 PROMPTS = "prompt_embeddings"
 MULTITASK = "MULTITASK_PROMPT_TUNING"
@@ -140,7 +141,7 @@ def open_tgis(path: Path) -> Adapter:
             f"{path} has an encoder.pt beside it, so it is for a model with an encoder; this model "
             "has none"
         )
-    found = _unpickled(path)
+    found = load_torch(path, mapped=False)
     if not isinstance(found, Tensor):
         raise AdapterError(
             f"{path} holds a {type(found).__name__}; a decoder.pt is one matrix of rows x hidden"
@@ -161,34 +162,13 @@ def _name(path: Path) -> str:
 def _tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return {key: stored.tensor() for key, stored in open_safetensors(path).items()}
-    found = _unpickled(path)
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise AdapterError(f"{path} is not names and tensors; save the adapter as safetensors")
-    return {str(key): value for key, value in found.items()}
-
-
-def _unpickled(path: Path) -> object:
-    """What a torch file holds, if it is nothing but numbers. Its code is never run."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it asks to run {asked[1]}" if asked else "it is not a torch file, or more than one"
-        raise AdapterError(
-            f"{path} is refused: {what}; save the matrix itself, or better safetensors"
-        ) from None
-    except Exception as error:  # A broken zip or pickle fails in whatever way it likes.
-        reason = str(error).split("\n", 1)[0]
-        raise AdapterError(
-            f"{path} cannot be read ({reason}); it has {path.stat().st_size} bytes and is "
-            "truncated or broken: copy it again"
-        ) from None
+    # Not mapped: the file may be replaced or cut while the adapter is in use.
+    return {key: stored.tensor() for key, stored in open_torch(path, mapped=False).items()}
 
 
 def _plain(tensor: Tensor, where: str) -> Tensor:
     """Refuses tensors that are not simply numbers in memory, whatever shape they claim."""
-    strided = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not strided or tensor.is_nested or tensor.dtype not in DTYPES:
+    if not is_dense(tensor) or tensor.dtype not in DTYPES:
         raise AdapterError(
             f"{where} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; it must be a dense "
             "matrix of float32, bfloat16 or float16: save it so"

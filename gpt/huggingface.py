@@ -26,18 +26,23 @@ from gpt.logical import (
     Logical,
     Stored,
     common_dtype,
+    find_tokenizer,
     overridden,
+    refuse_larger_vocabulary,
+    refuse_leftover,
+    refuse_untied,
+    some,
     stack,
 )
 from gpt.safetensors_file import open_safetensors
 from gpt.sharding import LAYERS, Parameter, Split, layer_of, parameters
 from gpt.torch_file import open_torch
 
-# Any of these beside the weights means that the directory has a tokenizer.
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "null.json")
-
 # Buffers that old files hold and that are no weights: causal masks, rotary frequencies.
 BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+
+# The longest name that file systems take.
+NAME_BYTES_MAX = 255
 
 # The number of an expert in a canonical name.
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
@@ -64,20 +69,16 @@ def open_huggingface(
         config = overridden(config, changes)
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
-    if config.vocab_size > rows:
-        raise CheckpointError(
-            f"{path}: vocab_size is overridden with {config.vocab_size}, but the embedding has "
-            f"{rows} rows; the true size can only be smaller"
-        )
+    refuse_larger_vocabulary(path, config, rows)
     used: set[str] = set()
     tensors = {}
     for name, parameter in parameters(config).items():
         tensors[name] = _pack(parameter, config, family, _Finder(path, stored, used, rows))
     if not config.untie_embeddings_and_output_weights:
         _drop_tied_head(path, family, stored, used)
-    _refuse_leftover(path, set(stored) - used)
-    tokenizer = path if any(any(path.glob(name)) for name in TOKENIZER_FILES) else None
-    checkpoint = Checkpoint(path, "huggingface", config, tensors, files, tokenizer)
+    left = sorted(key for key in set(stored) - used if not BUFFERS.search(key))
+    refuse_leftover(path, left)
+    checkpoint = Checkpoint(path, "huggingface", config, tensors, files, find_tokenizer(path))
     checkpoint.check()
     return checkpoint
 
@@ -134,17 +135,21 @@ def _weights(path: Path) -> tuple[dict[str, Stored], tuple[Path, ...]]:
 
 def _sharded(index: Path, reader: Reader) -> tuple[dict[str, Stored], tuple[Path, ...]]:
     places = _read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{index} has no weight_map; fetch it again")
-    names = sorted({str(place) for place in places.values()})
+    named = isinstance(places, dict) and all(isinstance(p, str) for p in places.values())
+    if not named or not places:
+        raise CheckpointError(f"{index} has no weight_map of keys to files; fetch it again")
+    names = sorted(set(places.values()))
     for name in names:
-        if Path(name).name != name or name in (".", ".."):
-            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
+        too_long = len(name.encode("utf-8", "replace")) > NAME_BYTES_MAX
+        if Path(name).name != name or name in (".", "..") or too_long:
+            raise CheckpointError(
+                f"{index} names {name[:60]!r}, which is not a file beside it; fetch it again"
+            )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{index} names {len(names)} shards, {len(missing)} of them missing: "
-            f"{', '.join(missing[:3])}; fetch the missing ones"
+            f"{some(missing)}; fetch the missing ones"
         )
     shards = {name: reader(index.parent / name) for name in names}
     stored = {key: tensor for shard in shards.values() for key, tensor in shard.items()}
@@ -288,28 +293,10 @@ def _grouped(
 def _drop_tied_head(
     path: Path, family: Family, stored: Mapping[str, Stored], used: set[str]
 ) -> None:
-    """A tied model's files may repeat the embedding as the head; a head of its own is refused."""
     head_key, key = family.keys[HEAD], family.keys[EMBEDDING]
     assert isinstance(head_key, str) and isinstance(key, str)
     head = stored.get(head_key)
-    if head is None:
-        return
-    used.add(head_key)
-    embedding = stored[key]
-    # A few rows tell a copy from weights that were trained apart.
-    rows = [0, embedding.shape[0] // 2, embedding.shape[0] - 1]
-    same = tuple(head.shape) == tuple(embedding.shape)
-    if not same or not torch.equal(head.tensor()[rows], embedding.tensor()[rows]):
-        raise CheckpointError(
-            f"{path}: config.json ties the head to the embedding, but {head_key} is not equal to "
-            f"{key}; set tie_word_embeddings to false if the model was trained so"
-        )
-
-
-def _refuse_leftover(path: Path, keys: set[str]) -> None:
-    left = sorted(key for key in keys if not BUFFERS.search(key))
-    if left:
-        raise CheckpointError(
-            f"{path}: config.json has no place for {len(left)} of the weights: "
-            f"{', '.join(left[:3])}; they would change the result, so the model is not read"
-        )
+    if head is not None:
+        used.add(head_key)
+        remedy = "set tie_word_embeddings to false in config.json"
+        refuse_untied(path, [head], [stored[key]], remedy)

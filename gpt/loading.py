@@ -13,7 +13,7 @@ import torch
 
 from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
-from gpt.errors import ConfigError
+from gpt.errors import CheckpointError, ConfigError
 from gpt.logical import FLOATS, Checkpoint
 from gpt.model import GPT
 from gpt.parallel import Mesh
@@ -85,3 +85,15 @@ def fill(model: GPT, checkpoint: Checkpoint) -> None:
     for name, value in model.named_parameters():
         held = part(table[name], checkpoint.config, mesh.tp_rank, mesh.tp)
         checkpoint.read(name, held, out=value.detach())
+        if not _finite(value.detach()):
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} holds values that are not finite, and the model would "
+                "answer nonsense; the training that wrote it diverged, or the file is damaged: "
+                "take an earlier checkpoint, or copy it again"
+            )
+
+
+def _finite(value: torch.Tensor) -> bool:
+    """A sum is not finite if a term is not; it runs at memory speed and takes no room."""
+    total = value.sum(dtype=torch.promote_types(value.dtype, torch.float32))
+    return bool(total.isfinite()) or bool(value.isfinite().all())

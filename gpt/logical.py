@@ -7,7 +7,7 @@ It knows no format; a reader is whatever makes such a map.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,9 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
 from gpt.sharding import Part, parameters
+
+# How the names of a tokenizer's files end; files of one vocabulary may have any prefix.
+TOKENIZER_FILES = ("tokenizer.json", ".model", "vocab.json", "null.json")
 
 # How much of a tensor is in flight when one streams through it.
 BLOCK_BYTES = 4 << 20
@@ -290,15 +293,10 @@ class Checkpoint:
         missing = [name for name in needed if name not in self.tensors]
         if missing:
             raise CheckpointError(
-                f"{self.path} lacks {_some(missing)}; the config and the weights disagree, or "
+                f"{self.path} lacks {some(missing)}; the config and the weights disagree, or "
                 f"files are lost: take both from the same, whole checkpoint"
             )
-        surplus = [name for name in self.tensors if name not in needed]
-        if surplus:
-            raise CheckpointError(
-                f"{self.path}: the config has no place for {_some(surplus)}; the config and the "
-                f"weights disagree: take both from the same model"
-            )
+        refuse_leftover(self.path, [name for name in self.tensors if name not in needed])
         for name, parameter in needed.items():
             logical = self.tensors[name]
             if logical.shape != parameter.shape:
@@ -342,6 +340,64 @@ def common_dtype(tensors: Iterable[Stored]) -> torch.dtype | None:
     return max(weights, key=lambda dtype: weights[dtype]) if weights else None
 
 
-def _some(names: list[str]) -> str:
-    rest = len(names) - 1
-    return names[0] if not rest else f"{names[0]} and {rest} more"
+def find_tokenizer(*folders: Path) -> Path | None:
+    """The first of the directories that holds a file of a tokenizer."""
+    for folder in folders:
+        for ending in TOKENIZER_FILES:
+            if any(file.is_file() for file in folder.glob(f"*{ending}")):
+                return folder
+    return None
+
+
+def alike(left: Sequence[Stored], right: Sequence[Stored]) -> bool:
+    """Whether tensors are copies of others: a few rows tell that from what was trained apart."""
+    if len(left) != len(right):
+        return False
+    for mine, its in zip(left, right, strict=True):
+        if tuple(mine.shape) != tuple(its.shape):
+            return False
+        if mine.shape and mine.shape[0]:
+            rows = [0, mine.shape[0] // 2, mine.shape[0] - 1]
+            if not torch.equal(mine.tensor()[rows], its.tensor()[rows]):
+                return False
+        elif not torch.equal(mine.tensor(), its.tensor()):
+            return False
+    return True
+
+
+def refuse_untied(
+    path: Path, head: Sequence[Stored], embedding: Sequence[Stored], remedy: str
+) -> None:
+    """A tied model's files may repeat the embedding as the head, but no head of its own.
+
+    Both are given as the parts that files hold of them.
+    """
+    if not alike(head, embedding):
+        raise CheckpointError(
+            f"{path}: the config ties the head to the embedding, but {head[0].where} is not equal "
+            f"to {embedding[0].where}; if they were trained apart, {remedy}"
+        )
+
+
+def refuse_larger_vocabulary(path: Path, config: GPTConfig, rows: int) -> None:
+    """Rows of padding can be left out; rows that are not there cannot be made."""
+    if config.vocab_size > rows:
+        raise CheckpointError(
+            f"{path}: vocab_size is overridden with {config.vocab_size}, but the embedding has "
+            f"{rows} rows; the true size can only be smaller: give at most {rows}"
+        )
+
+
+def refuse_leftover(path: Path, names: Iterable[str]) -> None:
+    left = list(names)
+    if left:
+        raise CheckpointError(
+            f"{path}: the config has no place for {len(left)} of the weights: {some(left)}; they "
+            "would change the result, so the model is not read: take both from the same model"
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of many names, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

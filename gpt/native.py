@@ -21,7 +21,15 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.digest import combine, fingerprint, identify
 from gpt.errors import CheckpointError, ConfigError
-from gpt.logical import Checkpoint, Identity, Logical, in_memory, overridden, stack
+from gpt.logical import (
+    Checkpoint,
+    Identity,
+    Logical,
+    in_memory,
+    overridden,
+    refuse_larger_vocabulary,
+    stack,
+)
 from gpt.safetensors_file import open_safetensors, write_safetensors
 
 FORMAT, VERSION = "preamble.checkpoint", 1
@@ -43,6 +51,7 @@ def open_native(path: Path, changes: GPTConfig | Mapping[str, Any] | None = None
         used = overridden(config, changes)
     except ConfigError as error:
         raise CheckpointError(f"{path / MANIFEST}: {error}") from None
+    refuse_larger_vocabulary(path, used, config.vocab_size)
     tensors: dict[str, Logical] = {}
     weights = [path / name for name in manifest["files"] if name.endswith(".safetensors")]
     for file in weights:
@@ -87,6 +96,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         not isinstance(manifest.get("config"), dict)
         or not isinstance(identity, dict)
         or set(identity) != set(Identity.__dataclass_fields__)
+        or not all(isinstance(value, str) for value in identity.values())
         or not isinstance(files, dict)
     ):
         raise CheckpointError(f"{where} lacks its config, files or identity; copy it again")

@@ -124,9 +124,18 @@ def open_tokenizer(path: Path, *, kind: str | None = None) -> Tokenizer:
     """The tokenizer in a file or a directory; `kind` chooses where there are several."""
     if kind is not None and kind not in get_args(Kind):
         raise ConfigError(f"tokenizer kind {kind!r}; known are {', '.join(get_args(Kind))}")
-    found, file = _find(Path(path), cast(Kind | None, kind))
+    try:
+        return _open(*_find(Path(path), cast(Kind | None, kind)))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {error.filename or path}: {error.strerror or error}; give the tokenizer "
+            "as a file or a directory that exists here, and that this user may read"
+        ) from None
+
+
+def _open(kind: Kind, file: Path) -> Tokenizer:
     named = read_named(file.parent)
-    match found:
+    match kind:
         case "sentencepiece":
             return SentencePieceTokenizer(file, named)
         case "tokenizer.json":

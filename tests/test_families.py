@@ -150,6 +150,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         "layer_types mixes full_attention, sliding_attention",
     ),
+    "a number for kinds of layers": (
+        "qwen2",
+        {**WINDOW, "layer_types": 0},
+        "layer_types is 0; it must be a list of names",
+    ),
+    "numbers for kinds of layers": (
+        "mixtral",
+        {"layer_types": [[1]]},
+        r"layer_types is \[\[1\]\]; it must be a list of names",
+    ),
+    "a number of 400 digits": (
+        "llama, multi-head",
+        {"rms_norm_eps": 10**400},
+        "rms_norm_eps is 10{59}; it must be a finite number",
+    ),
+    "layers of 400 digits": (
+        "mixtral",
+        {"num_hidden_layers": 10**400},
+        "num_hidden_layers is 10{59}; it must be a whole number below",
+    ),
+    "layers without number": (
+        "mixtral",
+        {"num_hidden_layers": 1 << 30},
+        "num_hidden_layers is 1073741824; it must be a whole number below 65536",
+    ),
+    "no number": (
+        "llama, multi-head",
+        {"rms_norm_eps": float("nan")},
+        "rms_norm_eps is NaN; it must be a finite number",
+    ),
     "a missing field": ("llama, multi-head", {"hidden_size": None}, "hidden_size .*whole number"),
     "a text for a number": ("gpt2", {"n_head": "4"}, 'n_head is "4"; it must be a whole number'),
     "a number for a flag": ("llama, multi-head", {"mlp_bias": 1}, "mlp_bias is 1; .*true or false"),

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from gpt.digest import base_digest
 from gpt.errors import CheckpointError
 from gpt.generate import generate
 from gpt.sampling import Sampling
+from gpt.torch_file import open_torch
 from tests.hf_models import CASES, edit_json, ids, logits_of, model_of, packed
 from tests.models import first_tie, recompute_greedy
 
@@ -243,6 +245,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x="../x.safetensors")),
         "names '../x.safetensors', which is not a file beside it",
     ),
+    "an index of a name too long": (
+        partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x="a" * 256)),
+        "names 'a{60}', which is not a file beside it; fetch it again",
+    ),
+    "an index of numbers": (
+        partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x=1)),
+        "has no weight_map of keys to files",
+    ),
     "an index that lacks a key": (
         partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x="model-00001-of-0")),
         "1 of them missing",
@@ -268,6 +278,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "holds more than tensors: it asks to run .*exec; save it again as safetensors",
     ),
     "a pickle of something else": (partial(swap_pickle, value=[1]), "is not a plain state dict"),
+    "a sparse pickle": (
+        partial(swap_pickle, value={"a": torch.eye(3).to_sparse()}),
+        "pytorch_model.bin: a is torch.sparse_coo on cpu; it must be a dense tensor",
+    ),
+    "a pickle without numbers": (
+        partial(swap_pickle, value={"a": torch.empty(3, device="meta")}),
+        "pytorch_model.bin: a is torch.strided on meta; it must be a dense tensor",
+    ),
     "a pickle in a pickle": (
         partial(swap_pickle, value={"model": {"a": torch.ones(1)}}),
         "is not a plain state dict",
@@ -276,6 +294,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Sparse tensors warn when they are loaded.
 def test_broken_files_are_one_sentence(what: str, llama: Path) -> None:
     change, message = BROKEN[what]
     change(llama)
@@ -294,10 +313,32 @@ def test_a_truncated_pickle_is_one_sentence(llama: Path) -> None:
         open_checkpoint(llama)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Types of storage that are not of today.
+def test_any_flipped_byte_of_a_pickle_is_one_sentence_or_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3, 4), "b": torch.ones(2)}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        record = next(i for i in archive.infolist() if i.filename.endswith("data.pkl"))
+        begin = whole.index(archive.read(record))
+    refusals: list[str] = []
+    for place in range(begin, begin + record.file_size):
+        for flip in (0x01, 0xFF):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+            try:
+                open_torch(path)
+            except CheckpointError as error:
+                refusals.append(str(error))
+    assert len(refusals) > record.file_size
+    assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
+
+
 def test_the_folder_is_the_tokenizers_if_it_has_one(llama: Path) -> None:
     assert open_checkpoint(llama).tokenizer is None
-    (llama / "tokenizer.model").write_bytes(b"")
-    assert open_checkpoint(llama).tokenizer == llama
+    for name in ("tokenizer.model", "gpt2-vocab.json"):
+        (llama / name).write_bytes(b"")
+        assert open_checkpoint(llama).tokenizer == llama
+        (llama / name).unlink()
 
 
 def test_buffers_that_are_no_weights_are_left_alone(llama: Path) -> None:

@@ -14,11 +14,12 @@ import gpt
 from gpt.checkpoint import open_checkpoint
 from gpt.errors import CheckpointError, ConfigError
 from gpt.loading import device_of, load, load_model
+from gpt.logical import in_memory
 from gpt.native import write_native
 from gpt.parallel import Mesh
 from gpt.sharding import parameters, part, stage_layers
 from tests.hf_models import edit_json, model_of
-from tests.models import CONFIGS, MODERN, lively
+from tests.models import CLASSIC, CONFIGS, MODERN, lively
 
 CPU = torch.device("cpu")
 
@@ -80,6 +81,15 @@ def test_a_bad_checkpoint_is_refused_before_anything_is_allocated(tmp_path: Path
     edit_json(tmp_path / "large" / "config.json", lambda r: r.update(intermediate_size=1 << 30))
     with pytest.raises(CheckpointError, match="the weights disagree"):
         load(tmp_path / "large")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(value: float) -> None:
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    tensors = {key: lively(CLASSIC).read(key) for key in parameters(CLASSIC)}
+    tensors[name][3, 5] = value
+    with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite"):
+        load_model(in_memory(CLASSIC, tensors), Mesh.single())
 
 
 def test_a_model_outlives_its_files(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt.errors import CheckpointError, ConfigError
-from gpt.logical import InMemory, Logical, Piece, common_dtype, in_memory, overridden, stack
+from gpt.logical import (
+    InMemory,
+    Logical,
+    Piece,
+    alike,
+    common_dtype,
+    in_memory,
+    overridden,
+    some,
+    stack,
+)
 from gpt.sharding import Part
 from tests.models import CLASSIC, lively
 
@@ -149,7 +159,10 @@ def whole_model() -> dict[str, Tensor]:
 NORM = "decoder.final_layernorm.weight"
 BREAKS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda model: model.pop(NORM), f"lacks {NORM}; the config and the weights"),
-    "surplus": (lambda model: model.update(x=torch.ones(1)), "has no place for x; the config"),
+    "surplus": (
+        lambda model: model.update(x=torch.ones(1)),
+        "no place for 1 of the weights: x; they would",
+    ),
     "other shape": (
         lambda model: model.update({NORM: torch.ones(31)}),
         r"found \(31,\), need \(32,\) by the config; the config and the weights disagree",
@@ -165,6 +178,24 @@ def test_a_config_that_disagrees_with_the_weights_is_one_sentence(what: str) -> 
     change(model)
     with pytest.raises(CheckpointError, match=message):
         in_memory(CLASSIC, model).check()
+
+
+def test_a_copy_is_told_from_weights_that_were_trained_apart() -> None:
+    left, other = numbered(5, 3), numbered(5, 3)
+    other[2, 1] += 1
+    whole = stored(left)
+    assert alike([whole], [stored(left.clone())])
+    assert not alike([whole], [stored(other)])
+    assert not alike([whole], [stored(left[:4])])
+    assert not alike([whole], [whole, whole])
+    for empty in (torch.ones(0, 3), torch.tensor(1.0)):
+        assert alike([stored(empty)], [stored(empty.clone())])
+    assert not alike([stored(torch.tensor(1.0))], [stored(torch.tensor(2.0))])
+
+
+def test_of_many_names_a_message_has_three() -> None:
+    assert some(["a"]) == "a"
+    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
 
 
 def test_fields_override_and_unknown_ones_are_refused() -> None:

@@ -115,6 +115,7 @@ def test_bf16_stays_near_fp64() -> None:
     [
         ({"num_layers": 0}, "num_layers is 0; it must be a whole number of at least 1"),
         ({"num_layers": 10**400}, "num_layers is a huge number; it must be a whole number"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000; at most 65535 can be"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"hidden_size": -4}, "hidden_size is -4; it must be a whole number of at least 0"),
         ({"qkv_bias": "x"}, "qkv_bias is 'x'; it must be true or false"),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
+from gpt.logical import find_tokenizer
 from gpt.text_stream import Piece
 from gpt.tokenizer import NullTokenizer, TextStream, Tokenizer, check_tokenizer, open_tokenizer
 from tests.trained_tokenizers import (
@@ -340,12 +341,14 @@ def test_every_name_that_files_go_by_is_found(tmp_path: Path) -> None:
         for file in map(Path, library.model.save(str(folder))):
             file.rename(folder / f"{prefix}{file.name}")
         assert open_tokenizer(folder).kind == "gpt2"
+        assert find_tokenizer(tmp_path, folder) == folder
         assert open_tokenizer(folder / f"{prefix}vocab.json").kind == "gpt2"
     folder = tmp_path / "nemo"
     folder.mkdir()
     model = sentencepiece_model(model_type="bpe")
     (folder / "f00_tokenizer.model").write_bytes(model)
     assert open_tokenizer(folder).kind == "sentencepiece"
+    assert find_tokenizer(folder) == folder
     library.save(str(folder / "tokenizer.json"))
     assert open_tokenizer(folder).kind == "tokenizer.json"
     assert open_tokenizer(folder, kind="sentencepiece").kind == "sentencepiece"
@@ -354,6 +357,7 @@ def test_every_name_that_files_go_by_is_found(tmp_path: Path) -> None:
         open_tokenizer(folder, kind="sentencepiece")
     (tmp_path / "null.json").write_text('{"vocab_size": 7}')
     assert open_tokenizer(tmp_path).vocab_size == 7
+    assert find_tokenizer(tmp_path, folder) == tmp_path
 
 
 def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -361,6 +365,11 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path: Path) -> None
         open_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match="there is no tokenizer at"):
         open_tokenizer(tmp_path / "nowhere")
+    for path in (Path("~nosuchuser/x"), Path(__file__) / "below"):
+        with pytest.raises(CheckpointError, match="there is no tokenizer at"):
+            open_tokenizer(path)
+    with pytest.raises(CheckpointError, match=r"cannot read /.*: File name too long; give the"):
+        open_tokenizer(tmp_path / ("a" * 256))
     with pytest.raises(ConfigError, match=r"known are tokenizer\.json, sentencepiece"):
         open_tokenizer(tmp_path, kind="wordpiece")
     whole = sentencepiece_model(model_type="bpe")
@@ -370,6 +379,7 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path: Path) -> None
             open_tokenizer(tmp_path)
     for content, message in (
         (b"{", "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
         (b"[]", "must be a JSON object"),
         (b"{}", "is not a tokenizer that can be read"),
         (b'{"added_tokens": [7], "model": 3}', "is not a tokenizer that can be read"),
