@@ -5,6 +5,7 @@ stdout stands the path of what was written. A run that was interrupted has writt
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,12 +82,23 @@ def _progress(steps: int) -> "Iterator[Callable[[Progress], None]]":
     )
     if not console.is_terminal:
         print(f"tuning, {steps} steps", file=sys.stderr, flush=True)
-    started, tokens = time.monotonic(), 0
-    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    started, tokens, interrupted = time.monotonic(), 0, False
+
+    def interrupt(number: int, frame: object) -> None:
+        # Raised in a destructor or a callback it would be lost; so the next step asks again.
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    bar = progress.Progress(*columns, console=console, disable=not console.is_terminal)
+    with bar:
         task = bar.add_task("", total=steps, loss=0.0, speed=0.0)
 
         def report(made: "Progress") -> None:
             nonlocal tokens
+            if interrupted:
+                raise KeyboardInterrupt
             tokens += made.tokens
             speed = tokens / max(1e-9, time.monotonic() - started)
             bar.update(task, advance=1, loss=made.loss, speed=speed)
@@ -94,7 +106,10 @@ def _progress(steps: int) -> "Iterator[Callable[[Progress], None]]":
                 line = f"step {made.step}/{steps}  loss {made.loss:.4f}  {speed:,.0f} tokens/s"
                 print(line, file=sys.stderr, flush=True)
 
-        yield report
+        try:
+            yield report
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def _check(prepared: "Prepared") -> int:
