@@ -157,6 +157,11 @@ def open_adapter(path: Path, *, task: int | None = None) -> Adapter:
         return _open_own(path)
     except CheckpointError as error:
         raise AdapterError(str(error)) from None
+    except OSError as error:
+        raise AdapterError(
+            f"cannot read {error.filename or path}: {error.strerror or error}; give an adapter "
+            "that exists here, and that this user may read"
+        ) from None
 
 
 def _open_own(path: Path) -> Adapter:

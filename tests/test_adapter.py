@@ -353,6 +353,7 @@ def test_nothing_that_is_no_adapter_is_taken_for_one(tmp_path: Path) -> None:
         (tmp_path / "nowhere", "there is no adapter at"),
         (tmp_path, "has no adapter; needed is a PEFT directory"),
         (tmp_path / "notes.txt", "is no adapter; needed is"),
+        (tmp_path / ("n" * 300), "cannot read .*: File name too long"),
     ):
         with pytest.raises(AdapterError, match=message):
             open_adapter(path)
