@@ -28,7 +28,7 @@ test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
 soak: setup  ## runs what is longer than any suite
 	$(VENV)/bin/python -m pytest -m soak
-bench: setup  ## times our generate loop beside transformers', in one run
+bench: setup  ## times generating beside transformers, converting beside cp
 	$(VENV)/bin/python -m bench
 bench-gpu: $(if $(PYTHON),,setup)  ## the same on a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m bench --device cuda

@@ -1,4 +1,4 @@
-"""`make bench`: tokens per second of our generate loop and of a peer, taken in turn in one run.
+"""`make bench`: our generate loop and a peer, conversion and `cp`, taken in turn in one run.
 
 The model is GPT-2 small with random weights. Both sides decode greedily from the same ids, in the
 same dtype, with the same threads; each row is the median of interleaved rounds, so that a noisy
@@ -33,7 +33,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("generate", "convert"), help="one of the tables")
+    parser.add_argument("--disk", metavar="FOLDER", help="where checkpoints are converted")
     flags = parser.parse_args(argv)
+    if flags.only != "convert":
+        code = generation(flags)
+        if code:
+            return code
+    if flags.only == "convert" or (flags.only is None and flags.device == "cpu"):
+        from bench import conversion
+
+        for line in conversion.lines(flags.rounds, disk=flags.disk):
+            print(line, flush=True)
+    return 0
+
+
+def generation(flags: argparse.Namespace) -> int:
     if flags.device == "cuda" and not torch.cuda.is_available():
         print("bench: no CUDA device is visible to torch; without --device cuda the CPU is timed")
         return 1

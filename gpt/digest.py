@@ -60,7 +60,7 @@ def combine(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A quick likeness of the model: what it computes, and a few elements of each tensor."""
-    whole = hashlib.sha256(json.dumps(_function(checkpoint.config), sort_keys=True).encode())
+    whole = hashlib.sha256(json.dumps(function(checkpoint.config), sort_keys=True).encode())
     for name in sorted(checkpoint.tensors):
         logical = checkpoint.tensors[name]
         whole.update(_head(name, logical).encode())
@@ -75,7 +75,7 @@ def _head(name: str, logical: Logical) -> str:
     return f"{name} {FLOAT_NAMES[logical.dtype]} {shape}"
 
 
-def _function(config: GPTConfig) -> dict[str, Any]:
+def function(config: GPTConfig) -> dict[str, Any]:
     """The fields that change what is computed; readers may fill the others as they like."""
     fields = config.to_dict()
     idle = ["dtype", "hidden_dropout", "attention_dropout"]
@@ -83,9 +83,13 @@ def _function(config: GPTConfig) -> dict[str, Any]:
         idle.append("max_position_embeddings")  # A limit; not a shape.
     if not config.rotary:
         idle += [name for name in fields if name.startswith(("rotary_", "rope_"))]
+    if all(config.moe_layers):
+        idle.append("ffn_hidden_size")  # Of dense layers.
     if not any(config.moe_layers):
         idle += ["num_experts"]
         idle += [name for name in fields if name.startswith("moe_")]
+    if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
+        fields["rope_scaling"] = {"kind": "linear", "factor": config.rope_scaling.factor}
     return {name: _plain(fields[name]) for name in fields if name not in idle}
 
 
@@ -117,11 +121,16 @@ def identify(checkpoint: Checkpoint, cache: Path | None = None) -> Identity:
     known = glance(checkpoint, cache)
     if known.digest:
         return known
-    digest = base_digest(checkpoint)
+    known = replace(known, digest=base_digest(checkpoint))
+    remember(checkpoint, known, cache)
+    return known
+
+
+def remember(checkpoint: Checkpoint, identity: Identity, cache: Path | None = None) -> None:
+    """Cache a digest that somebody has computed from every byte."""
     if checkpoint.files:
-        place = _place(checkpoint, known.sampled, cache)
-        _remember(place, {"path": str(checkpoint.path), "digest": digest})
-    return replace(known, digest=digest)
+        place = _place(checkpoint, identity.sampled, cache)
+        _remember(place, {"path": str(checkpoint.path), "digest": identity.digest})
 
 
 def _remembered(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> str:

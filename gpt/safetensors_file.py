@@ -6,14 +6,12 @@ end elsewhere than the file does are refused here, each in one sentence.
 It knows no models.
 """
 
-import hashlib
 import json
 import math
 import mmap
-import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 
 from gpt.errors import CheckpointError
-from gpt.logical import Logical, make_room
 
 # Larger than the header of any model; a length beyond it is a lie or another kind of file.
 HEADER_BYTES_MAX = 100 << 20
@@ -195,47 +192,15 @@ def _check_spans(path: Path, entries: dict[str, Any], payload: int) -> None:
         raise _broken(path, f"{what}: {end} bytes of tensors are announced, {payload} are there")
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file that was written, and the hash of each of its tensors."""
-
-    size: int
-    sha256: str
-    tensors: dict[str, str]
-
-
-def write_safetensors(
-    path: Path, tensors: Mapping[str, Logical], metadata: Mapping[str, str] | None = None
-) -> Written:
-    """Stream tensors into a new file, header first, and bring it to the disk."""
-    # The widest dtypes come first, so that every tensor is aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header = _header(order, tensors, metadata or {})
-    whole, hashes, size = hashlib.sha256(header), {}, len(header)
-    room = make_room()
-    with open(path, "xb") as file:
-        file.write(header)
-        for name in order:
-            own = hashlib.sha256()
-            for block in tensors[name].blocks(room):
-                own.update(block)
-                whole.update(block)
-                file.write(block)
-                size += len(block)
-            hashes[name] = own.hexdigest()
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(size, whole.hexdigest(), hashes)
-
-
-def _header(order: list[str], tensors: Mapping[str, Logical], metadata: Mapping[str, str]) -> bytes:
+def header(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """What stands before tensors that follow one another: (key, dtype, shape), in their order."""
     record: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for name in order:
-        logical = tensors[name]
-        span = [end, end + logical.nbytes]
-        shape = list(logical.shape)
-        record[name] = {"dtype": NAMES[logical.dtype], "shape": shape, "data_offsets": span}
+    for key, dtype, shape in tensors:
+        span = [end, end + math.prod(shape) * dtype.itemsize]
+        record[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": span}
         end = span[1]
     text = json.dumps(record, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints_tools.convert import write_native
 from gpt.config import GPTConfig, RopeScaling
 from gpt.digest import Identity, base_digest, cache_folder, fingerprint, glance, identify
 from gpt.huggingface import open_huggingface
 from gpt.logical import Checkpoint, in_memory
-from gpt.native import open_native, write_native
+from gpt.native import open_native
 from tests.hf_models import edit_json, model_of
 from tests.models import CLASSIC, CONFIGS, EXPERTS, MODERN, lively
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import gpt
+from checkpoints_tools.convert import write_native
 from gpt.checkpoint import open_checkpoint
 from gpt.errors import CheckpointError, ConfigError
 from gpt.loading import device_of, load, load_model
 from gpt.logical import in_memory
-from gpt.native import write_native
 from gpt.parallel import Mesh
 from gpt.sharding import parameters, part, stage_layers
 from tests.hf_models import edit_json, model_of

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoints_tools.convert import write_native
 from examples.demo.evaluate import evaluate, report
 from examples.demo.tasks import Record, training_records
 from examples.demo.vocabulary import VOCABULARY_SIZE, train_vocabulary
@@ -30,7 +31,6 @@ from gpt.config import GPTConfig
 from gpt.fresh import fresh
 from gpt.loading import load, load_model
 from gpt.model import GPT
-from gpt.native import write_native
 from gpt.parallel import Mesh
 from gpt.tokenizer import Tokenizer, open_tokenizer
 

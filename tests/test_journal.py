@@ -1,0 +1,47 @@
+"""The notes of a conversion, torn and mixed up."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints_tools.journal import Done, Journal
+from gpt.errors import CheckpointError
+
+FIRST, SECOND = Done("a", "1" * 64, True, (1, 2)), Done("b", "2" * 64, False, ())
+
+
+def test_what_was_committed_is_known_again(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", "plan") as journal:
+        journal.commit([FIRST])
+        journal.commit([SECOND])
+    with Journal(tmp_path / "journal", "plan") as journal:
+        assert journal.done == {"a": FIRST, "b": SECOND}
+
+
+def test_a_torn_line_at_any_byte_is_not_believed(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", "plan") as journal:
+        journal.commit([FIRST])
+        journal.commit([SECOND])
+    text = (tmp_path / "journal").read_bytes()
+    for size in range(len(text)):
+        (tmp_path / "torn").write_bytes(text[:size])
+        with Journal(tmp_path / "torn", "plan") as journal:
+            known = list(journal.done.values())
+            assert known == [FIRST, SECOND][: max(0, text[:size].count(b"\n") - 1)]
+            journal.commit([SECOND])
+        with Journal(tmp_path / "torn", "plan") as journal:
+            assert journal.done["b"] == SECOND
+
+
+def test_another_plan_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal", "plan").close()
+    with pytest.raises(CheckpointError, match="is of another source, target or version; remove it"):
+        Journal(tmp_path / "journal", "other")
+
+
+def test_two_runs_cannot_have_one(tmp_path: Path) -> None:
+    with (
+        Journal(tmp_path / "journal", "plan"),
+        pytest.raises(CheckpointError, match="being written by another run"),
+    ):
+        Journal(tmp_path / "journal", "plan")
