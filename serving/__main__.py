@@ -46,6 +46,13 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", help="what to compute in (default: as stored)")
     parser.add_argument(
+        "--no-prove",
+        dest="prove",
+        action="store_false",
+        default=None,
+        help="start without replaying the checkpoint's proof",
+    )
+    parser.add_argument(
         "--insecure",
         action="store_true",
         default=None,
@@ -101,7 +108,11 @@ def _generate(argv: list[str]) -> int:
         parser.error("give either a text or the task's --field NAME=VALUE")
     fields = dict(_field(word, parser) for word in args.field)
     config = ServerConfig(
-        model=args.model, adapters=args.adapters, device=args.device, dtype=args.dtype
+        model=args.model,
+        adapters=args.adapters,
+        device=args.device,
+        dtype=args.dtype,
+        prove=False,  # It would take longer than the answer; who starts a server has replayed it.
     )
     from serving.request import Ask
 

@@ -22,6 +22,7 @@ class ServerConfig:
     adapters: str | None = None  # A directory of adapters; None: the server has none.
     device: str = "cpu"
     dtype: str | None = None  # What to compute in; None: as stored.
+    prove: bool = True  # Replay the checkpoint's proof, if it has one, before it is served.
 
     host: str = "127.0.0.1"
     port: int = 9000  # gRPC; 0: any that is free.

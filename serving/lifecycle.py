@@ -211,4 +211,7 @@ def _watch(metrics: Metrics, service: Service) -> None:
         "adapter_load_failures", "Adapter files that were refused.", lambda: adapters.failures
     )
     metrics.watch("weight_bytes", "Memory of the weights.", lambda: service.weight_bytes)
+    if (proved := service.proved) is not None:
+        text = "A logit's largest distance from the proof's, in standard deviations."
+        metrics.watch("proof_difference", text, lambda: proved.largest)
     metrics.build(version=version(), model=service.name, dtype=service.dtype)

@@ -16,10 +16,11 @@ import torch
 from gpt.adapter import Adapter, check_adapter
 from gpt.checkpoint import open_checkpoint
 from gpt.digest import glance, identify
-from gpt.errors import ConfigError
+from gpt.errors import CheckpointError, ConfigError
 from gpt.loading import check_dtype, device_of, load_model
 from gpt.logical import FLOAT_NAMES, Checkpoint, Identity
 from gpt.parallel import Mesh
+from gpt.proof import Difference, Proof, find_proof, replay
 from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
 from serving.adapters import Adapters
 from serving.admission import Admission
@@ -38,6 +39,7 @@ class Found:
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     device: torch.device
+    proof: Proof | None
 
     @classmethod
     def at(cls, config: ServerConfig) -> Self:
@@ -49,16 +51,17 @@ class Found:
                 f"adapters: {config.adapters} is not a directory; make it, or name another"
             )
         checkpoint = open_checkpoint(config.model)
+        proof = find_proof(checkpoint) if config.prove else None
         vocabulary = checkpoint.config.vocab_size
         if checkpoint.tokenizer is None:
-            return cls(config, checkpoint, NullTokenizer(vocabulary), device)
+            return cls(config, checkpoint, NullTokenizer(vocabulary), device, proof)
         tokenizer = open_tokenizer(checkpoint.tokenizer)
         check_tokenizer(tokenizer, vocabulary, checkpoint.tokenizer)
-        return cls(config, checkpoint, tokenizer, device)
+        return cls(config, checkpoint, tokenizer, device, proof)
 
 
 class Service:
-    """Loads the weights, then the adapters, then starts the engine."""
+    """Loads the weights, proves them, loads the adapters, then starts the engine."""
 
     def __init__(self, found: Found) -> None:
         self.config = found.config
@@ -69,6 +72,7 @@ class Service:
         self.model = load_model(
             self.checkpoint, Mesh.single(found.device), dtype=self.config.dtype
         ).eval()
+        self.proved = None if found.proof is None else self._replay(found.proof)
         self.adapters = Adapters(
             Path(self.config.adapters) if self.config.adapters else None,
             self._check_adapter,
@@ -115,6 +119,27 @@ class Service:
 
     def close(self) -> None:
         self.engine.close()
+
+    def _replay(self, proof: Proof) -> Difference:
+        """Refuse a model that, as it was loaded, does not say what its source did."""
+        found = replay(
+            proof,
+            lambda ids: self.model.logits(ids.to(self.model.mesh.device)),
+            self.checkpoint,
+            self.dtype,
+        )
+        log.info(
+            "event=proof_replayed difference=%.3g limit=%g best=%d/%d dtype=%s",
+            *(found.largest, found.limit, found.best, found.places, found.dtype),
+        )
+        if not found.same:
+            path = self.checkpoint.path
+            raise CheckpointError(
+                f"{path} does not give the logits that its proof has of its source: "
+                f"{found.sentence}; find the tensors that differ with `preamble verify SOURCE "
+                f"{path}`, or start it all the same with --no-prove (prove: false)"
+            )
+        return found
 
     def _check_adapter(self, adapter: Adapter) -> None:
         card = adapter.card

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import yaml
 
+from checkpoints_tools.convert import write_native
 from clients.generation import Client
 from gpt.adapter import Card, build_adapter, save_adapter
 from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.digest import identify
-from gpt.native import write_native
 from gpt.prompts import Template
 from tests.models import lively
 from tests.trained_tokenizers import sentencepiece_model
