@@ -2,6 +2,7 @@
 
 Each rank builds its own chunks, gets lively weights, saves a file as Megatron-LM's `torch` format
 does from its own state_dict(), and takes part in a forward pass that goes from stage to stage.
+Or it builds what a file's arguments say, and loads that file's weights strictly.
 Megatron-Core asks for CUDA in places where it needs only a device; those are stubbed.
 """
 
@@ -11,7 +12,7 @@ import os
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def arguments(case: Case) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": None,
         "moe_ffn_hidden_size": None,
         "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
         "max_position_embeddings": POSITIONS,
         "seq_length": POSITIONS,
         "padded_vocab_size": PADDED,
@@ -158,21 +160,42 @@ def arguments(case: Case) -> dict[str, Any]:
         "expert_tensor_parallel_size": case.tp,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
+        "pipeline_model_parallel_layout": None,
         **case.args,
     }
 
 
 def save_and_run(rank: int, case: Case, root: Path) -> tuple[Tensor, Tensor] | None:
     """Every rank: build, save its file under `root`, and go forward; the last gives its logits."""
-    _without_cuda()
-    parallel = _core("parallel_state")
-    parallel.initialize_model_parallel(
-        case.tp, case.pp, case.vpp, expert_model_parallel_size=case.ep
-    )
+    _initialize(case)
     chunks = [_build(case, chunk) for chunk in range(case.vpp or 1)]
     for number, chunk in enumerate(chunks):
         _enliven(chunk, case, number)
     _save(chunks, case, root)
+    return _answer(rank, chunks, case)
+
+
+def load_and_run(rank: int, split: Case, root: Path) -> tuple[Tensor, Tensor] | None:
+    """Every rank: build what its file under `root` says, load that strictly, and go forward."""
+    _initialize(split)
+    path = root / "release" / _folder(split) / "model_optim_rng.pt"
+    record = torch.load(path, weights_only=False)
+    case = replace(split, args=vars(record["args"]))
+    chunks = [_build(case, chunk) for chunk in range(case.vpp or 1)]
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(record[f"model{number}" if case.vpp else "model"], strict=True)
+    return _answer(rank, chunks, case)
+
+
+def _initialize(case: Case) -> None:
+    _without_cuda()
+    _core("parallel_state").initialize_model_parallel(
+        case.tp, case.pp, case.vpp, expert_model_parallel_size=case.ep
+    )
+
+
+def _answer(rank: int, chunks: list[Any], case: Case) -> tuple[Tensor, Tensor] | None:
+    """Some ids and, on the last rank, their logits."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
     logits = _forward(chunks, case, ids)
@@ -253,7 +276,8 @@ def _config(args: dict[str, Any]) -> Any:
         *("moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
         *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
-        *("expert_tensor_parallel_size",),
+        *("expert_tensor_parallel_size", "moe_shared_expert_gate"),
+        *("pipeline_model_parallel_layout",),
     )
     uneven = ("first", "last")
     activation = _core("activations").squared_relu if args["squared_relu"] else F.gelu
@@ -307,15 +331,19 @@ def _enliven(model: Any, case: Case, chunk: int) -> None:
             value.copy_(random / math.sqrt(value.shape[-1]))
 
 
-def _save(chunks: list[Any], case: Case, root: Path) -> None:
+def _folder(case: Case) -> str:
+    """This rank's directory."""
     parallel = _core("parallel_state")
     tensor = parallel.get_tensor_model_parallel_rank()
     stage = parallel.get_pipeline_model_parallel_rank()
     expert = parallel.get_expert_model_parallel_rank()
     folder = f"mp_rank_{tensor:02d}"
     folder += f"_{stage:03d}" if case.pp > 1 else ""
-    folder += f"_{expert:03d}" if case.ep > 1 else ""
-    path = root / "iter_0000007" / folder
+    return folder + (f"_{expert:03d}" if case.ep > 1 else "")
+
+
+def _save(chunks: list[Any], case: Case, root: Path) -> None:
+    path = root / "iter_0000007" / _folder(case)
     path.mkdir(parents=True)
     record: dict[str, Any] = {
         "args": Namespace(**arguments(case), rank=torch.distributed.get_rank()),
