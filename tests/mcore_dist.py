@@ -1,10 +1,12 @@
-"""Distributed checkpoints that the real Megatron-Core saves, of the small GPTs of mcore_models.
+"""Distributed checkpoints that the real Megatron-Core saves, and those of others that it loads.
 
 Every rank gives its chunks' sharded state dict, and `dist_checkpointing.save` writes them as a
-training run does: one save of all ranks, arguments in the common state, metadata.json last.
+training run does: one save of all ranks, arguments in the common state, metadata.json last. For
+loading, a model is built from nothing but the arguments that a checkpoint keeps, at any split.
 """
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests import mcore_models
-from tests.mcore_models import EXPERTS, MODERN, Case
+from tests.mcore_models import EXPERTS, LENGTH, MODERN, Case
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,62 @@ def _save(chunks: list[Any], case: Case, root: Path, metadata: dict[str, Any]) -
     saving.save(record, path, content_metadata=metadata)
     if rank == 0:
         (root / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a model computes from a checkpoint, and the keys on which the two do not agree."""
+
+    ids: Tensor
+    logits: Tensor  # Of the last stage.
+    missing: set[str]  # The checkpoint has them; the model did not ask.
+    unexpected: set[str]  # The model asked; the checkpoint has none.
+
+
+# A split, by its parallel sizes; ranks that are left replicate.
+Split = tuple[int, int, int]  # Tensor, pipeline, expert.
+PARALLEL = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "pipeline_model_parallel_layout",
+)
+
+
+def load_and_run(
+    rank: int, folders: Sequence[Path], splits: Sequence[Sequence[Split]]
+) -> list[list[Loaded]]:
+    """Every rank, for each folder and split: build what its arguments say, load, go forward."""
+    mcore_models._without_cuda()
+    return [
+        [_load(folder, split) for split in some]
+        for folder, some in zip(folders, splits, strict=True)
+    ]
+
+
+def _load(folder: Path, split: Split) -> Loaded:
+    parallel = mcore_models._core("parallel_state")
+    tp, pp, ep = split
+    parallel.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    loading: Any = import_module("megatron.core.dist_checkpointing")
+    common = loading.load_common_state_dict(str(folder))
+    assert common["checkpoint_version"] == 3.0
+    saved = {name: value for name, value in vars(common["args"]).items() if name not in PARALLEL}
+    # As Megatron-LM pads the vocabulary for the ranks that it has, whoever saved for how many.
+    step = saved["make_vocab_size_divisible_by"] * tp
+    saved["padded_vocab_size"] = -(-saved["vocab_size"] // step) * step
+    case = Case(tp, pp, ep=ep, layers=saved["num_layers"], args=saved)
+    chunk = mcore_models._build(case, 0)
+    metadata = loading.load_content_metadata(preloaded_state_dict=common)
+
+    def asked() -> dict[str, Any]:
+        return {"model": chunk.sharded_state_dict(metadata=dict(metadata))}
+
+    _, missing, unexpected = loading.load(asked(), str(folder), strict="return_all")
+    record = loading.load(asked(), str(folder))  # Its default, and Megatron-LM's.
+    chunk.load_state_dict(record["model"], strict=True)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, saved["vocab_size"], (2, LENGTH), generator=generator)
+    logits = mcore_models._forward([chunk], case, ids)
+    parallel.destroy_model_parallel()
+    return Loaded(ids, logits, missing, unexpected)
