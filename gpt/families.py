@@ -5,6 +5,7 @@ Hugging Face keys. Adding one is a row of FAMILIES. What the model would not com
 transformers does is refused by its name, never ignored. It knows no files.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 from gpt.config import GPTConfig
 from gpt.config_json import Fields, refuse_mixture, rotary
 from gpt.errors import CheckpointError
+from gpt.sharding import LAYERS, Parameter, layer_of
+
+# The number of an expert in a canonical name.
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,28 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)  # Parts of keys: theirs, ours.
     # The end of a key that holds all experts, and the ends of one expert's keys, stacked in it.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def keys_of(self, name: str) -> Keys | None:
+        """The key or keys of a canonical tensor; None if no model of this family has it."""
+        layer, expert = layer_of(name), EXPERT.search(name)
+        general = EXPERT.sub("{expert}", name)
+        keys = self.keys.get(general if layer is None else general.split(".", 3)[3])
+
+        def fill(key: str) -> str:
+            return key.format(n=layer, expert=expert and expert[0])
+
+        match keys:
+            case None:
+                return None
+            case str():
+                return fill(keys)
+            case Packed(key):
+                return Packed(fill(key))
+        return tuple(map(fill, keys))
+
+    def turns(self, parameter: Parameter) -> bool:
+        """Whether files hold this tensor (in, out)."""
+        return self.conv1d and len(parameter.shape) == 2 and parameter.name.startswith(LAYERS)
 
 
 def _gpt2(fields: Fields) -> GPTConfig:
