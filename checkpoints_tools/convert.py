@@ -123,8 +123,12 @@ def convert(
     }
     content = plan.partial / "content"
     try:
-        content.mkdir(parents=True, exist_ok=True)
-        with Journal(plan.partial / "journal", plan.key) as journal:
+        key = plan.key  # It looks into every tensor, and may find one that cannot be read.
+        plan.partial.mkdir(parents=True, exist_ok=True)
+        with Journal(plan.partial / "journal", key) as journal:
+            if journal.begins:
+                shutil.rmtree(content, ignore_errors=True)
+            content.mkdir(exist_ok=True)
             try:
                 copied = copy(plan.source, plan.layout, content, journal, **options)
                 identity = _identity(plan, copied, known)
@@ -134,6 +138,8 @@ def convert(
                 if not resume:
                     shutil.rmtree(plan.partial, ignore_errors=True)
                 raise
+            # Whoever removes the target later must not find notes of work that went with it.
+            journal.end()
             content.rename(plan.target)
             _sync_folder(plan.target.parent)
     except OSError as error:

@@ -44,18 +44,23 @@ class Journal:
         whole = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(whole))
         lines = whole.splitlines()
-        if not lines:
+        self.begins = not lines
+        if self.begins:
             self._append([json.dumps({"plan": plan})])
             return
-        if json.loads(lines[0]) != {"plan": plan}:
+        try:
+            known = json.loads(lines[0]) == {"plan": plan}
+            for line in lines[1:] if known else ():
+                record = json.loads(line)
+                done = Done(**{**record, "crcs": tuple(record["crcs"])})
+                self.done[done.name] = done
+        except (ValueError, KeyError, TypeError):
+            known = False  # Whatever wrote here, it was not a run of this plan.
+        if not known:
             self.close()
             raise CheckpointError(
                 f"{path.parent} is of another source, target or version; remove it, and run again"
             )
-        for line in lines[1:]:
-            record = json.loads(line)
-            done = Done(**{**record, "crcs": tuple(record["crcs"])})
-            self.done[done.name] = done
 
     def commit(self, done: Iterable[Done]) -> None:
         """Only after the bytes of these are on the disk."""
@@ -67,6 +72,10 @@ class Journal:
         self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def end(self) -> None:
+        """All is done, and what the notes are of is about to go elsewhere."""
+        self.path.unlink()
 
     def close(self) -> None:
         self._file.close()
