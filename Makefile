@@ -57,7 +57,7 @@ $(DEVELOPMENT): $(RUNTIME)
 	@$(PIP) -e '.[dev]' && touch $@
 $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
-$(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*.*) | $(RUNTIME) $(STUBS)
+$(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl
 	$(VENV)/bin/preamble tune examples/demo/tune.yaml && touch $@

@@ -24,6 +24,7 @@ def test_the_checkpoint_is_small_and_the_one_that_its_manifest_names() -> None:
     checkpoint = open_checkpoint(CHECKPOINT)
     assert checkpoint.identity is not None
     assert base_digest(checkpoint) == checkpoint.identity.digest
+    assert checkpoint.format == "megatron" and len(checkpoint.files) == 4
 
 
 def test_tasks_share_their_forms_and_no_held_out_input_is_taught() -> None:
@@ -37,7 +38,7 @@ def test_tasks_share_their_forms_and_no_held_out_input_is_taught() -> None:
 
 @pytest.mark.slow
 def test_held_out_answers_are_right_with_an_instruction_and_guesses_without() -> None:
-    model, tokenizer = load(CHECKPOINT), open_tokenizer(CHECKPOINT / "tokenizer")
+    model, tokenizer = load(CHECKPOINT), open_tokenizer(CHECKPOINT / "release" / "tokenizer")
     scores = {score.task: score for score in evaluate(model, tokenizer, 100)}
     good = [task for task in TASKS if scores[task].instructed >= 0.9]
     assert len(good) >= 4, scores

@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 
 from examples.demo.tasks import CHANCE, CONTROLS, FORM_OF, TASKS, Record, held_out_records
+from gpt.checkpoint import open_checkpoint
 from gpt.generate import generate
-from gpt.loading import load
+from gpt.loading import load_model
 from gpt.model import GPT
+from gpt.parallel import Mesh
 from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer, open_tokenizer
 
@@ -111,8 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     flags = parser.parse_args(argv)
     torch.set_num_threads(flags.threads)
-    model = load(flags.checkpoint)
-    tokenizer = open_tokenizer(flags.checkpoint / "tokenizer")
+    found = open_checkpoint(flags.checkpoint)
+    assert found.tokenizer is not None
+    model, tokenizer = load_model(found, Mesh.single()), open_tokenizer(found.tokenizer)
     prompts = [tokenizer.encode(record.prompt) for record in examples()]
     for record, answer in zip(examples(), answers(model, tokenizer, prompts), strict=True):
         print(f"{record.prompt} {answer}  ({'right' if answer == record.completion else 'wrong'})")

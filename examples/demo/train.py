@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoints_tools.convert import write_native
+from checkpoints_tools.convert import convert, plan
+from checkpoints_tools.layout import Division
+from checkpoints_tools.writers import Wish
 from examples.demo.evaluate import evaluate, report
 from examples.demo.tasks import Record, training_records
 from examples.demo.vocabulary import VOCABULARY_SIZE, train_vocabulary
@@ -30,11 +32,14 @@ from gpt.batch import Batch
 from gpt.config import GPTConfig
 from gpt.fresh import fresh
 from gpt.loading import load, load_model
+from gpt.logical import in_memory
 from gpt.model import GPT
 from gpt.parallel import Mesh
 from gpt.tokenizer import Tokenizer, open_tokenizer
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
+# As a training cluster would leave it: four ranks' files, the vocabulary padded.
+SPLIT = Wish("megatron", division=Division(tp=2, pp=2), prove=True)
 CONFIG = GPTConfig(
     num_layers=4,
     hidden_size=128,
@@ -174,10 +179,9 @@ def main(argv: list[str] | None = None) -> int:
         # The bf16 model is the only one that anybody sees: its identity is its own.
         stored = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
         shutil.rmtree(flags.target, ignore_errors=True)
-        write_native(
-            (replace(CONFIG, dtype="bfloat16"), stored), flags.target, tokenizer=vocabulary
-        )
-    print(report(evaluate(load(flags.target), open_tokenizer(flags.target / "tokenizer"))))
+        source = in_memory(replace(CONFIG, dtype="bfloat16"), stored, vocabulary)
+        convert(plan(source, flags.target, SPLIT))
+        print(report(evaluate(load(flags.target), open_tokenizer(vocabulary))))
     return 0
 
 
