@@ -6,21 +6,27 @@ Readers import nothing from here.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpt.config import GPTConfig
+from gpt.digest import function
 from gpt.errors import CheckpointError
 from gpt.huggingface import open_huggingface
 from gpt.logical import Checkpoint
+from gpt.manifest import MANIFEST, NATIVE, read_manifest
 from gpt.megatron import open_megatron
 from gpt.megatron_files import find_iteration
-from gpt.native import MANIFEST, open_native
+from gpt.native import open_native
+from gpt.nemo import find_nemo, open_nemo
+from gpt.nemo_lightning import find_lightning, open_lightning
 from gpt.torch_dist import find_torch_dist, open_torch_dist
 
 READABLE = (
-    "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM) or metadata.json "
-    "(Megatron-Core, torch_dist)"
+    "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM), metadata.json "
+    "(Megatron-Core, torch_dist), a .nemo file or model_config.yaml (NeMo), context and weights "
+    "(NeMo 2)"
 )
 
 
@@ -38,7 +44,7 @@ def open_checkpoint(
             f"{path} begins with a user who has no home here; give the path from / on"
         ) from None
     try:
-        return _open(found, config)
+        return _recognised(_open(found, config))
     except OSError as error:
         # Any reader may meet it in any file; its name says where.
         raise CheckpointError(
@@ -54,18 +60,29 @@ def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoin
         raise CheckpointError(
             f"{path} does not exist; give the directory of a checkpoint (nothing is downloaded)"
         )
-    if path.is_dir() and (path / MANIFEST).is_file():
+    if path.is_dir() and (path / MANIFEST).is_file() and read_manifest(path).layout == NATIVE:
         return open_native(path, config)
+    if find_nemo(path):
+        return open_nemo(path, config)
     iteration = find_iteration(path)
     if iteration is not None:
         return open_megatron(iteration, config)
-    distributed = find_torch_dist(path)
-    if distributed is not None:
-        return open_torch_dist(distributed, config)
-    foreign = _foreign(path, MEGATRON)
-    if foreign is None and path.is_dir() and (path / "config.json").is_file():
+    if find_torch_dist(path):
+        return open_torch_dist(path, config)
+    if find_lightning(path):
+        return open_lightning(path, config)
+    if path.is_dir() and (root := _foreign(path, ROOTS)) is not None:
+        raise CheckpointError(
+            f"{path} is {root}, but it has no weights in a form that is read; copy what is missing,"
+            f" or save them so: readable are {READABLE}"
+        )
+    if path.is_dir() and (path / "config.json").is_file():
         return open_huggingface(path, config)
-    foreign = foreign or _foreign(path, OTHERS)
+    if alone := _one_archive(path):
+        checkpoint = open_nemo(alone, config)
+        note = f"{alone.name} is read, the only archive in {path}"
+        return replace(checkpoint, notes=(note, *checkpoint.notes))
+    foreign = _foreign(path, OTHERS)
     if foreign is not None:
         raise CheckpointError(
             f"{path} is {foreign}, which this version does not read; convert it to Hugging Face's "
@@ -78,12 +95,23 @@ def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoin
     )
 
 
+def _recognised(checkpoint: Checkpoint) -> Checkpoint:
+    """The same, and which model it is, where Preamble wrote that beside another format's files."""
+    if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
+        return checkpoint
+    manifest = read_manifest(checkpoint.path)
+    if function(manifest.config) != function(checkpoint.config):
+        return checkpoint  # Overridden by the user.
+    note = (manifest.identity.note,) if manifest.identity.note else ()
+    return replace(checkpoint, identity=manifest.identity, notes=(*checkpoint.notes, *note))
+
+
 Evidence = tuple[tuple[str, str], ...]  # A pattern of paths, and what it is a sign of.
 
-MEGATRON: Evidence = (
+# What trainers leave around weights.
+ROOTS: Evidence = (
     ("context/model.yaml", "a NeMo 2.0 checkpoint"),
     ("context/io.json", "a NeMo 2.0 checkpoint"),
-    ("model_config.yaml", "an unpacked NeMo checkpoint"),
     ("latest_checkpointed_iteration.txt", "a Megatron checkpoint root"),
     ("latest_train_state.pt", "a Megatron-Bridge checkpoint root"),
 )
@@ -99,13 +127,16 @@ OTHERS: Evidence = (
 )
 
 FILES: Mapping[str, str] = {
-    ".nemo": "a NeMo archive",
     ".gguf": "a GGUF file",
     ".safetensors": "one file of weights without its directory",
     ".bin": "one file of weights without its directory",
     ".pt": "one file of weights without its directory",
-    ".ckpt": "a Lightning checkpoint",
 }
+
+
+def _one_archive(path: Path) -> Path | None:
+    archives = [file for file in path.glob("*.nemo") if file.is_file()] if path.is_dir() else []
+    return archives[0] if len(archives) == 1 else None
 
 
 def _foreign(path: Path, evidence: Evidence) -> str | None:

@@ -6,7 +6,15 @@ and exits 1; a server maps the class to a status code. Everything else is a bug 
 
 
 class PreambleError(Exception):
-    """The base of every error whose text is meant for a user."""
+    """The base of every error whose text is meant for a user.
+
+    Names in a message come from files that anyone wrote: what would break the line, or speak to the
+    terminal, is shown as an escape.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class CheckpointError(PreambleError):

@@ -23,6 +23,7 @@ from gpt.families import FAMILIES, Family, Packed
 from gpt.logical import (
     FLOAT_NAMES,
     Checkpoint,
+    Copy,
     Logical,
     Stored,
     common_dtype,
@@ -34,8 +35,8 @@ from gpt.logical import (
     some,
     stack,
 )
-from gpt.safetensors_file import open_safetensors
-from gpt.sharding import LAYERS, Parameter, Split, layer_of, parameters
+from gpt.safetensors_file import open_safetensors, refuse_pointer
+from gpt.sharding import Parameter, Split, parameters
 from gpt.torch_file import open_torch
 
 # Buffers that old files hold and that are no weights: causal masks, rotary frequencies.
@@ -43,9 +44,6 @@ BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_fre
 
 # The longest name that file systems take.
 NAME_BYTES_MAX = 255
-
-# The number of an expert in a canonical name.
-EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -74,11 +72,14 @@ def open_huggingface(
     tensors = {}
     for name, parameter in parameters(config).items():
         tensors[name] = _pack(parameter, config, family, _Finder(path, stored, used, rows))
+    copies: tuple[Copy, ...] = ()
     if not config.untie_embeddings_and_output_weights:
-        _drop_tied_head(path, family, stored, used)
+        copies = _drop_tied_head(path, family, stored, used)
     left = sorted(key for key in set(stored) - used if not BUFFERS.search(key))
-    refuse_leftover(path, left)
-    checkpoint = Checkpoint(path, "huggingface", config, tensors, files, find_tokenizer(path))
+    files_of_left = (stored[key].where.rpartition(": ")[0] for key in left)
+    refuse_leftover(path, [f"{key} in {file}" for key, file in zip(left, files_of_left, strict=True)])
+    tokenizer = find_tokenizer(path)
+    checkpoint = Checkpoint(path, "huggingface", config, tensors, files, tokenizer, copies=copies)
     checkpoint.check()
     return checkpoint
 
@@ -95,7 +96,9 @@ def _family(record: dict[str, Any], where: Path) -> Family:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        refuse_pointer(path, text)
+        record = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -245,19 +248,15 @@ class _Finder:
 
 def _pack(parameter: Parameter, config: GPTConfig, family: Family, finder: _Finder) -> Logical:
     """The map of one canonical tensor onto the stored ones."""
-    name, layer = parameter.name, layer_of(parameter.name)
-    expert = EXPERT.search(name)
-    general = EXPERT.sub("{expert}", name)
-    keys = family.keys.get(general if layer is None else general.split(".", 3)[3])
+    name, keys = parameter.name, family.keys_of(parameter.name)
     if keys is None:
         raise CheckpointError(
             f"{finder.path}: a model with {name} is no model of its family; correct the override"
         )
-    turned = family.conv1d and len(parameter.shape) == 2 and name.startswith(LAYERS)
+    turned = family.turns(parameter)
 
     def find(key: str, rows: int) -> Stored:
         shape = (rows, *parameter.shape[1:])
-        key = key.format(n=layer, expert=expert and expert[0])
         return finder.find(key, shape[::-1] if turned else shape, name)
 
     rows = parameter.shape[0]
@@ -292,11 +291,13 @@ def _grouped(
 
 def _drop_tied_head(
     path: Path, family: Family, stored: Mapping[str, Stored], used: set[str]
-) -> None:
+) -> tuple[Copy, ...]:
     head_key, key = family.keys[HEAD], family.keys[EMBEDDING]
     assert isinstance(head_key, str) and isinstance(key, str)
     head = stored.get(head_key)
-    if head is not None:
-        used.add(head_key)
-        remedy = "set tie_word_embeddings to false in config.json"
-        refuse_untied(path, [head], [stored[key]], remedy)
+    if head is None:
+        return ()
+    used.add(head_key)
+    remedy = "set tie_word_embeddings to false in config.json"
+    refuse_untied(path, [head], [stored[key]], remedy)
+    return (Copy(EMBEDDING, stored[key], head),)

@@ -8,7 +8,7 @@ It knows no format; a reader is whatever makes such a map.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
+from gpt.mapping import fault_in
 from gpt.sharding import Part, parameters
 
 # How the names of a tokenizer's files end; files of one vocabulary may have any prefix.
@@ -152,26 +153,30 @@ class Logical:
         return out
 
     @torch.no_grad()
+    def rows(self, start: int, stop: int, room: Tensor) -> Tensor:
+        """Whole rows: a view of the file where its bytes are ours already, else made in `room`."""
+        if (direct := self._direct()) is not None:
+            fault_in(direct[start:stop])
+            return direct[start:stop]
+        made = room[: (stop - start) * self.row_bytes].view(self.dtype)
+        made = made.view(stop - start, *self.shape[1:])
+        return self.read(Part(0, ((start, stop),), stop - start), made)
+
     def blocks(self, room: Tensor | None = None) -> Iterator[memoryview]:
         """Its bytes in order; each block is valid only until the next is asked for.
 
         `room`, of bytes, is where blocks are made if they have to be. Whoever streams many tensors
         brings one for all: freeing and taking large blocks by turns leaves holes in the heap.
         """
-        rows = self.shape[0]
-        row_bytes = max(1, self.nbytes // max(1, rows))
-        if room is None or room.numel() < row_bytes:
-            room = make_room(row_bytes)
-        step, direct = room.numel() // row_bytes, self._direct()
-        for start in range(0, rows, step):
-            stop = min(rows, start + step)
-            if direct is not None:
-                block = direct[start:stop]
-            else:
-                block = room[: (stop - start) * row_bytes].view(self.dtype)
-                block = block.view(stop - start, *self.shape[1:])
-                self.read(Part(0, ((start, stop),), stop - start), block)
-            yield block.reshape(-1).view(torch.uint8).numpy().data
+        if room is None or room.numel() < self.row_bytes:
+            room = make_room(self.row_bytes)
+        step = room.numel() // self.row_bytes
+        for start in range(0, self.shape[0], step):
+            yield as_bytes(self.rows(start, min(self.shape[0], start + step), room))
+
+    @property
+    def row_bytes(self) -> int:
+        return max(1, self._width * self.dtype.itemsize)
 
     def _direct(self) -> Tensor | None:
         """The stored tensor itself, if its bytes are ours."""
@@ -190,6 +195,7 @@ class Logical:
             if top < bottom and left < right:
                 target = out[top - rows[0] : bottom - rows[0], left - columns[0] :]
                 box = piece.box((top, bottom), (left, right))
+                fault_in(box)
                 target.narrow(1, 0, right - left).copy_(box)
 
     def fault(self) -> str | None:
@@ -216,6 +222,11 @@ class Logical:
 def make_room(bytes_min: int = 0) -> Tensor:
     """Scratch memory for `Logical.blocks`."""
     return torch.empty(max(bytes_min, BLOCK_BYTES), dtype=torch.uint8)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's bytes, where they are."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def stack(runs: Iterable[tuple[Stored, int, int]], *, transposed: bool = False) -> Logical:
@@ -263,6 +274,15 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """What files hold twice, as ranks do that share a norm: the one that is read, and another."""
+
+    name: str
+    kept: Stored
+    other: Stored
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What a reader found: an architecture, a map of every tensor, and what lies beside them."""
 
@@ -274,6 +294,8 @@ class Checkpoint:
     tokenizer: Path | None = None  # A file or a directory.
     notes: tuple[str, ...] = ()
     identity: Identity | None = None  # As recorded; None where the format does not say.
+    split: Mapping[str, int] = field(default_factory=dict)  # The writer's: tp, pp, vpp, ep.
+    copies: tuple[Copy, ...] = ()  # Compared by who reads everything.
 
     def read(self, name: str, part: Part | None = None, out: Tensor | None = None) -> Tensor:
         return self.tensors[name].read(part, out)

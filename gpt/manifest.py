@@ -14,6 +14,7 @@ from typing import Any
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
 from gpt.logical import Identity
+from gpt.safetensors_file import refuse_pointer
 
 FORMAT, VERSION = "preamble.checkpoint", 1
 MANIFEST = "preamble.json"
@@ -70,7 +71,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _record(where: Path) -> dict[str, Any]:
     try:
-        record = json.loads(where.read_bytes())
+        text = where.read_bytes()
+        refuse_pointer(where, text)
+        record = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"cannot read {where}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -91,8 +94,10 @@ def _check_file(folder: Path, name: str, entry: object) -> None:
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
         raise CheckpointError(f"{folder / MANIFEST} does not say how large {name!r} is")
     parts = Path(name).parts
-    if Path(name).is_absolute() or ".." in parts or not parts:
-        raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is not inside {folder}")
+    if Path(name).is_absolute() or ".." in parts or not parts or not name.isprintable():
+        raise CheckpointError(
+            f"{folder / MANIFEST} names {name[:60]!r}, which is not inside {folder}; copy it again"
+        )
     if not (folder / name).is_file():
         raise CheckpointError(f"{folder} lacks {name}, which its manifest names; copy it again")
     size = (folder / name).stat().st_size

@@ -6,8 +6,8 @@ gates over ups, rows of the oldest attentions put in today's order. No weight is
 Where the files came from, and what the arguments mean, is known elsewhere.
 """
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,24 @@ from typing import Any
 import torch
 
 from gpt.config import GPTConfig
-from gpt.errors import CheckpointError, ConfigError
-from gpt.logical import FLOAT_NAMES, Checkpoint, InMemory, Logical, Piece, common_dtype
-from gpt.megatron_args import Args, Weights, describe, infer, settle
+from gpt.errors import CheckpointError
+from gpt.logical import (
+    FLOAT_NAMES,
+    Checkpoint,
+    Copy,
+    InMemory,
+    Logical,
+    Piece,
+    alike,
+    common_dtype,
+    find_tokenizer,
+    refuse_leftover,
+    refuse_untied,
+)
+from gpt.megatron_args import UNTIED, Answer, Args, Weights, architecture, describe, infer
 from gpt.megatron_files import Place, Ranks, find_iteration, newer_iteration, open_ranks
-from gpt.megatron_names import EMBEDDING, EXPERT, HEAD, Names, rename, renumbered
+from gpt.megatron_names import EMBEDDING, EXPERT, HEAD, UPS, Names, rename, renumbered
 from gpt.sharding import Parameter, Split, parameters
-
-# Beside the weights, or in the root above, or in a folder `tokenizer` of either.
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "*vocab.json", "null.json")
 
 Parts = list[InMemory]  # One logical tensor on tensor rank 0, 1, and so on.
 
@@ -34,6 +43,8 @@ class Gathered:
 
     parts: dict[str, Parts] = field(default_factory=dict)
     copies: list[tuple[str, Parts]] = field(default_factory=list)  # Of what a stage had before.
+    replicas: list[Copy] = field(default_factory=list)  # On the expert ranks.
+    paired: set[str] = field(default_factory=set)  # All gates' parts, then all ups'.
     num_layers: int = 0
     legacy: bool = False
     extra_heads: bool = False
@@ -48,31 +59,53 @@ def open_megatron(path: Path, changes: GPTConfig | Mapping[str, Any] | None = No
             "directory that holds them, or the root with the tracker file"
         )
     ranks = open_ranks(iteration)
+    args = next(iter(ranks.saved.values())).args
+
+    def ask(weights: Weights) -> Answer:
+        return infer(weights) if args is None else describe(Args(args, str(iteration)), weights)
+
+    checkpoint = join_ranks(ranks, iteration, changes or {}, ask)
+    notes = (*checkpoint.notes, *newer_iteration(iteration))
+    return replace(checkpoint, tokenizer=tokenizer_beside(iteration), notes=notes)
+
+
+def join_ranks(
+    ranks: Ranks,
+    path: Path,
+    changes: GPTConfig | Mapping[str, Any],
+    ask: Callable[[Weights], Answer],
+) -> Checkpoint:
+    """One model of all ranks' tensors; `ask` describes it where `changes` are not a whole config.
+
+    Formats that share these names and this split are told apart by whoever calls.
+    """
     gathered = gather(ranks)
-    first = next(iter(ranks.saved.values()))
-    config, notes = _config(gathered, first.args, iteration, changes or {})
-    if not config.untie_embeddings_and_output_weights:
-        _drop_tied_head(gathered, iteration)
+    config, notes = _config(gathered, path, changes, ask)
+    if not config.untie_embeddings_and_output_weights and HEAD in gathered.parts:
+        # The last stage's copy of a tied embedding; a head of its own is refused.
+        head = gathered.parts.pop(HEAD)
+        refuse_untied(path, head, gathered.parts[EMBEDDING], UNTIED)
+        gathered.copies.append((EMBEDDING, head))
     for name, copy in gathered.copies:
         _refuse_unequal(name, gathered.parts[name], copy)
-    newer = newer_iteration(iteration)
-    if newer:
-        notes.append(
-            f"{newer} is newer than {iteration.name}, which the tracker names; its save may not "
-            "have ended: give its own directory to read it"
-        )
     # Rows were put in order from the second version on; Megatron-Core never knew another.
-    version = first.version if gathered.legacy else 3.0
+    version = next(iter(ranks.saved.values())).version if gathered.legacy else 3.0
     table = parameters(config)
-    tensors = {
-        name: _join(parameter, gathered.parts[name], config, version)
-        for name, parameter in table.items()
-        if name in gathered.parts
-    }
-    _refuse_leftover(iteration, gathered, table)
-    files = tuple(saved.path for saved in ranks.saved.values())
+    left = (parts[0].where for name, parts in gathered.parts.items() if name not in table)
+    refuse_leftover(path, left)
+    tensors = {}
+    for name, parameter in table.items():
+        if name in gathered.parts:
+            # Where gates and ups have a matrix each, all parts lie one under the other.
+            pair = name in gathered.paired and parameter.split is Split.GATED
+            whole = replace(parameter, split=Split.ROWS) if pair else parameter
+            tensors[name] = _join(whole, gathered.parts[name], config, version)
     checkpoint = Checkpoint(
-        iteration, "megatron", config, tensors, files, find_tokenizer(iteration), tuple(notes)
+        *(path, "megatron", config, tensors),
+        files=tuple(saved.path for saved in ranks.saved.values()),
+        notes=tuple(notes),
+        split={**asdict(ranks.split), "vpp": ranks.chunks},
+        copies=_copies(gathered, table),
     )
     checkpoint.check()
     return checkpoint
@@ -93,6 +126,11 @@ def gather(ranks: Ranks) -> Gathered:
                 if place.stage == stage
             }
             _add_stage(gathered, held, ranks)
+    for name in [name for name in gathered.parts if name.endswith(UPS)]:
+        gates = gathered.parts.get(name.removesuffix(UPS))
+        if gates is not None:
+            gates += gathered.parts.pop(name)
+            gathered.paired.add(name.removesuffix(UPS))
     return gathered
 
 
@@ -124,6 +162,10 @@ def _add_stage(gathered: Gathered, held: Mapping[Place, Names], ranks: Ranks) ->
                 gathered.copies.append((own, parts))
             else:
                 gathered.parts[own] = parts
+            for other in range(1, 1 if match else split.ep):
+                for t, kept in enumerate(parts):
+                    replica = held[Place(t, stage, other)].tensors[name]
+                    gathered.replicas.append(Copy(own, kept, replica))
     gathered.num_layers += first.layers
     gathered.legacy = gathered.legacy or first.legacy
     gathered.extra_heads = gathered.extra_heads or first.extra_heads
@@ -131,42 +173,21 @@ def _add_stage(gathered: Gathered, held: Mapping[Place, Names], ranks: Ranks) ->
 
 def _config(
     gathered: Gathered,
-    args: Mapping[str, Any] | None,
-    iteration: Path,
+    path: Path,
     changes: GPTConfig | Mapping[str, Any],
+    ask: Callable[[Weights], Answer],
 ) -> tuple[GPTConfig, list[str]]:
     """The architecture, and what a user should know of how it was found."""
     parts = gathered.parts
     shapes = {name: [part.shape for part in on_ranks] for name, on_ranks in parts.items()}
     if any(len(shape) != 2 for shape in shapes.get(EMBEDDING, [()])):
         raise CheckpointError(
-            f"{iteration}: no rank holds {EMBEDDING} as a matrix; the files are not a GPT's, or "
+            f"{path}: no rank holds {EMBEDDING} as a matrix; the files are not a GPT's, or "
             "the first stage's are lost: take all ranks from one checkpoint"
         )
     weights = Weights(shapes, gathered.num_layers, gathered.legacy)
     dtype = common_dtype(part for on_ranks in parts.values() for part in on_ranks)
-    where = str(iteration)
-    try:
-        if isinstance(changes, GPTConfig):
-            config, notes = changes, {}
-        else:
-            answer = infer(weights) if args is None else describe(Args(args, where), weights)
-            answer.fields["dtype"] = FLOAT_NAMES[dtype or torch.float32]
-            config = GPTConfig.from_dict(settle(answer, changes, where))
-            notes = {name: note for name, note in answer.notes.items() if name not in changes}
-    except ConfigError as error:
-        raise CheckpointError(f"{iteration}: {error}") from None
-    rows = weights.rows(EMBEDDING)
-    if config.vocab_size > rows:
-        raise CheckpointError(
-            f"{iteration}: vocab_size is overridden with {config.vocab_size}, but the embedding "
-            f"has {rows} rows; the true size can only be smaller"
-        )
-    if config.num_layers != gathered.num_layers:
-        raise CheckpointError(
-            f"{iteration}: the config has {config.num_layers} layers, the stages hold "
-            f"{gathered.num_layers}; files of a stage are lost or of another checkpoint"
-        )
+    config, notes = architecture(path, weights, FLOAT_NAMES[dtype or torch.float32], changes, ask)
     if gathered.extra_heads:
         notes["mtp"] = "its heads for multi-token prediction are left out; the main one is whole"
     return config, list(notes.values())
@@ -260,48 +281,27 @@ def _logical(shape: tuple[int, ...], pieces: list[Piece]) -> Logical:
     return Logical(shape, dtype, tuple(pieces))
 
 
-def _drop_tied_head(gathered: Gathered, iteration: Path) -> None:
-    """The last stage's copy of a tied embedding; a head of its own is refused."""
-    head = gathered.parts.pop(HEAD, None)
-    if head is not None and not _alike(head, gathered.parts[EMBEDDING]):
-        raise CheckpointError(
-            f"{iteration}: args tie the head to the embedding, but {head[0].where} is not equal to "
-            f"{gathered.parts[EMBEDDING][0].where}; if they were trained apart, give "
-            "untie_embeddings_and_output_weights in config"
-        )
-
-
-def _alike(left: Parts, right: Parts) -> bool:
-    """A few rows tell a copy from weights that were trained apart."""
-    for mine, its in zip(left, right, strict=True):
-        if mine.shape != its.shape:
-            return False
-        rows = [0, mine.shape[0] // 2, mine.shape[0] - 1]
-        if not torch.equal(mine.tensor()[rows], its.tensor()[rows]):
-            return False
-    return True
+def _copies(gathered: Gathered, table: Mapping[str, Parameter]) -> tuple[Copy, ...]:
+    """What several ranks hold alike: norms and routers on tensor ranks, and what is read once."""
+    copies = list(gathered.replicas)
+    for name, parts in gathered.parts.items():
+        if table[name].split is Split.WHOLE:
+            copies += [Copy(name, parts[0], part) for part in parts[1:]]
+    for name, parts in gathered.copies:
+        pairs = zip(gathered.parts[name], parts, strict=True)
+        copies += [Copy(name, kept, part) for kept, part in pairs]
+    return tuple(copies)
 
 
 def _refuse_unequal(name: str, first: Parts, copy: Parts) -> None:
-    if not _alike(first, copy):
+    if not alike(first, copy):
         raise CheckpointError(
             f"{copy[0].where} is not equal to {first[0].where}, though both are {name}; files of "
             "stages are swapped or of two checkpoints: take all ranks from one"
         )
 
 
-def _refuse_leftover(iteration: Path, gathered: Gathered, known: Container[str]) -> None:
-    left = [parts[0].where for name, parts in gathered.parts.items() if name not in known]
-    if left:
-        raise CheckpointError(
-            f"{iteration}: the architecture has no place for {len(left)} tensors: "
-            f"{', '.join(left[:3])}; they would change the result, so the model is not read"
-        )
-
-
-def find_tokenizer(iteration: Path) -> Path | None:
-    for folder in (iteration, iteration.parent):
-        for place in (folder, folder / "tokenizer"):
-            if any(any(place.glob(name)) for name in TOKENIZER_FILES):
-                return place
-    return None
+def tokenizer_beside(folder: Path) -> Path | None:
+    """With the weights, or in the root above, or in a folder `tokenizer` of either."""
+    places = (folder, folder.parent)
+    return find_tokenizer(*(place for one in places for place in (one, one / "tokenizer")))

@@ -6,12 +6,21 @@ compute exactly is refused by name; a file without args answers from its shapes,
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from gpt.errors import CheckpointError
+from gpt.config import GPTConfig
+from gpt.errors import CheckpointError, ConfigError
+from gpt.logical import refuse_larger_vocabulary
 from gpt.megatron_names import EMBEDDING, POSITIONS
+from gpt.settings import shown
+
+# How a user gives what the files do not say.
+HOW = "(config= in Python, --config-json FILE on the command line)"
+AS_FIELDS = f"as fields of config {HOW}"
+UNTIED = f"give untie_embeddings_and_output_weights in config {HOW}"
 
 # Every argument that describes the network; all ranks of one model agree on them.
 DESCRIBING: tuple[str, ...] = (
@@ -61,22 +70,51 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "moe_router_group_topk": (0,),
     "retro_add_retriever": (False,),
     "spec": ([],),
+    "softmax_scale": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "apply_embedding_scaling": (False,),
+}
+
+# Functions by the last part of their names, where a config names one: by itself a GELU is erf's.
+FUNCTIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "openai_gelu": "gelu_tanh",
+    "fast_gelu": "gelu_tanh",
+    "squared_relu": "relu2",
 }
 
 QUESTIONS: Mapping[str, str] = {
-    "num_attention_heads": "how many heads share the hidden size",
-    "activation": "gelu, gelu_tanh, silu or relu2",
+    "num_attention_heads": "how many heads share the attention",
+    "num_query_groups": "equal to the heads if not grouped",
+    "activation": "gelu for erf, gelu_tanh, silu or relu2",
     "position_embedding_type": "rope or none",
     "max_position_embeddings": "the context that it was trained with",
     "layernorm_epsilon": "often 1e-5 or 1e-6",
+    "layernorm_zero_centered_gamma": "true for layernorm1p",
+    "rotary_base": "often 10000",
+    "rotary_percent": "1.0 if all channels turn",
+    "moe_router_topk": "experts of each token",
+    "moe_router_pre_softmax": "false if the softmax is over the chosen ones",
 }
 
 
 class Args:
-    """One file's arguments. None, which argparse gives what was not set, counts as absent."""
+    """One file's arguments. None, which argparse gives what was not set, counts as absent.
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
+    In messages they are called `args.x`, or as `called` says, in a dialect of its own.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str, called: Mapping[str, str] | None = None
+    ) -> None:
+        self.values, self.where, self.called = values, where, called
+
+    def name(self, name: str) -> str:
+        return f"args.{name}" if self.called is None else self.called.get(name, name)
 
     def get(self, name: str, absent: Any = None) -> Any:
         value = self.values.get(name)
@@ -92,7 +130,10 @@ class Args:
         value = self.get(name, absent)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.wrong(name, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.wrong(name, "a number") from None
 
     def flag(self, name: str, absent: bool = False) -> bool:
         value = self.get(name, absent)
@@ -111,17 +152,17 @@ class Args:
         return value
 
     def wrong(self, name: str, need: str) -> CheckpointError:
-        found = repr(self.values.get(name))[:60]
+        found = shown(self.values.get(name))
         return CheckpointError(
-            f"{self.where}: args.{name} is {found}, where {need} is needed; take the file from the "
-            "training run again"
+            f"{self.where}: {self.name(name)} is {found}, where {need} is needed; take the file "
+            "from the training run again"
         )
 
     def refused(self, name: str) -> CheckpointError:
-        found = repr(self.values.get(name))[:60]
+        found = shown(self.values.get(name))
         return CheckpointError(
-            f"{self.where}: args.{name} is {found}, which Preamble does not compute; the model "
-            "cannot be read"
+            f"{self.where}: {self.name(name)} is {found}, which Preamble does not compute; the "
+            "model cannot be read"
         )
 
 
@@ -170,7 +211,8 @@ def describe(args: Args, weights: Weights) -> Answer:
     """The architecture, from arguments of any version."""
     for name, unused in REFUSED.items():
         value = args.get(name)
-        if value is not None and value not in unused:
+        plain = isinstance(value, bool | int | float | str | list | tuple)
+        if value is not None and not (plain and value in unused):
             raise args.refused(name)
     answer = Answer()
     fields = answer.fields
@@ -268,6 +310,9 @@ def _window(args: Args, weights: Weights, answer: Answer) -> None:
 
 def _activation(args: Args, weights: Weights, biases: bool, answer: Answer) -> None:
     fields = answer.fields
+    if args.get("activation_func") is not None:
+        _named_activation(args, biases, fields)
+        return
     fields["gated"] = args.flag("swiglu")
     if args.flag("swiglu"):
         fields["activation"] = "silu"
@@ -284,6 +329,17 @@ def _activation(args: Args, weights: Weights, biases: bool, answer: Answer) -> N
         return
     tanh = fused or (weights.legacy and args.flag("openai_gelu"))
     fields["activation"] = "gelu_tanh" if tanh else "gelu"
+
+
+def _named_activation(args: Args, biases: bool, fields: dict[str, Any]) -> None:
+    """As Megatron-Core's own config has it: a function, whether it gates, whether it is fused."""
+    name = args.get("activation_func")
+    if not isinstance(name, str) or name not in FUNCTIONS:
+        raise args.refused("activation_func")
+    gated = fields["gated"] = args.flag("gated_linear_unit")
+    # The kernel that adds the bias computes the tanh form; one that gates needs no bias.
+    fused = args.flag("bias_activation_fusion") and (biases or gated)
+    fields["activation"] = "gelu_tanh" if name == "gelu" and fused else FUNCTIONS[name]
 
 
 def _experts(args: Args, weights: Weights, answer: Answer) -> None:
@@ -317,10 +373,10 @@ def _experts(args: Args, weights: Weights, answer: Answer) -> None:
 def _vocabulary(args: Args, weights: Weights, answer: Answer) -> None:
     """The rows without padding, as far as args tell."""
     rows = weights.rows(EMBEDDING)
-    padded = args.get("padded_vocab_size")
-    if padded is not None and padded != rows:
+    padded = args.whole("padded_vocab_size")
+    if padded and padded != rows:
         raise CheckpointError(
-            f"{args.where}: args.padded_vocab_size is {padded!r}, but the embedding has {rows} rows"
+            f"{args.where}: args.padded_vocab_size is {padded}, but the embedding has {rows} rows"
             "; rank files are of different checkpoints: take them from one"
         )
     size = args.whole("vocab_size")
@@ -378,12 +434,46 @@ def settle(answer: Answer, changes: Mapping[str, Any], where: str) -> dict[str, 
     """The fields with what the user knows better; what is still unknown is asked for by name."""
     asked = [name for name in answer.unknown if name not in changes]
     if asked:
-        wanted = ", ".join(f"{name} ({QUESTIONS[name]})" for name in asked)
         raise CheckpointError(
-            f"{where} does not say {wanted}; give {'it' if len(asked) == 1 else 'them'} as fields "
-            "of config"
+            f"{where} does not say {questions(asked)}; look {'it' if len(asked) == 1 else 'them'} "
+            f"up where it was trained, and give {'it' if len(asked) == 1 else 'them'} {AS_FIELDS}"
         )
     return {**answer.fields, **changes}
+
+
+def questions(names: Sequence[str]) -> str:
+    """Fields by name, with what tells an answer from another."""
+    return ", ".join(f"{name} ({QUESTIONS[name]})" if name in QUESTIONS else name for name in names)
+
+
+def architecture(
+    where: Path,
+    weights: Weights,
+    dtype: str,
+    changes: GPTConfig | Mapping[str, Any],
+    ask: Callable[[Weights], Answer],
+) -> tuple[GPTConfig, dict[str, str]]:
+    """The config, and what a user should know of how it was found, by field.
+
+    `ask` gets it from wherever the format keeps it; a whole config makes that needless.
+    """
+    try:
+        if isinstance(changes, GPTConfig):
+            config, notes = changes, {}
+        else:
+            answer = ask(weights)
+            answer.fields["dtype"] = dtype
+            config = GPTConfig.from_dict(settle(answer, changes, str(where)))
+            notes = {name: note for name, note in answer.notes.items() if name not in changes}
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    refuse_larger_vocabulary(where, config, weights.rows(EMBEDDING))
+    if config.num_layers != weights.num_layers:
+        raise CheckpointError(
+            f"{where}: the config has {config.num_layers} layers, the weights have "
+            f"{weights.num_layers}; files are lost or of another checkpoint: take all from one"
+        )
+    return config, notes
 
 
 def disagreement(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:

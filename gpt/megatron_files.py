@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gpt.errors import CheckpointError
+from gpt.logical import some
 from gpt.megatron_args import Args, disagreement
 from gpt.unpickle import Stub, read_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BRIDGE_TRACKER = "latest_train_state.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 # The second is of 2022 and 2023, when a distributed optimizer had files of its own.
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
@@ -56,7 +60,7 @@ class Saved:
     path: Path
     args: Mapping[str, Any] | None  # None in files of 2019 and 2020.
     version: float  # Of the order of rows in the attention; 0 where it is not said.
-    iteration: object
+    iteration: int | None
     chunks: Mapping[int, Mapping[str, Any]]
 
 
@@ -93,13 +97,41 @@ def find_iteration(path: Path) -> Path | None:
     return named if _rank_files(named) else None
 
 
-def newer_iteration(iteration: Path) -> str | None:
-    """A later save beside the one that the tracker names: it may have died before its end."""
+def newer_iteration(iteration: Path) -> list[str]:
+    """A note on a later save beside the one that the tracker names: it may have died."""
     tracker = iteration.parent / TRACKER
     if not tracker.is_file() or tracked(iteration.parent) != iteration:
-        return None
+        return []
     newest = _iterations(iteration.parent)[-1]
-    return None if "release" in (newest, iteration.name) or newest == iteration.name else newest
+    if "release" in (newest, iteration.name) or newest == iteration.name:
+        return []
+    return [
+        f"{newest} is newer than {iteration.name}, which the tracker names; its save may not have "
+        "ended: give its own directory to read it"
+    ]
+
+
+def bridge_iteration(root: Path) -> tuple[Path, str] | None:
+    """What Megatron-Bridge's own tracker names, and a note if it names none that can be read."""
+    tracker = root / BRIDGE_TRACKER
+    if not tracker.is_file():
+        return None
+    state = read_pickle(tracker)
+    step = state.get("step") if isinstance(state, dict) else None
+    step = int(step) if isinstance(step, Tensor) and step.numel() == 1 else step
+    if type(step) is int:
+        named = root / f"iter_{step:07}"
+        if not named.is_dir():
+            others = ", ".join(_iterations(root)[-3:]) or "none"
+            raise CheckpointError(
+                f"{tracker} names {named.name}, which is not there; found are: {others}; copy the "
+                "missing directory, or give one of these"
+            )
+        return named, ""
+    names = _iterations(root)
+    if not names:
+        return None
+    return root / names[-1], f"{tracker.name} names no step; {names[-1]}, the newest, is read"
 
 
 def open_ranks(iteration: Path) -> Ranks:
@@ -112,14 +144,14 @@ def open_ranks(iteration: Path) -> Ranks:
     says = "args" if first.args else "names"
     if missing:
         raise CheckpointError(
-            f"{iteration} lacks {_some(missing)} of the {len(wanted)} ranks (TP {split.tp} x PP "
+            f"{iteration} lacks {some(missing)} of the {len(wanted)} ranks (TP {split.tp} x PP "
             f"{split.pp} x EP {split.ep} by the {says} of {first.path.parent.name}); copy the "
             "missing ones, each node of a cluster may have kept its own"
         )
     surplus = sorted(set(files) - set(wanted))
     if surplus:
         raise CheckpointError(
-            f"{iteration} has {_some(surplus)} beyond the {len(wanted)} ranks (TP {split.tp} x PP "
+            f"{iteration} has {some(surplus)} beyond the {len(wanted)} ranks (TP {split.tp} x PP "
             f"{split.pp} x EP {split.ep} by the {says} of {first.path.parent.name}); two "
             "checkpoints are mixed here: remove what is not of this one"
         )
@@ -184,6 +216,10 @@ def _open(path: Path) -> Saved:
     if not isinstance(args, dict | None) or not isinstance(version, int | float):
         raise CheckpointError(f"{path} has args or a version that are none; copy it again")
     iteration = record.get("iteration", record.get("total_iters"))
+    if isinstance(iteration, Tensor) and iteration.numel() == 1:
+        iteration = int(iteration)
+    if not isinstance(iteration, int | None):
+        raise CheckpointError(f"{path} has an iteration that is no number; copy it again")
     return Saved(path, args or None, float(version), iteration, chunks)
 
 
@@ -223,13 +259,8 @@ def _refuse_mixed(first: Saved, other: Saved) -> None:
             )
     name = disagreement(first.args or {}, other.args or {})
     if name:
-        mine, its = (saved.args and saved.args.get(name) for saved in (first, other))
+        values = [repr((saved.args or {}).get(name))[:60] for saved in (first, other)]
         raise CheckpointError(
-            f"{first.path} has args.{name} {mine!r}, {other.path} has {its!r}; two checkpoints are "
-            "mixed: take all ranks from one"
+            f"{first.path} has args.{name} {values[0]}, {other.path} has {values[1]}; two "
+            "checkpoints are mixed: take all ranks from one"
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -21,12 +21,13 @@ from gpt.sharding import LAYERS
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 POSITIONS = "embedding.position_embeddings.weight"
 
-# Wrappers: torch's data-parallel one, and Megatron's and NeMo's own.
-PREFIX = re.compile(r"(module\.|model\.|language_model\.)*")
+# Wrappers: torch's data-parallel one and its compiler's, and Megatron's and NeMo's own.
+PREFIX = re.compile(r"(module\.|model\.|language_model\.|_orig_mod\.)*")
 LAYER = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 # States of FP8 kernels, which are pickles of their own, and tables that are computed.
+UPS = "_v"  # At the end of a name: the ups of a gated fc1 that has a matrix for each half.
 DROPPED = re.compile(r"(.+\.)?(_extra_state\d*|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)")
 EXTRA_HEADS = "mtp."
 
@@ -37,6 +38,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"input_(?:layer)?norm\.(.+)", r"self_attention.linear_qkv.layer_norm_\1"),
     (r"post_attention_(?:layer)?norm\.(.+)", r"mlp.linear_fc1.layer_norm_\1"),
     (r"mlp\.dense_h_to_4h\.(.+)", r"mlp.linear_fc1.\1"),
+    # NeMo's two matrices: this is what the first one gates.
+    (r"mlp\.dense_h_to_4h_2\.(weight|bias)", rf"mlp.linear_fc1.\1{UPS}"),
     (r"mlp\.dense_4h_to_h\.(.+)", r"mlp.linear_fc2.\1"),
     # Layers of Transformer Engine as a whole.
     (
@@ -53,6 +56,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
 )
 OUTSIDE: tuple[tuple[str, str], ...] = (
     (r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(.+)", r"decoder.final_layernorm.\1"),
+    (r"embedding\.position_embeddings", POSITIONS),  # NeMo's `learned_parameters`.
     # The last stage's copy of a tied embedding.
     (r"word_embeddings(?:_for_head)?\.weight", HEAD),
 )
@@ -66,7 +70,7 @@ FOREIGN: tuple[tuple[str, str], ...] = (
     (r"vision_|image_|projector", "a multimodal model"),
     (r"linear_(q|kv)_(down|up)_proj|linear_q_proj", "multi-latent or cross attention"),
     (r"softmax_offset", "attention with sinks"),
-    (r"adapter|lora_", "an adapter"),
+    (r"adapter|lora_|prompt_(table|encoder|embeddings)", "an adapter"),
     (r"layers\.\d+\.mlp\.local_experts", "the Switch experts of Megatron's older classes"),
     (r"(query|key|value)_weight", "Transformer Engine's layer with separate queries and keys"),
     (r"_(amax|scale_inv)$|_quantizer", "a quantized model"),

@@ -9,8 +9,8 @@ How an index and a chunk are read is known elsewhere.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from operator import add
 from pathlib import Path
@@ -21,17 +21,23 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.distcp_file import INDEX, Chunk, Entry, Index, read_index
-from gpt.errors import CheckpointError, ConfigError
+from gpt.errors import CheckpointError
+from gpt.file_tree import FileTree, files_in
 from gpt.logical import (
     FLOAT_NAMES,
     Checkpoint,
+    InMemory,
     Logical,
     Piece,
     common_dtype,
+    find_tokenizer,
+    refuse_leftover,
+    refuse_untied,
+    some,
 )
-from gpt.megatron import find_tokenizer
-from gpt.megatron_args import Args, Weights, describe, settle
-from gpt.megatron_files import TRACKER, newer_iteration, tracked
+from gpt.megatron import tokenizer_beside
+from gpt.megatron_args import UNTIED, Answer, Weights, architecture
+from gpt.megatron_files import TRACKER, bridge_iteration, newer_iteration, tracked
 from gpt.megatron_names import (
     DROPPED,
     EMBEDDING,
@@ -42,11 +48,10 @@ from gpt.megatron_names import (
     refuse_foreign,
 )
 from gpt.sharding import LAYERS, parameters
-from gpt.torch_dist_args import from_shapes
-from gpt.unpickle import Stub, read_pickle
+from gpt.torch_dist_args import COMMON, COMMON_KEY, ask
 
-BACKEND, COMMON = "metadata.json", "common.pt"
-COMMON_KEY = "common_state/shard_0_1"  # Since core 0.19, instead of the file.
+BACKEND, INTEGRITY = "metadata.json", "integrity.json"
+TEXT_BYTES_MAX = 1 << 20
 # What a training run keeps besides the model.
 STATES = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|common_state|"
@@ -128,13 +133,19 @@ def find_torch_dist(path: Path) -> Path | None:
     """The directory with the index: `path`, what its tracker names, or a NeMo one's weights."""
     if path.name in (BACKEND, INDEX, COMMON):
         path = path.parent
+    if path.name == "context" and (path.parent / "weights").is_dir():
+        path = path.parent
     places = [path, path / "weights", path / "model_weights"]
     if (path / TRACKER).is_file():
         places.append(tracked(path))
+    elif bridge := bridge_iteration(path):
+        places.append(bridge[0])
     for place in places:
-        if (place / INDEX).is_file() or (place / COMMON).is_file() or _backend(place):
+        if (place / INDEX).is_file() or (place / COMMON).is_file():
             return place
         if any(place.glob("__*_*.distcp")):
+            return place
+        if (place / BACKEND).is_file() and _backend(files_in(place)):
             return place
     return None
 
@@ -147,33 +158,45 @@ def open_torch_dist(path: Path, changes: GPTConfig | Mapping[str, Any] | None = 
             f"{path} has no {BACKEND}, {INDEX} or .distcp files; give the directory that holds "
             "them, or the root with the tracker file"
         )
-    _refuse_other(folder)
-    index = read_index(folder, _is_wanted)
+    tree, changes = files_in(folder), changes or {}
+    checkpoint = join_chunks(tree, changes, lambda index, weights: ask(index, weights, changes))
+    bridge = None if (path / TRACKER).is_file() else bridge_iteration(path)
+    chosen = [bridge[1]] if bridge and bridge[1] and bridge[0] == folder else []
+    context = folder.parent / "context"
+    beside = find_tokenizer(context / "nemo_tokenizer", context) if context.is_dir() else None
+    return replace(
+        checkpoint,
+        format="nemo" if context.is_dir() else "torch_dist",
+        tokenizer=beside or tokenizer_beside(folder),
+        notes=(*checkpoint.notes, *newer_iteration(folder), *chosen),
+    )
+
+
+def join_chunks(
+    tree: FileTree,
+    changes: GPTConfig | Mapping[str, Any],
+    asks: Callable[[Index, Weights], Answer],
+) -> Checkpoint:
+    """One model of all chunks; `asks` describes it where `changes` are not a whole config."""
+    _refuse_other(tree)
+    _refuse_lost(tree)
+    index = read_index(tree, _is_wanted)
     found = gather(index)
-    config, notes = _config(found, index, changes or {})
-    if not config.untie_embeddings_and_output_weights:
-        _drop_tied_head(found, folder)
-    newer = newer_iteration(folder)
-    if newer:
-        notes.append(
-            f"{newer} is newer than {folder.name}, which the tracker names; its save may not have "
-            "ended: give its own directory to read it"
-        )
+    config, notes = _config(found, index, changes, asks)
+    if config.gated:
+        _refuse_unsplit(found)
+    if not config.untie_embeddings_and_output_weights and HEAD in found.tensors:
+        _drop_tied_head(found, tree.path)
     table = parameters(config)
     left = [whole.key for name, whole in found.tensors.items() if name not in table]
-    if left:
-        raise CheckpointError(
-            f"{folder}: the architecture has no place for {len(left)} tensors: "
-            f"{', '.join(left[:3])}; they would change the result, so the model is not read"
-        )
+    refuse_leftover(tree.path, left)
     tensors = {
         name: _logical(whole, table[name].shape if name in (EMBEDDING, HEAD) else whole.shape)
         for name, whole in ((name, found.tensors.get(name)) for name in table)
         if whole is not None
     }
-    files = tuple(sorted(file.path for file in index.files.values()))
-    tokenizer = find_tokenizer(folder)
-    checkpoint = Checkpoint(folder, "torch_dist", config, tensors, files, tokenizer, tuple(notes))
+    files = tuple(sorted({span.file.path for span in index.files.values()}))
+    checkpoint = Checkpoint(tree.path, "torch_dist", config, tensors, files, notes=tuple(notes))
     checkpoint.check()
     return checkpoint
 
@@ -182,19 +205,15 @@ def _is_wanted(key: str) -> bool:
     return key == COMMON_KEY or not (STATES.match(key) or "_extra_state" in key)
 
 
-def _backend(folder: Path) -> str | None:
+def _backend(tree: FileTree) -> str | None:
     """What `metadata.json` calls the format; None if there is no such file, or another's."""
-    try:
-        record = json.loads((folder / BACKEND).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    name = record.get("sharded_backend") if isinstance(record, dict) else None
+    name = json_of(tree, BACKEND).get("sharded_backend")
     return name if isinstance(name, str) else None
 
 
-def _refuse_other(folder: Path) -> None:
+def _refuse_other(tree: FileTree) -> None:
     """Formats that look alike, and saves that did not finish."""
-    backend = _backend(folder)
+    folder, backend = tree.path, _backend(tree)
     if backend == "zarr":
         raise CheckpointError(
             f"{folder} is a zarr checkpoint, a format that Megatron-Core itself gave up; load it "
@@ -205,13 +224,13 @@ def _refuse_other(folder: Path) -> None:
             f"{folder} is a {backend} checkpoint by {BACKEND}; torch_dist is read: save it with "
             "--ckpt-format torch_dist"
         )
-    if not (folder / INDEX).is_file():
+    if INDEX not in tree.spans:
         raise CheckpointError(
             f"{folder} has no {INDEX}, so the save did not finish, or this node kept only its own "
             "share; copy the missing files, or take an earlier iteration"
         )
     if backend is None:
-        keys = read_index(folder, lambda key: key.startswith("model.")).tensors
+        keys = read_index(tree, lambda key: key.startswith("model.")).tensors
         if keys:
             raise CheckpointError(
                 f"{folder} is a torch_dcp or fsdp_dtensor checkpoint: it has no {BACKEND}, and keys"
@@ -223,10 +242,33 @@ def _refuse_other(folder: Path) -> None:
             "or this node kept only its own share; copy the missing files, or take an earlier "
             "iteration"
         )
-    if (folder / "modelopt_state").exists():
+    if "adapter_metadata.json" in tree.spans:
+        raise CheckpointError(f"{folder} is an adapter of NeMo 2, not a model; give its base model")
+    inside = any(name.startswith("modelopt_state") for name in tree.spans)
+    if inside or (folder / "modelopt_state").exists():
         raise CheckpointError(
             f"{folder} has modelopt_state: the model was quantized or pruned; give the one before"
         )
+
+
+def _refuse_lost(tree: FileTree) -> None:
+    """Newer saves list all their files. Their hashes are for whoever reads every byte."""
+    listed = json_of(tree, INTEGRITY).get("files")
+    names = [str(name) for name in listed] if isinstance(listed, dict) else []
+    if lost := [name for name in names if "/" not in name and name not in tree.spans]:
+        raise CheckpointError(
+            f"{tree.path} lacks {some(lost)} of the {len(names)} files that {INTEGRITY} lists; "
+            "copy the missing ones, each node of a cluster may have kept its own"
+        )
+
+
+def json_of(tree: FileTree, name: str) -> dict[str, Any]:
+    """What a small file says; nothing, where it is not there or says something else."""
+    try:
+        record = json.loads(tree.spans[name].read(TEXT_BYTES_MAX))
+    except (CheckpointError, KeyError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def gather(index: Index) -> Found:
@@ -355,31 +397,11 @@ def _in_bands(pieces: list[Piece]) -> Iterator[Piece]:
             top = bottom
 
 
-def _arguments(index: Index) -> dict[str, Any] | None:
-    """`args` of the training run; None where the config lies elsewhere."""
-    path = index.folder / COMMON
-    if (index.folder.parent / "context").is_dir():
-        return None  # NeMo 2, whose common state is its trainer's own objects.
-    if path.is_file():
-        record = read_pickle(path)
-    elif COMMON_KEY in index.objects:
-        blob = index.objects[COMMON_KEY]
-        path = blob.file.path
-        record = read_pickle(path, (blob.offset, blob.length))
-        record = record[0] if isinstance(record, list) and len(record) == 1 else record
-    else:
-        return None
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{path} holds a {type(record).__name__}, not a run's common state")
-    args = record.get("args")
-    args = args.fields if isinstance(args, Stub) else args
-    if not isinstance(args, dict | None):
-        raise CheckpointError(f"{path} has args that are none; copy it again")
-    return args or None
-
-
 def _config(
-    found: Found, index: Index, changes: GPTConfig | Mapping[str, Any]
+    found: Found,
+    index: Index,
+    changes: GPTConfig | Mapping[str, Any],
+    asks: Callable[[Index, Weights], Answer],
 ) -> tuple[GPTConfig, list[str]]:
     """The architecture, and what a user should know of how it was found."""
     folder = index.folder
@@ -396,31 +418,10 @@ def _config(
         for boxes in whole.boxes.values()
         for _, slab in boxes
     )
-    dtype = common_dtype(slabs)
-    try:
-        if isinstance(changes, GPTConfig):
-            config, notes = changes, {}
-        else:
-            args, where = _arguments(index), str(folder)
-            if args is None:
-                answer = from_shapes(weights, changes, where)
-            else:
-                answer = describe(Args(args, where), weights)
-            answer.fields["dtype"] = FLOAT_NAMES[dtype or torch.float32]
-            config = GPTConfig.from_dict(settle(answer, changes, where))
-            notes = {name: note for name, note in answer.notes.items() if name not in changes}
-    except ConfigError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    if config.vocab_size > embedding.shape[0]:
-        raise CheckpointError(
-            f"{folder}: vocab_size is overridden with {config.vocab_size}, but the embedding has "
-            f"{embedding.shape[0]} rows; the true size can only be smaller"
-        )
-    if config.num_layers != found.num_layers:
-        raise CheckpointError(
-            f"{folder}: the config has {config.num_layers} layers, {INDEX} has {found.num_layers};"
-            " the two are of different checkpoints: take both from one"
-        )
+    dtype = FLOAT_NAMES[common_dtype(slabs) or torch.float32]
+    config, notes = architecture(
+        *(folder, weights, dtype, changes), lambda weights: asks(index, weights)
+    )
     if found.extra_heads:
         notes["mtp"] = "its heads for multi-token prediction are left out; the main one is whole"
     return config, list(notes.values())
@@ -428,18 +429,24 @@ def _config(
 
 def _drop_tied_head(found: Found, folder: Path) -> None:
     """A copy of a tied embedding; a head of its own is refused."""
-    head, embedding = found.tensors.pop(HEAD, None), found.tensors[EMBEDDING]
-    if head is None:
-        return
-    left, right = (_logical(whole, whole.shape) for whole in (head, embedding))
-    rows = {0, left.shape[0] // 2, left.shape[0] - 1}
-    alike = left.shape == right.shape and not (left.fault() or right.fault())
-    if not alike or not all(
-        torch.equal(left.corner(row, 1, left.shape[1]), right.corner(row, 1, left.shape[1]))
-        for row in rows
-    ):
-        raise CheckpointError(
-            f"{folder}: args tie the head to the embedding, but {head.key} is not equal to "
-            f"{embedding.key}; if they were trained apart, give "
-            "untie_embeddings_and_output_weights in config"
-        )
+    samples = []
+    for whole in (found.tensors.pop(HEAD), found.tensors[EMBEDDING]):
+        logical = _logical(whole, whole.shape)
+        if fault := logical.fault():
+            raise CheckpointError(f"{folder}: {whole.key}: {fault}; copy the checkpoint again")
+        rows = (0, logical.shape[0] // 2, logical.shape[0] - 1)
+        sample = torch.cat([logical.corner(row, 1, logical.shape[1]) for row in rows])
+        samples.append([InMemory(sample, whole.key)])
+    refuse_untied(folder, samples[0], samples[1], UNTIED)
+
+
+def _refuse_unsplit(found: Found) -> None:
+    """Transformer Engine's own layer saves gates and ups as its ranks held them, in turns."""
+    for name, whole in found.tensors.items():
+        tops = {offsets[0] for boxes in whole.boxes.values() for offsets, _ in boxes if offsets}
+        if "layernorm_mlp.fc1" in whole.key and len(tops) > 1:
+            raise CheckpointError(
+                f"{whole.boxes[0][0][1].where}: {name} was saved by {len(tops)} tensor ranks, each "
+                "with its gates over its ups, and no file says how to undo that; save it with "
+                "tensor_model_parallel_size 1, or from Megatron-Core's own layers"
+            )

@@ -1,49 +1,102 @@
-"""The architecture of a distributed checkpoint without Megatron's args, as NeMo 2 writes them.
+"""The architecture of a distributed checkpoint, from whichever config lies beside it.
 
-Shapes tell all sizes; the heads, the norm's epsilon, the activation and the positions cannot be
-seen in them, and a wrong guess would give wrong logits in silence, so all are asked for at once.
-It knows no files.
+Megatron keeps its args inside; NeMo and the Bridge write configs. Where there is none, shapes tell
+all sizes, but the heads, the norm's epsilon, the activation and the positions cannot be seen in
+them, and a wrong guess would give wrong logits in silence, so all are asked for at once.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from gpt.config import GPTConfig
+from gpt.distcp_file import Index
 from gpt.errors import CheckpointError
-from gpt.megatron_args import Answer, Weights, infer
+from gpt.file_tree import whole_file
+from gpt.megatron_args import AS_FIELDS, Answer, Args, Weights, describe, infer, questions
 from gpt.megatron_names import HEAD
+from gpt.nemo_args import describe_nemo_1, describe_transformer
+from gpt.nemo_yaml import Fields, read_config, read_graph
+from gpt.unpickle import Stub, read_pickle
 
-ALWAYS: Mapping[str, str] = {
-    "num_attention_heads": "how many heads share the attention",
-    "num_query_groups": "equal to the heads if not grouped",
-    "activation": "gelu for erf, gelu_tanh, silu or relu2",
-    "layernorm_epsilon": "often 1e-5 or 1e-6",
-    "layernorm_zero_centered_gamma": "true for layernorm1p",
-}
-ROTARY: Mapping[str, str] = {
-    "position_embedding_type": "rope or none",
-    "rotary_base": "often 10000",
-    "rotary_percent": "1.0 if all channels turn",
-    "max_position_embeddings": "the context that it was trained with",
-}
-EXPERTS: Mapping[str, str] = {
-    "moe_router_topk": "experts of each token",
-    "moe_router_pre_softmax": "false if the softmax is over the chosen ones",
-}
+COMMON = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"  # Since core 0.19, instead of the file.
+
+ALWAYS = (
+    *("num_attention_heads", "num_query_groups", "activation", "layernorm_epsilon"),
+    "layernorm_zero_centered_gamma",
+)
+ROTARY = ("position_embedding_type", "rotary_base", "rotary_percent", "max_position_embeddings")
+EXPERTS = ("moe_router_topk", "moe_router_pre_softmax")
+
+
+def ask(index: Index, weights: Weights, changes: GPTConfig | Mapping[str, Any]) -> Answer:
+    """The architecture from what lies beside the index, or from the shapes and the user."""
+    folder = index.folder
+    context, bridge = folder.parent / "context", folder / "run_config.yaml"
+    if context.is_dir() and (fields := _context(context)) is not None:
+        return describe_transformer(fields, weights)
+    if bridge.is_file():
+        whole = Fields(read_config(whole_file(bridge)), str(bridge))
+        return describe_transformer(whole.under("model"), weights)
+    args = None if context.is_dir() else arguments(index)
+    if args is not None:
+        return describe(Args(args, str(folder)), weights)
+    for beside in (folder.parent, folder.parent.parent):
+        # A training run of NeMo 1 keeps its config some way above.
+        if (beside / "hparams.yaml").is_file():
+            whole = Fields(read_config(whole_file(beside / "hparams.yaml")), "hparams.yaml")
+            own = whole.under("cfg") if "cfg" in whole else whole
+            if "num_layers" in own:
+                return describe_nemo_1(Fields(own.record, str(beside / "hparams.yaml")), weights)
+    return from_shapes(weights, {} if isinstance(changes, GPTConfig) else changes, str(folder))
+
+
+def _context(folder: Path) -> Fields | None:
+    """NeMo 2's config of the model: a tree, or the graph that betas wrote."""
+    if (folder / "model.yaml").is_file():
+        whole = Fields(read_config(whole_file(folder / "model.yaml")), str(folder / "model.yaml"))
+        return whole.under("config") if "config" in whole else whole
+    if (folder / "io.json").is_file():
+        for made in read_graph(whole_file(folder / "io.json")):
+            if "num_layers" in made and "hidden_size" in made:
+                return Fields(made, str(folder / "io.json"))
+    return None
+
+
+def arguments(index: Index) -> dict[str, Any] | None:
+    """`args` of the training run; None where there are none."""
+    path = index.folder / COMMON
+    if path.is_file():
+        record = read_pickle(path)
+    elif COMMON_KEY in index.objects:
+        blob = index.objects[COMMON_KEY]
+        path = blob.path
+        record = read_pickle(blob.file.path, (blob.offset, blob.length))
+        record = record[0] if isinstance(record, list) and len(record) == 1 else record
+    else:
+        return None
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path} holds a {type(record).__name__}, not a run's common state")
+    args = record.get("args")
+    args = args.fields if isinstance(args, Stub) else args
+    if not isinstance(args, dict | None):
+        raise CheckpointError(f"{path} has args that are none; copy it again")
+    return args or None
 
 
 def from_shapes(weights: Weights, changes: Mapping[str, Any], where: str) -> Answer:
     """What shapes tell; what they do not must stand in `changes`, or is asked for by name."""
-    questions = {**ALWAYS, **({} if weights.positions else ROTARY)}
+    asked: tuple[str, ...] = ALWAYS if weights.positions else (*ALWAYS, *ROTARY)
     sparse = any(weights.moe_layers)
-    questions |= EXPERTS if sparse else {}
+    asked += EXPERTS if sparse else ()
     if changes.get("position_embedding_type") == "none":
-        questions = {name: why for name, why in questions.items() if "rotary" not in name}
-    asked = [f"{name} ({why})" for name, why in questions.items() if name not in changes]
-    if asked:
+        asked = tuple(name for name in asked if "rotary" not in name)
+    if missing := [name for name in asked if name not in changes]:
         raise CheckpointError(
             f"{where} keeps no Megatron args beside its weights and does not say "
-            f"{', '.join(asked)}; look them up in the config that it was trained with, and give "
-            "them as fields of config"
+            f"{questions(missing)}; look them up in the config that it was trained with, and give "
+            f"them {AS_FIELDS}"
         )
     answer = infer(weights)
     answer.unknown = []

@@ -2,8 +2,8 @@
 
 A pickle names functions and has them called. Only torch's weights-only loader is used, and all it
 may call besides torch's own makers of tensors is `Stub`, which keeps its arguments and does
-nothing. Names of training code and of a few harmless classes get a stand-in each; a file that asks
-for any other name is refused by that name. It knows no models.
+nothing; or `StandIns`, which has nothing else. Names of training code and of a few harmless classes
+get a stand-in each; a file that asks for any other name is refused by it. It knows no models.
 """
 
 import io
@@ -75,10 +75,55 @@ def _stub(path: str) -> type[Stub]:
 def _member(owner: object, name: object, *rest: object) -> Stub:
     """What `getattr` is allowed to be. Some Pythons pickle an enum as getattr(Class, "NAME")."""
     if rest or not isinstance(name, str) or not isinstance(owner, type) or owner is Stub:
-        raise pickle.UnpicklingError(GETATTR)
+        raise pickle.UnpicklingError(f"it asks to run {GETATTR}")
     if not issubclass(owner, Stub):
-        raise pickle.UnpicklingError(GETATTR)
+        raise pickle.UnpicklingError(f"it asks to run {GETATTR}")
     return owner(name)
+
+
+class StandIns(pickle.Unpickler):
+    """Every name becomes a stand-in, a dtype, a dict or a set; what else is asked for is refused.
+
+    `also` are further names that a kind of file has, as a pattern.
+    """
+
+    also = re.compile(r"typing\.Any|builtins\.(int|float|bool|str|bytes|list|tuple|dict|NoneType)")
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Older protocols have the name that Python 2 had.
+        path = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
+        if path in PLAIN:
+            return PLAIN[path]
+        if path == GETATTR:
+            return _member
+        if _is_harmless(path) or self.also.fullmatch(path):
+            return _stub(path)
+        raise pickle.UnpicklingError(f"it asks to run {path}, which is not data")
+
+
+class _Size(Stub):
+    """`torch.Size`, and other tuples by name."""
+
+    def __new__(cls, values: Any = ()) -> Any:
+        return tuple(values)
+
+
+class _Default(dict[Any, Any]):
+    """A dict that makes what it lacks; here it does not."""
+
+    def __init__(self, *_arguments: Any) -> None:
+        super().__init__()
+
+
+PLAIN: dict[str, type] = {
+    "torch.Size": _Size,
+    "collections.OrderedDict": dict,
+    "collections.defaultdict": _Default,
+    "builtins.set": set,
+}
 
 
 def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:

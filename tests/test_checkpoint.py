@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import gpt
+from checkpoints_tools.convert import write_native
 from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.native import write_native
 from tests.hf_models import model_of
 from tests.models import CLASSIC, lively
 
@@ -42,7 +42,6 @@ def test_what_the_user_knows_better_overrides_the_config(tmp_path: Path) -> None
 SIGNS = {
     "iter_0000100/metadata.json": "is a Megatron checkpoint root",
     "context/io.json": "is a NeMo 2.0 checkpoint",
-    "model_config.yaml": "is an unpacked NeMo checkpoint",
     "global_step100/mp_rank_00_model_states.pt": "is a DeepSpeed checkpoint",
     "layer_00-model_00-model_states.pt": "is a DeepSpeed checkpoint",
     "model.gguf": "is a directory of GGUF files",
@@ -63,17 +62,16 @@ def test_a_format_without_a_reader_is_refused_by_its_name(sign: str, tmp_path: P
 
 
 def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "gpt.nemo").write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"is a NeMo archive, .* convert it to Hugging Face's"
-    ):
-        open_checkpoint(tmp_path / "gpt.nemo")
+    (tmp_path / "gpt.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is a GGUF file, .* convert it to Hugging Face's"):
+        open_checkpoint(tmp_path / "gpt.gguf")
+    (tmp_path / "gpt.gguf").unlink()
     with pytest.raises(CheckpointError, match="does not exist; give the directory"):
         open_checkpoint("meta-llama/Llama-3.2-1B")
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"looked for preamble.json .* found a file"):
         open_checkpoint(tmp_path / "notes.txt")
-    with pytest.raises(CheckpointError, match=r"config.json .* found gpt.nemo, notes.txt; give"):
+    with pytest.raises(CheckpointError, match=r"config.json .* found notes.txt; give"):
         open_checkpoint(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="found nothing; give the directory"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpt.config import GPTConfig, RopeScaling
 from gpt.digest import base_digest
@@ -115,6 +116,13 @@ def test_what_the_model_does_not_compute_is_refused_by_its_name(
 ) -> None:
     saved(DENSE, Layout(changes={name: value}), tmp_path)
     with pytest.raises(CheckpointError, match=f"args.{name} is .*does not compute"):
+        open_megatron(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["padded_vocab_size", "hidden_size", "softmax_type"])
+def test_a_tensor_among_the_arguments_is_one_sentence(name: str, tmp_path: Path) -> None:
+    saved(DENSE, Layout(changes={name: torch.ones(3)}), tmp_path)
+    with pytest.raises(CheckpointError, match=rf"args\.{name} is tensor"):
         open_megatron(tmp_path)
 
 

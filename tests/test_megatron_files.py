@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: edit(
             root, "mp_rank_*_001", lambda record: record["model"].update(x=torch.ones(1))
         ),
-        "no place for 1 tensors: .*x",
+        "no place for 1 of the weights: .*x",
     ),
     "a narrow tensor": (
         lambda root: edit(
@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a layer lost": (
         lambda root: edit(root, "mp_rank_*_001", lambda record: drop_layer(record["model"], 1)),
-        "has 4 layers, the stages hold 3",
+        "has 4 layers, the weights have 3",
     ),
     "the first layer lost": (
         lambda root: edit(root, "mp_rank_*_001", lambda record: drop_layer(record["model"], 0)),
@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: edit(
             root, LAST, lambda record: record["model"]["output_layer.weight"].zero_()
         ),
-        "args tie the head to the embedding",
+        "the config ties the head to the embedding",
     ),
     "an embedding of another model on the last stage": (
         lambda root: edit(
@@ -147,6 +147,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a quantized model": (
         lambda root: edit(root, LAST, lambda record: record.update(modelopt_state={})),
         "quantized or pruned",
+    ),
+    "an iteration that is none": (
+        lambda root: edit(root, LAST, lambda record: record.update(iteration=torch.ones(2))),
+        "has an iteration that is no number",
     ),
     "an impossible split": (
         lambda root: edit(

@@ -175,6 +175,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index cut short": (lambda f: os.truncate(f / ".metadata", 99), "not an index that can be"),
     "no metadata.json": (_unfinished, "written last: the save did not finish"),
     "common.pt alone": (_only_common, r"has no \.metadata, so the save did not finish"),
+    "a listed file is missing": (
+        lambda f: (f / "integrity.json").write_text('{"files": {"__9_9.distcp": "00"}}'),
+        r"lacks __9_9\.distcp of the 1 files that integrity\.json lists",
+    ),
     "zarr": (_other_backend("zarr"), "zarr checkpoint.*save it as torch_dist"),
     "fsdp_dtensor": (_other_backend("fsdp_dtensor"), "is a fsdp_dtensor checkpoint"),
     "quantized": (lambda f: (f / "modelopt_state").mkdir(), "quantized or pruned"),
@@ -257,7 +261,7 @@ def test_a_tied_head_that_was_kept_is_held_against_the_embedding(tmp_path: Path)
     args.untie_embeddings_and_output_weights = False
     path.unlink()
     torch.save(common, path)
-    with pytest.raises(CheckpointError, match="tie the head to the embedding"):
+    with pytest.raises(CheckpointError, match="ties the head to the embedding"):
         open_torch_dist(tmp_path)
     assert open_torch_dist(tmp_path, untied).config.untie_embeddings_and_output_weights
 
