@@ -25,6 +25,9 @@ COMMANDS = {
     "serve": Command("serving", "serve a model and its adapters over gRPC"),
     "generate": Command("serving", "complete one prompt, here or (--server) by a running server"),
     "tune": Command("ptuning", "learn an adapter for a frozen model"),
+    "convert": Command("checkpoints_tools", "write a checkpoint in another format, at any split"),
+    "inspect": Command("checkpoints_tools", "say what a checkpoint is, and what looks wrong"),
+    "verify": Command("checkpoints_tools", "tell whether two checkpoints are the same model"),
 }
 
 USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help says more)"

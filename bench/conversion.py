@@ -79,7 +79,7 @@ def lines(rounds: int = ROUNDS, layers: int = 38, disk: str | None = None) -> It
         convert(plan(generated(config), source, wish))
         size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
         largest = max(torch.Size(p.shape).numel() * 2 for p in parameters(config).values())
-        yield f"a generated model of {size / 1e9:.2f} GB; its largest tensor has {largest >> 20} MiB"
+        yield f"a generated model of {size / 1e9:.2f} GB; largest tensor {largest >> 20} MiB"
         yield f"{'':36} {'GB/s':>6} {'cp':>6} {'ratio':>6} {'MiB above idle':>15}"
         for way, words in WAYS:
             ours, peer, memory = measured(source, folder / "target", words, rounds)

@@ -31,6 +31,7 @@ from gpt.logical import FLOATS, Checkpoint, Identity, in_memory
 from gpt.manifest import MANIFEST, Manifest, read_manifest
 from gpt.proof import FILE as PROOF
 from gpt.proof import prove
+from gpt.tokenizer import check_tokenizer, open_tokenizer
 
 MEMORY = 1 << 30
 WORKERS = 2
@@ -88,8 +89,13 @@ def plan(source: Checkpoint, target: Path, wish: Wish) -> Plan:
     if tokenizer is None:
         note = "the source has no tokenizer beside it; give one with --tokenizer, or add it later"
         return Plan(source, made, target, replace(layout, notes=(*layout.notes, note)), wish.prove)
-    files = tokenizer_files(tokenizer, layout)
-    layout = replace(layout, files=(*layout.files, *files))
+    files = [] if layout.alone else tokenizer_files(tokenizer, layout)
+    notes = layout.notes
+    try:
+        check_tokenizer(open_tokenizer(tokenizer), made.config.vocab_size, tokenizer)
+    except CheckpointError as error:
+        notes = (*notes, f"the tokenizer is taken along as it is, but {error}")
+    layout = replace(layout, files=(*layout.files, *files), notes=notes)
     return Plan(source, made, target, layout, wish.prove)
 
 
@@ -106,7 +112,12 @@ def convert(
     known = _recorded(plan.source)
     if resume and (complete := _complete(plan)) is not None:
         return Result(complete, was_complete=True)
-    _check_target(plan, resume)
+    try:
+        _check_target(plan, resume)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot look for {plan.target}: {error.strerror or error}; choose another target"
+        ) from None
 
     def found(done: Done) -> None:
         if refuse_nan and not done.finite:
@@ -140,7 +151,8 @@ def convert(
                 raise
             # Whoever removes the target later must not find notes of work that went with it.
             journal.end()
-            content.rename(plan.target)
+            whole = content / plan.layout.files[0].path if plan.layout.alone else content
+            whole.rename(plan.target)
             _sync_folder(plan.target.parent)
     except OSError as error:
         raise CheckpointError(
@@ -159,6 +171,9 @@ def _recorded(source: Checkpoint) -> Identity | None:
 def _complete(plan: Plan) -> Identity | None:
     """The identity of a target that an earlier run of this very plan finished; None if none did."""
     folder = plan.target / plan.layout.folder
+    if plan.layout.alone and plan.target.is_file():
+        found = open_checkpoint(plan.target)
+        return identify(found) if fingerprint(found) == fingerprint(plan.made) else None
     if not (folder / MANIFEST).is_file():
         return None
     manifest = read_manifest(folder)
@@ -172,8 +187,16 @@ def _complete(plan: Plan) -> Identity | None:
 
 def _check_target(plan: Plan, resume: bool) -> None:
     target, partial = plan.target, plan.partial
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a link; give the place that it leads to")
+    empty = target.is_dir() and not plan.layout.alone and not any(target.iterdir())
+    if target.exists() and not empty:
         raise CheckpointError(f"{target} exists already; remove it or choose another target")
+    if plan.source.files and target.resolve().is_relative_to(plan.source.path.resolve()):
+        raise CheckpointError(
+            f"{target} is inside the source, {plan.source.path}, where readers would take it for a "
+            "part of it; choose a place beside it"
+        )
     began = (partial / "journal").exists()
     if began and not resume:
         raise CheckpointError(
@@ -216,6 +239,9 @@ def _identity(plan: Plan, copied: Copied, known: Identity | None) -> Identity:
 
 def _finish(plan: Plan, content: Path, copied: Copied, identity: Identity) -> None:
     """The small files that make it a checkpoint, and a look at it by our own reader."""
+    if plan.layout.alone:
+        _look(plan, open_checkpoint(content / plan.layout.files[0].path), identity)
+        return
     folder = content / plan.layout.folder
     files = {
         _inside(file.path, plan): {"bytes": file.size, "crc32": f"{copied.crcs[file.path]:08x}"}

@@ -88,6 +88,7 @@ class Layout:
     folder: str = ""
     last: tuple[File, ...] = ()
     notes: tuple[str, ...] = ()  # What a user should know of this form of the model.
+    alone: bool = False  # The one file is the target, and there is no place for a manifest.
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import preamble
 from checkpoints_tools import convert as conversion
 from checkpoints_tools import copying
-from checkpoints_tools.convert import Plan, convert, plan, write_native
+from checkpoints_tools.convert import convert, plan, write_native
 from checkpoints_tools.layout import Division
 from checkpoints_tools.writers import Wish
 from gpt.checkpoint import open_checkpoint
@@ -192,12 +193,21 @@ class Killed(BaseException):
     """A kill, as far as the files can tell: nothing after it is done."""
 
 
-def killed_after(tensors: int, made: Plan) -> Callable[[int], None]:
-    def report(_: int) -> None:
-        if len((made.partial / "journal").read_text().splitlines()) > tensors:
-            raise Killed
+@contextmanager
+def killed_after(writes: int) -> Iterator[None]:
+    """Files take so many writes, and then the process is gone."""
+    real, left = copying.Files.write, writes
 
-    return report
+    def write(files: copying.Files, number: int, offset: int, content: memoryview | bytes) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+        real(files, number, offset, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying.Files, "write", write)
+        yield
 
 
 @pytest.mark.parametrize("to", ["native", "megatron", "megatron-dist", "hf"])
@@ -208,8 +218,8 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     monkeypatch.setattr(copying, "PROGRESS_SECONDS", 0.001)
     assert run(source, tmp_path / "whole", "--to", to) == 0
     made = plan(open_checkpoint(source), tmp_path / "t", Wish(to))
-    with pytest.raises(Killed):
-        convert(made, workers=1, report=killed_after(3, made))
+    with killed_after(30), pytest.raises(Killed):
+        convert(made)
     assert not (tmp_path / "t").exists()
     assert run(source, tmp_path / "t", "--to", to) == 1
     assert "add --resume to go on with it, or remove it" in capsys.readouterr().err
@@ -224,8 +234,8 @@ def test_what_was_begun_for_another_source_is_not_continued(
     source: Path, tmp_path: Path, capsys: Told
 ) -> None:
     made = plan(open_checkpoint(source), tmp_path / "t", Wish())
-    with pytest.raises(Killed):
-        convert(made, report=killed_after(0, made))
+    with killed_after(3), pytest.raises(Killed):
+        convert(made)
     write_native(lively(LLAMA, seed=1), tmp_path / "other")
     assert run(tmp_path / "other", tmp_path / "t", "--to", "native", "--resume") == 1
     assert "is of another source, target or version; remove it" in capsys.readouterr().err
@@ -238,10 +248,9 @@ def test_weights_that_change_while_they_are_copied_never_make_a_target(
     """What stands for any mistake of a writer: our own reader finds another model there."""
     source = lively(CLASSIC)
     made = plan(source, tmp_path / "t", Wish("megatron", division=Division(2)))
-    real = conversion.open_checkpoint
 
     def other(path: Path) -> object:
-        found = real(path)
+        found = open_checkpoint(path)
         tensors = {name: found.read(name) for name in found.tensors}
         tensors["decoder.final_layernorm.weight"] += 1
         return in_memory(found.config, tensors)

@@ -1,0 +1,209 @@
+"""`preamble convert`, `inspect` and `verify`.
+
+Flags become a wish, the wish a plan; the plan is printed, and carried out unless it was only asked
+for. Results go to stdout, talk and progress to stderr.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_tools.flags import (
+    add_source_flags,
+    inspect_parser,
+    source_changes,
+    verify_parser,
+)
+from gpt.errors import PreambleError
+
+if TYPE_CHECKING:
+    from checkpoints_tools.convert import Plan, Result
+
+FORMATS = ("native", "megatron", "megatron-dist", "hf")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+FILES_SHOWN = 24
+LINE_SECONDS = 5.0  # Between lines of progress where there is no terminal.
+
+
+def main(argv: list[str]) -> int:
+    """`argv` begins with the command's own word."""
+    commands = {"convert": _convert, "inspect": _inspect, "verify": _verify}
+    if not argv or argv[0] not in commands:
+        print(f"usage: python -m checkpoints_tools {{{','.join(commands)}}} ...", file=sys.stderr)
+        return 2
+    try:
+        return commands[argv[0]](argv[1:])
+    except PreambleError as error:
+        print(f"preamble {argv[0]}: {error}", file=sys.stderr)
+        return 1
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preamble convert",
+        description="Write a checkpoint of any format and split in another. Memory stays small "
+        "whatever the model's size; the target appears when all of it is on the disk.",
+    )
+    add = parser.add_argument
+    add("source", help="the checkpoint, as the training cluster left it")
+    add("target", help="a directory that is not there yet")
+    add("--to", choices=FORMATS, required=True, help="the target's format")
+    add("--tp", metavar="N", type=int, default=1, help="tensor ranks of the target (default: 1)")
+    add("--pp", metavar="N", type=int, default=1, help="pipeline ranks (default: 1)")
+    add("--vpp", metavar="N", type=int, default=1, help="virtual stages of each (default: 1)")
+    add("--ep", metavar="N", type=int, default=1, help="expert ranks (default: 1)")
+    add("--dtype", choices=DTYPES, help="of the target's weights (default: as stored)")
+    add("--make-vocab-size-divisible-by", metavar="N", type=int,
+        help="pad the vocabulary to a multiple of this times --tp (default: 128)")  # fmt: skip
+    add("--megatron-spec", choices=("te", "local"),
+        help="names as in Transformer Engine's layers, or in local ones (default: te)")  # fmt: skip
+    add("--family", metavar="NAME", help="the model_type for --to hf (default: what fits)")
+    add("--shard-gb", metavar="X", type=float, help="size of one file (default: 4; hf: 5)")
+    add("--tokenizer", metavar="PATH", help="a file or directory (default: the source's)")
+    add_source_flags(parser)
+    add("--dry-run", action="store_true", help="print the plan and stop")
+    add("--resume", action="store_true", help="go on where a killed run stopped")
+    add("--refuse-nan", action="store_true", help="stop at weights that are not finite")
+    add("--prove", action="store_true",
+        help="store a few logits, which serve and verify --prove replay")  # fmt: skip
+    add("--workers", metavar="N", type=int, default=2, help="threads (default: 2)")
+    add("--memory-mb", metavar="N", type=int, default=1024,
+        help="for tensors that are turned on the way (default: 1024)")  # fmt: skip
+    return parser
+
+
+def _convert(argv: list[str]) -> int:
+    parser = convert_parser()
+    flags = parser.parse_args(argv)
+    for name in ("workers", "memory_mb", "make_vocab_size_divisible_by"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if flags.shard_gb is not None and flags.shard_gb <= 0:
+        parser.error(f"--shard-gb is {flags.shard_gb}; it must be above 0")
+    changes = source_changes(flags)
+
+    from checkpoints_tools.convert import convert, plan
+    from checkpoints_tools.layout import Division
+    from checkpoints_tools.writers import Wish
+    from gpt.checkpoint import open_checkpoint
+
+    wish = Wish(
+        to=flags.to,
+        dtype=flags.dtype,
+        tokenizer=Path(flags.tokenizer) if flags.tokenizer else None,
+        prove=flags.prove,
+        division=Division(flags.tp, flags.pp, flags.vpp, flags.ep),
+        vocabulary_multiple=flags.make_vocab_size_divisible_by,
+        spec=flags.megatron_spec,
+        family=flags.family,
+        shard_bytes_max=int(flags.shard_gb * 1e9) if flags.shard_gb is not None else None,
+    )
+    made = plan(open_checkpoint(flags.source, changes), Path(flags.target), wish)
+    for line in _described(made):
+        print(line, file=sys.stdout if flags.dry_run else sys.stderr)
+    if flags.dry_run:
+        return 0
+    started = time.monotonic()
+    with _progress(sum(tensor.nbytes for tensor in made.source.tensors.values())) as report:
+        result = convert(
+            made,
+            resume=flags.resume,
+            workers=flags.workers,
+            memory=flags.memory_mb << 20,
+            refuse_nan=flags.refuse_nan,
+            report=report,
+        )
+    _tell(made, result, time.monotonic() - started)
+    return 0
+
+
+def _inspect(argv: list[str]) -> int:
+    flags = inspect_parser().parse_args(argv)
+    from checkpoints_tools.inspection import inspect
+
+    return inspect(flags, print, _progress)
+
+
+def _verify(argv: list[str]) -> int:
+    flags = verify_parser().parse_args(argv)
+    from checkpoints_tools.verification import verify
+
+    return verify(flags, print, _progress)
+
+
+def _described(plan: "Plan") -> Iterator[str]:
+    config, layout = plan.made.config, plan.layout
+    weights = sum(tensor.nbytes for tensor in plan.source.tensors.values())
+    yield (
+        f"{plan.source.path} ({plan.source.format}, {config.num_layers} layers, {weights:,} bytes "
+        f"of {plan.source.config.dtype}) -> {plan.target} ({layout.format}, {config.dtype}, "
+        f"{len(layout.files) + len(layout.last)} files, {layout.nbytes:,} bytes)"
+    )
+    for file in (*layout.files, *layout.last)[:FILES_SHOWN]:
+        held = f"{len(file.placements)} tensors" if file.placements else ""
+        yield f"  {file.path}  {file.size:,} bytes  {held}".rstrip()
+    if len(layout.files) > FILES_SHOWN:
+        yield f"  and {len(layout.files) - FILES_SHOWN} more files"
+    for note in (*plan.source.notes, *layout.notes):
+        yield f"note: {note}"
+
+
+def _tell(plan: "Plan", result: "Result", seconds: float) -> None:
+    if result.was_complete:
+        print(f"{plan.target} was complete already", file=sys.stderr)
+    else:
+        speed = plan.layout.nbytes / max(seconds, 1e-9) / 1e9
+        print(f"{plan.layout.nbytes:,} bytes in {seconds:.1f} s, {speed:.2f} GB/s", file=sys.stderr)
+    if result.not_finite:
+        names = ", ".join(result.not_finite[:3])
+        more = f" and {len(result.not_finite) - 3} more" if len(result.not_finite) > 3 else ""
+        print(f"warning: {names}{more} hold values that are not finite", file=sys.stderr)
+    print(f"{plan.target}  digest {result.identity.digest}")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, a line now and then elsewhere."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        *(progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()),
+        progress.TimeRemainingColumn(),
+    )
+    started = said = time.monotonic()
+    bar = progress.Progress(*columns, console=console, disable=not console.is_terminal)
+    before = signal.signal(signal.SIGTERM, _interrupted)
+    with bar:
+        task = bar.add_task("", total=total)
+
+        def report(passed: int) -> None:
+            nonlocal said
+            bar.update(task, completed=passed)
+            now = time.monotonic()
+            if not console.is_terminal and now - said > LINE_SECONDS:
+                said = now
+                speed = passed / (now - started) / 1e9
+                left = (total - passed) / max(passed, 1) * (now - started)
+                line = f"{passed:,} of {total:,} bytes, {speed:.2f} GB/s, {left:.0f} s left"
+                print(line, file=sys.stderr, flush=True)
+
+        try:
+            yield report
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

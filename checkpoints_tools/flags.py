@@ -1,0 +1,116 @@
+"""The flags of `inspect` and `verify`, and those that every command here has.
+
+What a user knows better than a checkpoint's files becomes the `changes` that a reader takes: some
+fields of a GPTConfig. A key that is none is refused here, where the file that has it can still be
+named; whether a value can be is the reader's business. Nothing that takes long is imported.
+"""
+
+import argparse
+import difflib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+
+
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--true-vocab-size",
+        metavar="N",
+        type=int,
+        help="tokens of the vocabulary without the rows that pad it, where the files do not say",
+    )
+    parser.add_argument(
+        "--config-json",
+        metavar="FILE",
+        help="a JSON object of the model's fields that the files lack or have wrong",
+    )
+
+
+def inspect_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preamble inspect",
+        description="Say what a checkpoint is: its format, architecture, size and split, what it "
+        "takes to serve it, and what looks wrong. Without --deep no more than headers is read.",
+    )
+    parser.add_argument("source", help="the checkpoint, as the training cluster left it")
+    add_source_flags(parser)
+    _add_reading_flags(parser)
+    return parser
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preamble verify",
+        description="Hold two checkpoints of any format and split against each other, bit for bit; "
+        "or one against the checksums that Preamble wrote beside it. 0: equal, 1: different.",
+    )
+    parser.add_argument("a", metavar="A", help="a checkpoint")
+    parser.add_argument("b", metavar="B", nargs="?", help="another (default: A's own checksums)")
+    add_source_flags(parser)
+    _add_reading_flags(parser)
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="compute the logits that A's proof has, with A and with B, and compare them",
+    )
+    return parser
+
+
+def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="read every byte: values that are not finite, copies that are not equal, checksums",
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=at_least_one, default=2, help="threads (default: 2)"
+    )
+
+
+def at_least_one(word: str) -> int:
+    """A number of things that cannot be none, for argparse."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
+    return number
+
+
+def source_changes(flags: argparse.Namespace) -> dict[str, Any]:
+    """The fields of GPTConfig that the flags give; empty where they give none."""
+    changes = _read(Path(flags.config_json)) if flags.config_json is not None else {}
+    size = flags.true_vocab_size
+    if size is None:
+        return changes
+    if size < 1:
+        raise ConfigError(f"--true-vocab-size is {size}; it must be a whole number of at least 1")
+    if changes.get("vocab_size", size) != size:
+        raise ConfigError(
+            f"--true-vocab-size is {size}, but vocab_size in {flags.config_json} is "
+            f"{changes['vocab_size']!r}; give one of them"
+        )
+    return {**changes, "vocab_size": size}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"--config-json: {path} cannot be read ({error.strerror}); give a file that exists"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config-json: {path} is not JSON ({error}); correct it") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"--config-json: {path} is not a JSON object of fields and values")
+    known = [field.name for field in fields(GPTConfig)]
+    for key in record:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
+            raise ConfigError(f"--config-json: {path} has an unknown key {key!r}; {way}")
+    return record
