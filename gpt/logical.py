@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.mapping import fault_in
 from gpt.sharding import Part, parameters
 
 # How the names of a tokenizer's files end; files of one vocabulary may have any prefix.
@@ -156,7 +155,6 @@ class Logical:
     def rows(self, start: int, stop: int, room: Tensor) -> Tensor:
         """Whole rows: a view of the file where its bytes are ours already, else made in `room`."""
         if (direct := self._direct()) is not None:
-            fault_in(direct[start:stop])
             return direct[start:stop]
         made = room[: (stop - start) * self.row_bytes].view(self.dtype)
         made = made.view(stop - start, *self.shape[1:])
@@ -195,7 +193,6 @@ class Logical:
             if top < bottom and left < right:
                 target = out[top - rows[0] : bottom - rows[0], left - columns[0] :]
                 box = piece.box((top, bottom), (left, right))
-                fault_in(box)
                 target.narrow(1, 0, right - left).copy_(box)
 
     def fault(self) -> str | None:

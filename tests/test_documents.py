@@ -16,7 +16,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "examples/demo/README.md")
+DOCUMENTS = (
+    *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"),
+    *("docs/checkpoints.md", "examples/demo/README.md"),
+)
 COMMAND_SECONDS_MAX = 60
 
 # The beginning of a command: why it is not run here.
