@@ -4,7 +4,6 @@ Flags become a wish, the wish a plan; the plan is printed, and carried out unles
 for. Results go to stdout, talk and progress to stderr.
 """
 
-import argparse
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_tools.flags import (
-    add_source_flags,
+    convert_parser,
     inspect_parser,
     source_changes,
     verify_parser,
@@ -24,8 +23,6 @@ from gpt.errors import PreambleError
 if TYPE_CHECKING:
     from checkpoints_tools.convert import Plan, Result
 
-FORMATS = ("native", "megatron", "megatron-dist", "hf")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 FILES_SHOWN = 24
 LINE_SECONDS = 5.0  # Between lines of progress where there is no terminal.
 
@@ -43,52 +40,14 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def convert_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="preamble convert",
-        description="Write a checkpoint of any format and split in another. Memory stays small "
-        "whatever the model's size; the target appears when all of it is on the disk.",
-    )
-    add = parser.add_argument
-    add("source", help="the checkpoint, as the training cluster left it")
-    add("target", help="a directory that is not there yet")
-    add("--to", choices=FORMATS, required=True, help="the target's format")
-    add("--tp", metavar="N", type=int, default=1, help="tensor ranks of the target (default: 1)")
-    add("--pp", metavar="N", type=int, default=1, help="pipeline ranks (default: 1)")
-    add("--vpp", metavar="N", type=int, default=1, help="virtual stages of each (default: 1)")
-    add("--ep", metavar="N", type=int, default=1, help="expert ranks (default: 1)")
-    add("--dtype", choices=DTYPES, help="of the target's weights (default: as stored)")
-    add("--make-vocab-size-divisible-by", metavar="N", type=int,
-        help="pad the vocabulary to a multiple of this times --tp (default: 128)")  # fmt: skip
-    add("--megatron-spec", choices=("te", "local"),
-        help="names as in Transformer Engine's layers, or in local ones (default: te)")  # fmt: skip
-    add("--family", metavar="NAME", help="the model_type for --to hf (default: what fits)")
-    add("--shard-gb", metavar="X", type=float, help="size of one file (default: 4; hf: 5)")
-    add("--tokenizer", metavar="PATH", help="a file or directory (default: the source's)")
-    add_source_flags(parser)
-    add("--dry-run", action="store_true", help="print the plan and stop")
-    add("--resume", action="store_true", help="go on where a killed run stopped")
-    add("--refuse-nan", action="store_true", help="stop at weights that are not finite")
-    add("--prove", action="store_true",
-        help="store a few logits, which serve and verify --prove replay")  # fmt: skip
-    add("--workers", metavar="N", type=int, default=2, help="threads (default: 2)")
-    add("--memory-mb", metavar="N", type=int, default=1024,
-        help="for tensors that are turned on the way (default: 1024)")  # fmt: skip
-    return parser
-
-
 def _convert(argv: list[str]) -> int:
     parser = convert_parser()
     flags = parser.parse_args(argv)
-    for name in ("workers", "memory_mb", "make_vocab_size_divisible_by"):
-        value = getattr(flags, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if flags.shard_gb is not None and flags.shard_gb <= 0:
-        parser.error(f"--shard-gb is {flags.shard_gb}; it must be above 0")
+    if flags.to == "nemo" and not flags.target.endswith(".nemo"):
+        parser.error(f"{flags.target} does not end in .nemo, by which such a file is known")
     changes = source_changes(flags)
 
-    from checkpoints_tools.convert import convert, plan
+    from checkpoints_tools.convert import check_target, convert, plan
     from checkpoints_tools.layout import Division
     from checkpoints_tools.writers import Wish
     from gpt.checkpoint import open_checkpoint
@@ -108,6 +67,7 @@ def _convert(argv: list[str]) -> int:
     for line in _described(made):
         print(line, file=sys.stdout if flags.dry_run else sys.stderr)
     if flags.dry_run:
+        check_target(made, flags.resume)
         return 0
     started = time.monotonic()
     with _progress(sum(tensor.nbytes for tensor in made.source.tensors.values())) as report:
@@ -150,6 +110,8 @@ def _described(plan: "Plan") -> Iterator[str]:
         yield f"  {file.path}  {file.size:,} bytes  {held}".rstrip()
     if len(layout.files) > FILES_SHOWN:
         yield f"  and {len(layout.files) - FILES_SHOWN} more files"
+    if layout.vocabulary_rows not in (None, config.vocab_size):
+        yield f"  {config.vocab_size:,} tokens, padded to {layout.vocabulary_rows:,} rows"
     for note in (*plan.source.notes, *layout.notes):
         yield f"note: {note}"
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from gpt.proof import prove
 from gpt.tokenizer import check_tokenizer, open_tokenizer
 
 MEMORY = 1 << 30
-WORKERS = 2
+WORKERS = 2  # More help where there are more processors; the command has as many.
 # Part of the plan's name: a journal of a Preamble that laid files out otherwise is not continued.
 PLAN_VERSION = 1
 # What a filesystem needs besides the files' own bytes.
@@ -75,7 +75,6 @@ class Result:
     identity: Identity
     not_finite: tuple[str, ...] = ()
     was_complete: bool = False  # There was nothing left to do.
-    notes: tuple[str, ...] = field(default=())
 
 
 def plan(source: Checkpoint, target: Path, wish: Wish) -> Plan:
@@ -89,8 +88,9 @@ def plan(source: Checkpoint, target: Path, wish: Wish) -> Plan:
     if tokenizer is None:
         note = "the source has no tokenizer beside it; give one with --tokenizer, or add it later"
         return Plan(source, made, target, replace(layout, notes=(*layout.notes, note)), wish.prove)
-    files = [] if layout.alone else tokenizer_files(tokenizer, layout)
-    notes = layout.notes
+    if layout.alone:  # It has taken of the tokenizer what it can hold.
+        return Plan(source, made, target, layout)
+    files, notes = tokenizer_files(tokenizer, layout), layout.notes
     try:
         check_tokenizer(open_tokenizer(tokenizer), made.config.vocab_size, tokenizer)
     except CheckpointError as error:
@@ -112,12 +112,7 @@ def convert(
     known = _recorded(plan.source)
     if resume and (complete := _complete(plan)) is not None:
         return Result(complete, was_complete=True)
-    try:
-        _check_target(plan, resume)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot look for {plan.target}: {error.strerror or error}; choose another target"
-        ) from None
+    check_target(plan, resume)
 
     def found(done: Done) -> None:
         if refuse_nan and not done.finite:
@@ -185,7 +180,17 @@ def _complete(plan: Plan) -> Identity | None:
     return manifest.identity
 
 
-def _check_target(plan: Plan, resume: bool) -> None:
+def check_target(plan: Plan, resume: bool = False) -> None:
+    """Refuse a place that is taken, or that has no room."""
+    try:
+        _check_place(plan, resume)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot look for {plan.target}: {error.strerror or error}; choose another target"
+        ) from None
+
+
+def _check_place(plan: Plan, resume: bool) -> None:
     target, partial = plan.target, plan.partial
     if target.is_symlink():
         raise CheckpointError(f"{target} is a link; give the place that it leads to")

@@ -1,4 +1,4 @@
-"""The flags of `inspect` and `verify`, and those that every command here has.
+"""The flags of `convert`, `inspect` and `verify`.
 
 What a user knows better than a checkpoint's files becomes the `changes` that a reader takes: some
 fields of a GPTConfig. A key that is none is refused here, where the file that has it can still be
@@ -8,12 +8,20 @@ named; whether a value can be is the reader's business. Nothing that takes long 
 import argparse
 import difflib
 import json
+import math
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+
+FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Beyond it the disk is the limit.
+WORKERS = min(8, os.cpu_count() or 1)
+HELP_WORKERS = f"threads (default: one for each processor, at most 8; here {WORKERS})"
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +36,53 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a JSON object of the model's fields that the files lack or have wrong",
     )
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preamble convert",
+        description="Write a checkpoint of any format and split in another. Memory stays small "
+        "whatever the model's size; the target appears when all of it is on the disk.",
+    )
+    add = parser.add_argument
+    add("source", help="the checkpoint, as the training cluster left it")
+    add("target", help="a directory that is not there yet; for --to nemo a file, x.nemo")
+    add("--to", choices=FORMATS, required=True,
+        help="the target's format; nemo is read back by Preamble only")  # fmt: skip
+    add(
+        "--tp",
+        metavar="N",
+        type=at_least_one,
+        default=1,
+        help="tensor ranks of the target (default: 1)",
+    )
+    add("--pp", metavar="N", type=at_least_one, default=1, help="pipeline ranks (default: 1)")
+    add(
+        "--vpp",
+        metavar="N",
+        type=at_least_one,
+        default=1,
+        help="virtual stages of each (default: 1)",
+    )
+    add("--ep", metavar="N", type=at_least_one, default=1, help="expert ranks (default: 1)")
+    add("--dtype", choices=DTYPES, help="of the target's weights (default: as stored)")
+    add("--make-vocab-size-divisible-by", metavar="N", type=at_least_one,
+        help="pad the vocabulary to a multiple of this times --tp (default: 128)")  # fmt: skip
+    add("--megatron-spec", choices=("te", "local"),
+        help="names as in Transformer Engine's layers, or in local ones (default: te)")  # fmt: skip
+    add("--family", metavar="NAME", help="the model_type for --to hf (default: what fits)")
+    add("--shard-gb", metavar="X", type=above_zero, help="size of one file (default: 4; hf: 5)")
+    add("--tokenizer", metavar="PATH", help="a file or directory (default: the source's)")
+    add_source_flags(parser)
+    add("--dry-run", action="store_true", help="print the plan and stop")
+    add("--resume", action="store_true", help="go on where a killed run stopped")
+    add("--refuse-nan", action="store_true", help="stop at weights that are not finite")
+    add("--prove", action="store_true",
+        help="store a few logits, which serve and verify --prove replay")  # fmt: skip
+    add("--workers", metavar="N", type=at_least_one, default=WORKERS, help=HELP_WORKERS)
+    add("--memory-mb", metavar="N", type=at_least_one, default=1024,
+        help="for tensors that are turned on the way (default: 1024)")  # fmt: skip
+    return parser
 
 
 def inspect_parser() -> argparse.ArgumentParser:
@@ -68,7 +123,7 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
         help="read every byte: values that are not finite, copies that are not equal, checksums",
     )
     parser.add_argument(
-        "--workers", metavar="N", type=at_least_one, default=2, help="threads (default: 2)"
+        "--workers", metavar="N", type=at_least_one, default=WORKERS, help=HELP_WORKERS
     )
 
 
@@ -77,6 +132,13 @@ def at_least_one(word: str) -> int:
     number = int(word)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{word} is not at least 1")
+    return number
+
+
+def above_zero(word: str) -> float:
+    number = float(word)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is not above 0")
     return number
 
 

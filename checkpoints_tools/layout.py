@@ -20,7 +20,7 @@ from gpt.sharding import Parameter, Part, Split, part
 VOCABULARY_MULTIPLE = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A part of a logical tensor, and where its first byte goes in a file.
 
@@ -35,7 +35,7 @@ class Placement:
     transposed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Text:
     """Bytes that are known before any weight is read."""
 
@@ -43,7 +43,7 @@ class Text:
     content: bytes = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Patch:
     """Where the CRC-32 of a placement's bytes is noted: four bytes, little-endian."""
 
@@ -51,7 +51,7 @@ class Patch:
     placement: int  # Its number in the file.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class File:
     """One file of the target; `path` is relative to it, with slashes."""
 
@@ -88,6 +88,7 @@ class Layout:
     folder: str = ""
     last: tuple[File, ...] = ()
     notes: tuple[str, ...] = ()  # What a user should know of this form of the model.
+    vocabulary_rows: int | None = None  # With those that pad it.
     alone: bool = False  # The one file is the target, and there is no place for a manifest.
 
     @property

@@ -72,7 +72,6 @@ def layout(
     config = checkpoint.config
     check(config, division)
     rows = padded_vocabulary(config, division.tp, vocabulary_multiple)
-    plan = _Plan(config, division, rows, spec)
     args = arguments(
         config,
         division,
@@ -80,23 +79,33 @@ def layout(
         spec=spec,
         tokenizer=checkpoint.tokenizer,
     )
-    files = []
     split = Split(division.tp, division.pp, division.ep)
+    files = []
+    for place, models in rank_models(checkpoint, division, rows, spec):
+        record: dict[str, Any] = {"args": args, "checkpoint_version": VERSION, "iteration": 0}
+        for number, model in enumerate(models):
+            record[f"model{number}" if division.vpp > 1 else "model"] = model
+        made = archive(record)
+        path = f"{FOLDER}/{split.folder(place)}/{WEIGHTS[0]}"
+        files.append(File(path, made.size, made.texts, made.placements, made.patches))
+    last = (text_file(TRACKER, FOLDER.encode()),)
+    found = tuple(notes(config, division, spec))
+    return Layout("megatron", tuple(files), FOLDER, last, found, vocabulary_rows=rows)
+
+
+def rank_models(
+    checkpoint: Checkpoint, division: Division, rows: int, spec: Spec = "te"
+) -> Iterator[tuple[Place, list[dict[str, Promise | None]]]]:
+    """Every rank's state dicts, one for each of its chunks, with `rows` of padded vocabulary."""
+    config = checkpoint.config
+    plan = _Plan(config, division, rows, spec)
     table = _table(checkpoint)
     chunks = [
         [_held(table, layers, config, spec) for layers in stage]
         for stage in stages(config, division).layers
     ]
-    for place in split.places():
-        record: dict[str, Any] = {"args": args, "checkpoint_version": VERSION, "iteration": 0}
-        for number, held in enumerate(chunks[place.stage]):
-            key = f"model{number}" if division.vpp > 1 else "model"
-            record[key] = _model(plan, held, place)
-        made = archive(record)
-        path = f"{FOLDER}/{split.folder(place)}/{WEIGHTS[0]}"
-        files.append(File(path, made.size, made.texts, made.placements, made.patches))
-    last = (text_file(TRACKER, FOLDER.encode()),)
-    return Layout("megatron", tuple(files), FOLDER, last, tuple(notes(config, division, spec)))
+    for place in Split(division.tp, division.pp, division.ep).places():
+        yield place, [_model(plan, held, place) for held in chunks[place.stage]]
 
 
 def _table(checkpoint: Checkpoint) -> list[tuple[Parameter, torch.dtype]]:

@@ -135,7 +135,7 @@ def notes(config: GPTConfig, division: Division, spec: Spec = "te") -> list[str]
 def stages(config: GPTConfig, division: Division) -> Stages:
     """Layers as even as can be; where that is not even, in the oldest words that can say it."""
     pp, vpp = division.pp, division.vpp
-    layers = stage_layers(config.num_layers, pp, vpp=vpp)
+    layers = stage_layers(config.num_layers, pp, _sayable(config.num_layers, pp, vpp), vpp)
     counts = [[len(chunk) for chunk in chunks] for chunks in layers]
     said: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,
@@ -172,6 +172,25 @@ def stages(config: GPTConfig, division: Division) -> Stages:
         "came in 2025"
     )
     return Stages(layers, said, [found])
+
+
+def _sayable(num_layers: int, pp: int, vpp: int) -> list[int] | None:
+    """Layers of each stage as `first, usual, ..., usual, last`, which all of Megatron's ages know.
+
+    None where that is no better than any other way, or where virtual stages forbid it.
+    """
+    rows, left = divmod(num_layers, vpp)
+    if left or pp < 3 or rows % pp == 0:
+        return None
+    found = []
+    for usual in (rows // pp, rows // pp + 1):
+        ends = rows - usual * (pp - 2)
+        if usual and ends >= 2:
+            found.append([ends - ends // 2, *[usual] * (pp - 2), ends // 2])
+    # The ends have the embedding and the head besides.
+    order = [(max(shares), -min(shares), shares[0] + shares[-1], shares) for shares in found]
+    best = min(order)[-1] if order else None
+    return [share * vpp for share in best] if best else None
 
 
 def _shares(totals: list[int]) -> str:

@@ -33,7 +33,7 @@ STORAGES: Mapping[torch.dtype, type] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Promise:
     """A tensor that will stand in the archive: a part of a logical one, contiguous."""
 

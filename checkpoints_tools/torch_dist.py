@@ -113,7 +113,7 @@ def layout(
         text_file(TRACKER, b"release"),
     )
     found = [*notes(config, division, spec), *_notes(config, spec)]
-    return Layout("torch_dist", tuple(files), FOLDER, last, tuple(found))
+    return Layout("torch_dist", tuple(files), FOLDER, last, tuple(found), vocabulary_rows=rows)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ def lay_out(checkpoint: Checkpoint, wish: Wish) -> Layout:
         if value is not None and name not in knows:
             raise ConfigError(f"--to {wish.to} has no {FLAGS[name]}; leave it out")
     options = {name: value for name, value in given.items() if value is not None}
-    return writer(checkpoint, options)
+    layout = writer(checkpoint, options)
+    if layout.alone and wish.prove:
+        raise ConfigError(f"--to {wish.to} has no place for a proof (--prove); leave it out")
+    return layout
 
 
 FLAGS = {
@@ -77,6 +80,12 @@ def _torch_dist(checkpoint: Checkpoint, options: Options) -> Layout:
     return layout(checkpoint, **{"division": WHOLE, **options})
 
 
+def _nemo(checkpoint: Checkpoint, options: Options) -> Layout:
+    from checkpoints_tools.nemo import layout
+
+    return layout(checkpoint, **{"division": WHOLE, **options})
+
+
 def _huggingface(checkpoint: Checkpoint, options: Options) -> Layout:
     from checkpoints_tools.huggingface import layout
 
@@ -88,5 +97,6 @@ WRITERS: Mapping[str, tuple[Callable[[Checkpoint, Options], Layout], tuple[str, 
     "native": (_native, ("shard_bytes_max",)),
     "megatron": (_megatron, MEGATRON_KNOWS),
     "megatron-dist": (_torch_dist, MEGATRON_KNOWS),
+    "nemo": (_nemo, ("division", "vocabulary_multiple")),
     "hf": (_huggingface, ("family", "shard_bytes_max")),
 }

@@ -53,7 +53,7 @@ class Stored(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class InMemory:
     """A tensor that has no file of its own."""
 
@@ -72,7 +72,7 @@ class InMemory:
         return self.value.detach()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a logical tensor, and where in a stored one it starts.
 
@@ -105,7 +105,7 @@ class Piece:
         return last, self.source_column + columns[1] - columns[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logical:
     """One whole tensor of the model; `dtype` is what reading gives unless told otherwise."""
 
@@ -270,7 +270,7 @@ class Identity:
     sampled: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Copy:
     """What files hold twice, as ranks do that share a norm: the one that is read, and another."""
 

@@ -147,13 +147,16 @@ def describe_nemo_1(fields: Fields, weights: Weights, tokens: int = 0) -> Answer
         "rotary_seq_len_interpolation_factor": fields.get("seq_len_interpolation_factor"),
         "use_rope_scaling": fields.get("scale_positional_embedding"),
         "num_experts": fields.get("num_moe_experts"),
-        "vocab_size": fields.get("override_vocab_size") or tokens,
+        # NeMo keeps the padded size alone; our own writer puts the true one beside it.
+        "vocab_size": fields.get("true_vocab_size") or fields.get("override_vocab_size") or tokens,
         **_groups(fields),
         "untie_embeddings_and_output_weights": not share if isinstance(share, bool) else share,
     }
     answer = describe(Args(values, fields.where, CALLED), weights)
     if fields.get("onnx_safe") is True and function == "gelu" and not openai:
         answer.unknown.append("activation")  # Which of the two won changed with the version.
+    if "rope_scaling" in answer.fields and values["use_rope_scaling"]:
+        _llama3(fields, answer)
     _ask_unanswered(fields, answer)
     return answer
 
@@ -245,7 +248,7 @@ def _groups(fields: Fields) -> dict[str, Any]:
 
 
 def _llama3(fields: Fields, answer: Answer) -> None:
-    """NeMo 2's Llama 3.1 says how it stretches in four fields of its own."""
+    """NeMo's Llama 3.1 says how it stretches in four fields of its own."""
     names = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
     values = [fields.get(name) for name in names]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):

@@ -25,7 +25,7 @@ class Split(Enum):
     VOCAB = "rows are tokens; equal runs after padding with rows of zeros"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One logical tensor of the model: whole and unpadded."""
 
@@ -34,7 +34,7 @@ class Parameter:
     split: Split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """What a rank holds of a logical tensor: ranges along one dimension, in order.
 
