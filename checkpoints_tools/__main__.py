@@ -55,7 +55,7 @@ def _convert(argv: list[str]) -> int:
     wish = Wish(
         to=flags.to,
         dtype=flags.dtype,
-        tokenizer=Path(flags.tokenizer) if flags.tokenizer else None,
+        tokenizer=Path(flags.tokenizer).expanduser() if flags.tokenizer else None,
         prove=flags.prove,
         division=Division(flags.tp, flags.pp, flags.vpp, flags.ep),
         vocabulary_multiple=flags.make_vocab_size_divisible_by,
@@ -63,7 +63,7 @@ def _convert(argv: list[str]) -> int:
         family=flags.family,
         shard_bytes_max=int(flags.shard_gb * 1e9) if flags.shard_gb is not None else None,
     )
-    made = plan(open_checkpoint(flags.source, changes), Path(flags.target), wish)
+    made = plan(open_checkpoint(flags.source, changes), Path(flags.target).expanduser(), wish)
     for line in _described(made):
         print(line, file=sys.stdout if flags.dry_run else sys.stderr)
     if flags.dry_run:

@@ -25,13 +25,13 @@ from checkpoints_tools.comparison import Comparison
 from checkpoints_tools.reading import Desk, Job, Report, run
 from gpt.archive_view import Window
 from gpt.errors import CheckpointError
-from gpt.file_tree import Span
+from gpt.file_tree import Span, files_in
 from gpt.logical import BLOCK_BYTES, Checkpoint, Copy, Logical, some
 from gpt.manifest import MANIFEST, read_manifest
 from gpt.megatron_files import Place, Ranks, open_ranks
 from gpt.megatron_names import EMBEDDING, HEAD
 from gpt.nemo_archive import open_archive
-from gpt.torch_dist import Slab
+from gpt.torch_dist import INTEGRITY, Slab, json_of
 from gpt.torch_file import ZIP
 
 
@@ -67,7 +67,7 @@ def tasks(checkpoint: Checkpoint) -> list[Task]:
     for blob in _blobs(checkpoint):
         where = f"{blob.path} at byte {blob.offset}"
         found.append((blob.length, partial(_span, where, blob)))
-    return [*found, *manifest_tasks(checkpoint.path)]
+    return [*found, *manifest_tasks(checkpoint.path), *integrity_tasks(checkpoint.path)]
 
 
 def examine(checkpoint: Checkpoint, workers: int, report: Report) -> list[Finding]:
@@ -246,11 +246,28 @@ def manifest_tasks(folder: Path) -> list[Task]:
     if not (folder / MANIFEST).is_file():
         return []
     files = read_manifest(folder).files
-    return [(entry["bytes"], partial(_file, folder / name, entry)) for name, entry in files.items()]
+    return [
+        (entry["bytes"], partial(_file, folder / name, entry, MANIFEST))
+        for name, entry in files.items()
+    ]
 
 
-def _file(path: Path, entry: Mapping[str, Any], desk: Desk) -> list[Finding]:
-    """A file whose manifest gives both checksums has to have both."""
+def integrity_tasks(folder: Path) -> list[Task]:
+    """The same of the list that newer saves of `torch_dist` have beside them."""
+    record = json_of(files_in(folder), INTEGRITY) if (folder / INTEGRITY).is_file() else {}
+    files = record.get("files")
+    if record.get("algorithm") != "sha256" or not isinstance(files, dict):
+        return []
+    known = {name: value for name, value in files.items() if Path(name).name == name}
+    return [
+        (path.stat().st_size, partial(_file, path, {"sha256": value}, INTEGRITY))
+        for path, value in ((folder / name, value) for name, value in sorted(known.items()))
+        if path.is_file()
+    ]
+
+
+def _file(path: Path, entry: Mapping[str, Any], says: str, desk: Desk) -> list[Finding]:
+    """A file whose list gives both checksums has to have both."""
     sha256, crc32 = hashlib.sha256(), 0
     expected = {kind: str(entry[kind]) for kind in ("sha256", "crc32") if kind in entry}
     try:
@@ -264,7 +281,7 @@ def _file(path: Path, entry: Mapping[str, Any], desk: Desk) -> list[Finding]:
     found = {"sha256": sha256.hexdigest(), "crc32": f"{crc32:08x}"}
     for kind, value in expected.items():
         if found[kind] != value:
-            what = f"its {kind} is {found[kind][:12]}, {MANIFEST} says {value[:12]}"
+            what = f"its {kind} is {found[kind][:12]}, {says} says {value[:12]}"
             return [Finding(str(path), f"{what}; it was changed after it was written")]
     return []
 

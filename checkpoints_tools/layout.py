@@ -17,7 +17,7 @@ from gpt.logical import Checkpoint
 from gpt.sharding import Parameter, Part, Split, part
 
 # Megatron pads the vocabulary to a multiple of this, times the tensor ranks.
-VOCABULARY_MULTIPLE = 128
+VOCABULARY_MULTIPLE, MULTIPLE_MAX = 128, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,11 @@ def saved_part(parameter: Parameter, config: GPTConfig, rank: int, tp: int, rows
 def padded_vocabulary(config: GPTConfig, tp: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
     """Rows of the embedding in Megatron's files."""
     step = multiple * tp
+    if multiple > MULTIPLE_MAX:
+        raise ConfigError(
+            f"--make-vocab-size-divisible-by is {multiple}, and most of the vocabulary would be "
+            f"padding; give at most {MULTIPLE_MAX}"
+        )
     return -(-config.vocab_size // step) * step
 
 

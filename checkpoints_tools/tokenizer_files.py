@@ -36,8 +36,8 @@ def tokenizer_files(tokenizer: Path, layout: Layout) -> list[File]:
         return [text_file(f"{folder}{file.name}", _content(file)) for file in sources]
     except OSError as error:
         raise CheckpointError(
-            f"the tokenizer's {error.filename} cannot be read ({error.strerror}); copy it again, or "
-            "give another with --tokenizer"
+            f"the tokenizer's {error.filename} cannot be read ({error.strerror}); copy it again, "
+            "or give another with --tokenizer"
         ) from None
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from gpt.errors import CheckpointError
 from gpt.file_tree import Span
 from gpt.safetensors_file import refuse_pointer
+from gpt.settings import shown
 from gpt.torch_file import ZIP
 from gpt.unpickle import StandIns, Stub
 
@@ -138,7 +139,7 @@ def _built(value: Any, view: Callable[["_Tensor"], Tensor], known: dict[int, Any
 
 def _numbers(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        raise ValueError(f"{values!r:.60} where sizes are needed")
+        raise ValueError(f"{shown(values)} where sizes are needed")
     return tuple(values)
 
 

@@ -51,6 +51,11 @@ def open_checkpoint(
             f"cannot read {error.filename or path}: {error.strerror or error}; give the directory "
             "of a checkpoint that exists here, and that this user may read"
         ) from None
+    except RecursionError:
+        raise CheckpointError(
+            f"{path} holds values inside each other, deeper than any model's; it is broken or "
+            "hostile: copy it again from where it was trained"
+        ) from None
 
 
 def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoint:

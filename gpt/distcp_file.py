@@ -21,9 +21,11 @@ from gpt.errors import CheckpointError
 from gpt.file_tree import FileTree, Span
 from gpt.logical import some
 from gpt.safetensors_file import MappedFile, refuse_pointer
+from gpt.settings import shown
 from gpt.unpickle import StandIns, Stub
 
 INDEX = ".metadata"
+INDEX_BYTES_MAX = 1 << 30  # Of the largest runs it has some tens of megabytes.
 # Its classes moved within torch over the years; none of them is ever run.
 CLASSES = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\..+|torch\.serialization\._get_layout"
@@ -151,10 +153,10 @@ def _blob(index: Index, key: str, span: Mapping[str, Any] | None) -> Span:
     name = span["relative_path"]
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
         raise ValueError(f"{key} is said to lie in {name!r}, outside the directory")
-    if span.get("transform_descriptors"):
+    if packing := span.get("transform_descriptors"):
         raise CheckpointError(
-            f"{index.folder}: {key} is stored with {span['transform_descriptors']!r}, which is not "
-            "read; save the checkpoint again without compression"
+            f"{index.folder}: {key} is stored with {shown(packing)}, which is not read; save the "
+            "checkpoint again without compression"
         )
     offset, length = _numbers((span["offset"], span["length"]))
     whole = index.tree.spans.get(name)
@@ -167,7 +169,7 @@ def _blob(index: Index, key: str, span: Mapping[str, Any] | None) -> Span:
 
 def _numbers(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        raise ValueError(f"{values!r} where sizes are needed")
+        raise ValueError(f"{shown(values)} where sizes are needed")
     return tuple(values)
 
 
@@ -205,10 +207,10 @@ def _values(tree: FileTree) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} does not exist; copy the checkpoint again")
     refuse_pointer(path, span.head(8))
     try:
-        record = _Reader(io.BytesIO(span.read(span.length))).load()
+        record = _Reader(io.BytesIO(span.read(INDEX_BYTES_MAX))).load()
         fields: Mapping[str, Any] = record.fields
         return fields
-    except OSError:
+    except (CheckpointError, OSError):
         raise
     # Whatever stands in a broken or a hostile pickle, the loader meets it in its own ways.
     except Exception as error:

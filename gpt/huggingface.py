@@ -35,7 +35,7 @@ from gpt.logical import (
     some,
     stack,
 )
-from gpt.safetensors_file import open_safetensors, refuse_pointer
+from gpt.safetensors_file import open_safetensors, read_text
 from gpt.sharding import Parameter, Split, parameters
 from gpt.torch_file import open_torch
 
@@ -76,8 +76,8 @@ def open_huggingface(
     if not config.untie_embeddings_and_output_weights:
         copies = _drop_tied_head(path, family, stored, used)
     left = sorted(key for key in set(stored) - used if not BUFFERS.search(key))
-    files_of_left = (stored[key].where.rpartition(": ")[0] for key in left)
-    refuse_leftover(path, [f"{key} in {file}" for key, file in zip(left, files_of_left, strict=True)])
+    files_of_left = {key: stored[key].where.rpartition(": ")[0] for key in left}
+    refuse_leftover(path, [f"{key} in {file}" for key, file in files_of_left.items()])
     tokenizer = find_tokenizer(path)
     checkpoint = Checkpoint(path, "huggingface", config, tensors, files, tokenizer, copies=copies)
     checkpoint.check()
@@ -88,7 +88,7 @@ def _family(record: dict[str, Any], where: Path) -> Family:
     kind = str(record.get("model_type"))
     if kind not in FAMILIES:
         raise CheckpointError(
-            f"{where}: model_type {kind!r} is not a family that Preamble computes; known are "
+            f"{where}: model_type {kind[:60]!r} is not a family that Preamble computes; known are "
             f"{', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[kind]
@@ -96,9 +96,7 @@ def _family(record: dict[str, Any], where: Path) -> Family:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes()
-        refuse_pointer(path, text)
-        record = json.loads(text)
+        record = json.loads(read_text(path))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -392,9 +392,11 @@ def refuse_untied(
     Both are given as the parts that files hold of them.
     """
     if not alike(head, embedding):
+        pairs = zip(head, embedding, strict=False)
+        differing = next((p for p in pairs if not alike(p[:1], p[1:])), (head[0], embedding[0]))
         raise CheckpointError(
-            f"{path}: the config ties the head to the embedding, but {head[0].where} is not equal "
-            f"to {embedding[0].where}; if they were trained apart, {remedy}"
+            f"{path}: the config ties the head to the embedding, but {differing[0].where} is not "
+            f"equal to {differing[1].where}; if they were trained apart, {remedy}"
         )
 
 

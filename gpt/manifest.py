@@ -14,7 +14,8 @@ from typing import Any
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
 from gpt.logical import Identity
-from gpt.safetensors_file import refuse_pointer
+from gpt.safetensors_file import read_text
+from gpt.settings import shown
 
 FORMAT, VERSION = "preamble.checkpoint", 1
 MANIFEST = "preamble.json"
@@ -71,9 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _record(where: Path) -> dict[str, Any]:
     try:
-        text = where.read_bytes()
-        refuse_pointer(where, text)
-        record = json.loads(text)
+        record = json.loads(read_text(where))
     except OSError as error:
         raise CheckpointError(f"cannot read {where}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -83,8 +82,8 @@ def _record(where: Path) -> dict[str, Any]:
     version = record.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"{where} has format version {version!r}, this Preamble reads up to {VERSION}; upgrade "
-            "Preamble, or write the checkpoint again with this one"
+            f"{where} has format version {shown(version)}, this Preamble reads up to {VERSION}; "
+            "upgrade Preamble, or write the checkpoint again with this one"
         )
     return record
 

@@ -34,6 +34,8 @@ from gpt.megatron_files import Place, Ranks, find_iteration, newer_iteration, op
 from gpt.megatron_names import EMBEDDING, EXPERT, HEAD, UPS, Names, rename, renumbered
 from gpt.sharding import Parameter, Split, parameters
 
+LAST_NORM = "decoder.final_layernorm.weight"
+
 Parts = list[InMemory]  # One logical tensor on tensor rank 0, 1, and so on.
 
 
@@ -145,6 +147,7 @@ def _add_stage(gathered: Gathered, held: Mapping[Place, Names], ranks: Ranks) ->
                 f"stage, but only one of them holds {different[0]}; two checkpoints are mixed: take"
                 " all ranks from one"
             )
+    _refuse_misplaced(gathered, first, ranks.saved[Place(0, stage, 0)].path)
     local_experts: dict[str, int] = {}
     for name in first.tensors:
         match = EXPERT.search(name)
@@ -169,6 +172,18 @@ def _add_stage(gathered: Gathered, held: Mapping[Place, Names], ranks: Ranks) ->
     gathered.num_layers += first.layers
     gathered.legacy = gathered.legacy or first.legacy
     gathered.extra_heads = gathered.extra_heads or first.extra_heads
+
+
+def _refuse_misplaced(gathered: Gathered, names: Names, path: Path) -> None:
+    """Layers stand before the last norm and after the embedding, however stages are laid out."""
+    wrong = names.layers and LAST_NORM in gathered.parts
+    late = gathered.num_layers and EMBEDDING in names.tensors and EMBEDDING not in gathered.parts
+    if wrong or late:
+        what = f"holds layers, though a stage before it has {LAST_NORM}"
+        what = what if wrong else f"holds {EMBEDDING}, though a stage before it has layers"
+        raise CheckpointError(
+            f"{path} {what}; files of stages are swapped: give each rank's directory its own"
+        )
 
 
 def _config(

@@ -320,6 +320,10 @@ def _activation(args: Args, weights: Weights, biases: bool, answer: Answer) -> N
     if args.flag("squared_relu"):
         fields["activation"] = "relu2"
         return
+    if args.get("bias_gelu_fusion") is None and args.get("openai_gelu") is not None:
+        if weights.legacy:  # Of 2020, before there was a kernel: torch's own, or the tanh form.
+            fields["activation"] = "gelu_tanh" if args.flag("openai_gelu") else "gelu"
+            return
     # The kernel that adds the bias computes the tanh form, plain torch the one with erf.
     fused = args.flag("bias_gelu_fusion", True) and biases
     if args.get("bias_gelu_fusion") is None:
@@ -479,6 +483,6 @@ def architecture(
 def disagreement(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """The first describing argument on which two ranks differ; None if there is none."""
     for name in DESCRIBING:
-        if repr(first.get(name)) != repr(other.get(name)):
+        if shown(first.get(name)) != shown(other.get(name)):
             return name
     return None

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpt.errors import CheckpointError
 from gpt.logical import some
 from gpt.megatron_args import Args, disagreement
+from gpt.settings import shown
 from gpt.unpickle import Stub, read_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
+TEXT_BYTES_MAX = 1000
+VERSIONS_END = 100  # Three are known; what is no number at all is in no range.
 # The second is of 2022 and 2023, when a distributed optimizer had files of its own.
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 
@@ -118,7 +122,7 @@ def bridge_iteration(root: Path) -> tuple[Path, str] | None:
         return None
     state = read_pickle(tracker)
     step = state.get("step") if isinstance(state, dict) else None
-    step = int(step) if isinstance(step, Tensor) and step.numel() == 1 else step
+    step = _number(step)
     if type(step) is int:
         named = root / f"iter_{step:07}"
         if not named.is_dir():
@@ -162,6 +166,13 @@ def open_ranks(iteration: Path) -> Ranks:
     return Ranks(split, saved)
 
 
+def _number(value: object) -> object:
+    """Some runs keep a number as a tensor; one that is none stays what it is."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.device.type != "cpu":
+        return value
+    return int(value) if value.dtype in (torch.int64, torch.int32) else value
+
+
 def _rank_files(path: Path) -> dict[str, Path]:
     found = {}
     for folder in path.glob("mp_rank_*"):
@@ -181,7 +192,8 @@ def _iterations(path: Path) -> list[str]:
 
 
 def tracked(path: Path) -> Path:
-    text = (path / TRACKER).read_text("utf-8", "replace").strip()
+    with open(path / TRACKER, "rb") as file:
+        text = file.read(TEXT_BYTES_MAX).decode("utf-8", "replace").strip()
     if text == "release":
         return path / text
     if not re.fullmatch(r"[0-9]{1,12}", text):
@@ -213,11 +225,11 @@ def _open(path: Path) -> Saved:
     args, version = record.get("args"), record.get("checkpoint_version", 0)
     if isinstance(args, Stub):
         args = args.fields
-    if not isinstance(args, dict | None) or not isinstance(version, int | float):
+    known = type(version) in (int, float) and 0 <= version < VERSIONS_END
+    if not isinstance(args, dict | None) or not known:
         raise CheckpointError(f"{path} has args or a version that are none; copy it again")
     iteration = record.get("iteration", record.get("total_iters"))
-    if isinstance(iteration, Tensor) and iteration.numel() == 1:
-        iteration = int(iteration)
+    iteration = _number(iteration)
     if not isinstance(iteration, int | None):
         raise CheckpointError(f"{path} has an iteration that is no number; copy it again")
     return Saved(path, args or None, float(version), iteration, chunks)
@@ -259,7 +271,7 @@ def _refuse_mixed(first: Saved, other: Saved) -> None:
             )
     name = disagreement(first.args or {}, other.args or {})
     if name:
-        values = [repr((saved.args or {}).get(name))[:60] for saved in (first, other)]
+        values = [shown((saved.args or {}).get(name)) for saved in (first, other)]
         raise CheckpointError(
             f"{first.path} has args.{name} {values[0]}, {other.path} has {values[1]}; two "
             "checkpoints are mixed: take all ranks from one"

@@ -92,7 +92,7 @@ def rename(model: Mapping[str, Any], where: str, expert_ranks: int) -> Names:
     tensors: dict[str, InMemory] = {}
     layers: set[int] = set()
     legacy = extra_heads = False
-    for key, value in _flat(model):
+    for key, value in _flat(model, where, set()):
         bare = key[_prefix(key) :]
         if DROPPED.fullmatch(bare):
             continue
@@ -135,10 +135,19 @@ def _prefix(key: str) -> int:
     return match.end() if match else 0
 
 
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(
+    record: Mapping[str, Any], where: str, seen: set[int], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """`seen` are the dicts that were met; one in itself, or everywhere, has no end."""
+    if id(record) in seen:
+        raise CheckpointError(
+            f"{where} holds {prefix[:60]} more than once, which no model does; it is broken or "
+            "hostile: take it from the training run again"
+        )
+    seen.add(id(record))
     for key, value in record.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, where, seen, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

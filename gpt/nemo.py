@@ -22,7 +22,7 @@ from gpt.megatron_args import Answer, Weights
 from gpt.megatron_files import Place, Ranks, Saved, Split
 from gpt.megatron_names import EMBEDDING
 from gpt.nemo_archive import CONFIG, kept, open_archive
-from gpt.nemo_args import describe_nemo_1
+from gpt.nemo_args import describe_nemo_1, tokens_of
 from gpt.nemo_yaml import Fields, read_config
 from gpt.settings import shown
 from gpt.tokenizer import open_tokenizer
@@ -124,14 +124,8 @@ def asks_of(fields: Fields, tokens: int = 0) -> Callable[[Weights], Answer]:
 
     def ask(weights: Weights) -> Answer:
         # NeMo may know tokens that the files do not have. Rows that fit the padding say no.
-        multiple = fields.get("make_vocab_size_divisible_by", 128)
-        split = fields.get("tensor_model_parallel_size", 1)
-        own = 0
-        if type(multiple) is int and type(split) is int and multiple * split > 0:
-            padded = -(-tokens // (multiple * split)) * multiple * split
-            own = tokens if padded == weights.rows(EMBEDDING) else 0
-        # Its own older classes obey what Megatron's of their time did not.
-        return describe_nemo_1(fields, replace(weights, legacy=False), own)
+        own = tokens_of(fields, tokens, weights.rows(EMBEDDING))
+        return describe_nemo_1(fields, weights, own)
 
     return ask
 

@@ -8,6 +8,7 @@ It knows no files.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpt.errors import CheckpointError
@@ -84,7 +85,6 @@ NORMS: Mapping[str, tuple[str, bool]] = {
 }
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
-    "approx-gelu": ("openai_gelu", False),
     "squared-relu": ("squared_relu", False),
     "geglu": ("gelu", True),
     "fast-geglu": ("gelu", True),
@@ -129,17 +129,13 @@ def describe_nemo_1(fields: Fields, weights: Weights, tokens: int = 0) -> Answer
     positions = fields.text("position_embedding_type", "learned_absolute")
     if positions not in POSITIONS:
         raise _refused(fields, "position_embedding_type")
-    activation = fields.text("activation", "gelu")
-    if activation not in ACTIVATIONS:
-        raise _refused(fields, "activation")
-    function, gated = ACTIVATIONS[activation]
-    openai = fields.get("openai_gelu") is True and function == "gelu"
+    function, gated, fused = _activation_1(fields, weights.legacy)
     share = fields.get("share_embeddings_and_output_weights", True)
     values |= {
         "position_embedding_type": POSITIONS[positions],
-        "activation_func": "openai_gelu" if openai else function,
+        "activation_func": function,
         "gated_linear_unit": gated,
-        "bias_activation_fusion": fields.get("bias_activation_fusion", True),
+        "bias_activation_fusion": fused,
         "add_bias_linear": fields.get("bias", True),
         "add_qkv_bias": fields.get("qkv_bias"),
         "seq_length": fields.get("encoder_seq_length"),
@@ -152,9 +148,10 @@ def describe_nemo_1(fields: Fields, weights: Weights, tokens: int = 0) -> Answer
         **_groups(fields),
         "untie_embeddings_and_output_weights": not share if isinstance(share, bool) else share,
     }
-    answer = describe(Args(values, fields.where, CALLED), weights)
-    if fields.get("onnx_safe") is True and function == "gelu" and not openai:
-        answer.unknown.append("activation")  # Which of the two won changed with the version.
+    # Its own older classes obey what Megatron's of their time did not.
+    answer = describe(Args(values, fields.where, CALLED), replace(weights, legacy=False))
+    if _unsure_of_gelu(fields, function, weights.legacy):
+        answer.unknown.append("activation")
     if "rope_scaling" in answer.fields and values["use_rope_scaling"]:
         _llama3(fields, answer)
     _ask_unanswered(fields, answer)
@@ -203,8 +200,54 @@ def describe_transformer(fields: Fields, weights: Weights) -> Answer:
         else:
             answer.unknown.append(name)
     answer.notes.pop("activation", None)
+    if fields.get("use_transformer_engine_full_layer_spec") is True:
+        # The engine's layer is told no activation; its own is the tanh form.
+        if answer.fields.get("activation") == "gelu" and "activation" not in answer.unknown:
+            answer.unknown.append("activation")
     _ask_unanswered(fields, answer)
     return answer
+
+
+def _activation_1(fields: Fields, legacy: bool) -> tuple[str, bool, Any]:
+    """The function, whether it gates, and whether the kernel that adds the bias computes it."""
+    activation = fields.text("activation", "gelu")
+    fused = fields.get("bias_activation_fusion", True)
+    if legacy and fields.get("transformer_engine") is True:
+        # The engine's layer is told no activation; its own is the tanh form.
+        if activation != "gelu":
+            raise _refused(fields, "activation")
+        return "openai_gelu", False, False
+    if activation not in ACTIVATIONS:
+        raise _refused(fields, "activation")
+    function, gated = ACTIVATIONS[activation]
+    if legacy and fields.get("openai_gelu") is True:
+        function = "openai_gelu"  # Before all others.
+    elif legacy and fields.get("onnx_safe") is True and function != "gelu":
+        raise _refused(fields, "onnx_safe")
+    if legacy and fused is True and activation not in ("gelu", "geglu", "fast-geglu"):
+        raise CheckpointError(
+            f"{fields.where}: activation is {activation} with bias_activation_fusion, where NeMo's "
+            "own older layers apply no activation at all, which Preamble does not compute; the "
+            "model cannot be read"
+        )
+    return function, gated, fused
+
+
+def _unsure_of_gelu(fields: Fields, function: str, legacy: bool) -> bool:
+    """Before 2.0 NeMo did not pass `openai_gelu` on to Megatron-Core; now it goes before all."""
+    if legacy or fields.get("openai_gelu") is not True:
+        return False
+    fused = fields.get("bias_activation_fusion", True) and fields.get("bias", True)
+    return not (fused and function == "gelu")
+
+
+def tokens_of(fields: Fields, tokens: int, rows: int) -> int:
+    """A tokenizer's count, if NeMo would have padded it to these rows; else 0, not known."""
+    multiple = fields.get("make_vocab_size_divisible_by", 128)
+    split = fields.get("tensor_model_parallel_size", 1)
+    if type(multiple) is not int or type(split) is not int or multiple * split <= 0:
+        return 0
+    return tokens if -(-tokens // (multiple * split)) * multiple * split == rows else 0
 
 
 def _told_by(fields: Fields, answer: Answer, weights: Weights) -> dict[str, tuple[str, ...]]:

@@ -88,7 +88,7 @@ def _object(objects: Mapping[str, Any], key: str, made: dict[str, Any]) -> Any:
         return made[key]
     made[key] = None
     record = objects[key]
-    kind = _name(record.get("type"))
+    kind = _kind(objects, record)
     values = [(str(name), _value(objects, value, made)) for name, value in record.get("items", [])]
     if kind.rpartition(".")[2] in ("list", "tuple"):
         made[key] = [value for _, value in values]
@@ -97,6 +97,19 @@ def _object(objects: Mapping[str, Any], key: str, made: dict[str, Any]) -> Any:
         named = {match[1] or match[2]: value for match, value in found if match}
         made[key] = {**named, "_target_": kind}
     return made[key]
+
+
+def _kind(objects: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """The class that an object is of; fiddle's own hold the one that they would make."""
+    about = record.get("metadata")
+    if isinstance(about, dict) and about.get("type") == "ref":
+        about = objects.get(about.get("key"))
+    if isinstance(about, dict):
+        for name, value in about.get("items", []):
+            match = ATTRIBUTE.fullmatch(str(name))
+            if match and (match[1] or match[2]) == "fn_or_cls":
+                return _name(value)
+    return _name(record.get("type"))
 
 
 def _value(objects: Mapping[str, Any], value: Any, made: dict[str, Any]) -> Any:
@@ -122,8 +135,11 @@ def _name(value: Any) -> str:
 class Fields:
     """A config's fields, references among them followed; `where` is its file."""
 
-    def __init__(self, record: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self, record: Mapping[str, Any], where: str, around: tuple[Mapping[str, Any], ...] = ()
+    ) -> None:
         self.record, self.where = record, where
+        self.places = (*around, record)  # From the whole config to this part of it.
         self.unanswered: dict[str, str] = {}  # Fields whose reference leads nowhere.
 
     def __contains__(self, name: str) -> bool:
@@ -131,7 +147,7 @@ class Fields:
 
     def get(self, name: str, absent: Any = None) -> Any:
         """A field; None, as OmegaConf's null, counts as absent."""
-        value = self._resolved(self.record.get(name), 0)
+        value = _resolved(self.record.get(name), self.places, 0)
         if isinstance(value, str) and EXPONENT.fullmatch(value):
             return float(value)
         if isinstance(value, str) and "${" in value:
@@ -145,20 +161,30 @@ class Fields:
 
     def under(self, name: str) -> "Fields":
         inner = self.get(name)
-        return Fields(inner if isinstance(inner, Mapping) else {}, f"{self.where}: {name}")
+        inner = inner if isinstance(inner, Mapping) else {}
+        return Fields(inner, f"{self.where}: {name}", self.places)
 
-    def _resolved(self, value: Any, depth: int) -> Any:
-        found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if found is None or depth > DEPTH_MAX:
-            return value
-        # The model's section was cut from a whole config, whose references name it.
-        for path in (found[1], found[1].removeprefix("model."), found[1].removeprefix("cfg.")):
-            place: Any = self.record
-            for step in path.split("."):
-                place = place.get(step) if isinstance(place, Mapping) else None
-            if place is not None:
-                return self._resolved(place, depth + 1)
+
+def _resolved(value: Any, places: tuple[Mapping[str, Any], ...], depth: int) -> Any:
+    """What a reference in the last of `places` leads to; itself if to nothing."""
+    found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if found is None or depth > DEPTH_MAX:
         return value
+    path = found[1].lstrip(".")
+    up = len(found[1]) - len(path)  # One dot is the part that it stands in, two the one around.
+    if up > len(places):
+        return value
+    start = places[: len(places) + 1 - up] if up else places[:1]
+    # The model's section was cut from a whole config, whose references name it.
+    cut = () if up else (path.removeprefix("model."), path.removeprefix("cfg."))
+    for way in (path, *cut):
+        seen, place = start, start[-1].get(way.split(".")[0])
+        for step in way.split(".")[1:]:
+            inner = place if isinstance(place, Mapping) else {}
+            seen, place = (*seen, inner), inner.get(step)
+        if place is not None:
+            return _resolved(place, seen, depth + 1)
+    return value
 
 
 def unwrapped(value: Any, depth: int = 0) -> Any:

@@ -23,6 +23,7 @@ from gpt.errors import CheckpointError
 
 # Larger than the header of any model; a length beyond it is a lie or another kind of file.
 HEADER_BYTES_MAX = 100 << 20
+TEXT_BYTES_MAX = 64 << 20
 
 # Without it, Linux refuses to map a file larger than its memory. Python names it from 3.12 on.
 NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -131,6 +132,15 @@ def refuse_pointer(path: Path, head: bytes) -> None:
         raise CheckpointError(
             f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` where it came from"
         )
+
+
+def read_text(path: Path) -> bytes:
+    """A small file that describes others; one as large as weights is none."""
+    if path.stat().st_size > TEXT_BYTES_MAX:
+        raise _broken(path, f"has more than {TEXT_BYTES_MAX} bytes, which no text of its name has")
+    text = path.read_bytes()
+    refuse_pointer(path, text)
+    return text
 
 
 def _broken(path: Path, what: str) -> CheckpointError:

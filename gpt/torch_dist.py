@@ -284,7 +284,7 @@ def gather(index: Index) -> Found:
             found.extra_heads = True
             continue
         refuse_foreign(re.sub(r"\blayers\.(?!\d)", "layers.0.", key), f"{index.folder}/{INDEX}")
-        spread = _spread(bare, entry)
+        spread = _spread(bare, entry, index.folder / INDEX)
         for lead in product(*(range(size) for size in entry.shape[: spread.shared])):
             name = spread.name(lead)
             if name.startswith(LAYERS):
@@ -309,16 +309,16 @@ def gather(index: Index) -> Found:
     return found
 
 
-def _refuse_unlike(entry: Entry, shared: int) -> None:
+def _refuse_unlike(entry: Entry, shared: int, index: Path) -> None:
     sizes = entry.shape[:shared]
     if len(entry.shape) <= shared or 0 in sizes or math.prod(sizes) > SHARED_MAX:
         raise CheckpointError(
-            f"{entry.key} has shape {entry.shape}, which is not that of one that layers or experts "
-            "share; the index is of another format"
+            f"{index}: {entry.key} has shape {entry.shape}, which is not that of one that layers "
+            "or experts share; the index is of another format"
         )
 
 
-def _spread(bare: str, entry: Entry) -> Spread:
+def _spread(bare: str, entry: Entry, index: Path) -> Spread:
     match = LAYER_KEY.fullmatch(bare)
     if not match:
         return Spread(canonical(bare), "", False, False)
@@ -335,7 +335,7 @@ def _spread(bare: str, entry: Entry) -> Spread:
     else:
         after = f".mlp.experts.local_experts.{experts[1]}.{experts[2]}"
         spread = Spread(f"{LAYERS}{layer or ''}", after, layer is None, False, half)
-    _refuse_unlike(entry, spread.shared)
+    _refuse_unlike(entry, spread.shared, index)
     return spread
 
 

@@ -14,9 +14,11 @@ from gpt.distcp_file import Index
 from gpt.errors import CheckpointError
 from gpt.file_tree import whole_file
 from gpt.megatron_args import AS_FIELDS, Answer, Args, Weights, describe, infer, questions
-from gpt.megatron_names import HEAD
-from gpt.nemo_args import describe_nemo_1, describe_transformer
+from gpt.logical import find_tokenizer
+from gpt.megatron_names import EMBEDDING, HEAD
+from gpt.nemo_args import describe_nemo_1, describe_transformer, tokens_of
 from gpt.nemo_yaml import Fields, read_config, read_graph
+from gpt.tokenizer import open_tokenizer
 from gpt.unpickle import Stub, read_pickle
 
 COMMON = "common.pt"
@@ -35,7 +37,9 @@ def ask(index: Index, weights: Weights, changes: GPTConfig | Mapping[str, Any]) 
     folder = index.folder
     context, bridge = folder.parent / "context", folder / "run_config.yaml"
     if context.is_dir() and (fields := _context(context)) is not None:
-        return describe_transformer(fields, weights)
+        answer = describe_transformer(fields, weights)
+        _count_tokens(context, fields, weights, answer)
+        return answer
     if bridge.is_file():
         whole = Fields(read_config(whole_file(bridge)), str(bridge))
         return describe_transformer(whole.under("model"), weights)
@@ -62,6 +66,20 @@ def _context(folder: Path) -> Fields | None:
             if "num_layers" in made and "hidden_size" in made:
                 return Fields(made, str(folder / "io.json"))
     return None
+
+
+def _count_tokens(context: Path, fields: Fields, weights: Weights, answer: Answer) -> None:
+    """Where the config has no vocabulary, NeMo padded that of the tokenizer it kept."""
+    found = find_tokenizer(context / "nemo_tokenizer", context)
+    if "vocab_size" not in answer.notes or found is None:
+        return
+    try:
+        tokens = open_tokenizer(found).vocab_size
+    except CheckpointError:
+        return
+    if own := tokens_of(fields, tokens, weights.rows(EMBEDDING)):
+        answer.fields["vocab_size"] = own
+        del answer.notes["vocab_size"]
 
 
 def arguments(index: Index) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ torch in any way at all, which is one sentence here. It knows no models.
 """
 
 import pickle
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from gpt.logical import InMemory
 from gpt.safetensors_file import refuse_pointer
 
 ZIP = b"PK\x03\x04"
+
+# Said of every pickle that is not of torch's own default, which harms nobody.
+warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
 
 
 def open_torch(path: Path, *, mapped: bool = True) -> dict[str, InMemory]:

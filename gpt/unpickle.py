@@ -35,7 +35,7 @@ HOLDERS = re.compile(
     r"|numpy\.(core|_core)\.multiarray\.(_reconstruct|scalar)"
     r"|numpy\.random\._pickle\.\w+|torch\._C\.Generator"
 )
-GETATTR = "builtins.getattr"
+GETATTR, BYTES = "builtins.getattr", "builtins.bytes"
 
 # A file of torch < 1.6 is four pickles and then raw bytes: a number, a version, a platform, data.
 OLD_PICKLES = 4
@@ -64,7 +64,8 @@ class Stub:
             self.state = state
 
     def __repr__(self) -> str:
-        return f"{self.path}{self.arguments!r}"
+        plain = (repr(a) if isinstance(a, str | int | float) else "..." for a in self.arguments)
+        return f"{self.path}({', '.join(plain)})"
 
 
 @cache
@@ -81,13 +82,31 @@ def _member(owner: object, name: object, *rest: object) -> Stub:
     return owner(name)
 
 
-class StandIns(pickle.Unpickler):
-    """Every name becomes a stand-in, a dtype, a dict or a set; what else is asked for is refused.
+def _no_bytes(*wanted: object) -> bytes:
+    """What `bytes` is allowed to be: older protocols write an empty value as a call of it."""
+    if wanted:
+        raise pickle.UnpicklingError(f"it asks to run {BYTES}")
+    return b""
+
+
+class StandIns(pickle._Unpickler):
+    """Written in Python: the faster one fills as much memory as a file's memo numbers claim.
+
+    Every name becomes a stand-in, a dtype, a dict or a set; what else is asked for is refused.
 
     `also` are further names that a kind of file has, as a pattern.
     """
 
-    also = re.compile(r"typing\.Any|builtins\.(int|float|bool|str|bytes|list|tuple|dict|NoneType)")
+    # A bytearray's length is believed, and filled with zeros; no checkpoint has one.
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]
+    }
+    # The older protocols have Python 2's names: long is int, unicode is str.
+    also = re.compile(
+        r"typing\.Any|builtins\.(int|long|float|bool|str|unicode|bytes|list|tuple|dict|NoneType)"
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         # Older protocols have the name that Python 2 had.
@@ -99,6 +118,8 @@ class StandIns(pickle.Unpickler):
             return PLAIN[path]
         if path == GETATTR:
             return _member
+        if path == BYTES:
+            return _no_bytes
         if _is_harmless(path) or self.also.fullmatch(path):
             return _stub(path)
         raise pickle.UnpicklingError(f"it asks to run {path}, which is not data")
@@ -111,6 +132,13 @@ class _Size(Stub):
         return tuple(values)
 
 
+class _Ordered(dict[Any, Any]):
+    """A dict; what a module's state_dict() hangs on it, its versions, is left out."""
+
+    def __setstate__(self, _state: Any) -> None:
+        pass
+
+
 class _Default(dict[Any, Any]):
     """A dict that makes what it lacks; here it does not."""
 
@@ -120,7 +148,7 @@ class _Default(dict[Any, Any]):
 
 PLAIN: dict[str, type] = {
     "torch.Size": _Size,
-    "collections.OrderedDict": dict,
+    "collections.OrderedDict": _Ordered,
     "collections.defaultdict": _Default,
     "builtins.set": set,
 }
@@ -142,7 +170,7 @@ def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:
         mapped, source = zipped and held is None, held or path
         names = _names_in_zip(path, source) if zipped else _names_in_old(path)
         stubs = [(_stub(name), name) for name in sorted(names) if _is_harmless(name)]
-        allowed: list[Any] = [*stubs, (_member, GETATTR)]
+        allowed: list[Any] = [*stubs, (_member, GETATTR), (_no_bytes, BYTES)]
         if held:
             held.seek(0)
         with _lock, torch.serialization.safe_globals(allowed):
@@ -193,7 +221,8 @@ def _names_in_old(path: Path) -> set[str]:
 def _refused(path: Path, reason: str) -> CheckpointError:
     """A sentence with the name that the loader would not call."""
     found = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", reason)
-    name = GETATTR if GETATTR in reason else found[1] if found else ""
+    called = [name for name in (GETATTR, BYTES) if name in reason]
+    name = called[0] if called else found[1] if found else ""
     if name:
         return CheckpointError(
             f"{path} asks to run {name}, which is not data; load it only where you trust its "

@@ -38,15 +38,11 @@ def opened(
 SAYS: dict[str, tuple[GPTConfig, dict[str, Any], dict[str, Any]]] = {
     "fused": (DENSE, {"bias_activation_fusion": None}, {"activation": "gelu_tanh"}),
     "not fused": (DENSE, {"bias_activation_fusion": False}, {"activation": "gelu"}),
-    "as OpenAI's": (
+    "as OpenAI's and fused": (DENSE, {"openai_gelu": True}, {"activation": "gelu_tanh"}),
+    "exported to ONNX": (
         DENSE,
-        {"bias_activation_fusion": False, "openai_gelu": True},
-        {"activation": "gelu_tanh"},
-    ),
-    "approximate": (
-        DENSE,
-        {"bias_activation_fusion": False, "activation": "approx-gelu"},
-        {"activation": "gelu_tanh"},
+        {"bias_activation_fusion": False, "onnx_safe": True},
+        {"activation": "gelu"},
     ),
     "squared": (DENSE, {"activation": "squared-relu"}, {"activation": "relu2", "gated": False}),
     "gated, fused without a bias": (
@@ -199,9 +195,74 @@ def test_a_reference_that_no_field_of_ours_answers_is_refused(tmp_path: Path) ->
     assert opened(tmp_path / "b", DENSE, hidden_dropout="${lost}") == DENSE
 
 
-def test_a_kernel_that_may_have_been_left_out_is_asked_for(tmp_path: Path) -> None:
+def test_a_form_of_gelu_that_changed_with_the_version_is_asked_for(tmp_path: Path) -> None:
+    changes = {"openai_gelu": True, "bias_activation_fusion": False}
     with pytest.raises(CheckpointError, match=r"does not say activation \(gelu for erf"):
-        opened(tmp_path, DENSE, onnx_safe=True)
+        opened(tmp_path, DENSE, **changes)
+    told = opened(tmp_path / "told", DENSE, {"activation": "gelu"}, **changes)
+    assert told.activation == "gelu"
+
+
+OLDER: dict[str, tuple[dict[str, Any], str]] = {
+    "as OpenAI's": ({"bias_activation_fusion": False, "openai_gelu": True}, "gelu_tanh"),
+    "fused": ({"bias_activation_fusion": True}, "gelu_tanh"),
+    "not fused": ({"bias_activation_fusion": False}, "gelu"),
+    "exported to ONNX": ({"bias_activation_fusion": False, "onnx_safe": True}, "gelu"),
+    "squared": ({"bias_activation_fusion": False, "activation": "squared-relu"}, "relu2"),
+    "in a layer of Transformer Engine": (
+        {"bias_activation_fusion": False, "transformer_engine": True},
+        "gelu_tanh",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_an_older_class_of_nemo_1_computes(name: str, tmp_path: Path) -> None:
+    changes, activation = OLDER[name]
+    saved(DENSE, Nemo(names="legacy", pack="dir", changes=changes), tmp_path)
+    assert open_nemo(tmp_path / "gpt.nemo").config.activation == activation
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "says"),
+    [
+        (LEGACY_GATED, {"activation": "fast-swiglu"}, "apply no activation at all"),
+        (DENSE, {"activation": "squared-relu"}, "apply no activation at all"),
+        (DENSE, {"activation": "approx-gelu"}, "activation is 'approx-gelu'"),
+        (
+            DENSE,
+            {"activation": "squared-relu", "bias_activation_fusion": False, "onnx_safe": True},
+            "onnx_safe is True",
+        ),
+    ],
+)
+def test_an_older_class_whose_layers_compute_something_else_is_refused(
+    config: GPTConfig, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    fused = {"bias_activation_fusion": True, **changes}
+    saved(config, Nemo(names="legacy", pack="dir", changes=fused), tmp_path)
+    with pytest.raises(CheckpointError, match=says):
+        open_nemo(tmp_path / "gpt.nemo")
+
+
+def test_a_reference_may_be_relative_to_where_it_stands() -> None:
+    fields = Fields(
+        {
+            "length": 64,
+            "beside": "${.length}",
+            "data": {"length": 32, "own": "${.length}", "outer": "${..length}", "far": "${....x}"},
+            "through": "${data.own}",
+            "tokenizer": {"size": "${length}", "cut": "${model.length}"},
+        },
+        "model_config.yaml",
+    )
+    assert fields.get("beside") == 64
+    assert fields.get("through") == 32
+    data = fields.under("data")
+    assert (data.get("own"), data.get("outer")) == (32, 64)
+    assert data.get("far") is None and data.unanswered == {"far": "${....x}"}
+    tokenizer = fields.under("tokenizer")
+    assert (tokenizer.get("size"), tokenizer.get("cut")) == (64, 64)
 
 
 def test_the_vocabulary_is_overridden_else_padded_rows_count(tmp_path: Path) -> None:

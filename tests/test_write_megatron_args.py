@@ -116,7 +116,7 @@ def test_arguments_say_all_of_a_model_that_they_can_say(config: GPTConfig) -> No
     assert described(config, arguments(config, Division())) == config
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(config=expressible(), pp=st.integers(1, 4), vpp=st.integers(1, 3))
 def test_arguments_of_every_division_describe_the_same_model(
     config: GPTConfig, pp: int, vpp: int

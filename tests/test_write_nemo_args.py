@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints_tools.layout import Division, padded_vocabulary
@@ -46,6 +46,7 @@ def described(config: GPTConfig, record: Mapping[str, Any], rows: int, tokens: i
     return GPTConfig.from_dict({**settle(answer, {}, "config"), "dtype": config.dtype})
 
 
+@settings(max_examples=60, deadline=None)
 @given(config=sayable(), multiple=st.sampled_from([1, 8, 128]), known=st.booleans())
 def test_a_config_says_all_of_a_model_that_it_can_say(
     config: GPTConfig, multiple: int, known: bool
