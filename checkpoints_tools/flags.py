@@ -1,21 +1,15 @@
 """The flags of `convert`, `inspect` and `verify`.
 
-What a user knows better than a checkpoint's files becomes the `changes` that a reader takes: some
-fields of a GPTConfig. A key that is none is refused here, where the file that has it can still be
-named; whether a value can be is the reader's business. Nothing that takes long is imported.
+Those that tell what a checkpoint's files do not are the same for all three, and for `serve`.
+Nothing that takes long is imported.
 """
 
 import argparse
-import difflib
-import json
 import math
 import os
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from gpt.config import GPTConfig
-from gpt.errors import ConfigError
+from gpt.overrides import read_overrides
 
 FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -144,35 +138,4 @@ def above_zero(word: str) -> float:
 
 def source_changes(flags: argparse.Namespace) -> dict[str, Any]:
     """The fields of GPTConfig that the flags give; empty where they give none."""
-    changes = _read(Path(flags.config_json)) if flags.config_json is not None else {}
-    size = flags.true_vocab_size
-    if size is None:
-        return changes
-    if size < 1:
-        raise ConfigError(f"--true-vocab-size is {size}; it must be a whole number of at least 1")
-    if changes.get("vocab_size", size) != size:
-        raise ConfigError(
-            f"--true-vocab-size is {size}, but vocab_size in {flags.config_json} is "
-            f"{changes['vocab_size']!r}; give one of them"
-        )
-    return {**changes, "vocab_size": size}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"--config-json: {path} cannot be read ({error.strerror}); give a file that exists"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config-json: {path} is not JSON ({error}); correct it") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"--config-json: {path} is not a JSON object of fields and values")
-    known = [field.name for field in fields(GPTConfig)]
-    for key in record:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
-            raise ConfigError(f"--config-json: {path} has an unknown key {key!r}; {way}")
-    return record
+    return read_overrides(flags.config_json, flags.true_vocab_size)

@@ -47,6 +47,9 @@ class TuneConfig:
     gradient_norm_max: float = 1.0
     seed: int = 0
 
+    tokenizer: str | None = None  # A file or a directory; None: what lies beside the weights.
+    true_vocab_size: int | None = None  # Where the checkpoint does not tell it from the padding.
+    config_json: str | None = None  # Fields of the model that the checkpoint lacks or has wrong.
     device: str = "cpu"
     dtype: str | None = None  # What to compute in; None: as stored. The table is always fp32.
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from gpt.adapter import Card, build_adapter, check_folder, parse_name, publish_adapter
 from gpt.card import TABLE_BYTES_MAX
-from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.digest import identify
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.loading import device_of, load_model
 from gpt.logical import FLOATS, Checkpoint
+from gpt.overrides import open_overridden, read_overrides
 from gpt.parallel import Mesh
 from gpt.prompts import Template
 from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
@@ -54,7 +54,8 @@ def prepare(config: TuneConfig) -> Prepared:
     device_of(config.device)
     if config.dtype not in (None, *FLOATS):
         raise ConfigError(f"dtype is {config.dtype!r}; known are: {', '.join(FLOATS)}")
-    checkpoint = open_checkpoint(config.model)
+    changes = read_overrides(config.config_json, config.true_vocab_size)
+    checkpoint = open_overridden(config.model, changes, config.tokenizer)
     sizes = checkpoint.config
     tokenizer: Tokenizer = NullTokenizer(sizes.vocab_size)
     if checkpoint.tokenizer is not None:

@@ -39,6 +39,7 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", nargs="?", help="the checkpoint's path")
     parser.add_argument("--config", metavar="F", help="a YAML file of settings")
+    _add_model_flags(parser)
     parser.add_argument("--adapters", metavar="DIR", help="a directory of adapters to serve")
     parser.add_argument("--host", help="the address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="for gRPC; 0: any free one (default: 9000)")
@@ -69,11 +70,20 @@ def generate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("text", nargs="?", help="the prompt")
     parser.add_argument("--model", required=True, help="the checkpoint's path")
+    _add_model_flags(parser)
     parser.add_argument("--adapters", metavar="DIR", help="the directory of the task's adapter")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", help="what to compute in (default: as stored)")
     _add_prompt_flags(parser)
     return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """What a checkpoint may not say itself; its message asks for them by name."""
+    add = parser.add_argument
+    add("--tokenizer", metavar="PATH", help="a file or directory, if none is beside the weights")
+    add("--true-vocab-size", metavar="N", type=int, help="tokens, without the rows that pad them")
+    add("--config-json", metavar="FILE", help="a JSON object of fields that the model lacks")
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +119,9 @@ def _generate(argv: list[str]) -> int:
     fields = dict(_field(word, parser) for word in args.field)
     config = ServerConfig(
         model=args.model,
+        tokenizer=args.tokenizer,
+        true_vocab_size=args.true_vocab_size,
+        config_json=args.config_json,
         adapters=args.adapters,
         device=args.device,
         dtype=args.dtype,

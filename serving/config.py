@@ -19,6 +19,9 @@ class ServerConfig:
     """What `preamble serve` needs to know. A relative path starts at the working directory."""
 
     model: str  # The checkpoint's path.
+    tokenizer: str | None = None  # A file or a directory; None: what lies beside the weights.
+    true_vocab_size: int | None = None  # Where the checkpoint does not tell it from the padding.
+    config_json: str | None = None  # Fields of the model that the checkpoint lacks or has wrong.
     adapters: str | None = None  # A directory of adapters; None: the server has none.
     device: str = "cpu"
     dtype: str | None = None  # What to compute in; None: as stored.

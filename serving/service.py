@@ -14,11 +14,11 @@ from typing import Self
 import torch
 
 from gpt.adapter import Adapter, check_adapter
-from gpt.checkpoint import open_checkpoint
 from gpt.digest import glance, identify
 from gpt.errors import CheckpointError, ConfigError
 from gpt.loading import check_dtype, device_of, load_model
 from gpt.logical import FLOAT_NAMES, Checkpoint, Identity
+from gpt.overrides import open_overridden, read_overrides
 from gpt.parallel import Mesh
 from gpt.proof import Difference, Proof, find_proof, replay
 from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
@@ -50,7 +50,8 @@ class Found:
             raise ConfigError(
                 f"adapters: {config.adapters} is not a directory; make it, or name another"
             )
-        checkpoint = open_checkpoint(config.model)
+        changes = read_overrides(config.config_json, config.true_vocab_size)
+        checkpoint = open_overridden(config.model, changes, config.tokenizer)
         proof = find_proof(checkpoint) if config.prove else None
         vocabulary = checkpoint.config.vocab_size
         if checkpoint.tokenizer is None:
