@@ -47,8 +47,9 @@ def _convert(argv: list[str]) -> int:
         parser.error(f"{flags.target} does not end in .nemo, by which such a file is known")
     changes = source_changes(flags)
 
-    from checkpoints_tools.convert import check_target, convert, plan
+    from checkpoints_tools.convert import convert, plan
     from checkpoints_tools.layout import Division
+    from checkpoints_tools.target import check_place
     from checkpoints_tools.writers import Wish
     from gpt.checkpoint import open_checkpoint
 
@@ -67,18 +68,23 @@ def _convert(argv: list[str]) -> int:
     for line in _described(made):
         print(line, file=sys.stdout if flags.dry_run else sys.stderr)
     if flags.dry_run:
-        check_target(made, flags.resume)
+        check_place(made.source, made.target, made.layout, flags.resume)
         return 0
     started = time.monotonic()
-    with _progress(sum(tensor.nbytes for tensor in made.source.tensors.values())) as report:
-        result = convert(
-            made,
-            resume=flags.resume,
-            workers=flags.workers,
-            memory=flags.memory_mb << 20,
-            refuse_nan=flags.refuse_nan,
-            report=report,
-        )
+    try:
+        with _progress(sum(tensor.nbytes for tensor in made.source.tensors.values())) as report:
+            result = convert(
+                made,
+                resume=flags.resume,
+                workers=flags.workers,
+                memory=flags.memory_mb << 20,
+                refuse_nan=flags.refuse_nan,
+                report=report,
+            )
+    except KeyboardInterrupt:
+        if made.partial.exists():
+            print(f"what is done lies in {made.partial}; --resume goes on", file=sys.stderr)
+        raise
     _tell(made, result, time.monotonic() - started)
     return 0
 
@@ -122,10 +128,13 @@ def _tell(plan: "Plan", result: "Result", seconds: float) -> None:
     else:
         speed = plan.layout.nbytes / max(seconds, 1e-9) / 1e9
         print(f"{plan.layout.nbytes:,} bytes in {seconds:.1f} s, {speed:.2f} GB/s", file=sys.stderr)
-    if result.not_finite:
-        names = ", ".join(result.not_finite[:3])
-        more = f" and {len(result.not_finite) - 3} more" if len(result.not_finite) > 3 else ""
-        print(f"warning: {names}{more} hold values that are not finite", file=sys.stderr)
+    for names, what in (
+        (result.not_finite, "hold values that are not finite"),
+        (result.overflown, f"hold values that became infinite in {plan.made.config.dtype}"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            print(f"warning: {', '.join(names[:3])}{more} {what}", file=sys.stderr)
     print(f"{plan.target}  digest {result.identity.digest}")
 
 

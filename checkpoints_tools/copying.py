@@ -25,6 +25,7 @@ from torch import Tensor
 from checkpoints_tools.checksum import joined
 from checkpoints_tools.journal import Done, Journal
 from checkpoints_tools.layout import File, Layout, Placement, placed
+from checkpoints_tools.target import sync_folders
 from gpt.errors import CheckpointError
 from gpt.logical import Checkpoint, Logical, as_bytes, make_room
 from gpt.sharding import layer_of
@@ -39,7 +40,9 @@ ZEROS_BYTES = 1 << 20
 @dataclass(frozen=True)
 class Copied:
     hashes: dict[str, str]  # Of the logical tensors, as the source stores them.
+    stored: dict[str, str]  # The same in the target's dtype.
     not_finite: tuple[str, ...]  # Tensors that hold NaN or an infinity.
+    overflown: tuple[str, ...]  # Those that hold one only in the target's dtype.
     crcs: dict[str, int]  # Of the files.
 
 
@@ -137,16 +140,24 @@ class _Goal:
     def take(self, rows: Tensor, first: int) -> None:
         last, filled = first + rows.shape[0], 0
         if self.placement.transposed:
-            assert self.part.dim == 0, "only rows are put in order before they are turned"
-            self._put(torch.cat([rows[start:stop] for start, stop in self.part.ranges]).T, 0)
+            self._put(self._turned(rows), 0)
             return
         for start, stop in self.part.ranges:
             if self.part.dim == 1:
+                assert len(self.part.ranges) == 1, "columns lie in one run"
                 self._put(rows[:, start:stop], first)
             elif start < last and first < stop:
                 top, bottom = max(first, start), min(last, stop)
                 self._put(rows[top - first : bottom - first], filled + top - start)
             filled += stop - start
+
+    def _turned(self, rows: Tensor) -> Tensor:
+        assert self.part.dim == 0, "only rows are put in order before they are turned"
+        turned, filled = torch.empty(rows.shape[1], self.filled, dtype=rows.dtype), 0
+        for start, stop in self.part.ranges:
+            turned[:, filled : filled + stop - start] = rows[start:stop].T
+            filled += stop - start
+        return turned
 
     def finish(self) -> int:
         """The rows beyond its ranges, then the checksum."""
@@ -158,7 +169,7 @@ class _Goal:
         return self.crc
 
     def _put(self, rows: Tensor, at: int) -> None:
-        content = as_bytes(rows.to(self.placement.dtype).contiguous())
+        content = as_bytes(rows.contiguous())
         self._write(content, self.placement.offset + at * self.row_bytes)
 
     def _write(self, content: memoryview | bytes, offset: int) -> None:
@@ -184,8 +195,11 @@ class Copying:
             _Goal(self.files, number, self.files.files[number].placements[place], logical.shape)
             for number, place in self.places[name]
         ]
-        own, finite = hashlib.sha256(), True
-        with self._room(logical, whole=any(goal.whole for goal in goals)) as room:
+        dtype = goals[0].placement.dtype
+        assert all(goal.placement.dtype == dtype for goal in goals), f"{name} in two dtypes"
+        own, finite, fits = hashlib.sha256(), True, True
+        converted = own if dtype == logical.dtype else hashlib.sha256()
+        with self._room(logical, dtype, whole=any(goal.whole for goal in goals)) as room:
             step = room.numel() // logical.row_bytes
             for start in range(0, logical.shape[0], step):
                 if self.stopped.is_set():
@@ -193,18 +207,25 @@ class Copying:
                 rows = logical.rows(start, min(logical.shape[0], start + step), room)
                 content = as_bytes(rows)
                 own.update(content)
-                finite = finite and _finite(rows)
+                ours = is_finite(rows)
+                finite = finite and ours
+                if converted is not own:
+                    rows = rows.to(dtype)
+                    converted.update(as_bytes(rows))
+                    fits = fits and (not ours or is_finite(rows))
                 for goal in goals:
                     goal.take(rows, start)
                 with self.lock:
                     self.passed += len(content)
-        return Done(name, own.hexdigest(), finite, tuple(goal.finish() for goal in goals))
+        hashes = own.hexdigest(), converted.hexdigest()
+        return Done(name, *hashes, finite, fits, tuple(goal.finish() for goal in goals))
 
     @contextmanager
-    def _room(self, logical: Logical, whole: bool) -> Iterator[Tensor]:
+    def _room(self, logical: Logical, dtype: torch.dtype, whole: bool) -> Iterator[Tensor]:
         if whole:
-            # The tensor, and a turned copy.
-            with self.budget.hold(2 * logical.nbytes):
+            # The tensor, the same in another dtype, and turned.
+            made = logical.nbytes // logical.dtype.itemsize * dtype.itemsize
+            with self.budget.hold(logical.nbytes + (1 + (dtype != logical.dtype)) * made):
                 yield torch.empty(max(1, logical.nbytes), dtype=torch.uint8)
             return
         if not hasattr(self.rooms, "bytes") or self.rooms.bytes.numel() < logical.row_bytes:
@@ -212,7 +233,7 @@ class Copying:
         yield self.rooms.bytes
 
 
-def _finite(rows: Tensor) -> bool:
+def is_finite(rows: Tensor) -> bool:
     """Both extremes are NaN if any element is."""
     return rows.numel() == 0 or all(bool(extreme.isfinite()) for extreme in rows.aminmax())
 
@@ -239,6 +260,7 @@ def copy(
             for number, file in enumerate(layout.files):
                 for text in file.texts:
                     files.write(number, text.offset, text.content)
+            sync_folders(folder)
             copying = Copying(checkpoint, files, memory)
             _run(copying, journal, workers, report, found)
             crcs = _patched(files, copying, journal)
@@ -246,8 +268,13 @@ def copy(
     finally:
         torch.set_num_threads(threads)
     done = [journal.done[name] for name in checkpoint.tensors]
-    broken = tuple(one.name for one in done if not one.finite)
-    return Copied({one.name: one.sha256 for one in done}, broken, crcs)
+    return Copied(
+        {one.name: one.sha256 for one in done},
+        {one.name: one.stored for one in done},
+        tuple(one.name for one in done if not one.finite),
+        tuple(one.name for one in done if not one.fits),
+        crcs,
+    )
 
 
 def _run(
@@ -258,6 +285,8 @@ def _run(
     found: Callable[[Done], None],
 ) -> None:
     tensors = copying.checkpoint.tensors
+    for done in journal.done.values():
+        found(done)
     copying.passed = sum(tensors[name].nbytes for name in journal.done)
     # What stands outside the layers is large; one that comes last would keep one worker alone.
     names = sorted(

@@ -2,10 +2,9 @@
 
 A tensor is noted only once all its bytes are on the disk; a line that a kill tore is not believed.
 The first line names the plan, down to samples of the source's weights: another source or another
-target cannot be mixed in. A lock keeps two runs from one target.
+target cannot be mixed in.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable
@@ -22,7 +21,9 @@ class Done:
 
     name: str
     sha256: str  # Of its bytes in the source's dtype.
-    finite: bool
+    stored: str  # The same in the target's dtype.
+    finite: bool  # As the source has it.
+    fits: bool  # Whether what is finite in the source is so in the target.
     crcs: tuple[int, ...]  # Of its placements' bytes, in the order of their files.
 
 
@@ -32,20 +33,12 @@ class Journal:
         self.path = path
         self.done: dict[str, Done] = {}
         self._file = open(path, "a+b")  # noqa: SIM115 (closed by close)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise CheckpointError(
-                f"{path.parent} is being written by another run; wait for it, or stop it first"
-            ) from None
         self._file.seek(0)
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(whole))
         lines = whole.splitlines()
-        self.begins = not lines
-        if self.begins:
+        if not lines:
             self._append([json.dumps({"plan": plan})])
             return
         try:
@@ -62,6 +55,12 @@ class Journal:
                 f"{path.parent} is of another source, target or version; remove it, and run again"
             )
 
+    def forget(self) -> None:
+        """What it was of is gone: the first line stays, and nothing is done."""
+        self._file.seek(0)
+        self._file.truncate(len(self._file.readline()))
+        self.done = {}
+
     def commit(self, done: Iterable[Done]) -> None:
         """Only after the bytes of these are on the disk."""
         done = list(done)
@@ -72,10 +71,6 @@ class Journal:
         self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def end(self) -> None:
-        """All is done, and what the notes are of is about to go elsewhere."""
-        self.path.unlink()
 
     def close(self) -> None:
         self._file.close()

@@ -4,18 +4,17 @@ They are small, so they are texts of a layout like any other: planned, checked, 
 a directory that has weights too, only what can be a tokenizer's goes along.
 """
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from checkpoints_tools.layout import File, Layout, text_file
 from gpt.errors import CheckpointError
 from gpt.logical import TOKENIZER_FILES, find_tokenizer
 
-# Of a tokenizer's directory, what is copied: never weights that lie beside it.
-SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-NOT_TOKENIZER = (
-    *("config.json", "preamble.json", "metadata.json", "integrity.json"),
-    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
-    *("latest_checkpointed_iteration.txt", "adapter_config.json"),
+# Of a tokenizer's directory, what is copied: never what else lies beside it.
+NAMES = (
+    *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "null.json"),
+    *("*vocab.json", "*merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
 )
 BYTES_MAX = 256 << 20
 # Where each format keeps them, seen from the directory with the weights.
@@ -47,7 +46,7 @@ def _sources(tokenizer: Path) -> list[Path]:
         files = [
             file
             for file in sorted(tokenizer.iterdir())
-            if file.suffix in SUFFIXES and file.name not in NOT_TOKENIZER and file.is_file()
+            if any(fnmatch(file.name, name) for name in NAMES) and file.is_file()
         ]
         if find_tokenizer(tokenizer) is None and not any(map(_is_foreign, files)):
             raise CheckpointError(

@@ -179,11 +179,12 @@ def _against_record(side: Side) -> Iterator[Finding]:
     identity, path = side.checkpoint.identity, str(side.checkpoint.path)
     if identity is None:
         return
+    recorded = identity.stored or ("" if identity.note else identity.digest)
     if identity.note:
         what = f"{MANIFEST} records the digest of its origin, {identity.digest}: {identity.note}"
         yield Finding(path, what, fault=False)
-    elif identity.digest != side.digest:
-        what = f"{MANIFEST} records the digest {identity.digest}, the weights give {side.digest}"
+    if recorded and recorded != side.digest:
+        what = f"{MANIFEST} records the digest {recorded}, the weights give {side.digest}"
         yield Finding(path, f"{what}; they were changed after they were written")
 
 

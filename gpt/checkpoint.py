@@ -15,7 +15,7 @@ from gpt.digest import function
 from gpt.errors import CheckpointError
 from gpt.huggingface import open_huggingface
 from gpt.logical import Checkpoint
-from gpt.manifest import MANIFEST, NATIVE, read_manifest
+from gpt.manifest import MANIFEST, is_native, read_manifest
 from gpt.megatron import open_megatron
 from gpt.megatron_files import find_iteration
 from gpt.native import open_native
@@ -65,7 +65,7 @@ def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoin
         raise CheckpointError(
             f"{path} does not exist; give the directory of a checkpoint (nothing is downloaded)"
         )
-    if path.is_dir() and (path / MANIFEST).is_file() and read_manifest(path).layout == NATIVE:
+    if path.is_dir() and is_native(path):
         return open_native(path, config)
     if find_nemo(path):
         return open_nemo(path, config)
@@ -101,14 +101,21 @@ def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoin
 
 
 def _recognised(checkpoint: Checkpoint) -> Checkpoint:
-    """The same, and which model it is, where Preamble wrote that beside another format's files."""
+    """The same, and which model it is, where Preamble wrote that beside another format's files.
+
+    Those files are their own format's, and may be edited; then the record is of another model.
+    """
     if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
         return checkpoint
-    manifest = read_manifest(checkpoint.path)
+    try:
+        manifest = read_manifest(checkpoint.path)
+    except CheckpointError as error:
+        return replace(checkpoint, notes=(*checkpoint.notes, f"not used: {error}"))
     if function(manifest.config) != function(checkpoint.config):
-        return checkpoint  # Overridden by the user.
-    note = (manifest.identity.note,) if manifest.identity.note else ()
-    return replace(checkpoint, identity=manifest.identity, notes=(*checkpoint.notes, *note))
+        note = f"the config is not the one of {MANIFEST}, which is not used"
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    notes = (manifest.identity.note,) if manifest.identity.note else ()
+    return replace(checkpoint, identity=manifest.identity, notes=(*checkpoint.notes, *notes))
 
 
 Evidence = tuple[tuple[str, str], ...]  # A pattern of paths, and what it is a sign of.

@@ -268,6 +268,7 @@ class Identity:
     fingerprint: str
     note: str = ""
     sampled: str = ""
+    stored: str = ""  # The digest of these very files, where it is not the origin's.
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,12 @@ class Manifest:
         return json.dumps(record, indent=1).encode()
 
 
+def is_native(folder: Path) -> bool:
+    """Whether a directory has a manifest, and that is of a native checkpoint."""
+    where = folder / MANIFEST
+    return where.is_file() and _record(where).get("layout", NATIVE) in (None, NATIVE)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a directory; each file that it names is there and has its size.
 
@@ -55,7 +61,7 @@ def read_manifest(folder: Path) -> Manifest:
     if (
         not isinstance(record.get("config"), dict)
         or not isinstance(identity, dict)
-        or set(identity) != set(Identity.__dataclass_fields__)
+        or {*identity, "stored"} != set(Identity.__dataclass_fields__)  # It came later.
         or not all(isinstance(value, str) for value in identity.values())
         or not isinstance(files, dict)
         or not isinstance(layout, str)

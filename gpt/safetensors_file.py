@@ -9,6 +9,7 @@ It knows no models.
 import json
 import math
 import mmap
+import resource
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ TEXT_BYTES_MAX = 64 << 20
 
 # Without it, Linux refuses to map a file larger than its memory. Python names it from 3.12 on.
 NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+# Descriptors that are left to others before more are asked for.
+SPARE_DESCRIPTORS = 32
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -60,14 +64,24 @@ class MappedFile:
     def bytes(self) -> Tensor:
         with self.lock:
             if self.payload is None:
-                with open(self.path, "rb") as file:
-                    # Writable, since torch warns of tensors that are not; but nobody writes, so
-                    # no page is ever copied, and none need be promised.
-                    flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-                    mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
+                try:
+                    mapped = self._mapped()
+                except OSError as error:
+                    raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from None
                 mapped.madvise(mmap.MADV_SEQUENTIAL)  # Twice as fast from a cold disk.
                 self.payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start)
             return self.payload
+
+    def _mapped(self) -> mmap.mmap:
+        # Each mapping keeps a descriptor, and a checkpoint can have a thousand files.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with open(self.path, "rb") as file:
+            if file.fileno() > soft - SPARE_DESCRIPTORS and soft < hard:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            # Writable, since torch warns of tensors that are not; but nobody writes, so no page
+            # is ever copied, and none need be promised.
+            flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            return mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
 
 
 @dataclass(frozen=True)
@@ -88,10 +102,14 @@ class Mapped:
         start, stop = self.span
         if start == stop:
             return torch.empty(self.shape, dtype=self.dtype)
-        raw = self.file.bytes()[start:stop]
-        if start % self.dtype.itemsize:
-            raw = raw.clone()  # A foreign writer did not align it; torch cannot view it in place.
-        return raw.view(self.dtype).view(self.shape)
+        if start % self.dtype.itemsize == 0:
+            return self.file.bytes()[start:stop].view(self.dtype).view(self.shape)
+        # A foreign writer did not align it; a buffer, unlike a tensor's view, may start anywhere.
+        count = (stop - start) // self.dtype.itemsize
+        memory = self.file.bytes().numpy().data
+        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=start).view(
+            self.shape
+        )
 
 
 def open_safetensors(path: Path) -> dict[str, Mapped]:

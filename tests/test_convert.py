@@ -1,6 +1,7 @@
 """`preamble convert`, from the command line: what it plans, refuses, writes, and goes on with."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -242,6 +243,121 @@ def test_what_was_begun_for_another_source_is_not_continued(
     assert run(source, tmp_path / "t", "--to", "native", "--resume") == 0
 
 
+def test_what_overflows_the_new_dtype_is_named_or_refused(tmp_path: Path, capsys: Told) -> None:
+    good = lively(CLASSIC)
+    tensors = {name: good.read(name) for name in good.tensors}
+    tensors["decoder.layers.1.mlp.linear_fc1.weight"][3, 3] = 1e5
+    write_native((CLASSIC, tensors), tmp_path / "m")
+    words = (tmp_path / "m", tmp_path / "t", "--to", "megatron", "--dtype", "float16")
+    assert run(*words, "--refuse-nan") == 1
+    assert "linear_fc1.weight holds values that float16 cannot hold" in capsys.readouterr().err
+    assert run(*words) == 0
+    assert "became infinite in float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("--to", "nemo", "--tp", 2), ("--to", "nemo", "--pp", 2)),
+        (("--to", "hf"), ("--to", "hf", "--prove")),
+        (
+            ("--to", "megatron", "--tp", 2),
+            ("--to", "megatron", "--tp", 2, "--megatron-spec", "local"),
+        ),
+    ],
+)
+def test_a_target_of_another_wish_is_not_taken_for_complete(
+    first: tuple[object, ...], then: tuple[object, ...], source: Path, tmp_path: Path, capsys: Told
+) -> None:
+    target = tmp_path / "t.nemo"
+    assert run(source, target, *first) == 0
+    assert run(source, target, *first, "--resume") == 0
+    assert "was complete already" in capsys.readouterr().err
+    assert run(source, target, *then, "--resume") == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_only_one_run_has_a_target_and_the_other_harms_nothing(
+    source: Path, tmp_path: Path
+) -> None:
+    made = plan(open_checkpoint(source), tmp_path / "t", Wish())
+
+    def meanwhile(_: int) -> None:
+        with pytest.raises(CheckpointError, match="being written by another run"):
+            convert(made, resume=True)
+        with pytest.raises(CheckpointError, match="what an earlier run left, or one that is run"):
+            write_native(open_checkpoint(source), tmp_path / "t")
+
+    assert convert(made, report=meanwhile).identity.digest
+    assert tree(tmp_path / "t") == tree(source)
+
+
+def test_a_target_that_was_removed_is_made_again(source: Path, tmp_path: Path) -> None:
+    """Even if a kill between the last two steps has left the notes of it."""
+    assert run(source, tmp_path / "t", "--to", "hf") == 0
+    made = plan(open_checkpoint(source), tmp_path / "t", Wish("hf"))
+    whole = tree(tmp_path / "t")
+    shutil.rmtree(tmp_path / "t")
+    with killed_after(20), pytest.raises(Killed):
+        convert(made, workers=1)
+    shutil.rmtree(made.partial / "content")
+    assert run(source, tmp_path / "t", "--to", "hf", "--resume") == 0
+    assert tree(tmp_path / "t") == whole
+
+
+def test_damage_shows_after_a_change_of_dtype_too(
+    source: Path, tmp_path: Path, capsys: Told
+) -> None:
+    assert run(source, tmp_path / "half", "--to", "native", "--dtype", "bfloat16") == 0
+    assert run(tmp_path / "half", tmp_path / "hf", "--to", "hf") == 0
+    origin, last = glance(open_checkpoint(source)), glance(open_checkpoint(tmp_path / "hf"))
+    assert last.digest == origin.digest and last.stored == base_digest(
+        open_checkpoint(tmp_path / "hf")
+    )
+    weights = next((tmp_path / "half").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    assert preamble.main(["verify", str(tmp_path / "half")]) == 1
+    assert run(tmp_path / "half", tmp_path / "t", "--to", "hf") == 1
+    assert "files were damaged after it was written" in capsys.readouterr().err
+
+
+def test_a_source_that_changes_meanwhile_makes_no_target(
+    source: Path, tmp_path: Path, capsys: Told
+) -> None:
+    made = plan(open_checkpoint(source), tmp_path / "t", Wish())
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        convert(made, report=lambda _: os.utime(next(source.glob("*.safetensors"))))
+    assert not (tmp_path / "t").exists() and not made.partial.exists()
+
+
+def test_weights_of_several_dtypes_go_through_forms_that_have_one(tmp_path: Path) -> None:
+    """A router's bias among halves, one norm in fp32."""
+    config = LLAMA.with_fields(dtype="bfloat16")
+    good = lively(config).in_dtype(torch.bfloat16)
+    tensors = {name: good.read(name) for name in good.tensors}
+    name = "decoder.layers.2.mlp.linear_fc1.layer_norm_weight"
+    tensors[name] = tensors[name].float()
+    write_native((config, tensors), tmp_path / "m")
+    for number, to in enumerate(["megatron", "megatron-dist", "nemo", "hf"]):
+        target = tmp_path / f"{number}.nemo"
+        assert run(tmp_path / "m", target, "--to", to) == 0
+        found = open_checkpoint(target)
+        for name, value in tensors.items():
+            assert torch.equal(found.read(name).float(), value.float())
+
+
+def test_an_edited_config_beside_a_manifest_is_read_as_it_is(source: Path, tmp_path: Path) -> None:
+    assert run(source, tmp_path / "hf", "--to", "hf") == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "rope_theta": 500000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}))  # fmt: skip
+    found = open_checkpoint(tmp_path / "hf")
+    assert found.identity is None and found.config.rotary_base == 500000.0
+    assert any("config.json has" in note for note in found.notes)
+
+
 def test_weights_that_change_while_they_are_copied_never_make_a_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +372,7 @@ def test_weights_that_change_while_they_are_copied_never_make_a_target(
         return in_memory(found.config, tensors)
 
     monkeypatch.setattr(conversion, "open_checkpoint", other)
-    with pytest.raises(AssertionError, match="is not the source's model"):
+    with pytest.raises(RuntimeError, match="is not the source's model"):
         convert(made)
     assert not (tmp_path / "t").exists()
 

@@ -7,7 +7,7 @@ import pytest
 from checkpoints_tools.journal import Done, Journal
 from gpt.errors import CheckpointError
 
-FIRST, SECOND = Done("a", "1" * 64, True, (1, 2)), Done("b", "2" * 64, False, ())
+FIRST, SECOND = Done("a", "1" * 64, "1" * 64, True, True, (1, 2)), Done("b", "2", "3", False, True, ())
 
 
 def test_what_was_committed_is_known_again(tmp_path: Path) -> None:
@@ -39,9 +39,11 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "journal", "other")
 
 
-def test_two_runs_cannot_have_one(tmp_path: Path) -> None:
-    with (
-        Journal(tmp_path / "journal", "plan"),
-        pytest.raises(CheckpointError, match="being written by another run"),
-    ):
-        Journal(tmp_path / "journal", "plan")
+def test_what_is_forgotten_is_not_known_again(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", "plan") as journal:
+        journal.commit([FIRST])
+        journal.forget()
+        assert journal.done == {}
+        journal.commit([SECOND])
+    with Journal(tmp_path / "journal", "plan") as journal:
+        assert journal.done == {"b": SECOND}
