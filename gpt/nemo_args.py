@@ -113,6 +113,14 @@ POSITIONS: Mapping[str, str] = {
 # Models whose classes compute what no field says: scaled embeddings, other layers, other stacks.
 FOREIGN = re.compile(
     r"(?i)gemma|mamba|hyena|ssm|griffin|falcon|retro|bert|t5|vision|llava|llama4|gpt_?oss|diffusion"
+    r"|embedding|rerank|olmoe|ministral"
+)
+# What gives layers that compute as Megatron-Core's own, whoever's kernels they use.
+LAYERS_OF = re.compile(
+    r"(default|local|transformer_engine|transformer_engine_full|transformer_engine_layer"
+    r"|modelopt_transformer|quantization)_(layer_)?spec|ModuleSpec"
+    r"|get_gpt_(layer_local|layer_with_transformer_engine|layer_with_inference|decoder_block"
+    r"|full_te_layer_autocast|modelopt|layer_modelopt)_spec"
 )
 
 
@@ -137,7 +145,8 @@ def describe_nemo_1(fields: Fields, weights: Weights, tokens: int = 0) -> Answer
         "gated_linear_unit": gated,
         "bias_activation_fusion": fused,
         "add_bias_linear": fields.get("bias", True),
-        "add_qkv_bias": fields.get("qkv_bias"),
+        # Versions read it from different fields; one that is there was trained.
+        "add_qkv_bias": fields.get("qkv_bias") or weights.has("linear_qkv.bias"),
         "seq_length": fields.get("encoder_seq_length"),
         "rotary_percent": fields.get("rotary_percentage"),
         "rotary_seq_len_interpolation_factor": fields.get("seq_len_interpolation_factor"),
@@ -168,6 +177,12 @@ def describe_transformer(fields: Fields, weights: Weights) -> Answer:
         raise CheckpointError(
             f"{fields.where}: _target_ is {kind[-60:]}, whose own code Preamble does not compute; "
             "it reads GPT models such as Llama, Mistral, Mixtral, Nemotron and Qwen"
+        )
+    layers = _function(fields.get("transformer_layer_spec"))
+    if layers is not None and not LAYERS_OF.fullmatch(str(layers)):
+        raise CheckpointError(
+            f"{fields.where}: transformer_layer_spec is {shown(layers)}, whose layers may compute "
+            "something else than Megatron-Core's own; if they do not, give a whole config"
         )
     share = fields.get("share_embeddings_and_output_weights")
     values = {name: fields.get(name) for name in SHARED if name in fields}
@@ -200,10 +215,10 @@ def describe_transformer(fields: Fields, weights: Weights) -> Answer:
         else:
             answer.unknown.append(name)
     answer.notes.pop("activation", None)
-    if fields.get("use_transformer_engine_full_layer_spec") is True:
-        # The engine's layer is told no activation; its own is the tanh form.
-        if answer.fields.get("activation") == "gelu" and "activation" not in answer.unknown:
-            answer.unknown.append("activation")
+    whole_layers = fields.get("use_transformer_engine_full_layer_spec") is True
+    if whole_layers and answer.fields.get("activation") == "gelu":
+        # The engine's layer is told no activation, its own is the tanh form; was there an engine?
+        answer.unknown += ["activation"] if "activation" not in answer.unknown else []
     _ask_unanswered(fields, answer)
     return answer
 
@@ -212,7 +227,8 @@ def _activation_1(fields: Fields, legacy: bool) -> tuple[str, bool, Any]:
     """The function, whether it gates, and whether the kernel that adds the bias computes it."""
     activation = fields.text("activation", "gelu")
     fused = fields.get("bias_activation_fusion", True)
-    if legacy and fields.get("transformer_engine") is True:
+    engine = legacy and fields.get("transformer_engine") is True
+    if engine or fields.text("name").endswith("full_te_layer_autocast"):
         # The engine's layer is told no activation; its own is the tanh form.
         if activation != "gelu":
             raise _refused(fields, "activation")

@@ -103,7 +103,7 @@ def _kind(objects: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     """The class that an object is of; fiddle's own hold the one that they would make."""
     about = record.get("metadata")
     if isinstance(about, dict) and about.get("type") == "ref":
-        about = objects.get(about.get("key"))
+        about = objects.get(str(about.get("key")))
     if isinstance(about, dict):
         for name, value in about.get("items", []):
             match = ATTRIBUTE.fullmatch(str(name))

@@ -13,8 +13,8 @@ from gpt.config import GPTConfig
 from gpt.distcp_file import Index
 from gpt.errors import CheckpointError
 from gpt.file_tree import whole_file
-from gpt.megatron_args import AS_FIELDS, Answer, Args, Weights, describe, infer, questions
 from gpt.logical import find_tokenizer
+from gpt.megatron_args import AS_FIELDS, Answer, Args, Weights, describe, infer, questions
 from gpt.megatron_names import EMBEDDING, HEAD
 from gpt.nemo_args import describe_nemo_1, describe_transformer, tokens_of
 from gpt.nemo_yaml import Fields, read_config, read_graph

@@ -7,6 +7,7 @@ configs. Nothing is shared with the readers.
 import io
 import json
 import tarfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,8 +101,15 @@ def ranks(
     return source, files
 
 
+class _State(OrderedDict[str, Tensor]):
+    """As torch's state_dict() gives it: an OrderedDict on which the modules' versions hang."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"_metadata": {"": {"version": 1}}}, None, iter(self.items())
+
+
 def _named(model: Mapping[str, Any], nemo: Nemo) -> dict[str, Tensor]:
-    made: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = _State()
     for name, value in _flat(model).items():
         name = name.replace("word_embeddings_for_head", "word_embeddings")
         if nemo.bare_positions:
@@ -153,7 +161,7 @@ def config_of(config: GPTConfig, nemo: Nemo) -> dict[str, Any]:
         "num_query_groups": config.num_query_groups if grouped else None,
         "kv_channels": config.kv_channels,
         "encoder_seq_length": config.max_position_embeddings,
-        "max_position_embeddings": "${encoder_seq_length}",
+        "max_position_embeddings": "${.encoder_seq_length}",
         "normalization": norm,
         "layernorm_epsilon": config.layernorm_epsilon,
         "bias": config.mlp_bias,
@@ -253,16 +261,25 @@ def graph_of(record: Mapping[str, Any]) -> str:
             before, _, leaf = value["_target_"].rpartition(".")
             node = {"type": "pyref", "module": before, "name": leaf}
         items.append([f"Attr(name='{key}')", node])
-    objects["config_1"] = {
-        "type": {"type": "pyref", "module": module, "name": name},
-        "items": items,
-        "metadata": {},
-    }
-    objects["model_1"] = {
-        "type": {"type": "pyref", "module": "nemo", "name": "GPTModel"},
-        "items": [["Attr(name='config')", {"type": "ref", "key": "config_1"}]],
-    }
-    return json.dumps({"root": {"type": "ref", "key": "model_1"}, "objects": objects})
+    # fiddle's own class stands for all; what it would make is in what it says about itself.
+    fiddle = {"type": "pyref", "module": "fiddle._src.config", "name": "Config"}
+    about = {**fiddle, "name": "BuildableTraverserMetadata"}
+    for key, where, made, held in (
+        ("config_1", module, name, items),
+        ("model_1", "nemo", "GPTModel", [["Attr(name='config')", _ref("config_1")]]),
+    ):
+        held_class = {"type": "pyref", "module": where, "name": made}
+        objects[f"about_{key}"] = {
+            "type": about,
+            "items": [["Attr(name='fn_or_cls')", held_class]],
+            "metadata": about,
+        }
+        objects[key] = {"type": fiddle, "items": held, "metadata": _ref(f"about_{key}")}
+    return json.dumps({"root": _ref("model_1"), "objects": objects})
+
+
+def _ref(key: str) -> dict[str, str]:
+    return {"type": "ref", "key": key}
 
 
 def nemo_2(config: GPTConfig, root: Path, form: Form, *, graph: bool = False) -> Checkpoint:

@@ -7,7 +7,10 @@ import pytest
 from checkpoints_tools.journal import Done, Journal
 from gpt.errors import CheckpointError
 
-FIRST, SECOND = Done("a", "1" * 64, "1" * 64, True, True, (1, 2)), Done("b", "2", "3", False, True, ())
+FIRST, SECOND = (
+    Done("a", "1" * 64, "1" * 64, True, True, (1, 2)),
+    Done("b", "2", "3", False, True, ()),
+)
 
 
 def test_what_was_committed_is_known_again(tmp_path: Path) -> None:

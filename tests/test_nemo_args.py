@@ -13,12 +13,14 @@ from gpt.errors import CheckpointError
 from gpt.file_tree import whole_file
 from gpt.nemo import open_nemo
 from gpt.nemo_yaml import Fields, read_config, read_graph, unwrapped
+from gpt.tokenizer import open_tokenizer
 from gpt.torch_dist import open_torch_dist
 from gpt.unpickle import Stub
 from tests import nemo_writer
 from tests.distcp_writer import Form
 from tests.megatron_writer import DENSE, GATED, MIXED
 from tests.nemo_writer import LEGACY_GATED, Nemo, saved
+from tests.trained_tokenizers import sentencepiece_model
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +198,7 @@ def test_a_reference_that_no_field_of_ours_answers_is_refused(tmp_path: Path) ->
 
 
 def test_a_form_of_gelu_that_changed_with_the_version_is_asked_for(tmp_path: Path) -> None:
-    changes = {"openai_gelu": True, "bias_activation_fusion": False}
+    changes: dict[str, Any] = {"openai_gelu": True, "bias_activation_fusion": False}
     with pytest.raises(CheckpointError, match=r"does not say activation \(gelu for erf"):
         opened(tmp_path, DENSE, **changes)
     told = opened(tmp_path / "told", DENSE, {"activation": "gelu"}, **changes)
@@ -407,6 +409,48 @@ def test_a_graph_that_is_broken_is_one_sentence(text: str, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="is not a config that can be read") as refusal:
         read_graph(whole_file(tmp_path / "io.json"))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_graph_names_the_class_of_a_model_that_is_refused(tmp_path: Path) -> None:
+    nemo_writer.nemo_2(GATED, tmp_path, Form(), graph=True)
+    record = {**nemo_writer.transformer_of(GATED), "_target_": "nemo.gemma.GemmaConfig2B"}
+    (tmp_path / "context" / "io.json").write_text(nemo_writer.graph_of(record))
+    with pytest.raises(CheckpointError, match=r"_target_ is nemo\.gemma\.GemmaConfig2B"):
+        open_torch_dist(tmp_path)
+
+
+def test_a_gelu_in_the_engines_own_layers_is_asked_for_if_it_is_not_fused(tmp_path: Path) -> None:
+    engine = {"use_transformer_engine_full_layer_spec": True, "bias_activation_fusion": False}
+    gelu = {"activation_func": "torch._C._nn.gelu", "gated_linear_unit": False}
+    with pytest.raises(CheckpointError, match=r"does not say activation \(gelu for erf"):
+        context(tmp_path, lambda c: c.update(engine | gelu), DENSE)
+    fused = {**engine, **gelu, "bias_activation_fusion": True}
+    found = context(tmp_path / "b", lambda c: c.update(fused), DENSE)
+    assert found.activation == "gelu_tanh"
+
+
+def test_layers_that_may_compute_something_else_are_refused(tmp_path: Path) -> None:
+    def layers(name: str) -> Any:
+        return lambda c: c.update(transformer_layer_spec={"_target_": name, "_call_": False})
+
+    own = "nemo.collections.llm.gpt.model.base.default_layer_spec"
+    assert context(tmp_path, layers(own)) == GATED
+    theirs = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
+    with pytest.raises(CheckpointError, match="transformer_layer_spec is 'olmoe_layer_spec'"):
+        context(tmp_path / "b", layers(theirs))
+
+
+def test_nemo_2_has_as_many_tokens_as_the_tokenizer_that_it_padded(tmp_path: Path) -> None:
+    model = sentencepiece_model()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tokens = open_tokenizer(tmp_path / "tokenizer.model").vocab_size
+
+    def unsaid(record: dict[str, Any]) -> None:
+        record.update(vocab_size=None, make_vocab_size_divisible_by=16)
+        (tmp_path / "b" / "context" / "spm.model").write_bytes(model)
+
+    config = GATED.with_fields(vocab_size=tokens)
+    assert context(tmp_path / "b", unsaid, config).vocab_size == tokens
 
 
 def test_a_graph_that_goes_in_circles_ends(tmp_path: Path) -> None:
