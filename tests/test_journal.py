@@ -7,7 +7,8 @@ import pytest
 from checkpoints_tools.journal import Done, Journal
 from gpt.errors import CheckpointError
 
-FIRST, SECOND = (
+FIRST = Done("a", "1" * 64, "1" * 64, True, True, (1, 2))
+SECOND = Done("b", "2" * 64, "3" * 64, False, True, ())
     Done("a", "1" * 64, "1" * 64, True, True, (1, 2)),
     Done("b", "2", "3", False, True, ()),
 )
