@@ -9,9 +9,6 @@ from gpt.errors import CheckpointError
 
 FIRST = Done("a", "1" * 64, "1" * 64, True, True, (1, 2))
 SECOND = Done("b", "2" * 64, "3" * 64, False, True, ())
-    Done("a", "1" * 64, "1" * 64, True, True, (1, 2)),
-    Done("b", "2", "3", False, True, ()),
-)
 
 
 def test_what_was_committed_is_known_again(tmp_path: Path) -> None:
