@@ -35,6 +35,7 @@ DESCRIBING: tuple[str, ...] = (
     *("untie_embeddings_and_output_weights", "qk_layernorm", "num_experts", "moe_router_topk"),
     *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
     *("moe_ffn_hidden_size", "moe_router_enable_expert_bias", "padded_vocab_size", "vocab_size"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
     *("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "model_parallel_size"),
     *("pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
@@ -67,7 +68,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "window_attn_skip_freq": (0, 1),
     "moe_router_force_load_balancing": (False,),
     "moe_apply_probs_on_input": (False,),
-    "moe_router_group_topk": (0,),
     "retro_add_retriever": (False,),
     "spec": ([],),
     "softmax_scale": (),
@@ -289,10 +289,15 @@ def _positions(args: Args, weights: Weights, answer: Answer) -> None:
     if llama3 and stretch != 1:
         raise args.refused("rotary_seq_len_interpolation_factor")
     if llama3:
-        factor = args.number("rope_scaling_factor", 8.0)
-        fields["rope_scaling"] = {"kind": "llama3", "factor": factor}
-    elif stretch != 1:
-        fields["rope_scaling"] = {"kind": "linear", "factor": stretch}
+        stretch = args.number("rope_scaling_factor", 8.0)
+    ignored = 8.0 if llama3 else 1.0
+    if llama3 or stretch != 1:
+        fields["rope_scaling"] = {"kind": "llama3" if llama3 else "linear", "factor": stretch}
+    if stretch != ignored and not weights.legacy:
+        answer.notes["rope_scaling"] = (
+            f"positions are scaled by {stretch:g} as args say, but Megatron-LM's own training did "
+            f"not obey that before core 0.19: give rope_scaling if it was trained with {ignored:g}"
+        )
 
 
 def _window(args: Args, weights: Weights, answer: Answer) -> None:
@@ -314,19 +319,27 @@ def _activation(args: Args, weights: Weights, biases: bool, answer: Answer) -> N
         _named_activation(args, biases, fields)
         return
     fields["gated"] = args.flag("swiglu")
-    if args.flag("swiglu"):
-        fields["activation"] = "silu"
+    kernels = weights.legacy and args.get("transformer_impl") == "transformer_engine"
+    if kernels:  # Its layers as a whole obey at most `swiglu`, the first of them nothing.
+        fc1, fc2 = (f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2))
+        fields["gated"] = weights.rows(fc1) == 2 * weights.columns(fc2)
+        if args.flag("apply_layernorm_1p"):  # The last norm alone would obey it.
+            raise args.refused("apply_layernorm_1p")
+    # Transformer Engine has no GELU but the tanh form.
+    if fields["gated"] or kernels or args.flag("use_te_activation_func"):
+        fields["activation"] = "silu" if fields["gated"] else "gelu_tanh"
         return
     if args.flag("squared_relu"):
         fields["activation"] = "relu2"
         return
-    if args.get("bias_gelu_fusion") is None and args.get("openai_gelu") is not None:
-        if weights.legacy:  # Of 2020, before there was a kernel: torch's own, or the tanh form.
-            fields["activation"] = "gelu_tanh" if args.flag("openai_gelu") else "gelu"
-            return
+    named = args.get("bias_gelu_fusion") is not None
+    if weights.legacy and not named and args.get("openai_gelu") is not None:
+        # Of 2020, before there was a kernel.
+        fields["activation"] = "gelu_tanh" if args.flag("openai_gelu") else "gelu"
+        return
     # The kernel that adds the bias computes the tanh form, plain torch the one with erf.
     fused = args.flag("bias_gelu_fusion", True) and biases
-    if args.get("bias_gelu_fusion") is None:
+    if not named:
         answer.notes["activation"] = "args name no form of GELU; taken as the tanh one"
     if weights.legacy and args.flag("onnx_safe") and fused:
         answer.unknown.append("activation")  # Which of the two won changed with the version.
@@ -365,6 +378,9 @@ def _experts(args: Args, weights: Weights, answer: Answer) -> None:
         "moe_shared_expert_intermediate_size"
     )
     fields["moe_shared_expert_gate"] = weights.has("shared_experts.gate_weight")
+    groups = args.whole("moe_router_group_topk")
+    if groups and groups != args.whole("moe_router_num_groups"):  # All of them are no limit.
+        raise args.refused("moe_router_group_topk")
     balancing = args.get("moe_router_load_balancing_type", "none")
     if "sinkhorn" in (balancing if isinstance(balancing, list | tuple) else [balancing]):
         raise args.refused("moe_router_load_balancing_type")
@@ -478,11 +494,3 @@ def architecture(
             f"{weights.num_layers}; files are lost or of another checkpoint: take all from one"
         )
     return config, notes
-
-
-def disagreement(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first describing argument on which two ranks differ; None if there is none."""
-    for name in DESCRIBING:
-        if shown(first.get(name)) != shown(other.get(name)):
-            return name
-    return None

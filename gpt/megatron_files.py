@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt.errors import CheckpointError
 from gpt.logical import some
-from gpt.megatron_args import Args, disagreement
+from gpt.megatron_args import DESCRIBING, Args
 from gpt.settings import shown
 from gpt.unpickle import Stub, read_pickle
 
@@ -269,10 +269,18 @@ def _refuse_mixed(first: Saved, other: Saved) -> None:
                 f"{first.path} has {what} {mine}, {other.path} has {its}; two checkpoints are "
                 "mixed: take all ranks from one"
             )
-    name = disagreement(first.args or {}, other.args or {})
+    name = _disagreement(first.args or {}, other.args or {})
     if name:
         values = [shown((saved.args or {}).get(name)) for saved in (first, other)]
         raise CheckpointError(
             f"{first.path} has args.{name} {values[0]}, {other.path} has {values[1]}; two "
             "checkpoints are mixed: take all ranks from one"
         )
+
+
+def _disagreement(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first describing argument on which two ranks differ; None if there is none."""
+    for name in DESCRIBING:
+        if shown(first.get(name)) != shown(other.get(name)):
+            return name
+    return None

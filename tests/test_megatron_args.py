@@ -1,5 +1,6 @@
 """Arguments of every version of Megatron say the same architecture, or are refused by name."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from gpt.config import GPTConfig, RopeScaling
 from gpt.digest import base_digest
 from gpt.errors import CheckpointError
 from gpt.megatron import open_megatron
-from tests.megatron_writer import DENSE, GATED, ROTARY, Layout, saved
+from tests.megatron_writer import DENSE, GATED, MIXED, ROTARY, Layout, saved
 
 DEFAULTS = Layout(tp=2)
 HISTORY: dict[str, tuple[GPTConfig, Layout, dict[str, Any]]] = {
@@ -58,6 +59,41 @@ HISTORY: dict[str, tuple[GPTConfig, Layout, dict[str, Any]]] = {
         DENSE,
         Layout(names="2021"),
         {"bias_gelu_fusion": False, "openai_gelu": True},
+    ),
+    "torch's own GELU of 2020, before there was a kernel": (
+        DENSE.with_fields(activation="gelu"),
+        Layout(names="2020", version=None),
+        {"bias_gelu_fusion": None, "openai_gelu": False},
+    ),
+    "OpenAI's form in 2020": (
+        DENSE,
+        Layout(names="2020", version=None),
+        {"bias_gelu_fusion": None, "openai_gelu": True},
+    ),
+    "the tanh form of 2019, which had no name": (
+        DENSE,
+        Layout(names="2020", version=None),
+        {"bias_gelu_fusion": None},
+    ),
+    "Transformer Engine's only GELU, in its own layers": (
+        DENSE,
+        Layout(names="full te"),
+        {"transformer_impl": "transformer_engine", "bias_gelu_fusion": False},
+    ),
+    "what its first layers did not obey": (
+        DENSE,
+        Layout(names="full te"),
+        {"transformer_impl": "transformer_engine", "squared_relu": True, "swiglu": True},
+    ),
+    "its function of its own in newer classes": (
+        DENSE,
+        DEFAULTS,
+        {"use_te_activation_func": True, "bias_gelu_fusion": False},
+    ),
+    "all groups of experts": (
+        MIXED,
+        DEFAULTS,
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 2},
     ),
     "OpenAI's form, which newer classes ignore": (
         DENSE.with_fields(activation="gelu"),
@@ -119,11 +155,42 @@ def test_what_the_model_does_not_compute_is_refused_by_its_name(
         open_megatron(tmp_path)
 
 
+def test_some_of_the_groups_of_experts_are_refused(tmp_path: Path) -> None:
+    changes = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    saved(MIXED, Layout(changes=changes), tmp_path)
+    with pytest.raises(CheckpointError, match=r"args\.moe_router_group_topk is 2"):
+        open_megatron(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["padded_vocab_size", "hidden_size", "softmax_type"])
 def test_a_tensor_among_the_arguments_is_one_sentence(name: str, tmp_path: Path) -> None:
     saved(DENSE, Layout(changes={name: torch.ones(3)}), tmp_path)
     with pytest.raises(CheckpointError, match=rf"args\.{name} is tensor"):
         open_megatron(tmp_path)
+
+
+def test_a_norm_that_only_some_of_the_layers_obey_is_refused(tmp_path: Path) -> None:
+    changes = {"transformer_impl": "transformer_engine", "apply_layernorm_1p": True}
+    saved(DENSE, Layout(names="full te", changes=changes), tmp_path)
+    with pytest.raises(CheckpointError, match=r"args\.apply_layernorm_1p is True"):
+        open_megatron(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ignored"),
+    [
+        ({"rotary_seq_len_interpolation_factor": 2}, "scaled by 2 .* trained with 1"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "scaled by 32 .* with 8"),
+    ],
+)
+def test_a_scaling_that_training_may_have_ignored_is_noted(
+    changes: dict[str, Any], ignored: str, tmp_path: Path
+) -> None:
+    saved(GATED, Layout(changes=changes), tmp_path)
+    (note,) = open_megatron(tmp_path).notes
+    assert re.search(ignored, note)
+    checkpoint = open_megatron(tmp_path, {"rope_scaling": None})
+    assert checkpoint.config == GATED and checkpoint.notes == ()
 
 
 def test_a_file_without_arguments_asks_for_the_heads_by_name(tmp_path: Path) -> None:

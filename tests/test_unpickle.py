@@ -84,6 +84,17 @@ def test_enums_that_were_pickled_through_getattr_are_read(
 
 
 @ZIPPED
+def test_empty_bytes_which_older_protocols_make_by_a_call_are_read(
+    tmp_path: Path, zipped: bool
+) -> None:
+    # As the states of Transformer Engine's layers, or an empty array among the arguments.
+    record = {"_extra_state": io.BytesIO(), "empty": b"", "full": b"ab", "array": numpy.zeros(0)}
+    read = read_pickle(save(record, tmp_path / "x.pt", zipped))
+    assert (read["empty"], read["full"]) == (b"", b"ab")
+    assert isinstance(read["_extra_state"], Stub) and isinstance(read["array"], Stub)
+
+
+@ZIPPED
 @pytest.mark.parametrize(
     ("hostile", "name"),
     [
@@ -91,6 +102,7 @@ def test_enums_that_were_pickled_through_getattr_are_read(
         (Calls(eval, "open('ran', 'w')"), "eval"),
         (Calls(getattr, torch.Tensor, "tolist"), "builtins.getattr"),
         (Calls(getattr, ModelType, "x", "default"), "builtins.getattr"),
+        (Calls(bytes, 1 << 40), "builtins.bytes"),
         (Calls(types.SimpleNamespace), None),
         (Calls(os.getcwd), "posix.getcwd"),
         (Calls(io.open, "ran", "w"), "open"),
