@@ -152,7 +152,10 @@ def convert(
             try:
                 # Another run may have finished while we looked.
                 check_place(plan.source, plan.target, plan.layout, resume=True)
-                result = _write_all(plan, key, known, proof, (workers, memory, refuse_nan, report))
+                with Journal(plan.partial / "journal", key) as journal:
+                    copied = _copied(plan, journal, workers, memory, refuse_nan, report)
+                identity = _identity(plan, copied, known)
+                _finish(plan, copied, identity, proof)
                 if plan.source_files != files:
                     raise CheckpointError(
                         f"{plan.source.path} was changed while it was read; convert it again when "
@@ -173,7 +176,7 @@ def convert(
             f"cannot write {plan.target}: {what}{error.strerror or error}; {way}, and run again "
             "with --resume"
         ) from None
-    return result
+    return Result(identity, copied.not_finite, copied.overflown)
 
 
 def _recorded(source: Checkpoint) -> Identity | None:
@@ -190,16 +193,15 @@ def _finished(plan: Plan) -> Identity | None:
     return finished
 
 
-def _write_all(
-    plan: Plan,
-    key: str,
-    known: Identity | None,
-    proof: Proof | None,
-    options: tuple[int, int, bool, Report],
-) -> Result:
-    """All of the target, in its hidden place and on the disk."""
-    workers, memory, refuse_nan, report = options
+def _copied(
+    plan: Plan, journal: Journal, workers: int, memory: int, refuse_nan: bool, report: Report
+) -> Copied:
+    """All tensors where they belong; those that an earlier run brought there are not copied."""
     content = plan.partial / "content"
+    if not (journal.done and is_begun(content, plan.layout)):
+        journal.forget()
+        shutil.rmtree(content, ignore_errors=True)
+    content.mkdir(exist_ok=True)
 
     def found(done: Done) -> None:
         if refuse_nan and not (done.finite and done.fits):
@@ -211,25 +213,13 @@ def _write_all(
                 "earlier checkpoint, or leave out --refuse-nan to copy them"
             )
 
-    with Journal(plan.partial / "journal", key) as journal:
-        if not (journal.done and is_begun(content, plan.layout)):
-            journal.forget()
-            shutil.rmtree(content, ignore_errors=True)
-        content.mkdir(exist_ok=True)
-        copied = copy(
-            *(plan.source, plan.layout, content, journal),
-            workers=workers,
-            memory=memory,
-            report=report,
-            found=found,
-        )
-    identity = _identity(plan, copied, known)
-    if not plan.layout.alone:
-        _finish(plan, content, copied, identity, proof)
-    sync_folders(content)
-    look = content / plan.layout.files[0].path if plan.layout.alone else content
-    _look(plan, open_checkpoint(look), identity)
-    return Result(identity, copied.not_finite, copied.overflown)
+    return copy(
+        *(plan.source, plan.layout, content, journal),
+        workers=workers,
+        memory=memory,
+        report=report,
+        found=found,
+    )
 
 
 def _appear(plan: Plan) -> None:
@@ -264,10 +254,20 @@ def _identity(plan: Plan, copied: Copied, known: Identity | None) -> Identity:
     )
 
 
-def _finish(
+def _finish(plan: Plan, copied: Copied, identity: Identity, proof: Proof | None) -> None:
+    """What makes it a checkpoint; and our own reader has to find the right one there."""
+    content = plan.partial / "content"
+    if not plan.layout.alone:
+        _write_small_files(plan, content, copied, identity, proof)
+    sync_folders(content)
+    look = content / plan.layout.files[0].path if plan.layout.alone else content
+    _look(plan, open_checkpoint(look), identity)
+
+
+def _write_small_files(
     plan: Plan, content: Path, copied: Copied, identity: Identity, proof: Proof | None
 ) -> None:
-    """The small files that make it a checkpoint, the manifest before those of its own form."""
+    """The manifest before the files of its own form."""
     folder = content / plan.layout.folder
     files = {
         _inside(file.path, plan): {"bytes": file.size, "crc32": f"{copied.crcs[file.path]:08x}"}
