@@ -61,6 +61,10 @@ def load_torch(path: Path, *, mapped: bool = True) -> object:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; fetch the checkpoint again") from None
+    except PermissionError:
+        raise CheckpointError(
+            f"cannot read {path}: Permission denied; let this user read it, or copy it"
+        ) from None
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from None
     # Whatever stands in a broken or a hostile pickle, the loader meets it in its own ways.

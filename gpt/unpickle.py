@@ -179,6 +179,10 @@ def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
+    except PermissionError:
+        raise CheckpointError(
+            f"cannot read {path}: Permission denied; let this user read it, or copy it"
+        ) from None
     except pickle.UnpicklingError as error:
         raise _refused(path, str(error)) from None
     # Whatever stands in a broken or a hostile pickle, the loader meets it in its own ways.

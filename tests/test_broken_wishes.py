@@ -16,6 +16,7 @@ import preamble
 from tests import megatron_writer
 from tests.broken import GOOD
 from tests.megatron_writer import GROUPED, Layout
+from tests.privileges import plain_user
 
 Told = pytest.CaptureFixture[str]
 Case = Callable[[Path], object]
@@ -103,10 +104,10 @@ def test_a_target_that_cannot_be_is_refused(name: str, root: Path, capsys: Told)
     assert words in told and str(target) in told
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_may_not_be_written_is_named(root: Path, capsys: Told) -> None:
     (root / "there").chmod(0o500)
-    assert "Permission denied" in refused(root, capsys, "--to", "native")
+    with plain_user():
+        assert "Permission denied" in refused(root, capsys, "--to", "native")
 
 
 def test_a_disk_without_room_is_told_with_what_is_needed(
