@@ -1,6 +1,5 @@
 """`preamble inspect`: what a checkpoint is, and whether a planted fault is found and named."""
 
-import json
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -9,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import preamble
-from checkpoints_tools.convert import write_native
 from checkpoints_tools.inspection import Report
 from gpt.config import GPTConfig
 from gpt.costs import parameter_count, rank_costs
-from gpt.logical import Checkpoint
 from gpt.native import open_native
 from tests import distcp_writer, megatron_writer, nemo_writer
+from tests.asking import Run, answering, native, weights
 from tests.hf_models import model_of
 from tests.megatron_writer import DENSE, GATED, GROUPED, Layout, edit
 from tests.models import EXPERTS, MODERN, lively
@@ -29,29 +26,10 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
 
-Run = Callable[..., tuple[int, Any]]
-
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """`preamble inspect ... --json`: the exit code and the object."""
-
-    def call(*words: str | Path) -> tuple[int, Any]:
-        code = preamble.main(["inspect", *map(str, words), "--json"])
-        out, err = capsys.readouterr()
-        assert err == "", err
-        return code, json.loads(out)
-
-    return call
-
-
-def weights(source: Checkpoint) -> dict[str, Tensor]:
-    return {name: source.read(name) for name in source.tensors}
-
-
-def native(folder: Path, config: GPTConfig, tensors: dict[str, Tensor] | None = None) -> Path:
-    write_native((config, tensors) if tensors else lively(config), folder)
-    return folder
+    return answering("inspect", capsys)
 
 
 def test_a_megatron_checkpoint_is_described(run: Run, tmp_path: Path) -> None:

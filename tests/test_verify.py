@@ -1,6 +1,5 @@
 """`preamble verify`: every difference between two checkpoints is named, and nothing else is."""
 
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.digest import base_digest
 from gpt.errors import CheckpointError
-from gpt.logical import Checkpoint, in_memory
+from gpt.logical import in_memory
 from tests import distcp_writer, megatron_writer
+from tests.asking import Run, answering, native, weights
 from tests.hf_models import model_of
 from tests.mcore_models import CASES, save_and_run
 from tests.megatron_writer import DENSE, GATED, GROUPED, Layout, edit
@@ -32,30 +32,10 @@ from tests.ranks import ranks
 EMBEDDING = "embedding.word_embeddings.weight"
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
 
-Run = Callable[..., tuple[int, Any]]
-
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """`preamble verify ... --json`: the exit code and the object."""
-
-    def call(*words: str | Path) -> tuple[int, Any]:
-        code = preamble.main(["verify", *map(str, words), "--json"])
-        out, err = capsys.readouterr()
-        assert err == "", err
-        return code, json.loads(out)
-
-    return call
-
-
-def weights(source: Checkpoint) -> dict[str, Tensor]:
-    return {name: source.read(name) for name in source.tensors}
-
-
-def native(folder: Path, config: GPTConfig, tensors: dict[str, Tensor] | None = None) -> Path:
-    """A lively model, or these tensors, in Preamble's own form."""
-    write_native((config, tensors) if tensors else lively(config), folder)
-    return folder
+    return answering("verify", capsys)
 
 
 def changed(name: str, change: Callable[[Tensor], object], config: GPTConfig = DENSE) -> Any:
