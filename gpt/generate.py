@@ -14,11 +14,12 @@ from torch import Tensor
 
 from gpt import pipeline
 from gpt.batch import Batch
+from gpt.choice import choose
 from gpt.errors import RequestError
 from gpt.kv import BLOCK_TOKENS, KVPool
 from gpt.model import GPT
 from gpt.parallel import share_from_last
-from gpt.sampling import Sampling, choose
+from gpt.sampling import Sampling
 
 # "fault": the model's logits were not finite, so there is no next token.
 FinishReason = Literal["stop", "length", "fault"]

@@ -1,82 +1,99 @@
-"""From logits to a token: greedy, or drawn after temperature, top-k and top-p.
+"""The rules by which a request's tokens are chosen, and the draw itself; plain numbers, no torch.
 
-The draw is counted, not stateful: one uniform number made from (seed, position), looked up in the
-cumulated probabilities. So a seed gives the same tokens whatever else is in the batch.
+The draw is counted, not stateful: one uniform number made from (seed, position). So a seed gives
+the same tokens whatever else is in the batch, and after a restart. What logits become by the rules
+is in `gpt.choice`, one row at a time, and in the engine's sampler, a batch at a time.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, fields
+from math import isfinite
 
 from gpt.errors import RequestError
+
+# The most alternatives that a token may be asked to be given with.
+LOGPROBS_MAX = 100
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, and when to stop. A temperature of 0 is greedy."""
+    """How to choose tokens, and when to stop. A temperature of 0 is greedy.
 
-    max_new_tokens: int = 128
+    Penalties, bans and what is remembered count tokens of the vocabulary only: a virtual token is
+    never repeated, forbidden or wanted.
+    """
+
+    max_new_tokens: int = 128  # 0: none; the prompt is only scored.
+    min_new_tokens: int = 0  # Stop tokens cannot be drawn before.
     temperature: float = 0.0
     top_k: int = 0  # 0 keeps all.
     top_p: float = 1.0
-    seed: int = 0
+    min_p: float = 0.0  # Of the likeliest token's probability; 0 keeps all.
+    repetition_penalty: float = 1.0  # On tokens of the prompt and of the completion.
+    presence_penalty: float = 0.0  # On tokens of the completion, once.
+    frequency_penalty: float = 0.0  # On tokens of the completion, each time.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # Token id and what is added to its logit.
+    allowed_token_ids: tuple[int, ...] = ()  # Nothing else may be drawn. Empty: all.
+    bad_words: tuple[tuple[int, ...], ...] = ()  # Runs of tokens that must not appear.
     stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    logprobs: int | None = None  # Alternatives told with each token made; None: no log-probability.
+    prompt_logprobs: int | None = None  # The same for each token of the prompt.
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RequestError(
-                f"max_new_tokens is {self.max_new_tokens}; it must be at least 1", "max_new_tokens"
-            )
-        if not 0 <= self.temperature <= 100:
-            raise RequestError(
-                f"temperature is {self.temperature}; it must be from 0 (greedy) to 100",
-                "temperature",
-            )
-        if self.top_k < 0:
-            raise RequestError(f"top_k is {self.top_k}; it must be 0 (off) or more", "top_k")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}; it must be in (0, 1]", "top_p")
+        for name in ("max_new_tokens", "min_new_tokens", "top_k"):
+            if getattr(self, name) < 0:
+                raise _wrong(self, name, "0 or more")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise _wrong(self, "min_new_tokens", f"at most max_new_tokens, {self.max_new_tokens}")
+        self._check_numbers()
         if not 0 <= self.seed < 2**64:
-            raise RequestError(f"seed is {self.seed}; it must be from 0 to 2^64 - 1", "seed")
+            raise _wrong(self, "seed", "from 0 to 2^64 - 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            if asked is not None and not 0 <= asked <= LOGPROBS_MAX:
+                raise _wrong(self, name, f"from 0 to {LOGPROBS_MAX}")
+        if not all(self.bad_words):
+            raise _wrong(self, "bad_words", "words of at least one token each")
+        if not all(isfinite(bias) and abs(bias) <= 100 for _, bias in self.logit_bias):
+            raise _wrong(self, "logit_bias", "from -100 to 100 for each token")
+
+    def _check_numbers(self) -> None:
+        for name, low, high, wanted in (
+            ("temperature", 0, 100, "from 0 (greedy) to 100"),
+            ("min_p", 0, 1, "from 0 (off) to 1"),
+            ("presence_penalty", -2, 2, "from -2 to 2"),
+            ("frequency_penalty", -2, 2, "from -2 to 2"),
+        ):
+            if not low <= getattr(self, name) <= high:  # NaN is in no range.
+                raise _wrong(self, name, wanted)
+        if not 0 < self.top_p <= 1:
+            raise _wrong(self, "top_p", "in (0, 1]")
+        if not 0 < self.repetition_penalty <= 10:
+            raise _wrong(self, "repetition_penalty", "in (0, 10]")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token of the bare logits is the choice: the common, quick case."""
+        return self.temperature == 0 and all(
+            getattr(self, field.name) == field.default for field in _SHAPING
+        )
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One token for each row of logits (B, V); `positions` are those that the tokens will have."""
-    greedy = logits.argmax(-1)
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if not drawn:
-        return greedy
-    chosen = [samplings[row] for row in drawn]
-    device, wide = logits.device, torch.promote_types(logits.dtype, torch.float32)
-    temperature = torch.tensor([s.temperature for s in chosen], device=device, dtype=wide)
-    # From the best one down, so that a tiny temperature cannot reach infinity but below.
-    below = logits[drawn].to(wide) - logits[drawn].amax(-1, keepdim=True)
-    scaled = keep_likely(below / temperature.unsqueeze(-1), chosen)
-    uniforms = [uniform(s.seed, positions[row]) for row, s in zip(drawn, chosen, strict=True)]
-    # fp64 sums: with a large vocabulary fp32 would lose the tail that a uniform can point to.
-    cumulated = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)
-    target = torch.tensor(uniforms, device=device, dtype=torch.float64) * cumulated[:, -1]
-    picked = torch.searchsorted(cumulated, target.unsqueeze(-1), right=True).squeeze(-1)
-    greedy[drawn] = picked.clamp(max=logits.shape[-1] - 1)
-    return greedy
+def _wrong(sampling: Sampling, name: str, wanted: str) -> RequestError:
+    return RequestError(f"{name} is {getattr(sampling, name)}; it must be {wanted}", name)
 
 
-def keep_likely(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Logits with everything outside each row's top-k and top-p at minus infinity."""
-    if all(s.top_k == 0 and s.top_p == 1 for s in samplings):
-        return logits
-    vocabulary = logits.shape[-1]
-    ordered, order = logits.sort(stable=True, dim=-1, descending=True)
-    ks = [min(s.top_k, vocabulary) or vocabulary for s in samplings]
-    top_k = torch.tensor(ks, device=logits.device).unsqueeze(-1)
-    drop = torch.arange(vocabulary, device=logits.device) >= top_k
-    probabilities = ordered.masked_fill(drop, float("-inf")).softmax(-1)
-    top_p = torch.tensor([s.top_p for s in samplings], device=logits.device).unsqueeze(-1)
-    # A token stays while those before it have not reached top_p; so the first always stays.
-    drop |= (probabilities.cumsum(-1) - probabilities >= top_p) & (top_p < 1)
-    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float("-inf"))
+# The fields that change logits before the choice, besides the temperature. What only narrows a draw
+# (top-k, top-p, min-p) leaves the likeliest token where it is.
+_SHAPING = [
+    field
+    for field in fields(Sampling)
+    if field.name
+    in (
+        *("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "allowed_token_ids", "bad_words"),
+    )
+]
 
 
 def uniform(seed: int, position: int) -> float:

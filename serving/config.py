@@ -32,8 +32,26 @@ class ServerConfig:
     http_port: int = 9001  # Metrics and health; 0: any that is free.
     insecure: bool = False  # Whether an address beyond loopback may be bound without TLS.
 
-    running_requests_max: int = 16
-    queue_requests_max: int = 256
+    tp: int = 1  # Tensor ranks.
+    pp: int = 1  # Pipeline stages.
+    running_requests_max: int = 64  # Sequences in a step.
+    queue_requests_max: int = 1024  # Sequences that wait.
+    step_tokens_max: int = 512  # New tokens in a step: those of prompts come in chunks.
+    # How much longer than its decoding prompts may make a step, while a request of the latency
+    # class waits for its next token.
+    prefill_stall_ms_max: float = 15.0
+    priority_age_s: float = 10.0  # Waiting this long counts like one priority more.
+    kv_tokens_max: int | None = None  # Tokens whose keys and values fit; None: what memory allows.
+    kv_block_tokens: int = 16
+    prefix_cache: bool = True  # Whether prompts that begin alike share keys and values.
+    adapter_rows_max: int = 4096  # Rows of adapters that are on the device at once.
+    adapter_bytes_max: int = 1 << 30  # Of adapters in host memory; others are read again.
+    load_s: float = 1800.0  # How long the ranks may take to load.
+    warmup_s: float = 300.0  # And to run their first steps.
+    step_timeout_s: float | None = None  # None: 10 times what such steps took lately, at least 2 s.
+    flight_steps_max: int = 1000  # The last steps are kept in memory,
+    flight_dir: str | None = None  # and written here on a crash; None: the system's own for such.
+    flight_ids: bool = False  # With token ids, which may tell what was asked.
     new_tokens_default: int = 128
     text_bytes_max: int = 1 << 20  # Of a prompt's text, all fields together.
     message_bytes_max: int = 16 << 20  # Of a gRPC message.

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpt.choice import choose, keep_likely
 from gpt.errors import RequestError
 from gpt.generate import generate, stream
-from gpt.sampling import Sampling, choose, keep_likely, uniform
+from gpt.sampling import Sampling, uniform
 from tests.models import MODERN, build
 
 DRAWS = 20_000
@@ -87,9 +88,9 @@ def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
     model = build(MODERN)
     prompts = [[3, 4, 5], [6], [7, 8]]
     rules = [
-        Sampling(10, 1.0, top_k=30, seed=1),
+        Sampling(10, temperature=1.0, top_k=30, seed=1),
         Sampling(10),
-        Sampling(10, 0.8, top_p=0.9, seed=2),
+        Sampling(10, temperature=0.8, top_p=0.9, seed=2),
     ]
     together = generate(model, prompts, rules)
     for prompt, rule, completion in zip(prompts, rules, together, strict=True):
@@ -98,7 +99,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     model = build(MODERN)
-    completion = generate(model, [[3, 4, 5]], Sampling(4, 1.0, seed=5))[0]
+    completion = generate(model, [[3, 4, 5]], Sampling(4, temperature=1.0, seed=5))[0]
     ids = torch.tensor([[3, 4, 5, *completion.token_ids]])
     logprobs = model.logits(ids).log_softmax(-1)[0, 2:-1]
     want = logprobs.gather(-1, ids[0, 3:].unsqueeze(-1)).squeeze(-1).tolist()
@@ -120,7 +121,7 @@ def test_a_stop_token_ends_a_prompt_and_not_its_neighbours() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_k": -1}, "top_k"),
