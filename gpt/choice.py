@@ -1,10 +1,13 @@
-"""From logits to a token: greedy, or drawn after temperature, top-k and top-p.
+"""From a row of logits to a token by a request's rules: the plain twin, one row at a time.
 
-The draw is counted, not stateful: one uniform number made from (seed, position), looked up in the
-cumulated probabilities. So a seed gives the same tokens whatever else is in the batch.
+The order is that of transformers and vLLM: bias; repetition penalty over prompt and completion;
+frequency and presence penalty over the completion; bans; then temperature, top-k, top-p, min-p, and
+the draw: one uniform number, made from (seed, position), looked up in the cumulated weights. All in
+fp64, and by values, not by ranks: of equal tokens all are kept or none, in whatever order they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,38 +15,105 @@ from torch import Tensor
 from gpt.sampling import Sampling, uniform
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One token for each row of logits (B, V); `positions` are those that the tokens will have."""
-    greedy = logits.argmax(-1)
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if not drawn:
-        return greedy
-    chosen = [samplings[row] for row in drawn]
-    device, wide = logits.device, torch.promote_types(logits.dtype, torch.float32)
-    temperature = torch.tensor([s.temperature for s in chosen], device=device, dtype=wide)
+@dataclass(frozen=True)
+class Score:
+    """A token by the model's own distribution, before any rule, and the best beside it."""
+
+    logprob: float
+    rank: int  # 1 and how many are strictly likelier.
+    tops: tuple[tuple[int, float], ...] = ()  # Token id and log-probability, best first.
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, prompt: Sequence[int], made: Sequence[int], position: int
+) -> int:
+    """The token after `prompt` and `made`, whose place in the sequence is `position`.
+
+    Ids outside the vocabulary are virtual: no rule sees them.
+    """
+    if sampling.plain or not logits.isfinite().all():
+        return int(logits.argmax())
+    shaped = shape(logits, sampling, prompt, made)
+    if sampling.temperature == 0:
+        return int(shaped.argmax())
+    cumulated = weigh(shaped, sampling).cumsum(0)
+    target = uniform(sampling.seed, position) * cumulated[-1]
+    return int(torch.searchsorted(cumulated, target, right=True))
+
+
+def shape(logits: Tensor, sampling: Sampling, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
+    """The logits (V,) in fp64 after bias, penalties and bans."""
+    vocabulary = len(logits)
+    x = logits.to(torch.float64, copy=True)
+    for token, bias in dict(sampling.logit_bias).items():
+        if 0 <= token < vocabulary:
+            x[token] += bias
+    made = [token for token in made if 0 <= token < vocabulary]
+    for token in {*made, *(token for token in prompt if 0 <= token < vocabulary)}:
+        penalty, count = sampling.repetition_penalty, made.count(token)
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+        x[token] -= sampling.frequency_penalty * count
+        x[token] -= sampling.presence_penalty * (count > 0)
+    for banned in _bans(sampling, prompt, made, vocabulary):
+        left = x.masked_fill(banned, float("-inf"))
+        # A ban that would leave nothing does not count.
+        x = left if left.amax() > float("-inf") else x
+    return x
+
+
+def weigh(shaped: Tensor, sampling: Sampling) -> Tensor:
+    """What each token (V,) weighs in a draw: the likeliest 1, those left out by a rule 0."""
     # From the best one down, so that a tiny temperature cannot reach infinity but below.
-    below = logits[drawn].to(wide) - logits[drawn].amax(-1, keepdim=True)
-    scaled = keep_likely(below / temperature.unsqueeze(-1), chosen)
-    uniforms = [uniform(s.seed, positions[row]) for row, s in zip(drawn, chosen, strict=True)]
-    # fp64 sums: with a large vocabulary fp32 would lose the tail that a uniform can point to.
-    cumulated = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)
-    target = torch.tensor(uniforms, device=device, dtype=torch.float64) * cumulated[:, -1]
-    picked = torch.searchsorted(cumulated, target.unsqueeze(-1), right=True).squeeze(-1)
-    greedy[drawn] = picked.clamp(max=logits.shape[-1] - 1)
-    return greedy
+    weights = ((shaped - shaped.amax()) / sampling.temperature).exp()
+    kept = weights.sort(descending=True).values
+    if 0 < sampling.top_k < len(kept):
+        kept = kept[kept >= kept[sampling.top_k - 1]]
+    if sampling.top_p < 1:
+        # A token stays while those before it have not reached top_p; so the first always stays.
+        before = torch.cat([kept.new_zeros(1), kept.cumsum(0)[:-1]])
+        kept = kept[before < sampling.top_p * kept.sum()]
+    floor = max(float(kept[-1]), sampling.min_p)
+    return weights.masked_fill(weights < floor, 0)
 
 
-def keep_likely(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Logits with everything outside each row's top-k and top-p at minus infinity."""
-    if all(s.top_k == 0 and s.top_p == 1 for s in samplings):
-        return logits
-    vocabulary = logits.shape[-1]
-    ordered, order = logits.sort(stable=True, dim=-1, descending=True)
-    ks = [min(s.top_k, vocabulary) or vocabulary for s in samplings]
-    top_k = torch.tensor(ks, device=logits.device).unsqueeze(-1)
-    drop = torch.arange(vocabulary, device=logits.device) >= top_k
-    probabilities = ordered.masked_fill(drop, float("-inf")).softmax(-1)
-    top_p = torch.tensor([s.top_p for s in samplings], device=logits.device).unsqueeze(-1)
-    # A token stays while those before it have not reached top_p; so the first always stays.
-    drop |= (probabilities.cumsum(-1) - probabilities >= top_p) & (top_p < 1)
-    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float("-inf"))
+def _bans(
+    sampling: Sampling, prompt: Sequence[int], made: Sequence[int], vocabulary: int
+) -> Iterator[Tensor]:
+    """Masks (V,) of what may not be drawn, those that must hold first."""
+
+    def mask(tokens: Sequence[int]) -> Tensor:
+        known = [token for token in tokens if 0 <= token < vocabulary]
+        return torch.zeros(vocabulary, dtype=torch.bool).index_fill(
+            0, torch.tensor(known).long(), 1
+        )
+
+    if sampling.allowed_token_ids:
+        yield ~mask(sampling.allowed_token_ids)
+    text = (*prompt, *made)
+    ends = [
+        word[-1]
+        for word in sampling.bad_words
+        if len(word) <= len(text) + 1 and text[len(text) - len(word) + 1 :] == word[:-1]
+    ]
+    if ends:
+        yield mask(ends)
+    if len(made) < sampling.min_new_tokens:
+        yield mask(sampling.stop_token_ids)
+
+
+def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Score]:
+    """Each token's place among its row of `logits` (N, V), with as many of the best as `tops` says.
+
+    Of equals the lower id is the better one.
+    """
+    own = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+    logprobs = logits.log_softmax(-1)
+    ranks = 1 + (logits > logits.gather(-1, own)).sum(-1)
+    scores = []
+    for row, (token, rank, count) in enumerate(zip(tokens, ranks.tolist(), tops, strict=True)):
+        best: list[int] = []
+        if count:
+            best = logits[row].sort(stable=True, descending=True).indices[:count].tolist()
+        alternatives = tuple((one, float(logprobs[row, one])) for one in best)
+        scores.append(Score(float(logprobs[row, token]), rank, alternatives))
+    return scores

@@ -14,15 +14,19 @@ from torch import Tensor
 
 from gpt import pipeline
 from gpt.batch import Batch
-from gpt.choice import choose
+from gpt.choice import Score, choose, score
 from gpt.errors import RequestError
 from gpt.kv import BLOCK_TOKENS, KVPool
 from gpt.model import GPT
 from gpt.parallel import share_from_last
 from gpt.sampling import Sampling
 
-# "fault": the model's logits were not finite, so there is no next token.
-FinishReason = Literal["stop", "length", "fault"]
+# "scored": no token was asked for. "fault": the model's logits were not finite, so there is no next
+# token.
+FinishReason = Literal["stop", "length", "scored", "fault"]
+
+# Numbers of a score that every rank gets: log-probability, rank, and two for each alternative.
+_SCORE = 2
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,11 @@ class Piece:
     """One new token of one prompt, and why it is the last, if it is."""
 
     row: int
-    token_id: int
+    token_id: int  # -1 with "scored": there is none.
     logprob: float
     finish_reason: FinishReason | None
+    score: Score | None = None  # If the rules ask for `logprobs`.
+    prompt_scores: list[Score | None] = field(default_factory=list)  # With the first piece.
 
 
 @dataclass
@@ -40,6 +46,9 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+    scores: list[Score] = field(default_factory=list)  # If the rules ask for `logprobs`.
+    # If they ask for `prompt_logprobs`; None for the first token and for virtual ones.
+    prompt_scores: list[Score | None] = field(default_factory=list)
 
 
 def generate(
@@ -54,9 +63,13 @@ def generate(
     for pieces in stream(model, prompts, sampling, table=table):
         for piece in pieces:
             completion = completions[piece.row]
+            completion.finish_reason = piece.finish_reason or completion.finish_reason
+            completion.prompt_scores += piece.prompt_scores
+            if piece.token_id < 0:
+                continue
             completion.token_ids.append(piece.token_id)
             completion.logprobs.append(piece.logprob)
-            completion.finish_reason = piece.finish_reason or completion.finish_reason
+            completion.scores += [piece.score] if piece.score else []
     return completions
 
 
@@ -82,20 +95,32 @@ def stream(
     rows = list(range(len(prompts)))
     ids = [list(prompt) for prompt in prompts]
     past = [0] * len(prompts)
+    made: list[list[int]] = [[] for _ in prompts]
+    # Logits of every place of a prompt are needed in the first step only, for its tokens' scores.
+    whole = any(rule.prompt_logprobs is not None for rule in rules)
     while rows:
         batch = Batch.paged(
             [len(ids[row]) for row in rows], [past[row] for row in rows], tables[rows], BLOCK_TOKENS
         )
-        batch = replace(batch, rows=batch.last_rows)
+        batch = batch if whole else replace(batch, rows=batch.last_rows)
         flat = torch.tensor([token for row in rows for token in ids[row]], device=device)
         logits = pipeline.forward(model, flat, batch, kv=pool, table=table)
-        chosen = _choose(model, logits, [rules[row] for row in rows], batch.contexts)
+        told = _prompt_scores(model, logits, prompts, rules) if whole else {}
+        if logits is not None and whole:
+            logits = logits[batch.last_rows]
+        whole = False
+        turns = [_Turn(rules[row], prompts[row], made[row]) for row in rows]
         pieces = []
-        for row, context, (token, logprob) in zip(rows, batch.contexts, chosen, strict=True):
+        for row, context, (token, drawn) in zip(
+            rows, batch.contexts, _choose(model, logits, turns), strict=True
+        ):
             past[row], ids[row] = context, [token]
-            made = context - len(prompts[row]) + 1
-            finish = _finish(token, made, rules[row]) if isfinite(logprob) else "fault"
-            pieces.append(Piece(row, token, logprob, finish))
+            made[row].append(token)
+            finish = _finish(token, len(made[row]), rules[row]) if drawn else "fault"
+            token = -1 if finish == "scored" else token
+            logprob = drawn.logprob if drawn else float("nan")
+            asked = drawn if rules[row].logprobs is not None else None
+            pieces.append(Piece(row, token, logprob, finish, asked, told.get(row, [])))
         yield pieces
         rows = [p.row for p in pieces if p.finish_reason is None and p.row not in dropped]
 
@@ -144,23 +169,78 @@ def _pool(
     return pool, tables.to(mesh.device)
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What the choice of a row's next token depends on, besides the logits."""
+
+    rule: Sampling
+    prompt: Sequence[int]
+    made: Sequence[int]
+
+
 def _choose(
-    model: GPT, logits: Tensor | None, rules: Sequence[Sampling], positions: Sequence[int]
-) -> list[tuple[int, float]]:
-    """The last stage's choice and its log-probability, on every rank."""
-    chosen = torch.zeros(len(rules), 2, dtype=torch.float64, device=model.mesh.device)
+    model: GPT, logits: Tensor | None, turns: Sequence[_Turn]
+) -> list[tuple[int, Score | None]]:
+    """The last stage's choices and their scores, on every rank; no score: it is not finite."""
+    chosen = torch.zeros(len(turns), dtype=torch.long, device=model.mesh.device)
     if logits is not None:
-        tokens = choose(logits, rules, positions)
-        # A row that is not finite has a log-probability that is not, and so tells itself.
-        logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        logprobs = logprobs.masked_fill(~logits.isfinite().all(-1), float("nan"))
-        # Token ids are exact in fp64 up to 2^53, so one message carries both.
-        chosen = torch.stack([tokens.to(torch.float64), logprobs.to(torch.float64)], dim=-1)
-    rows = share_from_last(chosen, model.mesh).tolist()
-    return [(int(token), logprob) for token, logprob in rows]
+        chosen = logits.argmax(-1)
+        for row, turn in enumerate(turns):
+            if not turn.rule.plain:
+                position = len(turn.prompt) + len(turn.made)
+                chosen[row] = choose(logits[row], turn.rule, turn.prompt, turn.made, position)
+    tokens = share_from_last(chosen, model.mesh).tolist()
+    tops = [turn.rule.logprobs or 0 for turn in turns]
+    return list(zip(tokens, _scores(model, logits, tokens, tops), strict=True))
+
+
+def _prompt_scores(
+    model: GPT, logits: Tensor | None, prompts: Sequence[Sequence[int]], rules: Sequence[Sampling]
+) -> dict[int, list[Score | None]]:
+    """The scores of the prompts of which they are wanted. `logits` are of all places of all."""
+    told: dict[int, list[Score | None]] = {}
+    start = 0
+    for row, (prompt, rule) in enumerate(zip(prompts, rules, strict=True)):
+        if rule.prompt_logprobs is not None:
+            places = [p for p in range(1, len(prompt)) if prompt[p] < model.config.vocab_size]
+            before = None if logits is None else logits[[start + p - 1 for p in places]]
+            tops = [rule.prompt_logprobs] * len(places)
+            scores = _scores(model, before, [prompt[p] for p in places], tops)
+            told[row] = [None] * len(prompt)
+            for place, one in zip(places, scores, strict=True):
+                told[row][place] = one
+        start += len(prompt)
+    return told
+
+
+def _scores(
+    model: GPT, logits: Tensor | None, tokens: Sequence[int], tops: Sequence[int]
+) -> list[Score | None]:
+    """The last stage's scores on every rank. None: that row's logits are not finite."""
+    most = max(tops, default=0)
+    told = torch.zeros(len(tokens), _SCORE + 2 * most, dtype=torch.float64)
+    if logits is not None:
+        for place, one in enumerate(score(logits, tokens, tops)):
+            numbers = [one.logprob, one.rank, *(number for top in one.tops for number in top)]
+            told[place, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        told[~logits.isfinite().all(-1).cpu(), 0] = float("nan")
+    # Ids are exact in fp64 up to 2^53, so one message carries all.
+    shared = share_from_last(told.to(model.mesh.device), model.mesh).tolist()
+    counts = [min(count, model.config.vocab_size) for count in tops]
+    return [_read(numbers, count) for numbers, count in zip(shared, counts, strict=True)]
+
+
+def _read(numbers: Sequence[float], count: int) -> Score | None:
+    logprob, rank, *rest = numbers
+    if not isfinite(logprob):
+        return None
+    tops = tuple((int(rest[2 * i]), rest[2 * i + 1]) for i in range(count))
+    return Score(logprob, int(rank), tops)
 
 
 def _finish(token: int, made: int, rule: Sampling) -> FinishReason | None:
+    if rule.max_new_tokens == 0:
+        return "scored"
     if token in rule.stop_token_ids:
         return "stop"
     return "length" if made >= rule.max_new_tokens else None

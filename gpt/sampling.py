@@ -12,6 +12,8 @@ from gpt.errors import RequestError
 
 # The most alternatives that a token may be asked to be given with.
 LOGPROBS_MAX = 100
+# Counts of tokens are packed on their way, and become floating point numbers.
+COUNT_MAX = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Sampling:
     """How to choose tokens, and when to stop. A temperature of 0 is greedy.
 
     Penalties, bans and what is remembered count tokens of the vocabulary only: a virtual token is
-    never repeated, forbidden or wanted.
+    never repeated, forbidden or wanted. A ban that would leave nothing to draw does not count:
+    allowed ids go before bad words, and those before `min_new_tokens`.
     """
 
     max_new_tokens: int = 128  # 0: none; the prompt is only scored.
@@ -33,7 +36,8 @@ class Sampling:
     frequency_penalty: float = 0.0  # On tokens of the completion, each time.
     logit_bias: tuple[tuple[int, float], ...] = ()  # Token id and what is added to its logit.
     allowed_token_ids: tuple[int, ...] = ()  # Nothing else may be drawn. Empty: all.
-    bad_words: tuple[tuple[int, ...], ...] = ()  # Runs of tokens that must not appear.
+    # Runs of tokens that must not become complete, wherever they begin.
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     logprobs: int | None = None  # Alternatives told with each token made; None: no log-probability.
@@ -41,8 +45,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k"):
-            if getattr(self, name) < 0:
-                raise _wrong(self, name, "0 or more")
+            if not 0 <= getattr(self, name) <= COUNT_MAX:
+                raise _wrong(self, name, "from 0 to 2^32 - 1")
         if self.min_new_tokens > self.max_new_tokens:
             raise _wrong(self, "min_new_tokens", f"at most max_new_tokens, {self.max_new_tokens}")
         self._check_numbers()
@@ -68,8 +72,9 @@ class Sampling:
                 raise _wrong(self, name, wanted)
         if not 0 < self.top_p <= 1:
             raise _wrong(self, "top_p", "in (0, 1]")
-        if not 0 < self.repetition_penalty <= 10:
-            raise _wrong(self, "repetition_penalty", "in (0, 10]")
+        # A logit that is divided by next to nothing is not finite any more.
+        if not 0.01 <= self.repetition_penalty <= 10:
+            raise _wrong(self, "repetition_penalty", "from 0.01 to 10")
 
     @property
     def plain(self) -> bool:
