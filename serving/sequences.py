@@ -1,0 +1,101 @@
+"""One sequence on its way: its tokens, how many of them have keys and values, and its standing.
+
+Counts only go up, until it loses its place: then it starts again with the tokens that it has made,
+and those come to the same. It decides nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from serving.messages import End, Submission
+
+# So many levels of waiting turn the throughput class into the latency class.
+LEVELS_TO_LATENCY = 6
+
+Standing = tuple[bool, int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    submission: Submission
+    order: int  # Of arrival.
+    tokens: list[int]  # The prompt, and what was made.
+    prompt: int  # How many of them are the prompt.
+    most: int  # Tokens of both at most.
+    latency: bool
+    queued_at: float  # When it last began to wait.
+    waited_s: float = 0.0  # Before that, and once it runs, in all.
+
+    # What of it is virtual: the first position, and the one after the last.
+    virtual_start: int = 0
+    virtual_end: int = 0
+    adapter: bytes = b""  # What stands for the adapter in keys.
+
+    # Keys of whole blocks; of parts of blocks, by the block's place: (position, key).
+    keys: list[bytes] = field(default_factory=list)
+    tails: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+
+    slot: int = -1  # -1: it waits.
+    parked: bool = False  # It waits for what another computes.
+    table: list[int] = field(default_factory=list)
+    goal: int = (
+        0  # Tokens that it had when it was admitted: until these are planned, it is a prompt.
+    )
+    planned: int = 0  # Tokens whose keys and values are there, or will be by the steps in flight.
+    computed: int = 0  # Those of steps that are over.
+    flights: int = 0  # Steps in flight with it.
+    planned_at: float = 0.0
+    rows_start: int = (
+        -1
+    )  # Where its adapter lies in the pool, while it must stay there; -1: no need.
+
+    scored: int = 0  # Prompt tokens whose scores have been told.
+    cached: int = -1  # Prompt tokens that were in the prefix cache; -1: it never ran.
+    told: bool = False  # Whether `cached` was.
+    ending: End | None = None  # It ends as soon as no step has it.
+    reason: str = ""
+    poisoned: bool = False  # What it wrote after `computed` may not be finite.
+
+    @property
+    def number(self) -> int:
+        return self.submission.number
+
+    @property
+    def waits(self) -> bool:
+        return self.slot < 0
+
+    @property
+    def match_max(self) -> int:
+        """Tokens that may come from the cache: one is computed for its logits, scored ones all."""
+        if self.scored < self.prompt:
+            return max(0, self.scored - 1)  # A token's score comes from the row before it.
+        return len(self.tokens) - 1
+
+    @property
+    def kv_most(self) -> int:
+        """Tokens that ever need keys and values: the last one made does not."""
+        return max(self.prompt, self.most - 1)
+
+    def level(self, now: float, age_s: float) -> int:
+        """Levels that it gained by waiting."""
+        waited = self.waited_s + (now - self.queued_at if self.waits else 0.0)
+        return int(waited / age_s)
+
+    def standing(self, age_s: float) -> Standing:
+        """Of one that runs: the lowest is the first to lose its place. Fixed while it runs."""
+        level = int(self.waited_s / age_s)
+        urgent = self.latency or level >= LEVELS_TO_LATENCY
+        return urgent, self.submission.priority + level, -self.order
+
+    def boundaries(self, vocab_size: int) -> Iterator[int]:
+        """Where others may part from this prompt: ends of virtual runs, and its last token."""
+        last = self.prompt - 1
+        if self.virtual_end:
+            before = False
+            for position in range(self.virtual_start, self.virtual_end + 1):
+                virtual = position < self.prompt and self.tokens[position] >= vocab_size
+                if virtual != before and 0 < position < last:
+                    yield position
+                before = virtual
+        if last > 0:
+            yield last
