@@ -2,26 +2,41 @@
 
 Each query sees its own sequence's tokens up to itself (within the window, if there is one), whether
 their keys came in this step or lie in the pool. `reference` says it in a loop that can be read;
-`sdpa` hands padded rectangles to torch. Shapes: q (T, H, D), k and v (T, G, D), H = G x queries.
+`ragged` groups what is alike, so that nobody pays for another's length: single new tokens by their
+contexts, prompts by their place. Shapes: q (T, H, D), k and v (T, G, D), H = G x queries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt import kernels
 from gpt.batch import Batch
 
-KV = tuple[Tensor, Tensor]
+KV = Tensor  # (blocks, 2, G, block tokens, D): keys and values of a layer, head by head.
 Attend = Callable[[Tensor, Tensor, Tensor, Batch, KV | None, int | None], Tensor]
+
+# What is read at once should stay in the cache between its gathering and its use.
+GATHERED_BYTES = 4 << 20
+SCORES_BYTES = 4 << 20
+TILE_QUERIES = 128
+# So many new tokens of a sequence go one by one where that is done without gathering.
+SHORT_TOKENS = 4
 
 
 def store(k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
     """Write this step's keys and values into their slots of the pool."""
     assert batch.slots is not None
-    for new, pool in ((k, kv[0]), (v, kv[1])):
-        pool.view(-1, *pool.shape[2:])[batch.slots] = new
+    if kernels.serves(k, kv):
+        kernels.store(k, v, batch.slots, kv)
+        return
+    block, place = batch.slots
+    kv[block, 0, :, place] = k
+    kv[block, 1, :, place] = v
 
 
 def reference(
@@ -44,7 +59,8 @@ def reference(
             keys, values = k[rows], v[rows]
         else:
             assert batch.tables is not None
-            keys, values = (pool[batch.tables[sequence]].flatten(0, 1)[:context] for pool in kv)
+            blocks = kv[batch.tables[sequence]].permute(1, 0, 3, 2, 4)
+            keys, values = blocks.flatten(1, 2)[:, :context]
         queries = q.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(queries, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * q.shape[-1] ** -0.5
@@ -65,33 +81,264 @@ def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def sdpa(
+def ragged(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
 ) -> Tensor:
-    """Torch's fused attention on rectangles; whole equal sequences need no padding and no mask."""
-    count, longest = len(batch.lengths), max(batch.lengths)
-    fresh = not any(batch.past)
-    if fresh and min(batch.lengths) == longest and (window is None or window >= longest):
-        q4, k4, v4 = (x.view(count, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).reshape(q.shape)
+    """Group by group; what the groups are is found out once for all layers of a step."""
+    if kv is None:
+        return rectangle(q, k, v, batch, window)
+    shape = Shape(q.shape[1], k.shape[1], kv.shape[3], window)
+    plan = batch.kept.get(shape)
+    if plan is None:
+        plan = batch.kept[shape] = _planned(batch, shape, q, kv)
+    assert isinstance(plan, Plan)
+    pieces = [group.attend(q, k, v, kv, plan.room) for group in plan.groups]
+    y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return y if plan.order is None else y.index_select(0, plan.order)
 
-    sequence, place = batch.places
-    queries = q.new_zeros(count, longest, *q.shape[1:])
-    queries = queries.index_put((sequence, place), q)
-    where = batch.positions.new_zeros(count, longest)
-    where = where.index_put((sequence, place), batch.positions)
-    if kv is None or fresh:
-        keys, values = (
-            x.new_zeros(count, longest, *x.shape[1:]).index_put((sequence, place), x)
-            for x in (k, v)
-        )
+
+def rectangle(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
+    """Whole sequences, padded to the longest: causality hides what stands behind a sequence."""
+    count, longest = len(batch.lengths), max(batch.lengths)
+    equal = min(batch.lengths) == longest
+
+    def padded(x: Tensor) -> Tensor:
+        if not equal:
+            x = x.new_zeros(count, longest, *x.shape[1:]).index_put(batch.places, x)
+        return x.view(count, longest, *x.shape[-2:]).transpose(1, 2)
+
+    seen = None
+    if window is not None and window < longest:
+        places = torch.arange(longest, device=q.device)
+        seen = visible(places, places, window)
+    q4, k4, v4 = padded(q), padded(k), padded(v)
+    gqa = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(
+        q4, k4, v4, attn_mask=seen, is_causal=seen is None, enable_gqa=gqa
+    ).transpose(1, 2)
+    return y.reshape(q.shape) if equal else y[batch.places]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan depends on beside the batch."""
+
+    heads: int
+    groups: int
+    block_tokens: int
+    window: int | None
+
+    @property
+    def queries(self) -> int:
+        return self.heads // self.groups
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of every sequence of a group, and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor  # (sequences x G or 1, queries, keys): 0, or minus infinity where none is seen.
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences with equally many new tokens, whose keys fill one rectangle."""
+
+    rows: slice | Tensor  # Of the batch.
+    sequences: int
+    shape: Shape
+    gather: Tensor | None  # Rows of the pool, of keys and of values, by sequence, group, block.
+    tiles: list[Tile]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: KV, room: Tensor) -> Tensor:
+        """(rows, H, D) of this group's rows. A tile's queries are (sequences x G, queries, D)."""
+        d, count, groups = q.shape[-1], self.sequences, self.shape.groups
+        q = _by_group(_taken(q, self.rows), count, groups)
+        if self.gather is None:
+            keys, values = (_by_group(_taken(x, self.rows), count, groups) for x in (k, v))
+        else:
+            # One after the other, so that the core which gathers a head's keys reads them too.
+            keys, values = (
+                torch.index_select(kv.view(-1, x.shape[-1]), 0, rows, out=x[: len(rows)]).view(
+                    count * groups, -1, d
+                )
+                for rows, x in zip(self.gather, room, strict=True)
+            )
+        pieces = []
+        for tile in self.tiles:
+            seen, read = keys[:, tile.keys].transpose(1, 2), values[:, tile.keys]
+            asked = q[:, tile.queries]
+            mask = tile.mask.expand(len(asked), asked.shape[1], -1)
+            scores = torch.baddbmm(mask, asked, seen, alpha=d**-0.5)
+            pieces.append(torch.bmm(scores.softmax(-1), read))
+        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        y = y.view(count, groups, -1, self.shape.queries, d).transpose(1, 2)
+        return y.reshape(-1, self.shape.heads, d)
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Single tokens, each by itself, by the library in C."""
+
+    rows: slice | Tensor
+    paged: kernels.Paged
+    gather: None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: KV, room: Tensor) -> Tensor:
+        return self.paged.attend(q, kv)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups of a step, and where each row stands in what they make one after another."""
+
+    groups: Sequence[Group | Singles]
+    order: Tensor | None
+    room: Tensor  # Where keys and values are gathered.
+
+
+def _taken(x: Tensor, rows: slice | Tensor) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _by_group(x: Tensor, sequences: int, groups: int) -> Tensor:
+    """(sequences x new tokens, heads, D) as (sequences x G, new tokens x heads of a group, D)."""
+    d = x.shape[-1]
+    x = x.reshape(sequences, -1, groups, x.shape[1] // groups, d).transpose(1, 2)
+    return x.reshape(sequences * groups, -1, d)
+
+
+def _planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:
+    """Sequences with one new token go together if their contexts are alike, others if equal."""
+    contexts = batch.contexts
+    native = kernels.serves(like, kv)
+    short_max = SHORT_TOKENS if native else 1
+    short = [s for s, length in enumerate(batch.lengths) if length <= short_max]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for s, (length, past) in enumerate(zip(batch.lengths, batch.past, strict=True)):
+        if length > short_max:
+            alike.setdefault((length, past), []).append(s)
+    token_bytes = 2 * shape.groups * like.shape[-1] * like.element_size()
+    tokens_max = GATHERED_BYTES // token_bytes
+    groups: list[Group | Singles]
+    if native:
+        groups = [_singles(batch, short, shape)] if short else []
     else:
-        assert batch.tables is not None
-        blocks = -(-max(batch.contexts) // kv[0].shape[1])
-        keys, values = (pool[batch.tables[:, :blocks]].flatten(1, 2) for pool in kv)
-    # Keys past a sequence's end have positions that no query of it reaches: causality hides them.
-    seen = visible(where, torch.arange(keys.shape[1], device=q.device), window).unsqueeze(1)
-    q4, k4, v4 = (x.transpose(1, 2) for x in (queries, keys, values))
-    out = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=seen, enable_gqa=True)
-    return out.transpose(1, 2)[sequence, place]
+        groups = [
+            _decoding(batch, some, shape, like)
+            for some in _by_context(short, contexts, shape, tokens_max)
+        ]
+    for (length, past), sequences in alike.items():
+        scores = shape.heads * min(length, TILE_QUERIES) * (length + past) * like.element_size()
+        together = max(1, min(SCORES_BYTES // scores, tokens_max // (length + past)))
+        for at in range(0, len(sequences), together):
+            groups.append(_prompts(batch, sequences[at : at + together], shape, like))
+    rows = torch.cat([_flat(group.rows, like.device) for group in groups])
+    order = rows.argsort() if bool((rows.diff() < 0).any()) else None
+    largest = max((g.gather.shape[1] for g in groups if g.gather is not None), default=0)
+    room = like.new_empty(2, largest, shape.block_tokens * like.shape[-1])
+    return Plan(groups, order, room)
+
+
+def _singles(batch: Batch, sequences: Sequence[int], shape: Shape) -> Singles:
+    assert batch.tables is not None
+    rows, owners, contexts = [], [], []
+    for s in sequences:
+        for n in range(batch.lengths[s]):
+            rows.append(batch.starts[s] + n)
+            owners.append(s)
+            contexts.append(batch.past[s] + n + 1)
+    whole = len(rows) == rows[-1] - rows[0] + 1
+    paged = kernels.Paged(rows, owners, contexts, batch.tables, window=shape.window)
+    return Singles(slice(rows[0], rows[-1] + 1) if whole else torch.tensor(rows), paged)
+
+
+def _by_context(
+    sequences: Sequence[int], contexts: Sequence[int], shape: Shape, tokens_max: int
+) -> list[list[int]]:
+    """Parts whose shortest context is not much less than the longest, of bounded size."""
+    parts: list[list[int]] = []
+    for s in sorted(sequences, key=lambda s: -contexts[s]):
+        longest = contexts[parts[-1][0]] if parts else 0
+        if shape.window is not None:
+            longest = min(longest, shape.window)
+        full = parts and (len(parts[-1]) + 1) * longest > tokens_max
+        if not parts or full or 2 * contexts[s] + 2 * shape.block_tokens < longest:
+            parts.append([])
+        parts[-1].append(s)
+    return [sorted(part) for part in parts]
+
+
+def _decoding(batch: Batch, sequences: Sequence[int], shape: Shape, like: Tensor) -> Group:
+    """One query for each; blocks before the window are not read."""
+    size, window, device = shape.block_tokens, shape.window, like.device
+    ends = [batch.contexts[s] for s in sequences]
+    first = [0 if window is None else max(0, end - window) // size for end in ends]
+    width = max(-(-end // size) - start for end, start in zip(ends, first, strict=True))
+    begin, end = (torch.tensor(x, device=device) for x in (first, ends))
+    blocks = begin.unsqueeze(1) + torch.arange(width, device=device)
+    keys = begin.unsqueeze(1) * size + torch.arange(width * size, device=device)
+    seen = visible(end - 1, keys, window)
+    mask = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    mask = mask.repeat_interleave(shape.groups, 0).unsqueeze(1)
+    everything = slice(None)
+    return Group(
+        rows=_rows(batch, sequences, device),
+        sequences=len(sequences),
+        shape=shape,
+        gather=_gathered(batch, sequences, blocks, shape),
+        tiles=[Tile(everything, everything, mask)],
+    )
+
+
+def _prompts(batch: Batch, sequences: Sequence[int], shape: Shape, like: Tensor) -> Group:
+    """Equally long pieces of prompts at the same place; a tile reads the keys that it sees."""
+    size, window, device = shape.block_tokens, shape.window, like.device
+    length, past = batch.lengths[sequences[0]], batch.past[sequences[0]]
+    start = 0  # The position of the first key at hand.
+    gather = None
+    if past:
+        first = 0 if window is None else max(0, past + 1 - window) // size
+        blocks = torch.arange(first, -(-(past + length) // size), device=device)
+        gather = _gathered(batch, sequences, blocks.expand(len(sequences), -1), shape)
+        start = first * size
+    tiles = []
+    for at in range(0, length, TILE_QUERIES):
+        end = min(at + TILE_QUERIES, length)
+        low = start if window is None else max(start, past + at + 1 - window)
+        queries = torch.arange(past + at, past + end, device=device)
+        seen = visible(queries, torch.arange(low, past + end, device=device), window)
+        mask = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        mask = mask.repeat_interleave(shape.queries, 0).unsqueeze(0)
+        asked = slice(at * shape.queries, end * shape.queries)
+        tiles.append(Tile(asked, slice(low - start, past + end - start), mask))
+    return Group(_rows(batch, sequences, device), len(sequences), shape, gather, tiles)
+
+
+def _gathered(batch: Batch, sequences: Sequence[int], places: Tensor, shape: Shape) -> Tensor:
+    """The rows of the pool, one for each head of a block, that hold these places of the tables."""
+    assert batch.tables is not None
+    tables = batch.tables
+    if len(sequences) < len(tables):
+        tables = tables[torch.tensor(sequences, device=tables.device)]
+    blocks = tables.gather(1, places.clamp_max(tables.shape[1] - 1))
+    heads = torch.arange(2 * shape.groups, device=tables.device).view(2, 1, shape.groups, 1)
+    return (blocks.unsqueeze(1) * (2 * shape.groups) + heads).flatten(1)
+
+
+def _rows(batch: Batch, sequences: Sequence[int], device: torch.device) -> slice | Tensor:
+    """The flat rows of sequences that are equally long."""
+    length, starts = batch.lengths[sequences[0]], batch.starts
+    begin = starts[sequences[0]]
+    if starts[sequences[-1]] - begin == (len(sequences) - 1) * length:
+        return slice(begin, begin + len(sequences) * length)
+    first = torch.tensor([starts[s] for s in sequences], device=device)
+    return (first.unsqueeze(1) + torch.arange(length, device=device)).flatten()
+
+
+def _flat(rows: slice | Tensor, device: torch.device) -> Tensor:
+    if isinstance(rows, Tensor):
+        return rows
+    return torch.arange(cast(int, rows.start), cast(int, rows.stop), device=device)

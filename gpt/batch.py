@@ -6,8 +6,9 @@ found through its row of block numbers. These are facts about a step; no policy 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,10 +38,13 @@ class Batch:
     lengths: tuple[int, ...]  # New tokens of each sequence.
     past: tuple[int, ...]  # Tokens of each that are in the KV pool already.
     positions: Tensor  # (T,) in its own sequence, virtual tokens counted.
-    slots: Tensor | None = None  # (T,) where in the pool each new token's KV goes.
+    # (T,) twice: the pool's block, and the place in it, where each new token's KV goes.
+    slots: tuple[Tensor, Tensor] | None = None
     tables: Tensor | None = None  # (B, blocks) the pool blocks of each sequence, in order.
     rows: Tensor | None = None  # Which tokens need logits; None means all.
     dropout: Dropout | None = None  # Training only.
+    # What the first layer finds out and the others use: see gpt/attention.py.
+    kept: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def plain(
@@ -67,12 +71,13 @@ class Batch:
         rows: Tensor | None = None,
     ) -> "Batch":
         """New tokens of sequences whose KV lies in a pool of blocks of `block_tokens`."""
-        pairs = list(zip(lengths, past, strict=True))
-        positions = torch.cat([torch.arange(p, p + n) for n, p in pairs]).to(tables.device)
-        sequence = torch.arange(len(pairs), device=tables.device)
-        sequence = sequence.repeat_interleave(torch.tensor(lengths, device=tables.device))
+        device = tables.device
+        count, before = (torch.tensor(x, device=device) for x in (lengths, past))
+        sequence = torch.arange(len(lengths), device=device).repeat_interleave(count)
+        shift = before - (count.cumsum(0) - count)
+        positions = torch.arange(sum(lengths), device=device) + shift[sequence]
         blocks = tables[sequence, positions // block_tokens]
-        slots = blocks * block_tokens + positions % block_tokens
+        slots = blocks, positions % block_tokens
         return cls(tuple(lengths), tuple(past), positions, slots, tables, rows)
 
     @property
@@ -83,6 +88,11 @@ class Batch:
     def contexts(self) -> tuple[int, ...]:
         """Tokens that each sequence has after this step."""
         return tuple(p + n for p, n in zip(self.past, self.lengths, strict=True))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The flat index of each sequence's first new token."""
+        return (0, *accumulate(self.lengths[:-1]))
 
     @cached_property
     def last_rows(self) -> Tensor:

@@ -4,17 +4,24 @@ A pool holds the blocks of this rank's layers and KV heads. Who owns a block is 
 a batch says which blocks a sequence reads and which slots its new tokens fill.
 """
 
+import math
+import mmap
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.sharding import local_groups
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 32
 
 
 class KVPool:
-    """Keys and values of `blocks` blocks, for each layer (blocks, tokens, groups, channels)."""
+    """Keys and values of `blocks` blocks, for each layer (blocks, 2, groups, tokens, channels).
+
+    A block's keys of one head lie together, so that reading it takes few and long rows.
+    """
 
     def __init__(
         self,
@@ -30,10 +37,28 @@ class KVPool:
         self.layers = layers
         self.block_tokens = block_tokens
         groups = local_groups(config, tp)
-        shape = (len(layers), 2, blocks, block_tokens, groups, config.kv_channels)
-        self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (len(layers), blocks, 2, groups, block_tokens, config.kv_channels)
+        self._memory = _zeros(shape, dtype, torch.device(device))
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int) -> Tensor:
         """Keys and values of a global layer."""
-        keys, values = self._memory[layer - self.layers.start]
-        return keys, values
+        return self._memory[layer - self.layers.start]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero them in every layer: what is not finite would reach their next owner."""
+        self._memory[:, torch.tensor(blocks, device=self._memory.device)] = 0
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks in every layer; all are read before any is written."""
+        device = self._memory.device
+        held = self._memory.index_select(1, torch.tensor(sources, device=device))
+        self._memory.index_copy_(1, torch.tensor(targets, device=device), held)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Mapped memory is zero and is not there until it is written; torch would write all of it now.
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

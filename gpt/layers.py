@@ -20,6 +20,10 @@ from gpt.config import GPTConfig, RopeScaling
 from gpt.parallel import Mesh, enter, leave, scatter_rows, total
 from gpt.sharding import Parameter, kept_dtype, local_groups, parameters, part
 
+# A product of rows with a weight that was brought into another form: rows, bias, the name of an
+# activation, what to add at the end. See gpt/packed.py.
+Product = Callable[[Tensor, Tensor | None, str | None, Tensor | None], Tensor]
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -65,6 +69,17 @@ class Step:
     rotation: tuple[Tensor, Tensor] | None  # cos and sin, (T, rotary channels / 2)
 
 
+@dataclass(frozen=True)
+class Onto:
+    """What half a block adds its output to, and the dropout before that."""
+
+    x: Tensor
+    drop: Callable[[Tensor], Tensor] | None
+
+    def add(self, y: Tensor) -> Tensor:
+        return self.x + (y if self.drop is None else self.drop(y))
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, computed in at least fp32."""
 
@@ -82,64 +97,93 @@ class Norm(nn.Module):
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scale = weight.to(wide)
+    """Torch computes in fp32 within; only a scale beside one needs more digits than bf16 has."""
     if config.layernorm_zero_centered_gamma:
-        scale = scale + 1
-    shape = (x.shape[-1],)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        shift = None if bias is None else bias.to(wide)
+        return _normalize(x.to(wide), weight.to(wide) + 1, shift, config).to(x.dtype)
+    return _normalize(x, weight, bias, config)
+
+
+def _normalize(x: Tensor, scale: Tensor, shift: Tensor | None, config: GPTConfig) -> Tensor:
+    shape, epsilon = (x.shape[-1],), config.layernorm_epsilon
     if config.normalization == "RMSNorm":
-        return F.rms_norm(x.to(wide), shape, scale, config.layernorm_epsilon).to(x.dtype)
-    shift = None if bias is None else bias.to(wide)
-    return F.layer_norm(x.to(wide), shape, scale, shift, config.layernorm_epsilon).to(x.dtype)
+        return F.rms_norm(x, shape, scale, epsilon)
+    return F.layer_norm(x, shape, scale, shift, epsilon)
 
 
-class ColumnLinear(nn.Module):
+class Linear(nn.Module):
+    """A weight and perhaps a bias; the product may be another's, who holds the weight then."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.product: Product | None = None
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if self.product is not None:
+            return self.product(x, bias, activation, residual)
+        y = F.linear(x, self.weight, bias)
+        if activation is not None:
+            y = ACTIVATIONS[activation](y)
+        return y if residual is None else residual + y
+
+
+class ColumnLinear(Linear):
     """Rows of the weight are shared out: each rank makes its own columns of the output.
 
     If the checkpoint fuses a norm in front of it, that norm is this module's first step.
     """
 
-    weight: Tensor
-    bias: Tensor | None
     layer_norm_weight: Tensor | None
     layer_norm_bias: Tensor | None
 
     def __init__(self, build: Build, name: str) -> None:
         super().__init__()
-        for absent in ("bias", "layer_norm_weight", "layer_norm_bias"):
+        for absent in ("layer_norm_weight", "layer_norm_bias"):
             self.register_parameter(absent, None)
         self.config, self.mesh = build.config, build.mesh
         build.fill(self, name)
 
-    def forward(self, x: Tensor, tokens: int) -> Tensor:
+    def forward(self, x: Tensor, tokens: int, activation: str | None = None) -> Tensor:
         if self.layer_norm_weight is not None:
             x = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config)
-        return self.split(enter(x, self.mesh, tokens))
+        return self.split(enter(x, self.mesh, tokens), activation)
 
-    def split(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor, activation: str | None = None) -> Tensor:
         """The linear alone, of rows that have entered already."""
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias, activation)
 
 
-class RowLinear(nn.Module):
+class RowLinear(Linear):
     """Columns of the weight are shared out: the ranks' outputs add up."""
-
-    weight: Tensor
-    bias: Tensor | None
 
     def __init__(self, build: Build, name: str) -> None:
         super().__init__()
-        self.register_parameter("bias", None)
         self.mesh = build.mesh
         build.fill(self, name)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Onto | None = None) -> Tensor:
+        if self.mesh.tp == 1:
+            if onto is None or onto.drop is None:
+                return self.multiply(x, self.bias, residual=None if onto is None else onto.x)
+            return onto.add(self.multiply(x, self.bias))
         y = leave(self.partial(x), self.mesh)
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if onto is None else onto.add(y)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's summand, without the bias."""
-        return F.linear(x, self.weight)
+        return self.multiply(x)
 
 
 class Embedding(nn.Module):
@@ -194,7 +238,7 @@ class Attention(nn.Module):
             self.q_layernorm = Norm(build, f"{name}.q_layernorm")
             self.k_layernorm = Norm(build, f"{name}.k_layernorm")
 
-    def forward(self, x: Tensor, step: Step, kv: KV | None) -> Tensor:
+    def forward(self, x: Tensor, step: Step, kv: KV | None, onto: Onto | None = None) -> Tensor:
         batch, d = step.batch, self.config.kv_channels
         qkv = self.linear_qkv(x, batch.tokens)
         grouped = qkv.view(batch.tokens, self.groups, -1, d)  # (T, G, queries + 2, D)
@@ -211,7 +255,7 @@ class Attention(nn.Module):
             y = reference(q, k, v, batch, kv, window, drop=self._drop(batch, p))
         else:
             y = self.attend(q, k, v, batch, kv, window)
-        return cast(Tensor, self.linear_proj(y.flatten(1)))
+        return cast(Tensor, self.linear_proj(y.flatten(1), onto))
 
     def _drop(self, batch: Batch, p: float) -> Callable[[Tensor, int], Tensor]:
         """Dropout on probabilities (heads, queries, keys), drawn head by head by global number."""
@@ -241,19 +285,24 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnLinear(build, f"{name}.linear_fc1")
         self.linear_fc2 = RowLinear(build, f"{name}.linear_fc2")
 
-    def forward(self, x: Tensor, tokens: int) -> Tensor:
-        return cast(Tensor, self.linear_fc2(self.activate(self.linear_fc1(x, tokens))))
+    def forward(self, x: Tensor, tokens: int, onto: Onto | None = None) -> Tensor:
+        y = self._activated(self.linear_fc1(x, tokens, self._within))
+        return cast(Tensor, self.linear_fc2(y, onto))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's summand for rows that have entered; as one of several experts."""
-        return self.linear_fc2.partial(self.activate(self.linear_fc1.split(x)))
+        return self.linear_fc2.partial(self._activated(self.linear_fc1.split(x, self._within)))
 
-    def activate(self, x: Tensor) -> Tensor:
-        activation = ACTIVATIONS[self.config.activation]
+    @property
+    def _within(self) -> str | None:
+        """The activation that fc1 ends with; a gate needs its two halves first."""
+        return None if self.config.gated else self.config.activation
+
+    def _activated(self, x: Tensor) -> Tensor:
         if not self.config.gated:
-            return activation(x)
+            return x
         gate, up = x.chunk(2, dim=-1)
-        return activation(gate) * up
+        return ACTIVATIONS[self.config.activation](gate) * up
 
 
 def drop_hidden(

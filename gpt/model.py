@@ -11,11 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.attention import KV, Attend, sdpa
+from gpt.attention import KV, Attend, ragged
 from gpt.batch import Batch
 from gpt.config import GPTConfig
 from gpt.kv import KVPool
-from gpt.layers import MLP, Attention, Build, Embedding, Norm, Step, drop_hidden, rotation
+from gpt.layers import (
+    MLP,
+    Attention,
+    Build,
+    Embedding,
+    Norm,
+    Onto,
+    Product,
+    Step,
+    drop_hidden,
+    rotation,
+)
 from gpt.moe import Experts
 from gpt.parallel import Mesh, enter, gather_columns
 from gpt.sharding import check_split
@@ -37,14 +48,17 @@ class Block(nn.Module):
             self.mlp = MLP(build, f"decoder.layers.{layer}.mlp")
 
     def forward(self, x: Tensor, step: Step, kv: KV | None) -> Tensor:
-        attended = x + self._drop(self.self_attention(x, step, kv), step, 1)
+        attended = cast(Tensor, self.self_attention(x, step, kv, self._onto(x, step, 1)))
         y = x if self.config.parallel_residual else attended
         if self.pre_mlp_layernorm is not None:
             y = self.pre_mlp_layernorm(y)
-        return attended + self._drop(self.mlp(y, step.batch.tokens), step, 2)
+        return cast(Tensor, self.mlp(y, step.batch.tokens, self._onto(attended, step, 2)))
 
-    def _drop(self, x: Tensor, step: Step, half: int) -> Tensor:
-        return drop_hidden(x, self.config, self.mesh, step.batch, (self.layer, half))
+    def _onto(self, x: Tensor, step: Step, half: int) -> Onto:
+        if step.batch.dropout is None:
+            return Onto(x, None)
+        site = (self.layer, half)
+        return Onto(x, lambda y: drop_hidden(y, self.config, self.mesh, step.batch, site))
 
 
 class GPT(nn.Module):
@@ -58,7 +72,7 @@ class GPT(nn.Module):
         layers: range | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        attend: Attend = sdpa,
+        attend: Attend = ragged,
     ) -> None:
         """Parameters are allocated, not initialised: `gpt.loading` fills them."""
         super().__init__()
@@ -78,6 +92,7 @@ class GPT(nn.Module):
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleDict({str(n): Block(build, n) for n in self.layers})
         self.output_layer: nn.Module | None = None
+        self.product: Product | None = None  # The head's.
         if self.last:
             self.decoder.final_layernorm = Norm(build, "decoder.final_layernorm")
             if not tied:
@@ -116,17 +131,25 @@ class GPT(nn.Module):
 
     def head_shard(self, x: Tensor, batch: Batch) -> Tensor:
         """Logits over this rank's part of the padded vocabulary."""
-        x = cast(Norm, self.decoder.final_layernorm)(x)
-        x = enter(x, self.mesh, batch.tokens)
-        if batch.rows is not None:
-            x = x[batch.rows]
-        if self.output_layer is not None:
-            weight = cast(Tensor, self.output_layer.weight)
+        apart = self.mesh.sequence_parallel  # Then rows can be picked only once they are together.
+        if batch.rows is not None and not apart:
+            x = x.index_select(0, batch.rows)
+        x = enter(cast(Norm, self.decoder.final_layernorm)(x), self.mesh, batch.tokens)
+        if batch.rows is not None and apart:
+            x = x.index_select(0, batch.rows)
+        if self.product is not None:
+            logits = self.product(x, None, None, None)
         else:
-            assert self.embedding is not None
-            weight = self.embedding.rows
-        logits = F.linear(x, weight)
+            logits = F.linear(x, self.head_weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the output layer, or of the embedding that serves as one."""
+        if self.output_layer is not None:
+            return cast(Tensor, self.output_layer.weight)
+        assert self.embedding is not None
+        return self.embedding.rows
 
     def logits(self, ids: Tensor, table: Tensor | None = None) -> Tensor:
         """Logits (b, s, vocabulary) of whole rows of ids (b, s), for a model in one stage."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.config import GPTConfig
-from gpt.layers import MLP, Build
+from gpt.layers import MLP, Build, Onto
 from gpt.parallel import enter, leave
 
 
@@ -36,7 +36,7 @@ class Experts(nn.Module):
             if build.config.moe_shared_expert_gate:
                 build.fill(self.shared_experts, f"{name}.shared_experts")
 
-    def forward(self, x: Tensor, tokens: int) -> Tensor:
+    def forward(self, x: Tensor, tokens: int, onto: Onto | None = None) -> Tensor:
         scores = F.linear(x, cast(Tensor, self.router.weight))
         weights = self._route(scores)
         y = leave(self._sum_experts(enter(x, self.mesh, tokens), scores, tokens), self.mesh)
@@ -49,7 +49,7 @@ class Experts(nn.Module):
                 gate = cast(Tensor, self.shared_experts.gate_weight)
                 shared = shared * torch.sigmoid(F.linear(x, gate))
             y = y + shared
-        return y
+        return y if onto is None else onto.add(y)
 
     def _sum_experts(self, x: Tensor, scores: Tensor, tokens: int) -> Tensor:
         """This rank's summand of all experts' weighted outputs, for all rows."""

@@ -6,6 +6,7 @@ sum and scatter the rows). On a mesh of one they are no-ops, so the model is wri
 states are flat: (tokens, hidden). Rows that do not divide are padded here, and nowhere else.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -257,11 +258,38 @@ def send_to(x: Tensor, mesh: Mesh, stage: int) -> None:
     dist.send(_wire(x, mesh), mesh.stage_rank(stage), group=mesh.pp_group)
 
 
+class Sends:
+    """Tensors on their way to another stage of this pipeline, which may be busy yet.
+
+    Each is kept until it has arrived. With more than `kept_max` on their way, the sender waits.
+    """
+
+    def __init__(self, mesh: Mesh, stage: int, kept_max: int) -> None:
+        self._mesh, self._to, self._kept_max = mesh, mesh.stage_rank(stage), kept_max
+        self._kept: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        # The next step may use this memory again, so what is on its way has its own.
+        sent = x.detach().cpu() if self._mesh.staged else x.detach().clone()
+        work = dist.isend(sent, self._to, group=self._mesh.pp_group)
+        assert work is not None, "this rank is not in its own pipeline"
+        self._kept.append((work, sent))
+        # The backend does not tell for free whether a send is done; an old one is, so ask that.
+        while len(self._kept) > self._kept_max:
+            self._kept.popleft()[0].wait()
+
+
 def receive_from(like: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, stage: int) -> Tensor:
     """Take what that stage sends; both must know its shape."""
     x = torch.empty(like, dtype=dtype, device="cpu" if mesh.staged else mesh.device)
     dist.recv(x, mesh.stage_rank(stage), group=mesh.pp_group)
     return x.to(mesh.device)
+
+
+def meet(mesh: Mesh) -> None:
+    """Come back when every rank of the mesh has come here."""
+    if mesh.tp * mesh.dp * mesh.pp > 1:
+        dist.barrier()
 
 
 def share_from_last(x: Tensor, mesh: Mesh) -> Tensor:

@@ -58,7 +58,8 @@ def test_prefill_in_any_chunks_gives_the_logits_of_the_whole(
             break
         pieces = [prompts[row][past[row] : past[row] + size] for row in rows]
         lengths = [len(piece) for piece in pieces]
-        batch = Batch.paged(lengths, [past[row] for row in rows], tables[rows], 16)
+        past_of = [past[row] for row in rows]
+        batch = Batch.paged(lengths, past_of, tables[rows], pool.block_tokens)
         with torch.inference_mode():
             logits = model(torch.tensor([t for piece in pieces for t in piece]), batch, pool)
         for row, line, length in zip(rows, logits.split(lengths), lengths, strict=True):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpt import pipeline
@@ -11,7 +12,7 @@ from gpt.batch import Batch, Dropout
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
 from gpt.generate import generate
-from gpt.parallel import Mesh, send_to
+from gpt.parallel import Mesh, Sends, receive_from, send_to
 from gpt.sampling import Sampling
 from gpt.sharding import check_split, stage_layers
 from tests.models import CONFIGS, MODERN, build, first_tie, recompute_greedy
@@ -179,3 +180,23 @@ def test_a_split_that_cannot_be_is_refused_with_one_that_can() -> None:
         check_split(MODERN, tp=1, pp=6)
     with pytest.raises(ConfigError, match="add up to 5"):
         check_split(MODERN, tp=1, pp=2, stages=[3, 3])
+
+
+def send_many(rank: int) -> list[float]:
+    """Two stages: the second looks only when the first has sent everything, and goes on working."""
+    mesh = Mesh.create(1, 2)
+    shape = (512, 1024)  # 2 MiB each, more than any socket holds.
+    got: list[float] = []
+    if rank == 0:
+        sends, x = Sends(mesh, 1, kept_max=4), torch.empty(shape)
+        for number in range(4):
+            sends.send(x.fill_(number))
+    dist.barrier()
+    if rank == 1:
+        got = [float(receive_from(shape, torch.float32, mesh, 0).mean()) for _ in range(4)]
+    dist.barrier()
+    return got
+
+
+def test_a_stage_sends_on_while_the_next_one_is_busy() -> None:
+    assert ranks(2, send_many)[1] == [0.0, 1.0, 2.0, 3.0]

@@ -1,0 +1,545 @@
+/* Attention of single new tokens over a paged KV pool, for CPUs; called through gpt/kernels.py.
+
+   Keys and values are read where they lie, block by block, each once. All arithmetic between them
+   is fp32. Vectors are the compiler's own (16 floats), so one source serves every machine; it is
+   compiled for a plain one, for AVX2 and for AVX-512 with bf16, and the best is chosen when it is
+   loaded. A row's sums are taken in an order that depends on its own keys alone: results do not
+   change with the batch or with the number of threads. It knows no tensors, only addresses. */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ABI 1            /* What gpt/kernels.py expects. */
+#define LANES 16
+#define SEGMENT 256      /* Keys whose scores are held at once; also how long contexts are split. */
+#define QUERIES 8        /* Queries of a group that read a key together. */
+#define WIDTH_MAX 512    /* Channels of a head. */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* The rows of one step that have their keys in the pool; the same for every layer. */
+typedef struct {
+    int64_t rows, groups, queries, width, block_tokens, table_width;
+    int64_t window;          /* 0: none. */
+    int64_t bf16;            /* Otherwise fp32. */
+    int64_t threads;
+    double scale;
+    const int64_t *row;      /* Where each row's queries stand in q. */
+    const int64_t *sequence; /* Its row of the tables. */
+    const int64_t *context;  /* It sees the keys before this one. */
+    const int64_t *tables;   /* Blocks of each sequence. */
+} Rows;
+
+/* What some queries made of some keys: to be merged with what they made of others. */
+typedef struct {
+    float most[QUERIES], sum[QUERIES];
+    float made[QUERIES][WIDTH_MAX];
+} Part;
+
+typedef struct {
+    void (*scores)(const void *q, int64_t stride, int queries, const void *keys, int tokens,
+                   int width, float *to);
+    void (*weigh)(float *scores, int tokens, float scale, float *most, float *sum);
+    void (*values)(const float *weights, int queries, const void *values, int tokens, int width,
+                   float *made);
+} Ops;
+
+/* ------------------------------------------------------------------------------------ numbers */
+
+INLINE Floats wide(const void *from, int bf16)
+{
+    if (!bf16)
+        return *(const Floats *)from;
+    Words words = __builtin_convertvector(*(const Halves *)from, Words) << 16;
+    return (Floats)words;
+}
+
+/* The sums of 16 vectors' lanes, in order. */
+INLINE Floats sums(Floats *x)
+{
+    Floats y[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        Floats a = x[2 * i], b = x[2 * i + 1];
+        y[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13,
+                                       29) +
+               __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30,
+                                       15, 31);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        Floats a = y[2 * i], b = y[2 * i + 1];
+        y[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28,
+                                       29) +
+               __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15,
+                                       30, 31);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        Floats a = y[2 * i], b = y[2 * i + 1];
+        y[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26,
+                                       27) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29,
+                                       30, 31);
+    }
+    return __builtin_shufflevector(y[0], y[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25,
+                                   26, 27) +
+           __builtin_shufflevector(y[0], y[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29,
+                                   30, 31);
+}
+
+INLINE Floats either(Ints where, Floats a, Floats b)
+{
+    return (Floats)((where & (Ints)a) | (~where & (Ints)b));
+}
+
+/* e to the x, for x that is not above 0; what is not a number stays so. */
+INLINE Floats power(Floats x)
+{
+    const Floats zero = {0};
+    Floats low = zero - 87.0f;
+    x = either(x < low, low, x);
+    Floats turns = x * 1.44269504088896341f - 0.5f;
+    Ints whole = __builtin_convertvector(turns, Ints); /* Towards 0: the nearest, as x <= 0. */
+    Floats n = __builtin_convertvector(whole, Floats);
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    Floats scale = (Floats)((whole + 127) << 23);
+    return either(x == x, y * scale, x);
+}
+
+/* ----------------------------------------------------- three steps, of whatever machine it is */
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define BF16_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma"
+
+/* Products of pairs of bf16, added up in fp32. */
+__attribute__((target(BF16_TARGET))) INLINE void dots(const uint16_t *q, const uint16_t *keys,
+                                                      int last, int width, float *to)
+{
+    Floats x[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        x[i] = (Floats){0};
+    for (int c = 0; c < width; c += 32) {
+        __m512bh a = (__m512bh)_mm512_loadu_si512(q + c);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            const uint16_t *key = keys + (i < last ? i : last) * (int64_t)width + c;
+            x[i] = (Floats)_mm512_dpbf16_ps((__m512)x[i], a, (__m512bh)_mm512_loadu_si512(key));
+        }
+    }
+    *(Floats *)to = sums(x);
+}
+
+__attribute__((target(BF16_TARGET))) static void scores_bf16_avx512(
+    const void *q, int64_t stride, int queries, const void *keys, int tokens, int width, float *to)
+{
+    for (int start = 0; start < tokens; start += LANES) {
+        const uint16_t *here = (const uint16_t *)keys + start * (int64_t)width;
+        for (int i = 0; i < queries; i++) {
+            const uint16_t *one = (const uint16_t *)q + i * stride;
+            float *sum = to + i * (SEGMENT + LANES) + start;
+            if (tokens - start >= LANES)
+                dots(one, here, LANES, width, sum);
+            else
+                dots(one, here, tokens - start - 1, width, sum);
+        }
+    }
+}
+#endif
+
+/* Scores of `tokens` keys for each query; up to 15 more are written, which mean nothing. */
+INLINE void scores_of(const void *q, int64_t stride, int queries, const void *keys, int tokens,
+                      int width, float *to, int bf16)
+{
+    const int bytes = bf16 ? 2 : 4;
+    const int even = width & -LANES;
+    for (int start = 0; start < tokens; start += LANES)
+        for (int i = 0; i < queries; i++) {
+            const char *one = (const char *)q + i * stride * bytes;
+            float *sum = to + i * (SEGMENT + LANES) + start;
+            Floats x[LANES];
+            int last = tokens - start - 1;
+            for (int t = 0; t < LANES; t++)
+                x[t] = (Floats){0};
+            for (int c = 0; c < even; c += LANES) {
+                Floats a = wide(one + c * bytes, bf16);
+#pragma GCC unroll 16
+                for (int t = 0; t < LANES; t++) {
+                    int64_t key = start + (t < last ? t : last);
+                    x[t] += a * wide((const char *)keys + (key * width + c) * bytes, bf16);
+                }
+            }
+            for (int c = even; c < width; c++)
+                for (int t = 0; t <= last && t < LANES; t++) {
+                    int64_t at = (start + t) * (int64_t)width + c;
+                    if (bf16) {
+                        uint32_t a = (uint32_t)((const uint16_t *)one)[c] << 16;
+                        uint32_t b = (uint32_t)((const uint16_t *)keys)[at] << 16;
+                        float fa, fb;
+                        memcpy(&fa, &a, 4), memcpy(&fb, &b, 4);
+                        x[t][0] += fa * fb;
+                    } else
+                        x[t][0] += ((const float *)one)[c] * ((const float *)keys)[at];
+                }
+            *(Floats *)sum = sums(x);
+        }
+}
+
+/* Scores become weights, not yet divided by their sum. */
+INLINE void weigh_of(float *scores, int tokens, float scale, float *most, float *sum)
+{
+    const float none = -INFINITY;
+    Floats top = (Floats){0} + none, total = {0};
+    int whole = -(-tokens & -LANES);
+    for (int i = tokens; i < whole; i++)
+        scores[i] = none;
+    for (int i = 0; i < whole; i += LANES) {
+        Floats x = *(Floats *)(scores + i) * scale;
+        *(Floats *)(scores + i) = x;
+        top = either(x > top, x, top);
+    }
+    float best = none, all = 0;
+    for (int i = 0; i < LANES; i++)
+        best = top[i] > best ? top[i] : best;
+    /* Where nothing is larger than minus infinity, something is not a number, or none is there. */
+    for (int i = 0; i < whole; i += LANES) {
+        Floats x = power(*(Floats *)(scores + i) - best);
+        for (int t = 0; i + LANES > tokens && t < LANES; t++)
+            if (i + t >= tokens)
+                x[t] = 0;
+        *(Floats *)(scores + i) = x;
+        total += x;
+    }
+    for (int i = 0; i < LANES; i++)
+        all += total[i];
+    *most = best, *sum = all;
+}
+
+/* Adds the weighted values of some channels, of `queries` queries. */
+INLINE void values_at(const float *weights, int queries, const char *values, int tokens, int width,
+                      float *made, int vectors, int bf16)
+{
+    const int bytes = bf16 ? 2 : 4;
+    Floats sum[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < queries * vectors; i++)
+        sum[i] = *(Floats *)(made + i / vectors * WIDTH_MAX + i % vectors * LANES);
+    for (int t = 0; t < tokens; t++) {
+        const char *here = values + t * (int64_t)width * bytes;
+#pragma GCC unroll 16
+        for (int v = 0; v < vectors; v++) {
+            Floats x = wide(here + v * LANES * bytes, bf16);
+#pragma GCC unroll 16
+            for (int i = 0; i < queries; i++)
+                sum[i * vectors + v] += x * weights[i * (SEGMENT + LANES) + t];
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < queries * vectors; i++)
+        *(Floats *)(made + i / vectors * WIDTH_MAX + i % vectors * LANES) = sum[i];
+}
+
+INLINE void values_of(const float *weights, int queries, const void *values, int tokens, int width,
+                      float *made, int bf16)
+{
+    const int bytes = bf16 ? 2 : 4;
+    const int even = width & -LANES;
+    const char *from = (const char *)values;
+    int i = 0;
+    for (; i + 4 <= queries; i += 4) {
+        const float *w = weights + i * (SEGMENT + LANES);
+        float *to = made + i * WIDTH_MAX;
+        int c = 0;
+        for (; c + 64 <= even; c += 64)
+            values_at(w, 4, from + c * bytes, tokens, width, to + c, 4, bf16);
+        for (; c < even; c += LANES)
+            values_at(w, 4, from + c * bytes, tokens, width, to + c, 1, bf16);
+    }
+    for (; i < queries; i++) {
+        const float *w = weights + i * (SEGMENT + LANES);
+        float *to = made + i * WIDTH_MAX;
+        int c = 0;
+        for (; c + 64 <= even; c += 64)
+            values_at(w, 1, from + c * bytes, tokens, width, to + c, 4, bf16);
+        for (; c < even; c += LANES)
+            values_at(w, 1, from + c * bytes, tokens, width, to + c, 1, bf16);
+    }
+    for (i = 0; i < queries; i++)
+        for (int c = even; c < width; c++)
+            for (int t = 0; t < tokens; t++) {
+                float x;
+                if (bf16) {
+                    uint32_t a = (uint32_t)((const uint16_t *)values)[t * (int64_t)width + c] << 16;
+                    memcpy(&x, &a, 4);
+                } else
+                    x = ((const float *)values)[t * (int64_t)width + c];
+                made[i * WIDTH_MAX + c] += x * weights[i * (SEGMENT + LANES) + t];
+            }
+}
+
+#define STEPS(machine, kind, bf16, TARGET)                                                         \
+    TARGET static void scores_##kind##_##machine(const void *q, int64_t stride, int queries,       \
+                                                 const void *keys, int tokens, int width,          \
+                                                 float *to)                                        \
+    {                                                                                              \
+        scores_of(q, stride, queries, keys, tokens, width, to, bf16);                              \
+    }                                                                                              \
+    TARGET static void values_##kind##_##machine(const float *weights, int queries,                \
+                                                 const void *values, int tokens, int width,        \
+                                                 float *made)                                      \
+    {                                                                                              \
+        values_of(weights, queries, values, tokens, width, made, bf16);                            \
+    }
+#define WEIGH(machine, TARGET)                                                                     \
+    TARGET static void weigh_##machine(float *scores, int tokens, float scale, float *most,        \
+                                       float *sum)                                                 \
+    {                                                                                              \
+        weigh_of(scores, tokens, scale, most, sum);                                                \
+    }
+
+STEPS(plain, bf16, 1, )
+STEPS(plain, fp32, 0, )
+WEIGH(plain, )
+#if defined(__x86_64__)
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512 __attribute__((target(BF16_TARGET)))
+STEPS(avx2, bf16, 1, AVX2)
+STEPS(avx2, fp32, 0, AVX2)
+WEIGH(avx2, AVX2)
+STEPS(wide, bf16, 1, AVX512)
+STEPS(wide, fp32, 0, AVX512)
+WEIGH(wide, AVX512)
+#endif
+
+/* What this machine can: 0 plain, 1 AVX2, 2 AVX-512 with bf16. Tests ask for less. */
+static int machine_max(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bf16"))
+        return 2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return 1;
+#endif
+    return 0;
+}
+
+static int machine = -1;
+
+int preamble_abi(void) { return ABI; }
+
+/* Choose a machine, at most the best there is; which one it is now. */
+int preamble_machine(int wanted)
+{
+    int most = machine_max();
+    machine = wanted < 0 || wanted > most ? most : wanted;
+    return machine;
+}
+
+static Ops ops_of(int bf16, int width)
+{
+    Ops ops = {bf16 ? scores_bf16_plain : scores_fp32_plain, weigh_plain,
+               bf16 ? values_bf16_plain : values_fp32_plain};
+#if defined(__x86_64__)
+    if (machine == 1)
+        ops = (Ops){bf16 ? scores_bf16_avx2 : scores_fp32_avx2, weigh_avx2,
+                    bf16 ? values_bf16_avx2 : values_fp32_avx2};
+    if (machine == 2) {
+        ops = (Ops){bf16 ? scores_bf16_wide : scores_fp32_wide, weigh_wide,
+                    bf16 ? values_bf16_wide : values_fp32_wide};
+        if (bf16 && width % 32 == 0)
+            ops.scores = scores_bf16_avx512;
+    }
+#else
+    (void)width;
+#endif
+    return ops;
+}
+
+/* -------------------------------------------------------------------------------- attention */
+
+/* A block's keys (0) or values (1) of a group, from its token `place` on. */
+static const char *at(const Rows *r, const char *kv, int64_t block, int which, int64_t group,
+                      int64_t place)
+{
+    int64_t row = ((block * 2 + which) * r->groups + group) * r->block_tokens + place;
+    return kv + row * r->width * (r->bf16 ? 2 : 4);
+}
+
+static void soon(const char *from, int64_t bytes)
+{
+    /* A block is about a page, behind which the machine itself does not read ahead. */
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
+/* Some queries of a row, over the keys [low, high), which lie in one segment. */
+static void attend(const Rows *r, const Ops *ops, const char *q, int64_t stride, int queries,
+                   const char *kv, int64_t item, int64_t low, int64_t high, Part *part)
+{
+    float scores[QUERIES * (SEGMENT + LANES)];
+    int64_t group = item % r->groups, size = r->block_tokens;
+    const int64_t *table = r->tables + r->sequence[item / r->groups] * r->table_width;
+    int64_t row_bytes = r->width * (r->bf16 ? 2 : 4);
+    for (int which = 0; which < 2; which++) {
+        for (int64_t key = low; key < high;) {
+            int64_t place = key % size;
+            int64_t tokens = size - place < high - key ? size - place : high - key;
+            const char *here = at(r, kv, table[key / size], which, group, place);
+            int64_t next = key + tokens;
+            if (next < high)
+                soon(at(r, kv, table[next / size], which, group, 0),
+                     row_bytes * (high - next < size ? high - next : size));
+            else if (which == 0)
+                soon(at(r, kv, table[low / size], 1, group, low % size),
+                     row_bytes * (high - low < size ? high - low : size));
+            if (which == 0)
+                ops->scores(q, stride, queries, here, tokens, r->width, scores + (key - low));
+            else
+                ops->values(scores + (key - low), queries, here, tokens, r->width, part->made[0]);
+            key = next;
+        }
+        for (int i = 0; which == 0 && i < queries; i++) {
+            ops->weigh(scores + i * (SEGMENT + LANES), high - low, r->scale, part->most + i,
+                       part->sum + i);
+            memset(part->made[i], 0, r->width * sizeof(float));
+        }
+    }
+}
+
+static void merge(Part *whole, const Part *part, int queries, int64_t width)
+{
+    for (int i = 0; i < queries; i++) {
+        float most = whole->most[i] > part->most[i] ? whole->most[i] : part->most[i];
+        float a = expf(whole->most[i] - most), b = expf(part->most[i] - most);
+        whole->most[i] = most;
+        whole->sum[i] = whole->sum[i] * a + part->sum[i] * b;
+        for (int64_t c = 0; c < width; c++)
+            whole->made[i][c] = whole->made[i][c] * a + part->made[i][c] * b;
+    }
+}
+
+static void finish(const Rows *r, const Part *part, int queries, char *out)
+{
+    for (int i = 0; i < queries; i++) {
+        const float *made = part->made[i];
+        float share = 1.0f / part->sum[i];
+        for (int64_t c = 0; c < r->width; c++) {
+            float x = made[c] * share;
+            if (r->bf16) {
+                uint32_t bits;
+                memcpy(&bits, &x, 4);
+                bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
+                ((uint16_t *)out)[i * r->width + c] = bits >> 16;
+            } else
+                ((float *)out)[i * r->width + c] = x;
+        }
+    }
+}
+
+static int64_t low_of(const Rows *r, int64_t context)
+{
+    return r->window && context > r->window ? context - r->window : 0;
+}
+
+/* Segments are cut at their places in the sequence, whatever the window. */
+static void bounds(const Rows *r, int64_t item, int64_t segment, int64_t *low, int64_t *high)
+{
+    int64_t context = r->context[item / r->groups], first = low_of(r, context);
+    int64_t start = (first / SEGMENT + segment) * SEGMENT;
+    *low = start < first ? first : start;
+    *high = start + SEGMENT < context ? start + SEGMENT : context;
+}
+
+static int64_t segments_of(const Rows *r, int64_t item)
+{
+    int64_t context = r->context[item / r->groups];
+    return (context - 1) / SEGMENT - low_of(r, context) / SEGMENT + 1;
+}
+
+/* Rows of q (strides in numbers: of a row, of a head) to rows of `out`, which lie without gaps. */
+int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t head_stride,
+                    const void *kv, void *out)
+{
+    const int64_t bytes = r->bf16 ? 2 : 4, items = r->rows * r->groups;
+    const int64_t chunks = (r->queries + QUERIES - 1) / QUERIES;
+    if (r->width > WIDTH_MAX)
+        return 1;
+    const Ops ops = ops_of(r->bf16, r->width);
+    int64_t longest = 1;
+    for (int64_t i = 0; i < items; i += r->groups)
+        longest = segments_of(r, i) > longest ? segments_of(r, i) : longest;
+    /* With few rows, a long context is shared out; the sums are the same. */
+    int64_t split = items * chunks < r->threads ? longest : 1;
+    Part *parts = NULL;
+    if (split > 1 && (parts = malloc(items * chunks * split * sizeof(Part))) == NULL)
+        split = 1;
+    const int64_t tasks = items * chunks * split;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t job = task / split, item = job / chunks, first = job % chunks * QUERIES;
+        int queries = r->queries - first < QUERIES ? r->queries - first : QUERIES;
+        int64_t head = item % r->groups * r->queries + first, low, high;
+        const char *from = (const char *)q +
+                           (r->row[item / r->groups] * row_stride + head * head_stride) * bytes;
+        if (split > 1) {
+            if (task % split < segments_of(r, item)) {
+                bounds(r, item, task % split, &low, &high);
+                attend(r, &ops, from, head_stride, queries, kv, item, low, high, parts + task);
+            }
+            continue;
+        }
+        Part whole, part;
+        int64_t segments = segments_of(r, item);
+        for (int64_t segment = 0; segment < segments; segment++) {
+            bounds(r, item, segment, &low, &high);
+            attend(r, &ops, from, head_stride, queries, kv, item, low, high,
+                   segment ? &part : &whole);
+            if (segment)
+                merge(&whole, &part, queries, r->width);
+        }
+        int64_t row = item / r->groups * r->groups * r->queries + head;
+        finish(r, &whole, queries, (char *)out + row * r->width * bytes);
+    }
+    for (int64_t job = 0; split > 1 && job < items * chunks; job++) {
+        int64_t item = job / chunks, first = job % chunks * QUERIES;
+        int queries = r->queries - first < QUERIES ? r->queries - first : QUERIES;
+        for (int64_t segment = 1; segment < segments_of(r, item); segment++)
+            merge(parts + job * split, parts + job * split + segment, queries, r->width);
+        int64_t row = item * r->queries + first;
+        finish(r, parts + job * split, queries, (char *)out + row * r->width * bytes);
+    }
+    free(parts);
+    return 0;
+}
+
+/* Keys and values (tokens, groups, width) to their slots of the pool. Strides in bytes. */
+void preamble_store(void *kv, const void *k, const void *v, const int64_t *strides,
+                    const int64_t *blocks, const int64_t *places, const int64_t *shape)
+{
+    const int64_t tokens = shape[0], groups = shape[1], size = shape[2], bytes = shape[3];
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t g = 0; g < groups; g++) {
+            char *to = (char *)kv + ((blocks[t] * 2 * groups + g) * size + places[t]) * bytes;
+            memcpy(to, (const char *)k + t * strides[0] + g * strides[1], bytes);
+            memcpy(to + groups * size * bytes, (const char *)v + t * strides[2] + g * strides[3],
+                   bytes);
+        }
+}
