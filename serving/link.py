@@ -6,6 +6,7 @@ its ranks and gets new ones by itself; who uses it is told.
 
 from typing import Protocol
 
+from gpt.errors import PreambleError
 from serving.messages import Ready, ToPlanner, Update
 
 
@@ -18,10 +19,17 @@ class Receiver(Protocol):
     def update(self, update: Update) -> None: ...
 
     def lost(self, reason: str) -> None:
-        """The ranks are gone, and all that was sent to them. A `ready` follows unless closed."""
+        """The ranks are gone, and all that was sent to them.
+
+        A `ready` follows, unless the link was closed or has a refusal.
+        """
 
 
 class Link(Protocol):
+    @property
+    def refusal(self) -> PreambleError | None:
+        """Why no `ready` will follow any more. Set before `lost` is called."""
+
     def start(self, receiver: Receiver) -> None:
         """Begin to start the ranks; returns at once."""
 

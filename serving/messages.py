@@ -12,8 +12,9 @@ import msgspec
 from gpt.sampling import Sampling
 
 ServiceClass = Literal["latency", "throughput"]
-# Why a sequence ended. "cancelled" answers a cancel; "fault": its numbers were not finite.
-End = Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "refused"]
+# Why a sequence ended. "cancelled" answers a cancel; "fault": its numbers were not finite; "stuck":
+# its guide lets no token follow.
+End = Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "stuck", "refused"]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,7 +101,7 @@ class Made(_Part, frozen=True):
     # there is none: for the first token, and for virtual ones.
     prompt_scores: list[Scored | None] = []
     end: End | None = None
-    reason: str = ""  # With the ends "refused" and "fault": a sentence for the caller.
+    reason: str = ""  # With the ends "refused", "fault" and "stuck": a sentence for the caller.
     cached_tokens: int = 0  # With the first token: how much of the prompt was in the prefix cache.
 
 
@@ -141,13 +142,18 @@ class Update(_Message, frozen=True):
     seconds: float = 0.0  # What the last step took.
 
 
+class Warming(_Message, frozen=True):
+    """The ranks have the weights, and run their first steps."""
+
+
 class Failed(_Message, frozen=True):
     """The ranks end, because of this."""
 
     reason: str
+    refused: bool = False  # A person must put it right: the same again would end the same.
 
 
-FromPlanner = Ready | Update | Failed
+FromPlanner = Warming | Ready | Update | Failed
 
 # --------------------------------------------------------------------------------- planner -> ranks
 
@@ -218,6 +224,7 @@ class Outcome(_Message, frozen=True):
     prompt_scores: list[list[Scored]] = []  # For each sequence whose `scores` is not 0, in order.
     faults: list[int] = []  # Places in the step of sequences whose numbers are not finite.
     seconds: float = 0.0  # From the step's arrival to its end on the last stage.
+    stuck: list[int] = []  # Places of sequences whose guide lets no token follow.
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,228 @@
+"""Whatever shares its batch, and however it is cut, a request gets the tokens it gets alone.
+
+Scenes drawn from seeds run on the whole engine below the front end: planner, scheduler, runner. The
+oracle is `gpt.generate` with a batch of one. In fp64 tokens are equal without exception; in fp32 up
+to the first place where the two best logits are closer than rounding moves them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.choice import Score
+from gpt.generate import Completion, generate
+from gpt.model import GPT
+from gpt.sampling import Sampling
+from serving.messages import Scored, Submission
+from tests.models import CONFIGS, MARGIN, build
+from tests.ranks import ranks
+from tests.scenes import Answer, Played, Scene, Shelf, drawn, play, poisoned, squeezed, studied
+
+# Sums in another order: logits of about 10 in fp64 and in fp32.
+EXACT = {"float64": 1e-9, "float32": 1e-3}
+SIZES = [1, 3, 5]  # Rows of the adapters.
+SPLITS = [(2, 1), (1, 2), (2, 2)]
+
+
+@cache
+def oracle(name: str, dtype: str) -> GPT:
+    return build(CONFIGS[name], dtype=getattr(torch, dtype))
+
+
+@cache
+def alone(
+    name: str, dtype: str, prompt: tuple[int, ...], sampling: Sampling, table: Tensor | None
+) -> Completion:
+    """What a caller gets who is the only one. Splits play the same scenes, so it is kept."""
+    return generate(oracle(name, dtype), [prompt], sampling, table=table)[0]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """All networks of the tests are equally wide, so adapters fit all."""
+    (width,) = {config.hidden_size for config in CONFIGS.values()}
+    return Shelf.make(tmp_path_factory.mktemp("adapters"), width, SIZES)
+
+
+@dataclass
+class Tally:
+    """What the scenes made happen, so that a test can say that it did."""
+
+    requests: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    cached: int = 0
+    chunked: int = 0
+    cancelled: int = 0
+    loads: int = 0
+    faults: int = 0
+    ties: int = 0  # Requests that fp32 rounding may have decided.
+    in_flight: int = 0
+
+    def add(self, scene: Scene, played: Played) -> None:
+        answers = played.answers
+        self.requests += len(answers)
+        self.tokens += sum(len(answer.tokens) for answer in answers.values())
+        self.preemptions += played.load.preemptions
+        self.cached += played.load.cached_tokens
+        self.loads += played.load.adapter_loads
+        self.cancelled += sum(answer.end == "cancelled" for answer in answers.values())
+        budget = scene.config.step_tokens_max
+        self.chunked += sum(len(one.prompt) > budget for _, one in scene.asks)
+        self.in_flight = max(self.in_flight, played.in_flight)
+
+
+def check(scene: Scene, played: Played, shelf: Shelf, tally: Tally) -> None:
+    """Every answer of a scene against what its caller would have got alone."""
+    tally.add(scene, played)
+    cancelled = {number for _, number in scene.cancels}
+    assert played.largest <= scene.config.step_tokens_max
+    assert sorted(played.answers) == sorted(one.number for _, one in scene.asks)
+    for _, one in scene.asks:
+        answer = played.answers[one.number]
+        table = shelf.table(one)
+        want = alone(scene.name, scene.dtype, tuple(one.prompt), one.sampling, table)
+        where = f"{scene.name}, request {one.number}: {one.sampling}"
+        if want.finish_reason == "fault":
+            assert (answer.end, answer.tokens) == ("fault", []), where
+            tally.faults += 1
+            continue
+        same = _until(want, scene.dtype)
+        tally.ties += same < len(want.token_ids)
+        made = min(len(answer.tokens), same)
+        assert answer.tokens[:same] == want.token_ids[:made], where
+        if answer.end == "cancelled" and one.number in cancelled:
+            continue
+        assert answer.end == want.finish_reason, (where, answer.reason)
+        if same == len(want.token_ids):
+            assert len(answer.tokens) == same, where
+        _check_scores(scene.dtype, one, answer, want, same)
+
+
+def _until(want: Completion, dtype: str) -> int:
+    """How many tokens must be the same."""
+    if dtype == "float64":
+        return len(want.token_ids)
+    margins = [score.tops[0][1] - score.tops[1][1] for score in want.scores]
+    return next((n for n, margin in enumerate(margins) if margin < MARGIN), len(margins))
+
+
+def _check_scores(dtype: str, one: Submission, answer: Answer, want: Completion, same: int) -> None:
+    for made, alone_made in zip(answer.scores[:same], want.scores[:same], strict=True):
+        _close(made, alone_made, dtype, one.sampling.logprobs)
+    if one.sampling.prompt_logprobs is None:
+        assert answer.prompt_scores == []
+        return
+    assert len(answer.prompt_scores) == len(one.prompt)
+    for scored, wanted in zip(answer.prompt_scores, want.prompt_scores, strict=True):
+        assert (scored is None) == (wanted is None)
+        if scored is not None and wanted is not None:
+            _close(scored, wanted, dtype, one.sampling.prompt_logprobs)
+
+
+def _close(got: Scored, want: Score, dtype: str, tops: int | None) -> None:
+    assert abs(got.logprob - want.logprob) < EXACT[dtype]
+    if tops and dtype == "float64":
+        assert got.rank == want.rank
+        assert [token for token, _ in got.tops] == [token for token, _ in want.tops]
+        for (_, mine), (_, theirs) in zip(got.tops, want.tops, strict=True):
+            assert abs(mine - theirs) < EXACT[dtype]
+
+
+def scenes(shelf: Shelf, seeds: range, dtype: str = "float64") -> list[Scene]:
+    return [drawn(name, seed, shelf, dtype=dtype) for name in CONFIGS for seed in seeds]
+
+
+def run(
+    scenes: list[Scene], split: tuple[int, int], folder: Path, shelf: Shelf, timeout_s: float = 60.0
+) -> Tally:
+    """Play them, and compare every answer."""
+    tp, pp = split
+    if tp * pp == 1:
+        results = play(0, 1, 1, scenes, str(folder))
+    else:
+        arguments = (tp, pp, scenes, str(folder))
+        results = ranks(tp * pp, play, *arguments, timeout_s=timeout_s)[0]
+    tally = Tally()
+    for scene, played in zip(scenes, results, strict=True):
+        check(scene, played, shelf, tally)
+    print(f"\ntp {tp}, pp {pp}: {tally}")
+    return tally
+
+
+def assert_hard(tally: Tally) -> None:
+    """The scenes forced what engines do when they are short of something."""
+    assert tally.preemptions > 0
+    assert tally.cached > 0
+    assert tally.chunked > 0
+    assert tally.cancelled > 0
+    assert tally.loads > 0
+
+
+@pytest.mark.parametrize("name", ["classic", "experts"])
+def test_short_of_memory_every_request_gets_what_it_gets_alone(
+    name: str, shelf: Shelf, tmp_path: Path
+) -> None:
+    assert_hard(run([squeezed(name, shelf)], (1, 1), tmp_path, shelf))
+
+
+@pytest.mark.parametrize("name", ["modern", "odd"])
+def test_many_tasks_on_one_document_compute_it_once(
+    name: str, shelf: Shelf, tmp_path: Path
+) -> None:
+    tally = run([studied(name, shelf)], (1, 1), tmp_path, shelf)
+    # Each finds its three whole blocks, and some find the part of the fourth as well.
+    assert tally.cached > 4 * 24
+
+
+def test_on_one_rank_every_request_gets_what_it_gets_alone(shelf: Shelf, tmp_path: Path) -> None:
+    assert_hard(run(scenes(shelf, range(3)), (1, 1), tmp_path, shelf))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_on_any_split_every_request_gets_what_it_gets_alone(
+    split: tuple[int, int], shelf: Shelf, tmp_path: Path
+) -> None:
+    # All networks where both are split; each of the others is among the slow scenes.
+    names = {(2, 1): ["classic", "experts"], (1, 2): ["modern", "odd"]}.get(split, [*CONFIGS])
+    played = [squeezed("modern", shelf), *(drawn(name, 0, shelf) for name in names)]
+    tally = run(played, split, tmp_path, shelf)
+    assert_hard(tally)
+    assert tally.in_flight == (split[1] if split[1] > 1 else 0)
+
+
+@pytest.mark.parametrize("split", [(1, 1), (2, 2)])
+def test_in_fp32_only_what_rounding_decides_may_differ(
+    split: tuple[int, int], shelf: Shelf, tmp_path: Path
+) -> None:
+    names = ["classic", "modern"] if split == (2, 2) else ["classic", "odd", "experts"]
+    played = [drawn(name, 0, shelf, dtype="float32") for name in names]
+    tally = run(played, split, tmp_path, shelf)
+    assert tally.ties <= tally.requests // 10
+
+
+@pytest.mark.parametrize("split", [(1, 1), (2, 1), (1, 2)])
+def test_numbers_that_overflow_are_nobody_elses_trouble(
+    split: tuple[int, int], shelf: Shelf, tmp_path: Path
+) -> None:
+    tally = run([poisoned("classic", shelf)], split, tmp_path, shelf)
+    assert tally.faults == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [(1, 1), (2, 2)])
+def test_many_scenes_in_fp32(split: tuple[int, int], shelf: Shelf, tmp_path: Path) -> None:
+    count = 8 if split == (1, 1) else 2
+    tally = run(scenes(shelf, range(200, 200 + count), "float32"), split, tmp_path, shelf, 600)
+    assert tally.ties <= tally.requests // 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [(1, 1), *SPLITS])
+def test_many_scenes_on_any_split(split: tuple[int, int], shelf: Shelf, tmp_path: Path) -> None:
+    count = 25 if split == (1, 1) else 6
+    assert_hard(run(scenes(shelf, range(100, 100 + count)), split, tmp_path, shelf, 600))
