@@ -7,7 +7,9 @@ imported only when the flags are in order.
 import argparse
 import asyncio
 import logging
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,8 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="F", help="a YAML file of settings")
     _add_model_flags(parser)
     parser.add_argument("--adapters", metavar="DIR", help="a directory of adapters to serve")
+    parser.add_argument("--tp", metavar="N", type=int, help="tensor ranks (default: 1)")
+    parser.add_argument("--pp", metavar="N", type=int, help="pipeline stages (default: 1)")
     parser.add_argument("--host", help="the address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="for gRPC; 0: any free one (default: 9000)")
     parser.add_argument("--http-port", type=int, help="0: any free one (default: 9001)")
@@ -103,6 +107,11 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 def _serve(argv: list[str]) -> int:
     flags = vars(serve_parser().parse_args(argv))
     config = ServerConfig.read(flags.pop("config"), flags)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Started by torchrun: this is one of the ranks, and one of them starts the front end.
+        from serving.joining import work
+
+        work(config, argv)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -131,7 +140,7 @@ def _generate(argv: list[str]) -> int:
 
     ask = Ask(
         fields or args.text,
-        adapter=args.task,
+        adapters=(args.task,) if args.task else (),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -144,18 +153,28 @@ def _generate(argv: list[str]) -> int:
 
 async def _stream(config: ServerConfig, ask: "Ask") -> int:
     from serving.admission import check_ask
-    from serving.service import Found, Service
+    from serving.service import Found, Service, inside
 
     found = Found.at(config)
-    check_ask(ask, config, found.checkpoint.config.vocab_size)  # Weights take long to load.
+    # Weights take long to load, so first all that can be wrong without them.
+    check_ask(ask, config, found.checkpoint.config.vocab_size)
     service = Service(found)
-    try:
-        async for piece in await service.start(ask):
+    service.adapters.scan()
+    request = service.admission.admit(ask)
+    # One request is all there will be: no more memory than it needs.
+    (answer,) = request.answers
+    blocks = -(-(len(answer.prompt) + answer.sampling.max_new_tokens) // config.kv_block_tokens)
+    small = replace(
+        config,
+        kv_tokens_max=blocks * config.kv_block_tokens,
+        running_requests_max=1,
+        prefix_cache=False,
+    )
+    with service.open(inside(replace(found, config=small))):
+        async for piece in service.engine.submit(request):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         sys.stdout.write("\n")
-    finally:
-        service.close()
     return 0
 
 

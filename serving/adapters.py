@@ -2,31 +2,36 @@
 
 The directory is the truth. A file is `name@version.safetensors`, or `name.safetensors` for version
 1; what it holds never changes, and `name` alone means the newest version. A file that cannot be
-used is logged once and passed over. What a template or a table is for is not known here.
+used is logged once and passed over. Cards are kept and tables are not: of ten thousand adapters a
+few are in use, and who runs the model reads those.
 """
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
-from gpt.adapter import SUFFIX, Adapter, Name, open_adapter, parse_name
+from gpt.adapter import SUFFIX, Adapter, Card, Name, open_adapter, parse_name
 from gpt.errors import ConfigError, PreambleError
+from serving.messages import Rows
 from serving.request import UnknownAdapterError
 
 log = logging.getLogger(__name__)
 
+COARSE_NS = 2_000_000_000  # No file system's times are coarser.
+
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """An adapter in memory, under the name that its file has."""
+    """An adapter that was found good, under the name that its file has."""
 
     name: str
     version: int
-    adapter: Adapter
+    card: Card
+    rows: Rows
 
     @property
     def key(self) -> str:
@@ -34,7 +39,10 @@ class Resident:
 
 
 class Adapters:
-    """Those of `directory` that pass `check`, which raises what is wrong with one."""
+    """Those of `directory` that pass `check`, which raises what is wrong with one.
+
+    There are none before the first `scan`.
+    """
 
     def __init__(
         self, directory: Path | None, check: Callable[[Adapter], None], *, adapters_max: int
@@ -43,13 +51,12 @@ class Adapters:
             raise ConfigError(f"adapters: {directory} is not a directory; make it, or name another")
         self._directory, self._check, self._max = directory, check, adapters_max
         self._scanning = threading.Lock()
-        self._seen: dict[Path, tuple[int, int]] = {}  # Each file's time and size, when last read.
+        self._looked_ns, self._changed_ns = 0, 0  # When, and the directory's own time then.
+        self._seen: dict[str, tuple[int, int]] = {}  # Each file's time and size, when last read.
         # Replaced whole, never changed, so that readers need no lock.
         self._residents: dict[str, Resident] = {}
         self._newest: dict[str, Resident] = {}
-        self._tables: dict[str, Tensor] = {}
         self.failures = 0  # Files that were refused, each time they changed.
-        self.scan()
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -59,7 +66,11 @@ class Adapters:
         parse_name(name)  # What cannot be a name costs no look at the disk.
         found = self._find(name)
         if found is None:
-            self.scan()
+            try:
+                if self._stale():
+                    self.scan()
+            except OSError:  # A network file system may be away for a while.
+                log.exception("event=adapters_not_scanned")
             found = self._find(name)
         if found is None:
             way = "ask for one that ListAdapters names"
@@ -70,13 +81,6 @@ class Adapters:
 
     def _find(self, name: str) -> Resident | None:
         return self._residents.get(name) or self._newest.get(name)
-
-    def table(self, digest: str) -> Tensor:
-        """The rows of an adapter that `resolve` gave a moment ago."""
-        try:
-            return self._tables[digest]
-        except KeyError:
-            raise UnknownAdapterError("the adapter was just removed from this server") from None
 
     def list(self) -> list[tuple[Resident, bool]]:
         """All of them by name and version, each with whether its name alone means it."""
@@ -89,24 +93,31 @@ class Adapters:
         if self._directory is None:
             return
         with self._scanning:
-            files = sorted(self._directory.glob(f"*{SUFFIX}"))
-            for gone in self._seen.keys() - set(files):
-                del self._seen[gone]
+            looked_ns, changed_ns = time.time_ns(), os.stat(self._directory).st_mtime_ns
+            found = _listed(self._directory)
+            self._looked_ns, self._changed_ns = looked_ns, changed_ns
+            if found == self._seen:
+                return
+            before, self._seen = self._seen, found
             residents: dict[str, Resident] = {}
-            for file in files:
-                self._take(file, residents)
+            for file, stamp in sorted(found.items()):
+                self._take(self._directory / file, before.get(file) == stamp, residents)
             if residents.keys() != self._residents.keys():
                 self._publish(residents)
 
-    def _take(self, file: Path, residents: dict[str, Resident]) -> None:
+    def _stale(self) -> bool:
+        """Whether a file may be there that no scan has seen: names that nobody has must be cheap.
+
+        A directory that changed shortly before it was looked at may have changed again since, and
+        its own time be too coarse to tell.
+        """
+        if self._directory is None:
+            return False
+        changed_ns = os.stat(self._directory).st_mtime_ns
+        return changed_ns != self._changed_ns or self._looked_ns - changed_ns < COARSE_NS
+
+    def _take(self, file: Path, known: bool, residents: dict[str, Resident]) -> None:
         """Put the adapter of a file among `residents`, from memory if it was read before."""
-        try:
-            status = file.stat()
-        except OSError:  # Gone between the listing and now.
-            return
-        stamp = (status.st_mtime_ns, status.st_size)
-        known = self._seen.get(file) == stamp
-        self._seen[file] = stamp
         try:
             name, version = parse_name(file.name.removesuffix(SUFFIX))
             key = f"{name}@{version or 1}"
@@ -117,7 +128,10 @@ class Adapters:
                 raise ConfigError(f"another file is {key} already; rename one of them")
             residents[key] = held or self._read(file, Name(name, version or 1), len(residents))
             if held is not None and not known:
-                raise ConfigError("it changed, and is served as it was; write a new version")
+                raise ConfigError(
+                    "it changed, and is served as it was as long as that is in memory; write a "
+                    "new version"
+                )
         except PreambleError as error:
             if not known:
                 self._refuse(file, str(error))
@@ -128,10 +142,12 @@ class Adapters:
     def _read(self, file: Path, name: Name, others: int) -> Resident:
         if others >= self._max:
             raise ConfigError(f"{self._max} adapters are loaded already (adapters_max)")
+        # All of it, so that its digest is checked: what is listed can be used.
         adapter = open_adapter(file)
         self._check(adapter)
-        resident = Resident(name.name, name.version or 1, adapter)
-        log.info("event=adapter_loaded adapter=%s rows=%d", resident.key, len(adapter.table))
+        rows = Rows(adapter.digest, len(adapter.table), str(file.absolute()))
+        resident = Resident(name.name, name.version or 1, adapter.card, rows)
+        log.info("event=adapter_loaded adapter=%s rows=%d", resident.key, rows.count)
         return resident
 
     def _refuse(self, file: Path, reason: str) -> None:
@@ -146,5 +162,18 @@ class Adapters:
                 newest[resident.name] = resident
         for key in self._residents.keys() - residents.keys():
             log.info("event=adapter_dropped adapter=%s", key)
-        self._tables = {r.adapter.digest: r.adapter.table for r in residents.values()}
         self._residents, self._newest = residents, newest
+
+
+def _listed(directory: Path) -> dict[str, tuple[int, int]]:
+    """The adapter files there, each with its time and size; in one sweep, as there may be many."""
+    found: dict[str, tuple[int, int]] = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                try:
+                    status = entry.stat()
+                except OSError:  # Gone between the listing and now.
+                    continue
+                found[entry.name] = (status.st_mtime_ns, status.st_size)
+    return found

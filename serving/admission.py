@@ -7,45 +7,77 @@ from the adapter. Knows no wire and no model, only its sizes.
 """
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from gpt.errors import RequestError
 from gpt.prompts import Template
 from gpt.sampling import Sampling
+from gpt.settings import nearest
 from gpt.tokenizer import Tokenizer
 from serving.adapters import Adapters, Resident
 from serving.config import ServerConfig
-from serving.request import Ask, Request
+from serving.guide import check_guide
+from serving.messages import Guide, ServiceClass
+from serving.request import Answer, Ask, Request, seed_of
 
 # A seed that is drawn stays below 2^53, so that JSON and JavaScript can say it back exactly.
 SEED_BITS = 53
 
-# More than any context: whether a prompt fits is judged once its ids are known.
-TOKENS_MAX = 1 << 31
+
+# What a caller may say of its own importance; each step is worth what waiting a while is.
+PRIORITY_MAX = 100
+TENANT_BYTES_MAX = 256
 
 
 @dataclass(frozen=True)
 class Admission:
+    """`kv_tokens` tells how many tokens the engine's memory holds, once that is known."""
+
     tokenizer: Tokenizer
     adapters: Adapters
     vocab_size: int
     context_tokens_max: int
     config: ServerConfig
+    kv_tokens: Callable[[], int | None] = lambda: None
 
     def admit(self, ask: Ask) -> Request:
         """May read the adapters' directory, so it is not for an event loop's own thread."""
         check_ask(ask, self.config, self.vocab_size)
-        resident = self.adapters.resolve(ask.adapter) if ask.adapter else None
+        seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
+        names = ask.adapters or ("",)
+        residents = [self.adapters.resolve(name) if name else None for name in names]
+        if isinstance(ask.prompt, Mapping) and len(residents) > 1:
+            self._check_fields(ask.prompt, residents)
+        answers: list[Answer] = []
+        for resident in residents:
+            first = self._answer(ask, resident, seed)
+            answers += [
+                replace(first, sampling=replace(first.sampling, seed=seed_of(seed, place)))
+                for place in range(ask.answers)
+            ]
+        if ask.guide is not None:
+            self._check_guide(ask.guide, answers[0].sampling.stop_token_ids)
+        return Request(
+            tuple(answers),
+            guide=ask.guide,
+            service=ask.service,
+            priority=ask.priority,
+            tenant=ask.tenant,
+        )
+
+    def _answer(self, ask: Ask, resident: Resident | None, seed: int) -> Answer:
         wanted = self._wanted(ask, resident)
         prompt = self._prompt(ask, resident, wanted)
-        own_stops = resident.adapter.card.stop if resident else ()
-        return Request(
+        new_tokens = self._fitted(ask, resident, prompt, wanted)
+        own_stops = resident.card.stop if resident else ()
+        return Answer(
             prompt,
-            self._sampling(ask, self._fitted(ask, resident, prompt, wanted)),
+            self._sampling(ask, new_tokens, seed),
             stop_strings=ask.stop_strings or own_stops,
             adapter=resident.key if resident else "",
-            digest=resident.adapter.digest if resident else "",
+            rows=resident.rows if resident else None,
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
         )
 
@@ -60,8 +92,14 @@ class Admission:
         _check_ids(ids, "token_ids", self.vocab_size)
         return self.tokenizer.decode(ids)
 
+    @property
+    def _tokens_max(self) -> int:
+        """Of a prompt and its answer together."""
+        kv_tokens = self.kv_tokens()
+        return min(self.context_tokens_max, kv_tokens or self.context_tokens_max)
+
     def _prompt(self, ask: Ask, resident: Resident | None, wanted: int) -> tuple[int, ...]:
-        rows = len(resident.adapter.table) if resident else 0
+        rows = resident.rows.count if resident else 0
         match ask.prompt:
             case None:
                 raise RequestError("prompt is not set; give text, token_ids or inputs", "prompt")
@@ -86,8 +124,8 @@ class Admission:
 
     def _after_rows(self, text: str, resident: Resident) -> tuple[int, ...]:
         """All of the adapter's rows, then the text as it is; begun as the adapter learned it."""
-        rows = range(self.vocab_size, self.vocab_size + len(resident.adapter.table))
-        own, bos = resident.adapter.card.template, self.tokenizer.bos_id
+        rows = range(self.vocab_size, self.vocab_size + resident.rows.count)
+        own, bos = resident.card.template, self.tokenizer.bos_id
         self._check_text({"text": text})
         ids = self.tokenizer.encode(text)
         # Where the file says nothing it is HF PEFT's or TGIS's: rows before the text's begin.
@@ -99,7 +137,7 @@ class Admission:
     def _rendered(
         self, ask: Ask, inputs: Mapping[str, str], resident: Resident | None, wanted: int
     ) -> tuple[int, ...]:
-        template: Template | None = resident.adapter.card.template if resident else None
+        template: Template | None = resident.card.template if resident else None
         if resident is None:
             raise RequestError(
                 "inputs are for an adapter's template, and no adapter is named; name one, "
@@ -111,10 +149,26 @@ class Admission:
                 f"adapter {resident.key!r} has no template for inputs; give text", "inputs"
             )
         self._check_text(inputs)
+        if len(ask.adapters) > 1:
+            inputs = {name: text for name, text in inputs.items() if name in template.fields}
         # What can be cut is cut to leave room for the answer; else the room is what is left.
         cut = ask.max_new_tokens is not None or template.truncate_field is not None
-        tokens_max = max(1, self.context_tokens_max - (wanted if cut else 1))
+        tokens_max = max(1, self._tokens_max - (wanted if cut else 1))
         return self._ids(template, inputs, tokens_max)
+
+    def _check_fields(
+        self, inputs: Mapping[str, str], residents: Sequence[Resident | None]
+    ) -> None:
+        """Each of many tasks takes the fields that its template has; one that none has is wrong."""
+        cards = [resident.card for resident in residents if resident is not None]
+        known = {name for card in cards if card.template for name in card.template.fields}
+        for name in inputs:
+            if name not in known:
+                raise RequestError(
+                    f"field {name!r} is in no template of these adapters; "
+                    f"{nearest(name, sorted(known)) if known else 'they have none'}",
+                    name,
+                )
 
     def _ids(
         self, template: Template, inputs: Mapping[str, str], tokens_max: int
@@ -128,14 +182,15 @@ class Admission:
         """New tokens, before it is known whether there is room."""
         if ask.max_new_tokens is not None:
             return ask.max_new_tokens
-        own = resident.adapter.card.max_new_tokens if resident else None
+        own = resident.card.max_new_tokens if resident else None
         return own or self.config.new_tokens_default
 
     def _fitted(
         self, ask: Ask, resident: Resident | None, prompt: tuple[int, ...], wanted: int
     ) -> int:
         """New tokens within the context. A number that nobody asked for is cut to fit."""
-        room = self.context_tokens_max - len(prompt)
+        limit = self._tokens_max
+        room = limit - len(prompt)
         if room >= wanted:
             return wanted
         if room > 0 and ask.max_new_tokens is None:
@@ -150,16 +205,44 @@ class Admission:
             if room > 0
             else f"shorten the prompt by {wanted - room} tokens"
         )
+        what = "the model's context"
+        if limit < self.context_tokens_max:
+            what = "what this server's memory holds of keys and values"
         raise RequestError(
-            f"{' + '.join(parts)} = {len(prompt) + wanted}, over the model's context of "
-            f"{self.context_tokens_max}; {way}",
+            f"{' + '.join(parts)} = {len(prompt) + wanted}, over {what}, {limit}; {way}",
             "max_new_tokens" if room > 0 else "prompt",
         )
 
-    def _sampling(self, ask: Ask, max_new_tokens: int) -> Sampling:
+    def _sampling(self, ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
         ends = dict.fromkeys((*self.tokenizer.stop_ids, *ask.stop_token_ids))
-        seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
-        return _rule(ask, max_new_tokens, seed, tuple(ends))
+        words = dict.fromkeys(run for word in ask.bad_words for run in self._runs(word))
+        rule = _rule(ask, max_new_tokens, seed)
+        return replace(rule, stop_token_ids=tuple(ends), bad_words=tuple(words))
+
+    def _check_guide(self, guide: Guide, stop_token_ids: Sequence[int]) -> None:
+        size = len(guide.text.encode(errors="replace"))
+        if size > self.config.guide_bytes_max:
+            raise RequestError(
+                f"guide is {size} bytes; this server takes at most {self.config.guide_bytes_max} "
+                "(guide_bytes_max)",
+                "guide",
+            )
+        check_guide(guide, stop_token_ids)
+
+    def _runs(self, word: str) -> list[tuple[int, ...]]:
+        """The tokens of a word, at a text's beginning, inside it, and after a space.
+
+        Where the tokenizer does not tell these apart they are one. Other ways to spell the word,
+        in capitals or cut elsewhere, are other runs, and are not banned.
+        """
+        encode = self.tokenizer.encode
+        runs = [encode(word), encode(word, started=True), encode(f" {word}", started=True)]
+        if not all(runs):
+            raise RequestError(
+                f"bad_words has {word[:40]!r}, which is no token of this model; take it out",
+                "bad_words",
+            )
+        return [tuple(run) for run in runs]
 
     def _check_text(self, texts: Mapping[str, str]) -> None:
         # Bytes bound what tokenizing can cost; the context bounds the tokens afterwards.
@@ -174,38 +257,100 @@ class Admission:
 
 def check_ask(ask: Ask, config: ServerConfig, vocab_size: int) -> None:
     """Refuse what no adapter and no weights are needed to refuse."""
-    for field, values in (
-        ("stops.strings", ask.stop_strings),
-        ("stops.token_ids", ask.stop_token_ids),
+    for field, count, limit in (
+        ("stops.strings", len(ask.stop_strings), config.stops_max),
+        ("stops.token_ids", len(ask.stop_token_ids), config.stops_max),
+        ("logit_bias", len(ask.logit_bias), config.bias_max),
+        ("allowed_token_ids", len(ask.allowed_token_ids), config.allowed_max),
+        ("bad_words", len(ask.bad_words), config.bad_words_max),
     ):
-        if len(values) > config.stops_max:
-            raise RequestError(
-                f"{field} has {len(values)}; at most {config.stops_max} may be", field
-            )
-    for stop in ask.stop_strings:
-        size = len(stop.encode(errors="replace"))
-        if not 0 < size <= config.stop_bytes_max:
-            raise RequestError(
-                f"stops.strings has one of {size} bytes; each needs 1 to {config.stop_bytes_max}",
-                "stops.strings",
-            )
+        if count > limit:
+            raise RequestError(f"{field} has {count}; at most {limit} may be", field)
+    _check_sizes("stops.strings", ask.stop_strings, config.stop_bytes_max)
+    _check_sizes("bad_words", ask.bad_words, config.stop_bytes_max)
     _check_ids(ask.stop_token_ids, "stops.token_ids", vocab_size)
+    _check_ids(ask.allowed_token_ids, "allowed_token_ids", vocab_size)
+    _check_ids(ask.logit_bias, "logit_bias", vocab_size)
+    _check_counts(ask, config)
+    _check_tenant(ask.tenant)
+    if ask.max_new_tokens == 0 and ask.prompt_logprobs is None:
+        raise RequestError(
+            "max_new_tokens is 0, and nothing else is asked for; it must be at least 1, or ask for "
+            "prompt_logprobs",
+            "max_new_tokens",
+        )
     # It knows its own bounds; what was not asked for stands in here.
-    _rule(ask, 1 if ask.max_new_tokens is None else ask.max_new_tokens, ask.seed or 0, ())
+    unsaid = max(1, ask.min_new_tokens)
+    _rule(ask, unsaid if ask.max_new_tokens is None else ask.max_new_tokens, ask.seed or 0)
 
 
-def _rule(ask: Ask, max_new_tokens: int, seed: int, ends: tuple[int, ...]) -> Sampling:
+def _check_counts(ask: Ask, config: ServerConfig) -> None:
+    tasks = len(ask.adapters) or 1
+    if ask.answers < 1:
+        raise RequestError(f"answers is {ask.answers}; it must be at least 1", "answers")
+    if tasks * ask.answers > config.answers_max:
+        what = f"{tasks} adapters x {ask.answers} answers" if tasks > 1 else f"{ask.answers}"
+        raise RequestError(
+            f"answers is {what}; at most {config.answers_max} may be in one request (answers_max)",
+            "answers" if ask.answers > 1 else "adapters",
+        )
+    for field in ("logprobs", "prompt_logprobs"):
+        asked = getattr(ask, field)
+        if asked is not None and not 0 <= asked <= config.logprobs_max:
+            raise RequestError(
+                f"{field} is {asked}; it must be from 0 to {config.logprobs_max} (logprobs_max)",
+                field,
+            )
+    if ask.service not in get_args(ServiceClass):
+        known = ", ".join(get_args(ServiceClass))
+        raise RequestError(f"service is {ask.service!r}; known are: {known}", "service")
+    if abs(ask.priority) > PRIORITY_MAX:
+        raise RequestError(
+            f"priority is {ask.priority}; it must be from {-PRIORITY_MAX} to {PRIORITY_MAX}",
+            "priority",
+        )
+
+
+def _check_tenant(tenant: str) -> None:
+    try:
+        size = len(tenant.encode())
+    except UnicodeEncodeError:
+        raise RequestError(
+            "tenant has a lone surrogate; it needs to be valid unicode", "tenant"
+        ) from None
+    if size > TENANT_BYTES_MAX:
+        raise RequestError(f"tenant is {size} bytes; at most {TENANT_BYTES_MAX} may be", "tenant")
+
+
+def _check_sizes(field: str, texts: Sequence[str], bytes_max: int) -> None:
+    for text in texts:
+        size = len(text.encode(errors="replace"))
+        if not 0 < size <= bytes_max:
+            raise RequestError(
+                f"{field} has one of {size} bytes; each needs 1 to {bytes_max}", field
+            )
+
+
+def _rule(ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
     return Sampling(
         max_new_tokens=max_new_tokens,
+        min_new_tokens=ask.min_new_tokens,
         temperature=0.0 if ask.temperature is None else ask.temperature,
         top_k=ask.top_k,
         top_p=1.0 if ask.top_p is None else ask.top_p,
+        min_p=ask.min_p,
+        repetition_penalty=ask.repetition_penalty,
+        presence_penalty=ask.presence_penalty,
+        frequency_penalty=ask.frequency_penalty,
+        logit_bias=tuple(ask.logit_bias.items()),
+        allowed_token_ids=ask.allowed_token_ids,
         seed=seed,
-        stop_token_ids=ends,
+        logprobs=ask.logprobs,
+        prompt_logprobs=ask.prompt_logprobs,
     )
 
 
-def _check_ids(ids: tuple[int, ...], field: str, vocab_size: int) -> None:
+def _check_ids(ids: Iterable[int], field: str, vocab_size: int) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise RequestError(

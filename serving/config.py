@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt.errors import ConfigError
+from gpt.sampling import LOGPROBS_MAX
 from gpt.settings import read_yaml, settings
 
 
@@ -34,11 +35,11 @@ class ServerConfig:
 
     tp: int = 1  # Tensor ranks.
     pp: int = 1  # Pipeline stages.
-    running_requests_max: int = 64  # Sequences in a step.
+    running_requests_max: int = 64  # Sequences that run, over all stages.
     queue_requests_max: int = 1024  # Sequences that wait.
     step_tokens_max: int = 512  # New tokens in a step: those of prompts come in chunks.
-    # How much longer than its decoding prompts may make a step, while a request of the latency
-    # class waits for its next token.
+    # How much longer than its decoding alone a prompt may make a step, while a request of the
+    # latency class waits for its next token; for each of that class that waits for its first.
     prefill_stall_ms_max: float = 15.0
     priority_age_s: float = 10.0  # Waiting this long counts like one priority more.
     kv_tokens_max: int | None = None  # Tokens whose keys and values fit; None: what memory allows.
@@ -56,7 +57,13 @@ class ServerConfig:
     text_bytes_max: int = 1 << 20  # Of a prompt's text, all fields together.
     message_bytes_max: int = 16 << 20  # Of a gRPC message.
     stops_max: int = 16  # Stop strings, and stop token ids, of a request.
-    stop_bytes_max: int = 256  # Of one stop string.
+    stop_bytes_max: int = 256  # Of one stop string, or of one bad word.
+    answers_max: int = 64  # Of a request: what it asks of each task, times its tasks.
+    bias_max: int = 1024  # Tokens that a request may favour or disfavour.
+    allowed_max: int = 4096  # Tokens that a request may name as the only ones.
+    bad_words_max: int = 128
+    logprobs_max: int = 20  # Alternatives that a request may have told with each token.
+    guide_bytes_max: int = 64 << 10  # Of what a completion must match.
     adapters_max: int = 10_000
     adapters_poll_s: float = 2.0  # How often the directory is looked at.
     drain_s: float = 30.0  # How long accepted requests may run on after SIGTERM.
@@ -64,16 +71,39 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name.endswith(("_max", "_default", "_s")) and not 0 < value < float("inf"):
+            bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
+            # None: nobody said, and something else decides.
+            if bounded and value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name} is {value}; it must be more than 0")
+        for name in ("tp", "pp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("port", "http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 65535")
+        self._check_engine()
         if not self.insecure and not _loopback(self.host):
             raise ConfigError(
                 f"host {self.host!r} can be reached from outside, without encryption or tokens; "
                 "bind 127.0.0.1, or say --insecure if that is meant"
             )
+
+    def _check_engine(self) -> None:
+        # Prompts come in whole blocks, so a step that holds none would never begin one.
+        for name in ("step_tokens_max", "kv_tokens_max"):
+            value = getattr(self, name)
+            if value is not None and value < self.kv_block_tokens:
+                raise ConfigError(
+                    f"{name} is {value}, less than a block of {self.kv_block_tokens} "
+                    "(kv_block_tokens); give it at least that"
+                )
+        if self.running_requests_max > self.step_tokens_max:
+            raise ConfigError(
+                f"running_requests_max is {self.running_requests_max}, and a step has "
+                f"{self.step_tokens_max} tokens (step_tokens_max); each that runs needs one"
+            )
+        if self.logprobs_max > LOGPROBS_MAX:
+            raise ConfigError(f"logprobs_max is {self.logprobs_max}; at most {LOGPROBS_MAX} can be")
 
     def address(self, port: int) -> str:
         """The host and a port, as one word."""

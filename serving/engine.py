@@ -1,296 +1,448 @@
-"""Engine: requests in, streams of pieces out; a thread of its own runs the model.
+"""Engine: requests in, streams of pieces out, over a link to whatever runs the model.
 
-The queue in front is bounded, and a request that is in it will end. Each turn the thread starts
-those that wait, as a new group beside the groups that run, and takes every group one step further;
-who is cancelled or late is dropped between steps. Knows nothing of any wire.
+What is accepted is bounded, and ends exactly once: with a finish, or with an error that says why.
+When the ranks are lost, what had told nobody a token waits for new ones. Knows no wire, no model
+and no policy: whose turn it is decides the planner behind the link.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+import msgspec
 
-from gpt.generate import Piece as Step
-from gpt.generate import stream
-from gpt.model import GPT
+from gpt.errors import PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
+from serving.config import ServerConfig
+from serving.flight import crash_path
+from serving.link import Link
+from serving.messages import Cancel, Dump, Load, Made, Ready, Submission, Update
 from serving.request import (
+    Answer,
+    Completion,
     DeadlinePassedError,
     EngineFaultError,
     OverloadedError,
-    Piece,
     Request,
-    Token,
     UnavailableError,
 )
-from serving.text import CertainText
+from serving.stream import PASSED, Stream, completions, failed
 
 log = logging.getLogger(__name__)
 
-Outcome = Token | Exception
+T = TypeVar("T")
 
-NOT_FINITE = (
-    "the model's numbers became infinite or not a number on this request; try another prompt or "
-    "adapter, or serve in a wider --dtype"
-)
+RETRY_S = 0.01
+LOSSES_MAX = 1  # As often may a request's ranks be lost before it is taken for the cause.
+STOPPED = "the engine stopped before the answer was done; try again"
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """An answer on its way."""
+
+    job: "_Job"
+    index: int
+    answer: Answer
+    number: int = -1  # As the planner knows it; -1: it does not.
+    made: list[int] = field(default_factory=list)
+    scored: int = 0  # Tokens of the prompt whose scores came,
+    repeated: int = 0  # and how many of them will come again, since ranks were lost.
+    over: bool = False  # It ended, or nobody wants it any more.
 
 
 @dataclass(eq=False)
 class _Job:
-    """A request on its way. The thread writes to `outcomes` through the stream's event loop."""
+    """A request on its way. Its stream is touched only on `loop`."""
 
     request: Request
-    table: Tensor | None
     deadline: float | None  # On the monotonic clock.
+    whole: bool
     loop: asyncio.AbstractEventLoop
-    outcomes: asyncio.Queue[Outcome] = field(default_factory=asyncio.Queue)
-    ended: bool = False  # No more outcomes will come, or nobody waits for them.
-
-
-@dataclass(eq=False)
-class _Group:
-    """Jobs that started together; `steps` makes a token for each until all are done.
-
-    The steps leave out the rows in `dropped`, whose jobs have ended.
-    """
-
-    jobs: Sequence[_Job]
-    steps: Iterator[list[Step]]
-    dropped: set[int]
-    started: bool = False
+    sequences: list[_Sequence] = field(default_factory=list)
+    told: bool = False  # Whether a token came.
+    losses: int = 0
+    stream: Stream | None = None
 
     @property
-    def live(self) -> list[_Job]:
-        return [job for job in self.jobs if not job.ended]
+    def left(self) -> list[_Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.over]
 
 
-class Stream:
-    """The pieces of one request. Close it; closing it early cancels the request."""
-
-    def __init__(self, job: _Job, text: CertainText, forget: Callable[[_Job], None]) -> None:
-        self._job, self._text, self._forget = job, text, forget
-        self._over = False
-
-    @property
-    def request(self) -> Request:
-        return self._job.request
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> Piece:
-        """Everything that came since the last call, so a slow reader gets fewer, larger pieces."""
-        if self._over:
-            raise StopAsyncIteration
-        ids: list[int] = []
-        text = ""
-        outcome = await self._job.outcomes.get()
-        while True:
-            if isinstance(outcome, Exception):
-                self.close()
-                raise outcome
-            ids.append(outcome.id)
-            # A token that stops is a sign to us, not a part of the text.
-            text += "" if outcome.finish == "stop" else self._text.push(outcome.id)
-            finish = outcome.finish
-            if finish is not None:
-                text += self._text.finish()
-            if self._text.stopped:
-                finish = "stop"
-            if finish is not None:
-                self.close()
-                return Piece(tuple(ids), text, finish)
-            if self._job.outcomes.empty():
-                return Piece(tuple(ids), text, None)
-            outcome = self._job.outcomes.get_nowait()
-
-    def close(self) -> None:
-        self._over = True
-        self._forget(self._job)
+# For a request's stream: what was made of the answer with an index, or the end of all.
+_News = tuple[_Job, int, Made | PreambleError]
 
 
 class Engine:
-    """Runs requests against one model. `tables` gives the rows of an adapter by its digest."""
+    """Runs requests over `link`, and is its receiver."""
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        tables: Callable[[str], Tensor],
-        *,
-        running_requests_max: int,
-        queue_requests_max: int,
-    ) -> None:
-        self._model, self._tokenizer, self._tables = model, tokenizer, tables
-        self._running_max, self._queue_max = running_requests_max, queue_requests_max
-        self._waiting: deque[_Job] = deque()
-        self._groups: list[_Group] = []
-        self._changed = threading.Condition()  # Guards _waiting and _closed.
+    def __init__(self, link: Link, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self._link, self._tokenizer, self._config = link, tokenizer, config
+        self._lock = threading.Lock()  # Guards all below; no one waits long for it.
+        self._sequences: dict[int, _Sequence] = {}  # By number: what the planner has.
+        self._kept: list[_Job] = []  # What waits for new ranks.
+        self._unwanted: list[int] = []  # Numbers to cancel.
+        self._number = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._up = False
+        self._known = threading.Event()  # It came up, or never will.
+        self._patience: threading.Timer | None = None
+        self.reason = ""  # Why it is not up.
+        self.facts: Ready | None = None  # What it said of itself when it last came up.
+        self.load = Load()
+        self.restarts = 0
+        # Called from the link's thread: when it comes up or goes down, and after each step.
+        self.on_change: Callable[[], object] = lambda: None
+        self.on_step: Callable[[float], None] = lambda seconds: None
+
+    def start(self) -> None:
+        self._link.start(self)
+
+    def wait(self) -> Ready:
+        """Until the model is loaded and answers; raises why it never will."""
+        self._known.wait()
+        if self._link.refusal is not None:
+            raise self._link.refusal
+        if self.facts is None:
+            raise UnavailableError(self.reason)
+        return self.facts
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    def up(self) -> bool:
+        return self._up
+
+    @property
+    def gone(self) -> bool:
+        """It is not up, and will not be."""
+        return self._link.refusal is not None
+
+    @property
+    def accepted(self) -> int:
+        """Sequences that were accepted and have not ended."""
+        with self._lock:
+            return self._accepted()
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return max(0, self.accepted - self.load.running)
 
-    @property
-    def running(self) -> int:
-        return sum(len(group.live) for group in self._groups)
+    def submit(
+        self, request: Request, deadline: float | None = None, *, whole: bool = False
+    ) -> Stream:
+        """Accept a request, or refuse it at once. `deadline` is on the monotonic clock.
 
-    def submit(self, request: Request, deadline: float | None = None) -> Stream:
-        """Accept a request, or refuse it at once. `deadline` is on the monotonic clock."""
-        table = self._tables(request.digest) if request.digest else None
-        job = _Job(request, table, deadline, asyncio.get_running_loop())
-        text = CertainText(self._tokenizer, request.stop_strings)
-        with self._changed:
-            if self._closed or not self.alive:
-                raise UnavailableError("the engine has stopped; try another server")
-            if len(self._waiting) >= self._queue_max:
-                raise OverloadedError(
-                    f"{len(self._waiting)} requests wait already, as many as this server lets "
-                    "wait (queue_requests_max); try again later"
-                )
-            self._waiting.append(job)
-            self._changed.notify()
-        return Stream(job, text, self._forget)
+        `whole`: nothing is passed on before the end, so that a loss of the ranks need not be told.
+        """
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise DeadlinePassedError(PASSED)
+        job = _Job(request, deadline, whole, asyncio.get_running_loop())
+        job.sequences = [_Sequence(job, i, answer) for i, answer in enumerate(request.answers)]
+        job.stream = Stream(request, self._tokenizer, lambda indices: self._drop(job, indices))
+        with self._lock:
+            self._check_room(len(job.sequences))
+            self._send(job)
+        if left is not None:
+            job.stream.expire_in(left)
+        return job.stream
+
+    def generate(
+        self, requests: Sequence[Request], deadline: float | None = None
+    ) -> list[Completion]:
+        """Every request's answers, in order; waits for room and for all of them.
+
+        One that fails has an `error` among the others.
+        """
+        return apart(self._generate(requests, deadline))
+
+    async def _generate(
+        self, requests: Sequence[Request], deadline: float | None
+    ) -> list[Completion]:
+        largest = max((len(request.answers) for request in requests), default=1)
+        room = asyncio.Semaphore(max(1, self._room // largest))
+
+        async def one(request: Request) -> list[Completion]:
+            async with room:
+                while True:
+                    try:
+                        stream = self.submit(request, deadline, whole=True)
+                    except OverloadedError:  # Others use the engine too.
+                        await asyncio.sleep(RETRY_S)
+                    except PreambleError as error:
+                        return failed(request, error)
+                    else:
+                        return await completions(stream)
+
+        answers = await asyncio.gather(*map(one, requests))
+        return [completion for each in answers for completion in each]
+
+    def dump(self) -> str:
+        """Have the last steps written down by whoever took them; where."""
+        path = str(crash_path(self._config.flight_dir))
+        self._link.send(Dump(path, self._config.flight_ids))
+        return path
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End what waits and what runs, with an error each, and the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(timeout_s)
+        """End what was accepted, with an error each, and the ranks."""
+        with self._lock:
+            self._closed, self._up = True, False
+            self.reason = self.reason or "the engine was closed"
+            jobs = self._forget_all()
+            self._known.set()
+        self._give([(job, 0, UnavailableError(STOPPED)) for job in jobs])
+        self._link.close(timeout_s)
 
-    def _forget(self, job: _Job) -> None:
-        with self._changed:
-            job.ended = True
-            if job in self._waiting:
-                self._waiting.remove(job)
+    # --------------------------------------------------------------- from the link's own thread
 
-    def _run(self) -> None:
-        try:
-            while (arrivals := self._arrivals()) is not None:
-                if arrivals:
-                    self._groups.append(self._group(arrivals))
-                for group in list(self._groups):
-                    self._step(group)
-                self._groups = [group for group in self._groups if group.live]
-        finally:
-            with self._changed:
-                self._closed = True
-                jobs = [*self._waiting, *(job for group in self._groups for job in group.live)]
-                self._waiting.clear()
-            self._groups = []
-            stopped = UnavailableError("the engine stopped before the answer was done; try again")
-            self._give([(job, stopped) for job in jobs])
-
-    def _arrivals(self) -> list[_Job] | None:
-        """Jobs to start now; waits for one if nothing runs. None: there will be no more."""
-        with self._changed:
-            while not (self._closed or self._groups or self._waiting):
-                self._changed.wait()
+    def ready(self, facts: Ready) -> None:
+        with self._lock:
             if self._closed:
-                return None
-            room = max(0, self._running_max - self.running)
-            taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-            late = [job for job in self._waiting if self._late(job)]
-            for job in late:
-                self._waiting.remove(job)
-        self._end_late(late + taken)
-        return [job for job in taken if not job.ended]
+                return
+            self.facts, self._up, self.reason = facts, True, ""
+            kept, self._kept = self._kept, []
+            self._rest()
+            for job in kept:
+                self._send(job)
+            self._known.set()
+        if kept:
+            log.info("event=resubmitted requests=%d", len(kept))
+        self.on_change()
 
-    def _late(self, job: _Job) -> bool:
-        return job.deadline is not None and time.monotonic() >= job.deadline
+    def update(self, update: Update) -> None:
+        news: list[_News] = []
+        with self._lock:
+            stepped, self.load = update.load.steps > self.load.steps, update.load
+            for made in update.made:
+                sequence = self._sequences.get(made.number)
+                if sequence is not None:
+                    news += self._made(sequence, made)
+            self._cancel_unwanted()
+        self._give(news)
+        if stepped:
+            self.on_step(update.seconds)
 
-    def _end_late(self, jobs: Iterable[_Job]) -> None:
-        passed = DeadlinePassedError("the deadline passed before the answer was done")
-        self._give([(job, passed) for job in jobs if self._late(job)])
+    def lost(self, reason: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self.restarts += self._up
+            self._up, self.reason, self.load = False, reason, Load()
+            held = list(self._kept)
+            jobs = self._forget_all()
+            news: list[_News] = []
+            for job in jobs:
+                job.losses += job not in held
+                error = self._loss(job)
+                if error is None:
+                    self._kept.append(job)
+                else:
+                    news.append((job, 0, error))
+            if self._kept and self._patience is None:
+                self._be_patient()
+            if self._link.refusal is not None:
+                self._known.set()
+        counts = len(jobs) - len(news), len(news)
+        log.error("event=engine_lost kept=%d ended=%d reason=%r", *counts, reason)
+        self._give(news)
+        self.on_change()
 
-    def _group(self, jobs: Sequence[_Job]) -> _Group:
-        """Start jobs together. Each adapter's rows get their place in one table for all."""
-        vocabulary = self._model.config.vocab_size
-        tables: dict[str, Tensor] = {}
-        for job in jobs:
-            if job.table is not None:
-                tables[job.request.digest] = job.table
-        first, rows = {"": 0}, 0
-        for digest, table in tables.items():
-            first[digest], rows = rows, rows + len(table)
-        prompts = [
-            [
-                token + first[job.request.digest] if token >= vocabulary else token
-                for token in job.request.prompt
-            ]
-            for job in jobs
-        ]
-        samplings = [job.request.sampling for job in jobs]
-        joined = None
-        if tables:
-            joined = torch.cat(list(tables.values())).to(self._model.mesh.device)
-        dropped: set[int] = set()
-        steps = stream(self._model, prompts, samplings, table=joined, dropped=dropped)
-        return _Group(jobs, steps, dropped)
+    # -------------------------------------------------------------------------- under the lock
 
-    def _step(self, group: _Group) -> None:
-        self._end_late(group.live)
-        # Asked once: a job that ends from here on is in this step still.
-        group.dropped.update(row for row, job in enumerate(group.jobs) if job.ended)
-        if len(group.dropped) == len(group.jobs):
-            return
-        try:
-            steps = next(group.steps)
-        except Exception:
-            self._failed(group)
-            return
-        group.started = True
-        outcomes: list[tuple[_Job, Outcome]] = []
-        for step in steps:
-            job = group.jobs[step.row]
-            if job.ended:
-                continue
-            if step.finish_reason == "fault":
-                log.error("event=logits_not_finite adapter=%s", job.request.adapter or "none")
-                outcomes.append((job, EngineFaultError(NOT_FINITE)))
-            else:
-                outcomes.append((job, Token(step.token_id, step.finish_reason)))
-        self._give(outcomes)
+    @property
+    def _room(self) -> int:
+        return self._config.running_requests_max + self._config.queue_requests_max
 
-    def _failed(self, group: _Group) -> None:
-        if len(group.jobs) > 1 and not group.started:
-            # One of them may have been the cause, and the others should not suffer for it.
-            log.exception("event=group_failed requests=%d next=one_by_one", len(group.jobs))
-            self._groups += [self._group([job]) for job in group.live]
-            group.jobs = []
-            return
-        log.exception("event=request_failed requests=%d", len(group.live))
-        fault = EngineFaultError("the engine failed on this request; the server's log says why")
-        self._give([(job, fault) for job in group.live])
+    def _accepted(self) -> int:
+        return len(self._sequences) + sum(len(job.left) for job in self._kept)
 
-    def _give(self, outcomes: Sequence[tuple[_Job, Outcome]]) -> None:
-        """Hand outcomes to their streams, waking each event loop once."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[_Job, Outcome]]] = {}
-        for job, outcome in outcomes:
-            job.ended |= isinstance(outcome, Exception) or outcome.finish is not None
-            loops.setdefault(job.loop, []).append((job, outcome))
+    def _check_room(self, more: int) -> None:
+        if self._closed:
+            raise UnavailableError("the engine has stopped; try another server")
+        if not self._up:
+            raise UnavailableError(
+                f"the model is being loaded again ({self.reason or 'it was never up'}); try again "
+                "in a moment"
+            )
+        if more > self._room:
+            raise RequestError(
+                f"the request wants {more} answers at once, this server runs and holds "
+                f"{self._room} (running_requests_max + queue_requests_max); ask for fewer",
+                "answers",
+            )
+        if self._accepted() + more > self._room:
+            raise OverloadedError(
+                f"{self._accepted()} answers run or wait already, and this server takes "
+                f"{self._room} (running_requests_max + queue_requests_max); try again later"
+            )
+
+    def _send(self, job: _Job) -> None:
+        request = job.request
+        for sequence in job.left:
+            self._number += 1
+            sequence.number, sequence.repeated = self._number, sequence.scored
+            self._sequences[self._number] = sequence
+            answer = sequence.answer
+            self._link.send(
+                Submission(
+                    self._number,
+                    list(answer.prompt),
+                    answer.sampling,
+                    rows=answer.rows,
+                    tenant=request.tenant,
+                    service=request.service,
+                    priority=request.priority,
+                    deadline=job.deadline,
+                    guide=request.guide,
+                    made=list(sequence.made),
+                )
+            )
+
+    def _made(self, sequence: _Sequence, made: Made) -> list[_News]:
+        """Take note of it. What was told before a loss is not told again."""
+        job = sequence.job
+        if made.end is not None:
+            del self._sequences[made.number]
+        if sequence.over:
+            return []
+        if job.losses:
+            again = min(sequence.repeated, len(made.prompt_scores))
+            sequence.repeated -= again
+            cached = 0 if sequence.made else made.cached_tokens
+            scores = made.prompt_scores[again:]
+            made = msgspec.structs.replace(made, prompt_scores=scores, cached_tokens=cached)
+        if made.end == "fault":
+            log.error("event=sequence_fault adapter=%s", sequence.answer.adapter or "none")
+        sequence.over = made.end is not None
+        sequence.scored += len(made.prompt_scores)
+        sequence.made += made.tokens
+        job.told = job.told or bool(made.tokens)
+        return [(job, sequence.index, made)]
+
+    def _forget_all(self) -> list[_Job]:
+        """Everything that has not ended."""
+        jobs = dict.fromkeys(one.job for one in self._sequences.values() if one.job.left)
+        jobs.update(dict.fromkeys(self._kept))
+        self._sequences.clear()
+        self._kept.clear()
+        self._unwanted.clear()
+        return list(jobs)
+
+    def _loss(self, job: _Job) -> PreambleError | None:
+        """What a loss of the ranks means for a request; None: nothing, it goes on with new ones."""
+        if job.losses > LOSSES_MAX:
+            return EngineFaultError(
+                "the engine was lost twice while this request was with it, which may be the "
+                "cause; the server's log says more"
+            )
+        if self._link.refusal is not None:
+            return UnavailableError(f"the engine is gone ({self.reason}); try another server")
+        if job.told and not job.whole:
+            return UnavailableError(
+                f"the engine was lost in the middle of the answer ({self.reason}); try again in a "
+                "moment"
+            )
+        return None
+
+    def _cancel_unwanted(self) -> None:
+        numbers = [number for number in self._unwanted if number in self._sequences]
+        self._unwanted.clear()
+        if numbers:
+            self._link.send(Cancel(numbers))
+
+    def _rest(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _be_patient(self) -> None:
+        """What waits for new ranks waits as long as these may take to start, and no longer."""
+        limit_s = self._config.load_s + self._config.warmup_s
+        self._patience = threading.Timer(limit_s, self._give_up)
+        self._patience.daemon = True
+        self._patience.start()
+
+    # ------------------------------------------------------------------------ from any thread
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._patience = None
+            jobs, self._kept = self._kept, []
+        gone = UnavailableError(f"the engine did not come back ({self.reason}); try again later")
+        self._give([(job, 0, gone) for job in jobs])
+
+    def _drop(self, job: _Job, indices: Iterable[int]) -> None:
+        """Nobody wants these any more. Those of one turn of a loop are cancelled together."""
+        with self._lock:
+            first = not self._unwanted
+            for index in indices:
+                sequence = job.sequences[index]
+                sequence.over = True
+                self._unwanted.append(sequence.number)
+            if job in self._kept and not job.left:
+                self._kept.remove(job)
+        if first:
+            try:
+                asyncio.get_running_loop().call_soon(self._cancel)
+            except RuntimeError:  # Called from elsewhere.
+                self._cancel()
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._cancel_unwanted()
+
+    def _give(self, news: Sequence[_News]) -> None:
+        """Hand news to their streams, waking each event loop once."""
+        loops: dict[asyncio.AbstractEventLoop, list[_News]] = {}
+        for item in news:
+            loops.setdefault(item[0].loop, []).append(item)
         for loop, theirs in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, theirs)
             except RuntimeError:  # The loop is closed: nobody listens any more.
-                for job, _ in theirs:
-                    job.ended = True
+                for job, _, _ in theirs:
+                    self._drop(job, [sequence.index for sequence in job.left])
 
 
-def _put(outcomes: Sequence[tuple[_Job, Outcome]]) -> None:
-    for job, outcome in outcomes:
-        job.outcomes.put_nowait(outcome)
+def _put(news: Sequence[_News]) -> None:
+    for job, index, what in news:
+        assert job.stream is not None
+        if isinstance(what, PreambleError):
+            job.stream.fail(what)
+        else:
+            job.stream.take(index, what)
+
+
+def apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end on an event loop in a thread of its own, so that anyone may call."""
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T] | None]] = Future()
+    outcome: Future[T] = Future()
+
+    async def main() -> T:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
+    def run() -> None:
+        try:
+            outcome.set_result(asyncio.run(main()))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="apart", daemon=True)
+    thread.start()
+    loop, task = started.result()
+    try:
+        return outcome.result()
+    except BaseException:
+        # The caller's Ctrl-C ends the work too; if the work itself failed, its loop is closed.
+        with suppress(RuntimeError):
+            assert task is not None
+            loop.call_soon_threadsafe(task.cancel)
+        raise
+    finally:
+        thread.join()

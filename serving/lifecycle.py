@@ -1,7 +1,7 @@
 """The life of a server: refuse early, bind, load, serve, drain.
 
-Health tells it to whoever watches: not serving until the model answers, and again from the first
-SIGTERM on, while what was accepted is finished. A second signal ends at once.
+Health tells it to whoever watches: not serving until the model answers, while its ranks are lost,
+and from the first SIGTERM on, when what was accepted is finished. A second signal ends at once.
 """
 
 import asyncio
@@ -24,6 +24,9 @@ from gpt.errors import ConfigError
 from protos.preamble.v1 import adapters_pb2, admin_pb2, generation_pb2
 from serving.config import ServerConfig
 from serving.http import HttpServer, Page, family
+from serving.link import Link
+from serving.links import open_link
+from serving.messages import Ready
 from serving.metrics import CONTENT_TYPE, Metrics, version
 from serving.server import Reading, Servicer
 from serving.service import Found, Service
@@ -42,60 +45,75 @@ SERVICES = [
 # Connections that are still open when the last call has ended get this long to notice.
 GOODBYE_S = 1.0
 
+# Looking at the adapters' directory may take this share of a thread's time.
+SCAN_SHARE = 0.02
+
 
 async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
     """Serve until a signal says otherwise; `ready` is told the one line that says where."""
     started = time.monotonic()
-    found = Found.at(config)
+    service = Service(Found.at(config))
     metrics = Metrics()
     servicer = Servicer(metrics)
     checks = health.aio.HealthServicer()
-    await _tell(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await _tell(checks, up=False)
     server, port = _bind(config, servicer)
     servicer.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     with HttpServer(config.host, config.http_port, _pages(servicer)) as http:
+        link = open_link(config)
         await server.start()
-        stop, hurry = _signals()
+        stop, hurry = _signals(servicer)
         try:
-            loading = _load(found)
+            loading = _load(service, link)
             if not await _first(loading, stop):
+                loading.cancel()
                 log.info("event=stopped while=loading")
                 return 0
-            service = loading.result()
-            _watch(metrics, service)
+            loading.result()
+            facts = _watch(metrics, service)
             servicer.open(service)
-            await _tell(checks, health_pb2.HealthCheckResponse.SERVING)
+            tasks = [asyncio.create_task(work) for work in (_poll(service), _heed(service, checks))]
             ready(
                 f"ready grpc={config.address(port)} http={config.address(http.port)} "
                 f"model={service.name} weights_mib={service.weight_bytes / 2**20:.1f} "
-                f"adapters={len(service.adapters)} start_s={time.monotonic() - started:.2f}"
+                f"kv_tokens={facts.kv_tokens} adapters={len(service.adapters)} "
+                f"start_s={time.monotonic() - started:.2f}"
             )
-            polling = asyncio.create_task(_poll(service, checks))
             await stop.wait()
-            polling.cancel()
+            for task in tasks:
+                task.cancel()
             await _drain(server, servicer, checks, hurry)
-            await asyncio.to_thread(service.close)
         finally:
+            await asyncio.to_thread(service.close)
+            await asyncio.to_thread(link.close)
             await server.stop(0)
     return 0
 
 
-def _load(found: Found) -> "asyncio.Future[Service]":
+def _load(service: Service, link: Link) -> "asyncio.Future[None]":
     """In a thread that is left behind if a signal comes first: a big model takes minutes."""
     loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[Service] = loop.create_future()
+    loaded: asyncio.Future[None] = loop.create_future()
 
     def load() -> None:
-        tell: Callable[[], None]
+        failure = None
         try:
-            tell = partial(loaded.set_result, Service(found))
+            service.open(link)
         except BaseException as error:
-            tell = partial(loaded.set_exception, error)
+            failure = error
         with suppress(RuntimeError):  # The loop is closed if a signal came first.
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(tell, failure)
+
+    def tell(failure: BaseException | None) -> None:
+        if loaded.cancelled():
+            return
+        if failure is None:
+            loaded.set_result(None)
+        else:
+            loaded.set_exception(failure)
 
     threading.Thread(target=load, name="load", daemon=True).start()
     return loaded
@@ -127,12 +145,18 @@ def _bind(config: ServerConfig, servicer: Servicer) -> tuple[grpc.aio.Server, in
     return server, server.add_insecure_port(config.address(config.port))
 
 
-def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first signal to end, and by the second."""
+def _signals(servicer: Servicer) -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first signal to end, and by the second. SIGUSR2 asks what the engine was doing."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+
+    def dump() -> None:
+        if servicer.service is not None:
+            log.info("event=flight_asked path=%s", servicer.service.engine.dump())
+
+    loop.add_signal_handler(signal.SIGUSR2, dump)
     return stop, hurry
 
 
@@ -167,34 +191,47 @@ async def _drain(
     log.info("event=stopped drained=%s", drained in done)
 
 
-async def _poll(service: Service, checks: health.aio.HealthServicer) -> None:
-    """Look at the adapters' directory, and whether the engine still runs."""
+async def _poll(service: Service) -> None:
+    """Look at the adapters' directory, the longer it takes the more seldom."""
+    took_s = 0.0
     while True:
-        await asyncio.sleep(service.config.adapters_poll_s)
+        await asyncio.sleep(max(service.config.adapters_poll_s, took_s / SCAN_SHARE))
+        started = time.monotonic()
         try:
             await asyncio.to_thread(service.adapters.scan)
         except Exception:  # A network file system may be away for a while; look again later.
             log.exception("event=adapters_not_scanned")
-        if not service.engine.alive:
-            log.error("event=engine_dead")
-            await _tell(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
+        took_s = time.monotonic() - started
 
 
-async def _tell(checks: health.aio.HealthServicer, status: int) -> None:
+async def _heed(service: Service, checks: health.aio.HealthServicer) -> None:
+    """Tell by health whether the engine answers, as soon as that changes."""
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+    service.engine.on_change = partial(loop.call_soon_threadsafe, changed.set)
+    while True:
+        changed.clear()
+        await _tell(checks, up=service.engine.up)
+        await changed.wait()
+
+
+async def _tell(checks: health.aio.HealthServicer, *, up: bool) -> None:
+    kinds = health_pb2.HealthCheckResponse
     for name in ("", *SERVICES):
-        await checks.set(name, status)
+        await checks.set(name, kinds.SERVING if up else kinds.NOT_SERVING)
 
 
 def _pages(servicer: Servicer) -> dict[str, Callable[[], Page]]:
-    def alive() -> bool:
-        return servicer.service is None or servicer.service.engine.alive
-
     def live() -> Page:
-        return Page(200, b"live\n") if alive() else Page(503, b"the engine has stopped\n")
+        # A loss that mends itself is none of the watcher's business.
+        gone = servicer.service is not None and servicer.service.engine.gone
+        return Page(503, b"the engine has stopped\n") if gone else Page(200, b"live\n")
 
     def ready() -> Page:
-        able = servicer.state == "serving" and alive()
-        return Page(200, b"ready\n") if able else Page(503, f"{servicer.state}\n".encode())
+        if servicer.state != "serving" or servicer.service is None:
+            return Page(503, f"{servicer.state}\n".encode())
+        if not servicer.service.engine.up:
+            return Page(503, b"the engine is lost\n")
+        return Page(200, b"ready\n")
 
     def metrics() -> Page:
         return Page(200, servicer.metrics.text(), CONTENT_TYPE)
@@ -202,16 +239,35 @@ def _pages(servicer: Servicer) -> dict[str, Callable[[], Page]]:
     return {"/metrics": metrics, "/health/live": live, "/health/ready": ready}
 
 
-def _watch(metrics: Metrics, service: Service) -> None:
-    engine, adapters = service.engine, service.adapters
-    metrics.watch("scheduler_running_requests", "Requests that run.", lambda: engine.running)
-    metrics.watch("scheduler_waiting_requests", "Requests that wait.", lambda: engine.waiting)
-    metrics.watch("adapters_loaded", "Adapters in memory.", lambda: len(adapters))
-    metrics.watch_count(
-        "adapter_load_failures", "Adapter files that were refused.", lambda: adapters.failures
-    )
-    metrics.watch("weight_bytes", "Memory of the weights.", lambda: service.weight_bytes)
+def _watch(metrics: Metrics, service: Service) -> Ready:
+    """Have the scrape read the engine's state; what the engine says of itself."""
+    engine, adapters, facts = service.engine, service.adapters, service.engine.facts
+    assert facts is not None
+    engine.on_step = metrics.step.observe
+    for name, text, read in (
+        ("scheduler_running_requests", "Requests that run.", lambda: engine.load.running),
+        ("scheduler_waiting_requests", "Requests that wait.", lambda: engine.waiting),
+        ("kv_blocks", "Blocks of memory for keys and values.", lambda: engine.load.blocks),
+        ("kv_blocks_held", "Those that requests hold.", lambda: engine.load.blocks_held),
+        ("kv_blocks_cached", "Those kept for later prompts.", lambda: engine.load.blocks_cached),
+        ("adapters_resident", "On the device.", lambda: engine.load.adapters_resident),
+        ("adapters_loaded", "Adapters that can be asked for.", lambda: len(adapters)),
+        ("engine_up", "Whether the ranks answer.", lambda: engine.up),
+        ("weight_bytes", "Memory of the weights.", lambda: service.weight_bytes),
+    ):
+        metrics.watch(name, text, read)
+    for name, text, count in (
+        ("engine_steps", "Steps since the ranks started.", lambda: engine.load.steps),
+        ("engine_restarts", "Times that the ranks were lost.", lambda: engine.restarts),
+        ("engine_preemptions", "Requests put back for memory.", lambda: engine.load.preemptions),
+        ("engine_prompt_tokens", "Of prompts that ran.", lambda: engine.load.prompt_tokens),
+        ("engine_cached_tokens", "Those found in the cache.", lambda: engine.load.cached_tokens),
+        ("adapter_loads", "Adapters put on the device.", lambda: engine.load.adapter_loads),
+        ("adapter_load_failures", "Adapter files refused.", lambda: adapters.failures),
+    ):
+        metrics.watch_count(name, text, count)
     if (proved := service.proved) is not None:
         text = "A logit's largest distance from the proof's, in standard deviations."
-        metrics.watch("proof_difference", text, lambda: proved.largest)
+        metrics.watch("proof_difference", text, lambda: proved)
     metrics.build(version=version(), model=service.name, dtype=service.dtype)
+    return facts

@@ -36,6 +36,9 @@ NEXT_TOKEN_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.2, 0.5, 1, 5),
 )
+STEP_S = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+)
 REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
@@ -85,6 +88,7 @@ class Metrics:
         self.duration = self._histogram(
             "request_duration_seconds", "From a call's arrival to its end.", REQUEST_S, labels
         )
+        self.step = self._histogram("step_duration_seconds", "Of the engine's steps.", STEP_S)
         self.in_flight = self._gauge("requests_in_flight", "Calls that have not ended.")
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:

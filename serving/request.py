@@ -1,45 +1,63 @@
 """What passes between a surface, the admission and the engine: plain data.
 
 An `Ask` is what a caller wants, in the caller's words; a `Request` is what the engine runs, checked
-and all ids. Between them stands `serving.admission`, the same for every surface. Here are also the
-ways in which a request can end badly. No torch, no gRPC.
+and all ids: one `Answer` for each completion. Between them stands `serving.admission`, the same for
+every surface. Here are also the ways in which a request can end badly. No torch, no gRPC.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gpt.errors import PreambleError, RequestError
-from gpt.sampling import Sampling
+from gpt.sampling import Sampling, uniform
+from serving.messages import Guide, Rows, Scored, ServiceClass
 
-Finish = Literal["stop", "length"]
+# "scored": no token was asked for, only what the prompt's own are worth.
+Finish = Literal["stop", "length", "scored"]
 
 
 @dataclass(frozen=True)
 class Ask:
     """What a caller wants. None means: not said."""
 
-    # A text, token ids, or the fields of the adapter's template.
+    # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
-    adapter: str = ""
+    # Many tasks on one prompt: each is answered by itself. "": the model alone. None: that.
+    adapters: tuple[str, ...] = ()
+    answers: int = 1  # To each task; they differ by their seeds.
     max_new_tokens: int | None = None
+    min_new_tokens: int = 0
     temperature: float | None = None
     top_k: int = 0
     top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # How many alternatives are told with each token.
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
+    service: ServiceClass = "latency"
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the engine runs."""
+class Answer:
+    """One completion that a request wants."""
 
     prompt: tuple[int, ...]  # An id at or above the vocabulary is a row of the adapter's table.
     sampling: Sampling
     stop_strings: tuple[str, ...] = ()
     adapter: str = ""  # As `name@version`; empty: none.
-    digest: str = ""  # The adapter's, by which the engine knows its table.
+    rows: Rows | None = None  # The adapter's.
     virtual_tokens: int = 0  # How many of the prompt's ids are rows.
 
     @property
@@ -48,20 +66,57 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Token:
-    """One token that the engine made."""
+class Request:
+    """What the engine runs. An answer's place is its index: all of the first task come first."""
 
-    id: int
-    finish: Finish | None
+    answers: tuple[Answer, ...]
+    guide: Guide | None = None
+    service: ServiceClass = "latency"
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a stream gives: the tokens since the last piece, and the text that is certain by now."""
+    """What a stream gives: tokens of one answer, and the text of it that is certain by now."""
 
     token_ids: tuple[int, ...]
     text: str
     finish: Finish | None
+    index: int = 0
+    scores: tuple[Scored, ...] = ()  # One for each token, if they were asked for.
+    # Of the prompt's tokens, from the first on; None where a token has none.
+    prompt_scores: tuple[Scored | None, ...] = ()
+    cached_tokens: int = 0  # Of the prompt; told once, with the first token.
+    # Why this answer ends, where another of its request goes on. It is the answer's last piece.
+    error: PreambleError | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer, whole."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish: Finish | None  # None: it failed, and `error` says why.
+    seed: int
+    adapter: str = ""
+    prompt_tokens: int = 0
+    virtual_tokens: int = 0
+    cached_tokens: int = 0
+    scores: tuple[Scored, ...] = ()
+    prompt_scores: tuple[Scored | None, ...] = ()
+    error: PreambleError | None = None
+
+
+def seed_of(seed: int, answer: int) -> int:
+    """The first answer has the request's own seed; answer i the i-th number that follows from it.
+
+    The numbers are 53 bits wide, so that any surface can say them back, and are taken from the
+    seed's complement, so that they are none of those that the first answer's draws use.
+    """
+    return seed if answer == 0 else int(uniform(~seed % 2**64, answer) * 2**53)
 
 
 class UnknownAdapterError(RequestError):

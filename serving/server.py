@@ -17,6 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from gpt.adapter import parse_name
+from gpt.costs import parameter_count
 from gpt.errors import AdapterError, PreambleError, RequestError
 from protos.preamble.v1 import (
     adapters_pb2,
@@ -29,13 +30,13 @@ from protos.preamble.v1 import generation_pb2 as pb
 from serving.adapters import Resident
 from serving.metrics import Metrics, version
 from serving.request import (
+    Answer,
     Ask,
     DeadlinePassedError,
     EngineFaultError,
     Finish,
     OverloadedError,
     Piece,
-    Request,
     UnavailableError,
     UnknownAdapterError,
 )
@@ -78,6 +79,8 @@ class _Call:
     last: float | None = None  # When the last token came.
 
     def made(self, tokens: int) -> None:
+        if not tokens:
+            return
         now = time.monotonic()
         self.metrics.generated_tokens.inc(tokens)
         if self.last is None:
@@ -120,36 +123,36 @@ class Servicer(
     async def Generate(self, message: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self.call("Generate", context) as call:
             service = self._serving()
-            stream = await service.start(_ask(message), _deadline(context))
+            stream = await service.start(_ask(message), _deadline(context), whole=True)
             with closing(stream):
                 pieces = []
                 async for piece in stream:
                     call.made(len(piece.token_ids))
                     pieces.append(piece)
-            request = stream.request
+            answer = stream.request.answers[0]
             ids = [token for piece in pieces for token in piece.token_ids]
-            self._count(request, pieces[-1].finish)
+            self._count(answer, pieces[-1].finish)
             return pb.GenerateResponse(
                 text="".join(piece.text for piece in pieces),
                 token_ids=ids,
                 finish_reason=FINISH[pieces[-1].finish],
-                usage=_usage(request, len(ids)),
-                seed=request.sampling.seed,
-                adapter=request.adapter,
+                usage=_usage(answer, len(ids)),
+                seed=answer.sampling.seed,
+                adapter=answer.adapter,
             )
 
     async def GenerateStream(self, message: pb.GenerateStreamRequest, context: Context) -> None:
         async with self.call("GenerateStream", context) as call:
             service = self._serving()
             stream = await service.start(_ask(message), _deadline(context))
-            made = 0
+            answer, made = stream.request.answers[0], 0
             with closing(stream):
                 async for piece in stream:
                     call.made(len(piece.token_ids))
-                    await context.write(_piece(piece, stream.request, made))
+                    await context.write(_piece(piece, answer, made))
                     made += len(piece.token_ids)
                     if piece.finish:
-                        self._count(stream.request, piece.finish)
+                        self._count(answer, piece.finish)
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with self.call("Tokenize", context):
@@ -206,11 +209,11 @@ class Servicer(
             raise UnavailableError("the model is still being loaded; try again in a moment")
         return self.service
 
-    def _count(self, request: Request, finish: Finish | None) -> None:
+    def _count(self, answer: Answer, finish: Finish | None) -> None:
         assert finish is not None
         self.metrics.finished.labels(finish).inc()
-        self.metrics.prompt_tokens.inc(request.prompt_tokens)
-        self.metrics.virtual_tokens.inc(request.virtual_tokens)
+        self.metrics.prompt_tokens.inc(answer.prompt_tokens)
+        self.metrics.virtual_tokens.inc(answer.virtual_tokens)
 
     @asynccontextmanager
     async def call(
@@ -226,7 +229,8 @@ class Servicer(
             yield call
         except PreambleError as error:
             code = _code(error)
-            wait = RETRY_LATER if isinstance(error, OverloadedError) else ()
+            again = isinstance(error, OverloadedError | UnavailableError)
+            wait = RETRY_LATER if again and self.state != "draining" else ()
             await context.abort(code, str(error), wait)
         except asyncio.CancelledError:
             remaining = context.time_remaining()
@@ -307,7 +311,7 @@ def _ask(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> Ask:
             prompt = dict(message.inputs.fields)
     return Ask(
         prompt,
-        adapter=message.adapter,
+        adapters=(message.adapter,) if message.adapter else (),
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_k=sampling.top_k,
@@ -318,22 +322,22 @@ def _ask(message: pb.GenerateRequest | pb.GenerateStreamRequest) -> Ask:
     )
 
 
-def _piece(piece: Piece, request: Request, made: int) -> pb.GenerateStreamResponse:
+def _piece(piece: Piece, answer: Answer, made: int) -> pb.GenerateStreamResponse:
     """`made` tokens were sent before it."""
     message = pb.GenerateStreamResponse(
         text=piece.text, token_ids=piece.token_ids, finish_reason=FINISH[piece.finish]
     )
     if made == 0:
-        message.seed, message.adapter = request.sampling.seed, request.adapter
+        message.seed, message.adapter = answer.sampling.seed, answer.adapter
     if piece.finish:
-        message.usage.CopyFrom(_usage(request, made + len(piece.token_ids)))
+        message.usage.CopyFrom(_usage(answer, made + len(piece.token_ids)))
     return message
 
 
-def _usage(request: Request, made: int) -> pb.Usage:
+def _usage(answer: Answer, made: int) -> pb.Usage:
     return pb.Usage(
-        prompt_tokens=request.prompt_tokens,
-        virtual_tokens=request.virtual_tokens,
+        prompt_tokens=answer.prompt_tokens,
+        virtual_tokens=answer.virtual_tokens,
         completion_tokens=made,
     )
 
@@ -351,7 +355,7 @@ def _after(page_token: str) -> tuple[str, int]:
 
 
 def _adapter(resident: Resident, current: bool) -> adapters_pb2.Adapter:
-    card = resident.adapter.card
+    card = resident.card
     fields: Sequence[str] = ()
     if card.template is not None:
         fields = [name for name in card.template.fields if name != card.template.answer_field]
@@ -359,19 +363,19 @@ def _adapter(resident: Resident, current: bool) -> adapters_pb2.Adapter:
         name=resident.name,
         version=resident.version,
         current=current,
-        virtual_tokens=len(resident.adapter.table),
-        digest=resident.adapter.digest,
+        virtual_tokens=resident.rows.count,
+        digest=resident.rows.digest,
         task=card.task,
         input_fields=fields,
     )
 
 
 def _model(service: Service) -> admin_pb2.ModelInfo:
-    config = service.model.config
+    config = service.checkpoint.config
     return admin_pb2.ModelInfo(
         name=service.name,
         format=service.checkpoint.format,
-        parameters=sum(parameter.numel() for parameter in service.model.parameters()),
+        parameters=parameter_count(config),
         layers=config.num_layers,
         hidden_size=config.hidden_size,
         vocabulary_size=config.vocab_size,

@@ -1,32 +1,42 @@
 """Service: a model with its tokenizer and adapters, ready to answer, whoever asks.
 
-`Found` is what a checkpoint's headers tell, in well under a second; a `Service` has the weights and
-an engine that runs. The gRPC server and the command in process are two users of the same.
+`Found` is what a checkpoint's headers tell, in well under a second; a `Service` that is open has an
+engine, and behind its link, here or in other processes, the weights. The gRPC server, the command
+in process and the Python API are users of the same.
 """
 
 import asyncio
 import logging
 import threading
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 import torch
 
 from gpt.adapter import Adapter, check_adapter
 from gpt.digest import glance, identify
-from gpt.errors import CheckpointError, ConfigError
+from gpt.errors import ConfigError
 from gpt.loading import check_dtype, device_of, load_model
-from gpt.logical import FLOAT_NAMES, Checkpoint, Identity
+from gpt.logical import Checkpoint, Identity
 from gpt.overrides import open_overridden, read_overrides
+from gpt.packed import pack
 from gpt.parallel import Mesh
-from gpt.proof import Difference, Proof, find_proof, replay
+from gpt.proof import Proof, find_proof
+from gpt.sharding import check_split
 from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
 from serving.adapters import Adapters
 from serving.admission import Admission
 from serving.config import ServerConfig
-from serving.engine import Engine, Stream
-from serving.request import Ask
+from serving.engine import Engine
+from serving.inside import Inside
+from serving.link import Link
+from serving.rank import prove
+from serving.request import Ask, Completion
+from serving.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +54,7 @@ class Found:
     @classmethod
     def at(cls, config: ServerConfig) -> Self:
         """Refuses what need not be loaded to be refused."""
-        device = device_of(config.device)
+        device = _device(config.device)
         check_dtype(config.dtype)
         if config.adapters is not None and not Path(config.adapters).is_dir():
             raise ConfigError(
@@ -52,6 +62,7 @@ class Found:
             )
         changes = read_overrides(config.config_json, config.true_vocab_size)
         checkpoint = open_overridden(config.model, changes, config.tokenizer)
+        check_split(checkpoint.config, config.tp, config.pp)
         proof = find_proof(checkpoint) if config.prove else None
         vocabulary = checkpoint.config.vocab_size
         if checkpoint.tokenizer is None:
@@ -62,18 +73,16 @@ class Found:
 
 
 class Service:
-    """Loads the weights, proves them, loads the adapters, then starts the engine."""
+    """A tokenizer, adapters and an admission; and, once it is open, an engine that runs."""
 
     def __init__(self, found: Found) -> None:
         self.config = found.config
         self.checkpoint = found.checkpoint
         self.tokenizer = found.tokenizer
+        self._engine: Engine | None = None
         self._identity: Identity | None = None
         self._identifying = threading.Lock()
-        self.model = load_model(
-            self.checkpoint, Mesh.single(found.device), dtype=self.config.dtype
-        ).eval()
-        self.proved = None if found.proof is None else self._replay(found.proof)
+        config = self.checkpoint.config
         self.adapters = Adapters(
             Path(self.config.adapters) if self.config.adapters else None,
             self._check_adapter,
@@ -82,23 +91,37 @@ class Service:
         self.admission = Admission(
             self.tokenizer,
             self.adapters,
-            self.model.config.vocab_size,
-            self.model.config.max_position_embeddings,
+            config.vocab_size,
+            config.max_position_embeddings,
             self.config,
-        )
-        self.engine = Engine(
-            self.model,
-            self.tokenizer,
-            self.adapters.table,
-            running_requests_max=self.config.running_requests_max,
-            queue_requests_max=self.config.queue_requests_max,
+            self._kv_tokens,
         )
 
-    async def start(self, ask: Ask, deadline: float | None = None) -> Stream:
+    def open(self, link: Link) -> Self:
+        """Start what runs the model, read the adapters meanwhile, and wait until it answers."""
+        self._engine = Engine(link, self.tokenizer, self.config)
+        self._engine.start()
+        self.adapters.scan()
+        for note in self._engine.wait().notes:
+            log.info("event=engine_note note=%r", note)
+        return self
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "not open yet"
+        return self._engine
+
+    async def start(
+        self, ask: Ask, deadline: float | None = None, *, whole: bool = False
+    ) -> Stream:
         """Accept what is asked, or refuse it. `deadline` is on the monotonic clock."""
         # In a thread: a long text takes a while to tokenize, and an adapter may have to be read.
         request = await asyncio.to_thread(self.admission.admit, ask)
-        return self.engine.submit(request, deadline)
+        return self.engine.submit(request, deadline, whole=whole)
+
+    def generate(self, asks: Iterable[Ask]) -> list[Completion]:
+        """Every ask's answers, in order. The first one that cannot be is raised before any runs."""
+        return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
     @property
     def name(self) -> str:
@@ -107,7 +130,7 @@ class Service:
     @property
     def dtype(self) -> str:
         """What it computes in."""
-        return FLOAT_NAMES[self.model.dtype]
+        return self.config.dtype or self.checkpoint.config.dtype
 
     @property
     def digest(self) -> str:
@@ -115,32 +138,34 @@ class Service:
         return self._identity.digest if self._identity else ""
 
     @property
+    def proved(self) -> float | None:
+        """How far the ranks' model was from its proof, if it was replayed."""
+        facts = self.engine.facts
+        return facts.proof[0] if facts and facts.proof else None
+
+    @property
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+        facts = self.engine.facts
+        return facts.weight_bytes if facts else 0
 
     def close(self) -> None:
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
-    def _replay(self, proof: Proof) -> Difference:
-        """Refuse a model that, as it was loaded, does not say what its source did."""
-        found = replay(
-            proof,
-            lambda ids: self.model.logits(ids.to(self.model.mesh.device)),
-            self.checkpoint,
-            self.dtype,
-        )
-        log.info(
-            "event=proof_replayed difference=%.3g limit=%g best=%d/%d dtype=%s",
-            *(found.largest, found.limit, found.best, found.places, found.dtype),
-        )
-        if not found.same:
-            path = self.checkpoint.path
-            raise CheckpointError(
-                f"{path} does not give the logits that its proof has of its source: "
-                f"{found.sentence}; find the tensors that differ with `preamble verify SOURCE "
-                f"{path}`, or start it all the same with --no-prove (prove: false)"
-            )
-        return found
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _kv_tokens(self) -> int | None:
+        facts = self._engine.facts if self._engine else None
+        return facts.kv_tokens if facts else None
 
     def _check_adapter(self, adapter: Adapter) -> None:
         card = adapter.card
@@ -151,6 +176,37 @@ class Service:
                 # Reads every byte of a checkpoint that records no digest, so only if that decides.
                 identity = identify(self.checkpoint)
             self._identity = identity
-        config = self.model.config.with_fields(dtype=self.dtype)
-        for note in check_adapter(adapter, config, identity):
+        config = self.checkpoint.config.with_fields(dtype=self.dtype)
+        # All of its rows must have room on the device at once.
+        rows_max = min(config.max_position_embeddings // 2, self.config.adapter_rows_max)
+        for note in check_adapter(adapter, config, identity, rows_max=rows_max):
             log.warning("event=adapter_unchecked note=%r", note)
+
+
+def _device(name: str) -> torch.device:
+    """The device, if it is there. A front end runs nothing on it, and so takes no memory of it."""
+    if name.startswith("cuda") and torch.cuda.device_count():
+        with suppress(RuntimeError):
+            return torch.device(name)
+    return device_of(name)
+
+
+def open_inside(config: ServerConfig) -> Service:
+    """A service with its model in this process, on one rank: the weights are loaded first."""
+    if config.tp * config.pp > 1:
+        raise ConfigError(
+            f"--tp {config.tp} and --pp {config.pp} need processes of their own; run a server "
+            "(preamble serve), or use one rank"
+        )
+    found = Found.at(config)
+    return Service(found).open(inside(found))
+
+
+def inside(found: Found) -> Inside:
+    """A link to the model, loaded and proved here."""
+    model = load_model(found.checkpoint, Mesh.single(found.device), dtype=found.config.dtype)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    pack(model.eval())
+    if found.proof is not None:  # Of the form that answers.
+        prove(model, found.checkpoint, found.proof)
+    return Inside(model, found.config, found.tokenizer, weight_bytes=size)

@@ -13,9 +13,11 @@ class CertainText:
     """`push` tokens, then `finish`; what they return, joined, is the text. `stopped` says why.
 
     The stop string that is complete first ends the text, so it does not matter how tokens cut it.
+    In what the first `unsearched` tokens say none is looked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], unsearched: int = 0) -> None:
+        self._unsearched = unsearched
         # The prompt stands before, so a leading space is part of the completion.
         self._stream = TextStream(tokenizer, started=True)
         # An adapter's card may have an empty one, which says nothing.
@@ -24,6 +26,9 @@ class CertainText:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
+        if self._unsearched:
+            self._unsearched -= 1
+            return self._stream.push(token_id)
         text = self._until_stop(self._stream.push(token_id))
         if self.stopped:
             return text

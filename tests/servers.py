@@ -111,6 +111,12 @@ class Server:
                 return float(value)
         return 0.0
 
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that it has started."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(WAIT_S)

@@ -78,7 +78,7 @@ def test_the_server_says_what_it_is(client: Client) -> None:
     info = client.info()
     assert (info.model.name, info.model.vocabulary_size) == ("checkpoint", 640)
     assert info.model.dtype == "float64"
-    assert info.limits.queue_requests_max == 256
+    assert info.limits.queue_requests_max == 1024
     assert client.adapters() == []
 
 

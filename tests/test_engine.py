@@ -1,43 +1,64 @@
-"""The engine by itself: what it accepts ends, and one request's fault is no other's."""
+"""The engine by itself: what it accepts ends, and one request's fault is no other's.
+
+The model is real, in a thread behind the link; the oracle is the plain loop, one request at a time.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from gpt.adapter import Card, build_adapter, open_adapter, save_adapter
+from gpt.errors import AdapterError, RequestError
 from gpt.generate import generate
 from gpt.model import GPT
 from gpt.sampling import Sampling
 from gpt.tokenizer import NullTokenizer
-from serving.engine import Engine, Stream
+from serving.config import ServerConfig
+from serving.engine import Engine
+from serving.inside import Inside
+from serving.messages import Rows
 from serving.request import (
+    Answer,
     DeadlinePassedError,
     EngineFaultError,
+    OverloadedError,
+    Piece,
     Request,
     UnavailableError,
-    UnknownAdapterError,
+    seed_of,
 )
+from serving.stream import Stream
 from tests.models import CLASSIC, build
+from tests.servers import eventually
 
 VOCABULARY = CLASSIC.vocab_size
-LONG = Sampling(max_new_tokens=60)
+LONG = Sampling(max_new_tokens=50)
 SHORT = Sampling(max_new_tokens=5)
+DRAWN = Sampling(max_new_tokens=12, temperature=3.0, seed=5)
+VARIED = replace(DRAWN, max_new_tokens=50)
 WAIT_S = 20.0
+CONFIG = ServerConfig(
+    "none",
+    running_requests_max=4,
+    queue_requests_max=8,
+    kv_block_tokens=4,
+    kv_tokens_max=512,
+    step_tokens_max=16,
+)
+TOKENIZER = NullTokenizer(VOCABULARY)
 
-# Two adapters, by digest, whose rows are of unequal number.
-TABLES = {
-    digest: torch.randn(rows, CLASSIC.hidden_size, generator=torch.Generator().manual_seed(rows))
-    for digest, rows in (("two", 2), ("three", 3))
-}
-TABLES["broken"] = torch.full((2, CLASSIC.hidden_size), float("nan"))
 
-
-def table(digest: str) -> torch.Tensor:
-    if digest not in TABLES:
-        raise UnknownAdapterError("gone")
-    return TABLES[digest]
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +66,66 @@ def model() -> GPT:
     return build(CLASSIC)
 
 
-@pytest.fixture
-def engine(model: GPT) -> Iterator[Engine]:
-    tokenizer = NullTokenizer(VOCABULARY)
-    engine = Engine(model, tokenizer, table, running_requests_max=4, queue_requests_max=8)
+def started(model: GPT, config: ServerConfig = CONFIG) -> Engine:
+    engine = Engine(Inside(model, config), TOKENIZER, config)
+    engine.start()
+    engine.wait()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def shared(model: GPT) -> Iterator[Engine]:
+    engine = started(model)
     yield engine
     engine.close()
 
 
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """Idle before each test, and again after it: no test leaves a block behind."""
+    yield shared
+    eventually(lambda: idle(shared))
+
+
+def idle(engine: Engine) -> bool:
+    load = engine.load
+    return engine.accepted == load.running == load.waiting == load.blocks_held == 0
+
+
+def written(
+    folder: Path, name: str, rows: int, *, fill: float | None = None, width: int = 32
+) -> Rows:
+    table = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+    if fill is not None:
+        table.fill_(fill)
+    path = folder / f"{name}.safetensors"
+    adapter = build_adapter(Card(name), table)
+    save_adapter(adapter, path)
+    return Rows(adapter.digest, rows, str(path))
+
+
+def one(
+    prompt: tuple[int, ...],
+    sampling: Sampling = SHORT,
+    *,
+    rows: Rows | None = None,
+    stops: tuple[str, ...] = (),
+) -> Request:
+    return Request((Answer(prompt, sampling, stop_strings=stops, rows=rows),))
+
+
+def alone(model: GPT, answer: Answer) -> list[int]:
+    """What the plain loop makes of it."""
+    table = open_adapter(Path(answer.rows.file)).table if answer.rows else None
+    return generate(model, [answer.prompt], answer.sampling, table=table)[0].token_ids
+
+
 async def tokens(stream: Stream) -> list[int]:
     return [token async for piece in stream for token in piece.token_ids]
+
+
+async def taken(stream: Stream) -> list[Piece]:
+    return [piece async for piece in stream]
 
 
 def run(work: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -62,117 +133,229 @@ def run(work: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 def test_adapters_share_a_step_and_each_request_gets_its_own_rows(
-    engine: Engine, model: GPT
+    engine: Engine, model: GPT, tmp_path: Path
 ) -> None:
-    first = [VOCABULARY, VOCABULARY + 1, 7, 8]
-    second = [9, VOCABULARY + 2, 7, VOCABULARY]
+    two, three = written(tmp_path, "two", 2), written(tmp_path, "three", 3)
+    requests = [
+        one((VOCABULARY, VOCABULARY + 1, 7, 8), rows=two),
+        one((9, VOCABULARY + 2, 7, VOCABULARY), rows=three),
+        one((7, 8), DRAWN),
+        one((7, 8, VOCABULARY), DRAWN, rows=two),
+    ]
+
+    made = engine.generate(requests)
+
+    for completion, request in zip(made, requests, strict=True):
+        assert completion.error is None
+        assert list(completion.token_ids) == alone(model, request.answers[0])
+
+
+def test_answers_of_one_request_are_those_of_their_seeds_alone(engine: Engine, model: GPT) -> None:
+    seeds = [seed_of(DRAWN.seed, place) for place in range(4)]
+    assert seeds[0] == DRAWN.seed and len(set(seeds)) == 4 and max(seeds) < 2**53
+    answers = tuple(Answer((1, 2, 3, 4, 5, 6), replace(DRAWN, seed=seed)) for seed in seeds)
+
+    made = engine.generate([Request(answers)])
+
+    assert [completion.index for completion in made] == [0, 1, 2, 3]
+    assert [completion.seed for completion in made] == seeds
+    for completion, answer in zip(made, answers, strict=True):
+        assert list(completion.token_ids) == alone(model, answer)
+    assert len({completion.token_ids for completion in made}) == 4
+
+
+def test_numbers_that_are_not_finite_end_their_own_answer_only(tmp_path: Path) -> None:
+    narrow = build(CLASSIC, dtype=torch.float32)
+    broken = written(tmp_path, "broken", 2, fill=3e38)
+    engine = started(narrow)
+    try:
+        good = one((1, 2)).answers[0]
+        bad = Answer((VOCABULARY, VOCABULARY + 1, 2), SHORT, rows=broken)
+        expected = engine.generate([Request((good,))])[0].token_ids
+
+        made = engine.generate([Request((good,)), Request((bad,)), Request((good, bad, good))])
+
+        for place in (0, 2, 4):
+            assert made[place].token_ids == expected
+        for place in (1, 3):
+            assert isinstance(made[place].error, EngineFaultError)
+            assert "not finite" in str(made[place].error)
+        # Whoever gets the broken one's memory next finds nothing of it there.
+        again = engine.generate([Request((good,))] * 8)
+        assert {completion.token_ids for completion in again} == {expected}
+        eventually(lambda: idle(engine))
+    finally:
+        engine.close()
+
+
+def test_the_fault_of_an_only_answer_is_raised_and_that_of_one_of_many_is_a_piece(
+    engine: Engine, tmp_path: Path
+) -> None:
+    wrong = written(tmp_path, "wide", 2, width=48)
+    bad = Answer((VOCABULARY, 2), SHORT, rows=wrong)
 
     async def work() -> None:
-        requests = [
-            Request(tuple(first), SHORT, digest="two"),
-            Request(tuple(second), SHORT, digest="three"),
-            Request((7, 8), SHORT),
-        ]
-        made = await asyncio.gather(*(tokens(engine.submit(request)) for request in requests))
-        for ids, prompt, digest in (
-            *((made[0], first, "two"), (made[1], second, "three")),
-            (made[2], [7, 8], ""),
-        ):
-            alone = generate(model, [prompt], SHORT, table=TABLES.get(digest))[0]
-            assert ids == alone.token_ids
+        with pytest.raises(AdapterError, match="use an adapter of this model"):
+            await tokens(engine.submit(Request((bad,))))
+        pieces = await taken(engine.submit(Request((bad, one((1, 2)).answers[0]))))
+        (error,) = [piece for piece in pieces if piece.error]
+        assert (error.index, error.finish) == (0, None)
+        assert sum(len(piece.token_ids) for piece in pieces if piece.index == 1) == 5
 
     run(work)
 
 
-def test_a_request_that_fails_does_not_take_its_mates_along(engine: Engine) -> None:
-    async def work() -> None:
-        # No admission stands before this engine, so what cannot be run gets into it.
-        streams = [engine.submit(Request((1, 2), SHORT)) for _ in range(2)]
-        broken = engine.submit(Request((1, VOCABULARY + 7), SHORT))
-        made = await asyncio.gather(*map(tokens, streams))
-        assert made[0] == made[1]
-        assert len(made[0]) == 5
-        with pytest.raises(EngineFaultError):
-            await tokens(broken)
+def test_an_adapter_whose_file_is_gone_or_changed_is_refused_and_harms_nobody(
+    engine: Engine, tmp_path: Path
+) -> None:
+    gone, changed = written(tmp_path, "gone", 5), written(tmp_path, "changed", 6)
+    Path(gone.file).unlink()
+    written(tmp_path, "changed", 7)
+    requests = [one((VOCABULARY, 2), rows=rows) for rows in (gone, changed)]
 
-    run(work)
+    made = engine.generate([*requests, one((1, 2))])
+
+    assert "there is no adapter" in str(made[0].error)
+    assert "a version must not change" in str(made[1].error)
+    assert len(made[2].token_ids) == 5
 
 
-def test_a_deadline_that_has_passed_ends_a_request_before_it_runs(engine: Engine) -> None:
+def test_a_deadline_ends_what_has_not_begun_what_waits_and_what_runs(engine: Engine) -> None:
     async def work() -> None:
         with pytest.raises(DeadlinePassedError):
-            await tokens(engine.submit(Request((1, 2), SHORT), time.monotonic()))
+            engine.submit(one((1, 2)), time.monotonic())
+        long = Sampling(max_new_tokens=60)
+        held = [engine.submit(one((1, place), long)) for place in range(4)]
+        late = [
+            engine.submit(one((1, 2), long), time.monotonic() + 0.02 * place) for place in (1, 2)
+        ]
+        began = time.monotonic()
+        for stream in late:
+            with pytest.raises(DeadlinePassedError):
+                await tokens(stream)
+        assert time.monotonic() - began < 2
+        for stream in held:
+            stream.close()
 
     run(work)
 
 
-def test_a_stream_that_is_closed_frees_its_place(engine: Engine) -> None:
+def test_a_full_queue_refuses_at_once_and_what_was_accepted_is_answered(engine: Engine) -> None:
     async def work() -> None:
-        streams = [engine.submit(Request((1, 2), LONG)) for _ in range(8)]
+        streams = [engine.submit(one((1, place), LONG)) for place in range(12)]
+        began = time.monotonic()
+        with pytest.raises(OverloadedError, match="queue_requests_max"):
+            engine.submit(one((1, 2)))
+        assert time.monotonic() - began < 0.05
+        with pytest.raises(RequestError, match="13 answers at once"):
+            engine.submit(Request(one((1, 2)).answers * 13))
+        assert {len(made) for made in await asyncio.gather(*map(tokens, streams))} == {50}
+
+    run(work)
+
+
+def test_a_thousand_cancels_at_once_leave_an_idle_engine(model: GPT) -> None:
+    engine = started(model, replace(CONFIG, queue_requests_max=1000))
+
+    async def work() -> None:
+        streams = [engine.submit(one((1, place % 90), LONG)) for place in range(1000)]
+        await anext(streams[0])
         for stream in streams:
             stream.close()
-        assert engine.waiting == 0
-        assert len(await tokens(engine.submit(Request((1, 2), SHORT)))) == 5
         assert await tokens(streams[0]) == []
-
-    run(work)
-
-
-def test_a_row_whose_request_was_cancelled_is_not_computed_any_more(
-    engine: Engine, model: GPT
-) -> None:
-    tokens_of_step: list[int] = []
-    assert model.embedding is not None
-    hook = model.embedding.register_forward_pre_hook(
-        lambda _, given: tokens_of_step.append(len(given[0]))
-    )
-
-    async def work() -> None:
-        streams = [engine.submit(Request((1, 2), LONG)) for _ in range(4)]
-        for stream in streams:
-            await anext(stream)
-        for stream in streams[1:]:
-            stream.close()
-        assert len(await tokens(streams[0])) > 20
 
     try:
         run(work)
+        eventually(lambda: idle(engine))
+        assert len(engine.generate([one((1, 2))])[0].token_ids) == 5
     finally:
-        hook.remove()
-    assert max(tokens_of_step) > 1
-    assert tokens_of_step[-20:] == [1] * 20
-
-
-def test_numbers_that_are_not_finite_end_their_own_request_only(engine: Engine) -> None:
-    async def work() -> None:
-        good = [engine.submit(Request((1, 2), SHORT)) for _ in range(2)]
-        prompt = (VOCABULARY, VOCABULARY + 1, 2)
-        broken = engine.submit(Request(prompt, SHORT, digest="broken"))
-        made = await asyncio.gather(*map(tokens, good))
-        assert made[0] == made[1]
-        assert len(made[0]) == 5
-        with pytest.raises(EngineFaultError, match="infinite or not a number"):
-            await tokens(broken)
-
-    run(work)
-
-
-def test_what_runs_when_the_engine_ends_is_told_so(engine: Engine) -> None:
-    async def work() -> None:
-        stream = engine.submit(Request((1, 2), LONG))
-        await anext(stream)
         engine.close()
-        with pytest.raises(UnavailableError):
-            await tokens(stream)
-        with pytest.raises(UnavailableError):
-            engine.submit(Request((1, 2), SHORT))
-
-    run(work)
 
 
-def test_an_adapter_that_is_gone_is_refused_at_once(engine: Engine) -> None:
+def test_a_stop_string_ends_the_text_before_it_and_the_sequence_behind_it(
+    engine: Engine, model: GPT
+) -> None:
+    ids = alone(model, one((1, 2), VARIED).answers[0])
+    stop = f"{ids[3]} {ids[4]}"  # Across two tokens, and a space of the second is before it.
+    found = f" {' '.join(map(str, ids))}".index(stop)
+
     async def work() -> None:
-        with pytest.raises(UnknownAdapterError):
-            engine.submit(Request((VOCABULARY, 2), SHORT, digest="four"))
+        stream = engine.submit(one((1, 2), VARIED, stops=("no such thing", stop)))
+        # Nobody reads, and yet it ends.
+        while engine.accepted:
+            await asyncio.sleep(0.01)
+        (piece,) = await taken(stream)
+        assert piece.finish == "stop"
+        assert list(piece.token_ids) == ids[:5]
+        assert piece.text == f" {' '.join(map(str, ids))}"[:found]
 
     run(work)
+
+
+def test_no_stop_string_ends_an_answer_before_its_least_length(engine: Engine, model: GPT) -> None:
+    ids = alone(model, one((1, 2), VARIED).answers[0])
+    stop = str(ids[1])
+    patient = replace(VARIED, min_new_tokens=4)
+    later = next(
+        (place for place, token in enumerate(ids) if place >= 4 and stop in str(token)), 49
+    )
+
+    (made,) = engine.generate([one((1, 2), patient, stops=(stop,))])
+
+    assert list(made.token_ids) == ids[: later + 1]
+    assert stop in made.text
+
+
+def test_scores_are_the_models_and_a_prompt_can_be_scored_alone(engine: Engine, model: GPT) -> None:
+    prompt = (1, 2, 3, 50, 60, 70, 80)
+    asked = Sampling(max_new_tokens=3, logprobs=2, prompt_logprobs=2)
+
+    made, scored = engine.generate(
+        [one(prompt, asked), one(prompt, replace(asked, max_new_tokens=0))]
+    )
+
+    with torch.inference_mode():
+        whole = torch.tensor([[*prompt, *made.token_ids]])
+        logprobs = model.logits(whole)[0].double().log_softmax(-1)
+    assert (scored.finish, scored.token_ids) == ("scored", ())
+    for scores in (made.prompt_scores, scored.prompt_scores):
+        assert len(scores) == len(prompt) and scores[0] is None
+    for place in range(1, len(prompt) + 3):
+        token = int(whole[0, place])
+        row = logprobs[place - 1]
+        score = (*made.prompt_scores, *made.scores)[place]
+        assert score is not None
+        assert score.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert score.rank == int((row > row[token]).sum()) + 1
+        assert [token for token, _ in score.tops] == row.topk(2).indices.tolist()
+
+
+def test_a_list_may_be_longer_than_the_queue_and_the_caller_may_have_a_loop(
+    engine: Engine, model: GPT
+) -> None:
+    requests = [one((1, place), SHORT) for place in range(40)]
+
+    async def work() -> None:
+        made = engine.generate(requests)
+        assert [len(completion.token_ids) for completion in made] == [5] * 40
+
+    run(work)
+    late = engine.generate(requests[:3], deadline=time.monotonic() - 1)
+    assert all(isinstance(completion.error, DeadlinePassedError) for completion in late)
+
+
+def test_what_runs_when_the_engine_ends_is_told_so(model: GPT) -> None:
+    engine = started(model)
+
+    async def work() -> None:
+        streams = [engine.submit(one((1, 2), LONG)) for _ in range(8)]
+        await anext(streams[0])
+        await asyncio.to_thread(engine.close)
+        for stream in streams:
+            with pytest.raises(UnavailableError):
+                await tokens(stream)
+        with pytest.raises(UnavailableError):
+            engine.submit(one((1, 2)))
+
+    run(work)
+    assert not engine.up

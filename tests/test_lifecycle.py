@@ -4,11 +4,15 @@ Its model knows numbers only, so nothing but its length ends a completion, and a
 caught in the middle.
 """
 
+import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import grpc
@@ -19,7 +23,15 @@ from clients.generation import CallError, Client, Options
 from protos.preamble.v1 import generation_pb2, generation_pb2_grpc
 from serving.__main__ import main, serve_parser
 from serving.config import ServerConfig
-from tests.servers import WAIT_S, Server, eventually, serving, write_checkpoint
+from tests.servers import (
+    ROOT,
+    WAIT_S,
+    Server,
+    command,
+    eventually,
+    serving,
+    write_checkpoint,
+)
 
 LONG = Options(max_new_tokens=4000)
 SHORT = Options(max_new_tokens=2)
@@ -33,8 +45,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
-    settings = checkpoint.parent / "narrow.yaml"
-    with serving(checkpoint, settings, running_requests_max=2, queue_requests_max=2) as server:
+    folder = checkpoint.parent
+    limits = {"running_requests_max": 2, "queue_requests_max": 2}
+    with serving(checkpoint, folder / "narrow.yaml", flight_dir=str(folder), **limits) as server:
         yield server
 
 
@@ -142,6 +155,81 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes(checkpoint: P
         assert server.process.wait(WAIT_S) == 0
 
 
+def test_a_killed_rank_is_told_and_replaced_and_what_had_told_nothing_is_answered(
+    checkpoint: Path,
+) -> None:
+    options = Options(max_new_tokens=500)
+    with serving(checkpoint) as server, server.client(timeout_s=2 * WAIT_S) as client:
+        (rank,) = server.ranks
+        expected = client.generate("1 2 3", options).token_ids
+        answers: list[list[int]] = []
+        unary = threading.Thread(
+            target=lambda: answers.append(client.generate("1 2 3", options).token_ids)
+        )
+        unary.start()
+        stream = client.stream("4 5 6", options)
+        next(stream)
+        eventually(lambda: server.metric("preamble_scheduler_running_requests") == 2)
+
+        os.kill(rank, signal.SIGKILL)
+        killed = time.monotonic()
+
+        with pytest.raises(CallError, match="try again in a moment") as told:
+            list(stream)
+        assert told.value.code == "UNAVAILABLE"
+        eventually(lambda: server.get("/health/ready") == (503, "the engine is lost\n"))
+        assert time.monotonic() - killed < 2
+        assert server.get("/health/live")[0] == 200
+        with pytest.raises(CallError, match="loaded again") as refused:
+            client.generate("7", SHORT)
+        assert refused.value.code == "UNAVAILABLE"
+        assert server.metric("preamble_engine_up") == 0
+        eventually(lambda: server.get("/health/ready")[0] == 200)
+        assert server.metric("preamble_engine_restarts_total") == 1
+        unary.join(WAIT_S)
+        assert answers == [expected]
+        assert server.stop() == 0
+
+
+def test_a_signal_has_the_last_steps_written_down_without_what_was_asked(
+    server: Server, client: Client, checkpoint: Path
+) -> None:
+    client.generate("333 444", SHORT)
+
+    server.process.send_signal(signal.SIGUSR2)
+
+    eventually(lambda: any(checkpoint.parent.glob("*.jsonl")))
+    (written,) = checkpoint.parent.glob("*.jsonl")
+    eventually(lambda: "lengths" in written.read_text())
+    steps = written.read_text()
+    assert '"ids": [' not in steps and "333, 444" not in steps
+    assert client.generate("1", SHORT).usage.completion_tokens == 2
+    assert server.metric("preamble_step_duration_seconds_count") >= 2
+    assert server.metric("preamble_kv_blocks") > 0
+
+
+def test_a_signal_while_the_model_loads_ends_the_server_and_its_ranks(checkpoint: Path) -> None:
+    words = command("serve", checkpoint, "--port", "0", "--http-port", "0")
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        started = process.stderr.readline()
+        assert "event=ranks_started" in started
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, out) == (0, "")
+        assert "event=stopped while=loading" in err
+        assert "Traceback" not in err
+        (rank,) = re.findall(r"pids=(\d+)", started)
+        eventually(lambda: not Path(f"/proc/{rank}").exists())
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (30.0, 2)], ids=["time", "signal"])
 def test_a_drain_ends_when_its_time_is_over_or_with_a_second_signal(
     checkpoint: Path, drain_s: float, signals: int
@@ -167,6 +255,8 @@ def test_a_drain_ends_when_its_time_is_over_or_with_a_second_signal(
 def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    import_module("serving.lifecycle")  # How long that takes is not what is measured.
+
     def refusal(*words: str | Path) -> str:
         started = time.monotonic()
         assert main(["serve", *map(str, words)]) == 1
@@ -186,6 +276,8 @@ def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
     assert "--insecure" in refusal(checkpoint, "--host", "0.0.0.0")
     assert "does not exist" in refusal(tmp_path / "nothing")
     assert "not a directory" in refusal(checkpoint, "--adapters", tmp_path / "nothing")
+    assert "--tp can be 1, 2" in refusal(checkpoint, "--tp", "3")
+    assert "at most 2" in refusal(checkpoint, "--pp", "3")
     settings = tmp_path / "s.yaml"
     settings.write_text("queue_request_max: 3\n")
     assert "did you mean 'queue_requests_max'" in refusal(checkpoint, "--config", settings)

@@ -41,7 +41,7 @@ from gpt.proof import (
 from gpt.safetensors_file import header
 from serving.__main__ import main, serve_parser
 from serving.config import ServerConfig
-from serving.service import Found, Service
+from serving.service import Found, open_inside
 from tests.megatron_writer import DENSE, GATED, MIXED, Layout, saved, write
 from tests.memory import Peak, anonymous_bytes
 from tests.models import CLASSIC, CONFIGS, EXPERTS, MODERN, lively
@@ -378,9 +378,8 @@ def test_a_server_refuses_a_model_that_its_proof_is_not_of_unless_it_is_told_not
 
     flags = vars(serve_parser().parse_args([str(served), "--no-prove"]))
     config = ServerConfig.read(flags.pop("config"), flags)
-    service = Service(Found.at(config))
-    assert service.proved is None
-    service.close()
+    with open_inside(config) as service:
+        assert service.proved is None
 
 
 def test_a_server_refuses_a_broken_proof_before_it_loads_anything(served: Path) -> None:

@@ -17,7 +17,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 import gpt
 from clients.generation import CallError, Client, Options
-from gpt.adapter import Adapter
 from gpt.generate import Completion, generate
 from gpt.model import GPT
 from gpt.prompts import Template
@@ -25,7 +24,6 @@ from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer, open_tokenizer
 from protos.preamble.v1 import adapters_pb2, adapters_pb2_grpc
 from protos.preamble.v1 import generation_pb2 as pb
-from serving.adapters import Adapters
 from tests.servers import (
     WAIT_S,
     Server,
@@ -355,22 +353,3 @@ def test_the_two_requests_have_the_same_fields() -> None:
         return [(field.name, field.number, field.type) for field in message.DESCRIPTOR.fields]
 
     assert fields(pb.GenerateRequest) == fields(pb.GenerateStreamRequest)
-
-
-def test_one_adapter_that_brings_a_fault_to_light_does_not_take_the_others_along(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint = write_checkpoint(tmp_path, tokenizer=False)
-    folder = tmp_path / "adapters"
-    folder.mkdir()
-    for name in ("bad", "good"):
-        write_adapter(folder / f"{name}.safetensors", checkpoint, [1, 2])
-
-    def check(adapter: Adapter) -> None:
-        if not caplog.records:
-            raise ZeroDivisionError
-
-    adapters = Adapters(folder, check, adapters_max=10)
-
-    assert [resident.name for resident, _ in adapters.list()] == ["good"]
-    assert adapters.failures == 1

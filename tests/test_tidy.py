@@ -48,17 +48,32 @@ WITHOUT: dict[str, set[str]] = {
     "gpt/config.py": {"torch"},
     "gpt/costs.py": {"torch"},
     "gpt/errors.py": {"torch"},
+    "gpt/sampling.py": {"torch"},
     "gpt/sharding.py": {"torch"},
     "clients": {"torch"},
     "preamble.py": {"torch", "grpc"},
+    "serving/admission.py": {"torch", "grpc", "asyncio"},
     "serving/blocks.py": {"torch", "grpc", "asyncio"},
+    "serving/draft.py": {"torch", "grpc", "asyncio"},
+    "serving/engine.py": {"torch", "grpc"},
+    "serving/messages.py": {"torch", "grpc", "asyncio"},
+    "serving/pace.py": {"torch", "grpc", "asyncio"},
+    "serving/prefix.py": {"torch", "grpc", "asyncio"},
     "serving/request.py": {"torch"},
+    "serving/room.py": {"torch", "grpc", "asyncio"},
+    "serving/rows.py": {"torch", "grpc", "asyncio"},
     "serving/runner.py": {"grpc", "asyncio"},
     "serving/scheduler.py": {"torch", "grpc", "asyncio"},
+    "serving/sequences.py": {"torch", "grpc", "asyncio"},
     "serving/server.py": {"torch"},
+    "serving/stream.py": {"torch", "grpc"},
+    "serving/waiting.py": {"torch", "grpc", "asyncio"},
 }
 # Importing these must not load torch, not even through others: planners and refusals are quick.
-TORCH_FREE = ("gpt.config", "gpt.costs", "gpt.errors", "gpt.sharding", "preamble")
+TORCH_FREE = (
+    *("gpt.config", "gpt.costs", "gpt.errors", "gpt.sampling", "gpt.sharding"),
+    *("preamble", "serving.scheduler"),
+)
 
 BUILT = re.compile(r"build|dist|__pycache__|.*\.egg-info")
 BANNED_STEMS = re.compile(r"(test_)?(utils?|base|managers?|helpers?|common|core|misc)")

@@ -1,0 +1,243 @@
+"""Stream: one request's answers, piece by piece, on the event loop of who asked.
+
+What the engine made is turned into text as it comes, so a stop string ends its answer at once,
+however slowly the pieces are taken. What comes between two looks becomes one piece for each answer,
+so a slow reader gets fewer, larger ones. Knows no link and no threads.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpt.errors import AdapterError, PreambleError, RequestError
+from gpt.tokenizer import Tokenizer
+from serving.messages import End, Made, Scored
+from serving.request import (
+    Answer,
+    Completion,
+    DeadlinePassedError,
+    EngineFaultError,
+    Finish,
+    Piece,
+    Request,
+    UnavailableError,
+)
+from serving.text import CertainText
+
+# How an answer can end well.
+FINISHES: Mapping[End | None, Finish] = {"stop": "stop", "length": "length", "scored": "scored"}
+PASSED = "the deadline passed before the answer was done"
+
+
+@dataclass
+class _State:
+    """Where an answer stands: what was not yet taken of it, and whether more will come."""
+
+    answer: Answer
+    text: CertainText
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[Scored] = field(default_factory=list)
+    prompt_scores: list[Scored | None] = field(default_factory=list)
+    words: str = ""
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    error: PreambleError | None = None
+    over: bool = False
+
+    def add(self, made: Made) -> None:
+        self.prompt_scores += made.prompt_scores
+        self.cached_tokens += made.cached_tokens
+        last = len(made.tokens) - 1
+        for place, token in enumerate(made.tokens):
+            self.token_ids.append(token)
+            self.scores += made.scores[place : place + 1]
+            # A token that stops is a sign to us, not a part of the text.
+            if not (made.end == "stop" and place == last):
+                self.words += self.text.push(token)
+            if self.text.stopped:
+                return self._ended("stop")
+        if made.end in FINISHES:
+            self.words += self.text.finish()
+            self._ended("stop" if self.text.stopped else FINISHES[made.end])
+
+    def _ended(self, finish: Finish) -> None:
+        self.finish, self.over = finish, True
+
+    def piece(self, index: int) -> Piece:
+        """All that was not yet taken."""
+        piece = Piece(
+            tuple(self.token_ids),
+            self.words,
+            self.finish,
+            index=index,
+            scores=tuple(self.scores),
+            prompt_scores=tuple(self.prompt_scores),
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+        )
+        self.token_ids, self.scores, self.prompt_scores = [], [], []
+        self.words, self.cached_tokens = "", 0
+        return piece
+
+
+class Stream:
+    """The pieces of one request. Close it; closing it early cancels what is left.
+
+    What ends the whole request (its deadline, an engine that is gone) is raised, after the pieces
+    that came before. So is the fault of an answer that is its request's only one; that of one of
+    many is a piece with an `error`, and the others go on.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        drop: Callable[[Iterable[int]], None],
+    ) -> None:
+        """`drop` is told the indices of answers that nobody wants any more."""
+        self.request = request
+        self._drop = drop
+        self._states = [
+            _State(
+                answer,
+                CertainText(tokenizer, answer.stop_strings, answer.sampling.min_new_tokens),
+            )
+            for answer in request.answers
+        ]
+        self._fresh: dict[int, None] = {}  # Answers with something to take, in order.
+        self._came = asyncio.Event()
+        self._error: PreambleError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._closed:
+            if self._fresh:
+                index = next(iter(self._fresh))
+                del self._fresh[index]
+                return self._states[index].piece(index)
+            if self._error is not None:
+                error = self._error
+                self.close()
+                raise error
+            if all(state.over for state in self._states):
+                self.close()
+                break
+            self._came.clear()
+            await self._came.wait()
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._abandon()
+        self._came.set()
+
+    def expire_in(self, seconds: float) -> None:
+        """End by then, if the engine has not."""
+        passed = DeadlinePassedError(PASSED)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self.fail, passed)
+
+    def take(self, index: int, made: Made) -> None:
+        """What the engine made for an answer."""
+        state = self._states[index]
+        if self._over or state.over:
+            return
+        state.add(made)
+        if made.tokens or made.prompt_scores or state.over:
+            self._fresh[index] = None
+            self._came.set()
+        if state.over and made.end is None:
+            self._drop([index])  # By a stop string, of which the engine does not know.
+        if state.over or made.end is None:
+            return
+        error = _error(made, state.answer)
+        if len(self._states) == 1 or isinstance(error, DeadlinePassedError | UnavailableError):
+            return self.fail(error)
+        state.error, state.over = error, True
+        self._fresh[index] = None
+        self._came.set()
+
+    def fail(self, error: PreambleError) -> None:
+        """End the request as a whole; what came before can still be taken."""
+        if not self._over:
+            self._error = error
+            self._abandon()
+            self._came.set()
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._error is not None or all(state.over for state in self._states)
+
+    def _abandon(self) -> None:
+        left = [index for index, state in enumerate(self._states) if not state.over]
+        for index in left:
+            self._states[index].over = True
+        if left:
+            self._drop(left)
+
+
+def _error(made: Made, answer: Answer) -> PreambleError:
+    match made.end:
+        case "deadline":
+            return DeadlinePassedError(PASSED)
+        case "fault":
+            return EngineFaultError(made.reason)
+        case "stuck":
+            return RequestError(made.reason, "guide")
+        case "refused" if answer.rows is not None:
+            return AdapterError(made.reason)
+        case "refused":
+            return RequestError(made.reason)
+    return UnavailableError("the engine dropped this request; try again")
+
+
+async def completions(stream: Stream) -> list[Completion]:
+    """All answers, whole, by index. One that failed has its error, and what it had made."""
+    pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
+    ended: PreambleError | None = None
+    try:
+        async for piece in stream:
+            pieces[piece.index].append(piece)
+    except PreambleError as error:
+        ended = error
+    finally:
+        stream.close()
+    return [
+        _completion(index, answer, pieces[index], ended)
+        for index, answer in enumerate(stream.request.answers)
+    ]
+
+
+def failed(request: Request, error: PreambleError) -> list[Completion]:
+    """The completions of a request that was refused."""
+    answers = enumerate(request.answers)
+    return [_completion(index, answer, (), error) for index, answer in answers]
+
+
+def _completion(
+    index: int, answer: Answer, pieces: Sequence[Piece], ended: PreambleError | None
+) -> Completion:
+    finish = pieces[-1].finish if pieces else None
+    error = (pieces[-1].error if pieces else None) or ended
+    return Completion(
+        index,
+        tuple(token for piece in pieces for token in piece.token_ids),
+        "".join(piece.text for piece in pieces),
+        finish,
+        seed=answer.sampling.seed,
+        adapter=answer.adapter,
+        prompt_tokens=answer.prompt_tokens,
+        virtual_tokens=answer.virtual_tokens,
+        cached_tokens=sum(piece.cached_tokens for piece in pieces),
+        scores=tuple(score for piece in pieces for score in piece.scores),
+        prompt_scores=tuple(score for piece in pieces for score in piece.prompt_scores),
+        error=None if finish else error,
+    )

@@ -1,0 +1,224 @@
+"""An engine whose ranks are lost: what was accepted still ends, once, and rightly.
+
+The link is one that a test can break and mend; behind it is a real planner with a real model.
+"""
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from gpt.errors import PreambleError
+from gpt.model import GPT
+from gpt.sampling import Sampling
+from serving.engine import Engine
+from serving.inside import Inside
+from serving.link import Receiver
+from serving.messages import Ready, ToPlanner, Update
+from serving.request import (
+    Answer,
+    DeadlinePassedError,
+    EngineFaultError,
+    OverloadedError,
+    Request,
+    UnavailableError,
+)
+from serving.stream import completions
+from tests.models import CLASSIC, build
+from tests.servers import eventually
+from tests.test_engine import CONFIG, DRAWN, LONG, TOKENIZER, alone, idle, one, run, tokens
+
+STORM_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return build(CLASSIC)
+
+
+class Fragile:
+    """A link whose ranks can be lost, and come back when asked; behind it is a real planner."""
+
+    refusal: PreambleError | None = None
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+        self._receiver: Receiver | None = None
+        self._inside: Inside | None = None
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._inside = Inside(self._model, CONFIG)
+        self._inside.start(self)
+
+    def ready(self, facts: Ready) -> None:
+        assert self._receiver is not None
+        self._receiver.ready(facts)
+
+    def update(self, update: Update) -> None:
+        assert self._receiver is not None
+        if self._inside is not None:
+            self._receiver.update(update)
+
+    def lost(self, reason: str) -> None:
+        """The planner's own word that it was closed."""
+
+    def send(self, message: ToPlanner) -> None:
+        if self._inside is not None:
+            self._inside.send(message)
+
+    def lose(self) -> None:
+        assert self._inside is not None and self._receiver is not None
+        inside, self._inside = self._inside, None
+        inside.close()
+        self._receiver.lost("rank 0 was ended by SIGKILL")
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        if self._inside is not None:
+            self._inside.close(timeout_s)
+
+
+def broken_engine(model: GPT) -> tuple[Fragile, Engine]:
+    link = Fragile(model)
+    engine = Engine(link, TOKENIZER, CONFIG)
+    engine.start()
+    engine.wait()
+    return link, engine
+
+
+def test_what_had_told_no_token_outlives_a_loss_and_the_rest_is_told_to_try_again(
+    model: GPT,
+) -> None:
+    link, engine = broken_engine(model)
+    changes: list[bool] = []
+    engine.on_change = lambda: changes.append(engine.up)
+
+    async def work() -> None:
+        begun = engine.submit(one((1, 1), LONG))
+        whole = engine.submit(one((1, 2), replace(LONG, logprobs=0)), whole=True)
+        first = [await anext(begun), await anext(whole)]
+        waits = [engine.submit(one((2, place), DRAWN)) for place in range(9)]
+        left = waits.pop()
+        await asyncio.to_thread(link.lose)
+        assert (engine.up, engine.restarts, engine.reason) == (
+            False,
+            1,
+            "rank 0 was ended by SIGKILL",
+        )
+        with pytest.raises(UnavailableError, match=r"loaded again .*SIGKILL"):
+            engine.submit(one((1, 2)))
+        left.close()
+        with pytest.raises(UnavailableError, match="try again in a moment"):
+            await tokens(begun)
+        link.start(engine)
+        rest = await completions(whole)
+        ids = (*first[1].token_ids, *rest[0].token_ids)
+        assert list(ids) == alone(model, whole.request.answers[0])
+        assert len(first[1].scores) + len(rest[0].scores) == 50
+        for stream in waits:
+            told = stream.request.answers[0]
+            # Those that had begun were told to try again, those that had not are right.
+            try:
+                assert await tokens(stream) == alone(model, told)
+            except UnavailableError:
+                assert stream in waits[:2]
+
+    try:
+        run(work)
+        assert changes == [False, True]
+        eventually(lambda: idle(engine))
+    finally:
+        engine.close()
+
+
+def test_a_request_that_was_there_at_two_losses_is_taken_for_the_cause(model: GPT) -> None:
+    link, engine = broken_engine(model)
+
+    async def work() -> None:
+        held = [engine.submit(one((1, place), LONG)) for place in range(4)]
+        for stream in held:
+            await anext(stream)
+        suspect = engine.submit(one((1, 2), LONG))
+        for _ in range(2):
+            await asyncio.to_thread(link.lose)
+            link.start(engine)
+        with pytest.raises(EngineFaultError, match="lost twice"):
+            await tokens(suspect)
+        for stream in held:
+            stream.close()
+
+    try:
+        run(work)
+        assert engine.restarts == 2
+    finally:
+        engine.close()
+
+
+def test_in_a_storm_of_losses_cancels_and_deadlines_every_answer_ends_once_and_is_right(
+    model: GPT,
+) -> None:
+    link, engine = broken_engine(model)
+    luck = random.Random(4)
+    wanted = [
+        Answer((1, 2, 3, place), Sampling(length, temperature=place % 2 * 3.0, seed=place))
+        for place, length in enumerate((1, 4, 9, 20, 40, 60))
+    ]
+    expected = {answer: alone(model, answer) for answer in wanted}
+    ends: dict[str, int] = {}
+
+    async def ask() -> None:
+        answers = tuple(luck.choices(wanted, k=luck.choice((1, 1, 1, 2, 4))))
+        limit_s = luck.choice((None, None, 0.02, 0.2))
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        pieces_max = luck.choice((1, 3, 10**6, 10**6))
+        try:
+            stream = engine.submit(Request(answers), deadline, whole=luck.random() < 0.5)
+        except (OverloadedError, UnavailableError) as error:
+            ends[type(error).__name__] = ends.get(type(error).__name__, 0) + 1
+            return await asyncio.sleep(0.02)
+        made: list[list[int]] = [[] for _ in answers]
+        ended = [0] * len(answers)
+        how = "cancelled"
+        try:
+            async for piece in stream:
+                assert not ended[piece.index]
+                made[piece.index] += piece.token_ids
+                ended[piece.index] += piece.finish is not None
+                pieces_max -= 1
+                if not pieces_max:
+                    break
+            else:
+                how = "done"
+        except (DeadlinePassedError, UnavailableError, EngineFaultError) as error:
+            how = type(error).__name__
+        finally:
+            stream.close()
+        ends[how] = ends.get(how, 0) + 1
+        assert how != "done" or ended == [1] * len(answers)
+        for answer, ids, end in zip(answers, made, ended, strict=True):
+            assert ids == expected[answer][: None if end else len(ids)]
+
+    async def callers(until: float) -> None:
+        while time.monotonic() < until:
+            await ask()
+
+    async def storm() -> None:
+        until = time.monotonic() + STORM_S
+        tasks = [asyncio.create_task(callers(until)) for _ in range(8)]
+        while time.monotonic() < until - 0.5:
+            await asyncio.sleep(luck.uniform(0.1, 0.4))
+            await asyncio.to_thread(link.lose)
+            await asyncio.sleep(luck.uniform(0.0, 0.05))
+            await asyncio.to_thread(link.start, engine)
+        await asyncio.gather(*tasks)
+
+    try:
+        run(storm)
+        eventually(lambda: idle(engine))
+        assert engine.restarts >= 3
+        assert ends["done"] > 10
+        assert {"cancelled", "UnavailableError", "DeadlinePassedError"} <= ends.keys()
+    finally:
+        engine.close()
