@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 # Long prompts make long steps; so the ring is bounded in bytes too.
 BYTES_MAX = 64 << 20
 
+# What crashes leave behind: ranks that are started again and again must not fill a disk.
+CRASHES, CRASHES_MAX = "preamble-flight-*.jsonl", 20
+
 # What tells no token. All other fields of a request are counted, or left out.
 _SHOWN = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"),
@@ -107,9 +110,12 @@ class Flight:
 
 
 def crash_path(folder: str | None) -> Path:
-    """Where to write after a crash: a name of its own each time."""
+    """Where to write after a crash: a name of its own each time. The oldest of many go."""
     place = Path(folder) if folder is not None else Path(tempfile.gettempdir())
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    for old in sorted(place.glob(CRASHES))[: 1 - CRASHES_MAX]:
+        with suppress(OSError):  # Another user's, say.
+            old.unlink()
     return place / f"preamble-flight-{stamp}-{os.getpid()}-{secrets.token_hex(2)}.jsonl"
 
 

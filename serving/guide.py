@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import llguidance
 
 # What a guide may be at most: its text, and what reading and following it may cost. Together they
-# bound a check, the beginning of a sequence and the worst token of a hostile guide to some 0.2 s.
+# bound a check, the beginning of a sequence and the worst token of a hostile guide to some 0.3 s.
 GUIDE_BYTES_MAX = 1 << 16
 _SYMBOLS_MAX = {"json": 50_000, "choice": 50_000, "regex": 20_000, "grammar": 20_000}
 _ITEMS_MAX = 20_000  # That a token may cost, of a grammar's rules; about 100 a millisecond.
@@ -41,7 +41,7 @@ _COMPILED_MAX = 64  # Guides that are kept ready for the next request with the s
 def check_guide(guide: Guide, stop_token_ids: Iterable[int]) -> None:
     """Refuse a guide that cannot be followed. `stop_token_ids`: those that the request will have.
 
-    Takes up to about 0.1 s, most guides far less; needs no model.
+    Takes up to about 0.2 s, most guides far less; needs no model.
     """
     field = f"guide.{guide.kind}"
     if guide.kind not in _WANTED:

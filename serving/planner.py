@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -24,6 +25,7 @@ from serving.messages import (
     Failed,
     FromPlanner,
     Halt,
+    Load,
     Made,
     Outcome,
     Step,
@@ -108,7 +110,7 @@ class Planner:
         except Exception as error:
             log.exception("event=planner_failed")
             reason = f"{type(error).__name__}: {error}"
-            self._write_crash(reason)
+            self.write_crash(reason)
         finally:
             self._tables.close()
             self._end_ranks()
@@ -226,7 +228,7 @@ class Planner:
             case Loaded():
                 self._take_rows(message)
             case Dump():
-                self.flight.write(message.path, "asked", self._scheduler.load, ids=message.ids)
+                self.write_flight(message.path, "asked", ids=message.ids)
             case Close():
                 self._closed = True
 
@@ -310,14 +312,18 @@ class Planner:
         chunk, decodes = steps[1], steps[3]
         return Warm(took[1] * 1e3 / sum(chunk.lengths), took[3] * 1e3, len(decodes.slots))
 
-    def _write_crash(self, reason: str) -> None:
-        path = crash_path(self._config.flight_dir)
+    def write_flight(self, path: str | Path, why: str, *, ids: bool) -> None:
+        """Write down the last steps; from any thread, even if the planner is stuck or broken."""
         try:
             load = self._scheduler.load
         except Exception:  # It may be what has broken.
             log.exception("event=load_unknown")
-            return
-        self.flight.write(path, reason, load, ids=self._config.flight_ids)
+            load = Load()
+        self.flight.write(path, why, load, ids=ids)
+
+    def write_crash(self, why: str) -> None:
+        """The same where the configuration says, beside those of earlier crashes."""
+        self.write_flight(crash_path(self._config.flight_dir), why, ids=self._config.flight_ids)
 
     def _end_ranks(self) -> None:
         if self._send_step is None:

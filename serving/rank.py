@@ -36,7 +36,6 @@ from gpt.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 from serving.channel import Channel
 from serving.circle import Circle, Store, listen
 from serving.config import ServerConfig
-from serving.flight import crash_path
 from serving.messages import (
     Close,
     Dump,
@@ -285,7 +284,7 @@ class Rank:
         if isinstance(message, Dump):
             # Here and now: the planner may be stuck, and that is when it is wanted.
             if planner is not None:
-                planner.flight.write(message.path, "asked", Load(), ids=message.ids)
+                planner.write_flight(message.path, "asked", ids=message.ids)
         elif isinstance(message, Close):
             self._leaving = True
             if planner is None:
@@ -303,8 +302,7 @@ class Rank:
         if self._place.rank == 0:
             reason = f"rank {rank} has ended"
             if self._planner is not None:
-                path = crash_path(self._config.flight_dir)
-                self._planner.flight.write(path, reason, Load(), ids=self._config.flight_ids)
+                self._planner.write_crash(reason)
             self._give(Failed(reason))
         log.error("event=ending reason='rank %d has ended'", rank)
         leave(1)

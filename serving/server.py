@@ -231,7 +231,7 @@ class Servicer(
             code = _code(error)
             again = isinstance(error, OverloadedError | UnavailableError)
             wait = RETRY_LATER if again and self.state != "draining" else ()
-            await context.abort(code, str(error), wait)
+            await _abort(context, code, str(error), wait)
         except asyncio.CancelledError:
             remaining = context.time_remaining()
             late = remaining is not None and remaining <= 0
@@ -240,7 +240,8 @@ class Servicer(
         except Exception:
             log.exception("event=call_failed method=%s", method)
             code = grpc.StatusCode.INTERNAL
-            await context.abort(code, "a fault of this server ended the call; its log says why")
+            reason = "a fault of this server ended the call; its log says why"
+            await _abort(context, code, reason)
         finally:
             self._leave()
             self.metrics.requests.labels(method, code.name).inc()
@@ -288,6 +289,19 @@ class Reading(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
         return make(answer, response_serializer=handler.response_serializer)
+
+
+async def _abort(
+    context: Context,
+    code: grpc.StatusCode,
+    reason: str,
+    trailing: tuple[tuple[str, str], ...] = (),
+) -> None:
+    """End a call badly. Where nobody hears it any more the library would log a stack for each."""
+    try:
+        await context.abort(code, reason, trailing)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def _code(error: PreambleError) -> grpc.StatusCode:

@@ -117,7 +117,9 @@ class Tables:
             try:
                 self._done(Loaded(rows, self._read(rows)))
             except PreambleError as error:
-                self._done(Loaded(rows, reason=str(error)))
+                # Callers are told the file's name, which is the adapter's, and not where it lies.
+                reason = str(error).replace(f"{Path(rows.file).parent}/", "")
+                self._done(Loaded(rows, reason=reason))
             except Exception:
                 log.exception("event=table_fault digest=%s", rows.digest[:12])
                 reason = "the adapter could not be read, by a fault of this server; try again"

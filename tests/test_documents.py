@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"),
-    *("docs/checkpoints.md", "examples/demo/README.md"),
+    *("docs/checkpoints.md", "docs/engine.md", "examples/demo/README.md"),
 )
 COMMAND_SECONDS_MAX = 60
 

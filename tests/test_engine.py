@@ -21,7 +21,7 @@ from gpt.tokenizer import NullTokenizer
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
-from serving.messages import Rows
+from serving.messages import Guide, Rows
 from serving.request import (
     Answer,
     DeadlinePassedError,
@@ -203,6 +203,22 @@ def test_the_fault_of_an_only_answer_is_raised_and_that_of_one_of_many_is_a_piec
         assert sum(len(piece.token_ids) for piece in pieces if piece.index == 1) == 5
 
     run(work)
+
+
+def test_a_guide_that_cannot_be_followed_is_its_callers_error_and_harms_nobody(
+    engine: Engine, model: GPT, tmp_path: Path
+) -> None:
+    rows = written(tmp_path, "guided", 2)
+    # The engine of these tests has no tokenizer for guides, so that it can follow none.
+    bad = Answer((VOCABULARY, 2), SHORT, rows=rows)
+    guided = Request((bad, one((1, 2)).answers[0]), guide=Guide("choice", '["a"]'))
+
+    made = engine.generate([guided, one((1, 2))])
+
+    for completion in made[:2]:
+        assert isinstance(completion.error, RequestError)
+        assert "what the guide wants" in str(completion.error)
+    assert list(made[2].token_ids) == alone(model, one((1, 2)).answers[0])
 
 
 def test_an_adapter_whose_file_is_gone_or_changed_is_refused_and_harms_nobody(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.sampling import Sampling
-from serving.flight import Flight, crash_path
+from serving.flight import CRASHES_MAX, Flight, crash_path
 from serving.messages import Begin, Guide, Load, Outcome, Rewrite, Scored, Step, Table
 
 # No size, place or number of a step is in this range: whatever is, is a token id.
@@ -136,3 +136,14 @@ def test_every_crash_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert crash_path(str(tmp_path)) != crash_path(str(tmp_path))
     assert crash_path(str(tmp_path)).parent == tmp_path
     assert crash_path(None).parent.is_dir()
+
+
+def test_many_crashes_leave_the_last_ones_only(tmp_path: Path) -> None:
+    flight = Flight(4)
+    written = []
+    for _ in range(CRASHES_MAX + 5):
+        written.append(crash_path(str(tmp_path)))
+        assert flight.write(written[-1], "a crash", Load())
+    left = sorted(tmp_path.iterdir())
+    assert len(left) == CRASHES_MAX
+    assert written[-1] in left

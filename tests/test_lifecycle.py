@@ -4,6 +4,7 @@ Its model knows numbers only, so nothing but its length ends a completion, and a
 caught in the middle.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -14,8 +15,10 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -23,6 +26,9 @@ from clients.generation import CallError, Client, Options
 from protos.preamble.v1 import generation_pb2, generation_pb2_grpc
 from serving.__main__ import main, serve_parser
 from serving.config import ServerConfig
+from serving.metrics import Metrics
+from serving.request import DeadlinePassedError
+from serving.server import Servicer
 from tests.servers import (
     ROOT,
     WAIT_S,
@@ -66,6 +72,25 @@ def sent_at_the_end(error: grpc.RpcError) -> str:
 def idle(server: Server) -> bool:
     states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
     return all(server.metric(f"preamble_{state}") == 0 for state in states)
+
+
+def test_an_error_for_a_caller_who_has_gone_is_counted_and_writes_no_stack() -> None:
+    class Gone:
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("the call is over")
+
+    servicer = Servicer(Metrics())
+
+    async def work() -> None:
+        # The library logs a stack for any other exception.
+        with pytest.raises(asyncio.CancelledError):
+            async with servicer.call("Generate", cast(Any, Gone())):
+                raise DeadlinePassedError("late")
+        await asyncio.wait_for(servicer.drained(), 1)
+
+    asyncio.run(work())
+    counted = 'preamble_requests_total{code="DEADLINE_EXCEEDED",method="Generate"} 1.0'
+    assert counted in servicer.metrics.text().decode()
 
 
 def test_a_client_that_leaves_takes_its_request_along(server: Server, client: Client) -> None:
