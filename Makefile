@@ -11,11 +11,14 @@ RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 STUBS       := $(firstword $(PROTOS:.proto=_pb2.py))
 LEARNED     := build/demo/learned
+# Attention in C, for CPUs; without it the same is done in torch.
+KERNELS     := gpt/libkernels.so
+COMPILE     := $(CC) -O3 -Wall -Wextra -Wno-psabi -fopenmp -shared -fPIC
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu check tools protos wheel clean help
+.PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
 
-setup: $(DEVELOPMENT) $(STUBS)  ## installs everything that developing needs
+setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs everything that developing needs
 demo: $(LEARNED)  ## serves the small model that comes along, and talks to it
 	@$(VENV)/bin/python -m examples.demo
 serve-demo: $(LEARNED)  ## serves that model until Ctrl-C
@@ -36,13 +39,18 @@ check: setup  ## lint, format, types, house rules
 	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q tests/test_tidy.py
+peers:  ## installs the engines that `make bench-peers` compares with, under build/peers
+	bench/peers_install.sh
+bench-peers: setup  ## times generating beside those engines
+	$(VENV)/bin/python -m bench --only peers
 tools: setup  ## installs what only the slow drills need
 	@$(PIP) --no-deps megatron-core
 protos: setup  ## compiles the protos into Python stubs
+kernels: $(KERNELS)  ## compiles what is written in C, where there is a compiler
 wheel: setup  ## builds dist/preamble-*.whl
 	rm -rf build/lib build/bdist.* && $(VENV)/bin/python -m pip wheel -q --no-deps -w dist .
 clean:  ## removes what was built, but leaves .venv
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2*
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2* $(KERNELS)
 help:  ## lists the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -57,6 +65,8 @@ $(DEVELOPMENT): $(RUNTIME)
 	@$(PIP) -e '.[dev]' && touch $@
 $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
+$(KERNELS): gpt/kernels.c
+	@$(COMPILE) -o $@ $< -lm || echo '$@ was not built (see above, or there is no C compiler): answers on a CPU will be slower'
 $(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 import gpt
+from bench import adapters, offline
+from bench.gpt2 import VOCABULARY, random_model
 from gpt.generate import generate
 from gpt.model import GPT
+from gpt.packed import pack
 from gpt.sampling import Sampling
 
-LAYERS, HIDDEN, HEADS, VOCABULARY, CONTEXT = 12, 768, 12, 50304, 1024
 # What is timed: requests, prompt tokens, new tokens.
 ROWS = ((1, 32, 64), (8, 128, 64), (1, 960, 1))
+TABLES = ("generate", "convert", "peers", "engine", "adapters")
 
 Run = Callable[[Tensor, int], None]
 
@@ -33,9 +36,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("generate", "convert"), help="one of the tables")
+    parser.add_argument("--only", choices=TABLES, help="one")
     parser.add_argument("--disk", metavar="FOLDER", help="where checkpoints are converted")
+    parser.add_argument("--peers", nargs="*", help="which engines; see bench/peers_install.sh")
+    parser.add_argument("--requests", nargs="*", type=int, help="of that table, some rows only")
+    offline.add_flags(parser)
     flags = parser.parse_args(argv)
+    if flags.only in ("engine", "adapters"):
+        for line in offline.asked(flags) if flags.only == "engine" else adapters.lines():
+            print(line, flush=True)
+        return 0
+    if flags.only == "peers":
+        from bench import peers
+
+        for line in peers.lines(flags.rounds, flags.peers or peers.NAMES, flags.requests):
+            print(line, flush=True)
+        return 0
     if flags.only != "convert":
         code = generation(flags)
         if code:
@@ -54,7 +70,9 @@ def generation(flags: argparse.Namespace) -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         peer = transformers_peer(Path(folder), flags.device, flags.dtype)
-        ours = ours_of(gpt.load(folder, device=flags.device, dtype=flags.dtype))
+        loaded = gpt.load(folder, device=flags.device, dtype=flags.dtype)
+    pack(loaded)
+    ours = ours_of(loaded)
     where = torch.cuda.get_device_name() if flags.device == "cuda" else f"{threads()} threads"
     print(f"GPT-2 small, {flags.dtype}, {where}, torch {torch.__version__}")
     print(f"{'requests':>8} {'prompt':>7} {'new':>4} {'ours':>9} {'transformers':>13} {'ratio':>6}")
@@ -84,19 +102,7 @@ def ours_of(model: GPT) -> Run:
 
 def transformers_peer(folder: Path, device: str, dtype: str) -> Run:
     """Its own GPT-2 with its own attention kernels; its weights are saved for ours to load."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=LAYERS,
-        n_embd=HIDDEN,
-        n_head=HEADS,
-        vocab_size=VOCABULARY,
-        n_positions=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype)).eval()
+    model = random_model(dtype)
     model.save_pretrained(folder)
     model = model.to(device)
 

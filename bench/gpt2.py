@@ -1,0 +1,27 @@
+"""GPT-2 small with random weights, which every engine can read: the model of all timings.
+
+What a number is does not change how long it takes, so nothing has to be downloaded.
+"""
+
+from typing import Any
+
+import torch
+
+LAYERS, HIDDEN, HEADS, VOCABULARY, CONTEXT = 12, 768, 12, 50304, 1024
+
+
+def random_model(dtype: str) -> Any:
+    """GPT-2 small, in the form that every engine reads."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=LAYERS,
+        n_embd=HIDDEN,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype)).eval()
