@@ -5,11 +5,13 @@ Work comes as a line of JSON on standard input; tokens are drawn greedily, and a
 for are made, whatever they are. The answer says how many there were and what it took.
 """
 
+import atexit
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -35,20 +37,25 @@ def main() -> None:
 
 
 def ours(model: str) -> tuple[Run, str]:
+    """The engine in this process, as `serving.engine.Engine` gives it to a program."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     import gpt
-    from gpt.generate import generate
+    from bench.offline import KV_TOKENS, answered, asking, engine_of
     from gpt.packed import pack
-    from gpt.sampling import Sampling
+    from serving.config import ServerConfig
 
     loaded = gpt.load(model)
     pack(loaded)
+    config = ServerConfig(model=model, kv_tokens_max=KV_TOKENS)
+    opened = ExitStack()  # For as long as this process lives.
+    atexit.register(opened.close)
+    engine = opened.enter_context(engine_of(loaded, config))
 
     def run(prompts: Prompts, new: int) -> int:
-        made = generate(loaded, prompts, Sampling(new))
-        return sum(len(completion.token_ids) for completion in made)
+        made = answered(engine, [asking(tuple(ids), new) for ids in prompts])
+        return sum(len(one.token_ids) for one in made)
 
-    return run, f"the plain loop, {loaded.dtype}, torch {version('torch')}"
+    return run, f"the engine, {loaded.dtype}, torch {version('torch')}"
 
 
 def transformers(model: str) -> tuple[Run, str]:

@@ -235,8 +235,10 @@ def _planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:
         together = max(1, min(SCORES_BYTES // scores, tokens_max // (length + past)))
         for at in range(0, len(sequences), together):
             groups.append(_prompts(batch, sequences[at : at + together], shape, like))
-    rows = torch.cat([_flat(group.rows, like.device) for group in groups])
-    order = rows.argsort() if bool((rows.diff() < 0).any()) else None
+    order = None
+    if len(groups) > 1:
+        rows = torch.cat([_flat(group.rows, like.device) for group in groups])
+        order = rows.argsort() if bool((rows.diff() < 0).any()) else None
     largest = max((g.gather.shape[1] for g in groups if g.gather is not None), default=0)
     room = like.new_empty(2, largest, shape.block_tokens * like.shape[-1])
     return Plan(groups, order, room)
@@ -308,12 +310,16 @@ def _prompts(batch: Batch, sequences: Sequence[int], shape: Shape, like: Tensor)
     for at in range(0, length, TILE_QUERIES):
         end = min(at + TILE_QUERIES, length)
         low = start if window is None else max(start, past + at + 1 - window)
+        high = past + end
+        if gather is not None and end == length:
+            # All that was gathered: of a part of it the product would make a copy first.
+            high = -(-high // size) * size
         queries = torch.arange(past + at, past + end, device=device)
-        seen = visible(queries, torch.arange(low, past + end, device=device), window)
+        seen = visible(queries, torch.arange(low, high, device=device), window)
         mask = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
         mask = mask.repeat_interleave(shape.queries, 0).unsqueeze(0)
         asked = slice(at * shape.queries, end * shape.queries)
-        tiles.append(Tile(asked, slice(low - start, past + end - start), mask))
+        tiles.append(Tile(asked, slice(low - start, high - start), mask))
     return Group(_rows(batch, sequences, device), len(sequences), shape, gather, tiles)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,13 +72,15 @@ class Batch:
         rows: Tensor | None = None,
     ) -> "Batch":
         """New tokens of sequences whose KV lies in a pool of blocks of `block_tokens`."""
-        device = tables.device
-        count, before = (torch.tensor(x, device=device) for x in (lengths, past))
-        sequence = torch.arange(len(lengths), device=device).repeat_interleave(count)
-        shift = before - (count.cumsum(0) - count)
-        positions = torch.arange(sum(lengths), device=device) + shift[sequence]
-        blocks = tables[sequence, positions // block_tokens]
-        slots = blocks, positions % block_tokens
+        # Counted on the host, where lengths are known, and copied to the device at once.
+        count = np.array(lengths)
+        sequence = np.repeat(np.arange(len(count)), count)
+        positions = np.arange(len(sequence)) + (np.array(past) - count.cumsum() + count)[sequence]
+        numbers = np.stack(
+            [positions, sequence, positions // block_tokens, positions % block_tokens]
+        )
+        positions, sequence, block, place = torch.from_numpy(numbers).to(tables.device)
+        slots = tables[sequence, block], place
         return cls(tuple(lengths), tuple(past), positions, slots, tables, rows)
 
     @property

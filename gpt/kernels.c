@@ -1,7 +1,8 @@
-/* Attention of single new tokens over a paged KV pool, for CPUs; called through gpt/kernels.py.
+/* What a CPU is to do fast: attention of single new tokens over a paged KV pool, and products with
+   bf16 weights. Called through gpt/kernels.py.
 
-   Keys and values are read where they lie, block by block, each once. All arithmetic between them
-   is fp32. Vectors are the compiler's own (16 floats), so one source serves every machine; it is
+   Keys and values are read where they lie, block by block, each once; weights in the order in which
+   they lie. All sums are fp32. Vectors are the compiler's own (16 floats), so one source serves every machine; it is
    compiled for a plain one, for AVX2 and for AVX-512 with bf16, and the best is chosen when it is
    loaded. A row's sums are taken in an order that depends on its own keys alone: results do not
    change with the batch or with the number of threads. It knows no tensors, only addresses. */
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ABI 1            /* What gpt/kernels.py expects. */
+#define ABI 3            /* What gpt/kernels.py expects. */
 #define LANES 16
 #define SEGMENT 256      /* Keys whose scores are held at once; also how long contexts are split. */
 #define QUERIES 8        /* Queries of a group that read a key together. */
@@ -22,7 +23,7 @@
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* The rows of one step that have their keys in the pool; the same for every layer. */
 typedef struct {
@@ -53,15 +54,36 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------ numbers */
 
-INLINE Floats wide(const void *from, int bf16)
+/* 16 numbers of fp32; or of bf16 those in even places of 32 (half 0), or in odd ones (half 1). */
+INLINE Floats wide(const void *from, int bf16, int half)
 {
     if (!bf16)
         return *(const Floats *)from;
-    Words words = __builtin_convertvector(*(const Halves *)from, Words) << 16;
-    return (Floats)words;
+    Words words = *(const Words *)from;
+    if (half)
+        return (Floats)(words & 0xffff0000u);
+    return (Floats)(words << 16);
 }
 
-/* The sums of 16 vectors' lanes, in order. */
+INLINE float number(const void *from, int64_t at, int bf16)
+{
+    float x;
+    if (!bf16)
+        return ((const float *)from)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* The sum of a vector's lanes. */
+INLINE float sum(const Floats *x)
+{
+    const Four *y = (const Four *)x;
+    Four all = (y[0] + y[1]) + (y[2] + y[3]);
+    return (all[0] + all[2]) + (all[1] + all[3]);
+}
+
+/* The sums of 16 vectors' lanes, in order; well done only by a machine with such vectors. */
 INLINE Floats sums(Floats *x)
 {
     Floats y[8];
@@ -145,58 +167,66 @@ __attribute__((target(BF16_TARGET))) INLINE void dots(const uint16_t *q, const u
     *(Floats *)to = sums(x);
 }
 
-__attribute__((target(BF16_TARGET))) static void scores_bf16_avx512(
-    const void *q, int64_t stride, int queries, const void *keys, int tokens, int width, float *to)
+INLINE __attribute__((target(BF16_TARGET))) void scores_dots(const uint16_t *q, int64_t stride,
+                                                             int queries, const uint16_t *keys,
+                                                             int tokens, int width, float *to)
 {
-    for (int start = 0; start < tokens; start += LANES) {
-        const uint16_t *here = (const uint16_t *)keys + start * (int64_t)width;
+    for (int start = 0; start < tokens; start += LANES)
         for (int i = 0; i < queries; i++) {
-            const uint16_t *one = (const uint16_t *)q + i * stride;
+            const uint16_t *one = q + i * stride, *here = keys + start * (int64_t)width;
             float *sum = to + i * (SEGMENT + LANES) + start;
             if (tokens - start >= LANES)
                 dots(one, here, LANES, width, sum);
             else
                 dots(one, here, tokens - start - 1, width, sum);
         }
-    }
+}
+
+__attribute__((target(BF16_TARGET))) static void scores_bf16_dots(const void *q, int64_t stride,
+                                                                  int queries, const void *keys,
+                                                                  int tokens, int width, float *to)
+{
+    /* Where the width is known, the places of 16 keys are too. */
+    if (width == 64)
+        scores_dots(q, stride, queries, keys, tokens, 64, to);
+    else if (width == 128)
+        scores_dots(q, stride, queries, keys, tokens, 128, to);
+    else
+        scores_dots(q, stride, queries, keys, tokens, width, to);
 }
 #endif
 
-/* Scores of `tokens` keys for each query; up to 15 more are written, which mean nothing. */
+/* Scores of `tokens` keys for each query. */
 INLINE void scores_of(const void *q, int64_t stride, int queries, const void *keys, int tokens,
                       int width, float *to, int bf16)
 {
-    const int bytes = bf16 ? 2 : 4;
-    const int even = width & -LANES;
-    for (int start = 0; start < tokens; start += LANES)
+    const int bytes = bf16 ? 2 : 4, step = bf16 ? 2 * LANES : LANES;
+    const int even = width / step * step;
+    for (int start = 0; start < tokens; start += 4)
         for (int i = 0; i < queries; i++) {
             const char *one = (const char *)q + i * stride * bytes;
-            float *sum = to + i * (SEGMENT + LANES) + start;
-            Floats x[LANES];
-            int last = tokens - start - 1;
-            for (int t = 0; t < LANES; t++)
+            const int last = tokens - start - 1;
+            const char *key[4];
+            Floats x[4];
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; t++) {
+                key[t] = (const char *)keys + (start + (t < last ? t : last)) * (int64_t)width * bytes;
                 x[t] = (Floats){0};
-            for (int c = 0; c < even; c += LANES) {
-                Floats a = wide(one + c * bytes, bf16);
-#pragma GCC unroll 16
-                for (int t = 0; t < LANES; t++) {
-                    int64_t key = start + (t < last ? t : last);
-                    x[t] += a * wide((const char *)keys + (key * width + c) * bytes, bf16);
-                }
             }
-            for (int c = even; c < width; c++)
-                for (int t = 0; t <= last && t < LANES; t++) {
-                    int64_t at = (start + t) * (int64_t)width + c;
-                    if (bf16) {
-                        uint32_t a = (uint32_t)((const uint16_t *)one)[c] << 16;
-                        uint32_t b = (uint32_t)((const uint16_t *)keys)[at] << 16;
-                        float fa, fb;
-                        memcpy(&fa, &a, 4), memcpy(&fb, &b, 4);
-                        x[t][0] += fa * fb;
-                    } else
-                        x[t][0] += ((const float *)one)[c] * ((const float *)keys)[at];
+            for (int c = 0; c < even * bytes; c += 64)
+#pragma GCC unroll 2
+                for (int half = 0; half <= bf16; half++) {
+                    Floats a = wide(one + c, bf16, half);
+#pragma GCC unroll 4
+                    for (int t = 0; t < 4; t++)
+                        x[t] += a * wide(key[t] + c, bf16, half);
                 }
-            *(Floats *)sum = sums(x);
+            for (int t = 0; t < 4 && t <= last; t++) {
+                float all = sum(x + t);
+                for (int c = even; c < width; c++)
+                    all += number(one, c, bf16) * number(key[t], c, bf16);
+                to[i * (SEGMENT + LANES) + start + t] = all;
+            }
         }
 }
 
@@ -230,66 +260,58 @@ INLINE void weigh_of(float *scores, int tokens, float scale, float *most, float 
     *most = best, *sum = all;
 }
 
-/* Adds the weighted values of some channels, of `queries` queries. */
+/* Adds the weighted values of `vectors` times 64 bytes of channels. */
 INLINE void values_at(const float *weights, int queries, const char *values, int tokens, int width,
                       float *made, int vectors, int bf16)
 {
-    const int bytes = bf16 ? 2 : 4;
+    const int64_t row = width * (int64_t)(bf16 ? 2 : 4);
+    const int count = vectors * (1 + bf16);
     Floats sum[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < queries * vectors; i++)
-        sum[i] = *(Floats *)(made + i / vectors * WIDTH_MAX + i % vectors * LANES);
-    for (int t = 0; t < tokens; t++) {
-        const char *here = values + t * (int64_t)width * bytes;
-#pragma GCC unroll 16
-        for (int v = 0; v < vectors; v++) {
-            Floats x = wide(here + v * LANES * bytes, bf16);
-#pragma GCC unroll 16
+    for (int i = 0; i < queries * count; i++)
+        sum[i] = *(Floats *)(made + i / count * WIDTH_MAX + i % count * LANES);
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < count; v++) {
+            Floats x = wide(values + t * row + v / (1 + bf16) * 64, bf16, v % (1 + bf16));
+#pragma GCC unroll 4
             for (int i = 0; i < queries; i++)
-                sum[i * vectors + v] += x * weights[i * (SEGMENT + LANES) + t];
+                sum[i * count + v] += x * weights[i * (SEGMENT + LANES) + t];
         }
-    }
 #pragma GCC unroll 16
-    for (int i = 0; i < queries * vectors; i++)
-        *(Floats *)(made + i / vectors * WIDTH_MAX + i % vectors * LANES) = sum[i];
+    for (int i = 0; i < queries * count; i++)
+        *(Floats *)(made + i / count * WIDTH_MAX + i % count * LANES) = sum[i];
 }
 
+INLINE void values_some(const float *weights, int queries, const void *values, int tokens,
+                        int width, float *made, int bf16)
+{
+    const int step = bf16 ? 2 * LANES : LANES, four = 4 * LANES;
+    const char *from = (const char *)values;
+    int c = 0;
+    for (; c + four <= width; c += four)
+        values_at(weights, queries, from + c / step * 64, tokens, width, made + c, four / step,
+                  bf16);
+    for (; c + step <= width; c += step)
+        values_at(weights, queries, from + c / step * 64, tokens, width, made + c, 1, bf16);
+    for (; c < width; c++)
+        for (int i = 0; i < queries; i++)
+            for (int t = 0; t < tokens; t++)
+                made[i * WIDTH_MAX + c] += number(values, t * (int64_t)width + c, bf16) *
+                                           weights[i * (SEGMENT + LANES) + t];
+}
+
+/* Adds the weighted values. Of bf16, 32 channels come as the even ones and then the odd ones. */
 INLINE void values_of(const float *weights, int queries, const void *values, int tokens, int width,
                       float *made, int bf16)
 {
-    const int bytes = bf16 ? 2 : 4;
-    const int even = width & -LANES;
-    const char *from = (const char *)values;
     int i = 0;
-    for (; i + 4 <= queries; i += 4) {
-        const float *w = weights + i * (SEGMENT + LANES);
-        float *to = made + i * WIDTH_MAX;
-        int c = 0;
-        for (; c + 64 <= even; c += 64)
-            values_at(w, 4, from + c * bytes, tokens, width, to + c, 4, bf16);
-        for (; c < even; c += LANES)
-            values_at(w, 4, from + c * bytes, tokens, width, to + c, 1, bf16);
-    }
-    for (; i < queries; i++) {
-        const float *w = weights + i * (SEGMENT + LANES);
-        float *to = made + i * WIDTH_MAX;
-        int c = 0;
-        for (; c + 64 <= even; c += 64)
-            values_at(w, 1, from + c * bytes, tokens, width, to + c, 4, bf16);
-        for (; c < even; c += LANES)
-            values_at(w, 1, from + c * bytes, tokens, width, to + c, 1, bf16);
-    }
-    for (i = 0; i < queries; i++)
-        for (int c = even; c < width; c++)
-            for (int t = 0; t < tokens; t++) {
-                float x;
-                if (bf16) {
-                    uint32_t a = (uint32_t)((const uint16_t *)values)[t * (int64_t)width + c] << 16;
-                    memcpy(&x, &a, 4);
-                } else
-                    x = ((const float *)values)[t * (int64_t)width + c];
-                made[i * WIDTH_MAX + c] += x * weights[i * (SEGMENT + LANES) + t];
-            }
+    for (; i + 4 <= queries; i += 4)
+        values_some(weights + i * (SEGMENT + LANES), 4, values, tokens, width, made + i * WIDTH_MAX,
+                    bf16);
+    for (; i < queries; i++)
+        values_some(weights + i * (SEGMENT + LANES), 1, values, tokens, width, made + i * WIDTH_MAX,
+                    bf16);
 }
 
 #define STEPS(machine, kind, bf16, TARGET)                                                         \
@@ -343,6 +365,11 @@ static int machine_max(void)
 
 static int machine = -1;
 
+/* Give back the threads that help the calling one. With more of OpenMP's threads than cores none
+   of them waits awake, and waking one costs more than a small product; so a thread that has
+   loaded a model lets go of its helpers before another runs it. */
+void preamble_rest(void) { omp_pause_resource_all(omp_pause_soft); }
+
 int preamble_abi(void) { return ABI; }
 
 /* Choose a machine, at most the best there is; which one it is now. */
@@ -365,7 +392,7 @@ static Ops ops_of(int bf16, int width)
         ops = (Ops){bf16 ? scores_bf16_wide : scores_fp32_wide, weigh_wide,
                     bf16 ? values_bf16_wide : values_fp32_wide};
         if (bf16 && width % 32 == 0)
-            ops.scores = scores_bf16_avx512;
+            ops.scores = scores_bf16_dots;
     }
 #else
     (void)width;
@@ -444,10 +471,12 @@ static void finish(const Rows *r, const Part *part, int queries, char *out)
         for (int64_t c = 0; c < r->width; c++) {
             float x = made[c] * share;
             if (r->bf16) {
+                int64_t place = c % 32, channel = c - place + place % 16 * 2 + place / 16;
                 uint32_t bits;
                 memcpy(&bits, &x, 4);
                 bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
-                ((uint16_t *)out)[i * r->width + c] = bits >> 16;
+                ((uint16_t *)out)[i * r->width + (c < r->width / 32 * 32 ? channel : c)] =
+                    bits >> 16;
             } else
                 ((float *)out)[i * r->width + c] = x;
         }
@@ -543,3 +572,117 @@ void preamble_store(void *kv, const void *k, const void *v, const int64_t *strid
                    bytes);
         }
 }
+
+/* --------------------------------------------------------------------------------- products */
+
+#if defined(__x86_64__)
+
+#define COLUMNS 32 /* Of a panel: they lie together, pairs of channels side by side. */
+#define TILE 12    /* Rows whose sums fit into registers. */
+
+enum { NOTHING, GELU, GELU_TANH };
+
+/* Rows (bf16) times a weight in panels, and what comes after it. */
+typedef struct {
+    const uint16_t *x, *weight, *bias, *residual;
+    uint16_t *out;
+    int64_t rows, channels, columns, activation, threads;
+} Product;
+
+INLINE Floats gelu(Floats x, int tanh_form)
+{
+    const Ints sign = (Ints)x & (int32_t)0x80000000;
+    const Floats one = (Floats){0} + 1.0f;
+    Floats y;
+    if (tanh_form) {
+        Floats z = (Floats)((Ints)((x + x * x * x * 0.044715f) * 0.79788456080286536f) & 0x7fffffff);
+        Floats e = power(z * -2.0f);
+        y = (one - e) / (one + e);
+    } else {
+        Floats z = (Floats)((Ints)x & 0x7fffffff) * 0.70710678118654752f;
+        Floats t = one / (z * 0.3275911f + 1.0f); /* Abramowitz and Stegun 7.1.26. */
+        Floats p = t * 1.061405429f - 1.453152027f;
+        p = p * t + 1.421413741f;
+        p = p * t - 0.284496736f;
+        p = p * t + 0.254829592f;
+        y = one - p * t * power(z * z * -1.0f);
+    }
+    y = (Floats)((Ints)y | sign);
+    return x * 0.5f * (y + 1.0f);
+}
+
+__attribute__((target(BF16_TARGET))) INLINE __m512 widened(const uint16_t *from, __mmask16 there)
+{
+    __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, from));
+    return (__m512)_mm512_slli_epi32(x, 16);
+}
+
+/* One panel's columns of `rows` rows. Each sum is taken channel by channel, however many rows. */
+__attribute__((target(BF16_TARGET))) INLINE void tile(const Product *p, const uint16_t *panel,
+                                                      int64_t first, int64_t column, int rows)
+{
+    __m512 sum[TILE][2];
+    const char *x = (const char *)(p->x + first * p->channels);
+    const int64_t row = p->channels * 2, pairs = p->channels / 2;
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+        sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh a = (__m512bh)_mm512_loadu_si512(panel + k * 64);
+        __m512bh b = (__m512bh)_mm512_loadu_si512(panel + k * 64 + 32);
+        /* What is read once comes from afar; past the end it is the next panel. */
+        _mm_prefetch((const char *)(panel + k * 64) + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)(panel + k * 64) + 2112, _MM_HINT_T0);
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            int32_t pair;
+            memcpy(&pair, x + i * row + k * 4, 4);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, a);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, b);
+        }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        int64_t at = column + half * LANES, left = p->columns - at;
+        if (left <= 0)
+            break;
+        __mmask16 there = left >= LANES ? 0xffff : (1u << left) - 1;
+        __m512 bias = p->bias ? widened(p->bias + at, there) : _mm512_setzero_ps();
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            int64_t place = (first + i) * p->columns + at;
+            __m512 y = sum[i][half] + bias;
+            if (p->activation)
+                y = (__m512)gelu((Floats)y, p->activation == GELU_TANH);
+            if (p->residual)
+                y += widened(p->residual + place, there);
+            _mm256_mask_storeu_epi16(p->out + place, there, (__m256i)_mm512_cvtneps_pbh(y));
+        }
+    }
+}
+
+#define TILE_OF(n) case n: tile(p, panel, first, column, n); break;
+
+__attribute__((target(BF16_TARGET))) static void tiles(const Product *p, int64_t panel_number)
+{
+    const uint16_t *panel = p->weight + panel_number * p->channels * COLUMNS;
+    int64_t column = panel_number * COLUMNS, count = (p->rows + TILE - 1) / TILE;
+    int64_t size = (p->rows + count - 1) / count;
+    for (int64_t first = 0; first < p->rows; first += size)
+        switch (p->rows - first < size ? p->rows - first : size) {
+            TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
+            TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
+        }
+}
+
+void preamble_multiply(const Product *p)
+{
+    const int64_t panels = (p->columns + COLUMNS - 1) / COLUMNS;
+    /* A thread that something else has kept from its core does not keep the others waiting long. */
+    const int64_t share = panels / (p->threads * 8) + 1;
+#pragma omp parallel for schedule(dynamic, share) num_threads(p->threads) if (p->threads > 1)
+    for (int64_t panel = 0; panel < panels; panel++)
+        tiles(p, panel);
+}
+#endif

@@ -1,8 +1,9 @@
-"""Attention in C, for single new tokens on a CPU: the library beside this file, if it was built.
+"""What is written in C, for CPUs: the library beside this file, if it was built.
 
-`gpt/kernels.c` reads keys and values where they lie in the pool, so nothing is gathered. This is
-the way in: it finds the library, says once why there is none, and hands it addresses. Whoever asks
-must be ready to hear that it does not serve; the same in torch is in gpt/attention.py.
+`gpt/kernels.c` has attention for single new tokens, which reads keys and values where they lie in
+the pool, and products with bf16 weights. This is the way in: it finds the library, says once why
+there is none, and hands it addresses. Whoever asks must be ready to hear that it does not serve;
+the same in torch is in gpt/attention.py and gpt/packed.py.
 """
 
 import ctypes
@@ -17,11 +18,15 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 1
+ABI = 3
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
 MACHINES = ("plain", "avx2", "avx512_bf16")
+
+# Work of so many rows, with a weight of so many numbers, is over before it is worth letting go.
+BRIEF_ROWS = 16
+BRIEF_NUMBERS = 1 << 24
 
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
@@ -37,21 +42,44 @@ class _Rows(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    """As in kernels.c."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("x", "weight", "bias", "residual", "out")),
+        *((name, _Int) for name in ("rows", "channels", "columns", "activation", "threads")),
+    )
+
+
+def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
+    found = kind(str(LIBRARY))
+    found.preamble_attend.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
+    found.preamble_store.argtypes = (_Pointer,) * 7
+    found.preamble_store.restype = None
+    if hasattr(found, "preamble_multiply"):
+        found.preamble_multiply.argtypes = (_Pointer,)
+        found.preamble_multiply.restype = None
+    return found
+
+
+@cache
+def _brief() -> ctypes.CDLL:
+    """The same, called without letting other Python threads in: they may keep the lock for long."""
+    return _opened(ctypes.PyDLL)
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, or None and a line in the log."""
     try:
         # It shares OpenMP's threads with torch, since torch was loaded first.
-        found = ctypes.CDLL(str(LIBRARY))
+        found = _opened(ctypes.CDLL)
         if found.preamble_abi() != ABI:
             raise OSError(f"{LIBRARY} is of another version; build it again: make kernels")
     except (OSError, AttributeError) as error:
         reason = str(error) if LIBRARY.exists() else f"{LIBRARY.name} was not built: make kernels"
         log.info("event=kernels_missing reason=%r", reason)
         return None
-    found.preamble_attend.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
-    found.preamble_store.argtypes = (_Pointer,) * 7
-    found.preamble_store.restype = None
     log.info("event=kernels_loaded machine=%s", MACHINES[found.preamble_machine(-1)])
     return found
 
@@ -62,6 +90,16 @@ def choose_machine(name: str | None) -> str | None:
     if found is None:
         return None
     return MACHINES[found.preamble_machine(-1 if name is None else MACHINES.index(name))]
+
+
+def rest() -> None:
+    """Give back the threads that help this one; whoever runs the model next has its own.
+
+    With more of OpenMP's threads than cores, none would wait awake for the next product.
+    """
+    found = library()
+    if found is not None:
+        found.preamble_rest()
 
 
 def serves(x: Tensor, kv: Tensor) -> bool:
@@ -104,7 +142,7 @@ class Paged:
         if plan is None:
             plan = self._plan = self._planned(q, kv)
         out = q.new_empty(self._count, *q.shape[1:])
-        found = library()
+        found = _brief() if self._count <= BRIEF_ROWS else library()
         assert found is not None
         row, head, _ = q.stride()
         failed = found.preamble_attend(
@@ -128,9 +166,9 @@ class Paged:
 
 def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> None:
     """Write keys and values (T, G, D) into their slots of the pool."""
-    found = library()
-    assert found is not None
     tokens, groups, width = k.shape
+    found = _brief() if tokens <= BRIEF_ROWS else library()
+    assert found is not None
     if k.stride(2) != 1 or v.stride(2) != 1:
         k, v = k.contiguous(), v.contiguous()
     size = k.element_size()
@@ -141,3 +179,66 @@ def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> Non
         *(kv.data_ptr(), k.data_ptr(), v.data_ptr(), strides),
         *(blocks.data_ptr(), places.data_ptr(), shape),
     )
+
+
+# Columns of a weight that lie together.
+COLUMNS = 32
+# What a product can end with, as the library counts it.
+ACTIVATIONS = (None, "gelu", "gelu_tanh")
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether the library is there and has products with such a weight."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.shape[1] % 2 == 0
+        and choose_machine(None) == "avx512_bf16"
+    )
+
+
+def panels_size(weight: Tensor) -> int:
+    """How many numbers `Panels` holds of a weight."""
+    columns, channels = weight.shape
+    return -(-columns // COLUMNS) * COLUMNS * channels
+
+
+class Panels:
+    """A weight (columns, channels) in the order in which a product reads it, and the product.
+
+    A row's sums are the same to the bit, however many rows there are.
+    """
+
+    def __init__(self, weight: Tensor, memory: Tensor) -> None:
+        """`memory` has room for `panels_size` numbers, and becomes the weight."""
+        self._columns, self._channels = weight.shape
+        padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self._columns % COLUMNS))
+        pairs = padded.view(-1, COLUMNS, self._channels // 2, 2).transpose(1, 2)
+        self._weight = memory.view(pairs.shape).copy_(pairs)
+        found = library()
+        assert found is not None, "ask `multiplies` first"
+        self._library = found
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
+    ) -> Tensor:
+        x = x.contiguous()
+        if residual is not None:
+            residual = residual.contiguous()
+        assert x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
+        y = x.new_empty(len(x), self._columns)
+        product = _Product(
+            x.data_ptr(),
+            self._weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            y.data_ptr(),
+            len(x),
+            self._channels,
+            self._columns,
+            ACTIVATIONS.index(activation),
+            torch.get_num_threads(),
+        )
+        brief = len(x) <= BRIEF_ROWS and self._weight.numel() <= BRIEF_NUMBERS
+        (_brief() if brief else self._library).preamble_multiply(ctypes.byref(product))
+        return y

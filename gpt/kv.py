@@ -38,7 +38,7 @@ class KVPool:
         self.block_tokens = block_tokens
         groups = local_groups(config, tp)
         shape = (len(layers), blocks, 2, groups, block_tokens, config.kv_channels)
-        self._memory = _zeros(shape, dtype, torch.device(device))
+        self._memory = zeros(shape, dtype, torch.device(device))
 
     def layer(self, layer: int) -> Tensor:
         """Keys and values of a global layer."""
@@ -55,10 +55,13 @@ class KVPool:
         self._memory.index_copy_(1, torch.tensor(targets, device=device), held)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that is there when it is written; large pages of it, where the machine has them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Mapped memory is zero and is not there until it is written; torch would write all of it now.
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

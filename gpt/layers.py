@@ -208,6 +208,16 @@ class Embedding(nn.Module):
         return cast(Tensor, self.word_embeddings.weight)
 
     def forward(self, ids: Tensor, batch: Batch, table: Tensor | None) -> Tensor:
+        x = self._words(ids, table)
+        if self.position_embeddings is not None:
+            x = x + F.embedding(batch.positions, cast(Tensor, self.position_embeddings.weight))
+        x = scatter_rows(x, self.mesh)
+        return drop_hidden(x, self.config, self.mesh, batch, (0, 0))
+
+    def _words(self, ids: Tensor, table: Tensor | None) -> Tensor:
+        """Without positions, all rows."""
+        if table is None and self.mesh.tp == 1:
+            return F.embedding(ids, self.rows)
         virtual = ids >= self.config.vocab_size
         start = self.mesh.tp_rank * self.rows.shape[0]
         local = ids - start
@@ -217,10 +227,7 @@ class Embedding(nn.Module):
         if table is not None:
             places = virtual.nonzero().squeeze(-1)
             x = x.index_put((places,), table[ids[places] - self.config.vocab_size].to(x.dtype))
-        if self.position_embeddings is not None:
-            x = x + F.embedding(batch.positions, cast(Tensor, self.position_embeddings.weight))
-        x = scatter_rows(x, self.mesh)
-        return drop_hidden(x, self.config, self.mesh, batch, (0, 0))
+        return x
 
 
 class Attention(nn.Module):

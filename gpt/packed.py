@@ -1,16 +1,20 @@
 """Weights in the order in which the CPU reads them: faster products for a model that only answers.
 
-oneDNN multiplies by a weight that was brought into its own blocked layout, and adds the bias, the
-activation and the residual while the result is in registers. `pack` swaps a loaded model's weights,
-one at a time, so that none is held twice; only a tied embedding stays, for it is looked up too.
+Our library in C, or else oneDNN, multiplies by a weight that was brought into its own layout, and
+adds the bias, the activation and the residual while the result is in registers. `pack` swaps a
+loaded model's weights, one at a time, so that none is held twice; only a tied embedding stays, for
+it is looked up too.
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from gpt.layers import ACTIVATIONS, Linear
+from gpt import kernels
+from gpt.kv import zeros
+from gpt.layers import ACTIVATIONS, Linear, Product
 from gpt.model import GPT
 
 log = logging.getLogger(__name__)
@@ -44,20 +48,54 @@ class Packed:
         return y if residual is None else residual + y
 
 
+class Paneled:
+    """A weight in our library's layout, and the product with it."""
+
+    def __init__(self, weight: Tensor, memory: Tensor) -> None:
+        self._panels = kernels.Panels(weight, memory)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
+    ) -> Tensor:
+        if activation in kernels.ACTIVATIONS:
+            return self._panels.multiply(x, bias, activation, residual)
+        y = ACTIVATIONS[activation](self._panels.multiply(x, bias, None, None))
+        return y if residual is None else residual + y
+
+
 def pack(model: GPT) -> None:
     """Swap a loaded model's weights for packed ones, where that helps; it cannot train then."""
     reason = _unfit(model)
     if reason is not None:
         log.info("event=weights_not_packed reason=%r", reason)
         return
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    weights = [module.weight for module in linears]
+    packed = _packing([*weights, model.head_weight] if model.last else weights)
     if model.last:
-        model.product = Packed(model.head_weight)
+        model.product = packed(model.head_weight)
         if model.output_layer is not None:
             _drop_weight(model.output_layer)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.product = Packed(module.weight)
-            _drop_weight(module)
+    for module in linears:
+        module.product = packed(module.weight)
+        _drop_weight(module)
+
+
+def _packing(weights: list[Tensor]) -> Callable[[Tensor], Product]:
+    """How to pack these."""
+    if not all(kernels.multiplies(weight) for weight in weights):
+        return Packed
+    # In one piece, so that it may lie in huge pages. It takes no memory until it is filled.
+    sizes = [kernels.panels_size(weight) for weight in weights]
+    memory = zeros((sum(sizes),), torch.bfloat16, torch.device("cpu"))
+    left = [memory]
+
+    def paneled(weight: Tensor) -> Product:
+        size = kernels.panels_size(weight)
+        mine, left[0] = left[0][:size], left[0][size:]
+        return Paneled(weight, mine)
+
+    return paneled
 
 
 def _drop_weight(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ Several ranks, and starting again after a loss, are the supervisor's business.
 import logging
 import threading
 
+from gpt import kernels
 from gpt.errors import ConfigError, PreambleError
 from gpt.model import GPT
 from gpt.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class Inside:
     def start(self, receiver: Receiver) -> None:
         """Begin to answer; returns at once."""
         self._receiver = receiver
+        kernels.rest()  # This thread has loaded the model; another runs it.
         self._thread.start()
 
     def send(self, message: ToPlanner) -> None:
