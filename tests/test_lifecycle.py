@@ -255,7 +255,13 @@ def test_a_signal_while_the_model_loads_ends_the_server_and_its_ranks(checkpoint
             process.communicate()
 
 
-@pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (30.0, 2)], ids=["time", "signal"])
+@pytest.mark.parametrize(
+    ("drain_s", "signals"),
+    [
+        pytest.param(0.5, 1, id="time", marks=pytest.mark.slow),
+        pytest.param(30.0, 2, id="signal"),
+    ],
+)
 def test_a_drain_ends_when_its_time_is_over_or_with_a_second_signal(
     checkpoint: Path, drain_s: float, signals: int
 ) -> None:
@@ -308,6 +314,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
     assert "did you mean 'queue_requests_max'" in refusal(checkpoint, "--config", settings)
 
 
+@pytest.mark.slow
 def test_an_ipv6_address_is_bound_and_told_in_brackets(checkpoint: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

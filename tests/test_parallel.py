@@ -90,7 +90,16 @@ def alone() -> list[Result]:
     return [run(CONFIGS[name], Mesh.single(), None, dropout) for name, dropout in CASES]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(t, p) for t in (1, 2, 4) for p in (1, 2, 3) if t * p > 1])
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [
+        # Eight ranks and more crowd a small machine.
+        pytest.param(t, p, marks=[pytest.mark.slow] if t * p >= 8 else [])
+        for t in (1, 2, 4)
+        for p in (1, 2, 3)
+        if t * p > 1
+    ],
+)
 def test_any_split_gives_one_ranks_logits_gradients_and_tokens(
     tp: int, pp: int, alone: list[Result]
 ) -> None:

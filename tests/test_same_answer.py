@@ -180,15 +180,15 @@ def test_many_tasks_on_one_document_compute_it_once(
 
 
 def test_on_one_rank_every_request_gets_what_it_gets_alone(shelf: Shelf, tmp_path: Path) -> None:
-    assert_hard(run(scenes(shelf, range(3)), (1, 1), tmp_path, shelf))
+    assert_hard(run(scenes(shelf, range(2)), (1, 1), tmp_path, shelf))
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_on_any_split_every_request_gets_what_it_gets_alone(
     split: tuple[int, int], shelf: Shelf, tmp_path: Path
 ) -> None:
-    # All networks where both are split; each of the others is among the slow scenes.
-    names = {(2, 1): ["classic", "experts"], (1, 2): ["modern", "odd"]}.get(split, [*CONFIGS])
+    # Every network on every split is among the slow scenes.
+    names = {(2, 1): ["experts"], (1, 2): ["odd"], (2, 2): ["classic", "sigmoid experts"]}[split]
     played = [squeezed("modern", shelf), *(drawn(name, 0, shelf) for name in names)]
     tally = run(played, split, tmp_path, shelf)
     assert_hard(tally)
@@ -199,7 +199,7 @@ def test_on_any_split_every_request_gets_what_it_gets_alone(
 def test_in_fp32_only_what_rounding_decides_may_differ(
     split: tuple[int, int], shelf: Shelf, tmp_path: Path
 ) -> None:
-    names = ["classic", "modern"] if split == (2, 2) else ["classic", "odd", "experts"]
+    names = ["modern"] if split == (2, 2) else ["classic", "odd", "experts"]
     played = [drawn(name, 0, shelf, dtype="float32") for name in names]
     tally = run(played, split, tmp_path, shelf)
     assert tally.ties <= tally.requests // 10
@@ -216,7 +216,7 @@ def test_numbers_that_overflow_are_nobody_elses_trouble(
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [(1, 1), (2, 2)])
 def test_many_scenes_in_fp32(split: tuple[int, int], shelf: Shelf, tmp_path: Path) -> None:
-    count = 8 if split == (1, 1) else 2
+    count = 5 if split == (1, 1) else 1
     tally = run(scenes(shelf, range(200, 200 + count), "float32"), split, tmp_path, shelf, 600)
     assert tally.ties <= tally.requests // 10
 
@@ -224,5 +224,5 @@ def test_many_scenes_in_fp32(split: tuple[int, int], shelf: Shelf, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [(1, 1), *SPLITS])
 def test_many_scenes_on_any_split(split: tuple[int, int], shelf: Shelf, tmp_path: Path) -> None:
-    count = 25 if split == (1, 1) else 6
+    count = 15 if split == (1, 1) else 3
     assert_hard(run(scenes(shelf, range(100, 100 + count)), split, tmp_path, shelf, 600))

@@ -93,7 +93,13 @@ def test_an_idle_engine_shows_that_it_lives(pair: tuple[Supervisor, Ear]) -> Non
     assert not ear.losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="dead"),
+        pytest.param(signal.SIGSTOP, id="hung", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_rank_is_told_in_time_and_the_ranks_come_back(
     pair: tuple[Supervisor, Ear], oracle: list[list[int]], number: signal.Signals
 ) -> None:
