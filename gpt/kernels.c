@@ -2,9 +2,9 @@
    bf16 weights. Called through gpt/kernels.py.
 
    Keys and values are read where they lie, block by block, each once; weights in the order in which
-   they lie. All sums are fp32. Vectors are the compiler's own (16 floats), so one source serves every machine; it is
-   compiled for a plain one, for AVX2 and for AVX-512 with bf16, and the best is chosen when it is
-   loaded. A row's sums are taken in an order that depends on its own keys alone: results do not
+   they lie. All sums are fp32. Vectors are the compiler's own (16 floats), so one source serves
+   every machine; it is compiled for a plain one, for AVX2 and for AVX-512 with bf16, and the best is
+   chosen when it is loaded. A row's sums are taken in an order that depends on its own keys alone: results do not
    change with the batch or with the number of threads. It knows no tensors, only addresses. */
 
 #include <math.h>

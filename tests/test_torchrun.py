@@ -303,7 +303,7 @@ def test_on_one_node_the_ranks_drain_with_torchrun_and_come_back_after_a_crash(
 
 
 def children_named(module: str) -> list[int]:
-    """Processes that run this module of ours with this session's own settings."""
+    """Processes that run this module of ours that were started with the settings of this run."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
