@@ -8,7 +8,6 @@ contexts, prompts by their place. Shapes: q (T, H, D), k and v (T, G, D), H = G 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +91,12 @@ def ragged(
     if plan is None:
         plan = batch.kept[shape] = _planned(batch, shape, q, kv)
     assert isinstance(plan, Plan)
-    pieces = [group.attend(q, k, v, kv, plan.room) for group in plan.groups]
-    y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return y if plan.order is None else y.index_select(0, plan.order)
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for single in plan.native:
+        single.attend(q, kv, y)
+    for group in plan.groups:
+        group.attend(q, k, v, kv, plan.room, y)
+    return y
 
 
 def rectangle(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
@@ -152,8 +154,8 @@ class Group:
     gather: Tensor | None  # Rows of the pool, of keys and of values, by sequence, group, block.
     tiles: list[Tile]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: KV, room: Tensor) -> Tensor:
-        """(rows, H, D) of this group's rows. A tile's queries are (sequences x G, queries, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: KV, room: Tensor, out: Tensor) -> None:
+        """Fill this group's rows of `out`. A tile's queries are (sequences x G, queries, D)."""
         d, count, groups = q.shape[-1], self.sequences, self.shape.groups
         q = _by_group(_taken(q, self.rows), count, groups)
         if self.gather is None:
@@ -175,27 +177,15 @@ class Group:
             pieces.append(torch.bmm(scores.softmax(-1), read))
         y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         y = y.view(count, groups, -1, self.shape.queries, d).transpose(1, 2)
-        return y.reshape(-1, self.shape.heads, d)
-
-
-@dataclass(frozen=True)
-class Singles:
-    """Single tokens, each by itself, by the library in C."""
-
-    rows: slice | Tensor
-    paged: kernels.Paged
-    gather: None = None
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: KV, room: Tensor) -> Tensor:
-        return self.paged.attend(q, kv)
+        out[self.rows] = y.reshape(-1, self.shape.heads, d)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups of a step, and where each row stands in what they make one after another."""
+    """What the library in C does of a step, and what is done here, group by group."""
 
-    groups: Sequence[Group | Singles]
-    order: Tensor | None
+    native: Sequence[kernels.Paged | kernels.Runs]
+    groups: Sequence[Group]
     room: Tensor  # Where keys and values are gathered.
 
 
@@ -213,38 +203,38 @@ def _by_group(x: Tensor, sequences: int, groups: int) -> Tensor:
 def _planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:
     """Sequences with one new token go together if their contexts are alike, others if equal."""
     contexts = batch.contexts
-    native = kernels.serves(like, kv)
-    short_max = SHORT_TOKENS if native else 1
+    native: list[kernels.Paged | kernels.Runs] = []
+    serves = kernels.serves(like, kv)
+    short_max = SHORT_TOKENS if serves else 1
     short = [s for s, length in enumerate(batch.lengths) if length <= short_max]
-    alike: dict[tuple[int, int], list[int]] = {}
-    for s, (length, past) in enumerate(zip(batch.lengths, batch.past, strict=True)):
-        if length > short_max:
-            alike.setdefault((length, past), []).append(s)
+    long = [s for s, length in enumerate(batch.lengths) if length > short_max]
     token_bytes = 2 * shape.groups * like.shape[-1] * like.element_size()
     tokens_max = GATHERED_BYTES // token_bytes
-    groups: list[Group | Singles]
-    if native:
-        groups = [_singles(batch, short, shape)] if short else []
-    else:
+    groups: list[Group] = []
+    if serves and short:
+        native.append(_singles(batch, short, shape))
+    elif short:
         groups = [
             _decoding(batch, some, shape, like)
             for some in _by_context(short, contexts, shape, tokens_max)
         ]
+    if serves and long and kernels.attends_runs(like):
+        native.append(_runs(batch, long, shape))
+        long = []
+    alike: dict[tuple[int, int], list[int]] = {}
+    for s in long:
+        alike.setdefault((batch.lengths[s], batch.past[s]), []).append(s)
     for (length, past), sequences in alike.items():
         scores = shape.heads * min(length, TILE_QUERIES) * (length + past) * like.element_size()
         together = max(1, min(SCORES_BYTES // scores, tokens_max // (length + past)))
         for at in range(0, len(sequences), together):
             groups.append(_prompts(batch, sequences[at : at + together], shape, like))
-    order = None
-    if len(groups) > 1:
-        rows = torch.cat([_flat(group.rows, like.device) for group in groups])
-        order = rows.argsort() if bool((rows.diff() < 0).any()) else None
     largest = max((g.gather.shape[1] for g in groups if g.gather is not None), default=0)
     room = like.new_empty(2, largest, shape.block_tokens * like.shape[-1])
-    return Plan(groups, order, room)
+    return Plan(native, groups, room)
 
 
-def _singles(batch: Batch, sequences: Sequence[int], shape: Shape) -> Singles:
+def _singles(batch: Batch, sequences: Sequence[int], shape: Shape) -> kernels.Paged:
     assert batch.tables is not None
     rows, owners, contexts = [], [], []
     for s in sequences:
@@ -252,9 +242,15 @@ def _singles(batch: Batch, sequences: Sequence[int], shape: Shape) -> Singles:
             rows.append(batch.starts[s] + n)
             owners.append(s)
             contexts.append(batch.past[s] + n + 1)
-    whole = len(rows) == rows[-1] - rows[0] + 1
-    paged = kernels.Paged(rows, owners, contexts, batch.tables, window=shape.window)
-    return Singles(slice(rows[0], rows[-1] + 1) if whole else torch.tensor(rows), paged)
+    return kernels.Paged(rows, owners, contexts, batch.tables, window=shape.window)
+
+
+def _runs(batch: Batch, sequences: Sequence[int], shape: Shape) -> kernels.Runs:
+    assert batch.tables is not None
+    starts, lengths, past = (
+        [numbers[s] for s in sequences] for numbers in (batch.starts, batch.lengths, batch.past)
+    )
+    return kernels.Runs(starts, sequences, lengths, past, batch.tables, window=shape.window)
 
 
 def _by_context(
@@ -342,9 +338,3 @@ def _rows(batch: Batch, sequences: Sequence[int], device: torch.device) -> slice
         return slice(begin, begin + len(sequences) * length)
     first = torch.tensor([starts[s] for s in sequences], device=device)
     return (first.unsqueeze(1) + torch.arange(length, device=device)).flatten()
-
-
-def _flat(rows: slice | Tensor, device: torch.device) -> Tensor:
-    if isinstance(rows, Tensor):
-        return rows
-    return torch.arange(cast(int, rows.start), cast(int, rows.stop), device=device)

@@ -13,9 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ABI 3            /* What gpt/kernels.py expects. */
+#define ABI 4            /* What gpt/kernels.py expects. */
 #define LANES 16
 #define SEGMENT 256      /* Keys whose scores are held at once; also how long contexts are split. */
+#define AHEAD 8192       /* Bytes that are asked for before they are read: memory is far. */
 #define QUERIES 8        /* Queries of a group that read a key together. */
 #define WIDTH_MAX 512    /* Channels of a head. */
 #define INLINE static inline __attribute__((always_inline))
@@ -146,10 +147,10 @@ INLINE Floats power(Floats x)
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define BF16_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma"
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
 
 /* Products of pairs of bf16, added up in fp32. */
-__attribute__((target(BF16_TARGET))) INLINE void dots(const uint16_t *q, const uint16_t *keys,
+BF16 INLINE void dots(const uint16_t *q, const uint16_t *keys,
                                                       int last, int width, float *to)
 {
     Floats x[LANES];
@@ -167,7 +168,7 @@ __attribute__((target(BF16_TARGET))) INLINE void dots(const uint16_t *q, const u
     *(Floats *)to = sums(x);
 }
 
-INLINE __attribute__((target(BF16_TARGET))) void scores_dots(const uint16_t *q, int64_t stride,
+BF16 INLINE void scores_dots(const uint16_t *q, int64_t stride,
                                                              int queries, const uint16_t *keys,
                                                              int tokens, int width, float *to)
 {
@@ -182,7 +183,7 @@ INLINE __attribute__((target(BF16_TARGET))) void scores_dots(const uint16_t *q, 
         }
 }
 
-__attribute__((target(BF16_TARGET))) static void scores_bf16_dots(const void *q, int64_t stride,
+BF16 static void scores_bf16_dots(const void *q, int64_t stride,
                                                                   int queries, const void *keys,
                                                                   int tokens, int width, float *to)
 {
@@ -339,13 +340,12 @@ STEPS(plain, fp32, 0, )
 WEIGH(plain, )
 #if defined(__x86_64__)
 #define AVX2 __attribute__((target("avx2,fma")))
-#define AVX512 __attribute__((target(BF16_TARGET)))
 STEPS(avx2, bf16, 1, AVX2)
 STEPS(avx2, fp32, 0, AVX2)
 WEIGH(avx2, AVX2)
-STEPS(wide, bf16, 1, AVX512)
-STEPS(wide, fp32, 0, AVX512)
-WEIGH(wide, AVX512)
+STEPS(wide, bf16, 1, BF16)
+STEPS(wide, fp32, 0, BF16)
+WEIGH(wide, BF16)
 #endif
 
 /* What this machine can: 0 plain, 1 AVX2, 2 AVX-512 with bf16. Tests ask for less. */
@@ -419,24 +419,31 @@ static void soon(const char *from, int64_t bytes)
 
 /* Some queries of a row, over the keys [low, high), which lie in one segment. */
 static void attend(const Rows *r, const Ops *ops, const char *q, int64_t stride, int queries,
-                   const char *kv, int64_t item, int64_t low, int64_t high, Part *part)
+                   const char *kv, int64_t item, int64_t low, int64_t high, const char *next_keys,
+                   Part *part)
 {
     float scores[QUERIES * (SEGMENT + LANES)];
     int64_t group = item % r->groups, size = r->block_tokens;
     const int64_t *table = r->tables + r->sequence[item / r->groups] * r->table_width;
     int64_t row_bytes = r->width * (r->bf16 ? 2 : 4);
+    const int64_t ahead = AHEAD / row_bytes;
+    int64_t asked = low, asked_which = 0; /* From here on: of the keys, then of the values. */
     for (int which = 0; which < 2; which++) {
         for (int64_t key = low; key < high;) {
             int64_t place = key % size;
             int64_t tokens = size - place < high - key ? size - place : high - key;
             const char *here = at(r, kv, table[key / size], which, group, place);
             int64_t next = key + tokens;
-            if (next < high)
-                soon(at(r, kv, table[next / size], which, group, 0),
-                     row_bytes * (high - next < size ? high - next : size));
-            else if (which == 0)
-                soon(at(r, kv, table[low / size], 1, group, low % size),
-                     row_bytes * (high - low < size ? high - low : size));
+            while (asked_which < 2 && (asked_which - which) * (high - low) + asked - next < ahead) {
+                int64_t from = asked % size;
+                int64_t count = size - from < high - asked ? size - from : high - asked;
+                soon(at(r, kv, table[asked / size], asked_which, group, from), row_bytes * count);
+                asked += count;
+                if (asked == high)
+                    asked = low, asked_which++;
+                if (asked_which == 2)
+                    soon(next_keys, AHEAD / 4);
+            }
             if (which == 0)
                 ops->scores(q, stride, queries, here, tokens, r->width, scores + (key - low));
             else
@@ -503,7 +510,15 @@ static int64_t segments_of(const Rows *r, int64_t item)
     return (context - 1) / SEGMENT - low_of(r, context) / SEGMENT + 1;
 }
 
-/* Rows of q (strides in numbers: of a row, of a head) to rows of `out`, which lie without gaps. */
+/* Where the first block that an item reads has its keys. */
+static const char *first_keys(const Rows *r, const char *kv, int64_t item)
+{
+    int64_t row = item / r->groups, low = low_of(r, r->context[row]);
+    int64_t block = r->tables[r->sequence[row] * r->table_width + low / r->block_tokens];
+    return at(r, kv, block, 0, item % r->groups, low % r->block_tokens);
+}
+
+/* Rows of q (strides in numbers: of a row, of a head) to the same rows of `out`, which has no gaps. */
 int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t head_stride,
                     const void *kv, void *out)
 {
@@ -521,17 +536,21 @@ int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t he
     if (split > 1 && (parts = malloc(items * chunks * split * sizeof(Part))) == NULL)
         split = 1;
     const int64_t tasks = items * chunks * split;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
+    /* Neighbours go to one thread, which asks for the next one's keys while it has this one's. */
+    const int64_t share = tasks / (r->threads * 8) + 1;
+#pragma omp parallel for schedule(dynamic, share) num_threads(r->threads) if (r->threads > 1)
     for (int64_t task = 0; task < tasks; task++) {
         int64_t job = task / split, item = job / chunks, first = job % chunks * QUERIES;
         int queries = r->queries - first < QUERIES ? r->queries - first : QUERIES;
         int64_t head = item % r->groups * r->queries + first, low, high;
         const char *from = (const char *)q +
                            (r->row[item / r->groups] * row_stride + head * head_stride) * bytes;
+        int64_t after = item + 1 < items ? item + 1 : item;
+        const char *next_keys = first_keys(r, kv, after);
         if (split > 1) {
             if (task % split < segments_of(r, item)) {
                 bounds(r, item, task % split, &low, &high);
-                attend(r, &ops, from, head_stride, queries, kv, item, low, high, parts + task);
+                attend(r, &ops, from, head_stride, queries, kv, item, low, high, next_keys, parts + task);
             }
             continue;
         }
@@ -539,12 +558,12 @@ int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t he
         int64_t segments = segments_of(r, item);
         for (int64_t segment = 0; segment < segments; segment++) {
             bounds(r, item, segment, &low, &high);
-            attend(r, &ops, from, head_stride, queries, kv, item, low, high,
+            attend(r, &ops, from, head_stride, queries, kv, item, low, high, next_keys,
                    segment ? &part : &whole);
             if (segment)
                 merge(&whole, &part, queries, r->width);
         }
-        int64_t row = item / r->groups * r->groups * r->queries + head;
+        int64_t row = r->row[item / r->groups] * r->groups * r->queries + head;
         finish(r, &whole, queries, (char *)out + row * r->width * bytes);
     }
     for (int64_t job = 0; split > 1 && job < items * chunks; job++) {
@@ -552,7 +571,7 @@ int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t he
         int queries = r->queries - first < QUERIES ? r->queries - first : QUERIES;
         for (int64_t segment = 1; segment < segments_of(r, item); segment++)
             merge(parts + job * split, parts + job * split + segment, queries, r->width);
-        int64_t row = item * r->queries + first;
+        int64_t row = (r->row[item / r->groups] * r->groups + item % r->groups) * r->queries + first;
         finish(r, parts + job * split, queries, (char *)out + row * r->width * bytes);
     }
     free(parts);
@@ -573,20 +592,345 @@ void preamble_store(void *kv, const void *k, const void *v, const int64_t *strid
         }
 }
 
-/* --------------------------------------------------------------------------------- products */
+/* ----------------------------------------------------------------------------------- panels */
 
 #if defined(__x86_64__)
 
 #define COLUMNS 32 /* Of a panel: they lie together, pairs of channels side by side. */
 #define TILE 12    /* Rows whose sums fit into registers. */
 
+/* Adds to the sums of `rows` rows (`stride` numbers apart) what `pairs` pairs of channels give with
+   a panel's columns. Each sum is taken channel by channel, however many rows there are. */
+BF16 INLINE void add(__m512 (*sum)[2], const uint16_t *x, int64_t stride, const uint16_t *panel,
+                     int64_t pairs, int rows)
+{
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh a = (__m512bh)_mm512_loadu_si512(panel + k * 64);
+        __m512bh b = (__m512bh)_mm512_loadu_si512(panel + k * 64 + 32);
+        /* What is read once comes from afar; past the end it is the next panel. */
+        _mm_prefetch((const char *)(panel + k * 64) + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)(panel + k * 64) + 2112, _MM_HINT_T0);
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            int32_t pair;
+            memcpy(&pair, x + i * stride + k * 2, 4);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, a);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, b);
+        }
+    }
+}
+
+BF16 INLINE __m512 widened(const uint16_t *from, __mmask16 there)
+{
+    __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, from));
+    return (__m512)_mm512_slli_epi32(x, 16);
+}
+
+/* The first `count` of 16 lanes. */
+INLINE __mmask16 first_lanes(int64_t count)
+{
+    return count >= LANES ? 0xffff : count <= 0 ? 0 : (1u << count) - 1;
+}
+
+/* -------------------------------------------------------------------- attention of prompts */
+
+/* Long runs of new tokens, whose keys are all in the pool. A piece is some of a run's queries of
+   one group. It brings a segment's keys and values into panels, and then multiplies tiles of its
+   queries with them; softmax goes on from segment to segment. Segments are cut at their places in
+   the sequence, so a query's sums do not depend on where its prompt was cut into chunks. */
+
+#define PIECE 192        /* Queries of a piece, where a head is no wider than 128. */
+#define MADE (PIECE * 128)
+
+typedef struct {
+    int64_t runs, groups, queries, width, block_tokens, table_width;
+    int64_t window;          /* 0: none. */
+    int64_t threads;
+    double scale;
+    const int64_t *row;      /* Where each run's first token stands in q. */
+    const int64_t *length;
+    const int64_t *past;     /* Its tokens that were there before. */
+    const int64_t *sequence; /* Its row of the tables. */
+    const int64_t *tables;   /* Blocks of each sequence. */
+} Runs;
+
+typedef struct {
+    uint16_t keys[SEGMENT * WIDTH_MAX]; /* Panels of 32 keys. */
+    uint16_t values[SEGMENT * WIDTH_MAX]; /* Panels of 32 channels; keys are side by side. */
+    uint16_t queries[PIECE * 128];
+    float made[MADE];
+    float most[PIECE], sum[PIECE];
+} Desk;
+
+/* Where a piece stands. Its queries are numbered token by token, and in a token head by head. */
+typedef struct {
+    int64_t run, group, first, count;
+} Piece;
+
+/* Rows become columns. */
+BF16 INLINE void turn(Ints *x)
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 1)) {
+            Ints a = x[i], b = x[i + 1];
+            x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28,
+                                           14, 30);
+            x[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13,
+                                               29, 15, 31);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 2)) {
+            Ints a = x[i], b = x[i + 2];
+            x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
+                                           28, 29);
+            x[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27,
+                                               14, 15, 30, 31);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 4)) {
+            Ints a = x[i], b = x[i + 4];
+            x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25,
+                                           26, 27);
+            x[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15,
+                                               28, 29, 30, 31);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 8)) {
+            Ints a = x[i], b = x[i + 8];
+            x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21,
+                                           22, 23);
+            x[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27,
+                                               28, 29, 30, 31);
+        }
+}
+
+/* Panels of the segment from `start` on: of its keys [low, high), and nothing in other places. */
+BF16 static void lay_out(const Runs *r, const Piece *piece, const char *kv, int64_t start,
+                         int64_t low, int64_t high, Desk *desk)
+{
+    static const uint16_t nothing[WIDTH_MAX];
+    const uint16_t *keys[SEGMENT], *values[SEGMENT];
+    const int64_t *table = r->tables + r->sequence[piece->run] * r->table_width;
+    const int64_t size = r->block_tokens, width = r->width;
+    const int end = (high - start + COLUMNS - 1) / COLUMNS * COLUMNS;
+    for (int i = 0; i < end; i++) {
+        int64_t key = start + i;
+        int there = key >= low && key < high;
+        int64_t line = there ? table[key / size] * 2 * r->groups + piece->group : 0;
+        const uint16_t *from = (const uint16_t *)kv + (line * size + key % size) * width;
+        keys[i] = there ? from : nothing;
+        values[i] = there ? from + r->groups * size * width : nothing;
+    }
+    for (int i = 0; i < end; i += LANES) {
+        uint16_t *to = desk->keys + i / COLUMNS * COLUMNS * width + i % COLUMNS * 2;
+        for (int64_t c = 0; c < width / 2; c += LANES) {
+            Ints x[LANES];
+            __mmask16 lanes = first_lanes(width / 2 - c);
+#pragma GCC unroll 16
+            for (int t = 0; t < LANES; t++)
+                x[t] = (Ints)_mm512_maskz_loadu_epi32(lanes, keys[i + t] + 2 * c);
+            turn(x);
+            if (lanes == 0xffff)
+#pragma GCC unroll 16
+                for (int t = 0; t < LANES; t++)
+                    *(Ints *)(to + (c + t) * 2 * COLUMNS) = x[t];
+            else
+                for (int t = 0; c + t < width / 2; t++)
+                    *(Ints *)(to + (c + t) * 2 * COLUMNS) = x[t];
+        }
+    }
+    uint16_t order[2][32];
+    for (int i = 0; i < 64; i++)
+        order[i / 32][i % 32] = i / 2 + i % 2 * 32;
+    const __m512i left = _mm512_loadu_si512(order[0]), right = _mm512_loadu_si512(order[1]);
+    for (int64_t c = 0; c < width; c += COLUMNS) {
+        __mmask32 lanes = width - c >= 32 ? 0xffffffff : (1u << (width - c)) - 1;
+        uint16_t *to = desk->values + c * SEGMENT;
+        for (int i = 0; i < end; i += 2, to += 2 * COLUMNS) {
+            __m512i a = _mm512_maskz_loadu_epi16(lanes, values[i] + c);
+            __m512i b = _mm512_maskz_loadu_epi16(lanes, values[i + 1] + c);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, left, b));
+            _mm512_storeu_si512(to + COLUMNS, _mm512_permutex2var_epi16(a, right, b));
+        }
+    }
+}
+
+/* A row's scores of the columns [low, high) become weights; those beside them, from `begin` to
+   `end`, nothing. What was made of keys before is to be multiplied by the answer. */
+BF16 INLINE float weigh_row(const float *scores, uint16_t *weights, int begin, int end, int low,
+                            int high, float scale, float *most, float *sum)
+{
+    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int c = begin; c < end; c += LANES) {
+        __mmask16 lanes = first_lanes(high - c) & ~first_lanes(low - c);
+        top = _mm512_mask_max_ps(top, lanes, top, _mm512_loadu_ps(scores + c));
+    }
+    float best = _mm512_reduce_max_ps(top) * scale;
+    best = best > *most ? best : *most;
+    for (int c = begin; c < end; c += LANES) {
+        __mmask16 lanes = first_lanes(high - c) & ~first_lanes(low - c);
+        __m512 x = (__m512)power(*(const Floats *)(scores + c) * scale - best);
+        x = _mm512_maskz_mov_ps(lanes, x);
+        total += x;
+        _mm256_storeu_si256((__m256i *)(weights + c), (__m256i)_mm512_cvtneps_pbh(x));
+    }
+    float before = *most == best ? 1.0f : expf(*most - best);
+    *sum = *sum * before + _mm512_reduce_add_ps(total);
+    *most = best;
+    return before;
+}
+
+/* What a tile of a piece's queries, `first` of them and on, makes of the segment on the desk. */
+BF16 static void attend_tile(const Runs *r, const Piece *piece, int64_t start, int64_t low,
+                             int64_t high, int64_t first, Desk *desk)
+{
+    float scores[TILE][SEGMENT];
+    uint16_t weights[TILE][SEGMENT];
+    const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const int rows = piece->count - first < TILE ? piece->count - first : TILE;
+    int seen[TILE][2]; /* Columns that a row sees: from, to. */
+    int begin = SEGMENT, end = 0;
+    for (int i = 0; i < rows; i++) {
+        int64_t place = r->past[piece->run] + (piece->first + first + i) / r->queries + 1;
+        int64_t from = r->window && place - r->window > low ? place - r->window : low;
+        int64_t to = place < high ? place : high;
+        seen[i][0] = from - start;
+        seen[i][1] = to - start;
+        if (from < to) {
+            begin = from - start < begin ? from - start : begin;
+            end = to - start > end ? to - start : end;
+        }
+    }
+    begin = begin / COLUMNS * COLUMNS;
+    end = (end + COLUMNS - 1) / COLUMNS * COLUMNS;
+    if (begin >= end)
+        return;
+    __m512 sum[TILE][2];
+    for (int c = begin; c < end; c += COLUMNS) {
+#pragma GCC unroll 12
+        for (int i = 0; i < TILE; i++)
+            sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+        add(sum, desk->queries + first * width, width, desk->keys + c * width, width / 2, TILE);
+#pragma GCC unroll 12
+        for (int i = 0; i < TILE; i++) {
+            _mm512_storeu_ps(scores[i] + c, sum[i][0]);
+            _mm512_storeu_ps(scores[i] + c + LANES, sum[i][1]);
+        }
+    }
+    float before[TILE];
+    for (int i = 0; i < TILE; i++) {
+        before[i] = 1;
+        if (i < rows && seen[i][0] < seen[i][1])
+            before[i] = weigh_row(scores[i], weights[i], begin, end, seen[i][0], seen[i][1],
+                                  r->scale, desk->most + first + i, desk->sum + first + i);
+        else
+            memset(weights[i] + begin, 0, (end - begin) * 2);
+    }
+    for (int64_t c = 0; c < width; c += COLUMNS) {
+        float *made = desk->made + first * wide + c;
+#pragma GCC unroll 12
+        for (int i = 0; i < TILE; i++) {
+            sum[i][0] = _mm512_loadu_ps(made + i * wide) * before[i];
+            sum[i][1] = _mm512_loadu_ps(made + i * wide + LANES) * before[i];
+        }
+        add(sum, weights[0] + begin, SEGMENT, desk->values + c * SEGMENT + begin * COLUMNS,
+            (end - begin) / 2, TILE);
+#pragma GCC unroll 12
+        for (int i = 0; i < TILE; i++) {
+            _mm512_storeu_ps(made + i * wide, sum[i][0]);
+            _mm512_storeu_ps(made + i * wide + LANES, sum[i][1]);
+        }
+    }
+}
+
+BF16 static void attend_piece(const Runs *r, const Piece *piece, const uint16_t *q,
+                              int64_t row_stride, int64_t head_stride, const char *kv,
+                              uint16_t *out)
+{
+    Desk desk;
+    const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const int64_t whole = (piece->count + TILE - 1) / TILE * TILE;
+    memset(desk.queries + piece->count * width, 0, (whole - piece->count) * width * 2);
+    memset(desk.made, 0, whole * wide * sizeof(float));
+    for (int64_t i = 0; i < piece->count; i++) {
+        int64_t token = r->row[piece->run] + (piece->first + i) / r->queries;
+        int64_t head = piece->group * r->queries + (piece->first + i) % r->queries;
+        memcpy(desk.queries + i * width, q + token * row_stride + head * head_stride, width * 2);
+        desk.most[i] = -INFINITY, desk.sum[i] = 0;
+    }
+    int64_t begin = r->past[piece->run] + piece->first / r->queries + 1;
+    int64_t high = r->past[piece->run] + (piece->first + piece->count - 1) / r->queries + 1;
+    int64_t low = r->window && begin > r->window ? begin - r->window : 0;
+    for (int64_t start = low / SEGMENT * SEGMENT; start < high; start += SEGMENT) {
+        int64_t from = start < low ? low : start;
+        int64_t to = start + SEGMENT < high ? start + SEGMENT : high;
+        lay_out(r, piece, kv, start, from, to, &desk);
+        for (int64_t first = 0; first < piece->count; first += TILE)
+            attend_tile(r, piece, start, from, to, first, &desk);
+    }
+    for (int64_t i = 0; i < piece->count; i++) {
+        int64_t token = r->row[piece->run] + (piece->first + i) / r->queries;
+        int64_t head = piece->group * r->queries + (piece->first + i) % r->queries;
+        uint16_t *to = out + (token * r->groups * r->queries + head) * width;
+        float share = 1.0f / desk.sum[i];
+        for (int64_t c = 0; c < width; c += LANES) {
+            __m512 x = _mm512_loadu_ps(desk.made + i * wide + c) * share;
+            _mm256_mask_storeu_epi16(to + c, first_lanes(width - c),
+                                     (__m256i)_mm512_cvtneps_pbh(x));
+        }
+    }
+}
+
+/* Runs of bf16 rows of q (strides in numbers: of a row, of a head) to the same rows of `out`. */
+int preamble_attend_runs(const Runs *r, const uint16_t *q, int64_t row_stride,
+                         int64_t head_stride, const char *kv, uint16_t *out)
+{
+    if (r->width > WIDTH_MAX || r->width % 2 || machine < 2)
+        return 1;
+    const int64_t wide = (r->width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const int64_t most = MADE / wide < PIECE ? MADE / wide / TILE * TILE : PIECE;
+    int64_t pieces = 0;
+    for (int64_t run = 0; run < r->runs; run++)
+        pieces += (r->length[run] * r->queries + most - 1) / most * r->groups;
+    /* The last piece of a run sees the most keys, so it goes first. */
+#pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
+    for (int64_t task = 0; task < pieces; task++) {
+        Piece piece = {0};
+        int64_t left = pieces - 1 - task, cuts, each;
+        for (;; piece.run++, left -= cuts * r->groups) {
+            cuts = (r->length[piece.run] * r->queries + most - 1) / most;
+            if (left < cuts * r->groups)
+                break;
+        }
+        /* Pieces of a run are about equal, and of whole tiles. */
+        each = (r->length[piece.run] * r->queries + cuts - 1) / cuts;
+        each = (each + TILE - 1) / TILE * TILE;
+        piece.group = left % r->groups;
+        piece.first = left / r->groups * each;
+        piece.count = r->length[piece.run] * r->queries - piece.first;
+        piece.count = piece.count < each ? piece.count : each;
+        if (piece.count > 0)
+            attend_piece(r, &piece, q, row_stride, head_stride, kv, out);
+    }
+    return 0;
+}
+
+/* --------------------------------------------------------------------------------- products */
+
 enum { NOTHING, GELU, GELU_TANH };
 
 /* Rows (bf16) times a weight in panels, and what comes after it. */
 typedef struct {
     const uint16_t *x, *weight, *bias, *residual;
-    uint16_t *out;
-    int64_t rows, channels, columns, activation, threads;
+    void *out;
+    int64_t rows, channels, columns, activation;
+    int64_t wide; /* The results stay fp32. */
+    int64_t threads;
 } Product;
 
 INLINE Floats gelu(Floats x, int tanh_form)
@@ -611,43 +955,21 @@ INLINE Floats gelu(Floats x, int tanh_form)
     return x * 0.5f * (y + 1.0f);
 }
 
-__attribute__((target(BF16_TARGET))) INLINE __m512 widened(const uint16_t *from, __mmask16 there)
-{
-    __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, from));
-    return (__m512)_mm512_slli_epi32(x, 16);
-}
-
 /* One panel's columns of `rows` rows. Each sum is taken channel by channel, however many rows. */
-__attribute__((target(BF16_TARGET))) INLINE void tile(const Product *p, const uint16_t *panel,
+BF16 INLINE void tile(const Product *p, const uint16_t *panel,
                                                       int64_t first, int64_t column, int rows)
 {
     __m512 sum[TILE][2];
-    const char *x = (const char *)(p->x + first * p->channels);
-    const int64_t row = p->channels * 2, pairs = p->channels / 2;
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; k++) {
-        __m512bh a = (__m512bh)_mm512_loadu_si512(panel + k * 64);
-        __m512bh b = (__m512bh)_mm512_loadu_si512(panel + k * 64 + 32);
-        /* What is read once comes from afar; past the end it is the next panel. */
-        _mm_prefetch((const char *)(panel + k * 64) + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)(panel + k * 64) + 2112, _MM_HINT_T0);
-#pragma GCC unroll 12
-        for (int i = 0; i < rows; i++) {
-            int32_t pair;
-            memcpy(&pair, x + i * row + k * 4, 4);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, a);
-            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, b);
-        }
-    }
+    add(sum, p->x + first * p->channels, p->channels, panel, p->channels / 2, rows);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         int64_t at = column + half * LANES, left = p->columns - at;
         if (left <= 0)
             break;
-        __mmask16 there = left >= LANES ? 0xffff : (1u << left) - 1;
+        __mmask16 there = first_lanes(left);
         __m512 bias = p->bias ? widened(p->bias + at, there) : _mm512_setzero_ps();
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
@@ -657,14 +979,18 @@ __attribute__((target(BF16_TARGET))) INLINE void tile(const Product *p, const ui
                 y = (__m512)gelu((Floats)y, p->activation == GELU_TANH);
             if (p->residual)
                 y += widened(p->residual + place, there);
-            _mm256_mask_storeu_epi16(p->out + place, there, (__m256i)_mm512_cvtneps_pbh(y));
+            if (p->wide)
+                _mm512_mask_storeu_ps((float *)p->out + place, there, y);
+            else
+                _mm256_mask_storeu_epi16((uint16_t *)p->out + place, there,
+                                         (__m256i)_mm512_cvtneps_pbh(y));
         }
     }
 }
 
 #define TILE_OF(n) case n: tile(p, panel, first, column, n); break;
 
-__attribute__((target(BF16_TARGET))) static void tiles(const Product *p, int64_t panel_number)
+BF16 static void tiles(const Product *p, int64_t panel_number)
 {
     const uint16_t *panel = p->weight + panel_number * p->channels * COLUMNS;
     int64_t column = panel_number * COLUMNS, count = (p->rows + TILE - 1) / TILE;

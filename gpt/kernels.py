@@ -1,14 +1,14 @@
 """What is written in C, for CPUs: the library beside this file, if it was built.
 
-`gpt/kernels.c` has attention for single new tokens, which reads keys and values where they lie in
-the pool, and products with bf16 weights. This is the way in: it finds the library, says once why
+`gpt/kernels.c` has attention over the paged pool, for single new tokens and for runs of them, and
+products with bf16 weights. This is the way in: it finds the library, says once why
 there is none, and hands it addresses. Whoever asks must be ready to hear that it does not serve;
 the same in torch is in gpt/attention.py and gpt/packed.py.
 """
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 3
+ABI = 4
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -42,12 +42,24 @@ class _Rows(ctypes.Structure):
     )
 
 
+class _Runs(ctypes.Structure):
+    """As in kernels.c."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("runs", "groups", "queries", "width")),
+        *((name, _Int) for name in ("block_tokens", "table_width", "window", "threads")),
+        ("scale", ctypes.c_double),
+        *((name, _Pointer) for name in ("row", "length", "past", "sequence", "tables")),
+    )
+
+
 class _Product(ctypes.Structure):
     """As in kernels.c."""
 
     _fields_ = (
         *((name, _Pointer) for name in ("x", "weight", "bias", "residual", "out")),
-        *((name, _Int) for name in ("rows", "channels", "columns", "activation", "threads")),
+        *((name, _Int) for name in ("rows", "channels", "columns", "activation")),
+        *((name, _Int) for name in ("wide", "threads")),
     )
 
 
@@ -56,7 +68,8 @@ def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     found.preamble_attend.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
     found.preamble_store.argtypes = (_Pointer,) * 7
     found.preamble_store.restype = None
-    if hasattr(found, "preamble_multiply"):
+    if hasattr(found, "preamble_multiply"):  # Only where the compiler knew such machines.
+        found.preamble_attend_runs.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
         found.preamble_multiply.argtypes = (_Pointer,)
         found.preamble_multiply.restype = None
     return found
@@ -116,7 +129,7 @@ def serves(x: Tensor, kv: Tensor) -> bool:
 
 
 class Paged:
-    """Rows of a step whose keys lie in the pool: the same for every layer."""
+    """Single new tokens of a step, and what they see of the pool: the same for every layer."""
 
     def __init__(
         self,
@@ -134,34 +147,72 @@ class Paged:
         self._numbers = torch.tensor([rows, sequences, contexts])
         self._plan: _Rows | None = None
 
-    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
-        """(rows, H, D) of the queries of these rows; q is (T, H, D) of the whole batch."""
-        if q.stride(-1) != 1:
-            q = q.contiguous()
-        plan = self._plan
-        if plan is None:
-            plan = self._plan = self._planned(q, kv)
-        out = q.new_empty(self._count, *q.shape[1:])
+    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        """Fill these rows of `out` with those of q; both are (T, H, D)."""
+        if self._plan is None:
+            _, _, groups, block_tokens, width = kv.shape
+            self._plan = _Rows(
+                *(self._count, groups, q.shape[1] // groups, width),
+                *(block_tokens, self._tables.shape[1], self._window),
+                *(q.dtype == torch.bfloat16, torch.get_num_threads()),
+                width**-0.5,
+                *(numbers.data_ptr() for numbers in self._numbers),
+                self._tables.data_ptr(),
+            )
         found = _brief() if self._count <= BRIEF_ROWS else library()
         assert found is not None
-        row, head, _ = q.stride()
-        failed = found.preamble_attend(
-            ctypes.byref(plan), q.data_ptr(), row, head, kv.data_ptr(), out.data_ptr()
-        )
-        assert not failed, "the library was asked for heads that it does not serve"
-        return out
+        _attend(found.preamble_attend, self._plan, q, kv, out)
 
-    def _planned(self, q: Tensor, kv: Tensor) -> _Rows:
-        _, _, groups, block_tokens, width = kv.shape
-        addresses = [numbers.data_ptr() for numbers in self._numbers]
-        return _Rows(
-            *(self._count, groups, q.shape[1] // groups, width),
-            *(block_tokens, self._tables.shape[1], self._window),
-            *(q.dtype == torch.bfloat16, torch.get_num_threads()),
-            width**-0.5,
-            *addresses,
-            self._tables.data_ptr(),
-        )
+
+def attends_runs(x: Tensor) -> bool:
+    """Whether the library, which serves for such, has also attention for `Runs`."""
+    even = x.shape[-1] % 2 == 0
+    return even and x.dtype == torch.bfloat16 and choose_machine(None) == "avx512_bf16"
+
+
+class Runs:
+    """Runs of new tokens of a step, and what they see of the pool."""
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        sequences: Sequence[int],
+        lengths: Sequence[int],
+        past: Sequence[int],
+        tables: Tensor,
+        *,
+        window: int | None,
+    ) -> None:
+        """Each run's first row of the batch, its row of the tables, and its tokens' places."""
+        self._window = window or 0
+        self._tables = tables.contiguous()
+        self._numbers = torch.tensor([rows, lengths, past, sequences])
+        self._plan: _Runs | None = None
+
+    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        """Fill these rows of `out` with those of q; both are (T, H, D)."""
+        if self._plan is None:
+            _, _, groups, block_tokens, width = kv.shape
+            self._plan = _Runs(
+                *(self._numbers.shape[1], groups, q.shape[1] // groups, width),
+                *(block_tokens, self._tables.shape[1], self._window, torch.get_num_threads()),
+                width**-0.5,
+                *(numbers.data_ptr() for numbers in self._numbers),
+                self._tables.data_ptr(),
+            )
+        found = library()
+        assert found is not None
+        _attend(found.preamble_attend_runs, self._plan, q, kv, out)
+
+
+def _attend(
+    function: Callable[..., int], plan: ctypes.Structure, q: Tensor, kv: Tensor, out: Tensor
+) -> None:
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    row, head, _ = q.stride()
+    failed = function(ctypes.byref(plan), q.data_ptr(), row, head, kv.data_ptr(), out.data_ptr())
+    assert not failed, "the library was asked for heads that it does not serve"
 
 
 def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> None:
@@ -209,8 +260,12 @@ class Panels:
     A row's sums are the same to the bit, however many rows there are.
     """
 
-    def __init__(self, weight: Tensor, memory: Tensor) -> None:
-        """`memory` has room for `panels_size` numbers, and becomes the weight."""
+    def __init__(self, weight: Tensor, memory: Tensor, *, wide: bool = False) -> None:
+        """`memory` has room for `panels_size` numbers, and becomes the weight.
+
+        `wide`: what comes out is fp32, and not rounded to the weight's dtype.
+        """
+        self._dtype = torch.float32 if wide else weight.dtype
         self._columns, self._channels = weight.shape
         padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self._columns % COLUMNS))
         pairs = padded.view(-1, COLUMNS, self._channels // 2, 2).transpose(1, 2)
@@ -226,7 +281,7 @@ class Panels:
         if residual is not None:
             residual = residual.contiguous()
         assert x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
-        y = x.new_empty(len(x), self._columns)
+        y = x.new_empty(len(x), self._columns, dtype=self._dtype)
         product = _Product(
             x.data_ptr(),
             self._weight.data_ptr(),
@@ -237,6 +292,7 @@ class Panels:
             self._channels,
             self._columns,
             ACTIVATIONS.index(activation),
+            self._dtype == torch.float32,
             torch.get_num_threads(),
         )
         brief = len(x) <= BRIEF_ROWS and self._weight.numel() <= BRIEF_NUMBERS

@@ -51,8 +51,8 @@ class Packed:
 class Paneled:
     """A weight in our library's layout, and the product with it."""
 
-    def __init__(self, weight: Tensor, memory: Tensor) -> None:
-        self._panels = kernels.Panels(weight, memory)
+    def __init__(self, weight: Tensor, memory: Tensor, *, wide: bool) -> None:
+        self._panels = kernels.Panels(weight, memory, wide=wide)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
@@ -73,27 +73,27 @@ def pack(model: GPT) -> None:
     weights = [module.weight for module in linears]
     packed = _packing([*weights, model.head_weight] if model.last else weights)
     if model.last:
-        model.product = packed(model.head_weight)
+        model.product = packed(model.head_weight, True)
         if model.output_layer is not None:
             _drop_weight(model.output_layer)
     for module in linears:
-        module.product = packed(module.weight)
+        module.product = packed(module.weight, False)
         _drop_weight(module)
 
 
-def _packing(weights: list[Tensor]) -> Callable[[Tensor], Product]:
-    """How to pack these."""
+def _packing(weights: list[Tensor]) -> Callable[[Tensor, bool], Product]:
+    """How to pack these; whether a product's results may as well stay fp32, as logits do."""
     if not all(kernels.multiplies(weight) for weight in weights):
-        return Packed
+        return lambda weight, _wide: Packed(weight)
     # In one piece, so that it may lie in huge pages. It takes no memory until it is filled.
     sizes = [kernels.panels_size(weight) for weight in weights]
     memory = zeros((sum(sizes),), torch.bfloat16, torch.device("cpu"))
     left = [memory]
 
-    def paneled(weight: Tensor) -> Product:
+    def paneled(weight: Tensor, wide: bool) -> Product:
         size = kernels.panels_size(weight)
         mine, left[0] = left[0][:size], left[0][size:]
-        return Paneled(weight, mine)
+        return Paneled(weight, mine, wide=wide)
 
     return paneled
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from gpt import kernels
 from gpt.attention import ragged, reference, store
 from gpt.batch import Batch
+from gpt.layers import ACTIVATIONS
 
 COMPILER = shutil.which("cc")
 if COMPILER is None:
@@ -71,11 +73,12 @@ def case(
     return Case(batch, q, x[:, :, -2], x[:, :, -1], kv)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([1, 1, 1, 2, 4, 9]), st.sampled_from([0, 1, 31, 32, 200, 300, 600])
+            st.sampled_from([1, 1, 1, 2, 4, 9, 40, 130]),
+            st.sampled_from([0, 1, 31, 32, 200, 300, 600]),
         ),
         min_size=1,
         max_size=4,
@@ -122,6 +125,74 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch_and_on_any_number_of_threads(
                 assert torch.equal(ragged(x[0], x[1], x[2], alone, one.kv, None)[0], whole[row])
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_on_any_number_of_threads() -> None:
+    if kernels.choose_machine(None) != "avx512_bf16":
+        pytest.skip("runs of new tokens are torch's on a machine without AVX512-bf16")
+    length = 700
+    one = case([length], [0], (2, 2, 64), 16, torch.bfloat16)
+    tables, threads = one.batch.tables, torch.get_num_threads()
+    assert tables is not None
+    for window in (None, 100):
+        whole = one.attend(window)
+        one.batch.kept.clear()
+        for count, cuts in ((1, [0, 5, 261, 700]), (2, [0, 330, 500, 506, 700]), (3, [0, 16, 700])):
+            torch.set_num_threads(count)
+            for start, end in pairwise(cuts):
+                part = Batch.paged([end - start], [start], tables, 16)
+                x = [y[start:end] for y in (one.q, one.k, one.v)]
+                got = ragged(x[0], x[1], x[2], part, one.kv, window)
+                assert torch.equal(got, whole[start:end])
+        torch.set_num_threads(threads)
+
+
+def test_a_prompt_with_what_is_not_finite_harms_no_other_and_no_garbage_is_read() -> None:
+    one = case([40, 40, 40], [40, 40, 40], (2, 2, 64), 32, torch.bfloat16)
+    tables = one.batch.tables
+    assert tables is not None
+    want = one.attend(None)
+    one.kv[tables[0, 2], :, :, 16:] = float("nan")  # Behind the end of the first.
+    one.kv[tables[1, 0], 0, 1, 3] = float("nan")
+    one.kv[tables[2, 0], 1, 0, 3] = float("inf")
+    got = one.attend(None)
+    assert torch.equal(got[:40], want[:40])
+    assert not got[40:80, 2:].isfinite().any() and not got[80:, :2].isfinite().all(-1).any()
+    assert torch.equal(got[40:80, :2], want[40:80, :2])
+    assert torch.equal(got[80:, 2:], want[80:, 2:])
+
+
+@given(
+    st.sampled_from([1, 2, 11, 12, 13, 31, 100]),
+    st.sampled_from([(2, 1), (6, 31), (64, 32), (96, 33), (130, 100)]),
+    st.sampled_from([None, "gelu", "gelu_tanh"]),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+@settings(max_examples=60, deadline=None)
+def test_products_with_panels_are_the_plain_ones(
+    rows: int, shape: tuple[int, int], activation: str | None, parts: tuple[bool, bool, bool]
+) -> None:
+    channels, columns = shape
+    has_bias, has_residual, wide = parts
+    generator = torch.Generator().manual_seed(rows * channels)
+    weight = torch.randn(columns, channels, generator=generator).bfloat16()
+    if not kernels.multiplies(weight):
+        pytest.skip("products are oneDNN's on a machine without AVX512-bf16")
+    x = torch.randn(rows, channels, generator=generator).bfloat16()
+    bias = torch.randn(columns, generator=generator).bfloat16() if has_bias else None
+    residual = torch.randn(rows, columns, generator=generator).bfloat16() if has_residual else None
+    memory = torch.empty(kernels.panels_size(weight), dtype=torch.bfloat16)
+    panels = kernels.Panels(weight, memory, wide=wide)
+    got = panels.multiply(x, bias, activation, residual)
+    y = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    y = y if activation is None else ACTIVATIONS[activation](y)
+    y = y if residual is None else y + residual.double()
+    assert got.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert torch.allclose(got.double(), y, rtol=1e-4 if wide else 1e-2, atol=1e-4)
+    alone = panels.multiply(
+        x[-1:], bias, activation, residual if residual is None else residual[-1:]
+    )
+    assert torch.equal(alone[0], got[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
