@@ -1,9 +1,8 @@
 """From a row of logits to a token by a request's rules: the plain twin, one row at a time.
 
-The order is that of transformers and vLLM: bias; repetition penalty over prompt and completion;
-frequency and presence penalty over the completion; bans; then temperature, top-k, top-p, min-p, and
-the draw: one uniform number, made from (seed, position), looked up in the cumulated weights. All in
-fp64, and by values, not by ranks: of equal tokens all are kept or none, in whatever order they are.
+The rules and their order are those of `gpt.sampling.Sampling`. Then comes the draw: one uniform
+number, made from (seed, position), looked up in the cumulated weights. All in fp64, and by values,
+not by ranks: of equal tokens all are kept or none, in whatever order they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,18 +41,21 @@ def choose(
 
 
 def shape(logits: Tensor, sampling: Sampling, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-    """The logits (V,) in fp64 after bias, penalties and bans."""
+    """The logits (V,) in fp64 after bias, penalties, length decay and bans."""
     vocabulary = len(logits)
     x = logits.to(torch.float64, copy=True)
     for token, bias in dict(sampling.logit_bias).items():
         if 0 <= token < vocabulary:
             x[token] += bias
-    made = [token for token in made if 0 <= token < vocabulary]
-    for token in {*made, *(token for token in prompt if 0 <= token < vocabulary)}:
-        penalty, count = sampling.repetition_penalty, made.count(token)
+    known = [token for token in made if 0 <= token < vocabulary]
+    for token in {*known, *(token for token in prompt if 0 <= token < vocabulary)}:
+        penalty, count = sampling.repetition_penalty, known.count(token)
         x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
         x[token] -= sampling.frequency_penalty * count
         x[token] -= sampling.presence_penalty * (count > 0)
+    for token in set(sampling.stop_token_ids):
+        if 0 <= token < vocabulary:
+            x[token] += x[token].abs() * sampling.growth(len(made))
     for banned in _bans(sampling, prompt, made, vocabulary):
         left = x.masked_fill(banned, float("-inf"))
         # A ban that would leave nothing does not count.
@@ -73,7 +75,19 @@ def weigh(shaped: Tensor, sampling: Sampling) -> Tensor:
         before = torch.cat([kept.new_zeros(1), kept.cumsum(0)[:-1]])
         kept = kept[before < sampling.top_p * kept.sum()]
     floor = max(float(kept[-1]), sampling.min_p)
-    return weights.masked_fill(weights < floor, 0)
+    weights = weights.masked_fill(weights < floor, 0)
+    return _typical(weights, sampling.typical_p) if sampling.typical_p < 1 else weights
+
+
+def _typical(weights: Tensor, typical_p: float) -> Tensor:
+    """Those (V,) whose surprise is nearest to the expected one, until they make up `typical_p`."""
+    p = weights / weights.sum()
+    surprise = -p.log()
+    expected = (p * surprise)[p > 0].sum()
+    distance = (surprise - expected).abs()
+    nearest = distance.sort()
+    before = (p[nearest.indices].cumsum(0) < typical_p).sum().clamp(max=len(p) - 1)
+    return weights.masked_fill(distance > nearest.values[before], 0)
 
 
 def _bans(
@@ -97,8 +111,19 @@ def _bans(
     ]
     if ends:
         yield mask(ends)
+    if sampling.no_repeat_ngram_size:
+        yield mask(_repeats(text, sampling.no_repeat_ngram_size, vocabulary))
     if len(made) < sampling.min_new_tokens:
         yield mask(sampling.stop_token_ids)
+
+
+def _repeats(text: Sequence[int], size: int, vocabulary: int) -> list[int]:
+    """The tokens that would make the last `size` tokens a run that `text` has already."""
+    runs = [tuple(text[at : at + size]) for at in range(len(text) - size + 1)]
+    begun = tuple(text[len(text) - size + 1 :])
+    if not all(0 <= token < vocabulary for token in begun):
+        return []  # Virtual tokens are like no other, not even like themselves.
+    return [run[-1] for run in runs if run[:-1] == begun]
 
 
 def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Score]:

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer
+from serving.bans import Bans
 from serving.guide import Guides
 from serving.messages import Begin, Scored
 
 # Columns of the table of numbers.
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(8)
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _TYPICAL_P = range(5)
+_REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(5, 9)
 
-# How many of the likeliest tokens are looked at for top-k and top-p, before all are sorted.
+# How many of the likeliest tokens are looked at for top-k and top-p, and of the most typical ones,
+# before all are sorted.
 _SIZES = (256, 4096)
 # Rows that are scored at once: their weights are a second copy of the logits.
 _SCORED_ROWS_MAX = 64
@@ -54,12 +57,13 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._numbers: Numbers = np.zeros((slots, 8))
+        self._numbers: Numbers = np.zeros((slots, 9))
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._tops = np.full(slots, -1)  # -1: no scores.
         self._plain = np.ones(slots, dtype=np.bool_)
-        self._bans: dict[int, _Bans] = {}
+        self._bans: dict[int, Bans] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
+        self._decays: dict[int, _Decay] = {}
         self._history = _History(slots, vocab_size, self._device)
         self._guides = Guides(tokenizer_of_guides, vocab_size)
 
@@ -67,13 +71,13 @@ class Sampler:
         """The slot's rules, and the state that they are in after `begin.made`."""
         slot, rule = begin.slot, begin.sampling
         self._numbers[slot] = (
-            *(rule.temperature, rule.top_k, rule.top_p, rule.min_p),
+            *(rule.temperature, rule.top_k, rule.top_p, rule.min_p, rule.typical_p),
             *(rule.repetition_penalty, rule.presence_penalty, rule.frequency_penalty, 0.0),
         )
         self._seeds[slot] = rule.seed
         self._tops[slot] = -1 if rule.logprobs is None else rule.logprobs
         self._plain[slot] = rule.plain and begin.guide is None
-        for kept in (self._bans, self._biases):
+        for kept in (self._bans, self._biases, self._decays):
             kept.pop(slot, None)
         self._history.drop(slot)
         self._guides.drop(slot)
@@ -85,8 +89,12 @@ class Sampler:
             )
         if rule.repetition_penalty != 1 or rule.presence_penalty or rule.frequency_penalty:
             self._history.begin(slot, begin.prompt, begin.made)
-        if rule.allowed_token_ids or rule.bad_words or rule.min_new_tokens > len(begin.made):
-            self._bans[slot] = _Bans(rule, begin.prompt, begin.made, self._vocab_size)
+        if rule.length_decay is not None:
+            stops = [token for token in rule.stop_token_ids if 0 <= token < self._vocab_size]
+            ids = torch.tensor(stops, dtype=torch.long, device=self._device)
+            self._decays[slot] = _Decay(rule, len(begin.prompt), ids)
+        if Bans.needed(rule, len(begin.made)):
+            self._bans[slot] = Bans(rule, begin.prompt, begin.made, self._vocab_size)
         if begin.guide is not None:
             self._guides.begin(slot, begin.guide, rule.stop_token_ids, begin.made)
 
@@ -130,6 +138,9 @@ class Sampler:
                 tokens, bias = self._biases[slot]
                 x[row, tokens] += bias
         self._history.penalise(x, slots, of_rows)
+        for row, slot in enumerate(slots) if self._decays else ():
+            if slot in self._decays:
+                self._decays[slot].apply(x[row], int(positions[row]))
         self._ban(x, slots)
         drawn = np.flatnonzero(numbers[:, _TEMPERATURE] > 0)
         if len(drawn) == len(slots):
@@ -146,7 +157,7 @@ class Sampler:
         if guided:
             _forbid(x, guided, ~self._guides.allowed([int(slots[row]) for row in guided]))
         banned = [(row, self._bans[slot]) for row, slot in enumerate(slots) if slot in self._bans]
-        for ban in (_Bans.strangers, _Bans.words, _Bans.ends):
+        for ban in (Bans.strangers, Bans.words, Bans.repeats, Bans.ends):
             masks = [(row, mask) for row, one in banned if (mask := ban(one)) is not None]
             if masks:
                 _forbid(x, [row for row, _ in masks], np.stack([mask for _, mask in masks]))
@@ -198,6 +209,11 @@ def draw(x: Tensor, numbers: Numbers, of_rows: Tensor) -> Tensor:
         floor[rows] = torch.maximum(floor[rows], least)
     if len(narrow) or numbers[:, _MIN_P].any():
         x.masked_fill_(x < floor.unsqueeze(-1), 0)
+    typical = np.flatnonzero(numbers[:, _TYPICAL_P] < 1)
+    if len(typical):
+        rows = torch.from_numpy(typical).to(x.device)
+        few = x[rows]
+        x[rows] = few.masked_fill(_untypical(few, of_rows[rows, _TYPICAL_P, None]), 0)
     cumulated = x.cumsum(-1)
     targets = of_rows[:, _UNIFORM, None] * cumulated[:, -1:]
     picked = torch.searchsorted(cumulated, targets, right=True).squeeze(-1)
@@ -232,6 +248,29 @@ def _floor(weights: Tensor, of_rows: Tensor, sizes: Sequence[int], *, counted: b
     if len(unsure):
         floor[unsure] = _floor(weights[unsure], of_rows[unsure], sizes[1:], counted=counted)
     return floor
+
+
+def _untypical(weights: Tensor, typical_p: Tensor) -> Tensor:
+    """Those (R, V) that typical-p leaves out: whose surprise is too far from the expected one."""
+    p = weights / weights.sum(-1, keepdim=True)
+    distance = p.log().add_(torch.special.entr(p).sum(-1, keepdim=True)).abs_()
+    return distance > _reach(distance, p, typical_p, _SIZES)
+
+
+def _reach(distance: Tensor, p: Tensor, typical_p: Tensor, sizes: Sequence[int]) -> Tensor:
+    """How far (R, 1) the nearest go that make up `typical_p`; looked for as in `_floor`."""
+    vocabulary = p.shape[-1]
+    size = min(vocabulary, sizes[0] if sizes and p.device.type == "cpu" else vocabulary)
+    nearest = distance.topk(size, largest=False)
+    less = p.gather(-1, nearest.indices).cumsum(-1) < typical_p
+    reach = nearest.values.gather(-1, less.sum(-1, keepdim=True).clamp(max=size - 1))
+    if size == vocabulary:
+        return reach
+    unsure = less[:, -1].nonzero().squeeze(-1)
+    if len(unsure):
+        rest = (distance[unsure], p[unsure], typical_p[unsure])
+        reach[unsure] = _reach(*rest, sizes[1:])
+    return reach
 
 
 def _forbid(x: Tensor, rows: Sequence[int], banned: NDArray[np.bool_]) -> None:
@@ -283,43 +322,20 @@ def _read(numbers: Sequence[float], tops: int) -> Scored:
     return Scored(logprob, int(rank), [(int(i), p) for i, p in zip(ids, logprobs, strict=True)])
 
 
-class _Bans:
-    """What one slot may not draw: masks (V,), or None where there is nothing."""
+@dataclass(frozen=True)
+class _Decay:
+    """The length decay of one slot. A position tells how much was made before it."""
 
-    def __init__(
-        self, rule: Sampling, prompt: Sequence[int], made: Sequence[int], vocab_size: int
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._words = rule.bad_words
-        self._tail_max = max((len(word) - 1 for word in rule.bad_words), default=0)
-        self._tail = (*prompt, *made)[-self._tail_max or len(prompt) + len(made) :]
-        self._allowed = ~self._mask(rule.allowed_token_ids) if rule.allowed_token_ids else None
-        self._stops = self._mask(rule.stop_token_ids)
-        self._left = rule.min_new_tokens - len(made)
+    rule: Sampling
+    prompt_tokens: int
+    stops: Tensor
 
-    def push(self, token: int) -> None:
-        self._left -= 1
-        if self._tail_max:
-            self._tail = (*self._tail, token)[-self._tail_max :]
-
-    def strangers(self) -> NDArray[np.bool_] | None:
-        return self._allowed
-
-    def words(self) -> NDArray[np.bool_] | None:
-        ends = [
-            word[-1]
-            for word in self._words
-            if self._tail[max(0, len(self._tail) - len(word) + 1) :] == word[:-1]
-        ]
-        return self._mask(ends) if ends else None
-
-    def ends(self) -> NDArray[np.bool_] | None:
-        return self._stops if self._left > 0 else None
-
-    def _mask(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        mask = np.zeros(self._vocab_size, dtype=np.bool_)
-        mask[[token for token in tokens if 0 <= token < self._vocab_size]] = True
-        return mask
+    def apply(self, x: Tensor, position: int) -> None:
+        """To a row of logits (V,), in place."""
+        growth = self.rule.growth(position - self.prompt_tokens)
+        if growth:
+            ends = x[self.stops]
+            x[self.stops] = ends + ends.abs() * growth
 
 
 class _History:

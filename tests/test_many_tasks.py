@@ -183,6 +183,19 @@ def test_a_bad_word_is_not_said_however_a_space_cuts_it(service: Service) -> Non
         assert run not in said
 
 
+def test_the_rules_of_an_ask_are_those_of_its_answers(service: Service) -> None:
+    ask = Ask((1,), typical_p=0.5, no_repeat_ngram_size=3, length_decay=(4, 1.5))
+    rule = service.admission.admit(ask).answers[0].sampling
+    assert (rule.typical_p, rule.no_repeat_ngram_size, rule.length_decay) == (0.5, 3, (4, 1.5))
+    free, once = service.generate(
+        [
+            Ask("one", max_new_tokens=40, min_new_tokens=40, no_repeat_ngram_size=size)
+            for size in (0, 1)
+        ]
+    )
+    assert len(set(once.token_ids)) == 40 > len(set(free.token_ids))
+
+
 def test_a_guide_is_followed(service: Service) -> None:
     guide = Guide("choice", '["yes", "no"]')
     (made,) = service.generate([Ask("is it so?", guide=guide, max_new_tokens=20)])
@@ -215,6 +228,9 @@ REFUSED = [
     (Ask((1,), prompt_logprobs=-1), "prompt_logprobs", "from 0 to 20"),
     (Ask((1,), min_new_tokens=9, max_new_tokens=8), "min_new_tokens", "at most max_new_tokens, 8"),
     (Ask((1,), repetition_penalty=0), "repetition_penalty", "from 0.01 to 10"),
+    (Ask((1,), typical_p=0.0), "typical_p", r"in \(0, 1\]"),
+    (Ask((1,), no_repeat_ngram_size=101), "no_repeat_ngram_size", r"from 0 \(off\) to 100"),
+    (Ask((1,), length_decay=(0, 10.5)), "length_decay", "a factor from 1 to 10"),
     (Ask((1,), priority=101), "priority", "from -100 to 100"),
     (Ask((1,), tenant="x" * 257), "tenant", "257 bytes; at most 256"),
     (Ask((1,), tenant="\ud800"), "tenant", "lone surrogate"),

@@ -4,17 +4,21 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt.choice import choose, score, shape, weigh
+from gpt.generate import generate
 from gpt.sampling import Sampling, uniform
-from serving.messages import Begin, Scored
+from serving.messages import Begin, Scored, Submission
 from serving.sampler import Sampler, uniforms
+from tests.models import CONFIGS, build
+from tests.scenes import Scene, Shelf, play
 
 V = 12  # So few that rules meet: what is banned is often what would be drawn.
 IDS = st.integers(0, V - 1)
@@ -49,6 +53,7 @@ def rules(draw: st.DrawFn) -> Sampling:
         top_k=int(some(st.integers(1, V + 5), 0)),
         top_p=some(st.floats(0.01, 1), 1.0),
         min_p=some(st.floats(0, 1), 0.0),
+        typical_p=some(st.floats(0.01, 1), 1.0),
         repetition_penalty=some(st.floats(0.2, 5), 1.0),
         presence_penalty=some(st.floats(-2, 2), 0.0),
         frequency_penalty=some(st.floats(-2, 2), 0.0),
@@ -57,7 +62,11 @@ def rules(draw: st.DrawFn) -> Sampling:
         bad_words=tuple(
             map(tuple, draw(st.lists(st.lists(IDS, min_size=1, max_size=3), max_size=4)))
         ),
+        no_repeat_ngram_size=int(some(st.integers(1, 4), 0)),
         stop_token_ids=ids(3),
+        length_decay=draw(
+            st.one_of(st.none(), st.tuples(st.integers(0, 4), st.floats(1, 10, width=32)))
+        ),
         seed=draw(st.integers(0, 2**64 - 1)),
         logprobs=draw(st.sampled_from([None, 0, 3])),
     )
@@ -140,6 +149,8 @@ def test_a_large_vocabulary_is_cut_where_the_twin_cuts_it(spread: float) -> None
     sequences = [
         Sequence(rule, [1, 2]),
         *(Sequence(replace(rule, top_p=p, seed=9), [3]) for p in (0.02, 0.5, 0.9, 0.999)),
+        *(Sequence(replace(rule, typical_p=p), [3]) for p in (0.02, 0.5, 0.9, 0.999)),
+        Sequence(replace(rule, typical_p=0.6, top_k=300, top_p=0.9), [3]),
         *(Sequence(replace(rule, top_k=k), [3]) for k in (1, 255, 256, 257, 4096, 5000, 7000)),
         *(Sequence(replace(rule, top_k=k, top_p=0.6, min_p=0.01), [3]) for k in (40, 300, 4500)),
         Sequence(replace(rule, min_p=0.3), [3]),
@@ -158,7 +169,7 @@ def test_a_large_vocabulary_is_cut_where_the_twin_cuts_it(spread: float) -> None
                 one.made.append(token)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(rules(), st.lists(IDS, min_size=2, max_size=6), st.lists(IDS, max_size=5), st.integers(0))
 def test_what_is_left_is_what_transformers_leaves(
     rule: Sampling, prompt: list[int], made: list[int], seed: int
@@ -178,12 +189,16 @@ def test_what_is_left_is_what_transformers_leaves(
     )
     logits = torch.randn(V, generator=torch.Generator().manual_seed(seed % 2**63)).double() * 3
     steps = hf.LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(rule.repetition_penalty)])
+    if rule.no_repeat_ngram_size:
+        steps.append(hf.NoRepeatNGramLogitsProcessor(rule.no_repeat_ngram_size))
     words = [list(word) for word in rule.bad_words]
     if words:
         steps.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=V - 1))
     steps.append(
         hf.MinNewTokensLengthLogitsProcessor(len(prompt), rule.min_new_tokens, eos_token_id=V - 1)
     )
+    if rule.length_decay is not None:
+        steps.append(hf.ExponentialDecayLengthPenalty(rule.length_decay, [V - 1], len(prompt)))
     steps.append(hf.TemperatureLogitsWarper(rule.temperature))
     if rule.top_k:
         steps.append(hf.TopKLogitsWarper(rule.top_k))
@@ -191,8 +206,11 @@ def test_what_is_left_is_what_transformers_leaves(
         steps.append(hf.TopPLogitsWarper(rule.top_p))
     if rule.min_p:
         steps.append(hf.MinPLogitsWarper(rule.min_p))
+    if rule.typical_p < 1:
+        steps.append(hf.TypicalLogitsWarper(rule.typical_p))
     ids = torch.LongTensor([[*prompt, *made]])
     want = steps(ids, logits.unsqueeze(0).clone())[0]
+    assume(not want.isnan().any())  # All were banned.
     weights = weigh(shape(logits, rule, prompt, made), rule)
     assert torch.equal(weights > 0, want.softmax(-1) > 0)
     assert torch.allclose(weights / weights.sum(), want.softmax(-1), atol=1e-12)
@@ -216,6 +234,8 @@ def test_a_row_that_is_not_finite_disturbs_no_other(device: str, dtype: torch.dt
         Sampling(),
         Sampling(temperature=1.0, top_p=0.5, seed=1),
         Sampling(temperature=1.0, top_k=5, min_p=0.1, seed=2, logprobs=2),
+        Sampling(temperature=1.0, typical_p=0.4, seed=3, no_repeat_ngram_size=2),
+        Sampling(length_decay=(1, 2.0), stop_token_ids=(2, 9)),
         Sampling(repetition_penalty=2.0, bad_words=((3,),), logprobs=0),
         Sampling(allowed_token_ids=(1, 2, 3), min_new_tokens=2, stop_token_ids=(2,)),
     ]
@@ -277,6 +297,107 @@ def test_bad_words_never_become_complete_wherever_they_begin() -> None:
     assert not runs & set(words)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_no_run_of_tokens_comes_twice_and_virtual_ones_are_in_no_run(size: int) -> None:
+    chance = random.Random(size)
+    prompt = [-1, 0, -1, 1, -1, *chance.choices(range(2), k=200), -1]
+    one = Sequence(Sampling(temperature=0.7, seed=1, no_repeat_ngram_size=size), prompt)
+    sampler = Sampler(1, V)
+    sampler.begin(one.begin(0))
+    free = 0
+    for count in range(300 if size > 1 else V - 3):
+        if count % 7 == 0:
+            sampler.begin(one.begin(0))  # Resumed.
+        # Two tokens are so likely that without the rule all would be these.
+        logits = torch.tensor([[9.0, 9.0, *[0.0] * (V - 2)]])
+        token = sampler.choose(logits, [0], [one.position]).tokens[0]
+        assert token == one.twin(logits[0])
+        text = one.prompt + one.made
+        runs = {tuple(text[at : at + size]) for at in range(len(text) - size + 1)}
+        last = (*text[len(text) - size + 1 :], token)
+        taken = {run[-1] for run in runs if run[:-1] == last[:-1]}
+        if -1 in last[:-1]:
+            free += 1
+            assert token < 2
+        elif len(taken) < V:
+            assert last not in runs
+        one.made.append(token)
+    assert free == min(size - 1, 300)
+
+
+def test_bad_words_go_before_runs_that_repeat_and_those_before_a_least_length() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    words, stops = ((0,), (1,)), (0, 1)
+    for rule, prompt, token in (
+        (Sampling(no_repeat_ngram_size=1), [2, 1], 3),
+        (Sampling(no_repeat_ngram_size=1), [0, 1, 2, 3], 1),
+        (Sampling(no_repeat_ngram_size=1, allowed_token_ids=(1, 2)), [1, 2, 3], 1),
+        (Sampling(no_repeat_ngram_size=1, bad_words=words), [2, 3], 2),
+        (Sampling(no_repeat_ngram_size=1, min_new_tokens=1, stop_token_ids=stops), [2, 3], 1),
+    ):
+        sampler = Sampler(1, 4)
+        sampler.begin(Begin(0, rule, prompt, []))
+        assert choose(logits[0], rule, prompt, [], len(prompt)) == token
+        assert sampler.choose(logits, [0], [len(prompt)]).tokens == [token]
+
+
+def test_an_answer_ends_sooner_the_longer_it_gets() -> None:
+    rule = Sampling(stop_token_ids=(1, 2, 1, V), length_decay=(2, 2.0), max_new_tokens=2**32 - 1)
+    logits = torch.tensor([3.0, -2.0, 1.0, 0.0], dtype=torch.float64)
+    for made, want in ((0, [-2, 1]), (2, [-2, 1]), (3, [0, 2]), (4, [4, 4]), (5, [12, 8])):
+        shaped = shape(logits, rule, [3, -1], [0] * made)
+        assert shaped.tolist() == [3, *want, 0]
+    # It begins after the prompt, virtual tokens included, wherever it is taken up again.
+    sampler = Sampler(1, 4)
+    sampler.begin(Begin(0, rule, [3, -1], [0, 0, 0]))
+    assert sampler.choose(logits.unsqueeze(0), [0], [5]).tokens == [0]
+    assert sampler.choose(logits.unsqueeze(0), [0], [6]).tokens == [1]
+    assert sampler.choose(logits.unsqueeze(0), [0], [2**31]).tokens == [1]
+    held = replace(rule, min_new_tokens=9)
+    sampler.begin(Begin(0, held, [3, -1], [0] * 8))
+    assert sampler.choose(logits.unsqueeze(0), [0], [10]).tokens == [0]
+    assert sampler.choose(logits.unsqueeze(0), [0], [11]).tokens == [1]
+
+
+RULED = {
+    "typical": Sampling(36, temperature=1.5, seed=5, typical_p=0.3),
+    "greedy": Sampling(36, no_repeat_ngram_size=2),
+    "drawn": Sampling(36, temperature=0.3, seed=3, no_repeat_ngram_size=1),
+    "ending": Sampling(36, length_decay=(8, 1.4), stop_token_ids=tuple(range(0, 60, 5))),
+}
+
+
+def test_the_engine_keeps_the_rules_through_preemption(tmp_path: Path) -> None:
+    network = CONFIGS["classic"]
+    shelf = Shelf.make(tmp_path, network.hidden_size, [3])
+    rows = shelf.rows[0]
+    virtual = [network.vocab_size + row for row in range(3)]
+    prompts = [[7, 8, 9], [*virtual, 7, 8, *virtual, 7], [4, 5, 6, 4], [1, 2]]
+    asks = [
+        Submission(number, prompt, rule, rows=rows if number == 1 else None)
+        for number, (prompt, rule) in enumerate(zip(prompts, RULED.values(), strict=True))
+    ]
+    settings = {"kv_block_tokens": 4, "running_requests_max": 4, "kv_tokens_max": 68}
+    scene = Scene("classic", "float64", settings, [(0, ask) for ask in asks])
+    (played,) = play(0, 1, 1, [scene], str(tmp_path))
+    assert played.load.preemptions > 0
+    model = build(network)
+    for ask in asks:
+        answer, table = played.answers[ask.number], shelf.table(ask)
+        alone = generate(model, [ask.prompt], ask.sampling, table=table)[0]
+        assert (answer.tokens, answer.end) == (alone.token_ids, alone.finish_reason)
+        bare = replace(ask.sampling, typical_p=1.0, no_repeat_ngram_size=0, length_decay=None)
+        free = generate(model, [ask.prompt], bare, table=table)[0]
+        assert free.token_ids != answer.tokens
+        if size := ask.sampling.no_repeat_ngram_size:
+            text = ask.prompt + answer.tokens
+            runs = [tuple(text[at : at + size]) for at in range(len(text) - size + 1)]
+            assert len(set(runs[-36:]) - set(runs[:-36])) == len(answer.tokens) == 36
+        if ask.sampling.length_decay:
+            assert (answer.end, free.finish_reason) == ("stop", "length")
+            assert 8 < len(answer.tokens) < 36
+
+
 def test_a_step_without_rows_has_no_tokens() -> None:
     chosen = Sampler(2, V).choose(torch.zeros(0, V), [], [])
     assert (chosen.tokens, chosen.scores, chosen.broken) == ([], [], [])
@@ -300,6 +421,8 @@ def test_tokens_on_cuda_are_the_plain_twins() -> None:
         Sampling(temperature=0.8, top_p=0.9, seed=1),
         Sampling(temperature=1.2, top_k=30, min_p=0.05, seed=2, frequency_penalty=0.5),
         Sampling(repetition_penalty=1.3, bad_words=((3,), (4, 5))),
+        Sampling(temperature=1.3, typical_p=0.7, seed=4, no_repeat_ngram_size=2),
+        Sampling(length_decay=(4, 3.0), stop_token_ids=(11, 12)),
         Sampling(temperature=1.0, logit_bias=((7, 5.0),), min_new_tokens=3, stop_token_ids=(7,)),
         Sampling(temperature=1.0, allowed_token_ids=tuple(range(30)), logprobs=5),
     ]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt.choice import Score, choose, weigh
+from gpt.choice import Score, choose, shape, weigh
 from gpt.errors import RequestError
 from gpt.generate import Completion, generate, stream
 from gpt.model import GPT
@@ -60,6 +60,51 @@ def test_top_k_top_p_and_min_p_keep_the_fewest_likeliest_tokens() -> None:
         assert int((weights > 0).sum()) == kept, rule
         assert weights.argmax() == 1
         assert torch.equal(frequencies(rule, logits, 300) > 0, weights > 0)
+
+
+def test_typical_p_keeps_what_surprises_as_much_as_is_expected() -> None:
+    # Of -ln p the six are 0.55 from the mean, and the likeliest is 0.83 from it.
+    logits = torch.tensor([0.1, 0.1, 0.4, 0.1, 0.1, 0.1, 0.1]).log().double()
+    for rule, kept in (
+        (Sampling(temperature=1, typical_p=0.1), [1, 1, 0, 1, 1, 1, 1]),
+        (Sampling(temperature=1, typical_p=0.59), [1, 1, 0, 1, 1, 1, 1]),
+        (Sampling(temperature=1, typical_p=0.61), [1] * 7),
+        # Of what is left, and never nothing of it.
+        (Sampling(temperature=1, typical_p=0.1, top_k=1), [0, 0, 1, 0, 0, 0, 0]),
+        (Sampling(temperature=1, typical_p=0.1, min_p=0.5), [0, 0, 1, 0, 0, 0, 0]),
+    ):
+        weights = weigh(logits, rule)
+        assert (weights > 0).int().tolist() == kept, rule
+        assert torch.equal(frequencies(rule, logits, 300) > 0, weights > 0)
+    assert choose(logits, Sampling(typical_p=0.1), [], [], 0) == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "stateless"),
+    [
+        (Sampling(temperature=1, seed=7, top_k=9, top_p=0.9, min_p=0.1, typical_p=0.9), True),
+        (Sampling(logit_bias=((1, 3.0),), allowed_token_ids=(1, 2, 3)), True),
+        (Sampling(bad_words=((2,), (3,)), stop_token_ids=(1,), logprobs=2), True),
+        (Sampling(bad_words=((2,), (4, 3))), False),
+        (Sampling(min_new_tokens=3, stop_token_ids=(3,)), False),
+        (Sampling(repetition_penalty=2.0), False),
+        (Sampling(presence_penalty=1.0), False),
+        (Sampling(frequency_penalty=1.0), False),
+        (Sampling(no_repeat_ngram_size=2), False),
+        (Sampling(length_decay=(2, 2.0), stop_token_ids=(0,)), False),
+    ],
+)
+def test_a_choice_without_a_state_does_not_know_what_was_before(
+    rule: Sampling, stateless: bool
+) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 3.0, 0.0])
+    pasts = [([4], [4, 4, 4]), ([4, 3, 3], [4]), ([3], [3, 3, 3]), ([4, 3, 4], [4]), ([3] * 4, [])]
+    assert all(len(prompt) + len(made) == 4 for prompt, made in pasts)
+    shaped = [shape(logits, rule, prompt, made) for prompt, made in pasts]
+    chosen = {choose(logits, rule, prompt, made, 4) for prompt, made in pasts}
+    assert rule.stateless == stateless
+    assert all(torch.equal(one, shaped[0]) for one in shaped) == stateless
+    assert len(chosen) == 1 or not stateless
 
 
 def test_equal_tokens_are_kept_all_or_none() -> None:
@@ -240,6 +285,16 @@ def test_a_stop_token_ends_a_prompt_and_not_its_neighbours(model: GPT) -> None:
         ({"max_new_tokens": 10**400}, "max_new_tokens"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
+        ({"typical_p": 0.0}, "typical_p"),
+        ({"typical_p": 1.01}, "typical_p"),
+        ({"typical_p": float("nan")}, "typical_p"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
+        ({"no_repeat_ngram_size": 101}, "no_repeat_ngram_size"),
+        ({"length_decay": (-1, 2.0)}, "length_decay"),
+        ({"length_decay": (2**32, 2.0)}, "length_decay"),
+        ({"length_decay": (0, 0.99)}, "length_decay"),
+        ({"length_decay": (0, 10.01)}, "length_decay"),
+        ({"length_decay": (0, float("nan"))}, "length_decay"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"repetition_penalty": 5e-324}, "repetition_penalty"),  # A logit over it is infinite.
         ({"presence_penalty": 3.0}, "presence_penalty"),
@@ -258,7 +313,8 @@ def test_a_rule_that_cannot_be_is_refused_by_its_field(
     with pytest.raises(RequestError) as refusal:
         Sampling(**change)  # type: ignore[arg-type]
     assert refusal.value.field == field
-    assert field in str(refusal.value)
+    assert str(refusal.value).startswith(f"{field} is ")
+    assert "; it must be " in str(refusal.value)
 
 
 @pytest.mark.parametrize(
