@@ -17,6 +17,7 @@ from gpt.sampling import Sampling
 from gpt.settings import nearest
 from gpt.tokenizer import Tokenizer
 from serving.adapters import Adapters, Resident
+from serving.beam import check_beams, check_ends, rule_of
 from serving.config import ServerConfig
 from serving.guide import check_guide
 from serving.messages import Guide, ServiceClass
@@ -53,6 +54,8 @@ class Admission:
         answers: list[Answer] = []
         for resident in residents:
             first = self._answer(ask, resident, seed)
+            if ask.beam_width > 1:
+                check_ends(first, ask.beam_width, self.vocab_size)
             answers += [
                 replace(first, sampling=replace(first.sampling, seed=seed_of(seed, place)))
                 for place in range(ask.answers)
@@ -62,6 +65,7 @@ class Admission:
         return Request(
             tuple(answers),
             guide=ask.guide,
+            beams=rule_of(ask),
             service=ask.service,
             priority=ask.priority,
             tenant=ask.tenant,
@@ -288,11 +292,13 @@ def _check_counts(ask: Ask, config: ServerConfig) -> None:
     tasks = len(ask.adapters) or 1
     if ask.answers < 1:
         raise RequestError(f"answers is {ask.answers}; it must be at least 1", "answers")
-    if tasks * ask.answers > config.answers_max:
-        what = f"{tasks} adapters x {ask.answers} answers" if tasks > 1 else f"{ask.answers}"
+    check_beams(ask, config.beam_width_max)
+    each = max(ask.answers, ask.beam_width)
+    if tasks * each > config.answers_max:
+        what = f"{tasks} adapters x {each} answers" if tasks > 1 else f"{each}"
         raise RequestError(
             f"answers is {what}; at most {config.answers_max} may be in one request (answers_max)",
-            "answers" if ask.answers > 1 else "adapters",
+            "answers" if each > 1 else "adapters",
         )
     for field in ("logprobs", "prompt_logprobs"):
         asked = getattr(ask, field)
@@ -339,11 +345,14 @@ def _rule(ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
         top_k=ask.top_k,
         top_p=1.0 if ask.top_p is None else ask.top_p,
         min_p=ask.min_p,
+        typical_p=ask.typical_p,
         repetition_penalty=ask.repetition_penalty,
         presence_penalty=ask.presence_penalty,
         frequency_penalty=ask.frequency_penalty,
         logit_bias=tuple(ask.logit_bias.items()),
         allowed_token_ids=ask.allowed_token_ids,
+        no_repeat_ngram_size=ask.no_repeat_ngram_size,
+        length_decay=ask.length_decay,
         seed=seed,
         logprobs=ask.logprobs,
         prompt_logprobs=ask.prompt_logprobs,

@@ -41,6 +41,10 @@ class ServerConfig:
     # How much longer than its decoding alone a prompt may make a step, while a request of the
     # latency class waits for its next token; for each of that class that waits for its first.
     prefill_stall_ms_max: float = 15.0
+    # Tokens that a step may guess ahead of each that decodes, and verify; 0: none. Greedy and
+    # seeded answers stay the same. On a CPU each one over 3 costs more.
+    speculate_tokens_max: int = 0
+    speculate_rows_max: int = 8  # Rows of a step that decode, guesses included, while it guesses.
     priority_age_s: float = 10.0  # Waiting this long counts like one priority more.
     kv_tokens_max: int | None = None  # Tokens whose keys and values fit; None: what memory allows.
     kv_block_tokens: int = 16
@@ -59,6 +63,7 @@ class ServerConfig:
     stops_max: int = 16  # Stop strings, and stop token ids, of a request.
     stop_bytes_max: int = 256  # Of one stop string, or of one bad word.
     answers_max: int = 64  # Of a request: what it asks of each task, times its tasks.
+    beam_width_max: int = 16  # Beams of a task; in all bounds a beam counts like an answer.
     bias_max: int = 1024  # Tokens that a request may favour or disfavour.
     allowed_max: int = 4096  # Tokens that a request may name as the only ones.
     bad_words_max: int = 128
@@ -73,6 +78,7 @@ class ServerConfig:
             value = getattr(self, field.name)
             bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
             # None: nobody said, and something else decides.
+            bounded &= field.name != "speculate_tokens_max"
             if bounded and value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name} is {value}; it must be more than 0")
         for name in ("tp", "pp"):
@@ -101,6 +107,10 @@ class ServerConfig:
             raise ConfigError(
                 f"running_requests_max is {self.running_requests_max}, and a step has "
                 f"{self.step_tokens_max} tokens (step_tokens_max); each that runs needs one"
+            )
+        if self.speculate_tokens_max < 0:
+            raise ConfigError(
+                f"speculate_tokens_max is {self.speculate_tokens_max}; it must be 0 (off) or more"
             )
         if self.logprobs_max > LOGPROBS_MAX:
             raise ConfigError(f"logprobs_max is {self.logprobs_max}; at most {LOGPROBS_MAX} can be")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,10 +20,10 @@ from gpt.errors import PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
 from serving.config import ServerConfig
 from serving.flight import crash_path
+from serving.job import Job, Wanted
 from serving.link import Link
 from serving.messages import Cancel, Dump, Load, Made, Ready, Submission, Update
 from serving.request import (
-    Answer,
     Completion,
     DeadlinePassedError,
     EngineFaultError,
@@ -43,40 +42,8 @@ LOSSES_MAX = 1  # As often may a request's ranks be lost before it is taken for 
 STOPPED = "the engine stopped before the answer was done; try again"
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """An answer on its way."""
-
-    job: "_Job"
-    index: int
-    answer: Answer
-    number: int = -1  # As the planner knows it; -1: it does not.
-    made: list[int] = field(default_factory=list)
-    scored: int = 0  # Tokens of the prompt whose scores came,
-    repeated: int = 0  # and how many of them will come again, since ranks were lost.
-    over: bool = False  # It ended, or nobody wants it any more.
-
-
-@dataclass(eq=False)
-class _Job:
-    """A request on its way. Its stream is touched only on `loop`."""
-
-    request: Request
-    deadline: float | None  # On the monotonic clock.
-    whole: bool
-    loop: asyncio.AbstractEventLoop
-    sequences: list[_Sequence] = field(default_factory=list)
-    told: bool = False  # Whether a token came.
-    losses: int = 0
-    stream: Stream | None = None
-
-    @property
-    def left(self) -> list[_Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.over]
-
-
 # For a request's stream: what was made of the answer with an index, or the end of all.
-_News = tuple[_Job, int, Made | PreambleError]
+_News = tuple[Job, int, Made | PreambleError]
 
 
 class Engine:
@@ -85,8 +52,9 @@ class Engine:
     def __init__(self, link: Link, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self._link, self._tokenizer, self._config = link, tokenizer, config
         self._lock = threading.Lock()  # Guards all below; no one waits long for it.
-        self._sequences: dict[int, _Sequence] = {}  # By number: what the planner has.
-        self._kept: list[_Job] = []  # What waits for new ranks.
+        self._sequences: dict[int, Wanted] = {}  # By number: what the planner has.
+        self._kept: list[Job] = []  # What waits for new ranks.
+        self._searching: set[Job] = set()  # What has beams.
         self._unwanted: list[int] = []  # Numbers to cancel.
         self._number = 0
         self._closed = False
@@ -142,12 +110,13 @@ class Engine:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             raise DeadlinePassedError(PASSED)
-        job = _Job(request, deadline, whole, asyncio.get_running_loop())
-        job.sequences = [_Sequence(job, i, answer) for i, answer in enumerate(request.answers)]
+        job = Job(request, deadline, whole, asyncio.get_running_loop())
         job.stream = Stream(request, self._tokenizer, lambda indices: self._drop(job, indices))
         with self._lock:
-            self._check_room(len(job.sequences))
-            self._send(job)
+            self._check_room(request.places)
+            self._send(job.left)
+            if request.beams is not None:
+                self._searching.add(job)
         if left is not None:
             job.stream.expire_in(left)
         return job.stream
@@ -164,7 +133,7 @@ class Engine:
     async def _generate(
         self, requests: Sequence[Request], deadline: float | None
     ) -> list[Completion]:
-        largest = max((len(request.answers) for request in requests), default=1)
+        largest = max((request.places for request in requests), default=1)
         room = asyncio.Semaphore(max(1, self._room // largest))
 
         async def one(request: Request) -> list[Completion]:
@@ -208,7 +177,7 @@ class Engine:
             kept, self._kept = self._kept, []
             self._rest()
             for job in kept:
-                self._send(job)
+                self._send(job.left)
             self._known.set()
         if kept:
             log.info("event=resubmitted requests=%d", len(kept))
@@ -259,7 +228,8 @@ class Engine:
         return self._config.running_requests_max + self._config.queue_requests_max
 
     def _accepted(self) -> int:
-        return len(self._sequences) + sum(len(job.left) for job in self._kept)
+        spare = sum(job.spare for job in self._searching)
+        return len(self._sequences) + sum(len(job.left) for job in self._kept) + spare
 
     def _check_room(self, more: int) -> None:
         if self._closed:
@@ -281,9 +251,9 @@ class Engine:
                 f"{self._room} (running_requests_max + queue_requests_max); try again later"
             )
 
-    def _send(self, job: _Job) -> None:
-        request = job.request
-        for sequence in job.left:
+    def _send(self, sequences: Iterable[Wanted]) -> None:
+        for sequence in sequences:
+            job, request = sequence.job, sequence.job.request
             self._number += 1
             sequence.number, sequence.repeated = self._number, sequence.scored
             self._sequences[self._number] = sequence
@@ -296,35 +266,57 @@ class Engine:
                     rows=answer.rows,
                     tenant=request.tenant,
                     service=request.service,
-                    priority=request.priority,
+                    priority=request.priority + sequence.lead,
                     deadline=job.deadline,
                     guide=request.guide,
                     made=list(sequence.made),
                 )
             )
 
-    def _made(self, sequence: _Sequence, made: Made) -> list[_News]:
+    def _made(self, sequence: Wanted, made: Made) -> list[_News]:
         """Take note of it. What was told before a loss is not told again."""
         job = sequence.job
         if made.end is not None:
             del self._sequences[made.number]
         if sequence.over:
             return []
+        if made.end == "fault":
+            log.error("event=sequence_fault adapter=%s", sequence.answer.adapter or "none")
+        if sequence.search is not None:
+            return self._searched(sequence, made)
         if job.losses:
             again = min(sequence.repeated, len(made.prompt_scores))
             sequence.repeated -= again
             cached = 0 if sequence.made else made.cached_tokens
             scores = made.prompt_scores[again:]
             made = msgspec.structs.replace(made, prompt_scores=scores, cached_tokens=cached)
-        if made.end == "fault":
-            log.error("event=sequence_fault adapter=%s", sequence.answer.adapter or "none")
         sequence.over = made.end is not None
         sequence.scored += len(made.prompt_scores)
         sequence.made += made.tokens
         job.told = job.told or bool(made.tokens)
-        return [(job, sequence.index, made)]
+        return [(job, index, made) for index in sequence.indices]
 
-    def _forget_all(self) -> list[_Job]:
+    def _searched(self, beam: Wanted, made: Made) -> list[_News]:
+        """A beam's token came. With a round's last one comes the next round, or the end."""
+        job, search, beam.over = beam.job, beam.search, True
+        assert search is not None
+        if search.take(beam.place, made):
+            self._send(job.go_on(search))
+        if not search.over:
+            return []
+        job.told = True
+        self._forsake(job, [one for one in job.left if one.search is search])
+        return [(job, *found) for found in zip(search.indices, search.found, strict=True)]
+
+    def _forsake(self, job: Job, sequences: Iterable[Wanted]) -> None:
+        """Nobody wants these any more."""
+        for sequence in sequences:
+            sequence.over = True
+            self._unwanted.append(sequence.number)
+        if not job.left:
+            self._searching.discard(job)
+
+    def _forget_all(self) -> list[Job]:
         """Everything that has not ended."""
         jobs = dict.fromkeys(one.job for one in self._sequences.values() if one.job.left)
         jobs.update(dict.fromkeys(self._kept))
@@ -333,7 +325,7 @@ class Engine:
         self._unwanted.clear()
         return list(jobs)
 
-    def _loss(self, job: _Job) -> PreambleError | None:
+    def _loss(self, job: Job) -> PreambleError | None:
         """What a loss of the ranks means for a request; None: nothing, it goes on with new ones."""
         if job.losses > LOSSES_MAX:
             return EngineFaultError(
@@ -376,14 +368,13 @@ class Engine:
         gone = UnavailableError(f"the engine did not come back ({self.reason}); try again later")
         self._give([(job, 0, gone) for job in jobs])
 
-    def _drop(self, job: _Job, indices: Iterable[int]) -> None:
+    def _drop(self, job: Job, indices: Iterable[int]) -> None:
         """Nobody wants these any more. Those of one turn of a loop are cancelled together."""
         with self._lock:
             first = not self._unwanted
-            for index in indices:
-                sequence = job.sequences[index]
-                sequence.over = True
-                self._unwanted.append(sequence.number)
+            dropped = set(indices)
+            wanted = [one for one in job.left if not dropped.isdisjoint(one.indices)]
+            self._forsake(job, wanted)
             if job in self._kept and not job.left:
                 self._kept.remove(job)
         if first:
@@ -406,7 +397,7 @@ class Engine:
                 loop.call_soon_threadsafe(_put, theirs)
             except RuntimeError:  # The loop is closed: nobody listens any more.
                 for job, _, _ in theirs:
-                    self._drop(job, [sequence.index for sequence in job.left])
+                    self._drop(job, range(len(job.request.answers)))
 
 
 def _put(news: Sequence[_News]) -> None:

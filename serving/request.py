@@ -15,6 +15,8 @@ from serving.messages import Guide, Rows, Scored, ServiceClass
 
 # "scored": no token was asked for, only what the prompt's own are worth.
 Finish = Literal["stop", "length", "scored"]
+# Whether a beam search ends as soon as it has its hypotheses; "never": not before none can improve.
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,38 @@ class Ask:
     top_k: int = 0
     top_p: float | None = None
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    no_repeat_ngram_size: int = 0
+    # So many new tokens, after which the stop tokens' logits grow by that factor with each more.
+    length_decay: tuple[int, float] | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # How many alternatives are told with each token.
     prompt_logprobs: int | None = None
     guide: Guide | None = None
+    beam_width: int = 1  # 1: no beams. Else the best of them are the answers, best first.
+    length_penalty: float = 1.0  # A beam's score is its log-probability / length ** this.
+    early_stopping: EarlyStopping = False
     service: ServiceClass = "latency"
     priority: int = 0
     tenant: str = ""
+
+
+@dataclass(frozen=True)
+class BeamRule:
+    """How each task's beams are searched, and how many are answers."""
+
+    width: int
+    answers: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
 
 @dataclass(frozen=True)
@@ -71,9 +90,17 @@ class Request:
 
     answers: tuple[Answer, ...]
     guide: Guide | None = None
+    beams: BeamRule | None = None
     service: ServiceClass = "latency"
     priority: int = 0
     tenant: str = ""
+
+    @property
+    def places(self) -> int:
+        """How many sequences it may have at once."""
+        if self.beams is None:
+            return len(self.answers)
+        return len(self.answers) // self.beams.answers * self.beams.width
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,7 @@ class Piece:
     # Of the prompt's tokens, from the first on; None where a token has none.
     prompt_scores: tuple[Scored | None, ...] = ()
     cached_tokens: int = 0  # Of the prompt; told once, with the first token.
+    beam_score: float | None = None  # With the last piece of an answer that beams found.
     # Why this answer ends, where another of its request goes on. It is the answer's last piece.
     error: PreambleError | None = None
 
@@ -107,6 +135,7 @@ class Completion:
     cached_tokens: int = 0
     scores: tuple[Scored, ...] = ()
     prompt_scores: tuple[Scored | None, ...] = ()
+    beam_score: float | None = None  # What it is worth among the beams.
     error: PreambleError | None = None
 
 

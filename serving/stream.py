@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gpt.errors import AdapterError, PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
+from serving.beam import Found
 from serving.messages import End, Made, Scored
 from serving.request import (
     Answer,
@@ -18,6 +19,7 @@ from serving.request import (
     DeadlinePassedError,
     EngineFaultError,
     Finish,
+    OverloadedError,
     Piece,
     Request,
     UnavailableError,
@@ -33,13 +35,13 @@ PASSED = "the deadline passed before the answer was done"
 class _State:
     """Where an answer stands: what was not yet taken of it, and whether more will come."""
 
-    answer: Answer
     text: CertainText
     token_ids: list[int] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     prompt_scores: list[Scored | None] = field(default_factory=list)
     words: str = ""
     cached_tokens: int = 0
+    beam_score: float | None = None
     finish: Finish | None = None
     error: PreambleError | None = None
     over: bool = False
@@ -47,6 +49,8 @@ class _State:
     def add(self, made: Made) -> None:
         self.prompt_scores += made.prompt_scores
         self.cached_tokens += made.cached_tokens
+        if isinstance(made, Found):
+            self.beam_score = made.beam_score
         last = len(made.tokens) - 1
         for place, token in enumerate(made.tokens):
             self.token_ids.append(token)
@@ -73,6 +77,7 @@ class _State:
             scores=tuple(self.scores),
             prompt_scores=tuple(self.prompt_scores),
             cached_tokens=self.cached_tokens,
+            beam_score=self.beam_score,
             error=self.error,
         )
         self.token_ids, self.scores, self.prompt_scores = [], [], []
@@ -98,10 +103,7 @@ class Stream:
         self.request = request
         self._drop = drop
         self._states = [
-            _State(
-                answer,
-                CertainText(tokenizer, answer.stop_strings, answer.sampling.min_new_tokens),
-            )
+            _State(CertainText(tokenizer, answer.stop_strings, answer.sampling.min_new_tokens))
             for answer in request.answers
         ]
         self._fresh: dict[int, None] = {}  # Answers with something to take, in order.
@@ -158,7 +160,7 @@ class Stream:
             self._drop([index])  # By a stop string, of which the engine does not know.
         if state.over or made.end is None:
             return
-        error = _error(made, state.answer)
+        error = _error(made)
         if len(self._states) == 1 or isinstance(error, DeadlinePassedError | UnavailableError):
             return self.fail(error)
         state.error, state.over = error, True
@@ -184,7 +186,7 @@ class Stream:
             self._drop(left)
 
 
-def _error(made: Made, answer: Answer) -> PreambleError:
+def _error(made: Made) -> PreambleError:
     match made.end:
         case "deadline":
             return DeadlinePassedError(PASSED)
@@ -192,10 +194,12 @@ def _error(made: Made, answer: Answer) -> PreambleError:
             return EngineFaultError(made.reason)
         case "stuck":
             return RequestError(made.reason, "guide")
-        case "refused" if answer.rows is not None:
-            return AdapterError(made.reason)
         case "refused":
             return RequestError(made.reason)
+        case "adapter":
+            return AdapterError(made.reason)
+        case "full":
+            return OverloadedError(made.reason)
     return UnavailableError("the engine dropped this request; try again")
 
 
@@ -239,5 +243,6 @@ def _completion(
         cached_tokens=sum(piece.cached_tokens for piece in pieces),
         scores=tuple(score for piece in pieces for score in piece.scores),
         prompt_scores=tuple(score for piece in pieces for score in piece.prompt_scores),
+        beam_score=pieces[-1].beam_score if pieces else None,
         error=None if finish else error,
     )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from gpt.tokenizer import NullTokenizer
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
-from serving.messages import Guide, Rows
+from serving.messages import Guide, Made, Rows
 from serving.request import (
     Answer,
     DeadlinePassedError,
@@ -201,6 +202,29 @@ def test_the_fault_of_an_only_answer_is_raised_and_that_of_one_of_many_is_a_piec
         (error,) = [piece for piece in pieces if piece.error]
         assert (error.index, error.finish) == (0, None)
         assert sum(len(piece.token_ids) for piece in pieces if piece.index == 1) == 5
+
+    run(work)
+
+
+def test_what_is_wrong_with_a_prompt_is_not_blamed_on_its_adapter(
+    engine: Engine, tmp_path: Path
+) -> None:
+    gone, there = written(tmp_path, "gone", 8), written(tmp_path, "there", 9)
+    Path(gone.file).unlink()
+    short, long = one((VOCABULARY, 2), rows=gone), one((VOCABULARY, *[2] * 600), rows=there)
+
+    made = engine.generate([short, long, one((1, 2))])
+
+    assert [type(completion.error) for completion in made] == [AdapterError, RequestError, NoneType]
+    assert "cut " in str(made[1].error)
+
+
+def test_a_planner_that_is_full_is_worth_another_try() -> None:
+    async def work() -> None:
+        stream = Stream(one((1, 2)), TOKENIZER, lambda _: None)
+        stream.take(0, Made(7, end="full", reason="many wait"))
+        with pytest.raises(OverloadedError, match="many wait"):
+            await tokens(stream)
 
     run(work)
 

@@ -81,3 +81,9 @@ def test_parts_of_blocks_have_keys_where_prompts_part() -> None:
 def test_a_boundary_between_blocks_needs_no_part() -> None:
     assert keys(text(9)).tails == {}
     assert keys([*virtual(4), *text(5)], "task").tails == {}
+
+
+def test_one_that_asks_for_a_single_token_can_be_gone_on_from_its_end() -> None:
+    parts = [position for tail in keys(text(15), new=1).tails.values() for position, _ in tail]
+    assert parts == [14, 15]
+    assert [at for tail in keys(text(15)).tails.values() for at, _ in tail] == [14]
