@@ -160,6 +160,15 @@ def report(engine: Engine, vocab_size: int, work: Work, rounds: int) -> Iterator
     hits = after.cached_tokens - before.cached_tokens
     yield f"prefix hits        {100 * hits / asked:9.1f}%  of {asked:,} prompt tokens"
     yield f"preemptions        {after.preemptions - before.preemptions:10,}"
+    drafted = after.drafted_tokens - before.drafted_tokens
+    if drafted:
+        # Models with random weights repeat themselves, which flatters guessing ahead.
+        right = after.accepted_tokens - before.accepted_tokens
+        plain = after.made_tokens - before.made_tokens - right
+        yield (
+            f"guessed right      {100 * right / drafted:9.1f}%  of {drafted:,} tokens; "
+            f"{1 + right / plain:.2f} new ones at a time"
+        )
     held = 100 * watched.blocks_held / max(1, watched.blocks)
     yield f"KV memory          {held:9.1f}%  held at most, of {watched.blocks:,} blocks"
 

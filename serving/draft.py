@@ -30,6 +30,7 @@ class Draft:
     ids: list[int] = field(default_factory=list)
     draws: list[bool] = field(default_factory=list)
     scores: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     begins: list[Begin] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -60,6 +61,18 @@ class Draft:
         sequence.planned += 1
         sequence.flights += 1
 
+    def guess(self, guesses: list[list[int]]) -> None:
+        """Let them stand behind the last tokens of those that decode, who are all there is yet."""
+        ids = list[int]()
+        for sequence, last, guess in zip(self.sequences, self.ids, guesses, strict=True):
+            ids += [last, *guess]
+            sequence.guess = guess
+            sequence.planned += len(guess)
+        self.tokens_left -= len(ids) - len(self.ids)
+        self.drafts = [len(guess) for guess in guesses]
+        self.lengths = [1 + count for count in self.drafts]
+        self.ids = ids
+
     def prompt(self, sequence: Sequence, count: int) -> None:
         """The next tokens of a prompt."""
         past, vocab_size = sequence.planned, self.vocab_size
@@ -84,6 +97,8 @@ class Draft:
         sequence.flights += 1
 
     def step(self, number: int, clears: list[int]) -> Step:
+        # Chunks of prompts have come since, which have none.
+        more = len(self.sequences) - len(self.drafts) if self.drafts else 0
         return Step(
             number,
             self.slots,
@@ -97,4 +112,5 @@ class Draft:
             self.copies,
             clears,
             self.rewrites,
+            self.drafts + [0] * more,
         )

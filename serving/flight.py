@@ -33,6 +33,7 @@ CRASHES, CRASHES_MAX = "preamble-flight-*.jsonl", 20
 # What tells no token. All other fields of a request are counted, or left out.
 _SHOWN = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("typical_p", "no_repeat_ngram_size", "length_decay"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logprobs", "prompt_logprobs"),
 )
@@ -131,6 +132,7 @@ def _line(leg: _Leg, ids: bool) -> dict[str, Any]:
         "slots": step.slots,
         "past": step.past,
         "lengths": step.lengths,
+        "drafts": step.drafts,
         "draws": [int(draw) for draw in step.draws],
         "scores": step.scores,
         "begins": [_begin(begin, ids) for begin in step.begins],

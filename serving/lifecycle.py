@@ -187,6 +187,7 @@ async def _drain(
     )
     for task in (drained, hurried):
         task.cancel()
+    # What arrives right now gRPC ends as CANCELLED, in none of our hands; our client understands.
     await server.stop(GOODBYE_S if drained in done else 0)
     log.info("event=stopped drained=%s", drained in done)
 
@@ -262,6 +263,8 @@ def _watch(metrics: Metrics, service: Service) -> Ready:
         ("engine_preemptions", "Requests put back for memory.", lambda: engine.load.preemptions),
         ("engine_prompt_tokens", "Of prompts that ran.", lambda: engine.load.prompt_tokens),
         ("engine_cached_tokens", "Those found in the cache.", lambda: engine.load.cached_tokens),
+        ("engine_drafted_tokens", "Guessed ahead.", lambda: engine.load.drafted_tokens),
+        ("engine_accepted_tokens", "Guessed right.", lambda: engine.load.accepted_tokens),
         ("adapter_loads", "Adapters put on the device.", lambda: engine.load.adapter_loads),
         ("adapter_load_failures", "Adapter files refused.", lambda: adapters.failures),
     ):

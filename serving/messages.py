@@ -12,9 +12,12 @@ import msgspec
 from gpt.sampling import Sampling
 
 ServiceClass = Literal["latency", "throughput"]
+# Why a sequence never ran. "refused": what it asks cannot; "adapter": its adapter cannot be used;
+# "full": more wait and run than may, and later there may be fewer.
+Refusal = Literal["refused", "adapter", "full"]
 # Why a sequence ended. "cancelled" answers a cancel; "fault": its numbers were not finite; "stuck":
 # its guide lets no token follow.
-End = Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "stuck", "refused"]
+End = Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "stuck"] | Refusal
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -101,7 +104,7 @@ class Made(_Part, frozen=True):
     # there is none: for the first token, and for virtual ones.
     prompt_scores: list[Scored | None] = []
     end: End | None = None
-    reason: str = ""  # With the ends "refused", "fault" and "stuck": a sentence for the caller.
+    reason: str = ""  # With a refusal, "fault" and "stuck": a sentence for the caller.
     cached_tokens: int = 0  # With the first token: how much of the prompt was in the prefix cache.
 
 
@@ -120,6 +123,8 @@ class Load(_Part, frozen=True):
     steps: int = 0
     adapters_resident: int = 0  # On the device.
     adapter_loads: int = 0  # Onto the device, since the start.
+    drafted_tokens: int = 0  # Tokens that were guessed and verified,
+    accepted_tokens: int = 0  # and those that were right.
 
 
 class Ready(_Message, frozen=True):
@@ -197,7 +202,9 @@ class Step(_Message, frozen=True):
     past: list[int] = []  # Tokens of each that are in the KV pool already.
     lengths: list[int] = []  # New tokens of each.
     ids: list[int] = []  # All new tokens, one sequence after another.
-    draws: list[bool] = []  # Whether a token is drawn after each one's last new token.
+    # Whether a token is drawn after each one's last new token, and after those before it that
+    # `drafts` counts.
+    draws: list[bool] = []
     # For each: how many of its new tokens, from the first on, are wanted scores for the token that
     # follows them in the prompt (which `Begin.prompt` has). 0: none.
     scores: list[int] = []
@@ -206,6 +213,9 @@ class Step(_Message, frozen=True):
     copies: list[tuple[int, int]] = []  # Block from, block to; all are read before any is written.
     clears: list[int] = []  # Blocks that held what is not finite, to be zeroed.
     rewrites: list[Rewrite] = []
+    # How many of each one's new tokens, the last ones, are guesses: a token is drawn after the one
+    # before them and after each. Empty: nothing is guessed.
+    drafts: list[int] = []
 
 
 class Halt(_Message, frozen=True):
@@ -219,7 +229,8 @@ class Outcome(_Message, frozen=True):
     """What the last stage says of a step."""
 
     number: int
-    tokens: list[int] = []  # One for each sequence that draws, in the step's order.
+    # One for each sequence that draws, and one for each of its guesses, in the step's order.
+    tokens: list[int] = []
     scores: list[Scored] = []  # One for each token, if any sequence of the step asked.
     prompt_scores: list[list[Scored]] = []  # For each sequence whose `scores` is not 0, in order.
     faults: list[int] = []  # Places in the step of sequences whose numbers are not finite.

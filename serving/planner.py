@@ -8,6 +8,7 @@ it lives. Neither sockets nor processes are known here.
 
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -95,6 +96,8 @@ class Planner:
         self._stepped = self._advanced = time.monotonic()
         self._patience_s = 0.0  # How long the next look at the inbox may wait.
         self._closed = False
+        self._crash = threading.Lock()
+        self._crash_written = False
         self.flight = Flight(config.flight_steps_max)
 
     def put(self, message: ToPlanner) -> None:
@@ -239,7 +242,7 @@ class Planner:
                 f"{len(self._live)} requests wait and run already, as many as this server lets "
                 "(queue_requests_max, running_requests_max); try again later"
             )
-            self._made.append(Made(submission.number, end="refused", reason=reason))
+            self._made.append(Made(submission.number, end="full", reason=reason))
             return
         self._live[submission.number] = ""
         self._aside[submission.number] = submission
@@ -261,7 +264,7 @@ class Planner:
         self._tables.take(loaded)
         if loaded.reason:
             out = [one.number for one in self._aside.values() if one.rows == loaded.rows]
-            self._end_aside(out, lambda number: Made(number, end="refused", reason=loaded.reason))
+            self._end_aside(out, lambda number: Made(number, end="adapter", reason=loaded.reason))
         self._retry()
 
     def _retry(self) -> None:
@@ -322,8 +325,16 @@ class Planner:
         self.flight.write(path, why, load, ids=ids)
 
     def write_crash(self, why: str) -> None:
-        """The same where the configuration says, beside those of earlier crashes."""
-        self.write_flight(crash_path(self._config.flight_dir), why, ids=self._config.flight_ids)
+        """The same where the configuration says, beside those of earlier crashes; but once.
+
+        A rank's death is told by the kernel, and breaks a collective: whichever is heard first
+        writes. The other waits for it, since the process ends next.
+        """
+        with self._crash:
+            if not self._crash_written:
+                path = crash_path(self._config.flight_dir)
+                self.write_flight(path, why, ids=self._config.flight_ids)
+            self._crash_written = True
 
     def _end_ranks(self) -> None:
         if self._send_step is None:

@@ -8,7 +8,7 @@ takes from one that ranks higher, so the highest always gets through. It knows n
 from serving.blocks import Blocks
 from serving.config import ServerConfig
 from serving.draft import Draft
-from serving.messages import Rewrite, Table
+from serving.messages import Made, Rewrite, Submission, Table
 from serving.prefix import Match, Prefixes
 from serving.rows import AdapterRows
 from serving.sequences import Sequence, Standing
@@ -19,6 +19,7 @@ class Room:
     def __init__(
         self, vocab_size: int, blocks: int, config: ServerConfig, waiting: Waiting, digest: str
     ) -> None:
+        self._vocab_size = vocab_size
         self._size = config.kv_block_tokens
         self._age_s = config.priority_age_s
         self._waiting = waiting
@@ -41,6 +42,42 @@ class Room:
 
     def standing(self, sequence: Sequence) -> Standing:
         return sequence.standing(self._age_s)
+
+    def never(self, submission: Submission, context_max: int) -> Made | None:
+        """Its end, if it can never run, however much others leave."""
+        number, prompt, rows = submission.number, submission.prompt, submission.rows
+        if not prompt:
+            reason = "the prompt is empty; it needs at least one token"
+            return Made(number, end="refused", reason=reason)
+        count = 0 if rows is None else rows.count
+        if count > self.rows.count:
+            reason = (
+                f"the adapter has {count} rows, and all adapters together have room for "
+                f"{self.rows.count}; raise adapter_rows_max"
+            )
+            return Made(number, end="adapter", reason=reason)
+        known, made = self._vocab_size + count, submission.made
+        wrong = [one for one in (min(prompt), max(prompt)) if not 0 <= one < known]
+        wrong += [one for one in made if not 0 <= one < self._vocab_size][:1]
+        if wrong:
+            reason = (
+                f"token id {wrong[0]} is outside the vocabulary of {self._vocab_size} and the "
+                f"adapter's {count} rows"
+            )
+            return Made(number, end="refused", reason=reason)
+        new = submission.sampling.max_new_tokens
+        most = len(prompt) + new
+        # The last token made needs no keys and values.
+        memory = self.blocks.count * self._size + (new > 0)
+        room = min(context_max, memory)
+        if most > room:
+            what = "memory for keys and values" if memory < context_max else "context"
+            reason = (
+                f"prompt ({len(prompt)} tokens) + max_new_tokens ({new}) = {most}, over the "
+                f"{room} tokens of {what}; cut {most - room} of them"
+            )
+            return Made(number, end="refused", reason=reason)
+        return None
 
     # ----------------------------------------------------------------------------------- letting in
 
@@ -174,6 +211,10 @@ class Room:
         """It waits again, with what it has made, and computes again what is lost until then."""
         assert sequence.flights == 0 and sequence.ending is None, "it is not to be touched now"
         self.preemptions += 1
+        self.put_back(sequence, now)
+
+    def put_back(self, sequence: Sequence, now: float) -> None:
+        """It gives back all that it has, and waits again."""
         self.vacate(sequence)
         sequence.queued_at = now
         self._waiting.push(sequence)
@@ -226,7 +267,8 @@ class Room:
         slots = {one.slot for one in running} | set(self._slots)
         assert len(slots) == len(running) + len(self._slots), "a slot is lost, or held twice"
         for one in running:
-            assert one.computed <= one.planned <= len(one.tokens)
+            assert one.computed <= one.planned <= len(one.tokens) + len(one.guess)
+            assert not one.guess or one.flights == 1
             assert one.planned <= len(one.table) * self._size
             ready = one.number in self.ready[one.latency]
             prompt = one.number in self.prompts

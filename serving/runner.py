@@ -50,9 +50,9 @@ class _Flat:
     batch: Batch
     rows: Tensor  # Those that need logits: first the drawing ones, then those that are scored.
     virtual: bool  # Whether an id names a row of the adapter pool.
-    contexts: Ints  # Tokens of each sequence after this step.
     sequence: Ints  # For each flat row, its place in the step.
-    drawing: Ints  # Places that draw.
+    drawing: Ints  # The place of each row after which a token is drawn,
+    positions: Ints  # and the position that the token gets.
     scored: Ints  # Flat rows whose followers in the prompt are scored.
 
 
@@ -177,7 +177,11 @@ class Runner:
         width = -(-int(contexts.max()) // self._block_tokens)
         ids = np.array(step.ids, np.int64)
         tables = self._tables[slots, :width]
-        rows = np.concatenate([ends[drawing] - 1, scored])
+        # One that draws has its last row, and the rows before it that its guesses need.
+        counts = 1 + np.array(step.drafts)[drawing] if step.drafts else np.ones_like(drawing)
+        before = np.repeat(counts.cumsum(), counts) - 1 - np.arange(counts.sum())
+        drawing = np.repeat(drawing, counts)
+        rows = np.concatenate([ends[drawing] - 1 - before, scored])
         packed = torch.from_numpy(np.concatenate([ids, tables.ravel(), rows]))
         parts = packed.to(self.model.mesh.device).split([len(ids), tables.size, len(rows)])
         batch = Batch.paged(
@@ -188,16 +192,16 @@ class Runner:
             batch=batch,
             rows=parts[2],
             virtual=bool(ids.max() >= self.model.config.vocab_size),
-            contexts=contexts,
             sequence=np.repeat(np.arange(len(slots)), lengths),
             drawing=drawing,
+            positions=contexts[drawing] - before,
             scored=scored,
         )
 
     def _draw(
         self, step: Step, flat: _Flat, x: Tensor, bad: set[int], stuck: set[int]
     ) -> tuple[list[int], list[Scored]]:
-        """The next token of each sequence that draws. All tensor ranks make the logits."""
+        """The tokens that are drawn, row by row. All tensor ranks make the logits."""
         count = len(flat.drawing)
         if not count:
             return [], []
@@ -205,7 +209,7 @@ class Runner:
         if self._sampler is None:
             return [], []
         slots = [step.slots[place] for place in flat.drawing]
-        chosen = self._sampler.choose(logits, slots, flat.contexts[flat.drawing].tolist())
+        chosen = self._sampler.choose(logits, slots, flat.positions.tolist())
         _note_faults(logits, flat.drawing, bad)
         stuck |= set(flat.drawing[chosen.broken].tolist())
         return chosen.tokens, chosen.scores
@@ -288,7 +292,8 @@ def _share(model: GPT, config: ServerConfig, free: int) -> int:
         return int(HOST_SHARE * free)
     hidden = config.step_tokens_max * (8 * network.hidden_size + 3 * network.ffn_hidden_size)
     # Sampling holds a few copies of the logits, in fp32; attention may hold its scores.
-    logits = 4 * 4 * config.running_requests_max * network.vocab_size
+    rows = max(config.running_requests_max, config.speculate_rows_max)
+    logits = 4 * 4 * rows * network.vocab_size
     reserve = 2 * hidden * model.dtype.itemsize + logits + SCORED_BYTES_MAX * 4
     return max(0, int(DEVICE_SHARE * free) - reserve)
 

@@ -8,9 +8,11 @@ publishes what they filled, and ends them. It knows no tensor, no process and no
 from collections import deque
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from serving.config import ServerConfig
 from serving.draft import Draft, Flight
+from serving.guess import Guesses
 from serving.messages import End, Load, Made, Outcome, Scored, Step, Submission
 from serving.pace import Pace
 from serving.room import Room
@@ -49,6 +51,8 @@ class Scheduler:
         self._stall_s = config.prefill_stall_ms_max / 1000
         self._late_s = LEVELS_TO_LATENCY * config.priority_age_s
         self._look_s = config.priority_age_s / 20  # As time passes another may be the first.
+        self._guess_max = config.speculate_tokens_max
+        self._rows_max = config.speculate_rows_max
         self._pace = Pace()
         self._tenants = Tenants()
         self._waiting = Waiting(self._tenants, config.priority_age_s)
@@ -62,6 +66,7 @@ class Scheduler:
         self._closed_at, self._closed_until = (0, 0), 0.0
         self._arrivals = self._steps = 0
         self._prompt_tokens = self._cached_tokens = self._made_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
 
     # --------------------------------------------------------------------------- coming and going
 
@@ -69,9 +74,9 @@ class Scheduler:
         """Queue a sequence. What can never run is answered at once."""
         number, prompt, sampling = submission.number, submission.prompt, submission.sampling
         assert number not in self._live, f"number {number} is used twice"
-        reason = self._refusal(submission)
-        if reason:
-            return Made(number, end="refused", reason=reason)
+        refused = self._room.never(submission, self._context_max)
+        if refused is not None:
+            return refused
         made = submission.made
         if made and made[-1] in sampling.stop_token_ids:
             return Made(number, end="stop")
@@ -93,6 +98,8 @@ class Scheduler:
         if max(prompt) >= self._vocab_size:
             places = [place for place, one in enumerate(prompt) if one >= self._vocab_size]
             sequence.virtual_start, sequence.virtual_end = places[0], places[-1] + 1
+        if self._guess_max and sampling.stateless and submission.guide is None:
+            sequence.guesses = Guesses(sequence.tokens, self._vocab_size)
         self._room.prefixes.enter(sequence)
         self._live[number] = sequence
         self._tenants.enter(submission.tenant)
@@ -100,37 +107,6 @@ class Scheduler:
         if submission.deadline is not None:
             heappush(self._deadlines, (submission.deadline, number))
         return None
-
-    def _refusal(self, submission: Submission) -> str:
-        prompt, rows = submission.prompt, submission.rows
-        if not prompt:
-            return "the prompt is empty; it needs at least one token"
-        count = 0 if rows is None else rows.count
-        if count > self._room.rows.count:
-            return (
-                f"the adapter has {count} rows, and all adapters together have room for "
-                f"{self._room.rows.count}; raise adapter_rows_max"
-            )
-        known, made = self._vocab_size + count, submission.made
-        wrong = [one for one in (min(prompt), max(prompt)) if not 0 <= one < known]
-        wrong += [one for one in made if not 0 <= one < self._vocab_size][:1]
-        if wrong:
-            return (
-                f"token id {wrong[0]} is outside the vocabulary of {self._vocab_size} and the "
-                f"adapter's {count} rows"
-            )
-        new = submission.sampling.max_new_tokens
-        most = len(prompt) + new
-        # The last token made needs no keys and values.
-        memory = self._room.blocks.count * self._size + (new > 0)
-        room = min(self._context_max, memory)
-        if most > room:
-            what = "memory for keys and values" if memory < self._context_max else "context"
-            return (
-                f"prompt ({len(prompt)} tokens) + max_new_tokens ({new}) = {most}, over the "
-                f"{room} tokens of {what}; cut {most - room} of them"
-            )
-        return ""
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """End these at once, or as soon as no step has them. Numbers that are over are ignored."""
@@ -191,6 +167,8 @@ class Scheduler:
         if len(self._waiting) and not self._closed(now):
             self._admit(draft, now)
         self._decodes(draft, now)
+        if self._guess_max:
+            self._guess(draft, now)
         self._chunks(draft, now)
         return self._fly(draft) if draft.sequences or draft.begins else None
 
@@ -308,6 +286,35 @@ class Scheduler:
             sequence.planned_at = now
             del room.ready[sequence.latency][sequence.number]
 
+    def _guess(self, draft: Draft, now: float) -> None:
+        """What those that decode may say next, in rows that make the step no slower.
+
+        A block of a prompt goes before guesses, and nobody loses a place to one.
+        """
+        room, size = self._room, self._size
+        taken = size if room.prompts else 0
+        rows = min(self._rows_max - len(draft.sequences), draft.tokens_left - taken)
+        guesses = [list[int]() for _ in draft.sequences]
+        hopeful = [
+            (-one.guesses.rate, place)
+            for place, one in enumerate(draft.sequences)
+            if one.guesses is not None
+        ]
+        for _, place in sorted(hopeful) if rows > 0 else ():
+            one = draft.sequences[place]
+            assert one.guesses is not None
+            guess = one.guesses.next(min(self._guess_max, one.guess_max, rows))
+            # Each of those that run may need a block soon.
+            spare = max(0, room.blocks.available - len(room.running))
+            free = (len(one.table) + spare) * size - one.planned
+            guess = guess[: max(0, free)]
+            more = -(-(one.planned + len(guess)) // size) - len(one.table)
+            room.grow(draft, one, more, now)
+            guesses[place] = guess
+            rows -= len(guess)
+        if any(guesses):
+            draft.guess(guesses)
+
     def _chunks(self, draft: Draft, now: float) -> None:
         """The next tokens of prompts, the latency class first, as far as the budget goes."""
         room = self._room
@@ -356,11 +363,12 @@ class Scheduler:
         rows = iter(outcome.prompt_scores)
         made = []
         for place, sequence in enumerate(flight.sequences):
-            drawn = [next(tokens)] if step.draws[place] else []
-            scored = [next(scores)] if drawn and outcome.scores else []
+            count = 1 + len(sequence.guess) if step.draws[place] else 0
+            drawn = list(islice(tokens, count))
+            scored = list(islice(scores, count)) if outcome.scores else []
             told = next(rows) if step.scores[place] else []
             sequence.flights -= 1
-            if place in faults:
+            if place in faults and not self._forgiven(sequence, now):
                 self._fault(sequence)
             elif place in outcome.stuck and sequence.ending is None:
                 sequence.ending, sequence.reason = "stuck", STUCK
@@ -368,38 +376,41 @@ class Scheduler:
                 if sequence.flights == 0:
                     self._leave(sequence)
                     made.append(self._last(sequence))
-                continue
-            past = sequence.computed
-            computed = sequence.computed = past + step.lengths[place]
-            if computed % self._size == 0 or past < sequence.goal:
-                self._room.wake(self._room.prefixes.publish(sequence, past))
-            one = self._advance(sequence, past, drawn, scored, told)
-            if one is not None:
-                made.append(one)
+            elif not sequence.waits:
+                one = self._advance(sequence, step.lengths[place], drawn, scored, told)
+                if one is not None:
+                    made.append(one)
         return made
 
     def _advance(
         self,
         sequence: Sequence,
-        past: int,
+        length: int,
         drawn: list[int],
         scored: list[Scored],
         told: list[Scored],
     ) -> Made | None:
         """What a sequence has of a step that is over."""
         sampling = sequence.submission.sampling
+        past, guessed = sequence.computed, len(sequence.guess)
+        if drawn:
+            drawn = sequence.accept(drawn)
+            self._made_tokens += len(drawn)
+            self._drafted_tokens += guessed
+            self._accepted_tokens += len(drawn) - 1
+            self._tenants.charge(sequence.submission.tenant, len(drawn))
+            length += len(drawn) - 1 - guessed
+        # Keys and values behind wrong guesses are nobody's: what comes next is written over them.
+        computed = sequence.computed = past + length
+        if guessed:
+            sequence.planned = computed
+        if computed // self._size > past // self._size or past < sequence.goal:
+            self._room.wake(self._room.prefixes.publish(sequence, past))
         prompt_scores: list[Scored | None] = []
         if sequence.scored < sequence.prompt:
-            prompt_scores = self._prompt_scores(sequence, past, told)
+            prompt_scores = sequence.news(told, past, self._vocab_size)
         if drawn:
-            sequence.tokens += drawn
-            self._made_tokens += 1
-            self._tenants.charge(sequence.submission.tenant, 1)
-            if drawn[0] in sampling.stop_token_ids:
-                sequence.ending = "stop"
-            elif len(sequence.tokens) == sequence.most:
-                sequence.ending = "length"
-            else:
+            if sequence.ending is None:
                 self._room.ready[sequence.latency][sequence.number] = sequence
         elif sequence.computed == sequence.goal:
             sequence.ending = "scored"
@@ -413,23 +424,21 @@ class Scheduler:
         return Made(
             sequence.number,
             drawn,
-            scored if sampling.logprobs is not None else [],
+            scored[: len(drawn)] if sampling.logprobs is not None else [],
             prompt_scores,
             sequence.ending,
             cached_tokens=cached,
         )
 
-    def _prompt_scores(
-        self, sequence: Sequence, past: int, told: list[Scored]
-    ) -> list[Scored | None]:
-        """Scores that are news: row `past + i` has scored the token after it."""
-        fresh: list[Scored | None] = [None] if sequence.scored == 0 else []
-        start = max(sequence.scored, 1)
-        for position in range(start, min(sequence.computed, sequence.prompt - 1) + 1):
-            virtual = sequence.tokens[position] >= self._vocab_size
-            fresh.append(None if virtual else told[position - 1 - past])
-        sequence.scored += len(fresh)
-        return fresh
+    def _forgiven(self, sequence: Sequence, now: float) -> bool:
+        """A guess may be what was not finite: its sequence goes on without any, from before it."""
+        if not sequence.guess or sequence.ending is not None:
+            return False
+        sequence.guess, sequence.guesses = [], None
+        sequence.poisoned = True
+        self._room.put_back(sequence, now)
+        sequence.poisoned = False
+        return True
 
     def _fault(self, sequence: Sequence) -> None:
         """Its numbers are not finite: what it wrote in this step and after it is not to be used."""
@@ -464,6 +473,8 @@ class Scheduler:
             steps=self._steps,
             adapters_resident=room.rows.resident,
             adapter_loads=room.rows.loads,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def check(self, *, deep: bool = False) -> None:

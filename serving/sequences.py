@@ -7,7 +7,8 @@ and those come to the same. It decides nothing.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from serving.messages import End, Submission
+from serving.guess import Guesses
+from serving.messages import End, Scored, Submission
 
 # So many levels of waiting turn the throughput class into the latency class.
 LEVELS_TO_LATENCY = 6
@@ -49,6 +50,9 @@ class Sequence:
         -1
     )  # Where its adapter lies in the pool, while it must stay there; -1: no need.
 
+    guesses: Guesses | None = None  # None: what comes next is not guessed.
+    guess: list[int] = field(default_factory=list)  # Behind its last token, in a step in flight.
+
     scored: int = 0  # Prompt tokens whose scores have been told.
     cached: int = -1  # Prompt tokens that were in the prefix cache; -1: it never ran.
     told: bool = False  # Whether `cached` was.
@@ -76,6 +80,42 @@ class Sequence:
         """Tokens that ever need keys and values: the last one made does not."""
         return max(self.prompt, self.most - 1)
 
+    @property
+    def guess_max(self) -> int:
+        """So many may be guessed that one more token may be drawn behind them."""
+        return self.most - len(self.tokens) - 1
+
+    def accept(self, drawn: list[int]) -> list[int]:
+        """What was drawn behind its last token and behind each guess: as much as holds of it.
+
+        The first one always does. The next one does if the guess that it was drawn behind is what
+        was drawn before it, so that nothing is told that would not have come without guesses.
+        """
+        guess, self.guess = self.guess, []
+        stops, kept = self.submission.sampling.stop_token_ids, list[int]()
+        for place, token in enumerate(drawn):
+            kept.append(token)
+            if token in stops:
+                self.ending = "stop"
+            elif len(self.tokens) + len(kept) == self.most:
+                self.ending = "length"
+            if self.ending is not None or guess[place : place + 1] != [token]:
+                break
+        self.tokens += kept
+        if guess and self.guesses is not None:
+            self.guesses.learn(len(guess), len(kept) - 1)
+        return kept
+
+    def news(self, told: list[Scored], past: int, vocab_size: int) -> list[Scored | None]:
+        """Scores of its prompt that are news: row `past + i` has scored the token after it."""
+        fresh: list[Scored | None] = [None] if self.scored == 0 else []
+        start = max(self.scored, 1)
+        for position in range(start, min(self.computed, self.prompt - 1) + 1):
+            virtual = self.tokens[position] >= vocab_size
+            fresh.append(None if virtual else told[position - 1 - past])
+        self.scored += len(fresh)
+        return fresh
+
     def level(self, now: float, age_s: float) -> int:
         """Levels that it gained by waiting."""
         waited = self.waited_s + (now - self.queued_at if self.waits else 0.0)
@@ -88,7 +128,10 @@ class Sequence:
         return urgent, self.submission.priority + level, -self.order
 
     def boundaries(self, vocab_size: int) -> Iterator[int]:
-        """Where others may part from this prompt: ends of virtual runs, and its last token."""
+        """Where others may part from this prompt: ends of virtual runs, and its last token.
+
+        One that asks for a single token may be gone on from where it ends: so do beams.
+        """
         last = self.prompt - 1
         if self.virtual_end:
             before = False
@@ -99,3 +142,5 @@ class Sequence:
                 before = virtual
         if last > 0:
             yield last
+        if self.most == self.prompt + 1:
+            yield self.prompt

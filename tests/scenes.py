@@ -257,6 +257,9 @@ def _sampling(draw: random.Random, new: int, vocabulary: int) -> Sampling:
         "min_new_tokens": new // 2,
         "logprobs": draw.choice([0, 3]),
         "prompt_logprobs": draw.choice([0, 2]),
+        "typical_p": draw.choice([0.2, 0.9]),
+        "no_repeat_ngram_size": draw.choice([1, 2, 4]),
+        "length_decay": draw.choice([(0, 1.05), (new // 2, 1.5)]),
     }
     chosen = {name: value for name, value in maybe.items() if draw.random() < 0.4}
     return replace(plain, seed=draw.randrange(2**64), **chosen)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
+from zlib import crc32
 
 from gpt.sampling import Sampling
 from serving.config import ServerConfig
@@ -27,17 +28,24 @@ def identity(submission: Submission, token: int) -> Identity:
     return submission.rows.digest, token - VOCAB_SIZE
 
 
+def named(word: str) -> int:
+    """The same in every process, which a string's hash is not."""
+    return crc32(word.encode())
+
+
 def chained(before: int, token: Identity) -> int:
-    return hash((before, token)) & 0x7FFFFFFFFFFFFFFF
+    known = token if isinstance(token, int) else (named(token[0]), token[1])
+    return hash((before, known)) & 0x7FFFFFFFFFFFFFFF
 
 
 def drawn(state: int, seed: int, position: int) -> int:
-    """The token after a prefix with this hash."""
-    return hash((state, seed, position, "draw")) % VOCAB_SIZE
+    """The token after a prefix with this hash: often one that can be guessed."""
+    chance = hash((state, seed, position))
+    return chance // 8 % VOCAB_SIZE if chance % 8 == 0 else position % 2
 
 
 def score(state: int, target: int) -> float:
-    return float(hash((state, target, "score")) % 1000)
+    return float(hash((state, target)) % 1000)
 
 
 @dataclass
@@ -50,7 +58,7 @@ class Alone:
 
     def __post_init__(self) -> None:
         one = self.submission
-        state = hash(("tenant", one.tenant))
+        state = hash((named(one.tenant), 0))
         for token in one.prompt:
             state = chained(state, identity(one, token))
             self.states.append(state)
@@ -83,6 +91,8 @@ class _Slot:
     alone: Alone
     table: list[int] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
+    guess: list[int] = field(default_factory=list)  # Of the last step,
+    states: list[int] = field(default_factory=list)  # and the hash after each token up to its end.
 
 
 class Ranks:
@@ -100,7 +110,7 @@ class Ranks:
         self.alone: dict[int, Alone] = {}
         self._breaks = breaks
         self.computed: dict[int, int] = {}  # Tokens of each submission that were run.
-        self.decodes = self.prompt_tokens = 0
+        self.decodes = self.prompt_tokens = self.guessed = self.right = 0
 
     def know(self, submission: Submission) -> Alone:
         alone = self.alone[submission.number] = Alone(submission)
@@ -123,10 +133,12 @@ class Ranks:
             if place not in broken:
                 self._read(step, place)
             slot, end = self.slots[step.slots[place]], step.past[place] + step.lengths[place]
-            one, states = slot.alone.submission, slot.alone.states
+            one, states = slot.alone.submission, slot.states
             if step.draws[place]:
-                tokens.append(drawn(states[end - 1], one.sampling.seed, end))
-                slot.made.append(tokens[-1])
+                first = end - (step.drafts[place] if step.drafts else 0)
+                draws = [drawn(states[p - 1], one.sampling.seed, p) for p in range(first, end + 1)]
+                tokens += draws
+                self._accept(slot, draws, slot.guess)
             if step.scores[place]:
                 prompt_scores.append(
                     [
@@ -142,6 +154,13 @@ class Ranks:
             broken,
             seconds=0.01 + 0.0001 * len(step.ids),
         )
+
+    def _accept(self, slot: _Slot, draws: list[int], guess: list[int]) -> None:
+        """As the scheduler is to do it: up to the first guess that is wrong."""
+        right = [mine == theirs for mine, theirs in zip(draws, guess, strict=False)]
+        count = right.index(False) if False in right else len(right)
+        slot.made += draws[: count + 1]
+        self.guessed, self.right = self.guessed + len(guess), self.right + count
 
     def _prepare(self, step: Step) -> None:
         for block in step.clears:
@@ -168,13 +187,22 @@ class Ranks:
     def _write(self, step: Step, place: int, ids: list[int]) -> bool:
         slot, past = self.slots[step.slots[place]], step.past[place]
         one, alone = slot.alone.submission, slot.alone
+        guesses = step.drafts[place] if step.drafts else 0
         end = past + len(ids)
+        known = end - guesses
         whole = [*one.prompt, *alone.tokens]
-        expected = [identity(one, token) for token in whole[past:end]]
+        expected = [identity(one, token) for token in whole[past:known]]
         found = [t if t < VOCAB_SIZE else self.rows[t - VOCAB_SIZE] for t in ids]
+        slot.guess, found = ids[len(expected) :], found[: len(expected)]
         assert found == expected, "the ids of another sequence, or rows of another adapter"
-        known = len(one.prompt) + len(slot.made)
-        assert step.draws[place] == (end == known and one.sampling.max_new_tokens > 0)
+        slot.states = alone.states[:known]
+        for token in slot.guess:
+            assert 0 <= token < VOCAB_SIZE, "a virtual token is guessed"
+            slot.states.append(chained(slot.states[-1], token))
+        draws = known == len(one.prompt) + len(slot.made) and one.sampling.max_new_tokens > 0
+        assert step.draws[place] == draws
+        most = len(one.prompt) + one.sampling.max_new_tokens
+        assert not guesses or (draws and known == past + 1 and end < most), "a guess too many"
         wants = one.sampling.prompt_logprobs is not None and not one.made
         assert wants or not step.scores[place]
         self.computed[one.number] = self.computed.get(one.number, 0) + len(ids)
@@ -189,14 +217,14 @@ class Ranks:
         )
         for position in range(past, end):
             block = self.memory[slot.table[position // self.size]]
-            block[position % self.size] = NOT_FINITE if broken else alone.states[position]
+            block[position % self.size] = NOT_FINITE if broken else slot.states[position]
         return broken
 
     def _read(self, step: Step, place: int) -> None:
         """All that attention looks at is of this very prefix, and what it masks is finite."""
         slot, size = self.slots[step.slots[place]], self.size
         end = step.past[place] + step.lengths[place]
-        states = slot.alone.states
+        states = slot.states
         for at in range(-(-end // size)):
             block = self.memory[slot.table[at]]
             expected = states[at * size : min(end, (at + 1) * size)]
@@ -287,6 +315,9 @@ class Play:
             return None
         assert len(self.flights) < self.stages, "more steps in flight than stages"
         assert len(step.ids) == sum(step.lengths) <= self.config.step_tokens_max
+        guessing = sum(1 + count for count in step.drafts if count)
+        assert guessing <= self.config.speculate_rows_max, "guesses make a step slow"
+        assert all(count <= self.config.speculate_tokens_max for count in step.drafts)
         assert 0 < len(step.slots) <= self.config.running_requests_max
         for other, _ in self.flights:
             busy = {slot for slot, draws in zip(other.slots, other.draws, strict=True) if draws}

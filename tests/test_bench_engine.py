@@ -54,6 +54,16 @@ def test_the_offline_bench_counts_what_the_engine_did() -> None:
     assert "of 20 blocks" in said["KV memory"]
 
 
+def test_the_offline_bench_tells_what_guesses_save() -> None:
+    config = ServerConfig("", kv_tokens_max=320, speculate_tokens_max=3)
+    work = offline.Work(requests=1, prompt=8, new=100)
+    with offline.engine_of(offline.loaded(fresh(TINY, 0), config), config) as engine:
+        told = list(offline.report(engine, TINY.vocab_size, work, 1))
+    (line,) = [line for line in told if line.startswith("guessed right")]
+    assert float(line.split("; ")[1].split()[0]) > 1.2
+
+
+@pytest.mark.slow
 def test_the_offline_bench_serves_a_model_in_processes_of_its_own() -> None:
     config = ServerConfig("", kv_tokens_max=320, tp=2, dtype="float32")
     told = list(offline.lines(config, offline.Work(2, 8, new=4), rounds=1, network=TINY))

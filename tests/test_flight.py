@@ -35,6 +35,7 @@ def step(number: int) -> Step:
         ids=[SECRET + 7, SECRET + 8, SECRET + 9],
         draws=[True, True],
         scores=[0, 0],
+        drafts=[0, 1],
         begins=[Begin(1, SAMPLING, [SECRET + 8, SECRET + 9], [SECRET + 10], guide)],
         tables=[Table(1, 0, [5])],
         copies=[(4, 5)],
@@ -70,6 +71,7 @@ def test_the_ring_says_what_the_engine_was_doing(tmp_path: Path) -> None:
     assert (head["steps"], head["load"]["waiting"], head["load"]["blocks_held"]) == (3, 4, 7)
     assert [line["number"] for line in (first, second, last)] == [1, 2, 3]
     assert (first["slots"], first["past"], first["lengths"]) == ([3, 1], [16, 0], [1, 2])
+    assert first["drafts"] == [0, 1]
     assert (first["tokens"], first["copies"], first["clears"]) == (3, [[4, 5]], [6])
     assert first["rewrites"] == [{"start": 0, "digest": "d" * 64, "bytes": 24}]
     begin = first["begins"][0]

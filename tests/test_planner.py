@@ -169,7 +169,7 @@ def test_more_than_may_wait_and_run_is_refused(model: GPT) -> None:
     caller.engine.start(caller)
     answers = [caller.answer(number) for number in numbers]
     assert [len(answer.tokens) for answer in answers] == [60] * 12 + [0] * 18
-    assert [answer.end for answer in answers] == ["length"] * 12 + ["refused"] * 18
+    assert [answer.end for answer in answers] == ["length"] * 12 + ["full"] * 18
     assert all("queue_requests_max" in answer.reason for answer in answers[12:])
     caller.engine.close()
 
@@ -206,7 +206,7 @@ def test_a_file_that_is_gone_is_its_own_requests_end(
     good = caller.ask([1, 2, 3])
     for number in broken:
         answer = caller.answer(number)
-        assert (answer.end, answer.tokens) == ("refused", [])
+        assert (answer.end, answer.tokens) == ("adapter", [])
         assert "there is no adapter" in answer.reason
     assert caller.answer(good).tokens == alone(model, [1, 2, 3])
 
@@ -292,6 +292,33 @@ def test_when_it_breaks_it_says_so_writes_the_ring_and_stays_lost(
     caller.engine.close()
     assert len(caller.losses) == 1
     assert len(caller.facts) == 1
+
+
+def test_a_crash_that_is_heard_of_twice_is_written_once_and_whole(
+    caller: Caller, model: GPT, tmp_path: Path
+) -> None:
+    """As when a rank dies: the kernel tells one thread, and a collective fails in the other."""
+    planner = caller.engine._planner
+    assert planner is not None and model.embedding is not None
+    others = [
+        threading.Thread(target=planner.write_crash, args=("rank 1 has ended",)) for _ in range(4)
+    ]
+
+    def fail(*_: object) -> None:
+        for other in others:
+            other.start()
+        raise RuntimeError("connection closed by peer")
+
+    hook = model.embedding.register_forward_pre_hook(fail)
+    try:
+        caller.ask([7, 8], LONG)
+        caller.until(lambda: caller.losses)
+    finally:
+        hook.remove()
+    for other in others:
+        other.join(WAIT_S)
+    (file,) = tmp_path.iterdir()  # Nor is there a part of another.
+    assert json.loads(file.read_text().splitlines()[0])["why"]
 
 
 def test_when_nothing_can_run_nobody_waits_forever(

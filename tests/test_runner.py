@@ -126,6 +126,60 @@ def test_only_those_that_draw_have_tokens_in_the_steps_order(model: GPT) -> None
     assert desk.run(step).tokens == [alone(model, prompts[slot])[0] for slot in (4, 3)]
 
 
+def test_a_token_is_drawn_behind_each_guess_as_if_there_were_no_others(model: GPT) -> None:
+    desk = Desk(model)
+    rules = {0: replace(GREEDY, logprobs=2), 1: Sampling(temperature=0.8, seed=5), 2: GREEDY}
+    made = {}
+    for slot, rule in rules.items():
+        desk.run(desk.begin(slot, PROMPT, rule))
+        made[slot] = desk.go_on(slot, 0, PROMPT, 6)
+    for slot, rule in rules.items():  # All again, from their first tokens.
+        desk.run(desk.begin(slot, PROMPT, rule))
+        desk.run(one(slot, 0, PROMPT))
+    right, wrong = made[0][:3], [made[1][0], made[1][1], (made[1][2] + 1) % V]
+    step = Step(
+        0,
+        slots=[0, 2, 1],
+        past=[10, 0, 10],
+        lengths=[3, 10, 3],
+        ids=right + PROMPT + wrong,
+        draws=[True, True, True],
+        scores=[0, 0, 0],
+        drafts=[2, 0, 2],
+    )
+    outcome = desk.run(step)
+    assert outcome.tokens[:4] == [*made[0][1:4], made[2][0]]
+    assert outcome.tokens[4:6] == made[1][1:3]  # What comes behind the wrong one is nobody's.
+    want = generate(model, [PROMPT], rules[0])[0].scores[1:4]
+    for got, alone_got in zip(outcome.scores[:3], want, strict=True):
+        assert got.logprob == pytest.approx(alone_got.logprob, abs=1e-9)
+    # The next tokens are written over it.
+    assert desk.go_on(1, 12, [made[1][2]], 3) == made[1][3:]
+    assert desk.go_on(0, 13, [made[0][3]], 2) == made[0][4:]
+
+
+def test_what_is_not_finite_behind_a_guess_is_seen(model: GPT) -> None:
+    desk = Desk(model)
+    bad = torch.full((1, CLASSIC.hidden_size), float("nan"))
+    desk.run(Step(0, rewrites=[Rewrite(0, "bad", packed(bad))]))
+    for slot in (0, 1):
+        desk.run(desk.begin(slot, PROMPT))
+        desk.run(one(slot, 0, PROMPT))
+    first = alone(model, PROMPT)
+    step = Step(
+        0,
+        slots=[0, 1],
+        past=[10, 10],
+        lengths=[2, 2],
+        ids=[first[0], V, *first[:2]],
+        draws=[True, True],
+        scores=[0, 0],
+        drafts=[1, 1],
+    )
+    outcome = desk.run(step)
+    assert (outcome.faults, outcome.tokens[2:]) == ([0], first[1:3])
+
+
 def test_a_step_without_sequences_is_answered(model: GPT) -> None:
     outcome = Desk(model).run(Step(0))
     assert (outcome.tokens, outcome.faults, outcome.prompt_scores) == ([], [], [])

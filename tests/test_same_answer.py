@@ -5,10 +5,11 @@ oracle is `gpt.generate` with a batch of one. In fp64 tokens are equal without e
 to the first place where the two best logits are closer than rounding moves them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ class Tally:
     faults: int = 0
     ties: int = 0  # Requests that fp32 rounding may have decided.
     in_flight: int = 0
+    drafted: int = 0  # Tokens that were guessed,
+    accepted: int = 0  # and those of them that were right.
 
     def add(self, scene: Scene, played: Played) -> None:
         answers = played.answers
@@ -70,6 +73,8 @@ class Tally:
         self.preemptions += played.load.preemptions
         self.cached += played.load.cached_tokens
         self.loads += played.load.adapter_loads
+        self.drafted += played.load.drafted_tokens
+        self.accepted += played.load.accepted_tokens
         self.cancelled += sum(answer.end == "cancelled" for answer in answers.values())
         budget = scene.config.step_tokens_max
         self.chunked += sum(len(one.prompt) > budget for _, one in scene.asks)
@@ -211,6 +216,51 @@ def test_numbers_that_overflow_are_nobody_elses_trouble(
 ) -> None:
     tally = run([poisoned("classic", shelf)], split, tmp_path, shelf)
     assert tally.faults == 3
+
+
+def guessing(scene: Scene, **settings: object) -> Scene:
+    """The same with prompts of a few tokens, which models like these go on with for long."""
+    vocabulary = CONFIGS[scene.name].vocab_size
+    asks = []
+    for at, one in scene.asks:
+        prompt = [token if token >= vocabulary else token % 4 for token in one.prompt]
+        asks.append((at, msgspec.structs.replace(one, prompt=prompt)))
+    more = {"speculate_tokens_max": 3, "speculate_rows_max": 12, **settings}
+    return replace(scene, asks=asks, settings=scene.settings | more)
+
+
+def guessed(names: list[str], shelf: Shelf, seeds: range) -> list[Scene]:
+    scenes = [guessing(drawn(name, seed, shelf)) for name in names for seed in seeds]
+    for number, name in enumerate(names):
+        scenes.append(guessing(squeezed(name, shelf)))
+        scenes.append(
+            guessing(squeezed(name, shelf), prefix_cache=False, speculate_tokens_max=1 + number)
+        )
+    return scenes
+
+
+def assert_guessed(tally: Tally) -> None:
+    assert tally.preemptions > 0
+    assert tally.cached > 0
+    assert 0 < tally.accepted < tally.drafted
+
+
+def test_who_is_guessed_gets_what_it_gets_alone(shelf: Shelf, tmp_path: Path) -> None:
+    assert_guessed(run(guessed(["classic", "modern"], shelf, range(1)), (1, 1), tmp_path, shelf))
+
+
+def test_who_is_guessed_on_two_stages_gets_what_it_gets_alone(shelf: Shelf, tmp_path: Path) -> None:
+    assert_guessed(run(guessed(["odd"], shelf, range(1)), (1, 2), tmp_path, shelf))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [(1, 1), *SPLITS])
+def test_many_scenes_with_guesses_on_any_split(
+    split: tuple[int, int], shelf: Shelf, tmp_path: Path
+) -> None:
+    count = 8 if split == (1, 1) else 2
+    played = guessed(list(CONFIGS), shelf, range(300, 300 + count))
+    assert_guessed(run(played, split, tmp_path, shelf, 600))
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ class Drawn:
             adapter_rows_max=random.choice([6, 9, 20]),
             priority_age_s=random.choice([0.02, 0.1, 10.0]),
             prefill_stall_ms_max=random.choice([0.1, 1.0, 15.0]),
+            speculate_tokens_max=random.choice([0, 0, 1, 3, 5]),
+            speculate_rows_max=random.choice([2, 8, 8, 100]),
         )
         self.play.keep = False
 

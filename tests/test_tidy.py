@@ -56,6 +56,7 @@ WITHOUT: dict[str, set[str]] = {
     "serving/blocks.py": {"torch", "grpc", "asyncio"},
     "serving/draft.py": {"torch", "grpc", "asyncio"},
     "serving/engine.py": {"torch", "grpc"},
+    "serving/guess.py": {"torch", "grpc", "asyncio"},
     "serving/messages.py": {"torch", "grpc", "asyncio"},
     "serving/pace.py": {"torch", "grpc", "asyncio"},
     "serving/prefix.py": {"torch", "grpc", "asyncio"},
