@@ -11,9 +11,8 @@ RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 STUBS       := $(firstword $(PROTOS:.proto=_pb2.py))
 LEARNED     := build/demo/learned
-# Attention in C, for CPUs; without it the same is done in torch.
+# What is written in C, for CPUs; without it the same is done in torch. gpt/build.py says how.
 KERNELS     := gpt/libkernels.so
-COMPILE     := $(CC) -O3 -Wall -Wextra -Wno-psabi -fopenmp -shared -fPIC
 
 .DEFAULT_GOAL := help
 .PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
@@ -65,8 +64,8 @@ $(DEVELOPMENT): $(RUNTIME)
 	@$(PIP) -e '.[dev]' && touch $@
 $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
-$(KERNELS): gpt/kernels.c
-	@$(COMPILE) -o $@ $< -lm || echo '$@ was not built (see above, or there is no C compiler): answers on a CPU will be slower'
+$(KERNELS): gpt/kernels.c gpt/build.py
+	@$(BASE) gpt/build.py || :
 $(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl

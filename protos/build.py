@@ -11,7 +11,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from setuptools.command.build_py import build_py
+from grpc_tools import protoc
 
 PROTOS = Path(__file__).resolve().parent
 STUBS = PROTOS / "preamble" / "v1"
@@ -20,8 +20,6 @@ IMPORT = re.compile(r"^from preamble\.v1 import", re.MULTILINE)
 
 def main() -> int:
     """Replaces all stubs; 0, or protoc's exit code after protoc has said what is wrong."""
-    from grpc_tools import protoc  # The wheel build imports this module before it has protoc.
-
     for stub in STUBS.glob("*_pb2*"):
         stub.unlink()
     options = [f"-I{PROTOS}", f"-I{files('grpc_tools') / '_proto'}"]
@@ -30,15 +28,6 @@ def main() -> int:
     for stub in STUBS.glob("*_pb2*"):
         stub.write_text(IMPORT.sub("from protos.preamble.v1 import", stub.read_text()))
     return int(code)
-
-
-class BuildPy(build_py):
-    """The wheel build's step that collects the modules, stubs first."""
-
-    def run(self) -> None:
-        if main() != 0:
-            sys.exit("the protos do not compile")
-        super().run()
 
 
 if __name__ == "__main__":

@@ -39,14 +39,18 @@ def call(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def built(home: Path, **environment: str) -> Path:
+    """The wheel, from a copy without what was built: a build leaves folders behind."""
+    copy, made = home / "preamble", ("build", "dist", "*_pb2*", "*.so")
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", *made))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "dist", "."]
+    subprocess.run(command, cwd=copy, check=True, env=os.environ | environment)
+    return next(copy.glob("dist/preamble-*.whl"))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves folders behind."""
-    copy = tmp_path_factory.mktemp("source") / "preamble"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "dist", "*_pb2*"))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "dist", "."]
-    subprocess.run(command, cwd=copy, check=True)
-    return next(copy.glob("dist/preamble-*.whl"))
+    return built(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,44 @@ def test_the_wheel_holds_the_stubs_and_their_types(wheel: Path) -> None:
     for proto in (ROOT / "protos/preamble/v1").glob("*.proto"):
         stubs = {f"protos/preamble/v1/{proto.stem}_pb2{end}" for end in (".py", ".pyi", "_grpc.py")}
         assert stubs <= names
+
+
+def test_a_wheel_with_the_library_is_for_one_kind_of_machine(wheel: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+    assert "gpt/libkernels.so" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_without_a_compiler_there_is_a_wheel_for_any_machine(tmp_path: Path) -> None:
+    wheel = built(tmp_path, CC="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("no-such-compiler", "no C compiler"), ("false", "false failed")]
+)
+def test_that_the_library_was_not_built_is_said_in_one_line_and_no_old_one_stays(
+    tmp_path: Path, compiler: str, reason: str
+) -> None:
+    (tmp_path / "libkernels.so").touch()
+    done = subprocess.run(
+        [sys.executable, ROOT / "gpt/build.py", tmp_path],
+        env=os.environ | {"CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and reason in line and "slower" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_installed_preamble_uses_the_library(elsewhere: Path) -> None:
+    program = "from gpt import kernels; print(kernels.library() is not None, kernels.LIBRARY)"
+    loaded, file = call(elsewhere / "env/bin/python", "-c", program, cwd=elsewhere).split()
+    assert loaded == "True"
+    assert Path(file).is_relative_to(elsewhere / "env")
 
 
 def test_the_command_helps_in_another_directory(elsewhere: Path) -> None:
