@@ -7,6 +7,7 @@ is the median of the rounds; a peer that is not there, or fails, is a line that 
 """
 
 import json
+import math
 import os
 import random
 import statistics
@@ -48,7 +49,7 @@ class Engine:
     """One engine's process."""
 
     def __init__(self, name: str, python: Path, model: Path) -> None:
-        self.name = name
+        self.name, self.failure = name, ""
         # Both cores for computing: vLLM would keep one for its scheduler.
         environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}
         # Huge pages for whoever allocates by malloc, ours and theirs.
@@ -69,19 +70,26 @@ class Engine:
         self.about = str(self._answer()["about"])
 
     def run(self, prompts: list[list[int]], new: int) -> float:
-        """Seconds that it took; all tokens asked for must have come."""
+        """Seconds that it took; not a number once it has failed, which `failure` then tells."""
+        if self.failure:
+            return math.nan
         time.sleep(REST_SECONDS)
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
+        try:
+            self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+            self._process.stdin.flush()
+            answer = self._answer()
+        except (RuntimeError, OSError) as error:
+            self.failure = f"at {len(prompts)} requests: {error}"
+            return math.nan
         if answer["made"] != len(prompts) * new:
-            raise RuntimeError(f"{self.name} made {answer['made']} of {len(prompts) * new} tokens")
+            self.failure = f"made {answer['made']} of {len(prompts) * new} tokens"
+            return math.nan
         return float(answer["seconds"])
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait()
+        self._process.communicate()  # Which closes the pipes as well.
         self._log.close()
 
     def _answer(self) -> dict[str, Any]:
@@ -129,6 +137,7 @@ def table(engines: Sequence[Engine], works: Sequence[Work], rounds: int) -> Iter
             first = timed(engines, FIRST, rounds)
             rest = [a - b for a, b in zip(seconds, first, strict=True)]
             yield line(f"{'decoding only':>20}", work.new - 1, rest)
+    yield from (f"{one.name} failed {one.failure}" for one in engines if one.failure)
     yield "tokens/s: new ones, prompts included in the time; of the prompt where one is new"
     yield f"(ours / theirs); medians of {rounds} rounds in turn; load {os.getloadavg()[0]:.1f}"
 
