@@ -176,6 +176,10 @@ class Client:
 
 def _call_error(error: grpc.RpcError) -> CallError:
     assert isinstance(error, grpc.Call)
+    if error.code() is grpc.StatusCode.CANCELLED:
+        # Whoever cancels here does not listen any more. So the server's gRPC did it, which ends
+        # calls so that reach it in the instant in which it stops.
+        return CallError("UNAVAILABLE", "the server has stopped; try again, or try another")
     return CallError(error.code().name, error.details() or "the server gave no reason")
 
 

@@ -2,8 +2,8 @@
 
 The directory is the truth. A file is `name@version.safetensors`, or `name.safetensors` for version
 1; what it holds never changes, and `name` alone means the newest version. A file that cannot be
-used is logged once and passed over. Cards are kept and tables are not: of ten thousand adapters a
-few are in use, and who runs the model reads those.
+used is logged once and passed over; so is one too many, until there is room for it. Cards are kept
+and tables are not: of ten thousand adapters a few are in use, and who runs the model reads those.
 """
 
 import logging
@@ -53,6 +53,7 @@ class Adapters:
         self._scanning = threading.Lock()
         self._looked_ns, self._changed_ns = 0, 0  # When, and the directory's own time then.
         self._seen: dict[str, tuple[int, int]] = {}  # Each file's time and size, when last read.
+        self._crowded: set[str] = set()  # Files that there was no room for.
         # Replaced whole, never changed, so that readers need no lock.
         self._residents: dict[str, Resident] = {}
         self._newest: dict[str, Resident] = {}
@@ -99,9 +100,13 @@ class Adapters:
             if found == self._seen:
                 return
             before, self._seen = self._seen, found
+            self._crowded &= found.keys()
+            loaded = {Path(resident.rows.file).name for resident in self._residents.values()}
             residents: dict[str, Resident] = {}
-            for file, stamp in sorted(found.items()):
-                self._take(self._directory / file, before.get(file) == stamp, residents)
+            # What is loaded keeps its place; new files take what room is left, by their names.
+            for file in sorted(found, key=lambda name: (name not in loaded, name)):
+                known = before.get(file) == found[file]
+                self._take(self._directory / file, known, residents)
             if residents.keys() != self._residents.keys():
                 self._publish(residents)
 
@@ -122,11 +127,20 @@ class Adapters:
             name, version = parse_name(file.name.removesuffix(SUFFIX))
             key = f"{name}@{version or 1}"
             held = self._residents.get(key)
+            full = held is None and len(residents) >= self._max
             if held is None and known:
-                return  # It was refused before, and has not changed.
+                if full or file.name not in self._crowded:
+                    return  # It was refused before, and nothing has changed.
+                known = False  # There is room for it now.
+            self._crowded.discard(file.name)
             if key in residents:
                 raise ConfigError(f"another file is {key} already; rename one of them")
-            residents[key] = held or self._read(file, Name(name, version or 1), len(residents))
+            if full:
+                self._crowded.add(file.name)
+                raise ConfigError(
+                    f"{self._max} adapters are loaded already; take one away, or raise adapters_max"
+                )
+            residents[key] = held or self._read(file, Name(name, version or 1))
             if held is not None and not known:
                 raise ConfigError(
                     "it changed, and is served as it was as long as that is in memory; write a "
@@ -139,9 +153,7 @@ class Adapters:
             log.exception("event=adapter_fault file=%s", file.name)
             self._refuse(file, "it could not be read, by a fault of this server")
 
-    def _read(self, file: Path, name: Name, others: int) -> Resident:
-        if others >= self._max:
-            raise ConfigError(f"{self._max} adapters are loaded already (adapters_max)")
+    def _read(self, file: Path, name: Name) -> Resident:
         # All of it, so that its digest is checked: what is listed can be used.
         adapter = open_adapter(file)
         self._check(adapter)

@@ -115,6 +115,36 @@ def test_what_is_broken_foreign_or_too_much_is_refused_once_and_the_rest_is_serv
         assert sum(words in line for line in refused) == 1
 
 
+def test_there_are_never_more_than_may_be_and_who_waits_outside_comes_in_when_one_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("m", "n"):
+        publish_adapter(adapter(name), tmp_path)
+    adapters = folder(tmp_path, adapters_max=3)
+
+    for name in ("x", "a", "b"):  # Before and behind those that are there.
+        publish_adapter(adapter(name), tmp_path)
+    adapters.scan()
+    assert keys(adapters) == ["a@1", "m@1", "n@1"]
+    (tmp_path / "notes.safetensors").write_text("changes the directory")
+    adapters.scan()
+    assert [line for line in caplog.messages if "adapters_max" in line and "file=x" in line]
+    assert len([line for line in caplog.messages if "adapters_max" in line]) == 3
+    assert adapters.failures == 3
+    with pytest.raises(UnknownAdapterError):
+        adapters.resolve("b")
+
+    (tmp_path / "m@1.safetensors").unlink()
+    adapters.scan()
+    assert keys(adapters) == ["a@1", "b@1", "n@1"]
+    (tmp_path / "n@1.safetensors").unlink()
+    whole = (tmp_path / "x@1.safetensors").read_bytes()
+    (tmp_path / "x@1.safetensors").write_bytes(whole[:40])
+    adapters.scan()
+    assert keys(adapters) == ["a@1", "b@1"]
+    assert sum("truncated" in line and "file=x" in line for line in caplog.messages) == 1
+
+
 def test_one_adapter_that_brings_a_fault_to_light_does_not_take_the_others_along(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
