@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ START_S = 60.0
 NOTICED_S = 2.0
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 30]
 TOKENS = 12
+GENERATIONS = 6
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +103,16 @@ def test_an_idle_engine_shows_that_it_lives(pair: tuple[Supervisor, Ear]) -> Non
     ],
 )
 def test_a_lost_rank_is_told_in_time_and_the_ranks_come_back(
-    pair: tuple[Supervisor, Ear], oracle: list[list[int]], number: signal.Signals
+    pair: tuple[Supervisor, Ear],
+    oracle: list[list[int]],
+    config: ServerConfig,
+    number: signal.Signals,
 ) -> None:
     """Idle, so that the stopped one is missed only by the sign of life."""
     supervisor, ear = pair
     losses, readies = len(ear.losses), len(ear.readies)
     old, files = supervisor.pids, len(os.listdir("/proc/self/fd"))
+    crashes = len(os.listdir(str(config.flight_dir)))
     hit = time.monotonic()
 
     os.kill(old[1], number)
@@ -118,6 +124,7 @@ def test_a_lost_rank_is_told_in_time_and_the_ranks_come_back(
     # An idle engine speaks each second, and may be late by its limit.
     assert noticed_s < (NOTICED_S if number == signal.SIGKILL else 1.0 + 1.0 + 1.0 + 1.0)
     assert len(ear.losses) == losses + 1
+    assert len(os.listdir(str(config.flight_dir))) <= crashes + 1
     assert not any(map(alive, old))
     assert len(os.listdir("/proc/self/fd")) == files
     first = 1000 * (1 + number)
@@ -126,6 +133,39 @@ def test_a_lost_rank_is_told_in_time_and_the_ranks_come_back(
         assert "rank 1 was ended by SIGKILL" in ear.losses[-1][1]
     else:
         assert "said nothing" in ear.losses[-1][1]
+
+
+def test_ranks_that_are_killed_leave_no_file_and_no_thread_behind(
+    pair: tuple[Supervisor, Ear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of them as soon as they are there, so that many generations take a moment."""
+    monkeypatch.setattr("serving.supervisor.BACKOFF_S", (0.0,))
+    supervisor, ear = pair
+    readies, before = len(ear.readies), opened()
+
+    for generation in range(GENERATIONS):
+        follow(supervisor, ear, killed=generation % 2)
+
+    ear.until(lambda: len(ear.readies) > readies, START_S)
+    assert opened() == before
+
+
+def follow(supervisor: Supervisor, ear: Ear, *, killed: int) -> None:
+    """Kill a rank, and wait until the processes of others have begun."""
+    losses, old = len(ear.losses), supervisor.pids
+    os.kill(old[killed], signal.SIGKILL)
+    ear.until(lambda: len(ear.losses) > losses, 10)
+    eventually(lambda: len(set(supervisor.pids) - set(old)) == 2)
+    assert not any(map(alive, old))
+
+
+def opened() -> tuple[list[str], list[str]]:
+    """Kinds of the files that are open here, and the names of the threads."""
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # The one that lists them is gone.
+            files.append(os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
+    return sorted(files), sorted(thread.name for thread in threading.enumerate())
 
 
 def test_the_last_steps_are_written_when_ranks_hang_and_when_asked_for(
