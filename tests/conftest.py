@@ -4,6 +4,7 @@ A run that asks for one marker (`-m gpu`, `-m slow`, `-m soak`) reads only the f
 so a machine with a GPU needs nothing that the other tests import. Fixtures live with their tests.
 """
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Stubs are generated, so a checkout can lack them, or hold those of an older proto."""
+    gc.disable()  # Until all is imported: it makes half a million objects, and hardly garbage.
     if config.option.markexpr == "gpu":
         return
     for proto in sorted((ROOT / "protos" / "preamble" / "v1").glob("*.proto")):
@@ -36,6 +38,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if suite in SUITES and collection_path.name.startswith("test_"):
         return f"mark.{suite}" not in collection_path.read_text() or None
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -97,19 +98,29 @@ CONFIGS = {
 }
 
 
+def _random(seed: int, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+# The same small tensors are drawn tens of thousands of times.
+_remembered = lru_cache(maxsize=4096)(_random)
+REMEMBERED_VALUES_MAX = 4096
+
+
 def lively(config: GPTConfig, seed: int = 0) -> Checkpoint:
     """A checkpoint whose values depend on each tensor's name and the seed alone."""
 
     def draw(parameter: Parameter) -> Tensor:
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(parameter.name.encode()))
-        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        random = _remembered if math.prod(parameter.shape) <= REMEMBERED_VALUES_MAX else _random
+        values = random(seed + zlib.crc32(parameter.name.encode()), parameter.shape)
         leaf = parameter.name.rpartition(".")[2]
         if "norm" in parameter.name and leaf.endswith("weight"):
             return values * 0.2 + (0.0 if config.layernorm_zero_centered_gamma else 1.0)
         if leaf.endswith("bias"):
             return values * 0.2
         if parameter.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            return values
+            return values.clone()  # What is remembered is nobody's to change.
         return values / math.sqrt(parameter.shape[-1])
 
     return drawn(config, draw)

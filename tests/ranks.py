@@ -26,9 +26,13 @@ R = TypeVar("R")
 GRACE_S = 5.0
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-# What tests import at their head, so that a rank need not import it again. A name that cannot be
-# imported is skipped. The server starts at the first call of `ranks`.
-PRELOAD = ("torch.distributed", "pytest", "hypothesis", "gpt.model", "gpt.loading")
+# What tests import at their head, so that a rank need not import it again, and what torch imports
+# at a first backward. A name that cannot be imported is skipped. The server starts at the first
+# call of `ranks`.
+PRELOAD = (
+    *("torch.distributed", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis"),
+    *("gpt.model", "gpt.loading", "gpt.generate"),
+)
 FORKSERVER.set_forkserver_preload(list(PRELOAD))
 
 

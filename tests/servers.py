@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +132,9 @@ def command(*words: str | Path) -> list[str]:
 
 
 @contextmanager
-def serving(model: Path, settings: Path | None = None, **limits: object) -> Iterator[Server]:
+def serving(
+    model: Path, settings: Path | None = None, log: Path | None = None, **limits: object
+) -> Iterator[Server]:
     """A server of its own on free ports; `limits` are settings, written to the file `settings`."""
     words: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
     words += ["--dtype", "float64"]
@@ -140,9 +142,15 @@ def serving(model: Path, settings: Path | None = None, **limits: object) -> Iter
         settings.write_text(yaml.safe_dump(limits))
         words += ["--config", settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command(*words), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    with open(log, "w") if log else nullcontext() as stderr:
+        process = subprocess.Popen(
+            command(*words),
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     try:
         yield Server(process, _first_line(process))
     finally:

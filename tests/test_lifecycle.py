@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.generation import CallError, Client, Options
+from gpt.checkpoint import open_checkpoint
+from gpt.proof import prove
 from protos.preamble.v1 import generation_pb2, generation_pb2_grpc
 from serving.__main__ import main, serve_parser
 from serving.config import ServerConfig
@@ -52,9 +55,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
     folder = checkpoint.parent
-    limits = {"running_requests_max": 2, "queue_requests_max": 2}
+    limits: dict[str, Any] = {"running_requests_max": 2, "queue_requests_max": 2}
     with serving(checkpoint, folder / "narrow.yaml", flight_dir=str(folder), **limits) as server:
         yield server
+
+
+@dataclass(frozen=True)
+class Logged:
+    server: Server
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logged]:
+    """Of a model with a proof; for tests in their order, as one kills its rank and one ends it."""
+    folder = tmp_path_factory.mktemp("proved")
+    checkpoint = write_checkpoint(folder, tokenizer=False)
+    prove(open_checkpoint(checkpoint)).save(checkpoint)
+    with serving(checkpoint, log=folder / "log") as server:
+        yield Logged(server, folder / "log")
 
 
 @pytest.fixture
@@ -159,32 +178,18 @@ def test_a_full_queue_refuses_at_once_and_what_was_accepted_is_answered(
     assert answers == [2, 2]
 
 
-def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes(checkpoint: Path) -> None:
-    with serving(checkpoint) as server, server.client() as client:
-        stream = client.stream("1 2 3", Options(max_new_tokens=1000))
-        got = len(next(stream).token_ids)
-
-        server.process.send_signal(signal.SIGTERM)
-
-        eventually(lambda: server.get("/health/ready")[0] == 503)
-        assert server.get("/health/live")[0] == 200
-        with grpc.insecure_channel(server.address) as channel:
-            request = health_pb2.HealthCheckRequest()
-            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S).status
-        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with pytest.raises(CallError) as refused:
-            client.generate("4", SHORT)
-        assert refused.value.code == "UNAVAILABLE"
-        got += sum(len(piece.token_ids) for piece in stream)
-        assert got == 1000
-        assert server.process.wait(WAIT_S) == 0
+def test_a_server_replays_the_proof_and_tells_how_far_it_was(other: Logged) -> None:
+    far = other.server.metric("preamble_proof_difference")
+    assert 0 < far < 1e-5
+    line = next(line for line in other.log.read_text().splitlines() if "proof_replayed" in line)
+    assert f"event=proof_replayed difference={far:.3g} limit=0.001 best=128/128" in line
 
 
 def test_a_killed_rank_is_told_and_replaced_and_what_had_told_nothing_is_answered(
-    checkpoint: Path,
+    other: Logged,
 ) -> None:
-    options = Options(max_new_tokens=500)
-    with serving(checkpoint) as server, server.client(timeout_s=2 * WAIT_S) as client:
+    options, server = Options(max_new_tokens=500), other.server
+    with server.client(timeout_s=2 * WAIT_S) as client:
         (rank,) = server.ranks
         expected = client.generate("1 2 3", options).token_ids
         answers: list[list[int]] = []
@@ -213,7 +218,42 @@ def test_a_killed_rank_is_told_and_replaced_and_what_had_told_nothing_is_answere
         assert server.metric("preamble_engine_restarts_total") == 1
         unary.join(WAIT_S)
         assert answers == [expected]
-        assert server.stop() == 0
+
+
+def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes(other: Logged) -> None:
+    server = other.server
+    with server.client(timeout_s=2 * WAIT_S) as client:
+        stream = client.stream("1 2 3", Options(max_new_tokens=600))
+        got = len(next(stream).token_ids)
+
+        server.process.send_signal(signal.SIGTERM)
+
+        eventually(lambda: server.get("/health/ready")[0] == 503)
+        assert server.get("/health/live")[0] == 200
+        with grpc.insecure_channel(server.address) as channel:
+            request = health_pb2.HealthCheckRequest()
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S).status
+        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(CallError) as refused:
+            client.generate("4", SHORT)
+        assert refused.value.code == "UNAVAILABLE"
+        codes: set[str] = set()
+
+        def insist() -> None:
+            while server.process.poll() is None:
+                with pytest.raises(CallError) as refused:
+                    client.generate("4", SHORT)
+                codes.add(refused.value.code)
+
+        callers = [threading.Thread(target=insist) for _ in range(8)]
+        for caller in callers:
+            caller.start()
+        got += sum(len(piece.token_ids) for piece in stream)
+        assert got == 600
+        assert server.process.wait(WAIT_S) == 0
+        for caller in callers:
+            caller.join(WAIT_S)
+        assert codes == {"UNAVAILABLE"}  # Also in the instant of the end.
 
 
 def test_a_signal_has_the_last_steps_written_down_without_what_was_asked(
@@ -255,18 +295,20 @@ def test_a_signal_while_the_model_loads_ends_the_server_and_its_ranks(checkpoint
             process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("drain_s", "signals"),
-    [
-        pytest.param(0.5, 1, id="time", marks=pytest.mark.slow),
-        pytest.param(30.0, 2, id="signal"),
-    ],
-)
-def test_a_drain_ends_when_its_time_is_over_or_with_a_second_signal(
-    checkpoint: Path, drain_s: float, signals: int
-) -> None:
+@pytest.mark.slow
+def test_a_drain_ends_when_its_time_is_over(checkpoint: Path) -> None:
     settings = checkpoint.parent / "drain.yaml"
-    with serving(checkpoint, settings, drain_s=drain_s) as server, server.client() as client:
+    with serving(checkpoint, settings, drain_s=0.5) as server:
+        drain_is_cut_short(server, signals=1)
+
+
+def test_a_drain_ends_with_a_second_signal(server: Server) -> None:
+    """The last of the tests of this server."""
+    drain_is_cut_short(server, signals=2)
+
+
+def drain_is_cut_short(server: Server, signals: int) -> None:
+    with server.client() as client:
         stream = client.stream("1 2 3", LONG)
         next(stream)
         started = time.monotonic()

@@ -80,7 +80,7 @@ def join(checkpoint: Checkpoint, name: str, tp: int) -> Tensor:
     return whole
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     config=configs(), tp=st.sampled_from([1, 2, 4]), shard_bytes=st.sampled_from([1, 900, 1 << 30])
 )

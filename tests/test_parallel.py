@@ -66,8 +66,11 @@ def run(config: GPTConfig, mesh: Mesh, stages: list[int] | None, dropout: float)
         send_to(y, mesh, mesh.pp_rank + 1)
     pipeline.backward(model, x, y)
     embedding = model.embedding.rows.grad if model.embedding else None
-    completions = generate(model, PROMPTS, Sampling(max_new_tokens=6))
-    return Result(logits, table.grad, embedding, [c.token_ids for c in completions])
+    tokens: list[list[int]] = []
+    if not dropout:  # Decoding knows none. The third token reads what the second one has stored.
+        completions = generate(model, PROMPTS, Sampling(max_new_tokens=3))
+        tokens = [completion.token_ids for completion in completions]
+    return Result(logits, table.grad, embedding, tokens)
 
 
 CASES = [*((name, 0.0) for name in CONFIGS), ("modern", 0.1), ("experts", 0.1)]
@@ -136,9 +139,12 @@ def close(got: Tensor | None, want: Tensor | None) -> bool:
     return got.shape == want.shape and float((got - want).abs().max()) <= EXACT
 
 
+FP32_TOKENS = 16  # The window is 7, so the last ones no longer see the shorter prompts.
+
+
 def greedy_fp32(rank: int, tp: int, pp: int) -> list[list[int]]:
     model = build(MODERN, Mesh.create(tp, pp), dtype=torch.float32)
-    return [c.token_ids for c in generate(model, PROMPTS, Sampling(max_new_tokens=30))]
+    return [c.token_ids for c in generate(model, PROMPTS, Sampling(max_new_tokens=FP32_TOKENS))]
 
 
 def logits_bf16(rank: int, sequence_parallel: bool) -> Tensor | None:
@@ -163,10 +169,10 @@ def test_fp32_greedy_tokens_agree_up_to_the_first_near_tie(tp: int, pp: int) -> 
     tokens = ranks(tp * pp, greedy_fp32, tp, pp)
     assert all(t == tokens[0] for t in tokens)
     for prompt, made in zip(PROMPTS, tokens[0], strict=True):
-        oracle = recompute_greedy(model, prompt, 30)
+        oracle = recompute_greedy(model, prompt, FP32_TOKENS)
         until = first_tie(oracle)
-        if until < 30:
-            print(f"tp {tp} x pp {pp}: compared {until} of 30 tokens, then a near-tie")
+        if until < FP32_TOKENS:
+            print(f"tp {tp} x pp {pp}: compared {until} of {FP32_TOKENS} tokens, then a near-tie")
         assert made[:until] == oracle.tokens[:until]
 
 

@@ -45,7 +45,7 @@ from serving.service import Found, open_inside
 from tests.megatron_writer import DENSE, GATED, MIXED, Layout, saved, write
 from tests.memory import Peak, anonymous_bytes
 from tests.models import CLASSIC, CONFIGS, EXPERTS, MODERN, lively
-from tests.servers import serving, write_checkpoint
+from tests.servers import write_checkpoint
 
 QKV = "decoder.layers.2.self_attention.linear_qkv.weight"
 NORM = "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight"
@@ -348,17 +348,6 @@ def test_a_file_that_is_broken_or_no_file_is_refused_and_none_is_none(tmp_path: 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("proof"), tokenizer=False)
-
-
-def test_a_server_replays_the_proof_and_tells_how_far_it_was(
-    served: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    prove(open_checkpoint(served)).save(served)
-    with serving(served) as server:
-        far = server.metric("preamble_proof_difference")
-    assert 0 < far < 1e-5
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "proof_replayed" in line]
-    assert f"event=proof_replayed difference={far:.3g} limit=0.001 best=128/128" in line
 
 
 def test_a_server_refuses_a_model_that_its_proof_is_not_of_unless_it_is_told_not_to_ask(
