@@ -64,7 +64,7 @@ $(DEVELOPMENT): $(RUNTIME)
 	@$(PIP) -e '.[dev]' && touch $@
 $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
-$(KERNELS): gpt/kernels.c gpt/build.py
+$(KERNELS): $(wildcard gpt/cpu/*) gpt/build.py
 	@$(BASE) gpt/build.py || :
 $(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters

@@ -83,7 +83,7 @@ class Batch:
         slots = tables[sequence, block], place
         return cls(tuple(lengths), tuple(past), positions, slots, tables, rows)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return sum(self.lengths)
 

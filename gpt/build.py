@@ -1,4 +1,4 @@
-"""Compiles kernels.c into the library beside it. `make kernels` and the wheel build run it.
+"""Compiles what lies in cpu/ into one library. `make kernels` and the wheel build run it.
 
 How it is compiled stands here alone. Without the library answers on a CPU are slower, and no less
 right, so a machine that cannot compile it hears of that in one line and goes on. It imports nothing
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().with_name("kernels.c")
+FOLDER = Path(__file__).resolve().parent
 LIBRARY = "libkernels.so"
 OPTIONS = ("-O3", "-Wall", "-Wextra", "-Wno-psabi", "-fopenmp", "-shared", "-fPIC")
 
@@ -20,7 +20,8 @@ def main(folder: Path) -> int:
     """Puts the library into `folder`; 1 if there is none now, after saying why."""
     library, part = folder / LIBRARY, folder / f".{LIBRARY}.{os.getpid()}.part"
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    command = [*compiler, *OPTIONS, "-o", str(part), str(SOURCE), "-lm"]
+    sources = sorted(map(str, FOLDER.glob("cpu/*.c")))
+    command = [*compiler, *OPTIONS, "-o", str(part), *sources, "-lm"]
     try:
         code = subprocess.run(command, check=False).returncode
         reason = f"{compiler[0]} failed (above)"
@@ -36,4 +37,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE.parent))
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER))

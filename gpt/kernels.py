@@ -1,9 +1,9 @@
 """What is written in C, for CPUs: the library beside this file, if it was built.
 
-`gpt/kernels.c` has attention over the paged pool, for single new tokens and for runs of them, and
-products with bf16 weights. This is the way in: it finds the library, says once why
-there is none, and hands it addresses. Whoever asks must be ready to hear that it does not serve;
-the same in torch is in gpt/attention.py and gpt/packed.py.
+`gpt/cpu/` has attention over the paged pool, for single new tokens and for runs of them, and
+products with bf16 weights. This is the way in: it finds the library, says once why there is none,
+and hands it addresses. Whoever asks must be ready to hear that it does not serve; the same in torch
+is in gpt/attention.py and gpt/packed.py.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 4
+ABI = 5
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -32,7 +32,7 @@ _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Rows(ctypes.Structure):
-    """As in kernels.c."""
+    """As in cpu/tokens.c."""
 
     _fields_ = (
         *((name, _Int) for name in ("rows", "groups", "queries", "width")),
@@ -43,7 +43,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Runs(ctypes.Structure):
-    """As in kernels.c."""
+    """As in cpu/prompts.c."""
 
     _fields_ = (
         *((name, _Int) for name in ("runs", "groups", "queries", "width")),
@@ -53,13 +53,12 @@ class _Runs(ctypes.Structure):
     )
 
 
-class _Product(ctypes.Structure):
-    """As in kernels.c."""
+class _Weight(ctypes.Structure):
+    """As in cpu/products.c."""
 
     _fields_ = (
-        *((name, _Pointer) for name in ("x", "weight", "bias", "residual", "out")),
-        *((name, _Int) for name in ("rows", "channels", "columns", "activation")),
-        *((name, _Int) for name in ("wide", "threads")),
+        ("panels", _Pointer),
+        *((name, _Int) for name in ("channels", "columns", "wide")),
     )
 
 
@@ -70,7 +69,8 @@ def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     found.preamble_store.restype = None
     if hasattr(found, "preamble_multiply"):  # Only where the compiler knew such machines.
         found.preamble_attend_runs.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
-        found.preamble_multiply.argtypes = (_Pointer,)
+        multiply = (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer, _Pointer, _Int)
+        found.preamble_multiply.argtypes = multiply
         found.preamble_multiply.restype = None
     return found
 
@@ -266,35 +266,32 @@ class Panels:
         `wide`: what comes out is fp32, and not rounded to the weight's dtype.
         """
         self._dtype = torch.float32 if wide else weight.dtype
-        self._columns, self._channels = weight.shape
+        self._columns, channels = weight.shape
         padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self._columns % COLUMNS))
-        pairs = padded.view(-1, COLUMNS, self._channels // 2, 2).transpose(1, 2)
-        self._weight = memory.view(pairs.shape).copy_(pairs)
+        pairs = padded.view(-1, COLUMNS, channels // 2, 2).transpose(1, 2)
+        self._memory = memory.view(pairs.shape).copy_(pairs)
+        self._weight = _Weight(self._memory.data_ptr(), channels, self._columns, wide)
         found = library()
         assert found is not None, "ask `multiplies` first"
-        self._library = found
+        self._at_length = found.preamble_multiply
+        small = self._memory.numel() <= BRIEF_NUMBERS
+        self._in_brief = _brief().preamble_multiply if small else self._at_length
 
     def multiply(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
     ) -> Tensor:
-        x = x.contiguous()
+        x, rows = x.contiguous(), x.shape[0]
         if residual is not None:
             residual = residual.contiguous()
         assert x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
-        y = x.new_empty(len(x), self._columns, dtype=self._dtype)
-        product = _Product(
-            x.data_ptr(),
-            self._weight.data_ptr(),
+        y = torch.empty((rows, self._columns), dtype=self._dtype)
+        multiply = self._in_brief if rows <= BRIEF_ROWS else self._at_length
+        multiply(
+            ctypes.byref(self._weight),
+            *(x.data_ptr(), rows),
             None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            y.data_ptr(),
-            len(x),
-            self._channels,
-            self._columns,
             ACTIVATIONS.index(activation),
-            self._dtype == torch.float32,
-            torch.get_num_threads(),
+            None if residual is None else residual.data_ptr(),
+            *(y.data_ptr(), torch.get_num_threads()),
         )
-        brief = len(x) <= BRIEF_ROWS and self._weight.numel() <= BRIEF_NUMBERS
-        (_brief() if brief else self._library).preamble_multiply(ctypes.byref(product))
         return y

@@ -1,0 +1,109 @@
+/* Products of bf16 rows with a weight in panels, and what comes after: bias, activation, residual.
+
+   A weight is read once, in the order in which it lies, for up to twelve rows at a time. */
+
+#include "panels.h"
+
+#if defined(__x86_64__)
+
+enum { NOTHING, GELU, GELU_TANH };
+
+typedef struct {
+    const uint16_t *panels;
+    int64_t channels, columns;
+    int64_t wide; /* The results stay fp32. */
+} Weight;
+
+/* Rows (bf16) times a weight, and what comes after it. */
+typedef struct {
+    const Weight *weight;
+    const uint16_t *x, *bias, *residual;
+    void *out;
+    int64_t rows, activation;
+} Product;
+
+INLINE Floats gelu(Floats x, int tanh_form)
+{
+    const Ints sign = (Ints)x & (int32_t)0x80000000;
+    const Floats one = (Floats){0} + 1.0f;
+    Floats y;
+    if (tanh_form) {
+        Floats z = (x + x * x * x * 0.044715f) * 0.79788456080286536f;
+        z = (Floats)((Ints)z & 0x7fffffff);
+        Floats e = power(z * -2.0f);
+        y = (one - e) / (one + e);
+    } else {
+        Floats z = (Floats)((Ints)x & 0x7fffffff) * 0.70710678118654752f;
+        Floats t = one / (z * 0.3275911f + 1.0f); /* Abramowitz and Stegun 7.1.26. */
+        Floats p = t * 1.061405429f - 1.453152027f;
+        p = p * t + 1.421413741f;
+        p = p * t - 0.284496736f;
+        p = p * t + 0.254829592f;
+        y = one - p * t * power(z * z * -1.0f);
+    }
+    y = (Floats)((Ints)y | sign);
+    return x * 0.5f * (y + 1.0f);
+}
+
+/* One panel's columns of `rows` rows. Each sum is taken channel by channel, however many rows. */
+BF16 INLINE void tile(const Product *p, const uint16_t *panel, int64_t first, int64_t column,
+                      int rows)
+{
+    const Weight *w = p->weight;
+    __m512 sum[TILE][2];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+        sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    add(sum, p->x + first * w->channels, w->channels, panel, w->channels / 2, rows);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        int64_t at = column + half * LANES, left = w->columns - at;
+        if (left <= 0)
+            break;
+        __mmask16 there = first_lanes(left);
+        __m512 bias = p->bias ? widened(p->bias + at, there) : _mm512_setzero_ps();
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            int64_t place = (first + i) * w->columns + at;
+            __m512 y = sum[i][half] + bias;
+            if (p->activation)
+                y = (__m512)gelu((Floats)y, p->activation == GELU_TANH);
+            if (p->residual)
+                y += widened(p->residual + place, there);
+            if (w->wide)
+                _mm512_mask_storeu_ps((float *)p->out + place, there, y);
+            else
+                _mm256_mask_storeu_epi16((uint16_t *)p->out + place, there,
+                                         (__m256i)_mm512_cvtneps_pbh(y));
+        }
+    }
+}
+
+#define TILE_OF(n) case n: tile(p, panel, first, column, n); break;
+
+BF16 static void tiles(const Product *p, int64_t panel_number)
+{
+    const Weight *w = p->weight;
+    const uint16_t *panel = w->panels + panel_number * w->channels * COLUMNS;
+    int64_t column = panel_number * COLUMNS, count = (p->rows + TILE - 1) / TILE;
+    int64_t size = (p->rows + count - 1) / count;
+    for (int64_t first = 0; first < p->rows; first += size)
+        switch (p->rows - first < size ? p->rows - first : size) {
+            TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
+            TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
+        }
+}
+
+void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
+                       int64_t activation, const uint16_t *residual, void *out, int64_t threads)
+{
+    const Product product = {weight, x, bias, residual, out, rows, activation};
+    const int64_t panels = (weight->columns + COLUMNS - 1) / COLUMNS;
+    /* A thread that something else has kept from its core does not keep the others waiting long. */
+    const int64_t share = panels / (threads * 8) + 1;
+#pragma omp parallel for schedule(dynamic, share) num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < panels; panel++)
+        tiles(&product, panel);
+}
+
+#endif
