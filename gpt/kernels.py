@@ -18,7 +18,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 5
+ABI = 6
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -62,6 +62,17 @@ class _Weight(ctypes.Structure):
     )
 
 
+class _Norm(ctypes.Structure):
+    """As in cpu/products.c."""
+
+    _fields_ = (
+        ("scale", _Pointer),
+        ("shift", _Pointer),
+        ("epsilon", ctypes.c_double),
+        ("rms", _Int),
+    )
+
+
 def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     found = kind(str(LIBRARY))
     found.preamble_attend.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
@@ -69,8 +80,8 @@ def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     found.preamble_store.restype = None
     if hasattr(found, "preamble_multiply"):  # Only where the compiler knew such machines.
         found.preamble_attend_runs.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
-        multiply = (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer, _Pointer, _Int)
-        found.preamble_multiply.argtypes = multiply
+        rows = (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer, _Pointer, _Int)
+        found.preamble_multiply.argtypes = (*rows, _Pointer, _Pointer)
         found.preamble_multiply.restype = None
     return found
 
@@ -254,6 +265,19 @@ def panels_size(weight: Tensor) -> int:
     return -(-columns // COLUMNS) * COLUMNS * channels
 
 
+class Norm:
+    """LayerNorm, or RMSNorm, by a scale and perhaps a shift."""
+
+    def __init__(self, scale: Tensor, shift: Tensor | None, epsilon: float, *, rms: bool) -> None:
+        # Kept, since the library is given their addresses.
+        self._numbers = [x.detach().float() for x in (scale, shift) if x is not None]
+        addresses = [x.data_ptr() for x in self._numbers]
+        self._record = _Norm(
+            addresses[0], addresses[1] if shift is not None else None, epsilon, rms
+        )
+        self.record = ctypes.byref(self._record)
+
+
 class Panels:
     """A weight (columns, channels) in the order in which a product reads it, and the product.
 
@@ -278,13 +302,21 @@ class Panels:
         self._in_brief = _brief().preamble_multiply if small else self._at_length
 
     def multiply(
-        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        *,
+        norm: Norm | None = None,
     ) -> Tensor:
+        """The product of rows, or of normed ones."""
         x, rows = x.contiguous(), x.shape[0]
         if residual is not None:
             residual = residual.contiguous()
         assert x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
         y = torch.empty((rows, self._columns), dtype=self._dtype)
+        normed = x if norm is None else torch.empty_like(x)
         multiply = self._in_brief if rows <= BRIEF_ROWS else self._at_length
         multiply(
             ctypes.byref(self._weight),
@@ -293,5 +325,6 @@ class Panels:
             ACTIVATIONS.index(activation),
             None if residual is None else residual.data_ptr(),
             *(y.data_ptr(), torch.get_num_threads()),
+            *((None, None) if norm is None else (norm.record, normed.data_ptr())),
         )
         return y

@@ -151,10 +151,14 @@ class ColumnLinear(Linear):
         super().__init__()
         for absent in ("layer_norm_weight", "layer_norm_bias"):
             self.register_parameter(absent, None)
+        # The norm and the product in one, by another: rows, the name of an activation.
+        self.whole: Callable[[Tensor, str | None], Tensor] | None = None
         self.config, self.mesh = build.config, build.mesh
         build.fill(self, name)
 
     def forward(self, x: Tensor, tokens: int, activation: str | None = None) -> Tensor:
+        if self.whole is not None:
+            return self.whole(x, activation)
         if self.layer_norm_weight is not None:
             x = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config)
         return self.split(enter(x, self.mesh, tokens), activation)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpt import kernels
 from gpt.kv import zeros
-from gpt.layers import ACTIVATIONS, Linear, Product
+from gpt.layers import ACTIVATIONS, ColumnLinear, Linear, Product
 from gpt.model import GPT
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,19 @@ class Paneled:
         y = ACTIVATIONS[activation](self._panels.multiply(x, bias, None, None))
         return y if residual is None else residual + y
 
+    def after(
+        self, norm: kernels.Norm, bias: Tensor | None
+    ) -> Callable[[Tensor, str | None], Tensor]:
+        """The product of rows that are normed first."""
+        multiply = self._panels.multiply
+
+        def whole(x: Tensor, activation: str | None) -> Tensor:
+            if activation in kernels.ACTIVATIONS:
+                return multiply(x, bias, activation, None, norm=norm)
+            return ACTIVATIONS[activation](multiply(x, bias, None, None, norm=norm))
+
+        return whole
+
 
 def pack(model: GPT) -> None:
     """Swap a loaded model's weights for packed ones, where that helps; it cannot train then."""
@@ -77,8 +90,22 @@ def pack(model: GPT) -> None:
         if model.output_layer is not None:
             _drop_weight(model.output_layer)
     for module in linears:
-        module.product = packed(module.weight, False)
+        module.product = product = packed(module.weight, False)
         _drop_weight(module)
+        if isinstance(module, ColumnLinear) and isinstance(product, Paneled) and model.mesh.tp == 1:
+            _join_norm(module, product)
+
+
+def _join_norm(module: ColumnLinear, product: Paneled) -> None:
+    """With one tensor rank nothing happens between a linear and the norm in front of it."""
+    config, scale = module.config, module.layer_norm_weight
+    if scale is None:
+        return
+    if config.layernorm_zero_centered_gamma:
+        scale = scale.float() + 1
+    rms = config.normalization == "RMSNorm"
+    norm = kernels.Norm(scale, module.layer_norm_bias, config.layernorm_epsilon, rms=rms)
+    module.whole = product.after(norm, module.bias)
 
 
 def _packing(weights: list[Tensor]) -> Callable[[Tensor, bool], Product]:

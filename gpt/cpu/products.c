@@ -14,6 +14,13 @@ typedef struct {
     int64_t wide; /* The results stay fp32. */
 } Weight;
 
+/* What is done to rows before: LayerNorm, or RMSNorm, by fp32 numbers. */
+typedef struct {
+    const float *scale, *shift; /* No shift: NULL. */
+    double epsilon;
+    int64_t rms;
+} Norm;
+
 /* Rows (bf16) times a weight, and what comes after it. */
 typedef struct {
     const Weight *weight;
@@ -94,16 +101,49 @@ BF16 static void tiles(const Product *p, int64_t panel_number)
         }
 }
 
-void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
-                       int64_t activation, const uint16_t *residual, void *out, int64_t threads)
+/* A row of `width` numbers, normed. */
+BF16 static void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
 {
-    const Product product = {weight, x, bias, residual, out, rows, activation};
-    const int64_t panels = (weight->columns + COLUMNS - 1) / COLUMNS;
+    __m512 sum = _mm512_setzero_ps(), squares = sum;
+    float mean = 0;
+    for (int64_t c = 0; !norm->rms && c < width; c += LANES)
+        sum += widened(x + c, first_lanes(width - c));
+    mean = _mm512_reduce_add_ps(sum) / width;
+    for (int64_t c = 0; c < width; c += LANES) {
+        __mmask16 there = first_lanes(width - c);
+        __m512 y = _mm512_maskz_mov_ps(there, widened(x + c, there) - mean);
+        squares += y * y;
+    }
+    const float share = 1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + (float)norm->epsilon);
+    for (int64_t c = 0; c < width; c += LANES) {
+        __mmask16 there = first_lanes(width - c);
+        __m512 y = (widened(x + c, there) - mean) * share;
+        y *= _mm512_maskz_loadu_ps(there, norm->scale + c);
+        if (norm->shift)
+            y += _mm512_maskz_loadu_ps(there, norm->shift + c);
+        _mm256_mask_storeu_epi16(out + c, there, (__m256i)_mm512_cvtneps_pbh(y));
+    }
+}
+
+/* With a norm, the rows are normed into `normed` first. */
+void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
+                       int64_t activation, const uint16_t *residual, void *out, int64_t threads,
+                       const Norm *norm, uint16_t *normed)
+{
+    const Product product = {weight, norm ? normed : x, bias, residual, out, rows, activation};
+    const int64_t panels = (weight->columns + COLUMNS - 1) / COLUMNS, width = weight->channels;
     /* A thread that something else has kept from its core does not keep the others waiting long. */
     const int64_t share = panels / (threads * 8) + 1;
-#pragma omp parallel for schedule(dynamic, share) num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < panels; panel++)
-        tiles(&product, panel);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        if (norm)
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++)
+                norm_row(norm, x + row * width, width, normed + row * width);
+#pragma omp for schedule(dynamic, share)
+        for (int64_t panel = 0; panel < panels; panel++)
+            tiles(&product, panel);
+    }
 }
 
 #endif
