@@ -18,7 +18,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 6
+ABI = 7
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -73,16 +73,25 @@ class _Norm(ctypes.Structure):
     )
 
 
+# What each function takes, in order: p is an address, i a number. Those that answer say whether
+# they failed; some are there only where the compiler knows AVX-512.
+_TAKES = {
+    "preamble_attend": "p p i i p p",
+    "preamble_store": "ppp ii pp iiii",
+    "preamble_attend_runs": "p p i i p p",
+    "preamble_multiply": "p pi p i p p i pp",
+    "preamble_best": "p iii p i",
+}
+_ANSWERS = ("preamble_attend", "preamble_attend_runs")
+
+
 def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     found = kind(str(LIBRARY))
-    found.preamble_attend.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
-    found.preamble_store.argtypes = (_Pointer,) * 7
-    found.preamble_store.restype = None
-    if hasattr(found, "preamble_multiply"):  # Only where the compiler knew such machines.
-        found.preamble_attend_runs.argtypes = (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer)
-        rows = (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer, _Pointer, _Int)
-        found.preamble_multiply.argtypes = (*rows, _Pointer, _Pointer)
-        found.preamble_multiply.restype = None
+    for name, kinds in _TAKES.items():
+        function = getattr(found, name, None)
+        if function is not None:
+            function.argtypes = [_Pointer if one == "p" else _Int for one in kinds if one != " "]
+            function.restype = ctypes.c_int if name in _ANSWERS else None
     return found
 
 
@@ -104,16 +113,22 @@ def library() -> ctypes.CDLL | None:
         reason = str(error) if LIBRARY.exists() else f"{LIBRARY.name} was not built: make kernels"
         log.info("event=kernels_missing reason=%r", reason)
         return None
-    log.info("event=kernels_loaded machine=%s", MACHINES[found.preamble_machine(-1)])
+    found.preamble_choose(-1)
+    log.info("event=kernels_loaded machine=%s", MACHINES[found.preamble_machine()])
     return found
 
 
-def choose_machine(name: str | None) -> str | None:
-    """For tests: use what such a machine has, or the best (None); says what is used now."""
+def machine() -> str | None:
+    """The kind of machine that the library works for; None: there is no library."""
     found = library()
-    if found is None:
-        return None
-    return MACHINES[found.preamble_machine(-1 if name is None else MACHINES.index(name))]
+    return None if found is None else MACHINES[found.preamble_machine()]
+
+
+def choose_machine(name: str | None) -> None:
+    """For tests: use what such a machine has, if this one has as much, or the best."""
+    found = library()
+    if found is not None:
+        found.preamble_choose(-1 if name is None else MACHINES.index(name))
 
 
 def rest() -> None:
@@ -178,7 +193,7 @@ class Paged:
 def attends_runs(x: Tensor) -> bool:
     """Whether the library, which serves for such, has also attention for `Runs`."""
     even = x.shape[-1] % 2 == 0
-    return even and x.dtype == torch.bfloat16 and choose_machine(None) == "avx512_bf16"
+    return even and x.dtype == torch.bfloat16 and machine() == MACHINES[-1]
 
 
 class Runs:
@@ -231,16 +246,29 @@ def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> Non
     tokens, groups, width = k.shape
     found = _brief() if tokens <= BRIEF_ROWS else library()
     assert found is not None
-    if k.stride(2) != 1 or v.stride(2) != 1:
+    if k.stride(2) != 1 or v.stride() != k.stride():
         k, v = k.contiguous(), v.contiguous()
-    size = k.element_size()
-    strides = (_Int * 4)(*(size * n for x in (k, v) for n in x.stride()[:2]))
-    shape = (_Int * 4)(tokens, groups, kv.shape[3], width * size)
+    size, (token, group, _) = k.element_size(), k.stride()
     blocks, places = (x.contiguous() for x in slots)
     found.preamble_store(
-        *(kv.data_ptr(), k.data_ptr(), v.data_ptr(), strides),
-        *(blocks.data_ptr(), places.data_ptr(), shape),
+        *(kv.data_ptr(), k.data_ptr(), v.data_ptr(), token * size, group * size),
+        *(blocks.data_ptr(), places.data_ptr()),
+        *(tokens, groups, kv.shape[3], width * size),
     )
+
+
+def best(logits: Tensor) -> Tensor:
+    """The place of each row's largest number, the first of equals: `argmax`, only faster."""
+    fits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
+    if not fits or machine() != MACHINES[-1]:
+        return logits.argmax(-1)
+    rows, width = logits.shape
+    places = torch.empty(rows, dtype=torch.int64)
+    _brief().preamble_best(
+        *(logits.data_ptr(), logits.stride(0), rows, width),
+        *(places.data_ptr(), torch.get_num_threads()),
+    )
+    return places
 
 
 # Columns of a weight that lie together.
@@ -255,7 +283,7 @@ def multiplies(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and weight.shape[1] % 2 == 0
-        and choose_machine(None) == "avx512_bf16"
+        and machine() == MACHINES[-1]
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpt.kernels import best
 from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer
 from serving.bans import Bans
@@ -103,11 +104,11 @@ class Sampler:
         at, places = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         shaped = np.flatnonzero(~self._plain[at])
         if not len(shaped):
-            tokens = logits.argmax(-1)
+            tokens = best(logits)
         elif len(shaped) == len(at):
             tokens = self._shaped(logits.to(torch.float64, copy=True), at, places)
         else:
-            tokens = logits.argmax(-1)
+            tokens = best(logits)
             rows = torch.from_numpy(shaped).to(logits.device)
             few = logits[rows].to(torch.float64)
             tokens[rows] = self._shaped(few, at[shaped], places[shaped])

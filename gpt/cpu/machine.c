@@ -28,10 +28,11 @@ void preamble_rest(void) { omp_pause_resource_all(omp_pause_soft); }
 
 int preamble_abi(void) { return ABI; }
 
-/* Choose a machine, at most the best there is; which one it is now. */
-int preamble_machine(int wanted)
+int preamble_machine(void) { return machine; }
+
+/* Work for such a machine, or for the best there is. */
+void preamble_choose(int wanted)
 {
     int most = machine_max();
     machine = wanted < 0 || wanted > most ? most : wanted;
-    return machine;
 }

@@ -206,16 +206,17 @@ int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t he
     return 0;
 }
 
-/* Keys and values (tokens, groups, width) to their slots of the pool. Strides in bytes. */
-void preamble_store(void *kv, const void *k, const void *v, const int64_t *strides,
-                    const int64_t *blocks, const int64_t *places, const int64_t *shape)
+/* Keys and values of new tokens to their slots of the pool. Both have the same strides (bytes from
+   a token to the next, and from a group); `bytes` are those of a head. */
+void preamble_store(char *kv, const char *k, const char *v, int64_t token_stride,
+                    int64_t group_stride, const int64_t *blocks, const int64_t *places,
+                    int64_t tokens, int64_t groups, int64_t block_tokens, int64_t bytes)
 {
-    const int64_t tokens = shape[0], groups = shape[1], size = shape[2], bytes = shape[3];
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t g = 0; g < groups; g++) {
-            char *to = (char *)kv + ((blocks[t] * 2 * groups + g) * size + places[t]) * bytes;
-            memcpy(to, (const char *)k + t * strides[0] + g * strides[1], bytes);
-            memcpy(to + groups * size * bytes, (const char *)v + t * strides[2] + g * strides[3],
-                   bytes);
+            int64_t line = (blocks[t] * 2 * groups + g) * block_tokens + places[t];
+            int64_t from = t * token_stride + g * group_stride;
+            memcpy(kv + line * bytes, k + from, bytes);
+            memcpy(kv + (line + groups * block_tokens) * bytes, v + from, bytes);
         }
 }
