@@ -85,8 +85,7 @@ _TAKES = {
 _ANSWERS = ("preamble_attend", "preamble_attend_runs")
 
 
-def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
-    found = kind(str(LIBRARY))
+def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, kinds in _TAKES.items():
         function = getattr(found, name, None)
         if function is not None:
@@ -98,7 +97,10 @@ def _opened(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
 @cache
 def _brief() -> ctypes.CDLL:
     """The same, called without letting other Python threads in: they may keep the lock for long."""
-    return _opened(ctypes.PyDLL)
+    found = library()
+    assert found is not None, "ask `library` first"
+    # What is open already, and not what may lie at its path by now.
+    return _typed(ctypes.PyDLL(str(LIBRARY), handle=found._handle))
 
 
 @cache
@@ -106,7 +108,7 @@ def library() -> ctypes.CDLL | None:
     """The library, or None and a line in the log."""
     try:
         # It shares OpenMP's threads with torch, since torch was loaded first.
-        found = _opened(ctypes.CDLL)
+        found = _typed(ctypes.CDLL(str(LIBRARY)))
         if found.preamble_abi() != ABI:
             raise OSError(f"{LIBRARY} is of another version; build it again: make kernels")
     except (OSError, AttributeError) as error:
@@ -167,9 +169,9 @@ class Paged:
         window: int | None,
     ) -> None:
         """Each row of the batch, its row of the tables, and how many keys it sees."""
-        self._count, self._window = len(rows), window or 0
+        self._window, self._contexts = window or 0, sum(contexts)
         # Kept, since the library is given their addresses.
-        self._tables = tables.contiguous()
+        self._tables = tables.long().contiguous()
         self._numbers = torch.tensor([rows, sequences, contexts])
         self._plan: _Rows | None = None
 
@@ -178,14 +180,15 @@ class Paged:
         if self._plan is None:
             _, _, groups, block_tokens, width = kv.shape
             self._plan = _Rows(
-                *(self._count, groups, q.shape[1] // groups, width),
+                *(self._numbers.shape[1], groups, q.shape[1] // groups, width),
                 *(block_tokens, self._tables.shape[1], self._window),
                 *(q.dtype == torch.bfloat16, torch.get_num_threads()),
                 width**-0.5,
                 *(numbers.data_ptr() for numbers in self._numbers),
                 self._tables.data_ptr(),
             )
-        found = _brief() if self._count <= BRIEF_ROWS else library()
+        brief = self._contexts * kv[0, :, :, 0].numel() <= BRIEF_NUMBERS
+        found = _brief() if brief else library()
         assert found is not None
         _attend(found.preamble_attend, self._plan, q, kv, out)
 
@@ -211,7 +214,7 @@ class Runs:
     ) -> None:
         """Each run's first row of the batch, its row of the tables, and its tokens' places."""
         self._window = window or 0
-        self._tables = tables.contiguous()
+        self._tables = tables.long().contiguous()
         self._numbers = torch.tensor([rows, lengths, past, sequences])
         self._plan: _Runs | None = None
 
@@ -237,8 +240,8 @@ def _attend(
     if q.stride(-1) != 1:
         q = q.contiguous()
     row, head, _ = q.stride()
-    failed = function(ctypes.byref(plan), q.data_ptr(), row, head, kv.data_ptr(), out.data_ptr())
-    assert not failed, "the library was asked for heads that it does not serve"
+    if function(ctypes.byref(plan), q.data_ptr(), row, head, kv.data_ptr(), out.data_ptr()):
+        raise RuntimeError("the library was asked for heads that it does not serve")
 
 
 def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> None:
@@ -258,7 +261,7 @@ def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> Non
 
 
 def best(logits: Tensor) -> Tensor:
-    """The place of each row's largest number, the first of equals: `argmax`, only faster."""
+    """The place of each row's largest number (R, V), the first of equals; NaN is never it."""
     fits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
     if not fits or machine() != MACHINES[-1]:
         return logits.argmax(-1)
@@ -298,7 +301,7 @@ class Norm:
 
     def __init__(self, scale: Tensor, shift: Tensor | None, epsilon: float, *, rms: bool) -> None:
         # Kept, since the library is given their addresses.
-        self._numbers = [x.detach().float() for x in (scale, shift) if x is not None]
+        self._numbers = [x.detach().float().contiguous() for x in (scale, shift) if x is not None]
         addresses = [x.data_ptr() for x in self._numbers]
         self._record = _Norm(
             addresses[0], addresses[1] if shift is not None else None, epsilon, rms
@@ -342,7 +345,9 @@ class Panels:
         x, rows = x.contiguous(), x.shape[0]
         if residual is not None:
             residual = residual.contiguous()
-        assert x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype)
+        assert x.dtype == torch.bfloat16 and x.shape[1] == self._weight.channels
+        assert bias is None or bias.dtype == x.dtype
+        assert residual is None or (residual.dtype == x.dtype and residual.shape[0] == rows)
         y = torch.empty((rows, self._columns), dtype=self._dtype)
         normed = x if norm is None else torch.empty_like(x)
         multiply = self._in_brief if rows <= BRIEF_ROWS else self._at_length

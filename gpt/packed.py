@@ -83,8 +83,9 @@ def pack(model: GPT) -> None:
         log.info("event=weights_not_packed reason=%r", reason)
         return
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    weights = [module.weight for module in linears]
-    packed = _packing([*weights, model.head_weight] if model.last else weights)
+    # No list of the weights may outlive this line, or none of them would go.
+    heads = [model.head_weight] if model.last else []
+    packed = _packing([*(module.weight for module in linears), *heads])
     if model.last:
         model.product = packed(model.head_weight, True)
         if model.output_layer is not None:
@@ -104,7 +105,8 @@ def _join_norm(module: ColumnLinear, product: Paneled) -> None:
     if config.layernorm_zero_centered_gamma:
         scale = scale.float() + 1
     rms = config.normalization == "RMSNorm"
-    norm = kernels.Norm(scale, module.layer_norm_bias, config.layernorm_epsilon, rms=rms)
+    shift = None if rms else module.layer_norm_bias
+    norm = kernels.Norm(scale, shift, config.layernorm_epsilon, rms=rms)
     module.whole = product.after(norm, module.bias)
 
 

@@ -53,7 +53,7 @@ class Adapters:
         self._scanning = threading.Lock()
         self._looked_ns, self._changed_ns = 0, 0  # When, and the directory's own time then.
         self._seen: dict[str, tuple[int, int]] = {}  # Each file's time and size, when last read.
-        self._crowded: set[str] = set()  # Files that there was no room for.
+        self._crowded: set[str] = set()  # Files for which there was no room, or no name left.
         # Replaced whole, never changed, so that readers need no lock.
         self._residents: dict[str, Resident] = {}
         self._newest: dict[str, Resident] = {}
@@ -107,7 +107,7 @@ class Adapters:
             for file in sorted(found, key=lambda name: (name not in loaded, name)):
                 known = before.get(file) == found[file]
                 self._take(self._directory / file, known, residents)
-            if residents.keys() != self._residents.keys():
+            if residents != self._residents:
                 self._publish(residents)
 
     def _stale(self) -> bool:
@@ -127,16 +127,19 @@ class Adapters:
             name, version = parse_name(file.name.removesuffix(SUFFIX))
             key = f"{name}@{version or 1}"
             held = self._residents.get(key)
-            full = held is None and len(residents) >= self._max
+            if held is not None and Path(held.rows.file).name != file.name:
+                held = None  # Another file was that adapter.
+            taken, full = key in residents, held is None and len(residents) >= self._max
             if held is None and known:
-                if full or file.name not in self._crowded:
+                if taken or full or file.name not in self._crowded:
                     return  # It was refused before, and nothing has changed.
                 known = False  # There is room for it now.
             self._crowded.discard(file.name)
-            if key in residents:
+            if taken or full:
+                self._crowded.add(file.name)
+            if taken:
                 raise ConfigError(f"another file is {key} already; rename one of them")
             if full:
-                self._crowded.add(file.name)
                 raise ConfigError(
                     f"{self._max} adapters are loaded already; take one away, or raise adapters_max"
                 )

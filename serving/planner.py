@@ -331,10 +331,14 @@ class Planner:
         writes. The other waits for it, since the process ends next.
         """
         with self._crash:
-            if not self._crash_written:
+            if self._crash_written:
+                return
+            self._crash_written = True
+            try:
                 path = crash_path(self._config.flight_dir)
                 self.write_flight(path, why, ids=self._config.flight_ids)
-            self._crash_written = True
+            except OSError as error:  # Whoever waits must hear of the end, with or without it.
+                log.warning("event=flight_not_written reason=%r", str(error))
 
     def _end_ranks(self) -> None:
         if self._send_step is None:

@@ -163,7 +163,11 @@ class Keeper(ABC):
         if loss.kind != "hung":
             gone(rank_0, DUMP_S)
             return
-        path = crash_path(self._config.flight_dir)
+        try:
+            path = crash_path(self._config.flight_dir)
+        except OSError as error:  # There is no folder left to write to.
+            log.warning("event=flight_not_written reason=%r", str(error))
+            return
         running.channel.send(encode(Dump(str(path), self._config.flight_ids)))
         end = time.monotonic() + DUMP_S
         while time.monotonic() < end and not path.exists() and not gone(rank_0, 0.01):

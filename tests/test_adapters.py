@@ -145,6 +145,25 @@ def test_there_are_never_more_than_may_be_and_who_waits_outside_comes_in_when_on
     assert sum("truncated" in line and "file=x" in line for line in caplog.messages) == 1
 
 
+def test_of_two_files_with_one_name_the_second_comes_in_when_the_first_goes(
+    tmp_path: Path,
+) -> None:
+    save_adapter(adapter("a"), tmp_path / "a.safetensors")
+    adapters = folder(tmp_path)
+    first = adapters.resolve("a").rows
+    save_adapter(adapter("a", 5), tmp_path / "a@1.safetensors")
+    adapters.scan()
+    assert adapters.resolve("a").rows == first and adapters.failures == 1
+    (tmp_path / "notes.safetensors").write_text("changes the directory")
+    adapters.scan()
+    assert adapters.failures == 2  # The notes.
+
+    (tmp_path / "a.safetensors").unlink()
+    adapters.scan()
+    second = adapters.resolve("a").rows
+    assert second != first and Path(second.file).name == "a@1.safetensors"
+
+
 def test_one_adapter_that_brings_a_fault_to_light_does_not_take_the_others_along(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

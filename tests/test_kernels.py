@@ -47,7 +47,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[None]:
     st.tuples(
         st.sampled_from([1, 2, 3]),
         st.sampled_from([1, 2, 5, 9]),
-        st.sampled_from([6, 16, 32, 64, 80, 96, 128]),
+        st.sampled_from([5, 6, 16, 32, 64, 80, 96, 128, 130, 256]),
     ),
     st.sampled_from([4, 7, 16, 32]),
     st.sampled_from([None, 1, 5, 40, 256, 300]),

@@ -1,11 +1,15 @@
 """A packed model says what the plain one says, holds no weight twice, and tells when it cannot."""
 
 import logging
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from gpt import packed
 from gpt.generate import generate
+from gpt.layers import Linear
 from gpt.packed import pack
 from gpt.parallel import Mesh
 from gpt.sampling import Sampling
@@ -69,6 +73,26 @@ def test_no_weight_is_held_twice_but_a_tied_embedding() -> None:
         held = [name for name, value in model.named_parameters() if value.dim() > 1]
         embeddings = [f"embedding.{kind}_embeddings.weight" for kind in ("word", "position")]
         assert held == embeddings[: 1 + config.learned_positions]
+
+
+def test_a_weight_is_gone_when_the_next_one_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model would for a moment need its memory twice."""
+    model = build(CLASSIC, dtype=torch.bfloat16)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    weights = [weakref.ref(module.weight) for module in linears]
+    held: list[int] = []
+
+    def noted(begin: Callable[..., None]) -> Callable[..., None]:
+        def begins(*parts: object, **rest: object) -> None:
+            held.append(sum(weight() is not None for weight in weights))
+            begin(*parts, **rest)
+
+        return begins
+
+    for kind in (packed.Packed, packed.Paneled):
+        monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
+    pack(model)
+    assert held[-len(weights) :] == list(range(len(weights), 0, -1))
 
 
 @pytest.mark.parametrize(

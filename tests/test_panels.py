@@ -23,21 +23,27 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_on_any_number_of_
     one = case([length], [0], (2, 2, 64), 16, torch.bfloat16)
     tables, threads = one.batch.tables, torch.get_num_threads()
     assert tables is not None
-    for window in (None, 100):
-        whole = one.attend(window)
-        one.batch.kept.clear()
-        for count, cuts in ((1, [0, 5, 261, 700]), (2, [0, 330, 500, 506, 700]), (3, [0, 16, 700])):
-            torch.set_num_threads(count)
-            for start, end in pairwise(cuts):
-                part = Batch.paged([end - start], [start], tables, 16)
-                x = [y[start:end] for y in (one.q, one.k, one.v)]
-                got = ragged(x[0], x[1], x[2], part, one.kv, window)
-                assert torch.equal(got, whole[start:end])
+    try:
+        for window in (None, 100):
+            whole = one.attend(window)
+            one.batch.kept.clear()
+            for count, cuts in (
+                (1, [0, 5, 261, 700]),
+                (2, [0, 330, 500, 506, 700]),
+                (3, [0, 16, 700]),
+            ):
+                torch.set_num_threads(count)
+                for start, end in pairwise(cuts):
+                    part = Batch.paged([end - start], [start], tables, 16)
+                    x = [y[start:end] for y in (one.q, one.k, one.v)]
+                    got = ragged(x[0], x[1], x[2], part, one.kv, window)
+                    assert torch.equal(got, whole[start:end])
+    finally:
         torch.set_num_threads(threads)
 
 
 @given(
-    st.sampled_from([1, 2, 11, 12, 13, 31, 100]),
+    st.sampled_from([0, 1, 2, 11, 12, 13, 31, 100]),
     st.sampled_from([(2, 1), (6, 31), (64, 32), (96, 33), (130, 100)]),
     st.sampled_from([None, "gelu", "gelu_tanh"]),
     st.tuples(st.booleans(), st.booleans(), st.booleans()),
@@ -61,6 +67,8 @@ def test_products_with_panels_are_the_plain_ones(
     y = y if residual is None else y + residual.double()
     assert got.dtype == (torch.float32 if wide else torch.bfloat16)
     assert torch.allclose(got.double(), y, rtol=1e-4 if wide else 1e-2, atol=1e-4)
+    if rows == 0:
+        return
     alone = panels.multiply(
         x[-1:], bias, activation, residual if residual is None else residual[-1:]
     )

@@ -29,7 +29,7 @@ typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* What this machine can, or is to be taken for. */
 enum { UNKNOWN = -1, PLAIN, AVX2, AVX512_BF16 };
-extern int machine;
+extern __attribute__((visibility("hidden"))) int machine;
 
 /* The three steps of attention, as this machine does them best. */
 typedef struct {
@@ -40,7 +40,7 @@ typedef struct {
                    float *made);
 } Ops;
 
-Ops steps_of(int bf16, int64_t width);
+__attribute__((visibility("hidden"))) Ops steps_of(int bf16, int64_t width);
 
 /* 16 numbers of fp32; or of bf16 those in even places of 32 (half 0), or in odd ones (half 1). */
 INLINE Floats wide(const void *from, int bf16, int half)

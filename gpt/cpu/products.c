@@ -105,10 +105,9 @@ BF16 static void tiles(const Product *p, int64_t panel_number)
 BF16 static void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
 {
     __m512 sum = _mm512_setzero_ps(), squares = sum;
-    float mean = 0;
     for (int64_t c = 0; !norm->rms && c < width; c += LANES)
         sum += widened(x + c, first_lanes(width - c));
-    mean = _mm512_reduce_add_ps(sum) / width;
+    const float mean = _mm512_reduce_add_ps(sum) / width;
     for (int64_t c = 0; c < width; c += LANES) {
         __mmask16 there = first_lanes(width - c);
         __m512 y = _mm512_maskz_mov_ps(there, widened(x + c, there) - mean);
@@ -130,6 +129,8 @@ void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, co
                        int64_t activation, const uint16_t *residual, void *out, int64_t threads,
                        const Norm *norm, uint16_t *normed)
 {
+    if (rows == 0)
+        return;
     const Product product = {weight, norm ? normed : x, bias, residual, out, rows, activation};
     const int64_t panels = (weight->columns + COLUMNS - 1) / COLUMNS, width = weight->channels;
     /* A thread that something else has kept from its core does not keep the others waiting long. */
