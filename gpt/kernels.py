@@ -18,7 +18,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 7
+ABI = 8
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -50,6 +50,7 @@ class _Runs(ctypes.Structure):
         *((name, _Int) for name in ("block_tokens", "table_width", "window", "threads")),
         ("scale", ctypes.c_double),
         *((name, _Pointer) for name in ("row", "length", "past", "sequence", "tables")),
+        ("desks", _Pointer),
     )
 
 
@@ -220,17 +221,19 @@ class Runs:
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
         """Fill these rows of `out` with those of q; both are (T, H, D)."""
-        if self._plan is None:
-            _, _, groups, block_tokens, width = kv.shape
-            self._plan = _Runs(
-                *(self._numbers.shape[1], groups, q.shape[1] // groups, width),
-                *(block_tokens, self._tables.shape[1], self._window, torch.get_num_threads()),
-                width**-0.5,
-                *(numbers.data_ptr() for numbers in self._numbers),
-                self._tables.data_ptr(),
-            )
         found = library()
         assert found is not None
+        if self._plan is None:
+            _, _, groups, block_tokens, width = kv.shape
+            threads = torch.get_num_threads()
+            self._desks = torch.empty(threads * found.preamble_desk_bytes(), dtype=torch.uint8)
+            self._plan = _Runs(
+                *(self._numbers.shape[1], groups, q.shape[1] // groups, width),
+                *(block_tokens, self._tables.shape[1], self._window, threads),
+                width**-0.5,
+                *(numbers.data_ptr() for numbers in self._numbers),
+                *(self._tables.data_ptr(), self._desks.data_ptr()),
+            )
         _attend(found.preamble_attend_runs, self._plan, q, kv, out)
 
 

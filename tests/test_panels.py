@@ -1,5 +1,8 @@
 """What only machines with AVX512-bf16 do in C: prompts, products, norms and the best token."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -40,6 +43,17 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_on_any_number_of_
                     assert torch.equal(got, whole[start:end])
     finally:
         torch.set_num_threads(threads)
+
+
+def test_threads_with_little_stack_attend_as_well() -> None:
+    """OMP_STACKSIZE is the user's to say, and is read once by a process."""
+    work = (
+        "import torch; torch.set_num_threads(2); from tests.paged import case; "
+        "one = case([300], [300], (2, 2, 512), 16, torch.bfloat16); "
+        "assert (one.attend(None).double() - one.exact(None)).abs().max() < 0.02"
+    )
+    small = os.environ | {"OMP_STACKSIZE": "128k"}
+    subprocess.run([sys.executable, "-c", work], env=small, check=True, timeout=60)
 
 
 @given(

@@ -5,6 +5,8 @@
    Segments are cut at their places in the sequence, so a query's sums do not depend on where its
    prompt was cut into chunks. */
 
+#include <omp.h>
+
 #include "panels.h"
 
 #if defined(__x86_64__)
@@ -22,6 +24,7 @@ typedef struct {
     const int64_t *past;     /* Its tokens that were there before. */
     const int64_t *sequence; /* Its row of the tables. */
     const int64_t *tables;   /* Blocks of each sequence. */
+    void *desks;             /* One for each thread: a stack may be too small for them. */
 } Runs;
 
 typedef struct {
@@ -221,16 +224,16 @@ BF16 static void attend_piece(const Runs *r, const Piece *piece, const uint16_t 
                               int64_t row_stride, int64_t head_stride, const char *kv,
                               uint16_t *out)
 {
-    Desk desk;
+    Desk *desk = (Desk *)r->desks + omp_get_thread_num();
     const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     const int64_t whole = (piece->count + TILE - 1) / TILE * TILE;
-    memset(desk.queries + piece->count * width, 0, (whole - piece->count) * width * 2);
-    memset(desk.made, 0, whole * wide * sizeof(float));
+    memset(desk->queries + piece->count * width, 0, (whole - piece->count) * width * 2);
+    memset(desk->made, 0, whole * wide * sizeof(float));
     for (int64_t i = 0; i < piece->count; i++) {
         int64_t token = r->row[piece->run] + (piece->first + i) / r->queries;
         int64_t head = piece->group * r->queries + (piece->first + i) % r->queries;
-        memcpy(desk.queries + i * width, q + token * row_stride + head * head_stride, width * 2);
-        desk.most[i] = -INFINITY, desk.sum[i] = 0;
+        memcpy(desk->queries + i * width, q + token * row_stride + head * head_stride, width * 2);
+        desk->most[i] = -INFINITY, desk->sum[i] = 0;
     }
     int64_t begin = r->past[piece->run] + piece->first / r->queries + 1;
     int64_t high = r->past[piece->run] + (piece->first + piece->count - 1) / r->queries + 1;
@@ -238,22 +241,25 @@ BF16 static void attend_piece(const Runs *r, const Piece *piece, const uint16_t 
     for (int64_t start = low / SEGMENT * SEGMENT; start < high; start += SEGMENT) {
         int64_t from = start < low ? low : start;
         int64_t to = start + SEGMENT < high ? start + SEGMENT : high;
-        lay_out(r, piece, kv, start, from, to, &desk);
+        lay_out(r, piece, kv, start, from, to, desk);
         for (int64_t first = 0; first < piece->count; first += TILE)
-            attend_tile(r, piece, start, from, to, first, &desk);
+            attend_tile(r, piece, start, from, to, first, desk);
     }
     for (int64_t i = 0; i < piece->count; i++) {
         int64_t token = r->row[piece->run] + (piece->first + i) / r->queries;
         int64_t head = piece->group * r->queries + (piece->first + i) % r->queries;
         uint16_t *to = out + (token * r->groups * r->queries + head) * width;
-        float share = 1.0f / desk.sum[i];
+        float share = 1.0f / desk->sum[i];
         for (int64_t c = 0; c < width; c += LANES) {
-            __m512 x = _mm512_loadu_ps(desk.made + i * wide + c) * share;
+            __m512 x = _mm512_loadu_ps(desk->made + i * wide + c) * share;
             _mm256_mask_storeu_epi16(to + c, first_lanes(width - c),
                                      (__m256i)_mm512_cvtneps_pbh(x));
         }
     }
 }
+
+/* What a thread needs to work at. */
+int64_t preamble_desk_bytes(void) { return sizeof(Desk); }
 
 /* Runs of bf16 rows of q (strides in numbers: of a row, of a head) to the same rows of `out`. */
 int preamble_attend_runs(const Runs *r, const uint16_t *q, int64_t row_stride,
