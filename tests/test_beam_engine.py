@@ -52,14 +52,6 @@ from tests.test_engine_losses import Fragile
 from tests.test_many_tasks import World
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Engine]:
     engine = Engine(Inside(flat(CLASSIC), CONFIG), TOKENIZER, CONFIG)

@@ -54,14 +54,6 @@ CONFIG = ServerConfig(
 TOKENIZER = NullTokenizer(VOCABULARY)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def model() -> GPT:
     return build(CLASSIC)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,15 +25,6 @@ DEVICES = [
     pytest.param("cpu"),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rows this short are not worth a second one, least of all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @st.composite
