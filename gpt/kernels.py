@@ -10,19 +10,26 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 8
+ABI = 9
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
 MACHINES = ("plain", "avx2", "avx512_bf16")
+# Queries of a prompt that are worked on at once, and keys: as in cpu/panels.h and cpu/library.h.
+TILE = 12
+SEGMENT = 256
 
 # Work of so many rows, with a weight of so many numbers, is over before it is worth letting go.
 BRIEF_ROWS = 16
@@ -46,11 +53,11 @@ class _Runs(ctypes.Structure):
     """As in cpu/prompts.c."""
 
     _fields_ = (
-        *((name, _Int) for name in ("runs", "groups", "queries", "width")),
+        *((name, _Int) for name in ("pieces", "groups", "queries", "width")),
         *((name, _Int) for name in ("block_tokens", "table_width", "window", "threads")),
         ("scale", ctypes.c_double),
-        *((name, _Pointer) for name in ("row", "length", "past", "sequence", "tables")),
-        ("desks", _Pointer),
+        *((name, _Pointer) for name in ("row", "past", "sequence", "tables")),
+        *((name, _Pointer) for name in ("parts", "begins", "shared", "desks")),
     )
 
 
@@ -80,10 +87,11 @@ _TAKES = {
     "preamble_attend": "p p i i p p",
     "preamble_store": "ppp ii pp iiii",
     "preamble_attend_runs": "p p i i p p",
+    "preamble_piece_queries": "i",
     "preamble_multiply": "p pi p i p p i pp",
     "preamble_best": "p iii p i",
 }
-_ANSWERS = ("preamble_attend", "preamble_attend_runs")
+_ANSWERS = ("preamble_attend", "preamble_attend_runs", "preamble_piece_queries")
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
@@ -214,9 +222,9 @@ class Runs:
         window: int | None,
     ) -> None:
         """Each run's first row of the batch, its row of the tables, and its tokens' places."""
-        self._window = window or 0
+        self._window, self._lengths = window or 0, lengths
         self._tables = tables.long().contiguous()
-        self._numbers = torch.tensor([rows, lengths, past, sequences])
+        self._numbers = torch.tensor([rows, past, sequences])
         self._plan: _Runs | None = None
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
@@ -225,16 +233,93 @@ class Runs:
         assert found is not None
         if self._plan is None:
             _, _, groups, block_tokens, width = kv.shape
-            threads = torch.get_num_threads()
+            threads, queries = torch.get_num_threads(), q.shape[1] // groups
             self._desks = torch.empty(threads * found.preamble_desk_bytes(), dtype=torch.uint8)
+            _, past, sequences = self._numbers.tolist()
+            pieces = cut(
+                [length * queries for length in self._lengths],
+                past,
+                self._tables.numpy()[sequences],
+                block_tokens,
+                queries_max=found.preamble_piece_queries(width),
+                # Each thread has some, so that none waits long for another.
+                runs_max=len(past) * groups // (2 * threads),
+            )
+            ends = accumulate((len(piece.parts) for piece in pieces), initial=0)
+            self._pieces = (
+                torch.tensor([part for piece in pieces for part in piece.parts]),
+                torch.tensor(list(ends)),
+                torch.tensor([piece.shared for piece in pieces]),
+            )
             self._plan = _Runs(
-                *(self._numbers.shape[1], groups, q.shape[1] // groups, width),
+                *(len(pieces), groups, queries, width),
                 *(block_tokens, self._tables.shape[1], self._window, threads),
                 width**-0.5,
                 *(numbers.data_ptr() for numbers in self._numbers),
-                *(self._tables.data_ptr(), self._desks.data_ptr()),
+                self._tables.data_ptr(),
+                *(numbers.data_ptr() for numbers in self._pieces),
+                self._desks.data_ptr(),
             )
         _attend(found.preamble_attend_runs, self._plan, q, kv, out)
+
+
+class Piece(NamedTuple):
+    """Queries of a group that are worked on together, and how many keys their runs share."""
+
+    parts: list[tuple[int, int, int]]  # A run, its first query, how many.
+    shared: int = 0
+
+
+def cut(
+    queries: Sequence[int],
+    past: Sequence[int],
+    tables: NDArray[np.int64],
+    block_tokens: int,
+    *,
+    queries_max: int,
+    runs_max: int,
+) -> list[Piece]:
+    """Pieces of runs: a long run's about equal, and of whole tiles; short ones with equal blocks
+    before them together. All three begin with one number or row for each run.
+    """
+    pieces: list[Piece] = []
+    known = [one // SEGMENT * SEGMENT for one in past]
+    short = [
+        run
+        for run, count in enumerate(queries)
+        if known[run] and _tiled(count) <= queries_max // 2 and runs_max > 1
+    ]
+    # In this order those who share the most stand side by side.
+    for run in sorted(short, key=lambda run: tables[run].tobytes()):
+        part = (run, 0, queries[run])
+        if pieces:
+            parts, shared = pieces[-1]
+            first = parts[0][0]
+            most = min(known[run], known[first] if len(parts) == 1 else shared)
+            alike = _alike(tables[first], tables[run], -(-most // block_tokens))
+            common = min(most, alike * block_tokens // SEGMENT * SEGMENT)
+            fits = sum(_tiled(count) for _, _, count in parts) + _tiled(part[2]) <= queries_max
+            if fits and len(parts) < runs_max and common and common >= shared:
+                pieces[-1] = Piece([*parts, part], common)
+                continue
+        pieces.append(Piece([part]))
+    for run in sorted(set(range(len(queries))) - set(short)):
+        count = queries[run]
+        each = _tiled(-(-count // -(-count // queries_max)))
+        starts = range(0, count, each)
+        pieces += [Piece([(run, start, min(each, count - start))]) for start in starts]
+    return pieces
+
+
+def _tiled(queries: int) -> int:
+    """The same in whole tiles."""
+    return -(-queries // TILE) * TILE
+
+
+def _alike(one: NDArray[np.int64], other: NDArray[np.int64], width: int) -> int:
+    """How many of the first `width` blocks two tables have in common, from the start on."""
+    different = np.flatnonzero(one[:width] != other[:width])
+    return int(different[0]) if len(different) else width
 
 
 def _attend(

@@ -30,9 +30,18 @@ class Case:
 
 
 def case(
-    lengths: list[int], past: list[int], heads: tuple[int, int, int], size: int, dtype: torch.dtype
+    lengths: list[int],
+    past: list[int],
+    heads: tuple[int, int, int],
+    size: int,
+    dtype: torch.dtype,
+    *,
+    shared: list[tuple[int, int]] | None = None,
 ) -> Case:
-    """`heads`: groups, queries of each, channels. `size`: tokens of a block."""
+    """`heads`: groups, queries of each, channels. `size`: tokens of a block.
+
+    `shared`: for each sequence an earlier one, and how many of its first blocks they both have.
+    """
     groups, queries, width = heads
     draw, generator = random.Random(size), torch.Generator().manual_seed(width)
     needs = [-(-(n + p) // size) for n, p in zip(lengths, past, strict=True)]
@@ -40,6 +49,8 @@ def case(
     tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
     for row, need in enumerate(needs):
         tables[row, :need] = torch.tensor([blocks.pop() for _ in range(need)])
+    for row, (other, count) in enumerate(shared or ()):
+        tables[row, :count] = tables[other, :count]
     kv = torch.randn(sum(needs) + 1, 2, groups, size, width, generator=generator).to(dtype)
     x = torch.randn(sum(lengths), groups, queries + 2, width, generator=generator).to(dtype)
     q = x[:, :, :-2].reshape(len(x), -1, width)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,70 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_on_any_number_of_
                     assert torch.equal(got, whole[start:end])
     finally:
         torch.set_num_threads(threads)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([5, 11, 12, 20, 60]),  # New tokens,
+            st.sampled_from([0, 200, 256, 300, 515, 600]),  # those before them,
+            st.integers(0, 9),  # an earlier sequence that has some of these too,
+            st.sampled_from([0.0, 0.4, 0.9, 1.0]),  # and how many of them.
+        ),
+        min_size=2,
+        max_size=9,
+    ),
+    st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 2, 7]), st.sampled_from([6, 64, 256])),
+    st.sampled_from([7, 16, 512]),
+    st.sampled_from([None, 40, 300]),
+    st.sampled_from([1, 2]),
+)
+def test_runs_with_the_same_blocks_before_them_get_together_what_each_gets_alone(
+    runs: list[tuple[int, int, int, float]],
+    heads: tuple[int, int, int],
+    size: int,
+    window: int | None,
+    threads: int,
+) -> None:
+    lengths, past = [run[0] for run in runs], [run[1] for run in runs]
+    shared = []
+    for row, (_, own, other, part) in enumerate(runs):
+        other = min(other, row)
+        shared.append((other, int(part * (min(own, past[other]) // size))))
+    one = case(lengths, past, heads, size, torch.bfloat16, shared=shared)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = one.attend(window)
+    finally:
+        torch.set_num_threads(before)
+    assert (together.double() - one.exact(window)).abs().max() < 0.02
+    assert one.batch.tables is not None
+    for row, begin in enumerate(one.batch.starts):
+        rows = slice(begin, begin + lengths[row])
+        batch = Batch.paged([lengths[row]], [past[row]], one.batch.tables[row : row + 1], size)
+        alone = ragged(one.q[rows], one.k[rows], one.v[rows], batch, one.kv, window)
+        assert torch.equal(alone, together[rows])
+
+
+def test_pieces_hold_every_query_once_and_share_no_more_than_all_of_their_runs_know() -> None:
+    tables = np.arange(1, 8 * 41 + 1).reshape(8, 41)
+    tables[1:5, :32] = tables[0, :32]  # Two segments of 256 keys, of five runs.
+    tables[5, :16] = tables[0, :16]  # One.
+    queries, past = [20, 20, 30, 20, 400, 20, 20, 20], [600, 520, 640, 200, 600, 600, 600, 10]
+    pieces = kernels.cut(queries, past, tables, 16, queries_max=192, runs_max=9)
+    shared = {frozenset(run for run, _, _ in parts): keys for parts, keys in pieces}
+    assert shared[frozenset({0, 1, 2})] == 512
+    assert all(len(runs) == 1 or keys == 512 for runs, keys in shared.items())
+    held = sorted(part for piece in pieces for part in piece.parts)
+    assert [run for run, first, _ in held if first == 0] == list(range(8))
+    for run, count in enumerate(queries):
+        parts = [(first, many) for one, first, many in held if one == run]
+        assert sum(many for _, many in parts) == count
+        assert all(a + many == b for (a, many), (b, _) in pairwise(parts))
+    alone = kernels.cut(queries, past, tables, 16, queries_max=192, runs_max=1)
+    assert all(len(piece.parts) == 1 and piece.shared == 0 for piece in alone)
 
 
 def test_threads_with_little_stack_attend_as_well() -> None:

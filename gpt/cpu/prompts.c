@@ -1,9 +1,10 @@
 /* Attention of prompts: long runs of new tokens, whose keys are all in the pool.
 
-   A piece is some of a run's queries of one group. It brings a segment's keys and values into
-   panels, and multiplies tiles of its queries with them; softmax goes on from segment to segment.
-   Segments are cut at their places in the sequence, so a query's sums do not depend on where its
-   prompt was cut into chunks. */
+   A piece is some queries of one group: of one run, or of several that begin with the same blocks,
+   as tasks on one document do. It brings a segment's keys and values into panels, once for all who
+   share them, and multiplies tiles of its queries with them; softmax goes on from segment to
+   segment. Segments are cut at their places in the sequence, and a tile's queries are of one run,
+   so a query's sums depend neither on how its prompt was cut nor on who is beside it. */
 
 #include <omp.h>
 
@@ -15,15 +16,21 @@
 #define MADE (PIECE * 128)
 
 typedef struct {
-    int64_t runs, groups, queries, width, block_tokens, table_width;
+    int64_t run, first, count; /* Queries, numbered token by token, and in a token head by head. */
+} Part;
+
+typedef struct {
+    int64_t pieces, groups, queries, width, block_tokens, table_width;
     int64_t window;          /* 0: none. */
     int64_t threads;
     double scale;
     const int64_t *row;      /* Where each run's first token stands in q. */
-    const int64_t *length;
     const int64_t *past;     /* Its tokens that were there before. */
     const int64_t *sequence; /* Its row of the tables. */
     const int64_t *tables;   /* Blocks of each sequence. */
+    const Part *parts;
+    const int64_t *begins;   /* The first part of each piece, and of one after the last. */
+    const int64_t *shared;   /* Keys of each piece, in whole segments, that its runs all have. */
     void *desks;             /* One for each thread: a stack may be too small for them. */
 } Runs;
 
@@ -33,12 +40,8 @@ typedef struct {
     uint16_t queries[PIECE * 128];
     float made[MADE];
     float most[PIECE], sum[PIECE];
+    int64_t end[PIECE]; /* A query sees the keys before this; 0: there is none at its place. */
 } Desk;
-
-/* Where a piece stands. Its queries are numbered token by token, and in a token head by head. */
-typedef struct {
-    int64_t run, group, first, count;
-} Piece;
 
 /* Rows become columns. */
 BF16 INLINE void turn(Ints *x)
@@ -82,18 +85,18 @@ BF16 INLINE void turn(Ints *x)
 }
 
 /* Panels of the segment from `start` on: of its keys [low, high), and nothing in other places. */
-BF16 static void lay_out(const Runs *r, const Piece *piece, const char *kv, int64_t start,
+BF16 static void lay_out(const Runs *r, int64_t run, int64_t group, const char *kv, int64_t start,
                          int64_t low, int64_t high, Desk *desk)
 {
     static const uint16_t nothing[WIDTH_MAX];
     const uint16_t *keys[SEGMENT], *values[SEGMENT];
-    const int64_t *table = r->tables + r->sequence[piece->run] * r->table_width;
+    const int64_t *table = r->tables + r->sequence[run] * r->table_width;
     const int64_t size = r->block_tokens, width = r->width;
     const int end = (high - start + COLUMNS - 1) / COLUMNS * COLUMNS;
     for (int i = 0; i < end; i++) {
         int64_t key = start + i;
         int there = key >= low && key < high;
-        int64_t line = there ? table[key / size] * 2 * r->groups + piece->group : 0;
+        int64_t line = there ? table[key / size] * 2 * r->groups + group : 0;
         const uint16_t *from = (const uint16_t *)kv + (line * size + key % size) * width;
         keys[i] = there ? from : nothing;
         values[i] = there ? from + r->groups * size * width : nothing;
@@ -157,20 +160,19 @@ BF16 INLINE float weigh_row(const float *scores, uint16_t *weights, int begin, i
     return before;
 }
 
-/* What a tile of a piece's queries, `first` of them and on, makes of the segment on the desk. */
-BF16 static void attend_tile(const Runs *r, const Piece *piece, int64_t start, int64_t low,
-                             int64_t high, int64_t first, Desk *desk)
+/* What the tile of queries from `first` on makes of the segment on the desk. */
+BF16 static void attend_tile(const Runs *r, int64_t start, int64_t low, int64_t high,
+                             int64_t first, Desk *desk)
 {
     float scores[TILE][SEGMENT];
     uint16_t weights[TILE][SEGMENT];
     const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    const int rows = piece->count - first < TILE ? piece->count - first : TILE;
     int seen[TILE][2]; /* Columns that a row sees: from, to. */
     int begin = SEGMENT, end = 0;
-    for (int i = 0; i < rows; i++) {
-        int64_t place = r->past[piece->run] + (piece->first + first + i) / r->queries + 1;
-        int64_t from = r->window && place - r->window > low ? place - r->window : low;
-        int64_t to = place < high ? place : high;
+    for (int i = 0; i < TILE; i++) {
+        int64_t last = desk->end[first + i];
+        int64_t from = r->window && last - r->window > low ? last - r->window : low;
+        int64_t to = last < high ? last : high;
         seen[i][0] = from - start;
         seen[i][1] = to - start;
         if (from < to) {
@@ -197,7 +199,7 @@ BF16 static void attend_tile(const Runs *r, const Piece *piece, int64_t start, i
     float before[TILE];
     for (int i = 0; i < TILE; i++) {
         before[i] = 1;
-        if (i < rows && seen[i][0] < seen[i][1])
+        if (seen[i][0] < seen[i][1])
             before[i] = weigh_row(scores[i], weights[i], begin, end, seen[i][0], seen[i][1],
                                   r->scale, desk->most + first + i, desk->sum + first + i);
         else
@@ -220,40 +222,78 @@ BF16 static void attend_tile(const Runs *r, const Piece *piece, int64_t start, i
     }
 }
 
-BF16 static void attend_piece(const Runs *r, const Piece *piece, const uint16_t *q,
+/* The segments of a run's keys from `low` to `high`, for the tiles from `first` to `last`. */
+BF16 static void attend_keys(const Runs *r, int64_t run, int64_t group, const char *kv,
+                             int64_t low, int64_t high, int64_t first, int64_t last, Desk *desk)
+{
+    for (int64_t start = low / SEGMENT * SEGMENT; start < high; start += SEGMENT) {
+        int64_t from = start < low ? low : start;
+        int64_t to = start + SEGMENT < high ? start + SEGMENT : high;
+        lay_out(r, run, group, kv, start, from, to, desk);
+        for (int64_t tile = first; tile < last; tile += TILE)
+            attend_tile(r, start, from, to, tile, desk);
+    }
+}
+
+/* Where in a batch a part's query stands: its token's row, and its head. */
+INLINE int64_t token_of(const Runs *r, const Part *part, int64_t i)
+{
+    return r->row[part->run] + (part->first + i) / r->queries;
+}
+
+INLINE int64_t head_of(const Runs *r, const Part *part, int64_t group, int64_t i)
+{
+    return group * r->queries + (part->first + i) % r->queries;
+}
+
+INLINE int64_t tiles(const Part *part) { return (part->count + TILE - 1) / TILE * TILE; }
+
+/* The first key that any of a part's queries sees. */
+INLINE int64_t first_key(const Runs *r, const Part *part)
+{
+    int64_t end = r->past[part->run] + part->first / r->queries + 1;
+    return r->window && end > r->window ? end - r->window : 0;
+}
+
+BF16 static void attend_piece(const Runs *r, int64_t piece, int64_t group, const uint16_t *q,
                               int64_t row_stride, int64_t head_stride, const char *kv,
                               uint16_t *out)
 {
     Desk *desk = (Desk *)r->desks + omp_get_thread_num();
     const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    const int64_t whole = (piece->count + TILE - 1) / TILE * TILE;
-    memset(desk->queries + piece->count * width, 0, (whole - piece->count) * width * 2);
-    memset(desk->made, 0, whole * wide * sizeof(float));
-    for (int64_t i = 0; i < piece->count; i++) {
-        int64_t token = r->row[piece->run] + (piece->first + i) / r->queries;
-        int64_t head = piece->group * r->queries + (piece->first + i) % r->queries;
-        memcpy(desk->queries + i * width, q + token * row_stride + head * head_stride, width * 2);
-        desk->most[i] = -INFINITY, desk->sum[i] = 0;
+    const Part *parts = r->parts + r->begins[piece], *last = r->parts + r->begins[piece + 1];
+    const int64_t shared = r->shared[piece];
+    int64_t at = 0, low = INT64_MAX;
+    for (const Part *part = parts; part < last; at += tiles(part), part++) {
+        for (int64_t i = 0; i < tiles(part); i++) {
+            uint16_t *to = desk->queries + (at + i) * width;
+            desk->most[at + i] = -INFINITY, desk->sum[at + i] = desk->end[at + i] = 0;
+            if (i >= part->count) {
+                memset(to, 0, width * 2);
+                continue;
+            }
+            desk->end[at + i] = r->past[part->run] + (part->first + i) / r->queries + 1;
+            memcpy(to, q + token_of(r, part, i) * row_stride +
+                           head_of(r, part, group, i) * head_stride, width * 2);
+        }
+        low = first_key(r, part) < low ? first_key(r, part) : low;
     }
-    int64_t begin = r->past[piece->run] + piece->first / r->queries + 1;
-    int64_t high = r->past[piece->run] + (piece->first + piece->count - 1) / r->queries + 1;
-    int64_t low = r->window && begin > r->window ? begin - r->window : 0;
-    for (int64_t start = low / SEGMENT * SEGMENT; start < high; start += SEGMENT) {
-        int64_t from = start < low ? low : start;
-        int64_t to = start + SEGMENT < high ? start + SEGMENT : high;
-        lay_out(r, piece, kv, start, from, to, desk);
-        for (int64_t first = 0; first < piece->count; first += TILE)
-            attend_tile(r, piece, start, from, to, first, desk);
-    }
-    for (int64_t i = 0; i < piece->count; i++) {
-        int64_t token = r->row[piece->run] + (piece->first + i) / r->queries;
-        int64_t head = piece->group * r->queries + (piece->first + i) % r->queries;
-        uint16_t *to = out + (token * r->groups * r->queries + head) * width;
-        float share = 1.0f / desk->sum[i];
-        for (int64_t c = 0; c < width; c += LANES) {
-            __m512 x = _mm512_loadu_ps(desk->made + i * wide + c) * share;
-            _mm256_mask_storeu_epi16(to + c, first_lanes(width - c),
-                                     (__m256i)_mm512_cvtneps_pbh(x));
+    memset(desk->made, 0, at * wide * sizeof(float));
+    attend_keys(r, parts->run, group, kv, low, shared, 0, at, desk);
+    at = 0;
+    for (const Part *part = parts; part < last; at += tiles(part), part++) {
+        int64_t from = first_key(r, part) > shared ? first_key(r, part) : shared;
+        int64_t to = r->past[part->run] + (part->first + part->count - 1) / r->queries + 1;
+        attend_keys(r, part->run, group, kv, from, to, at, at + tiles(part), desk);
+        for (int64_t i = 0; i < part->count; i++) {
+            int64_t head = head_of(r, part, group, i);
+            uint16_t *made = out + (token_of(r, part, i) * r->groups * r->queries + head) * width;
+            float share = 1.0f / desk->sum[at + i];
+            for (int64_t c = 0; c < width; c += LANES) {
+                __m512 x = _mm512_loadu_ps(desk->made + (at + i) * wide + c) * share;
+                _mm256_mask_storeu_epi16(made + c, first_lanes(width - c),
+                                         (__m256i)_mm512_cvtneps_pbh(x));
+            }
         }
     }
 }
@@ -261,37 +301,23 @@ BF16 static void attend_piece(const Runs *r, const Piece *piece, const uint16_t 
 /* What a thread needs to work at. */
 int64_t preamble_desk_bytes(void) { return sizeof(Desk); }
 
+/* How many queries a piece has at most, those that fill a part's last tile counted. */
+int64_t preamble_piece_queries(int64_t width)
+{
+    const int64_t wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    return MADE / wide < PIECE ? MADE / wide / TILE * TILE : PIECE;
+}
+
 /* Runs of bf16 rows of q (strides in numbers: of a row, of a head) to the same rows of `out`. */
 int preamble_attend_runs(const Runs *r, const uint16_t *q, int64_t row_stride,
                          int64_t head_stride, const char *kv, uint16_t *out)
 {
     if (r->width > WIDTH_MAX || r->width % 2 || machine < AVX512_BF16)
         return 1;
-    const int64_t wide = (r->width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    const int64_t most = MADE / wide < PIECE ? MADE / wide / TILE * TILE : PIECE;
-    int64_t pieces = 0;
-    for (int64_t run = 0; run < r->runs; run++)
-        pieces += (r->length[run] * r->queries + most - 1) / most * r->groups;
     /* The last piece of a run sees the most keys, so it goes first. */
 #pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
-    for (int64_t task = 0; task < pieces; task++) {
-        Piece piece = {0};
-        int64_t left = pieces - 1 - task, cuts, each;
-        for (;; piece.run++, left -= cuts * r->groups) {
-            cuts = (r->length[piece.run] * r->queries + most - 1) / most;
-            if (left < cuts * r->groups)
-                break;
-        }
-        /* Pieces of a run are about equal, and of whole tiles. */
-        each = (r->length[piece.run] * r->queries + cuts - 1) / cuts;
-        each = (each + TILE - 1) / TILE * TILE;
-        piece.group = left % r->groups;
-        piece.first = left / r->groups * each;
-        piece.count = r->length[piece.run] * r->queries - piece.first;
-        piece.count = piece.count < each ? piece.count : each;
-        if (piece.count > 0)
-            attend_piece(r, &piece, q, row_stride, head_stride, kv, out);
-    }
+    for (int64_t task = r->pieces * r->groups - 1; task >= 0; task--)
+        attend_piece(r, task / r->groups, task % r->groups, q, row_stride, head_stride, kv, out);
     return 0;
 }
 
