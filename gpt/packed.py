@@ -97,6 +97,17 @@ def pack(model: GPT) -> None:
             _join_norm(module, product)
 
 
+def batch_invariant(model: GPT) -> bool:
+    """Whether a row's numbers are the same to the bit in whatever batch: all products are ours.
+
+    A runner of experts' rows takes them in lots that depend on the batch.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    return model.config.num_experts == 0 and all(
+        isinstance(module.product, Paneled) for module in linears
+    )
+
+
 def _join_norm(module: ColumnLinear, product: Paneled) -> None:
     """With one tensor rank nothing happens between a linear and the norm in front of it."""
     config, scale = module.config, module.layer_norm_weight

@@ -21,7 +21,7 @@ from serving.beam import check_beams, check_ends, rule_of
 from serving.config import ServerConfig
 from serving.guide import check_guide
 from serving.messages import Guide, ServiceClass
-from serving.request import Answer, Ask, Request, seed_of
+from serving.request import Answer, Ask, PromptTooLongError, Request, seed_of
 
 # A seed that is drawn stays below 2^53, so that JSON and JavaScript can say it back exactly.
 SEED_BITS = 53
@@ -53,6 +53,9 @@ class Admission:
             self._check_fields(ask.prompt, residents)
         answers: list[Answer] = []
         for resident in residents:
+            if ask.continuations:
+                answers += [self._answer(ask, resident, seed, more) for more in ask.continuations]
+                continue
             first = self._answer(ask, resident, seed)
             if ask.beam_width > 1:
                 check_ends(first, ask.beam_width, self.vocab_size)
@@ -69,20 +72,27 @@ class Admission:
             service=ask.service,
             priority=ask.priority,
             tenant=ask.tenant,
+            time_limit_s=ask.time_limit_s,
         )
 
-    def _answer(self, ask: Ask, resident: Resident | None, seed: int) -> Answer:
+    def _answer(
+        self, ask: Ask, resident: Resident | None, seed: int, continuation: str = ""
+    ) -> Answer:
         wanted = self._wanted(ask, resident)
         prompt = self._prompt(ask, resident, wanted)
+        more = self.tokenizer.encode(continuation, started=True) if continuation else []
+        prompt = (*prompt, *more)
         new_tokens = self._fitted(ask, resident, prompt, wanted)
         own_stops = resident.card.stop if resident else ()
         return Answer(
             prompt,
             self._sampling(ask, new_tokens, seed),
             stop_strings=ask.stop_strings or own_stops,
+            stop_in_text=ask.stop_in_text,
             adapter=resident.key if resident else "",
             rows=resident.rows if resident else None,
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
+            continued=len(more),
         )
 
     def tokenize(self, text: str) -> tuple[int, ...]:
@@ -108,7 +118,11 @@ class Admission:
             case None:
                 raise RequestError("prompt is not set; give text, token_ids or inputs", "prompt")
             case str() as text:
-                ids = self._after_rows(text, resident) if resident else self.tokenize(text)
+                ids = (
+                    self._after_rows(ask, text, resident)
+                    if resident
+                    else self._cut(self.tokenize(text), ask)
+                )
                 if not (text or rows):
                     raise RequestError("text is empty; it needs at least one token", "text")
                 if not ids:
@@ -122,16 +136,25 @@ class Admission:
                 if not ids:
                     raise RequestError("token_ids is empty; it needs at least one", "token_ids")
                 _check_ids(ids, "token_ids", self.vocab_size)
-                return (*range(self.vocab_size, self.vocab_size + rows), *ids)
+                return (*range(self.vocab_size, self.vocab_size + rows), *self._cut(ids, ask))
             case inputs:
                 return self._rendered(ask, inputs, resident, wanted)
 
-    def _after_rows(self, text: str, resident: Resident) -> tuple[int, ...]:
+    def _cut(self, ids: tuple[int, ...], ask: Ask) -> tuple[int, ...]:
+        """The last ones, and before them the token that begins a text, if it was there."""
+        most, begin = ask.truncate_tokens, ids[:1]
+        if most is None or len(ids) <= most:
+            return ids
+        if begin == (self.tokenizer.bos_id,) and self.tokenizer.adds_bos and most > 1:
+            return (*begin, *ids[1 - most :])
+        return ids[-most:]
+
+    def _after_rows(self, ask: Ask, text: str, resident: Resident) -> tuple[int, ...]:
         """All of the adapter's rows, then the text as it is; begun as the adapter learned it."""
         rows = range(self.vocab_size, self.vocab_size + resident.rows.count)
         own, bos = resident.card.template, self.tokenizer.bos_id
         self._check_text({"text": text})
-        ids = self.tokenizer.encode(text)
+        ids = self._cut(tuple(self.tokenizer.encode(text)), ask)
         # Where the file says nothing it is HF PEFT's or TGIS's: rows before the text's begin.
         place = own.bos if own else "text" if self.tokenizer.adds_bos else "none"
         if place == "none" or bos is None:
@@ -212,13 +235,14 @@ class Admission:
         what = "the model's context"
         if limit < self.context_tokens_max:
             what = "what this server's memory holds of keys and values"
-        raise RequestError(
-            f"{' + '.join(parts)} = {len(prompt) + wanted}, over {what}, {limit}; {way}",
-            "max_new_tokens" if room > 0 else "prompt",
-        )
+        message = f"{' + '.join(parts)} = {len(prompt) + wanted}, over {what}, {limit}; {way}"
+        if room > 0:
+            raise RequestError(message, "max_new_tokens")
+        raise PromptTooLongError(message, "prompt")
 
     def _sampling(self, ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
-        ends = dict.fromkeys((*self.tokenizer.stop_ids, *ask.stop_token_ids))
+        own = () if ask.ignore_ends else self.tokenizer.stop_ids
+        ends = dict.fromkeys((*own, *ask.stop_token_ids))
         words = dict.fromkeys(run for word in ask.bad_words for run in self._runs(word))
         rule = _rule(ask, max_new_tokens, seed)
         return replace(rule, stop_token_ids=tuple(ends), bad_words=tuple(words))
@@ -272,11 +296,26 @@ def check_ask(ask: Ask, config: ServerConfig, vocab_size: int) -> None:
             raise RequestError(f"{field} has {count}; at most {limit} may be", field)
     _check_sizes("stops.strings", ask.stop_strings, config.stop_bytes_max)
     _check_sizes("bad_words", ask.bad_words, config.stop_bytes_max)
+    _check_sizes("continuations", ask.continuations, config.text_bytes_max)
     _check_ids(ask.stop_token_ids, "stops.token_ids", vocab_size)
     _check_ids(ask.allowed_token_ids, "allowed_token_ids", vocab_size)
     _check_ids(ask.logit_bias, "logit_bias", vocab_size)
     _check_counts(ask, config)
     _check_tenant(ask.tenant)
+    for field in ("truncate_tokens", "time_limit_s"):
+        value = getattr(ask, field)
+        if value is not None and not 0 < value < float("inf"):
+            raise RequestError(f"{field} is {value}; it must be more than 0, or left out", field)
+    if ask.truncate_tokens is not None and isinstance(ask.prompt, Mapping):
+        raise RequestError(
+            "truncate_tokens does not go with inputs: the adapter's template says what is cut",
+            "truncate_tokens",
+        )
+    if ask.continuations and (ask.max_new_tokens != 0 or ask.prompt_logprobs is None):
+        raise RequestError(
+            "continuations are scored; ask for prompt_logprobs and for 0 new tokens",
+            "continuations",
+        )
     if ask.max_new_tokens == 0 and ask.prompt_logprobs is None:
         raise RequestError(
             "max_new_tokens is 0, and nothing else is asked for; it must be at least 1, or ask for "
@@ -293,7 +332,7 @@ def _check_counts(ask: Ask, config: ServerConfig) -> None:
     if ask.answers < 1:
         raise RequestError(f"answers is {ask.answers}; it must be at least 1", "answers")
     check_beams(ask, config.beam_width_max)
-    each = max(ask.answers, ask.beam_width)
+    each = max(ask.answers, ask.beam_width, len(ask.continuations))
     if tasks * each > config.answers_max:
         what = f"{tasks} adapters x {each} answers" if tasks > 1 else f"{each}"
         raise RequestError(

@@ -164,7 +164,7 @@ class Engine:
             self.reason = self.reason or "the engine was closed"
             jobs = self._forget_all()
             self._known.set()
-        self._give([(job, 0, UnavailableError(STOPPED)) for job in jobs])
+        self._give([(job, 0, UnavailableError(STOPPED, "STOPPED")) for job in jobs])
         self._link.close(timeout_s)
 
     # --------------------------------------------------------------- from the link's own thread
@@ -233,11 +233,12 @@ class Engine:
 
     def _check_room(self, more: int) -> None:
         if self._closed:
-            raise UnavailableError("the engine has stopped; try another server")
+            raise UnavailableError("the engine has stopped; try another server", "STOPPED")
         if not self._up:
             raise UnavailableError(
                 f"the model is being loaded again ({self.reason or 'it was never up'}); try again "
-                "in a moment"
+                "in a moment",
+                "ENGINE_RESTARTING",
             )
         if more > self._room:
             raise RequestError(
@@ -333,7 +334,9 @@ class Engine:
                 "cause; the server's log says more"
             )
         if self._link.refusal is not None:
-            return UnavailableError(f"the engine is gone ({self.reason}); try another server")
+            return UnavailableError(
+                f"the engine is gone ({self.reason}); try another server", "STOPPED"
+            )
         if job.told and not job.whole:
             return UnavailableError(
                 f"the engine was lost in the middle of the answer ({self.reason}); try again in a "

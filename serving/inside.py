@@ -11,6 +11,7 @@ import threading
 from gpt import kernels
 from gpt.errors import ConfigError, PreambleError
 from gpt.model import GPT
+from gpt.packed import batch_invariant
 from gpt.tokenizer import Tokenizer
 from serving.config import ServerConfig
 from serving.link import Receiver
@@ -86,6 +87,7 @@ class Inside:
                 kv_tokens=(self._runner.blocks - 1) * self._config.kv_block_tokens,
                 weight_bytes=self._weight_bytes,
                 dtype=str(model.dtype).removeprefix("torch."),
+                batch_invariant=batch_invariant(model),
             )
             self._receiver.ready(ready)
         except Exception as error:

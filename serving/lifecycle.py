@@ -21,26 +21,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gpt.errors import ConfigError
-from protos.preamble.v1 import adapters_pb2, admin_pb2, generation_pb2
+from serving.access import Access
 from serving.config import ServerConfig
+from serving.front import Front
 from serving.http import HttpServer, Page, family
 from serving.link import Link
 from serving.links import open_link
-from serving.messages import Ready
 from serving.metrics import CONTENT_TYPE, Metrics, version
-from serving.server import Reading, Servicer
 from serving.service import Found, Service
+from serving.wires import handlers, wires
 
 log = logging.getLogger(__name__)
 
-SERVICES = [
-    file.DESCRIPTOR.services_by_name[name].full_name
-    for file, name in (
-        (generation_pb2, "GenerationService"),
-        (adapters_pb2, "AdapterService"),
-        (admin_pb2, "AdminService"),
-    )
-]
+SERVICES = [wire.service for wire in wires()]
 
 # Connections that are still open when the last call has ended get this long to notice.
 GOODBYE_S = 1.0
@@ -54,38 +47,37 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
     started = time.monotonic()
     service = Service(Found.at(config))
     metrics = Metrics()
-    servicer = Servicer(metrics)
+    front = Front(metrics, Access())
     checks = health.aio.HealthServicer()
     await _tell(checks, up=False)
-    server, port = _bind(config, servicer)
-    servicer.add_to(server)
+    server, port = _bind(config)
+    server.add_generic_rpc_handlers(tuple(handlers(front)))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
-    with HttpServer(config.host, config.http_port, _pages(servicer)) as http:
+    with HttpServer(config.host, config.http_port, _pages(front)) as http:
         link = open_link(config)
         await server.start()
-        stop, hurry = _signals(servicer)
+        hurry = _signals(front)
         try:
             loading = _load(service, link)
-            if not await _first(loading, stop):
+            if not await _first(loading, front.stop):
                 loading.cancel()
                 log.info("event=stopped while=loading")
                 return 0
             loading.result()
-            facts = _watch(metrics, service)
-            servicer.open(service)
+            _watch(metrics, service)
+            front.open(service)
             tasks = [asyncio.create_task(work) for work in (_poll(service), _heed(service, checks))]
             ready(
                 f"ready grpc={config.address(port)} http={config.address(http.port)} "
-                f"model={service.name} weights_mib={service.weight_bytes / 2**20:.1f} "
-                f"kv_tokens={facts.kv_tokens} adapters={len(service.adapters)} "
+                f"model={service.name} {service.ledger.line()} adapters={len(service.adapters)} "
                 f"start_s={time.monotonic() - started:.2f}"
             )
-            await stop.wait()
+            await front.stop.wait()
             for task in tasks:
                 task.cancel()
-            await _drain(server, servicer, checks, hurry)
+            await _drain(server, front, checks, hurry)
         finally:
             await asyncio.to_thread(service.close)
             await asyncio.to_thread(link.close)
@@ -119,7 +111,7 @@ def _load(service: Service, link: Link) -> "asyncio.Future[None]":
     return loaded
 
 
-def _bind(config: ServerConfig, servicer: Servicer) -> tuple[grpc.aio.Server, int]:
+def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, int]:
     try:
         # The library would say on stderr, in its own words, that a port is taken. Ask first.
         with socket.socket(family(config.host)) as probe:
@@ -131,7 +123,6 @@ def _bind(config: ServerConfig, servicer: Servicer) -> tuple[grpc.aio.Server, in
             "choose another, or 0 for any that is free"
         ) from None
     server = grpc.aio.server(
-        interceptors=[Reading(servicer)],
         options=[
             ("grpc.max_receive_message_length", config.message_bytes_max),
             ("grpc.max_metadata_size", 16 << 10),
@@ -145,19 +136,23 @@ def _bind(config: ServerConfig, servicer: Servicer) -> tuple[grpc.aio.Server, in
     return server, server.add_insecure_port(config.address(config.port))
 
 
-def _signals(servicer: Servicer) -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first signal to end, and by the second. SIGUSR2 asks what the engine was doing."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+def _signals(front: Front) -> asyncio.Event:
+    """Set by a signal to end that is not the first. SIGUSR2 asks what the engine was doing."""
+    hurry = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        (hurry if front.stop.is_set() else front.stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, end)
 
     def dump() -> None:
-        if servicer.service is not None:
-            log.info("event=flight_asked path=%s", servicer.service.engine.dump())
+        if front.service is not None:
+            log.info("event=flight_asked path=%s", front.service.engine.dump())
 
     loop.add_signal_handler(signal.SIGUSR2, dump)
-    return stop, hurry
+    return hurry
 
 
 async def _first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
@@ -170,19 +165,19 @@ async def _first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
 
 async def _drain(
     server: grpc.aio.Server,
-    servicer: Servicer,
+    front: Front,
     checks: health.aio.HealthServicer,
     hurry: asyncio.Event,
 ) -> None:
     """Refuse what is new, finish what was accepted, within the time there is."""
-    assert servicer.service is not None
-    log.info("event=draining drain_s=%g", servicer.service.config.drain_s)
+    assert front.service is not None
+    log.info("event=draining drain_s=%g", front.service.config.drain_s)
     await checks.enter_graceful_shutdown()
-    drained: asyncio.Task[Any] = asyncio.create_task(servicer.drained())
+    drained: asyncio.Task[Any] = asyncio.create_task(front.drained())
     hurried: asyncio.Task[Any] = asyncio.create_task(hurry.wait())
     done, _ = await asyncio.wait(
         [drained, hurried],
-        timeout=servicer.service.config.drain_s,
+        timeout=front.service.config.drain_s,
         return_when=asyncio.FIRST_COMPLETED,
     )
     for task in (drained, hurried):
@@ -221,29 +216,28 @@ async def _tell(checks: health.aio.HealthServicer, *, up: bool) -> None:
         await checks.set(name, kinds.SERVING if up else kinds.NOT_SERVING)
 
 
-def _pages(servicer: Servicer) -> dict[str, Callable[[], Page]]:
+def _pages(front: Front) -> dict[str, Callable[[], Page]]:
     def live() -> Page:
         # A loss that mends itself is none of the watcher's business.
-        gone = servicer.service is not None and servicer.service.engine.gone
+        gone = front.service is not None and front.service.engine.gone
         return Page(503, b"the engine has stopped\n") if gone else Page(200, b"live\n")
 
     def ready() -> Page:
-        if servicer.state != "serving" or servicer.service is None:
-            return Page(503, f"{servicer.state}\n".encode())
-        if not servicer.service.engine.up:
+        if front.state != "serving" or front.service is None:
+            return Page(503, f"{front.state}\n".encode())
+        if not front.service.engine.up:
             return Page(503, b"the engine is lost\n")
         return Page(200, b"ready\n")
 
     def metrics() -> Page:
-        return Page(200, servicer.metrics.text(), CONTENT_TYPE)
+        return Page(200, front.metrics.text(), CONTENT_TYPE)
 
     return {"/metrics": metrics, "/health/live": live, "/health/ready": ready}
 
 
-def _watch(metrics: Metrics, service: Service) -> Ready:
-    """Have the scrape read the engine's state; what the engine says of itself."""
-    engine, adapters, facts = service.engine, service.adapters, service.engine.facts
-    assert facts is not None
+def _watch(metrics: Metrics, service: Service) -> None:
+    """Have the scrape read the engine's state."""
+    engine, adapters = service.engine, service.adapters
     engine.on_step = metrics.step.observe
     for name, text, read in (
         ("scheduler_running_requests", "Requests that run.", lambda: engine.load.running),
@@ -254,7 +248,7 @@ def _watch(metrics: Metrics, service: Service) -> Ready:
         ("adapters_resident", "On the device.", lambda: engine.load.adapters_resident),
         ("adapters_loaded", "Adapters that can be asked for.", lambda: len(adapters)),
         ("engine_up", "Whether the ranks answer.", lambda: engine.up),
-        ("weight_bytes", "Memory of the weights.", lambda: service.weight_bytes),
+        ("weight_bytes", "Memory of the weights.", lambda: service.ledger.weight_bytes),
     ):
         metrics.watch(name, text, read)
     for name, text, count in (
@@ -273,4 +267,3 @@ def _watch(metrics: Metrics, service: Service) -> Ready:
         text = "A logit's largest distance from the proof's, in standard deviations."
         metrics.watch("proof_difference", text, lambda: proved)
     metrics.build(version=version(), model=service.name, dtype=service.dtype)
-    return facts

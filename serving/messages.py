@@ -134,6 +134,7 @@ class Ready(_Message, frozen=True):
     weight_bytes: int  # Of all ranks together.
     dtype: str
     proof: list[float] | None = None  # A replayed proof's difference, limit, best and places.
+    batch_invariant: bool = False  # A row's numbers are the same to the bit in whatever batch.
     notes: list[str] = []  # For the log: which fast paths are not there, and why.
 
 

@@ -71,7 +71,7 @@ class Metrics:
     def __post_init__(self) -> None:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        labels = ["method", "code"]
+        labels = ["wire", "method", "code"]
         self.requests = self._counter("requests", "Calls that ended, by gRPC code.", labels)
         self.finished = self._counter(
             "generation_finished", "Completions that ended well, by reason.", ["reason"]
@@ -80,7 +80,10 @@ class Metrics:
         self.virtual_tokens = self._counter("virtual_tokens", "Tokens that adapters put in front.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens that were made.")
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From a call's arrival to a token.", FIRST_TOKEN_S
+            "time_to_first_token_seconds",
+            "From a call's arrival to a token.",
+            FIRST_TOKEN_S,
+            ["wire"],
         )
         self.next_token = self._histogram(
             "inter_token_latency_seconds", "From a token to the next of its request.", NEXT_TOKEN_S

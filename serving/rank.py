@@ -27,7 +27,7 @@ from gpt.loading import check_dtype, device_of, load_model
 from gpt.logical import FLOAT_NAMES, Checkpoint
 from gpt.model import GPT
 from gpt.overrides import open_overridden, read_overrides
-from gpt.packed import pack
+from gpt.packed import batch_invariant, pack
 from gpt.parallel import Mesh
 from gpt.pipeline import forward
 from gpt.proof import Proof, find_proof, replay
@@ -250,6 +250,7 @@ class Rank:
             weight_bytes=weight_bytes,
             dtype=FLOAT_NAMES[runner.model.dtype],
             proof=proof,
+            batch_invariant=batch_invariant(runner.model),
         )
         self._give(ready)
 

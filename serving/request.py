@@ -13,8 +13,9 @@ from gpt.errors import PreambleError, RequestError
 from gpt.sampling import Sampling, uniform
 from serving.messages import Guide, Rows, Scored, ServiceClass
 
-# "scored": no token was asked for, only what the prompt's own are worth.
-Finish = Literal["stop", "length", "scored"]
+# "scored": no token was asked for, only what the prompt's own are worth. "time": the caller's own
+# limit, `time_limit_s`, came first.
+Finish = Literal["stop", "length", "scored", "time"]
 # Whether a beam search ends as soon as it has its hypotheses; "never": not before none can improve.
 EarlyStopping = bool | Literal["never"]
 
@@ -27,6 +28,8 @@ class Ask:
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
     # Many tasks on one prompt: each is answered by itself. "": the model alone. None: that.
     adapters: tuple[str, ...] = ()
+    # Texts behind the prompt, to be scored: an answer for each, in place of `answers`.
+    continuations: tuple[str, ...] = ()
     answers: int = 1  # To each task; they differ by their seeds.
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -50,6 +53,10 @@ class Ask:
     logprobs: int | None = None  # How many alternatives are told with each token.
     prompt_logprobs: int | None = None
     guide: Guide | None = None
+    ignore_ends: bool = False  # Whether the tokens that end the model's texts are like any others.
+    stop_in_text: bool = False  # Whether the stop string that ended an answer is part of its text.
+    truncate_tokens: int | None = None  # Keep so many of a text's or of given ids, the last ones.
+    time_limit_s: float | None = None  # Then an answer ends well, with what there is of it.
     beam_width: int = 1  # 1: no beams. Else the best of them are the answers, best first.
     length_penalty: float = 1.0  # A beam's score is its log-probability / length ** this.
     early_stopping: EarlyStopping = False
@@ -75,9 +82,11 @@ class Answer:
     prompt: tuple[int, ...]  # An id at or above the vocabulary is a row of the adapter's table.
     sampling: Sampling
     stop_strings: tuple[str, ...] = ()
+    stop_in_text: bool = False
     adapter: str = ""  # As `name@version`; empty: none.
     rows: Rows | None = None  # The adapter's.
     virtual_tokens: int = 0  # How many of the prompt's ids are rows.
+    continued: int = 0  # How many of them, the last ones, are a continuation's.
 
     @property
     def prompt_tokens(self) -> int:
@@ -94,6 +103,7 @@ class Request:
     service: ServiceClass = "latency"
     priority: int = 0
     tenant: str = ""
+    time_limit_s: float | None = None
 
     @property
     def places(self) -> int:
@@ -116,6 +126,7 @@ class Piece:
     prompt_scores: tuple[Scored | None, ...] = ()
     cached_tokens: int = 0  # Of the prompt; told once, with the first token.
     beam_score: float | None = None  # With the last piece of an answer that beams found.
+    stop: str | int | None = None  # With the last piece: the stop string or token that ended it.
     # Why this answer ends, where another of its request goes on. It is the answer's last piece.
     error: PreambleError | None = None
 
@@ -129,6 +140,7 @@ class Completion:
     text: str
     finish: Finish | None  # None: it failed, and `error` says why.
     seed: int
+    prompt: tuple[int, ...] = ()
     adapter: str = ""
     prompt_tokens: int = 0
     virtual_tokens: int = 0
@@ -136,6 +148,7 @@ class Completion:
     scores: tuple[Scored, ...] = ()
     prompt_scores: tuple[Scored | None, ...] = ()
     beam_score: float | None = None  # What it is worth among the beams.
+    stop: str | int | None = None  # What ended it, if it is a stop string or a stop token.
     error: PreambleError | None = None
 
 
@@ -155,12 +168,30 @@ class UnknownAdapterError(RequestError):
         super().__init__(message, "adapter")
 
 
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an answer."""
+
+
+class RefusedError(PreambleError):
+    """A surface refuses a call, for a reason of its own: a name from serving/reasons.py."""
+
+    def __init__(
+        self, reason: str, message: str, field: str | None = None, retry_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.reason, self.field, self.retry_s = reason, field, retry_s
+
+
 class OverloadedError(PreambleError):
     """The queue is full; later there will be room."""
 
 
 class UnavailableError(PreambleError):
     """This server takes no requests now, or stopped before it could finish one."""
+
+    def __init__(self, message: str, reason: str = "ENGINE_LOST") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class DeadlinePassedError(PreambleError):

@@ -33,6 +33,7 @@ from serving.admission import Admission
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
+from serving.ledger import Ledger
 from serving.link import Link
 from serving.rank import prove
 from serving.request import Ask, Completion
@@ -144,9 +145,16 @@ class Service:
         return facts.proof[0] if facts and facts.proof else None
 
     @property
-    def weight_bytes(self) -> int:
+    def ledger(self) -> Ledger:
         facts = self.engine.facts
-        return facts.weight_bytes if facts else 0
+        assert facts is not None
+        context = self.checkpoint.config.max_position_embeddings
+        return Ledger.of(self.config, facts.weight_bytes, facts.kv_tokens, context)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's numbers are the same to the bit in whatever batch."""
+        return self.engine.facts is not None and self.engine.facts.batch_invariant
 
     def close(self) -> None:
         if self._engine is not None:

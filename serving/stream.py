@@ -43,6 +43,7 @@ class _State:
     cached_tokens: int = 0
     beam_score: float | None = None
     finish: Finish | None = None
+    stop: str | int | None = None
     error: PreambleError | None = None
     over: bool = False
 
@@ -59,13 +60,15 @@ class _State:
             if not (made.end == "stop" and place == last):
                 self.words += self.text.push(token)
             if self.text.stopped:
-                return self._ended("stop")
+                return self.end("stop", self.text.stop)
         if made.end in FINISHES:
             self.words += self.text.finish()
-            self._ended("stop" if self.text.stopped else FINISHES[made.end])
+            if self.text.stopped:
+                return self.end("stop", self.text.stop)
+            self.end(FINISHES[made.end], made.tokens[-1] if made.end == "stop" else None)
 
-    def _ended(self, finish: Finish) -> None:
-        self.finish, self.over = finish, True
+    def end(self, finish: Finish, stop: str | int | None = None) -> None:
+        self.finish, self.stop, self.over = finish, stop, True
 
     def piece(self, index: int) -> Piece:
         """All that was not yet taken."""
@@ -78,6 +81,7 @@ class _State:
             prompt_scores=tuple(self.prompt_scores),
             cached_tokens=self.cached_tokens,
             beam_score=self.beam_score,
+            stop=self.stop,
             error=self.error,
         )
         self.token_ids, self.scores, self.prompt_scores = [], [], []
@@ -103,14 +107,24 @@ class Stream:
         self.request = request
         self._drop = drop
         self._states = [
-            _State(CertainText(tokenizer, answer.stop_strings, answer.sampling.min_new_tokens))
+            _State(
+                CertainText(
+                    tokenizer,
+                    answer.stop_strings,
+                    answer.sampling.min_new_tokens,
+                    included=answer.stop_in_text,
+                )
+            )
             for answer in request.answers
         ]
         self._fresh: dict[int, None] = {}  # Answers with something to take, in order.
         self._came = asyncio.Event()
         self._error: PreambleError | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._closed = False
+        if request.time_limit_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timers.append(loop.call_later(request.time_limit_s, self.cut))
 
     def __aiter__(self) -> "Stream":
         return self
@@ -136,8 +150,8 @@ class Stream:
         if self._closed:
             return
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         self._abandon()
         self._came.set()
 
@@ -145,7 +159,20 @@ class Stream:
         """End by then, if the engine has not."""
         passed = DeadlinePassedError(PASSED)
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self.fail, passed)
+        self._timers.append(loop.call_later(seconds, self.fail, passed))
+
+    def cut(self) -> None:
+        """End every answer well, with what there is of it: the caller's time for it is over."""
+        if self._over:
+            return
+        left = [index for index, state in enumerate(self._states) if not state.over]
+        for index in left:
+            state = self._states[index]
+            state.words += state.text.finish()
+            state.end("time")
+            self._fresh[index] = None
+        self._drop(left)
+        self._came.set()
 
     def take(self, index: int, made: Made) -> None:
         """What the engine made for an answer."""
@@ -215,7 +242,7 @@ async def completions(stream: Stream) -> list[Completion]:
     finally:
         stream.close()
     return [
-        _completion(index, answer, pieces[index], ended)
+        completion(index, answer, pieces[index], ended)
         for index, answer in enumerate(stream.request.answers)
     ]
 
@@ -223,12 +250,13 @@ async def completions(stream: Stream) -> list[Completion]:
 def failed(request: Request, error: PreambleError) -> list[Completion]:
     """The completions of a request that was refused."""
     answers = enumerate(request.answers)
-    return [_completion(index, answer, (), error) for index, answer in answers]
+    return [completion(index, answer, (), error) for index, answer in answers]
 
 
-def _completion(
-    index: int, answer: Answer, pieces: Sequence[Piece], ended: PreambleError | None
+def completion(
+    index: int, answer: Answer, pieces: Sequence[Piece], ended: PreambleError | None = None
 ) -> Completion:
+    """An answer of its pieces. `ended`: what ended all of its request early."""
     finish = pieces[-1].finish if pieces else None
     error = (pieces[-1].error if pieces else None) or ended
     return Completion(
@@ -236,6 +264,7 @@ def _completion(
         tuple(token for piece in pieces for token in piece.token_ids),
         "".join(piece.text for piece in pieces),
         finish,
+        prompt=answer.prompt,
         seed=answer.sampling.seed,
         adapter=answer.adapter,
         prompt_tokens=answer.prompt_tokens,
@@ -244,5 +273,6 @@ def _completion(
         scores=tuple(score for piece in pieces for score in piece.scores),
         prompt_scores=tuple(score for piece in pieces for score in piece.prompt_scores),
         beam_score=pieces[-1].beam_score if pieces else None,
+        stop=pieces[-1].stop if pieces else None,
         error=None if finish else error,
     )

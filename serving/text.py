@@ -1,7 +1,8 @@
 """From tokens to text that will not be taken back.
 
 Half a character is held back, and so is whatever may yet become a stop string. Stop strings are
-found wherever tokens join, and nothing of them is given out. Knows no requests and no streams.
+found wherever tokens join, and nothing of them is given out unless it is asked for. Knows no
+requests and no streams.
 """
 
 from collections.abc import Sequence
@@ -16,14 +17,26 @@ class CertainText:
     In what the first `unsearched` tokens say none is looked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], unsearched: int = 0) -> None:
-        self._unsearched = unsearched
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        unsearched: int = 0,
+        *,
+        included: bool = False,
+    ) -> None:
+        """`included`: the stop string that is found is part of the text."""
+        self._unsearched, self._included = unsearched, included
         # The prompt stands before, so a leading space is part of the completion.
         self._stream = TextStream(tokenizer, started=True)
         # An adapter's card may have an empty one, which says nothing.
         self._searches = [_Search(stop) for stop in stops if stop]
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None  # The one that was found.
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def push(self, token_id: int) -> str:
         if self._unsearched:
@@ -46,10 +59,9 @@ class CertainText:
         text = self._held + more
         if not ends:
             return text
-        self.stopped = True
         first = min(end for end, _ in ends)
-        longest = max(len(search.word) for end, search in ends if end == first)
-        return text[: len(self._held) + first - longest]
+        self.stop = max((search.word for end, search in ends if end == first), key=len)
+        return text[: len(self._held) + first - (0 if self._included else len(self.stop))]
 
 
 class _Search:

@@ -28,10 +28,12 @@ from gpt.checkpoint import open_checkpoint
 from gpt.proof import prove
 from protos.preamble.v1 import generation_pb2, generation_pb2_grpc
 from serving.__main__ import main, serve_parser
+from serving.access import Access
 from serving.config import ServerConfig
+from serving.front import Ended, Front
 from serving.metrics import Metrics
 from serving.request import DeadlinePassedError
-from serving.server import Servicer
+from serving.rpc import abort
 from tests.servers import (
     ROOT,
     WAIT_S,
@@ -98,18 +100,20 @@ def test_an_error_for_a_caller_who_has_gone_is_counted_and_writes_no_stack() -> 
         async def abort(self, *_: object) -> None:
             raise grpc.aio.InternalError("the call is over")
 
-    servicer = Servicer(Metrics())
-
-    async def work() -> None:
+    async def work() -> Front:
+        front = Front(Metrics(), Access())
+        with pytest.raises(Ended) as ended:
+            async with front.call("preamble", "Generate"):
+                raise DeadlinePassedError("late")
         # The library logs a stack for any other exception.
         with pytest.raises(asyncio.CancelledError):
-            async with servicer.call("Generate", cast(Any, Gone())):
-                raise DeadlinePassedError("late")
-        await asyncio.wait_for(servicer.drained(), 1)
+            await abort(cast(Any, Gone()), ended.value)
+        await asyncio.wait_for(front.drained(), 1)
+        return front
 
-    asyncio.run(work())
-    counted = 'preamble_requests_total{code="DEADLINE_EXCEEDED",method="Generate"} 1.0'
-    assert counted in servicer.metrics.text().decode()
+    text = asyncio.run(work()).metrics.text().decode()
+    labels = 'code="DEADLINE_EXCEEDED",method="Generate",wire="preamble"'
+    assert f"preamble_requests_total{{{labels}}} 1.0" in text
 
 
 def test_a_client_that_leaves_takes_its_request_along(server: Server, client: Client) -> None:
@@ -120,7 +124,7 @@ def test_a_client_that_leaves_takes_its_request_along(server: Server, client: Cl
     stream.close()
 
     eventually(lambda: idle(server), within_s=5)
-    ended = 'preamble_requests_total{code="CANCELLED",method="GenerateStream"}'
+    ended = 'preamble_requests_total{code="CANCELLED",method="GenerateStream",wire="preamble"}'
     eventually(lambda: server.metric(ended) >= 1)
 
 

@@ -247,7 +247,7 @@ def test_a_request_without_a_prompt_is_refused(world: World) -> None:
 def test_bytes_that_are_no_request_are_refused_with_a_code_and_counted(
     world: World, method: str
 ) -> None:
-    series = f'preamble_requests_total{{code="INVALID_ARGUMENT",method="{method}"}}'
+    series = f'preamble_requests_total{{code="INVALID_ARGUMENT",method="{method}",wire="preamble"}}'
     before = world.server.metric(series)
     with grpc.insecure_channel(world.server.address) as channel:
         # Read as a stream, for which one answer is a stream too.
@@ -323,14 +323,14 @@ def test_health_reflection_and_pages_say_that_it_serves(world: World) -> None:
 
 def test_the_scrape_counts_what_happened(world: World, client: Client) -> None:
     def read() -> dict[str, float]:
-        ok = '{code="OK",method="Generate"}'
+        ok = '{code="OK",method="Generate",wire="preamble"}'
         names = [
             f"preamble_requests_total{ok}",
-            'preamble_requests_total{code="NOT_FOUND",method="Generate"}',
+            'preamble_requests_total{code="NOT_FOUND",method="Generate",wire="preamble"}',
             "preamble_generated_tokens_total",
             "preamble_prompt_tokens_total",
             "preamble_virtual_tokens_total",
-            "preamble_time_to_first_token_seconds_count",
+            'preamble_time_to_first_token_seconds_count{wire="preamble"}',
             "preamble_inter_token_latency_seconds_count",
             f"preamble_request_duration_seconds_count{ok}",
         ]

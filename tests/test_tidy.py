@@ -66,7 +66,10 @@ WITHOUT: dict[str, set[str]] = {
     "serving/runner.py": {"grpc", "asyncio"},
     "serving/scheduler.py": {"torch", "grpc", "asyncio"},
     "serving/sequences.py": {"torch", "grpc", "asyncio"},
-    "serving/server.py": {"torch"},
+    "serving/access.py": {"torch", "grpc", "asyncio"},
+    "serving/front.py": {"torch", "grpc"},
+    "serving/rpc.py": {"torch"},
+    "serving/wires": {"torch"},
     "serving/stream.py": {"torch", "grpc"},
     "serving/waiting.py": {"torch", "grpc", "asyncio"},
 }
@@ -185,7 +188,8 @@ def directions(module: Module) -> Iterator[Breach]:
 
 
 def absent_packages(module: Module) -> Iterator[Breach]:
-    unwanted = WITHOUT.get(module.path, set()) | WITHOUT.get(module.folder, set())
+    places = (module.path, module.folder, module.path.rpartition("/")[0])
+    unwanted = set[str]().union(*(WITHOUT.get(place, set()) for place in places))
     for line, name in imported(module):
         if name.split(".")[0] in unwanted:
             yield line, f"imports {name}, which is not its business"

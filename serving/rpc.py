@@ -1,0 +1,150 @@
+"""gRPC: from a table of methods to handlers, each of which runs inside a call of the front.
+
+What the library would answer in its own words (bytes that are no message, a fault of ours) ends
+with a code, a reason and details of google.rpc here. Serves any package, generated or not: a method
+is a name, a kind of message and a function.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from serving.access import Role
+from serving.front import Ended, Front
+from serving.reasons import DOMAIN
+from serving.request import RefusedError
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Write = Callable[[Message], Awaitable[None]]
+# Of what passes: one message each way, many out, many in, many both ways.
+Kind = Literal["unary", "out", "in", "both"]
+
+# Metadata may be refused from 8 KiB on, and a message's text is in there twice.
+MESSAGE_CHARACTERS_MAX = 1000
+
+
+@dataclass(frozen=True)
+class Method:
+    """`answer` takes a message (or an iterator over them) and the call; "out" and "both" a `Write`
+    too, and return nothing.
+    """
+
+    name: str
+    request: type[Message]
+    answer: Callable[..., Awaitable[Message | None]]
+    kind: Kind = "unary"
+    role: Role = "generate"
+    draining: bool = False  # Whether it is answered while the server drains.
+
+
+def handler(
+    front: Front, wire: str, service: str, methods: Sequence[Method]
+) -> grpc.GenericRpcHandler:
+    """To be added to a server; `wire` names this surface in metrics."""
+    return grpc.method_handlers_generic_handler(
+        service, {method.name: _handler(front, wire, method) for method in methods}
+    )
+
+
+def _handler(front: Front, wire: str, method: Method) -> Any:
+    async def answer(sent: Any, context: Context) -> Message | None:
+        credential, deadline = _credential(context), _deadline(context)
+        try:
+            async with front.call(
+                wire, method.name, credential, deadline, draining=method.draining
+            ) as call:
+                call.caller.must(method.role)
+                read = _messages if method.kind in ("in", "both") else _message
+                given = read(method, sent)
+                if method.kind in ("out", "both"):
+                    return await method.answer(given, call, context.write)
+                return await method.answer(given, call)
+        except Ended as ended:
+            await abort(context, ended)
+            return None
+
+    make: Mapping[Kind, Any] = {
+        "unary": grpc.unary_unary_rpc_method_handler,
+        "out": grpc.unary_stream_rpc_method_handler,
+        "in": grpc.stream_unary_rpc_method_handler,
+        "both": grpc.stream_stream_rpc_method_handler,
+    }
+    return make[method.kind](answer, response_serializer=_bytes)
+
+
+def _bytes(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+async def _messages(method: Method, sent: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async for data in sent:
+        yield _message(method, data)
+
+
+def _message(method: Method, data: bytes) -> Message:
+    """The library's own reading would end the call as UNKNOWN, and log a stack for each."""
+    try:
+        return method.request.FromString(data)
+    except DecodeError:
+        raise RefusedError(
+            "UNREADABLE",
+            f"the {len(data)} bytes sent are no request of {method.name}; make them from this "
+            "server's protos, which reflection tells",
+        ) from None
+
+
+def _deadline(context: Context) -> float | None:
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining
+
+
+def _credential(context: Context) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str):
+            return value
+    return None
+
+
+async def abort(context: Context, ended: Ended) -> None:
+    """End a call badly. Where nobody hears it any more the library would log a stack for each."""
+    try:
+        await context.abort(ended.reason.code, _text(ended), trailers(ended))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
+def trailers(ended: Ended) -> tuple[tuple[str, str | bytes], ...]:
+    """What else is said of a bad end: for google.rpc's readers, and for gRPC's own retries."""
+    facts = {"field": ended.field} if ended.field else {}
+    details: list[Message] = [ErrorInfo(reason=ended.reason.name, domain=DOMAIN, metadata=facts)]
+    if ended.field:
+        violation = BadRequest.FieldViolation(field=ended.field, description=_text(ended))
+        details.append(BadRequest(field_violations=[violation]))
+    said: list[tuple[str, str | bytes]] = []
+    if ended.retry_s is not None:
+        wait = Duration()
+        wait.FromMilliseconds(round(1000 * ended.retry_s))
+        details.append(RetryInfo(retry_delay=wait))
+        # A client that is set up to retry waits this long first.
+        said.append(("grpc-retry-pushback-ms", str(round(1000 * ended.retry_s))))
+    status = Status(code=ended.reason.code.value[0], message=_text(ended))
+    for detail in details:
+        packed = Packed()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return (*said, ("grpc-status-details-bin", status.SerializeToString()))
+
+
+def _text(ended: Ended) -> str:
+    text = str(ended)
+    return text if len(text) <= MESSAGE_CHARACTERS_MAX else text[:MESSAGE_CHARACTERS_MAX] + "…"
