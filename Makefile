@@ -4,12 +4,12 @@ VENV   := .venv
 BASE   := $(or $(PYTHON),python3)
 MINOR  := $(shell $(BASE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
-PROTOS := $(wildcard protos/preamble/v1/*.proto)
+PROTOS := $(wildcard protos/preamble/v1/*.proto protos/foreign/*.proto)
 # The environment in steps: an interpreter, what running needs, what developing needs; then the stubs.
 INTERPRETER := $(VENV)/bin/python$(MINOR)
 RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
-STUBS       := $(firstword $(PROTOS:.proto=_pb2.py))
+STUBS       := protos/preamble/v1/generation_pb2.py
 LEARNED     := build/demo/learned
 # What is written in C, for CPUs; without it the same is done in torch. gpt/build.py says how.
 KERNELS     := gpt/libkernels.so
@@ -49,7 +49,7 @@ kernels: $(KERNELS)  ## compiles what is written in C, where there is a compiler
 wheel: setup  ## builds dist/preamble-*.whl
 	rm -rf build/lib build/bdist.* && $(VENV)/bin/python -m pip wheel -q --no-deps -w dist .
 clean:  ## removes what was built, but leaves .venv
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2* $(KERNELS)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2* protos/foreign/*.binpb $(KERNELS)
 help:  ## lists the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 

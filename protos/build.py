@@ -1,9 +1,9 @@
 """Compiles the protos into Python stubs, beside them. `make protos` and the wheel build run it.
 
-The files are compiled under their canonical names (`preamble/v1/x.proto`): a descriptor's name is
-the same in every language and in server reflection. But Python's module `preamble` is our
-command, so the imports that protoc writes are turned to where the stubs are: `protos.preamble.v1`.
-It knows nothing of what the protos say.
+Ours are compiled under their canonical names (`preamble/v1/x.proto`): a descriptor's name is the
+same in every language and in server reflection. But Python's module `preamble` is our command, so
+the imports that protoc writes are turned to where the stubs are: `protos.preamble.v1`. Other wires'
+protos become descriptors, not stubs: see protos/foreign.
 """
 
 import re
@@ -15,6 +15,7 @@ from grpc_tools import protoc
 
 PROTOS = Path(__file__).resolve().parent
 STUBS = PROTOS / "preamble" / "v1"
+FOREIGN = PROTOS / "foreign"
 IMPORT = re.compile(r"^from preamble\.v1 import", re.MULTILINE)
 
 
@@ -27,6 +28,10 @@ def main() -> int:
     code = protoc.main(["protoc", *options, *map(str, sorted(STUBS.glob("*.proto")))])
     for stub in STUBS.glob("*_pb2*"):
         stub.write_text(IMPORT.sub("from protos.preamble.v1 import", stub.read_text()))
+    for proto in sorted(FOREIGN.glob("*.proto")):
+        target = proto.with_suffix(".binpb")
+        options = [f"-I{FOREIGN}", f"--descriptor_set_out={target}", "--include_imports"]
+        code = code or protoc.main(["protoc", *options, str(proto)])
     return int(code)
 
 
