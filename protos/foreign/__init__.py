@@ -1,4 +1,4 @@
-"""Protos of other wires, in a pool of their own, so that their own stubs may be imported beside them.
+"""Protos of other wires, in a pool of their own: their stubs may be imported beside them.
 
 Python's default pool takes a package's messages once. Whoever has tritonclient's or TGIS's stubs in
 the same process would meet ours there; here they never do. The descriptors are compiled from the

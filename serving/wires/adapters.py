@@ -1,7 +1,7 @@
 """`preamble.v1.AdapterService`: which adapters there are, and changing that.
 
-A caller sees its own. What a change may be and how it lasts is `serving.adapters`' business; this is
-words in, words out.
+A caller sees its own. What a change may be and how it lasts is `serving.adapters`' business; this
+is words in, words out.
 """
 
 from collections.abc import Sequence
