@@ -34,9 +34,11 @@ bench: setup  ## times generating beside transformers, converting beside cp
 	$(VENV)/bin/python -m bench
 bench-gpu: $(if $(PYTHON),,setup)  ## the same on a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m bench --device cuda
-check: setup  ## lint, format, types, house rules
+check: setup  ## lint, format, types, protos, house rules
 	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/buf lint protos
+	$(VENV)/bin/buf breaking protos --against tests/golden/preamble_v1.binpb  # As they were released.
 	$(VENV)/bin/python -m pytest -q tests/test_tidy.py
 peers:  ## installs the engines that `make bench-peers` compares with, under build/peers
 	bench/peers_install.sh
