@@ -46,6 +46,7 @@ bench-peers: setup  ## times generating beside those engines
 	$(VENV)/bin/python -m bench --only peers
 tools: setup  ## installs what only the slow drills need
 	@$(PIP) --no-deps megatron-core
+	@! command -v npm > /dev/null || npm install --silent --no-fund --prefix build/node @grpc/grpc-js@1.14 @grpc/proto-loader@0.8
 protos: setup  ## compiles the protos into Python stubs
 kernels: $(KERNELS)  ## compiles what is written in C, where there is a compiler
 wheel: setup  ## builds dist/preamble-*.whl
