@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Self
 
 
-def anonymous_bytes() -> int:
-    """RssAnon + RssShmem of this process. Pages of mapped files are not counted."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """RssAnon + RssShmem of a process. Pages of mapped files are not counted."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 

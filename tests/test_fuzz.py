@@ -1,0 +1,128 @@
+"""A hundred thousand messages that nobody would send, to every method of every wire.
+
+Each is answered with a code that blames the caller, or is right; and after them all the server says
+what it said before, holds nothing, and is not larger.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+
+from clients.generation import Options
+from serving.rpc import Method
+from serving.wires import wires
+from tests.fuzzed import messages
+from tests.memory import anonymous_bytes
+from tests.servers import Server, eventually, serving, write_adapter, write_checkpoint
+
+COUNT = 100_000
+AT_ONCE = 24
+DEADLINE_S = 0.4
+# The server's own fault, or none that is known.
+BLAMES_US = {
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.ABORTED,
+}
+UNTOUCHED = {"Drain"}  # It would do what it says.
+
+
+# What is asked for where nothing is wrong: fields of a request, as JSON has them.
+GOOD: dict[str, dict[str, object]] = {
+    "Generate": {"text": "hello world", "max_new_tokens": 3},
+    "GenerateStream": {"text": "hello world", "max_new_tokens": 3},
+    "Score": {"text": "hello world"},
+}
+
+
+def good(method: Method) -> Message:
+    return ParseDict(GOOD.get(method.name, {}), method.request(), ignore_unknown_fields=True)
+
+
+def send(channel: grpc.aio.Channel, path: str, method: Method, data: list[bytes]) -> Any:
+    """A call with these bytes, whatever they are."""
+    make = {
+        "unary": channel.unary_unary,
+        "out": channel.unary_stream,
+        "in": channel.stream_unary,
+        "both": channel.stream_stream,
+    }[method.kind]
+    sent = iter(data) if method.kind in ("in", "both") else data[0]
+    return make(path)(sent, timeout=DEADLINE_S)
+
+
+async def code_of(call: Any, method: Method) -> grpc.StatusCode:
+    try:
+        if method.kind in ("out", "both"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def fuzz(address: str, count: int, seed: int) -> dict[str, Counter[grpc.StatusCode]]:
+    """So many calls, and how each method's ended."""
+    draw = random.Random(seed)
+    kinds = [
+        (f"/{wire.service}/{method.name}", method, messages(method.request, good(method), draw))
+        for wire in wires()
+        for method in wire.methods
+        if method.name not in UNTOUCHED
+    ]
+    codes: dict[str, Counter[grpc.StatusCode]] = {path: Counter() for path, _, _ in kinds}
+    left = iter(range(count))
+
+    async def work(channel: grpc.aio.Channel) -> None:
+        for _ in left:
+            path, method, made = draw.choice(kinds)
+            many = draw.randrange(1, 4) if method.kind in ("in", "both") else 1
+            call = send(channel, path, method, [next(made) for _ in range(many)])
+            codes[path][await code_of(call, method)] += 1
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        await asyncio.gather(*(work(channel) for _ in range(AT_ONCE)))
+    return codes
+
+
+@pytest.mark.slow
+def test_no_message_harms_the_server(tmp_path: Path) -> None:
+    checkpoint, adapters = write_checkpoint(tmp_path), tmp_path / "adapters"
+    adapters.mkdir()
+    write_adapter(adapters / "sum.safetensors", checkpoint, [5, 6, 7])
+    with serving(
+        checkpoint, tmp_path / "settings.yaml", tmp_path / "log", adapters=str(adapters)
+    ) as server:
+        harmed(server, tmp_path / "log")
+
+
+def harmed(server: Server, log: Path) -> None:
+    with server.client() as client:
+        options = Options(adapter="sum", max_new_tokens=40)
+        before = client.generate("hello world", options).token_ids
+        asyncio.run(fuzz(server.address, COUNT // 20, 0))  # What it needs to be warm.
+        size = anonymous_bytes(server.process.pid)
+        codes = asyncio.run(fuzz(server.address, COUNT, 1))
+        eventually(lambda: server.metric("preamble_requests_in_flight") == 0)
+        eventually(lambda: server.metric("preamble_scheduler_running_requests") == 0)
+        grown = anonymous_bytes(server.process.pid) - size
+        assert client.generate("hello world", options).token_ids == before
+    for path, counts in codes.items():
+        print(path, {code.name: count for code, count in counts.most_common()})
+    print(f"the front end grew by {grown / 2**20:.0f} MiB")
+    assert sum(map(Counter.total, codes.values())) == COUNT
+    assert not [path for path, counts in codes.items() if BLAMES_US & counts.keys()]
+    assert "Traceback" not in log.read_text()
+    assert grown < 64 << 20
