@@ -81,6 +81,10 @@ class JsonTokenizer(Decoding):
             ids, self._guarded, lambda letter: inside.encode(letter, add_special_tokens=False).ids
         )
 
+    def spelling(self, token_id: int) -> str:
+        known = 0 <= token_id < self.vocab_size
+        return self._libraries[False, False].id_to_token(token_id) or "" if known else ""
+
     def _look_up(self, token_id: int) -> Piece:
         known = 0 <= token_id < self.vocab_size and token_id not in self._hidden
         token: str | None = self._libraries[False, False].id_to_token(token_id) if known else None

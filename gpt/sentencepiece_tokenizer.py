@@ -75,6 +75,10 @@ class SentencePieceTokenizer(Decoding):
             found += model.encode(part) if known is None else [known]
         return found
 
+    def spelling(self, token_id: int) -> str:
+        known = 0 <= token_id < self.vocab_size
+        return str(self._model.id_to_piece(token_id)) if known else ""
+
     def _look_up(self, token_id: int) -> Piece:
         if not 0 <= token_id < self.vocab_size or token_id in self._hidden:
             return None

@@ -34,6 +34,10 @@ class Tokenizer(Pieces, Protocol):
 
     def decode(self, ids: Iterable[int], *, started: bool = False) -> str: ...
 
+    def spelling(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty if it has none of that id."""
+        ...
+
     def token_bytes(self, token_id: int) -> bytes | None:
         """The token's text inside a longer one; None for a control token."""
         ...
@@ -65,6 +69,9 @@ class NullTokenizer(Decoding):
                     field="text",
                 )
         return [int(word) for word in words]
+
+    def spelling(self, token_id: int) -> str:
+        return str(token_id) if 0 <= token_id < self.vocab_size else ""
 
     def _look_up(self, token_id: int) -> Piece:
         return f" {token_id}" if 0 <= token_id < self.vocab_size else None

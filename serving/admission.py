@@ -48,7 +48,7 @@ class Admission:
         check_ask(ask, self.config, self.vocab_size)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
         names = ask.adapters or ("",)
-        residents = [self.adapters.resolve(name) if name else None for name in names]
+        residents = [self.adapters.resolve(name, ask.tenant) if name else None for name in names]
         if isinstance(ask.prompt, Mapping) and len(residents) > 1:
             self._check_fields(ask.prompt, residents)
         answers: list[Answer] = []
@@ -81,6 +81,12 @@ class Admission:
         wanted = self._wanted(ask, resident)
         prompt = self._prompt(ask, resident, wanted)
         more = self.tokenizer.encode(continuation, started=True) if continuation else []
+        if continuation and not more:
+            raise RequestError(
+                f"continuations has {continuation[:40]!r}, which is no token of this model; "
+                "take it out",
+                "continuations",
+            )
         prompt = (*prompt, *more)
         new_tokens = self._fitted(ask, resident, prompt, wanted)
         own_stops = resident.card.stop if resident else ()
@@ -102,12 +108,21 @@ class Admission:
         bos = self.tokenizer.bos_id if self.tokenizer.adds_bos else None
         return tuple(ids) if bos is None else (bos, *ids)
 
+    def text_ids(self, ask: Ask) -> tuple[int, ...]:
+        """The ids of a text as this ask's prompt has them, without the rows of its adapter."""
+        assert isinstance(ask.prompt, str)
+        if not ask.adapters:
+            return self._cut(self.tokenize(ask.prompt), ask)
+        resident = self.adapters.resolve(ask.adapters[0], ask.tenant)
+        ids = self._after_rows(ask, ask.prompt, resident)
+        return tuple(token for token in ids if token < self.vocab_size)
+
     def detokenize(self, ids: tuple[int, ...]) -> str:
         _check_ids(ids, "token_ids", self.vocab_size)
         return self.tokenizer.decode(ids)
 
     @property
-    def _tokens_max(self) -> int:
+    def tokens_max(self) -> int:
         """Of a prompt and its answer together."""
         kv_tokens = self.kv_tokens()
         return min(self.context_tokens_max, kv_tokens or self.context_tokens_max)
@@ -180,7 +195,7 @@ class Admission:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
         # What can be cut is cut to leave room for the answer; else the room is what is left.
         cut = ask.max_new_tokens is not None or template.truncate_field is not None
-        tokens_max = max(1, self._tokens_max - (wanted if cut else 1))
+        tokens_max = max(1, self.tokens_max - (wanted if cut else 1))
         return self._ids(template, inputs, tokens_max)
 
     def _check_fields(
@@ -215,12 +230,12 @@ class Admission:
     def _fitted(
         self, ask: Ask, resident: Resident | None, prompt: tuple[int, ...], wanted: int
     ) -> int:
-        """New tokens within the context. A number that nobody asked for is cut to fit."""
-        limit = self._tokens_max
+        """New tokens within the context. A number that nobody insists on is cut to fit."""
+        limit = self.tokens_max
         room = limit - len(prompt)
         if room >= wanted:
             return wanted
-        if room > 0 and ask.max_new_tokens is None:
+        if room > 0 and (ask.max_new_tokens is None or ask.fit_new_tokens):
             return room
         virtual = sum(token >= self.vocab_size for token in prompt)
         parts = [f"prompt ({len(prompt) - virtual} tokens)"]

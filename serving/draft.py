@@ -83,7 +83,8 @@ class Draft:
             assert shift >= 0, "virtual tokens without their rows"
             ids = [token if token < vocab_size else token + shift for token in ids]
         one = sequence.submission.sampling
-        wanted = sequence.scored < sequence.prompt
+        # A token's score comes from the row before it.
+        wanted = sequence.scored < sequence.prompt and sequence.scored <= end
         self.sequences.append(sequence)
         self.slots.append(sequence.slot)
         self.past.append(past)

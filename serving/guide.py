@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,8 +57,7 @@ def check_guide(guide: Guide, stop_token_ids: Iterable[int]) -> None:
             "give stop_token_ids",
             field,
         )
-    library = _library()
-    wrong = library.LLMatcher.validate_grammar(_grammar(guide), limits=_limits(guide))
+    wrong = _wrong(guide)
     if wrong and not wrong.startswith("WARNING"):
         raise _refusal(guide, wrong)
 
@@ -196,6 +195,13 @@ def _library() -> Any:
             "guide",
         ) from None
     return llguidance
+
+
+@lru_cache(_COMPILED_MAX)
+def _wrong(guide: Guide) -> str:
+    """What the library says against it. Many prompts with one guide cost one look at it."""
+    wrong: str = _library().LLMatcher.validate_grammar(_grammar(guide), limits=_limits(guide))
+    return wrong
 
 
 def _limits(guide: Guide) -> "llguidance.LLParserLimits":

@@ -59,6 +59,7 @@ class Submission(_Message, frozen=True):
     deadline: float | None = None  # On the monotonic clock, which all processes of a node share.
     guide: Guide | None = None
     made: list[int] = []  # Tokens that were made before, by ranks that are gone: it goes on after.
+    unscored: int = 0  # If prompts are scored: its first tokens, whose scores nobody wants.
 
 
 class Cancel(_Message, frozen=True):

@@ -32,6 +32,7 @@ class Ask:
     continuations: tuple[str, ...] = ()
     answers: int = 1  # To each task; they differ by their seeds.
     max_new_tokens: int | None = None
+    fit_new_tokens: bool = False  # Whether that is cut to the room there is, instead of refused.
     min_new_tokens: int = 0
     temperature: float | None = None
     top_k: int = 0
@@ -86,7 +87,8 @@ class Answer:
     adapter: str = ""  # As `name@version`; empty: none.
     rows: Rows | None = None  # The adapter's.
     virtual_tokens: int = 0  # How many of the prompt's ids are rows.
-    continued: int = 0  # How many of them, the last ones, are a continuation's.
+    # How many of them, the last ones, are a continuation's: then only these are scored.
+    continued: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -122,7 +124,7 @@ class Piece:
     finish: Finish | None
     index: int = 0
     scores: tuple[Scored, ...] = ()  # One for each token, if they were asked for.
-    # Of the prompt's tokens, from the first on; None where a token has none.
+    # Of the prompt's tokens from the first on, or of its continuation's; None where one has none.
     prompt_scores: tuple[Scored | None, ...] = ()
     cached_tokens: int = 0  # Of the prompt; told once, with the first token.
     beam_score: float | None = None  # With the last piece of an answer that beams found.

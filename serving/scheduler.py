@@ -93,8 +93,8 @@ class Scheduler:
         )
         self._arrivals += 1
         # Whoever goes on after tokens that were made has been told its prompt's scores before.
-        if sampling.prompt_logprobs is None or made:
-            sequence.scored = sequence.prompt
+        scores = sampling.prompt_logprobs is not None and not made
+        sequence.scored = submission.unscored if scores else sequence.prompt
         if max(prompt) >= self._vocab_size:
             places = [place for place, one in enumerate(prompt) if one >= self._vocab_size]
             sequence.virtual_start, sequence.virtual_end = places[0], places[-1] + 1

@@ -53,7 +53,7 @@ class Sequence:
     guesses: Guesses | None = None  # None: what comes next is not guessed.
     guess: list[int] = field(default_factory=list)  # Behind its last token, in a step in flight.
 
-    scored: int = 0  # Prompt tokens whose scores have been told.
+    scored: int = 0  # Prompt tokens whose scores have been told, or are not wanted.
     cached: int = -1  # Prompt tokens that were in the prefix cache; -1: it never ran.
     told: bool = False  # Whether `cached` was.
     ending: End | None = None  # It ends as soon as no step has it.
@@ -128,7 +128,8 @@ class Sequence:
         return urgent, self.submission.priority + level, -self.order
 
     def boundaries(self, vocab_size: int) -> Iterator[int]:
-        """Where others may part from this prompt: ends of virtual runs, and its last token.
+        """Where others may part from this prompt: ends of virtual runs, and its last token; and
+        where one that is scored from some token on needs the row before that.
 
         One that asks for a single token may be gone on from where it ends: so do beams.
         """
@@ -140,6 +141,8 @@ class Sequence:
                 if virtual != before and 0 < position < last:
                     yield position
                 before = virtual
+        if 1 < self.submission.unscored < last:
+            yield self.submission.unscored - 1
         if last > 0:
             yield last
         if self.most == self.prompt + 1:

@@ -284,7 +284,7 @@ class Play:
 
     def submission(self, prompt: Iterable[int], new: int, **how: object) -> Submission:
         number = self.numbers
-        fields = ("rows", "tenant", "service", "priority", "deadline", "guide", "made")
+        fields = ("rows", "tenant", "service", "priority", "deadline", "guide", "made", "unscored")
         outer = {name: value for name, value in how.items() if name in fields}
         inner = {name: value for name, value in how.items() if name not in fields}
         sampling = Sampling(max_new_tokens=new, seed=number, **inner)  # type: ignore[arg-type]
@@ -362,7 +362,7 @@ class Play:
                 assert self.tokens[number] == alone.tokens and end == alone.end
                 if alone.submission.sampling.prompt_logprobs is not None:
                     wanted = [] if alone.submission.made else alone.prompt_scores
-                    assert self.prompt_scores[number] == wanted
+                    assert self.prompt_scores[number] == wanted[alone.submission.unscored :]
             else:
                 assert self.tokens[number] == alone.tokens[: len(self.tokens[number])]
 

@@ -369,6 +369,20 @@ def test_a_prompt_is_scored_in_chunks_and_not_from_the_cache() -> None:
     assert missing == [0, 9, 10, 11]  # The first token, and the virtual ones.
 
 
+def test_continuations_of_a_prompt_compute_it_once_though_they_are_scored() -> None:
+    play = Play(step_tokens_max=64)
+    prompt = [*text(29), *virtual(3), *text(5, 1)]  # Its end fills no block.
+    tails = [text(3, 2), text(1, 3), text(20, 4), text(3, 5)]
+    for tail in tails:
+        whole = [*prompt, *tail]
+        play.submit(whole, 0, rows=adapter("task", 3), prompt_logprobs=0, unscored=len(prompt))
+    play.finish()
+    assert [len(play.prompt_scores[number]) for number in range(4)] == [3, 1, 20, 3]
+    # The row before a continuation is computed with it: its first token's score comes from there.
+    assert play.ranks.prompt_tokens == len(prompt) + sum(1 + len(tail) for tail in tails) - 1
+    assert not any(step.scores[0] for step in play.steps if step.past[0] + step.lengths[0] < 32)
+
+
 def test_scores_are_given_to_those_who_asked() -> None:
     play = Play(step_tokens_max=64)
     play.submit(text(5), 3, logprobs=0)

@@ -73,6 +73,7 @@ class Drawn:
             "stop_token_ids": stops,
             "logprobs": random.choice([None, 0]),
             "prompt_logprobs": random.choice([None, None, 0]),
+            "unscored": random.choice([0, random.randrange(len(prompt))]),
         }
         for _ in range(random.choice([1, 1, 1, 4])):
             play.submit(prompt, new, **how)

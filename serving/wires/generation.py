@@ -13,7 +13,8 @@ from gpt.errors import RequestError
 from protos.preamble.v1 import generation_pb2 as pb
 from serving.front import Call, ended_by
 from serving.messages import Guide, Scored, ServiceClass
-from serving.request import Answer, Ask, Completion, EarlyStopping, Finish, Piece
+from serving.reasons import reason_of
+from serving.request import Answer, Ask, Completion, EarlyStopping, Finish, Piece, RefusedError
 from serving.rpc import Method, Write
 from serving.stream import Stream, completion
 
@@ -36,6 +37,16 @@ EARLY: Mapping[int, EarlyStopping] = {
     pb.EARLY_STOPPING_NEVER: "never",
 }
 
+# Where the messages have what an ask calls so; all else has one name in both.
+FIELDS: Mapping[str, str] = {
+    **{one.name: f"sampling.{one.name}" for one in pb.Sampling.DESCRIPTOR.fields},
+    **{one.name: f"details.{one.name}" for one in pb.Details.DESCRIPTOR.fields},
+    "beam_width": "beams.width",
+    "length_penalty": "beams.length_penalty",
+    "truncate_tokens": "truncate_prompt_tokens",
+}
+SCORE_FIELDS: Mapping[str, str] = {"prompt_logprobs": "logprobs"}
+
 Asked = pb.GenerateRequest | pb.GenerateStreamRequest
 
 
@@ -50,7 +61,7 @@ def methods() -> list[Method]:
 
 
 async def generate(message: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
-    stream = await call.start(_ask(message), whole=True)
+    stream = await _start(call, ask_of(message), FIELDS, whole=True)
     done = [_completion(one, call) for one in await _whole(stream, call)]
     first = done[0]
     return pb.GenerateResponse(
@@ -65,7 +76,7 @@ async def generate(message: pb.GenerateRequest, call: Call) -> pb.GenerateRespon
 
 
 async def generate_stream(message: pb.GenerateStreamRequest, call: Call, write: Write) -> None:
-    stream = await call.start(_ask(message))
+    stream = await _start(call, ask_of(message), FIELDS)
     writers = [_Writer(answer, call) for answer in stream.request.answers]
     async for piece in call.pieces(stream):
         await write(writers[piece.index].message(piece))
@@ -81,7 +92,7 @@ async def score(message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
         service=_one_of(CLASSES, message.service_class, "service_class"),
         priority=message.priority,
     )
-    stream = await call.start(ask, whole=True)
+    stream = await _start(call, ask, SCORE_FIELDS, whole=True)
     done = await _whole(stream, call)
     answers = stream.request.answers
     for one in done:
@@ -114,7 +125,21 @@ async def detokenize(message: pb.DetokenizeRequest, call: Call) -> pb.Detokenize
 # ------------------------------------------------------------------------------------ what is asked
 
 
-def _ask(message: Asked) -> Ask:
+async def _start(call: Call, ask: Ask, names: Mapping[str, str], *, whole: bool = False) -> Stream:
+    """A refusal speaks of the message's fields, since who gets it knows no ask."""
+    try:
+        return await call.start(ask, whole=whole)
+    except RequestError as error:
+        own = error.field or ""
+        if own not in names:
+            raise
+        text, named = str(error), names[own]
+        leaf = named.rpartition(".")[2]
+        text = text if own == leaf else text.replace(own, leaf, 1)
+        raise RefusedError(reason_of(error).name, text, named) from None
+
+
+def ask_of(message: Asked) -> Ask:
     if message.adapter and message.adapters:
         raise RequestError("adapter and adapters are both set; give one of them", "adapters")
     sampling, beams, details = message.sampling, message.beams, message.details
@@ -133,16 +158,18 @@ def _ask(message: Asked) -> Ask:
         temperature=_set(sampling, "temperature"),
         top_k=sampling.top_k,
         top_p=_set(sampling, "top_p"),
-        min_p=sampling.min_p,
+        min_p=_number(sampling.min_p),
         typical_p=_set(sampling, "typical_p", 1.0),
         repetition_penalty=_set(sampling, "repetition_penalty", 1.0),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
+        presence_penalty=_number(sampling.presence_penalty),
+        frequency_penalty=_number(sampling.frequency_penalty),
+        logit_bias={token: _number(bias) for token, bias in sampling.logit_bias.items()},
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         bad_words=tuple(sampling.bad_words),
         no_repeat_ngram_size=sampling.no_repeat_ngram_size,
-        length_decay=(decay.start, decay.factor) if sampling.HasField("length_decay") else None,
+        length_decay=(decay.start, _number(decay.factor))
+        if sampling.HasField("length_decay")
+        else None,
         seed=_set(sampling, "seed"),
         stop_strings=tuple(message.stops.strings),
         stop_token_ids=tuple(message.stops.token_ids),
@@ -189,7 +216,15 @@ def _guide(guide: pb.Guide) -> Guide:
 
 def _set(message: Any, field: str, unset: Any = None) -> Any:
     """What an optional field has, or what stands for none."""
-    return getattr(message, field) if message.HasField(field) else unset
+    if not message.HasField(field):
+        return unset
+    value = getattr(message, field)
+    return _number(value) if isinstance(value, float) else value
+
+
+def _number(value: float) -> float:
+    """What was written: a message has 32 bits of 0.7, and other surfaces, asked the same, 64."""
+    return float(f"{value:.7g}")
 
 
 def _one_of(known: Mapping[int, Any], value: int, field: str) -> Any:
@@ -318,10 +353,9 @@ def _prompt_scores(
 
 def _text_score(answer: Answer, one: Completion, call: Call) -> pb.TextScore:
     start = len(answer.prompt) - answer.continued if answer.continued else 0
-    scores = one.prompt_scores[start:]
-    known = [scored for scored in scores if scored is not None]
+    known = [scored for scored in one.prompt_scores if scored is not None]
     return pb.TextScore(
         logprob=sum(scored.logprob for scored in known),
         greedy=all(scored.rank == 1 for scored in known),
-        tokens=_prompt_scores(answer.prompt, start, scores, call),
+        tokens=_prompt_scores(answer.prompt, start, one.prompt_scores, call),
     )
