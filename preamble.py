@@ -25,6 +25,8 @@ COMMANDS = {
     "serve": Command("serving", "serve a model and its adapters over gRPC"),
     "generate": Command("serving", "complete one prompt, here or (--server) by a running server"),
     "tune": Command("ptuning", "learn an adapter for a frozen model"),
+    "adapters": Command("clients", "look at a server's adapters, change them, or check a file"),
+    "bench": Command("clients", "load a running server, and tell what its calls took"),
     "convert": Command("checkpoints_tools", "write a checkpoint in another format, at any split"),
     "inspect": Command("checkpoints_tools", "say what a checkpoint is, and what looks wrong"),
     "verify": Command("checkpoints_tools", "tell whether two checkpoints are the same model"),
@@ -67,6 +69,8 @@ def _folder(words: list[str]) -> str:
     asks_server = any(word == "--server" or word.startswith("--server=") for word in words)
     if words[0] == "generate" and asks_server:
         return "clients"
+    if words[:2] == ["adapters", "check"]:  # A file, which takes no server, but what reads it.
+        return "checkpoints_tools"
     return COMMANDS[words[0]].folder
 
 

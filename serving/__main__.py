@@ -6,7 +6,6 @@ imported only when the flags are in order.
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from dataclasses import replace
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt.errors import ConfigError, PreambleError
-from serving.config import ServerConfig
+from serving.config import PROFILES, ServerConfig
+from serving.logs import log_to_stderr
 
 if TYPE_CHECKING:
-    from serving.request import Ask
+    from serving.request import Ask, Completion
 
 
 def main(argv: list[str]) -> int:
@@ -41,6 +41,11 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", nargs="?", help="the checkpoint's path")
     parser.add_argument("--config", metavar="F", help="a YAML file of settings")
+    parser.add_argument(
+        "--profile",
+        choices=PROFILES,
+        help="settings for short waits or for many tokens; the file and flags override them",
+    )
     _add_model_flags(parser)
     parser.add_argument("--adapters", metavar="DIR", help="a directory of adapters to serve")
     parser.add_argument("--tp", metavar="N", type=int, help="tensor ranks (default: 1)")
@@ -93,28 +98,32 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """The same as those of the client, which cannot see these; a test compares them."""
     add = parser.add_argument
-    add("--task", metavar="T", default="", help="an adapter, as name or name@version")
+    add("--task", metavar="T", action="append", default=[],
+        help="an adapter, as name or name@version; several answer each by itself")  # fmt: skip
     add("--field", metavar="NAME=VALUE", action="append", default=[],
         help="a field of the task's template; NAME=@FILE reads a file")  # fmt: skip
+    add("--answers", metavar="N", type=int, default=1, help="to each task (default: 1)")
     add("--max-new-tokens", metavar="N", type=int, help="tokens to make at most")
     add("--temperature", metavar="X", type=float, help="0: the most likely tokens (default: 0)")
     add("--top-k", metavar="N", type=int, default=0, help="0: all (default: 0)")
     add("--top-p", metavar="X", type=float, help="in (0, 1] (default: 1)")
+    add("--min-p", metavar="X", type=float, default=0.0, help="from 0 to 1 (default: 0, all)")
+    add("--repetition-penalty", metavar="X", type=float, default=1.0, help="(default: 1, none)")
     add("--seed", metavar="N", type=int, help="the same seed, the same tokens (default: drawn)")
     add("--stop", metavar="TEXT", action="append", default=[], help="end at this text")
+    add("--json-schema", metavar="FILE", help="make JSON that this schema allows")
+    add("--regex", metavar="RE", help="make what this regular expression matches")
 
 
 def _serve(argv: list[str]) -> int:
     flags = vars(serve_parser().parse_args(argv))
-    config = ServerConfig.read(flags.pop("config"), flags)
+    config = ServerConfig.read(flags.pop("config"), flags, profile=flags.pop("profile"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Started by torchrun: this is one of the ranks, and one of them starts the front end.
         from serving.joining import work
 
         work(config, argv)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    log_to_stderr(config.log_format)
     from serving.lifecycle import serve
 
     return asyncio.run(serve(config, lambda line: print(line, flush=True)))
@@ -125,6 +134,8 @@ def _generate(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if (args.text is None) == (not args.field):
         parser.error("give either a text or the task's --field NAME=VALUE")
+    if args.json_schema and args.regex:
+        parser.error("give either --json-schema or --regex")
     fields = dict(_field(word, parser) for word in args.field)
     config = ServerConfig(
         model=args.model,
@@ -136,17 +147,27 @@ def _generate(argv: list[str]) -> int:
         dtype=args.dtype,
         prove=False,  # It would take longer than the answer; who starts a server has replayed it.
     )
+    from serving.messages import Guide
     from serving.request import Ask
 
+    guide = None
+    if args.json_schema:
+        guide = Guide("json", _text_of(args.json_schema, "--json-schema"))
+    elif args.regex:
+        guide = Guide("regex", args.regex)
     ask = Ask(
         fields or args.text,
-        adapters=(args.task,) if args.task else (),
+        adapters=tuple(args.task),
+        answers=args.answers,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
         seed=args.seed,
         stop_strings=tuple(args.stop),
+        guide=guide,
     )
     return asyncio.run(_stream(config, ask))
 
@@ -162,15 +183,18 @@ async def _stream(config: ServerConfig, ask: "Ask") -> int:
     service.adapters.scan()
     request = service.admission.admit(ask)
     # One request is all there will be: no more memory than it needs.
-    (answer,) = request.answers
-    blocks = -(-(len(answer.prompt) + answer.sampling.max_new_tokens) // config.kv_block_tokens)
+    several = len(request.answers) > 1
+    lengths = [len(one.prompt) + one.sampling.max_new_tokens for one in request.answers]
+    blocks = sum(-(-length // config.kv_block_tokens) for length in lengths)
     small = replace(
         config,
         kv_tokens_max=blocks * config.kv_block_tokens,
-        running_requests_max=1,
-        prefix_cache=False,
+        running_requests_max=len(lengths),
+        prefix_cache=several,
     )
     with service.open(inside(replace(found, config=small))):
+        if several:
+            return _tell(service.engine.generate([request]))
         async for piece in service.engine.submit(request):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
@@ -178,17 +202,35 @@ async def _stream(config: ServerConfig, ask: "Ask") -> int:
     return 0
 
 
+def _tell(completions: "list[Completion]") -> int:
+    """Each under a line that says whose it is; 1 if one failed."""
+    failed = 0
+    for one in completions:
+        sys.stdout.write(f"--- {one.adapter or 'no task'}, seed {one.seed}\n")
+        if one.error is None:
+            sys.stdout.write(f"{one.text}\n")
+        else:
+            sys.stdout.flush()
+            print(f"preamble generate: {one.error}", file=sys.stderr)
+            failed = 1
+    return failed
+
+
 def _field(word: str, parser: argparse.ArgumentParser) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals or not name:
         parser.error(f"--field {word!r} is not NAME=VALUE")
     if value.startswith("@"):
-        try:
-            value = Path(value[1:]).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", "it is not UTF-8")
-            raise ConfigError(f"--field {name}: {value[1:]} cannot be read ({reason})") from None
+        value = _text_of(value[1:], f"--field {name}")
     return name, value
+
+
+def _text_of(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is not UTF-8")
+        raise ConfigError(f"{what}: {path} cannot be read ({reason})") from None
 
 
 if __name__ == "__main__":
