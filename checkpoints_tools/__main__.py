@@ -1,4 +1,4 @@
-"""`preamble convert`, `inspect` and `verify`.
+"""`preamble convert`, `inspect` and `verify`; and `preamble adapters check`.
 
 Flags become a wish, the wish a plan; the plan is printed, and carried out unless it was only asked
 for. Results go to stdout, talk and progress to stderr.
@@ -29,7 +29,12 @@ LINE_SECONDS = 5.0  # Between lines of progress where there is no terminal.
 
 def main(argv: list[str]) -> int:
     """`argv` begins with the command's own word."""
-    commands = {"convert": _convert, "inspect": _inspect, "verify": _verify}
+    commands = {
+        "convert": _convert,
+        "inspect": _inspect,
+        "verify": _verify,
+        "adapters": _adapters,
+    }
     if not argv or argv[0] not in commands:
         print(f"usage: python -m checkpoints_tools {{{','.join(commands)}}} ...", file=sys.stderr)
         return 2
@@ -38,6 +43,12 @@ def main(argv: list[str]) -> int:
     except PreambleError as error:
         print(f"preamble {argv[0]}: {error}", file=sys.stderr)
         return 1
+
+
+def _adapters(argv: list[str]) -> int:
+    from checkpoints_tools.adapter_check import check_command
+
+    return check_command(argv[1:])
 
 
 def _convert(argv: list[str]) -> int:

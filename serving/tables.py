@@ -16,6 +16,7 @@ from typing import Literal
 
 from gpt.adapter import open_adapter
 from gpt.errors import AdapterError, PreambleError
+from serving.adapter_files import unloaded
 from serving.messages import Rows
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,10 @@ class Tables:
                 self._done(Loaded(rows, reason=reason))
 
     def _read(self, rows: Rows) -> bytes:
-        adapter = open_adapter(Path(rows.file))
+        file = Path(rows.file)
+        if not file.exists():  # It was taken away after the request was accepted.
+            file = unloaded(file)
+        adapter = open_adapter(file)
         if adapter.digest != rows.digest:
             raise AdapterError(
                 f"{rows.file} is {adapter.digest[:12]} now, {rows.digest[:12]} was asked for; a "

@@ -41,7 +41,7 @@ async def get_server_info(message: pb.GetServerInfoRequest, call: Call) -> pb.Ge
             message_bytes_max=config.message_bytes_max,
             beam_width_max=config.beam_width_max,
         ),
-        adapters=len(service.adapters),
+        adapters=len(service.adapters.list(call.caller.tenant)),
         ledger=_ledger(service),
         tensor_parallel=config.tp,
         pipeline_parallel=config.pp,
