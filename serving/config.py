@@ -13,6 +13,13 @@ from typing import Any, Self
 from gpt.errors import ConfigError
 from gpt.sampling import LOGPROBS_MAX
 from gpt.settings import read_yaml, settings
+from serving.logs import FORMATS
+
+# Settings that belong together. An installed preamble has them at the same place.
+PROFILES = ("latency", "throughput")
+PROFILE_FILES = Path(__file__).resolve().parent.parent / "deploy" / "config"
+
+_SAFETY = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,27 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 9000  # gRPC; 0: any that is free.
-    http_port: int = 9001  # Metrics and health; 0: any that is free.
-    insecure: bool = False  # Whether an address beyond loopback may be bound without TLS.
+    http_port: int = 9001  # OpenAI's API, metrics and health; 0: any that is free.
+    metrics_host: str | None = None  # Where metrics and health have an address of their own, which
+    metrics_port: int | None = None  # needs no token and has no TLS. None: they are on http_port.
+    http_connections_max: int = 4096
+    http_idle_s: float = 75.0  # How long a connection may say nothing, or not all of a request.
+    insecure: bool = False  # Whether an address beyond loopback may be without TLS or tokens.
+    tls_cert: str | None = None  # A file in PEM, the whole chain; None: nothing is encrypted.
+    tls_key: str | None = None  # Its key, without a password.
+    tls_client_ca: str | None = None  # Who signs the certificates that clients must show; None: no.
+    tokens: str | None = None  # A file of tenants and their tokens; None: anyone may call.
+    secrets_poll_s: float = 2.0  # How often those files are looked at.
+    reflection: bool = True  # Whether clients may ask which services and messages there are.
+    calls_max: int = 4096  # At once, of all callers.
+    connections_max: int = 4096  # Of gRPC clients; one more is closed at once.
+    connection_calls_max: int = 1024  # At once, on one connection.
+    connection_age_s: float = 1800.0  # Then a connection takes no new calls, and clients make one.
+    connection_grace_s: float = 3600.0  # How long calls may run on there.
+    connection_idle_s: float = 900.0  # A connection without calls is closed after that.
+    handshake_s: float = 10.0  # How long one may take to come about.
+    client_ping_s: float = 5.0  # Who pings more often again and again loses the connection.
+    slow_reader_s: float = 30.0  # How long a client may take none of an answer that is there.
 
     tp: int = 1  # Tensor ranks.
     pp: int = 1  # Pipeline stages.
@@ -49,6 +75,9 @@ class ServerConfig:
     kv_tokens_max: int | None = None  # Tokens whose keys and values fit; None: what memory allows.
     kv_block_tokens: int = 16
     prefix_cache: bool = True  # Whether prompts that begin alike share keys and values.
+    shared_prefix_cache: bool = (
+        False  # Those of different tenants too, who can then time each other.
+    )
     adapter_rows_max: int = 4096  # Rows of adapters that are on the device at once.
     adapter_bytes_max: int = 1 << 30  # Of adapters in host memory; others are read again.
     load_s: float = 1800.0  # How long the ranks may take to load.
@@ -62,7 +91,9 @@ class ServerConfig:
     message_bytes_max: int = 16 << 20  # Of a gRPC message.
     stops_max: int = 16  # Stop strings, and stop token ids, of a request.
     stop_bytes_max: int = 256  # Of one stop string, or of one bad word.
+    prompts_max: int = 128  # Of a request that has a list of them.
     answers_max: int = 64  # Of a request: what it asks of each task, times its tasks.
+    stream_requests_max: int = 128  # At once on one stream that carries many (ModelStreamInfer).
     beam_width_max: int = 16  # Beams of a task; in all bounds a beam counts like an answer.
     bias_max: int = 1024  # Tokens that a request may favour or disfavour.
     allowed_max: int = 4096  # Tokens that a request may name as the only ones.
@@ -71,7 +102,12 @@ class ServerConfig:
     guide_bytes_max: int = 64 << 10  # Of what a completion must match.
     adapters_max: int = 10_000
     adapters_poll_s: float = 2.0  # How often the directory is looked at.
+    upload_bytes_max: int = 256 << 20  # Of an adapter's file that comes over the wire.
+    uploads_max: int = 2  # At once.
+    upload_s: float = 600.0  # How long one may take.
+    row_norm_max: float = 1e4  # Of a virtual token that comes over the wire.
     drain_s: float = 30.0  # How long accepted requests may run on after SIGTERM.
+    log_format: str = "text"  # Or json: one object for each line.
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,14 +120,29 @@ class ServerConfig:
         for name in ("tp", "pp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("port", "http_port"):
-            if not 0 <= getattr(self, name) <= 65535:
+        for name in ("port", "http_port", "metrics_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 65535")
+        if self.log_format not in FORMATS:
+            raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
         self._check_engine()
-        if not self.insecure and not _loopback(self.host):
+        self._check_safety()
+
+    def _check_safety(self) -> None:
+        for name, other in (
+            ("tls_cert", "tls_key"),
+            ("tls_key", "tls_cert"),
+            ("tls_client_ca", "tls_cert"),
+            ("metrics_host", "metrics_port"),
+        ):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ConfigError(f"{name} is set and {other} is not; they go together")
+        lacking = [name for name in ("tls_cert", "tokens") if getattr(self, name) is None]
+        if lacking and not self.insecure and not _loopback(self.host):
             raise ConfigError(
-                f"host {self.host!r} can be reached from outside, without encryption or tokens; "
-                "bind 127.0.0.1, or say --insecure if that is meant"
+                f"host {self.host!r} can be reached from outside, without "
+                f"{' or '.join(_SAFETY[name] for name in lacking)}; set {' and '.join(lacking)} in "
+                "the --config file, bind 127.0.0.1, or say --insecure if that is meant"
             )
 
     def _check_engine(self) -> None:
@@ -120,11 +171,16 @@ class ServerConfig:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     @classmethod
-    def read(cls, path: str | None, flags: Mapping[str, Any]) -> Self:
-        """From a YAML file, if there is one, and the flags that were given, which override it."""
+    def read(
+        cls, path: str | None, flags: Mapping[str, Any], *, profile: str | None = None
+    ) -> Self:
+        """From the flags that were given; what they leave open from a YAML file, if there is one;
+        then from a profile; then the defaults.
+        """
         given = {name: value for name, value in flags.items() if value is not None}
         values = read_yaml(Path(path)) if path else {}
-        return settings(cls, {**values, **given}, path or "the flags")
+        preset = read_yaml(PROFILE_FILES / f"{profile}.yaml") if profile else {}
+        return settings(cls, {**preset, **values, **given}, path or "the flags")
 
 
 def _loopback(host: str) -> bool:

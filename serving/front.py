@@ -7,22 +7,27 @@ that a limit, a metric or a reason is the same on each. Knows no protocol and no
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
 from gpt.errors import PreambleError
 from serving.access import Access, Caller
+from serving.logs import Sparing
 from serving.metrics import Metrics
+from serving.quotas import Ordered, Quotas, Tab
 from serving.reasons import REASONS, Reason, reason_of
-from serving.request import Ask, Piece, UnavailableError
+from serving.request import Ask, Piece, RefusedError, UnavailableError
 from serving.service import Service
 from serving.stream import Stream
 
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "serving", "draining"]
+
+# Of HTTP: overload, and faults of ours. Such ends are logged; the caller's own are counted only.
+LOGGED = (429, 500, 503)
 
 
 class Ended(Exception):
@@ -42,8 +47,15 @@ class Call:
     def __init__(self, front: "Front", wire: str, caller: Caller, deadline: float | None) -> None:
         self.front, self.wire, self.caller, self.deadline = front, wire, caller, deadline
         self.arrival = time.monotonic()
-        self._last: float | None = None  # When the last token came.
-        self._streams: list[Stream] = []
+        self._silent = True  # No token came yet.
+        self.tab: Tab | None = None  # From when it was let in.
+        self.stalled = False  # Whether its client took nothing for too long.
+        self.task = asyncio.current_task()
+        self._sending: float | None = None  # Since when a part of the answer waits for its client.
+        self._alarm: asyncio.TimerHandle | None = None
+        self.accepted = False  # Whether something of it was.
+        self._ordered: dict[Stream, Ordered] = {}  # What of it goes on.
+        self._whole: set[Stream] = set()  # Those whose pieces nobody sees one by one.
 
     @property
     def service(self) -> Service:
@@ -53,51 +65,134 @@ class Call:
             )
         return self.front.service
 
+    def part(self, method: str) -> AbstractAsyncContextManager["Call"]:
+        """One of many requests that come on this call: a clock, a count, an end of its own."""
+        return self.front.call(self.wire, method, deadline=self.deadline, within=self)
+
     async def start(self, ask: Ask, *, whole: bool = False) -> Stream:
         """Accept what is asked, or refuse it. It ends with this call at the latest."""
         ask = replace(ask, tenant=self.caller.tenant)
-        stream = await self.service.start(ask, self.deadline, whole=whole)
-        self._streams.append(stream)
+        assert self.tab is not None, "nobody was let in"
+        ordered = self.tab.begin()
+        try:
+            stream = await self.service.start(
+                ask, self.deadline, whole=whole, charge=ordered.charge
+            )
+        except BaseException:
+            ordered.close(void=True)
+            raise
+        self.accepted = True
+        self._ordered[stream] = ordered
+        if whole:
+            self._whole.add(stream)
+        self.front.metrics.accepted(stream.request.answers)
         return stream
 
     async def pieces(self, stream: Stream) -> AsyncIterator[Piece]:
         """A stream's pieces, counted and timed."""
-        async for piece in stream:
-            self._took(stream, piece)
-            yield piece
+        timing = _Timing(self, stream, whole=stream in self._whole)
+        ordered = self._ordered[stream]
+        try:
+            async for piece in stream:
+                timing.took(piece)
+                ordered.made += len(piece.token_ids)
+                yield piece
+        finally:
+            self._end(stream)
 
-    def _took(self, stream: Stream, piece: Piece) -> None:
-        metrics, tokens = self.front.metrics, len(piece.token_ids)
-        if tokens:
-            now = time.monotonic()
-            metrics.generated_tokens.inc(tokens)
-            if self._last is None:
-                metrics.first_token.labels(self.wire).observe(now - self.arrival)
-                tokens -= 1  # What came along with the first took no further time.
-                self._last = now
-            for _ in range(tokens):
-                metrics.next_token.observe((now - self._last) / tokens)
-            self._last = now
-        if piece.finish is not None:
-            answer = stream.request.answers[piece.index]
-            metrics.finished.labels(piece.finish).inc()
-            metrics.prompt_tokens.inc(answer.prompt_tokens)
-            metrics.virtual_tokens.inc(answer.virtual_tokens)
+    def _end(self, stream: Stream) -> None:
+        stream.close()
+        self._whole.discard(stream)
+        if (ordered := self._ordered.pop(stream, None)) is not None:
+            ordered.close()
+
+    async def send(self, sending: Awaitable[object]) -> None:
+        """A part of the answer, to a client that has only so long to take some of it."""
+        self._sending = time.monotonic()
+        if self._alarm is None:  # One for the whole call: most parts are taken at once.
+            self._alarm = asyncio.get_running_loop().call_later(
+                self.front.slow_reader_s, self._look
+            )
+        try:
+            await sending
+        finally:
+            self._sending = None
+
+    def _look(self) -> None:
+        """Whether the client takes what is sent; if it does not, the call ends here."""
+        loop, patience_s = asyncio.get_running_loop(), self.front.slow_reader_s
+        waited_s = 0.0 if self._sending is None else time.monotonic() - self._sending
+        if waited_s < patience_s:
+            self._alarm = loop.call_later(patience_s - waited_s, self._look)
+        elif self.task is not None:
+            self.stalled = True
+            self.task.cancel()
+
+    def first(self, now: float) -> None:
+        """A token came; the first one is timed."""
+        if self._silent:
+            self._silent = False
+            self.front.metrics.first_token.labels(self.wire).observe(now - self.arrival)
 
     def close(self) -> None:
-        for stream in self._streams:
-            stream.close()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for stream in list(self._ordered):
+            self._end(stream)
+        if self.tab is not None:
+            self.tab.close()
+
+
+class _Timing:
+    """Counts and times of one stream. A piece costs the same however many tokens it has."""
+
+    def __init__(self, call: Call, stream: Stream, *, whole: bool) -> None:
+        self._call, self._whole = call, whole
+        self._answers = stream.request.answers
+        self._last: dict[int, float] = {}  # When each answer's last token came,
+        self._made = [0] * len(self._answers)  # and how many have.
+
+    def took(self, piece: Piece) -> None:
+        metrics, tokens = self._call.front.metrics, len(piece.token_ids)
+        if tokens:
+            now = time.monotonic()
+            self._call.first(now)
+            metrics.generated_tokens.inc(tokens)
+            if not self._whole:
+                metrics.message_tokens.observe(tokens)
+            last = self._last.get(piece.index)
+            # What came along with an answer's first token took no further time.
+            gaps = tokens if last is not None else tokens - 1
+            if gaps:
+                metrics.next_token.observe((now - (last or now)) / gaps, gaps)
+            self._last[piece.index] = now
+            self._made[piece.index] += tokens
+        if piece.cached_tokens:
+            metrics.cached_tokens.inc(piece.cached_tokens)
+        if piece.finish is not None:
+            answer = self._answers[piece.index]
+            metrics.answered(answer, piece.finish, self._made[piece.index])
 
 
 class Front:
     """All surfaces' way to a service, which comes when it is loaded."""
 
-    def __init__(self, metrics: Metrics, access: Access) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        access: Access,
+        *,
+        calls_max: int | None = None,
+        slow_reader_s: float = 30.0,
+    ) -> None:
         self.metrics, self.access = metrics, access
+        self.calls_max, self.slow_reader_s = calls_max, slow_reader_s
+        self._quotas = Quotas()
         self.state: State = "loading"
         self.service: Service | None = None
         self.stop = asyncio.Event()  # Set: the server is to drain and end.
         self._calls = 0
+        self._sparing = Sparing()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -118,38 +213,75 @@ class Front:
         deadline: float | None = None,
         *,
         draining: bool = False,
+        within: Call | None = None,
     ) -> AsyncIterator[Call]:
         """Around each call: who calls, its count, its time, and an `Ended` if it ends badly.
 
-        `draining`: it is answered then too.
+        `draining`: it is answered then too. `within`: it is a part of that call, let in with it.
         """
         call = Call(self, wire, Caller(), deadline)
-        code = "OK"
+        reason: Reason | None = None
         self._enter()
         try:
-            call.caller = self.access.caller(credential)
-            if self.state == "draining" and not draining:
-                raise UnavailableError("this server is shutting down; try another", "DRAINING")
+            call.caller = caller = within.caller if within else self.access.caller(credential)
+            if not draining:
+                self._check_room()
+            call.tab = within.tab if within else Tab(self._quotas.of(caller.tenant, caller.limits))
             yield call
         except PreambleError as error:
             ended = ended_by(error)
-            code = ended.reason.code.name
+            reason = ended.reason
             raise ended from None
+        except Ended as said:  # By the surface itself.
+            reason = said.reason
+            raise
         except asyncio.CancelledError:
+            if call.stalled:
+                assert call.task is not None
+                call.task.uncancel()
+                slow = _slow(self.slow_reader_s)
+                reason = slow.reason
+                raise slow from None
             late = deadline is not None and time.monotonic() >= deadline
-            code = REASONS["DEADLINE_PASSED" if late else "CANCELLED"].code.name
+            reason = REASONS["DEADLINE_PASSED" if late else "CANCELLED"]
             raise
         except Exception:
             log.exception("event=call_failed wire=%s method=%s", wire, method)
-            code = "INTERNAL"
-            reason = "a fault of this server ended the call; its log says why"
-            raise Ended(REASONS["INTERNAL"], reason) from None
+            reason = REASONS["INTERNAL"]
+            message = "a fault of this server ended the call; its log says why"
+            raise Ended(reason, message) from None
         finally:
+            if within is not None:
+                call.tab = None  # It is not this one's to close.
             call.close()
             self._leave()
-            self.metrics.requests.labels(wire, method, code).inc()
-            took_s = time.monotonic() - call.arrival
-            self.metrics.duration.labels(wire, method, code).observe(took_s)
+            self._count(call, method, reason)
+
+    def _count(self, call: Call, method: str, reason: Reason | None) -> None:
+        """A call ended: well, or for a reason."""
+        took_s, labels = time.monotonic() - call.arrival, (call.wire, method)
+        code = "OK" if reason is None else reason.code.name
+        self.metrics.requests.labels(*labels, code).inc()
+        self.metrics.duration.labels(*labels, code).observe(took_s)
+        if reason is None:
+            return
+        self.metrics.ended(reason, accepted=call.accepted)
+        if reason.status in LOGGED and (unsaid := self._sparing.due(reason.name)) is not None:
+            log.warning(
+                "event=call_ended reason=%s wire=%s method=%s tenant=%r accepted=%s took_ms=%.1f "
+                "unsaid=%d",
+                *(reason.name, *labels, call.caller.tenant, call.accepted, 1e3 * took_s, unsaid),
+            )
+
+    def _check_room(self) -> None:
+        if self.state == "draining":
+            raise UnavailableError("this server is shutting down; try another", "DRAINING")
+        if self.calls_max is not None and self._calls > self.calls_max:
+            raise RefusedError(
+                "QUEUE_FULL",
+                f"this server has {self._calls - 1} calls at once, and takes {self.calls_max} "
+                "(calls_max); try again in a moment",
+            )
 
     def _enter(self) -> None:
         self._calls += 1
@@ -161,6 +293,14 @@ class Front:
         self.metrics.in_flight.dec()
         if self._calls == 0:
             self._idle.set()
+
+
+def _slow(patience_s: float) -> Ended:
+    return Ended(
+        REASONS["SLOW_READER"],
+        f"this client took nothing of the answer for {patience_s:g} s (slow_reader_s); read it as "
+        "it comes, or ask for it whole",
+    )
 
 
 def ended_by(error: PreambleError) -> Ended:

@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -21,19 +22,24 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gpt.errors import ConfigError
+from protos.foreign import described
 from serving.access import Access
 from serving.config import ServerConfig
 from serving.front import Front
-from serving.http import HttpServer, Page, family
+from serving.http import HttpServer, Page, Routes, family, paged
 from serving.link import Link
 from serving.links import open_link
-from serving.metrics import CONTENT_TYPE, Metrics, version
+from serving.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
 from serving.service import Found, Service
-from serving.wires import handlers, wires
+from serving.tls import Tls
+from serving.wires import handlers, openai, wires
 
 log = logging.getLogger(__name__)
 
 SERVICES = [wire.service for wire in wires()]
+
+# Names of no service that health can be asked for, as kubelets do.
+LIVENESS, READINESS = "liveness", "readiness"
 
 # Connections that are still open when the last call has ended get this long to notice.
 GOODBYE_S = 1.0
@@ -45,17 +51,26 @@ SCAN_SHARE = 0.02
 async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
     """Serve until a signal says otherwise; `ready` is told the one line that says where."""
     started = time.monotonic()
+    tls, access = Tls.of(config), Access(config.tokens)
     service = Service(Found.at(config))
     metrics = Metrics()
-    front = Front(metrics, Access())
+    front = Front(metrics, access, calls_max=config.calls_max, slow_reader_s=config.slow_reader_s)
+    said = "Which of these states it is in."
+    metrics.watch_state("engine_state", said, ENGINE_STATES, partial(_state, front))
+    if tls is not None:
+        said = "When the certificate that is served expires, since 1970."
+        metrics.watch("tls_certificate_expiry_timestamp_seconds", said, lambda: tls.expires)
     checks = health.aio.HealthServicer()
     await _tell(checks, up=False)
-    server, port = _bind(config)
+    server, port = _bind(config, tls)
     server.add_generic_rpc_handlers(tuple(handlers(front)))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    reflection.enable_server_reflection(names, server)
-    with HttpServer(config.host, config.http_port, _pages(front)) as http:
+    if config.reflection:
+        names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server, pool=described(names))
+    aside = _aside(config, front)
+    secret = None if tls is None else tls.context
+    async with HttpServer(config, _routes(config, front), tls=secret) as http, aside:
         link = open_link(config)
         await server.start()
         hurry = _signals(front)
@@ -68,7 +83,8 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
             loading.result()
             _watch(metrics, service)
             front.open(service)
-            tasks = [asyncio.create_task(work) for work in (_poll(service), _heed(service, checks))]
+            works = (_poll(service), _heed(service, checks), _reread(config, access, tls))
+            tasks = [asyncio.create_task(work) for work in works]
             ready(
                 f"ready grpc={config.address(port)} http={config.address(http.port)} "
                 f"model={service.name} {service.ledger.line()} adapters={len(service.adapters)} "
@@ -111,7 +127,7 @@ def _load(service: Service, link: Link) -> "asyncio.Future[None]":
     return loaded
 
 
-def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, int]:
+def _bind(config: ServerConfig, tls: Tls | None) -> tuple[grpc.aio.Server, int]:
     try:
         # The library would say on stderr, in its own words, that a port is taken. Ask first.
         with socket.socket(family(config.host)) as probe:
@@ -122,18 +138,34 @@ def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, int]:
             f"port {config.port} of {config.host} cannot be bound ({error.strerror}); "
             "choose another, or 0 for any that is free"
         ) from None
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", config.message_bytes_max),
-            ("grpc.max_metadata_size", 16 << 10),
-            ("grpc.so_reuseport", 0),  # So that a second server on the port fails, not shares.
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ],
-    )
-    return server, server.add_insecure_port(config.address(config.port))
+    server = grpc.aio.server(options=_options(config))
+    address = config.address(config.port)
+    if tls is None:
+        return server, server.add_insecure_port(address)
+    return server, server.add_secure_port(address, tls.credentials())
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    def ms(seconds: float) -> int:
+        return round(1000 * seconds)
+
+    return [
+        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.so_reuseport", 0),  # So that a second server on the port fails, not shares.
+        ("grpc.max_allowed_incoming_connections", config.connections_max),
+        ("grpc.max_concurrent_streams", config.connection_calls_max),
+        # The library varies the age by a tenth, so that connections do not all end together.
+        ("grpc.max_connection_age_ms", ms(config.connection_age_s)),
+        ("grpc.max_connection_age_grace_ms", ms(config.connection_grace_s)),
+        ("grpc.max_connection_idle_ms", ms(config.connection_idle_s)),
+        ("grpc.server_handshake_timeout_ms", ms(config.handshake_s)),
+        # Our pings find clients that are gone. Theirs are welcome, on a silent call too.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", ms(config.client_ping_s)),
+    ]
 
 
 def _signals(front: Front) -> asyncio.Event:
@@ -172,7 +204,7 @@ async def _drain(
     """Refuse what is new, finish what was accepted, within the time there is."""
     assert front.service is not None
     log.info("event=draining drain_s=%g", front.service.config.drain_s)
-    await checks.enter_graceful_shutdown()
+    await _tell(checks, up=False)
     drained: asyncio.Task[Any] = asyncio.create_task(front.drained())
     hurried: asyncio.Task[Any] = asyncio.create_task(hurry.wait())
     done, _ = await asyncio.wait(
@@ -206,17 +238,47 @@ async def _heed(service: Service, checks: health.aio.HealthServicer) -> None:
     service.engine.on_change = partial(loop.call_soon_threadsafe, changed.set)
     while True:
         changed.clear()
-        await _tell(checks, up=service.engine.up)
+        await _tell(checks, up=service.engine.up, live=not service.engine.gone)
         await changed.wait()
 
 
-async def _tell(checks: health.aio.HealthServicer, *, up: bool) -> None:
+async def _reread(config: ServerConfig, access: Access, tls: Tls | None) -> None:
+    """Look at the files of tokens and certificates; what is wrong with them is logged there."""
+    while True:
+        await asyncio.sleep(config.secrets_poll_s)
+        await asyncio.to_thread(access.refresh)
+        if tls is not None:
+            await asyncio.to_thread(tls.refresh)
+
+
+async def _tell(checks: health.aio.HealthServicer, *, up: bool, live: bool = True) -> None:
+    """Readiness, by every service's name and that of none; apart from it, whether to restart us."""
     kinds = health_pb2.HealthCheckResponse
-    for name in ("", *SERVICES):
+    for name in ("", READINESS, *SERVICES):
         await checks.set(name, kinds.SERVING if up else kinds.NOT_SERVING)
+    await checks.set(LIVENESS, kinds.SERVING if live else kinds.NOT_SERVING)
 
 
-def _pages(front: Front) -> dict[str, Callable[[], Page]]:
+def _routes(config: ServerConfig, front: Front) -> Routes:
+    """What the HTTP port has."""
+    pages = dict(_pages(front))
+    if config.metrics_port is not None:
+        del pages["/metrics"]
+    return {**pages, **openai.routes(front)}
+
+
+def _aside(config: ServerConfig, front: Front) -> AbstractAsyncContextManager[object]:
+    """The pages at an address of their own, if they are to have one."""
+    if config.metrics_port is None:
+        return nullcontext()
+    address = (config.metrics_host or config.host, config.metrics_port)
+    return HttpServer(config, _pages(front), address=address, setting="metrics_port")
+
+
+def _pages(front: Front) -> Routes:
+    # A scrape takes milliseconds in which no token would go out. One thread: they take turns.
+    scraping = ThreadPoolExecutor(1, "scrape")
+
     def live() -> Page:
         # A loss that mends itself is none of the watcher's business.
         gone = front.service is not None and front.service.engine.gone
@@ -229,16 +291,31 @@ def _pages(front: Front) -> dict[str, Callable[[], Page]]:
             return Page(503, b"the engine is lost\n")
         return Page(200, b"ready\n")
 
-    def metrics() -> Page:
-        return Page(200, front.metrics.text(), CONTENT_TYPE)
+    async def metrics() -> Page:
+        loop = asyncio.get_running_loop()
+        return Page(200, await loop.run_in_executor(scraping, front.metrics.text), CONTENT_TYPE)
 
-    return {"/metrics": metrics, "/health/live": live, "/health/ready": ready}
+    return {
+        "/metrics": paged(metrics),
+        "/health/live": paged(live),
+        "/health/ready": paged(ready),
+    }
+
+
+def _state(front: Front) -> str:
+    """Of `ENGINE_STATES`, the one that holds."""
+    if front.service is None or front.state == "draining":
+        return front.state
+    engine = front.service.engine
+    if engine.gone:
+        return "dead"
+    return "serving" if engine.up else "restarting"
 
 
 def _watch(metrics: Metrics, service: Service) -> None:
     """Have the scrape read the engine's state."""
     engine, adapters = service.engine, service.adapters
-    engine.on_step = metrics.step.observe
+    engine.on_step = metrics.stepped
     for name, text, read in (
         ("scheduler_running_requests", "Requests that run.", lambda: engine.load.running),
         ("scheduler_waiting_requests", "Requests that wait.", lambda: engine.waiting),
@@ -248,6 +325,16 @@ def _watch(metrics: Metrics, service: Service) -> None:
         ("adapters_resident", "On the device.", lambda: engine.load.adapters_resident),
         ("adapters_loaded", "Adapters that can be asked for.", lambda: len(adapters)),
         ("engine_up", "Whether the ranks answer.", lambda: engine.up),
+        (
+            "kv_usage_ratio",
+            "Of those blocks, the part that requests hold.",
+            lambda: engine.load.blocks_held / max(1, engine.load.blocks),
+        ),
+        (
+            "engine_last_step_timestamp_seconds",
+            "When a step last ended, since 1970; 0: none has.",
+            lambda: metrics.last_step,
+        ),
         ("weight_bytes", "Memory of the weights.", lambda: service.ledger.weight_bytes),
     ):
         metrics.watch(name, text, read)

@@ -32,16 +32,27 @@ class Match:
 
 
 class Prefixes:
-    """`enabled` False: nothing matches, nothing is named, and nobody waits for another."""
+    """`enabled` False: nothing matches, nothing is named, and nobody waits for another.
+
+    `shared`: what one tenant has computed is there for all.
+    """
 
     def __init__(
-        self, blocks: Blocks, block_tokens: int, vocab_size: int, digest: str, enabled: bool = True
+        self,
+        blocks: Blocks,
+        block_tokens: int,
+        vocab_size: int,
+        digest: str,
+        enabled: bool = True,
+        *,
+        shared: bool = False,
     ) -> None:
         self._blocks = blocks
         self._size = block_tokens
         self._vocab_size = vocab_size
         self._digest = digest
         self._enabled = enabled
+        self._shared = shared
         # Keys that a running prompt will publish, and the sequences that wait for them.
         self._coming: dict[bytes, Sequence] = {}
         self._parked: dict[bytes, list[Sequence]] = {}
@@ -58,7 +69,7 @@ class Prefixes:
         sequence.adapter = digest_of(rows.digest) if rows else NO_ADAPTER
         self.extend(sequence)
         size = self._size
-        for position in sequence.boundaries(self._vocab_size):
+        for position in dict.fromkeys(sequence.boundaries(self._vocab_size)):
             place, part = divmod(position, size)
             if part:
                 key = self._key(sequence, place, position)
@@ -74,7 +85,8 @@ class Prefixes:
         if place:
             parent = sequence.keys[place - 1]
         else:
-            parent = digest_of(self._digest, sequence.submission.tenant)
+            salt = "" if self._shared else sequence.submission.tenant
+            parent = digest_of(self._digest, salt)
         start, adapter = place * self._size, NO_ADAPTER
         ids = sequence.tokens[start:end]
         if start < sequence.virtual_end and sequence.virtual_start < end:

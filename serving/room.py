@@ -25,7 +25,9 @@ class Room:
         self._waiting = waiting
         self.blocks = Blocks(blocks)
         self.prefixes = Prefixes(
-            self.blocks, self._size, vocab_size, digest, enabled=config.prefix_cache
+            *(self.blocks, self._size, vocab_size, digest),
+            enabled=config.prefix_cache,
+            shared=config.shared_prefix_cache,
         )
         self.rows = AdapterRows(config.adapter_rows_max)
         self._slots_count = config.running_requests_max

@@ -29,8 +29,11 @@ Write = Callable[[Message], Awaitable[None]]
 # Of what passes: one message each way, many out, many in, many both ways.
 Kind = Literal["unary", "out", "in", "both"]
 
-# Metadata may be refused from 8 KiB on, and a message's text is in there twice.
-MESSAGE_CHARACTERS_MAX = 1000
+# Metadata may be refused from 8 KiB on. A message is in there three times, once with three bytes
+# for each that is not ASCII; a field, which can be a name of the caller's, twice.
+MESSAGE_BYTES_MAX = 1000
+FIELD_BYTES_MAX = 200
+GOODBYE_S = 1.0  # How long a client that reads nothing may take to be told that its call is over.
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ def _handler(front: Front, wire: str, method: Method) -> Any:
                 read = _messages if method.kind in ("in", "both") else _message
                 given = read(method, sent)
                 if method.kind in ("out", "both"):
-                    return await method.answer(given, call, context.write)
+                    return await method.answer(
+                        given, call, lambda message: call.send(_written(context, message))
+                    )
                 return await method.answer(given, call)
         except Ended as ended:
             await abort(context, ended)
@@ -80,6 +85,14 @@ def _handler(front: Front, wire: str, method: Method) -> Any:
         "both": grpc.stream_stream_rpc_method_handler,
     }
     return make[method.kind](answer, response_serializer=_bytes)
+
+
+async def _written(context: Context, message: Message) -> None:
+    """A client that has gone is now and then seen here first, before the call is cancelled."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def _bytes(message: Message) -> bytes:
@@ -117,18 +130,22 @@ def _credential(context: Context) -> str | None:
 
 async def abort(context: Context, ended: Ended) -> None:
     """End a call badly. Where nobody hears it any more the library would log a stack for each."""
+    slow = ended.reason.name == "SLOW_READER"
     try:
-        await context.abort(ended.reason.code, _text(ended), trailers(ended))
-    except grpc.aio.InternalError:
+        # What a slow reader has not read stands before this; the library keeps both for it.
+        async with asyncio.timeout(GOODBYE_S if slow else None):
+            await context.abort(ended.reason.code, _text(ended), trailers(ended))
+    except (grpc.aio.InternalError, TimeoutError):
         raise asyncio.CancelledError from None
 
 
 def trailers(ended: Ended) -> tuple[tuple[str, str | bytes], ...]:
     """What else is said of a bad end: for google.rpc's readers, and for gRPC's own retries."""
-    facts = {"field": ended.field} if ended.field else {}
+    field = _cut(ended.field or "", FIELD_BYTES_MAX)
+    facts = {"field": field} if field else {}
     details: list[Message] = [ErrorInfo(reason=ended.reason.name, domain=DOMAIN, metadata=facts)]
-    if ended.field:
-        violation = BadRequest.FieldViolation(field=ended.field, description=_text(ended))
+    if field:
+        violation = BadRequest.FieldViolation(field=field, description=_text(ended))
         details.append(BadRequest(field_violations=[violation]))
     said: list[tuple[str, str | bytes]] = []
     if ended.retry_s is not None:
@@ -146,5 +163,11 @@ def trailers(ended: Ended) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def _text(ended: Ended) -> str:
-    text = str(ended)
-    return text if len(text) <= MESSAGE_CHARACTERS_MAX else text[:MESSAGE_CHARACTERS_MAX] + "…"
+    return _cut(str(ended), MESSAGE_BYTES_MAX)
+
+
+def _cut(text: str, bytes_max: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= bytes_max:
+        return data.decode()
+    return data[:bytes_max].decode(errors="ignore") + "…"

@@ -8,7 +8,7 @@ in process and the Python API are users of the same.
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from gpt.parallel import Mesh
 from gpt.proof import Proof, find_proof
 from gpt.sharding import check_split
 from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
+from serving.adapter_store import AdapterStore
 from serving.adapters import Adapters
 from serving.admission import Admission
 from serving.config import ServerConfig
@@ -36,7 +37,7 @@ from serving.inside import Inside
 from serving.ledger import Ledger
 from serving.link import Link
 from serving.rank import prove
-from serving.request import Ask, Completion
+from serving.request import Ask, Completion, Request
 from serving.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Service:
             self._check_adapter,
             adapters_max=self.config.adapters_max,
         )
+        self.store = AdapterStore(self.adapters, self.config)
         self.admission = Admission(
             self.tokenizer,
             self.adapters,
@@ -102,6 +104,7 @@ class Service:
         """Start what runs the model, read the adapters meanwhile, and wait until it answers."""
         self._engine = Engine(link, self.tokenizer, self.config)
         self._engine.start()
+        self.store.sweep()
         self.adapters.scan()
         for note in self._engine.wait().notes:
             log.info("event=engine_note note=%r", note)
@@ -113,11 +116,20 @@ class Service:
         return self._engine
 
     async def start(
-        self, ask: Ask, deadline: float | None = None, *, whole: bool = False
+        self,
+        ask: Ask,
+        deadline: float | None = None,
+        *,
+        whole: bool = False,
+        charge: Callable[[Request], object] = lambda request: None,
     ) -> Stream:
-        """Accept what is asked, or refuse it. `deadline` is on the monotonic clock."""
+        """Accept what is asked, or refuse it. `deadline` is on the monotonic clock.
+
+        `charge` is told of a request that can be, before it is accepted; it may refuse it too.
+        """
         # In a thread: a long text takes a while to tokenize, and an adapter may have to be read.
         request = await asyncio.to_thread(self.admission.admit, ask)
+        charge(request)
         return self.engine.submit(request, deadline, whole=whole)
 
     def generate(self, asks: Iterable[Ask]) -> list[Completion]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from checkpoints_tools.convert import write_native
-from clients.generation import Client
+from clients.generation import Client, Retries
 from gpt.adapter import Card, build_adapter, save_adapter
 from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
@@ -90,8 +90,13 @@ class Server:
     def address(self) -> str:
         return self._said("grpc")
 
+    @property
+    def http_address(self) -> str:
+        return self._said("http")
+
     def client(self, timeout_s: float = WAIT_S) -> Client:
-        return Client(self.address, timeout_s)
+        """One that tells of a refusal, and does not try again by itself."""
+        return Client(self.address, timeout_s, retries=Retries(attempts_max=1))
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a page on the HTTP port."""

@@ -379,5 +379,5 @@ def test_a_flag_overrides_the_file_and_every_flag_is_a_setting(tmp_path: Path) -
     config = ServerConfig.read(str(file), {"port": 2, "host": None})
     assert (config.model, config.port, config.drain_s, config.host) == ("a", 2, 5.0, "127.0.0.1")
     flags = vars(serve_parser().parse_args([]))
-    assert set(flags) - {"config"} <= set(ServerConfig.__dataclass_fields__)
+    assert set(flags) - {"config", "profile"} <= set(ServerConfig.__dataclass_fields__)
     assert set(flags.values()) == {None}
