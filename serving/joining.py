@@ -28,8 +28,9 @@ from serving.channel import Channel
 from serving.circle import Store, loopback
 from serving.config import ServerConfig
 from serving.links import AGENT, FOLDER
+from serving.logs import log_to_stderr
 from serving.outside import connect, folder_of, read_card
-from serving.place import Place, end_with, log_as
+from serving.place import Place, end_with
 from serving.supervisor import rank_environment
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def _become_rank(
     round_, all_ = muster(store, post.rank, post.ranks, own)
     first = first_rank(all_)
     place = Place((post.rank - first) % post.ranks, post.ranks, post.local, post.locals)
-    log_as(place.rank)
+    log_to_stderr(config.log_format, place.rank)
     share_cores(place, said=False)
     if loopback(all_[first].host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,11 +1,16 @@
 """What a server says about itself to Prometheus.
 
 One registry, owned by the front end. Counts are made where things happen; what is a state (how many
-wait, how many adapters) is read at the scrape. Labels come from short fixed lists only.
+wait, how many adapters) is read at the scrape. Labels come from short fixed lists; of adapters only
+so many have a series of their own. docs/metrics.md explains each.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+import math
+import platform
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -20,8 +25,15 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+
+from serving.reasons import REASONS, Reason
+from serving.request import Answer
 
 # Else every counter and histogram has a second series that says when it was made.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -40,6 +52,17 @@ STEP_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
 )
 REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+LENGTH_TOKENS = tuple(2.0**power for power in range(18))  # Up to 131,072.
+MESSAGE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+ADAPTERS_SHOWN_MAX = 100  # Adapters with a series of their own; the rest are one, OTHER.
+OTHER = "other"
+ENGINE_STATES = ("loading", "serving", "restarting", "draining", "dead")
+# Of a server that takes no more just now, or none of this caller.
+REFUSALS = (
+    *("QUEUE_FULL", "RATE_LIMITED", "LOADING", "ENGINE_RESTARTING", "DRAINING", "STOPPED"),
+    "DEADLINE_PASSED",
+)
 
 
 def version() -> str:
@@ -62,22 +85,80 @@ class _Count(Collector):
         yield CounterMetricFamily(self.name, self.text, value=self.read())
 
 
+@dataclass(frozen=True)
+class _State(Collector):
+    """One series for each state, of which one is 1."""
+
+    name: str
+    text: str
+    states: Sequence[str]
+    read: Callable[[], str]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family, now = GaugeMetricFamily(self.name, self.text, labels=["state"]), self.read()
+        for state in self.states:
+            family.add_metric([state], float(state == now))
+        yield family
+
+
+class Spread(Collector):
+    """A histogram without labels that takes many equal values at once, at the cost of one.
+
+    The library's own would have to be called once for each token.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = (*map(float, bounds), math.inf)
+        self._counts, self._sum = [0] * len(self._bounds), 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, times: int = 1) -> None:
+        place = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += times
+            self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        with self._lock:
+            counts, total = list(self._counts), self._sum
+        seen, buckets = 0, []
+        for bound, count in zip(self._bounds, counts, strict=True):
+            seen += count
+            buckets.append(("+Inf" if bound == math.inf else str(bound), seen))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=total)
+
+
 @dataclass
 class Metrics:
     """Every series, made once; `text` is a scrape."""
 
     registry: CollectorRegistry = field(default_factory=lambda: CollectorRegistry())
+    last_step: float = 0.0  # When the last step ended, on the wall clock; 0: none has.
 
     def __post_init__(self) -> None:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         labels = ["wire", "method", "code"]
         self.requests = self._counter("requests", "Calls that ended, by gRPC code.", labels)
+        self.errors = self._counter("request_errors", "Calls that ended badly.", ["reason"])
+        self.rejections = self._counter(
+            "admission_rejections", "Calls of which nothing was accepted, for load.", ["reason"]
+        )
+        self._appear(self.errors, REASONS)
+        self._appear(self.rejections, REFUSALS)
         self.finished = self._counter(
             "generation_finished", "Completions that ended well, by reason.", ["reason"]
         )
+        self.adapter_requests = self._counter(
+            "adapter_requests",
+            "Requests accepted for an adapter, all of its versions.",
+            ["adapter"],
+        )
+        self._shown: set[str] = set()
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts' texts.")
         self.virtual_tokens = self._counter("virtual_tokens", "Tokens that adapters put in front.")
+        self.cached_tokens = self._counter("cached_tokens", "Of prompts, found in the cache.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens that were made.")
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -85,14 +166,49 @@ class Metrics:
             FIRST_TOKEN_S,
             ["wire"],
         )
-        self.next_token = self._histogram(
-            "inter_token_latency_seconds", "From a token to the next of its request.", NEXT_TOKEN_S
+        self.next_token = self._spread(
+            "inter_token_latency_seconds", "From a token to the next of its answer.", NEXT_TOKEN_S
         )
         self.duration = self._histogram(
             "request_duration_seconds", "From a call's arrival to its end.", REQUEST_S, labels
         )
-        self.step = self._histogram("step_duration_seconds", "Of the engine's steps.", STEP_S)
+        self.prompt_length = self._spread(
+            "prompt_length_tokens", "Of each answer's prompt, virtual ones too.", LENGTH_TOKENS
+        )
+        self.generated_length = self._spread(
+            "generated_length_tokens", "Of each answer that ended well.", LENGTH_TOKENS
+        )
+        self.message_tokens = self._spread(
+            "stream_message_tokens", "Tokens that one message of a stream had.", MESSAGE_TOKENS
+        )
+        self.step = self._spread("step_duration_seconds", "Of the engine's steps.", STEP_S)
         self.in_flight = self._gauge("requests_in_flight", "Calls that have not ended.")
+
+    def stepped(self, seconds: float) -> None:
+        """A step of the engine ended."""
+        self.step.observe(seconds)
+        self.last_step = time.time()
+
+    def ended(self, reason: Reason, *, accepted: bool) -> None:
+        """A call ended badly; `accepted`: after something of it was."""
+        self.errors.labels(reason.name).inc()
+        if not accepted and reason.name in REFUSALS:
+            self.rejections.labels(reason.name).inc()
+
+    def accepted(self, answers: Iterable[Answer]) -> None:
+        """A request was accepted. What comes first is shown; names are not bounded, series are."""
+        for name in {answer.adapter.partition("@")[0] for answer in answers} - {""}:
+            if len(self._shown) < ADAPTERS_SHOWN_MAX:
+                self._shown.add(name)
+            self.adapter_requests.labels(name if name in self._shown else OTHER).inc()
+
+    def answered(self, answer: Answer, finish: str, made: int) -> None:
+        """An answer ended well, with so many tokens."""
+        self.finished.labels(finish).inc()
+        self.prompt_tokens.inc(answer.prompt_tokens)
+        self.virtual_tokens.inc(answer.virtual_tokens)
+        self.prompt_length.observe(len(answer.prompt))
+        self.generated_length.observe(made)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read at each scrape."""
@@ -102,9 +218,15 @@ class Metrics:
         """A counter whose value is read at each scrape."""
         self.registry.register(_Count(f"preamble_{name}", text, read))
 
+    def watch_state(
+        self, name: str, text: str, states: Sequence[str], read: Callable[[], str]
+    ) -> None:
+        """One of a few states, as a series for each."""
+        self.registry.register(_State(f"preamble_{name}", text, states, read))
+
     def build(self, **facts: str) -> None:
         """What this server is, as labels of a series that is always 1."""
-        facts["python"] = ".".join(map(str, sys.version_info[:3]))
+        facts |= {"python": platform.python_version(), "torch": installed("torch")}
         gauge = self._gauge("build_info", "What this server is.", sorted(facts))
         gauge.labels(**facts).set(1)
 
@@ -113,6 +235,16 @@ class Metrics:
 
     def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"preamble_{name}", text, labels or (), registry=self.registry)
+
+    def _appear(self, counter: Counter, labels: Iterable[str]) -> None:
+        """At 0 from the start: a rate does not see the count that a series begins with."""
+        for label in labels:
+            counter.labels(label)
+
+    def _spread(self, name: str, text: str, bounds: Sequence[float]) -> Spread:
+        spread = Spread(f"preamble_{name}", text, bounds)
+        self.registry.register(spread)
+        return spread
 
     def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
         return Gauge(f"preamble_{name}", text, labels or (), registry=self.registry)

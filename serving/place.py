@@ -1,14 +1,12 @@
 """Where a rank stands, and what its process is told when it is started.
 
-Also what a rank's process does first: see that it ends with its parent, and say in each line of the
-log which rank it is. Nothing here takes time to import.
+Also what a rank's process does first: see that it ends with its parent. Nothing here takes time to
+import.
 """
 
 import ctypes
-import logging
 import os
 import signal
-import sys
 from dataclasses import dataclass
 
 import msgspec
@@ -45,9 +43,3 @@ def end_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG is not to be had")
     if os.getppid() != parent:  # It ended before.
         os._exit(1)
-
-
-def log_as(rank: int) -> None:
-    """The server's own form of a line, with the rank in it."""
-    line = f"%(asctime)s %(levelname)s rank={rank} %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=line, force=True)

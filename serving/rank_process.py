@@ -13,7 +13,8 @@ import sys
 import msgspec
 
 from serving.channel import Channel
-from serving.place import Charge, end_with, log_as
+from serving.logs import log_to_stderr
+from serving.place import Charge, end_with
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ def main() -> int:
     end_with(charge.parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # These are for the front end, which tells us.
-    log_as(charge.place.rank)
+    log_to_stderr(charge.config.log_format, charge.place.rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     front = None if charge.front is None else Channel(socket.socket(fileno=charge.front))
 

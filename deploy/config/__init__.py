@@ -1,0 +1,1 @@
+"""Profiles: settings that belong together, as data for `preamble serve --profile`."""
