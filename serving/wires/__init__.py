@@ -7,7 +7,7 @@ import grpc
 
 from serving.front import Front
 from serving.rpc import Method, handler
-from serving.wires import adapters, admin, generation
+from serving.wires import adapters, admin, generation, kserve, tgis
 
 
 class Wire(NamedTuple):
@@ -24,6 +24,8 @@ def wires() -> list[Wire]:
         Wire("preamble", generation.SERVICE, generation.methods()),
         Wire("preamble", adapters.SERVICE, adapters.methods()),
         Wire("preamble", admin.SERVICE, admin.methods()),
+        Wire("kserve", kserve.SERVICE, kserve.methods()),
+        Wire("tgis", tgis.SERVICE, tgis.methods()),
     ]
 
 

@@ -1,0 +1,81 @@
+"""A client of TGIS, by the stubs of vllm-tgis-adapter, for a process of its own.
+
+Says as JSON what it was answered. The package itself wants vllm, which its stubs do not: bare
+modules stand in for what is above them.
+"""
+
+import json
+import os
+import sys
+import types
+from importlib import import_module
+from typing import Any
+
+import grpc
+
+TIMEOUT_S = 20.0
+
+
+def stubs(folder: str) -> tuple[Any, Any]:
+    for name in ("vllm_tgis_adapter", "vllm_tgis_adapter.grpc"):
+        module = types.ModuleType(name)
+        module.__path__ = [os.path.join(folder, *name.split("."))]
+        sys.modules[name] = module
+    place = "vllm_tgis_adapter.grpc.pb.generation_pb2"
+    return import_module(place), import_module(f"{place}_grpc")
+
+
+def ask(pb: Any, stub: Any, texts: list[str]) -> dict[str, Any]:
+    details = {"token_logprobs": True, "token_ranks": True, "top_n_tokens": 2}
+    params = pb.Parameters(
+        method=pb.SAMPLE,
+        sampling=pb.SamplingParameters(temperature=0.9, top_k=20, top_p=0.9, seed=11),
+        stopping=pb.StoppingCriteria(max_new_tokens=16, stop_sequences=["zzz"]),
+        response=pb.ResponseOptions(
+            input_text=True, generated_tokens=True, input_tokens=True, **details
+        ),
+        decoding=pb.DecodingParameters(repetition_penalty=1.1),
+    )
+    prompts = [pb.GenerationRequest(text=text) for text in texts]
+    request = pb.BatchedGenerationRequest(
+        model_id="m", prefix_id="sum", requests=prompts, params=params
+    )
+    batch = stub.Generate(request, timeout=TIMEOUT_S).responses
+    streams = []
+    for prompt in prompts:
+        request = pb.SingleGenerationRequest(adapter_id="sum", request=prompt, params=params)
+        streams.append(list(stub.GenerateStream(request, timeout=TIMEOUT_S)))
+    request = pb.BatchedTokenizeRequest(
+        requests=[pb.TokenizeRequest(text=text) for text in texts],
+        return_tokens=True,
+        return_offsets=True,
+    )
+    tokens = stub.Tokenize(request, timeout=TIMEOUT_S).responses
+    model = stub.ModelInfo(pb.ModelInfoRequest(model_id="m"), timeout=TIMEOUT_S)
+    request = pb.BatchedGenerationRequest(prefix_id="nobody", requests=prompts)
+    refused = stub.Generate.future(request, timeout=TIMEOUT_S)
+    return {
+        "texts": [one.text for one in batch],
+        "streamed": ["".join(one.text for one in stream) for stream in streams],
+        "seeds": [one.seed for one in batch] + [stream[0].seed for stream in streams],
+        "stops": [pb.StopReason.Name(one.stop_reason) for one in batch],
+        "last": [pb.StopReason.Name(stream[-1].stop_reason) for stream in streams],
+        "counts": [one.generated_token_count == len(one.tokens) for one in batch],
+        "details": [len(one.top_tokens) for one in batch[0].tokens],
+        "inputs": [one.input_token_count == len(one.input_tokens) for one in batch],
+        "tokens": [one.token_count == len(one.tokens) == len(one.offsets) for one in tokens],
+        "context": model.max_sequence_length,
+        "kind": pb.ModelInfoResponse.ModelKind.Name(model.model_kind),
+        "code": refused.code().name,
+    }
+
+
+def main(address: str, *texts: str) -> None:
+    pb, services = stubs(os.environ["TGIS_STUBS"])
+    with grpc.insecure_channel(address) as channel:
+        told = ask(pb, services.GenerationServiceStub(channel), list(texts))
+    sys.stdout.write(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
