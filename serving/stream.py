@@ -2,10 +2,12 @@
 
 What the engine made is turned into text as it comes, so a stop string ends its answer at once,
 however slowly the pieces are taken. What comes between two looks becomes one piece for each answer,
-so a slow reader gets fewer, larger ones. Knows no link and no threads.
+so a slow reader gets fewer, larger ones, and so does everyone where many streams are busy at once.
+Knows no link and no threads.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +48,7 @@ class _State:
     stop: str | int | None = None
     error: PreambleError | None = None
     over: bool = False
+    begun: bool = False  # Whether a piece of it was given.
 
     def add(self, made: Made) -> None:
         self.prompt_scores += made.prompt_scores
@@ -86,6 +89,7 @@ class _State:
         )
         self.token_ids, self.scores, self.prompt_scores = [], [], []
         self.words, self.cached_tokens = "", 0
+        self.begun = True
         return piece
 
 
@@ -118,6 +122,9 @@ class Stream:
             for answer in request.answers
         ]
         self._fresh: dict[int, None] = {}  # Answers with something to take, in order.
+        self._ripe = False  # Whether it may be taken already.
+        self._given_s = float("-inf")  # When the last piece was taken, on the monotonic clock.
+        self._pause: asyncio.TimerHandle | None = None
         self._came = asyncio.Event()
         self._error: PreambleError | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -131,9 +138,10 @@ class Stream:
 
     async def __anext__(self) -> Piece:
         while not self._closed:
-            if self._fresh:
+            if self._fresh and self._ripe:
                 index = next(iter(self._fresh))
                 del self._fresh[index]
+                self._ripe, self._given_s = bool(self._fresh), time.monotonic()
                 return self._states[index].piece(index)
             if self._error is not None:
                 error = self._error
@@ -153,7 +161,7 @@ class Stream:
         for timer in self._timers:
             timer.cancel()
         self._abandon()
-        self._came.set()
+        self._ripen()
 
     def expire_in(self, seconds: float) -> None:
         """End by then, if the engine has not."""
@@ -172,17 +180,19 @@ class Stream:
             state.end("time")
             self._fresh[index] = None
         self._drop(left)
-        self._came.set()
+        self._ripen()
 
-    def take(self, index: int, made: Made) -> None:
-        """What the engine made for an answer."""
+    def take(self, index: int, made: Made, pause_s: float = 0.0) -> None:
+        """What the engine made for an answer. An answer's first piece and its last come at once,
+        others not before `pause_s` have passed since the one before.
+        """
         state = self._states[index]
         if self._over or state.over:
             return
         state.add(made)
         if made.tokens or made.prompt_scores or state.over:
             self._fresh[index] = None
-            self._came.set()
+            self._ripen(0.0 if state.over or not state.begun else pause_s)
         if state.over and made.end is None:
             self._drop([index])  # By a stop string, of which the engine does not know.
         if state.over or made.end is None:
@@ -192,14 +202,28 @@ class Stream:
             return self.fail(error)
         state.error, state.over = error, True
         self._fresh[index] = None
-        self._came.set()
+        self._ripen()
 
     def fail(self, error: PreambleError) -> None:
         """End the request as a whole; what came before can still be taken."""
         if not self._over:
             self._error = error
             self._abandon()
+            self._ripen()
+
+    def _ripen(self, pause_s: float = 0.0) -> None:
+        """Have it taken: now, or as soon as the pause is over."""
+        if pause_s and self._pause is not None:
+            return
+        wait_s = pause_s and self._given_s + pause_s - time.monotonic()
+        if wait_s <= 0:
+            if self._pause is not None:
+                self._pause.cancel()
+                self._pause = None
+            self._ripe = True
             self._came.set()
+        elif wait_s != float("inf"):
+            self._pause = asyncio.get_running_loop().call_later(wait_s, self._ripen)
 
     @property
     def _over(self) -> bool:

@@ -1,0 +1,122 @@
+"""The benches of the front end run, on engines of a moment; streams gather tokens under load."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench import front
+from bench.null_engine import null_service
+from clients.load import Length, Run, Sent, Where, Work, run
+from gpt.config import GPTConfig
+from serving.request import Ask, Piece
+from serving.service import Service
+
+pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
+
+
+TINY = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=320,
+    max_position_embeddings=160,
+    dtype="bfloat16",
+)
+SMALL = front.Sizes(
+    streams=4,
+    new=8,
+    null_new=20,
+    null_step_s=0.002,
+    prompt=8,
+    calls=20,
+    load_s=1.0,
+    load_new=8,
+    over=4.0,
+)
+
+
+@pytest.mark.slow
+def test_what_needs_no_model_is_measured_and_judged() -> None:
+    tokens, first = front.lines(("tokens", "first"), SMALL)
+    assert tokens.startswith("4 streams, null engine: ") and "tokens/s per core" in tokens
+    assert first.startswith("first token, p50: ") and "ms added" in first
+    assert all(line.endswith((": met", ": MISSED")) for line in (tokens, first))
+
+
+@pytest.mark.slow
+def test_what_needs_a_model_is_measured_and_judged() -> None:
+    told = list(front.lines(("share", "profiles", "overload"), SMALL, TINY))
+    verdicts = [line for line in told if line.endswith((": met", ": MISSED"))]
+    assert len(verdicts) == 5, told
+    assert "4 of 4 well" in verdicts[0]
+
+
+def test_every_part_is_on_the_page_about_it() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
+    assert all(f"| `{part}` |" in page for part in front.PARTS)
+
+
+def test_overload_is_judged_by_what_was_refused_and_what_was_lost() -> None:
+    def call(code: str, took_s: float) -> Sent:
+        return Sent(0.0, 1.0, end=1.0 + took_s, code=code)  # Sent late, which is not held against.
+
+    calls = [call("RESOURCE_EXHAUSTED", 0.01) for _ in range(200)] + [call("OK", 5.0)]
+    quick, lost, memory = front.told_of_overload(Run(calls, 6.0, 0.0, True), 0.5)[:3]
+    assert "200 refused within 10.0 ms (p99)" in quick and quick.endswith(": met")
+    assert lost.endswith("lost or late: 0; target 0: met")
+    assert memory.endswith("MISSED")
+    slow = [call("RESOURCE_EXHAUSTED", 0.2), call("RESOURCE_EXHAUSTED", 0.2)]
+    quick, lost, _ = front.told_of_overload(
+        Run([*slow, call("UNAVAILABLE", 1)], 6.0, 0.0, True), 0
+    )[:3]
+    assert quick.endswith("MISSED") and "late: 1;" in lost
+
+
+def pieces(
+    streams: int, new: int, *, whole: bool = False, step_s: float = 0.002
+) -> list[list[Piece]]:
+    """What each of many equal requests gets."""
+
+    async def one(service: Service) -> list[Piece]:
+        request = service.admission.admit(Ask((5, 6), max_new_tokens=new))
+        stream = service.engine.submit(request, whole=whole)
+        return [piece async for piece in stream]
+
+    async def main() -> list[list[Piece]]:
+        service, _ = null_service(step_s, streams)
+        try:
+            return await asyncio.gather(*(one(service) for _ in range(streams)))
+        finally:
+            service.close()
+
+    return asyncio.run(main())
+
+
+def test_many_streams_gather_tokens_but_the_first_and_the_end_never_wait() -> None:
+    """64 streams pause for 16 ms, so 2 ms steps give several tokens at a time."""
+    for taken in pieces(64, 60):
+        assert sum(len(piece.token_ids) for piece in taken) == 60
+        assert taken[-1].finish == "length"
+        assert len(taken) <= 30
+
+
+def test_a_whole_answer_is_told_of_at_its_first_token_and_at_its_end() -> None:
+    for taken in pieces(2, 40, whole=True):
+        assert sum(len(piece.token_ids) for piece in taken) == 40
+        assert len(taken) == 2 and len(taken[0].token_ids) >= 1
+
+
+def test_a_stream_alone_gets_its_tokens_as_they_come() -> None:
+    (taken,) = pieces(1, 20, step_s=0.01)
+    assert len(taken) >= 10  # A busy machine may merge a few.
+
+
+def test_a_null_server_counts_the_same_tokens_as_its_client() -> None:
+    with front.null_server(0.0, 4) as (address, pipe):
+        short = Length.of("3")
+        done = run(Where(address), Work(concurrency=2, requests_max=6, prompt=short, new=short))
+        pipe.send(True)
+        whole_s, null_s = pipe.recv()
+    assert [one.tokens for one in done.sent] == [3] * 6
+    assert whole_s > null_s >= 0
