@@ -46,6 +46,9 @@ bench-peers: setup  ## times generating beside those engines
 	$(VENV)/bin/python -m bench --only peers
 tools: setup  ## installs what only the slow drills need
 	@$(PIP) --no-deps megatron-core
+	@test -d build/tgis || $(PIP) --no-deps --target build/tgis vllm-tgis-adapter==0.10.0
+	@test -d build/lm_eval || { $(BASE) -m venv build/lm_eval && build/lm_eval/bin/pip install -q 'lm_eval[api]==0.4.13' transformers; }
+	@deploy/prometheus/install.sh
 	@! command -v npm > /dev/null || npm install --silent --no-fund --prefix build/node @grpc/grpc-js@1.14 @grpc/proto-loader@0.8
 protos: setup  ## compiles the protos into Python stubs
 kernels: $(KERNELS)  ## compiles what is written in C, where there is a compiler

@@ -51,14 +51,14 @@ def good(method: Method) -> Message:
 
 def send(channel: grpc.aio.Channel, path: str, method: Method, data: list[bytes]) -> Any:
     """A call with these bytes, whatever they are."""
-    make = {
+    make: dict[str, Any] = {
         "unary": channel.unary_unary,
         "out": channel.unary_stream,
         "in": channel.stream_unary,
         "both": channel.stream_stream,
-    }[method.kind]
+    }
     sent = iter(data) if method.kind in ("in", "both") else data[0]
-    return make(path)(sent, timeout=DEADLINE_S)
+    return make[method.kind](path)(sent, timeout=DEADLINE_S)
 
 
 async def code_of(call: Any, method: Method) -> grpc.StatusCode:
