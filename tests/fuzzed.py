@@ -14,7 +14,7 @@ FLOATS = (
 )
 TEXTS = (
     *("", "a", "hello world", "\0", "\u202e", "🦜", "é" * 300, "x" * 5000, "../../etc/passwd"),
-    *("sum@1", "name@0", "@", "{", '{"type": "object"}', "(a|b)*c", "(" * 200, "%s%n", "-1"),
+    *("sum@2", "name@0", "@", "{", '{"type": "object"}', "(a|b)*c", "(" * 200, "%s%n", "-1"),
     *('{"max_tokens": "NaN"}', "[[[[", "1e999", "text_input", "BYTES", "INT32"),
 )
 _Kind = FieldDescriptor
