@@ -125,6 +125,11 @@ class Engine:
             job.stream.expire_in(left)
         return job.stream
 
+    def check_room(self, coming: int = 0) -> None:
+        """Refuse at once what would be refused later, where `coming` others will be submitted."""
+        with self._lock:
+            self._check_room(1, coming)
+
     def generate(
         self, requests: Sequence[Request], deadline: float | None = None
     ) -> list[Completion]:
@@ -235,7 +240,7 @@ class Engine:
         spare = sum(job.spare for job in self._searching)
         return len(self._sequences) + sum(len(job.left) for job in self._kept) + spare
 
-    def _check_room(self, more: int) -> None:
+    def _check_room(self, more: int, coming: int = 0) -> None:
         if self._closed:
             raise UnavailableError("the engine has stopped; try another server", "STOPPED")
         if not self._up:
@@ -250,9 +255,9 @@ class Engine:
                 f"{self._room} (running_requests_max + queue_requests_max); ask for fewer",
                 "answers",
             )
-        if self._accepted() + more > self._room:
+        if (there := self._accepted() + coming) + more > self._room:
             raise OverloadedError(
-                f"{self._accepted()} answers run or wait already, and this server takes "
+                f"{there} answers run or wait already, and this server takes "
                 f"{self._room} (running_requests_max + queue_requests_max); try again later"
             )
 

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 
 from gpt.adapter import Adapter, check_adapter
+from gpt.chat import ChatTemplate, find_template
 from gpt.digest import glance, identify
 from gpt.errors import ConfigError
 from gpt.loading import check_dtype, device_of, load_model
@@ -31,6 +32,7 @@ from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokeni
 from serving.adapter_store import AdapterStore
 from serving.adapters import Adapters
 from serving.admission import Admission
+from serving.chat import Chat
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
@@ -42,6 +44,9 @@ from serving.stream import Stream
 
 log = logging.getLogger(__name__)
 
+# The model alone, the same whatever is served.
+BASE_NAME = "preamble"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -52,6 +57,7 @@ class Found:
     tokenizer: Tokenizer
     device: torch.device
     proof: Proof | None
+    chat_template: ChatTemplate | None = None
 
     @classmethod
     def at(cls, config: ServerConfig) -> Self:
@@ -67,11 +73,12 @@ class Found:
         check_split(checkpoint.config, config.tp, config.pp)
         proof = find_proof(checkpoint) if config.prove else None
         vocabulary = checkpoint.config.vocab_size
-        if checkpoint.tokenizer is None:
-            return cls(config, checkpoint, NullTokenizer(vocabulary), device, proof)
-        tokenizer = open_tokenizer(checkpoint.tokenizer)
-        check_tokenizer(tokenizer, vocabulary, checkpoint.tokenizer)
-        return cls(config, checkpoint, tokenizer, device, proof)
+        tokenizer: Tokenizer = NullTokenizer(vocabulary)
+        if checkpoint.tokenizer is not None:
+            tokenizer = open_tokenizer(checkpoint.tokenizer)
+            check_tokenizer(tokenizer, vocabulary, checkpoint.tokenizer)
+        chat = find_template(checkpoint.tokenizer, tokenizer, config.chat_template)
+        return cls(config, checkpoint, tokenizer, device, proof, chat)
 
 
 class Service:
@@ -81,9 +88,11 @@ class Service:
         self.config = found.config
         self.checkpoint = found.checkpoint
         self.tokenizer = found.tokenizer
+        self.chat = Chat(found.chat_template, self.tokenizer, self.config)
         self._engine: Engine | None = None
         self._identity: Identity | None = None
         self._identifying = threading.Lock()
+        self._admitting = 0  # Asks on their way to the engine.
         config = self.checkpoint.config
         self.adapters = Adapters(
             Path(self.config.adapters) if self.config.adapters else None,
@@ -127,10 +136,19 @@ class Service:
 
         `charge` is told of a request that can be, before it is accepted; it may refuse it too.
         """
-        # In a thread: a long text takes a while to tokenize, and an adapter may have to be read.
-        request = await asyncio.to_thread(self.admission.admit, ask)
+        self.check_room()
+        self._admitting += 1
+        try:
+            # In a thread: a long text takes a while to tokenize, an adapter may have to be read.
+            request = await asyncio.to_thread(self.admission.admit, ask)
+        finally:
+            self._admitting -= 1
         charge(request)
         return self.engine.submit(request, deadline, whole=whole)
+
+    def check_room(self) -> None:
+        """First of all, so that under overload a refusal costs next to nothing."""
+        self.engine.check_room(self._admitting)
 
     def generate(self, asks: Iterable[Ask]) -> list[Completion]:
         """Every ask's answers, in order. The first one that cannot be is raised before any runs."""
@@ -139,6 +157,11 @@ class Service:
     @property
     def name(self) -> str:
         return self.checkpoint.path.resolve().name
+
+    @property
+    def base_names(self) -> tuple[str, str]:
+        """What the model alone is called where models are named; no adapter is meant by these."""
+        return self.name, BASE_NAME
 
     @property
     def dtype(self) -> str:
@@ -169,6 +192,7 @@ class Service:
         return self.engine.facts is not None and self.engine.facts.batch_invariant
 
     def close(self) -> None:
+        self.chat.close()
         if self._engine is not None:
             self._engine.close()
 

@@ -9,7 +9,8 @@ from bench import front
 from bench.null_engine import null_service
 from clients.load import Length, Run, Sent, Where, Work, run
 from gpt.config import GPTConfig
-from serving.request import Ask, Piece
+from gpt.errors import PreambleError
+from serving.request import Ask, OverloadedError, Piece
 from serving.service import Service
 
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
@@ -105,6 +106,23 @@ def test_a_whole_answer_is_told_of_at_its_first_token_and_at_its_end() -> None:
     for taken in pieces(2, 40, whole=True):
         assert sum(len(piece.token_ids) for piece in taken) == 40
         assert len(taken) == 2 and len(taken[0].token_ids) >= 1
+
+
+def test_a_full_server_refuses_before_it_reads_what_is_asked() -> None:
+    async def main() -> tuple[list[object], PreambleError]:
+        service, _ = null_service(0.05, 2)  # Two run, two wait.
+        try:
+            asks = [service.start(Ask((5, 6), max_new_tokens=1000)) for _ in range(50)]
+            ended = await asyncio.gather(*asks, return_exceptions=True)
+            with pytest.raises(PreambleError) as bad:
+                await service.start(Ask(()))  # Bad, too, had anybody looked.
+            return list(ended), bad.value
+        finally:
+            service.close()
+
+    ended, bad = asyncio.run(main())
+    refused = [one for one in ended if isinstance(one, OverloadedError)]
+    assert len(refused) == 46 and isinstance(bad, OverloadedError)
 
 
 def test_a_stream_alone_gets_its_tokens_as_they_come() -> None:
