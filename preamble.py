@@ -25,12 +25,15 @@ COMMANDS = {
     "serve": Command("serving", "serve a model and its adapters over gRPC"),
     "generate": Command("serving", "complete one prompt, here or (--server) by a running server"),
     "tune": Command("ptuning", "learn an adapter for a frozen model"),
-    "adapters": Command("clients", "look at a server's adapters, change them, or check a file"),
+    "adapters": Command("clients", "look at a server's adapters and change them; files in and out"),
     "bench": Command("clients", "load a running server, and tell what its calls took"),
     "convert": Command("checkpoints_tools", "write a checkpoint in another format, at any split"),
     "inspect": Command("checkpoints_tools", "say what a checkpoint is, and what looks wrong"),
     "verify": Command("checkpoints_tools", "tell whether two checkpoints are the same model"),
 }
+
+# Of `adapters`: about a file, which takes no server, but what reads it.
+FILE_ACTIONS = ("check", "import", "export")
 
 USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help says more)"
 
@@ -69,7 +72,7 @@ def _folder(words: list[str]) -> str:
     asks_server = any(word == "--server" or word.startswith("--server=") for word in words)
     if words[0] == "generate" and asks_server:
         return "clients"
-    if words[:2] == ["adapters", "check"]:  # A file, which takes no server, but what reads it.
+    if words[0] == "adapters" and words[1:2] and words[1] in FILE_ACTIONS:
         return "checkpoints_tools"
     return COMMANDS[words[0]].folder
 

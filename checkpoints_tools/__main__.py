@@ -1,4 +1,4 @@
-"""`preamble convert`, `inspect` and `verify`; and `preamble adapters check`.
+"""`preamble convert`, `inspect` and `verify`; and `preamble adapters check`, `import`, `export`.
 
 Flags become a wish, the wish a plan; the plan is printed, and carried out unless it was only asked
 for. Results go to stdout, talk and progress to stderr.
@@ -47,8 +47,13 @@ def main(argv: list[str]) -> int:
 
 def _adapters(argv: list[str]) -> int:
     from checkpoints_tools.adapter_check import check_command
+    from checkpoints_tools.adapter_exchange import export_command, import_command
 
-    return check_command(argv[1:])
+    actions = {"check": check_command, "import": import_command, "export": export_command}
+    if not argv or argv[0] not in actions:
+        print(f"usage: preamble adapters {{{','.join(actions)}}} ...", file=sys.stderr)
+        return 2
+    return actions[argv[0]](argv[1:])
 
 
 def _convert(argv: list[str]) -> int:

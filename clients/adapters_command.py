@@ -35,7 +35,9 @@ def adapters_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters",
         description="Look at the adapters of a running server, and change them.",
-        epilog="`preamble adapters check FILE` looks at a file, without a server.",
+        epilog="Without a server: `preamble adapters check FILE` looks at a file, `preamble "
+        "adapters import SOURCE TARGET` makes one of PEFT's, TGIS's or NeMo's, `preamble adapters "
+        "export FILE TARGET` one of theirs.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for word, (name, text) in ACTIONS.items():

@@ -1,7 +1,7 @@
 """The adapter file: one safetensors with the table and, as metadata, the card.
 
 It is written whole or not at all, and read with its digest checked, so nothing half-written and
-nothing changed since is ever used. Adapters of HF PEFT and of TGIS are read as well. Whether an
+nothing changed since is ever used. Adapters of HF PEFT, TGIS and NeMo are read as well. Whether an
 adapter fits a model is asked here; how its rows enter the model is not known.
 """
 
@@ -20,7 +20,8 @@ from gpt.card import Adapter, Card, Golden, Name, build_adapter, parse_name
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, CheckpointError, RequestError
 from gpt.foreign_adapters import open_peft, open_tgis
-from gpt.logical import FLOATS, Identity
+from gpt.logical import FLOATS, Checkpoint, Identity
+from gpt.nemo_prompts import is_nemo_prompt, open_nemo_prompt
 from gpt.safetensors_file import open_safetensors
 
 __all__ = [
@@ -44,11 +45,14 @@ SUFFIX = ".safetensors"
 TABLE = "table"
 
 
-def save_adapter(adapter: Adapter, path: Path) -> None:
+def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:
     """Write the file and bring it to the disk; whoever looks sees all of it or none."""
     if path.suffix != SUFFIX:
         raise AdapterError(f"{path} must end with {SUFFIX}, or nobody will take it for an adapter")
-    _write(adapter, path, os.replace)
+    try:
+        _write(adapter, path, os.replace if overwrite else os.link)
+    except FileExistsError:
+        raise AdapterError(f"{path} exists already; remove it or choose another name") from None
 
 
 def publish_adapter(adapter: Adapter, folder: Path) -> Path:
@@ -137,13 +141,16 @@ def _write(adapter: Adapter, path: Path, place: Callable[[Path, Path], None]) ->
         part.unlink(missing_ok=True)
 
 
-def open_adapter(path: Path, *, task: int | None = None) -> Adapter:
-    """Our own file; a PEFT directory or its weights; a TGIS decoder.pt or its directory.
+def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None = None) -> Adapter:
+    """Our own file; a PEFT directory or its weights; a TGIS decoder.pt or its directory; a .nemo.
 
-    `task` chooses one of the tasks that a multitask PEFT adapter holds.
+    `task` chooses one of several: by number in a multitask PEFT adapter, by name in NeMo's. `base`
+    is looked at only where the rows cannot be told without their model.
     """
     path = Path(path)
     try:
+        if path.exists() and is_nemo_prompt(path):
+            return open_nemo_prompt(path, task, base)
         if path.is_dir():
             if (path / "decoder.pt").is_file() and not (path / "adapter_config.json").is_file():
                 return open_tgis(path / "decoder.pt")
@@ -167,7 +174,8 @@ def open_adapter(path: Path, *, task: int | None = None) -> Adapter:
 def _open_own(path: Path) -> Adapter:
     if path.suffix != SUFFIX:
         raise AdapterError(
-            f"{path} is no adapter; needed is a {SUFFIX} file, a PEFT directory, or a decoder.pt"
+            f"{path} is no adapter; needed is a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
+            "a .nemo of prompt learning"
         )
     tensors = open_safetensors(path)  # Checks every word of the header, and says what is wrong.
     try:

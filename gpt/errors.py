@@ -35,3 +35,7 @@ class RequestError(PreambleError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an answer."""

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDER = "its place is before the text and its begin-of-text token"
 
 
-def open_peft(folder: Path, task: int | None) -> Adapter:
+def open_peft(folder: Path, task: str | None) -> Adapter:
     """A directory with adapter_config.json and adapter_model.safetensors, or .bin."""
     weights = next((p for p in _weights(folder) if p.is_file()), None)
     config_file = folder / "adapter_config.json"
@@ -52,13 +52,13 @@ def open_peft(folder: Path, task: int | None) -> Adapter:
             f"{weights} holds {', '.join(sorted(tensors)[:4])}; a {kind} adapter holds "
             f"{', '.join(sorted(known))}: only adapters that are rows before a text are read"
         )
-    tensors = {key: _plain(tensor, f"{weights}: {key}") for key, tensor in tensors.items()}
+    tensors = {key: plain_table(tensor, f"{weights}: {key}") for key, tensor in tensors.items()}
     table = tensors[PROMPTS]
     if kind == MULTITASK:
         table = _collapse(tensors, task, weights)
         notes.append(f"task {task or 0} of {len(tensors['prefix_task_cols'])}")
     _compare(config, table, weights)
-    return build_adapter(Card(_name(folder), method=kind.lower(), notes=tuple(notes)), table)
+    return build_adapter(Card(card_name(folder), method=kind.lower(), notes=tuple(notes)), table)
 
 
 def _weights(folder: Path) -> tuple[Path, ...]:
@@ -110,7 +110,7 @@ def _compare(config: dict[str, Any], table: Tensor, weights: Path) -> None:
             )
 
 
-def _collapse(tensors: dict[str, Tensor], task: int | None, weights: Path) -> Tensor:
+def _collapse(tensors: dict[str, Tensor], task: str | None, weights: Path) -> Tensor:
     """One task's rows of a multitask adapter: P * (cols[k] @ rows[k])."""
     shared = tensors[PROMPTS]
     cols, rows = tensors["prefix_task_cols"], tensors["prefix_task_rows"]
@@ -129,9 +129,11 @@ def _collapse(tensors: dict[str, Tensor], task: int | None, weights: Path) -> Te
     tasks = len(cols)
     if task is None and tasks != 1:
         raise AdapterError(f"{weights} has {tasks} tasks; say which, from 0 to {tasks - 1}")
-    if not 0 <= (task or 0) < tasks:
-        raise AdapterError(f"{weights} has no task {task}; its tasks are 0 to {tasks - 1}")
-    return shared * (cols[task or 0] @ rows[task or 0])
+    known = {str(number): number for number in range(tasks)}
+    if task is not None and task not in known:
+        raise AdapterError(f"{weights} has no task {task[:20]}; its tasks are 0 to {tasks - 1}")
+    number = known[task or "0"]
+    return shared * (cols[number] @ rows[number])
 
 
 def open_tgis(path: Path) -> Adapter:
@@ -146,14 +148,14 @@ def open_tgis(path: Path) -> Adapter:
         raise AdapterError(
             f"{path} holds a {type(found).__name__}; a decoder.pt is one matrix of rows x hidden"
         )
-    table = _plain(found, str(path))
+    table = plain_table(found, str(path))
     # `<name>/decoder.pt` is how the store names them.
     name = path.parent if path.stem in ("decoder", "encoder") else path.with_suffix("")
     notes = (f"imported from TGIS; {ORDER}",)
-    return build_adapter(Card(_name(name), method="tgis", notes=notes), table)
+    return build_adapter(Card(card_name(name), method="tgis", notes=notes), table)
 
 
-def _name(path: Path) -> str:
+def card_name(path: Path) -> str:
     """A card's name from a file's or directory's."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.resolve().name).lstrip("._-")
     return name[:100] or "imported"
@@ -166,8 +168,12 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {key: stored.tensor() for key, stored in open_torch(path, mapped=False).items()}
 
 
-def _plain(tensor: Tensor, where: str) -> Tensor:
-    """Refuses tensors that are not simply numbers in memory, whatever shape they claim."""
+def plain_table(tensor: object, where: str) -> Tensor:
+    """In fp32; refuses what is not simply numbers in memory, whatever shape it claims."""
+    if not isinstance(tensor, Tensor):
+        raise AdapterError(
+            f"{where} is a {type(tensor).__name__}, where a matrix is needed; save it again"
+        )
     if not is_dense(tensor) or tensor.dtype not in DTYPES:
         raise AdapterError(
             f"{where} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; it must be a dense "

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from gpt.errors import ConfigError, RequestError
+from gpt.errors import ConfigError, PromptTooLongError, RequestError
 from gpt.settings import nearest, settings
 from gpt.tokenizer import TextStream, Tokenizer
 
@@ -238,13 +238,13 @@ class Template:
                     f"field {name!r} is missing; the template needs {', '.join(needed)}", name
                 )
 
-    def _too_long(self, found: int, tokens_max: int, answer: bool) -> RequestError:
+    def _too_long(self, found: int, tokens_max: int, answer: bool) -> PromptTooLongError:
         what = "prompt and answer have" if answer else "the prompt has"
         cut = f" with {self.truncate_field!r} cut to nothing" if self.truncate_field else ""
         way = f"shorten it by {found - tokens_max} tokens"
         if self.rows >= tokens_max:
             way = "the virtual tokens alone leave no room for text: allow more"
-        return RequestError(
+        return PromptTooLongError(
             f"{what} {found - self.rows} tokens{cut} + {self.rows} virtual tokens = {found}, over "
             f"the limit of {tokens_max}; {way}",
             "inputs",

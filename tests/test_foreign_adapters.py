@@ -88,11 +88,11 @@ def test_a_multitask_prompt_collapses_to_the_task_that_is_asked_for(tmp_path: Pa
     )
     by_hand = TABLE * (cols[1] @ rows[1])
 
-    assert torch.allclose(open_adapter(many, task=1).table, by_hand, atol=0, rtol=1e-6)
+    assert torch.allclose(open_adapter(many, task="1").table, by_hand, atol=0, rtol=1e-6)
     with pytest.raises(AdapterError, match="has 2 tasks; say which, from 0 to 1"):
         open_adapter(many)
     with pytest.raises(AdapterError, match="has no task 2"):
-        open_adapter(many, task=2)
+        open_adapter(many, task="2")
     one = {"prefix_task_cols": cols[:1], "prefix_task_rows": rows[:1]}
     peft_folder(many, config, prompt_embeddings=TABLE, **one)
     assert open_adapter(many).table.shape == (3, 4)

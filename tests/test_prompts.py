@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.errors import ConfigError, RequestError
+from gpt.errors import ConfigError, PromptTooLongError, RequestError
 from gpt.prompts import Rendered, Template
 from gpt.tokenizer import NullTokenizer, Tokenizer
 from tests.trained_tokenizers import all_cases
@@ -215,7 +215,9 @@ def test_a_cut_example_fits_keeps_its_end_and_is_the_prompt_of_the_cut_field(
 
 def test_without_a_field_to_cut_too_long_names_the_numbers() -> None:
     template = Template(f"{P0} {{text}}", (2,))
-    with pytest.raises(RequestError, match=r"has 5 tokens \+ 2 virtual tokens = 7, over .* of 4;"):
+    with pytest.raises(
+        PromptTooLongError, match=r"has 5 tokens \+ 2 virtual tokens = 7, over .* of 4;"
+    ):
         template.render(
             NullTokenizer(V), {"text": "1 2 3 4 5"}, vocab_size=V, tokens_max=4, answer=False
         )
