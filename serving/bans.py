@@ -38,7 +38,7 @@ class Bans:
     def needed(rule: Sampling, made: int) -> bool:
         """Whether a slot with this rule has anything to ban, after so many tokens or later."""
         ever = rule.allowed_token_ids or rule.bad_words or rule.no_repeat_ngram_size
-        return bool(ever) or rule.min_new_tokens > made
+        return bool(ever) or (rule.min_new_tokens > made and bool(rule.stop_token_ids))
 
     def push(self, token: int) -> None:
         self._left -= 1
@@ -67,6 +67,10 @@ class Bans:
 
     def ends(self) -> Mask | None:
         return self._stops if self._left > 0 else None
+
+    def keeps_from(self, token: int) -> bool:
+        """Whether the token would end what must not end yet."""
+        return self._left > 0 and bool(self._stops[token])
 
     def _mask(self, tokens: Iterable[int]) -> Mask:
         mask = np.zeros(self._vocab_size, dtype=np.bool_)

@@ -6,7 +6,7 @@ bans, guides, scores) is computed for those rows alone. Knows nothing of steps, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -77,7 +77,8 @@ class Sampler:
         )
         self._seeds[slot] = rule.seed
         self._tops[slot] = -1 if rule.logprobs is None else rule.logprobs
-        self._plain[slot] = rule.plain and begin.guide is None
+        # One that only must not end yet has the likeliest token too, as long as that is no end.
+        self._plain[slot] = replace(rule, min_new_tokens=0).plain and begin.guide is None
         for kept in (self._bans, self._biases, self._decays):
             kept.pop(slot, None)
         self._history.drop(slot)
@@ -103,15 +104,15 @@ class Sampler:
         """A token for each row of `logits` (R, V); `positions` are those that the tokens get."""
         at, places = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         shaped = np.flatnonzero(~self._plain[at])
-        if not len(shaped):
-            tokens = best(logits)
-        elif len(shaped) == len(at):
+        if len(shaped) == len(at):
             tokens = self._shaped(logits.to(torch.float64, copy=True), at, places)
         else:
             tokens = best(logits)
-            rows = torch.from_numpy(shaped).to(logits.device)
-            few = logits[rows].to(torch.float64)
-            tokens[rows] = self._shaped(few, at[shaped], places[shaped])
+            shaped = np.concatenate([shaped, self._early(tokens, at)])
+            if len(shaped):
+                rows = torch.from_numpy(shaped).to(logits.device)
+                few = logits[rows].to(torch.float64)
+                tokens[rows] = self._shaped(few, at[shaped], places[shaped])
         self._history.push(at, tokens)
         ids, scores = self._told(logits, tokens, at)
         for slot, token in zip(slots, ids, strict=True) if self._bans else ():
@@ -128,6 +129,19 @@ class Sampler:
         own = torch.tensor(targets, dtype=torch.long, device=logits.device)
         rows = _score(logits, own, tops).tolist()
         return [_read(row, min(tops, logits.shape[-1])) for row in rows]
+
+    def _early(self, tokens: Tensor, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows that would end, and must not yet."""
+        rows = (
+            [row for row, slot in enumerate(slots) if slot in self._bans and self._plain[slot]]
+            if self._bans
+            else []
+        )
+        if not rows:  # To look at tokens waits for the device.
+            return np.zeros(0, dtype=np.int64)
+        ids = tokens.tolist()
+        early = [row for row in rows if self._bans[slots[row]].keeps_from(ids[row])]
+        return np.array(early, dtype=np.int64)
 
     def _shaped(self, x: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """The tokens of rows that some rule shapes. `x` is theirs in fp64, and is spoilt."""

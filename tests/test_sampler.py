@@ -349,6 +349,20 @@ def test_an_answer_ends_sooner_the_longer_it_gets() -> None:
     assert sampler.choose(logits.unsqueeze(0), [0], [11]).tokens == [1]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_must_not_end_yet_has_the_likeliest_token_that_is_no_end(device: str) -> None:
+    held = Sampling(min_new_tokens=2, stop_token_ids=(1, 3))
+    rules = [held, Sampling(stop_token_ids=(1,)), held, Sampling(temperature=1.0, seed=4), held]
+    logits = torch.tensor(
+        [[0.0, 9, 1, 8], [0, 9, 1, 8], [7, 6, 5, 4], [0, 0, 50, 0], [2, 3, 2, 3]], device=device
+    )
+    sampler = Sampler(len(rules), 4, device)
+    for slot, rule in enumerate(rules):
+        sampler.begin(Begin(slot, rule, [0], []))
+    for position, want in ((1, [2, 1, 0, 2, 0]), (2, [2, 1, 0, 2, 0]), (3, [1, 1, 0, 2, 1])):
+        assert sampler.choose(logits, range(5), [position] * 5).tokens == want
+
+
 RULED = {
     "typical": Sampling(36, temperature=1.5, seed=5, typical_p=0.3),
     "greedy": Sampling(36, no_repeat_ngram_size=2),
