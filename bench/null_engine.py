@@ -118,10 +118,14 @@ class NullLink:
         return made
 
 
-def null_service(step_s: float, streams: int) -> tuple[Service, NullLink]:
+def null_service(step_s: float, streams: int, gather_ms: float = 0.0) -> tuple[Service, NullLink]:
     """Open, with room for that many requests."""
     config = ServerConfig(
-        "", running_requests_max=streams, queue_requests_max=streams, step_tokens_max=1 << 14
+        "",
+        running_requests_max=streams,
+        queue_requests_max=streams,
+        step_tokens_max=1 << 14,
+        gather_ms=gather_ms,
     )
     tokenizer = NullTokenizer(GPT2_SMALL.vocab_size)
     found = Found(config, fresh(GPT2_SMALL, 0), tokenizer, torch.device("cpu"), None)

@@ -75,7 +75,7 @@ def test_overload_is_judged_by_what_was_refused_and_what_was_lost() -> None:
 
 
 def pieces(
-    streams: int, new: int, *, whole: bool = False, step_s: float = 0.002
+    streams: int, new: int, *, whole: bool = False, step_s: float = 0.002, gather_ms: float = 0.0
 ) -> list[list[Piece]]:
     """What each of many equal requests gets."""
 
@@ -85,7 +85,7 @@ def pieces(
         return [piece async for piece in stream]
 
     async def main() -> list[list[Piece]]:
-        service, _ = null_service(step_s, streams)
+        service, _ = null_service(step_s, streams, gather_ms)
         try:
             return await asyncio.gather(*(one(service) for _ in range(streams)))
         finally:
@@ -128,6 +128,12 @@ def test_a_full_server_refuses_before_it_reads_what_is_asked() -> None:
 def test_a_stream_alone_gets_its_tokens_as_they_come() -> None:
     (taken,) = pieces(1, 20, step_s=0.01)
     assert len(taken) >= 10  # A busy machine may merge a few.
+
+
+def test_tokens_gather_as_long_as_the_operator_says() -> None:
+    (taken,) = pieces(1, 100, step_s=0.01, gather_ms=250)
+    assert sum(len(piece.token_ids) for piece in taken) == 100
+    assert len(taken[0].token_ids) <= 2 and len(taken) <= 8
 
 
 def test_a_null_server_counts_the_same_tokens_as_its_client() -> None:
