@@ -49,6 +49,7 @@ tools: setup  ## installs what only the slow drills need
 	@test -d build/tgis || $(PIP) --no-deps --target build/tgis vllm-tgis-adapter==0.10.0
 	@test -d build/lm_eval || { $(BASE) -m venv build/lm_eval && build/lm_eval/bin/pip install -q 'lm_eval[api]==0.4.13' transformers; }
 	@deploy/prometheus/install.sh
+	@tests/install_chromium.sh
 	@test -d build/node || timeout 100 npm install --silent --no-fund --prefix build/node @grpc/grpc-js@1.14 @grpc/proto-loader@0.8 || echo 'without npm and its registry, the test of a client in Node is skipped'
 protos: setup  ## compiles the protos into Python stubs
 kernels: $(KERNELS)  ## compiles what is written in C, where there is a compiler

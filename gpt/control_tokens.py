@@ -47,6 +47,16 @@ def spelled(
 
 
 @dataclass(frozen=True)
+class Control:
+    """A token that a template may write as a text of its own, wherever that stands."""
+
+    id: int
+    special: bool = True  # Whether no text of a user becomes it; of others a chat must take care.
+    lstrip: bool = False  # Whether it takes along the space before it,
+    rstrip: bool = False  # and behind it.
+
+
+@dataclass(frozen=True)
 class Named:
     """What the files beside a tokenizer say about its control tokens."""
 
@@ -106,6 +116,16 @@ def read_named(folder: Path) -> Named:
         bos_id=next(iter(_ids(generation.get("bos_token_id"))), None),
         stop_ids=_ids(generation.get("eos_token_id")),
     )
+
+
+def special_names(folder: Path) -> dict[str, str]:
+    """What the files call `bos_token` and the like, as templates refer to them."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        record = read_json(folder / file) if (folder / file).is_file() else {}
+        texts = {key: _content(value) for key, value in record.items() if key.endswith("_token")}
+        found |= {key: text for key, text in texts.items() if text is not None}
+    return found
 
 
 def stop_ids(eos_id: int | None, named: Named) -> tuple[int, ...]:

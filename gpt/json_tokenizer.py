@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from gpt.control_tokens import BEGIN, END, Named, checked, spelled, stop_ids
+from gpt.control_tokens import BEGIN, END, Control, Named, checked, spelled, stop_ids
 from gpt.errors import CheckpointError
 from gpt.text_stream import BYTEWISE, MARK, Decoding, Joining, Piece
 
@@ -42,6 +42,11 @@ class JsonTokenizer(Decoding):
         self._libraries = {(False, False): library}  # By (special, started).
         added = library.get_added_tokens_decoder().items()
         self._hidden = {i for i, token in added if token.special}
+        self.controls: Mapping[str, Control] = {
+            token.content: Control(i, token.special, token.lstrip, token.rstrip)
+            for i, token in added
+            if token.content.strip()  # Runs of spaces are added by some, and are only text.
+        }
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         begin, end = ((named.bos,), (named.eos,)) if named.bos or named.eos else (BEGIN, END)

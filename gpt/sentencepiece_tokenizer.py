@@ -6,12 +6,13 @@ other text is encoded by a second copy of the model that adds no dummy prefix.
 """
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
 
-from gpt.control_tokens import Named, checked, spelled, stop_ids
+from gpt.control_tokens import Control, Named, checked, spelled, stop_ids
 from gpt.errors import CheckpointError
 from gpt.text_stream import BYTEWISE, MARK, Decoding, Joining, Lead, Piece
 
@@ -35,6 +36,7 @@ class SentencePieceTokenizer(Decoding):
         guarded = self._hidden | {i for i in markup if _user_defined(proto, pieces[i])}
         self._guarded = {i: str(pieces[i]) for i in sorted(guarded)}
         self._control = {piece: i for i, piece in self._guarded.items()}
+        self.controls: Mapping[str, Control] = {p: Control(i) for p, i in self._control.items()}
         ids: dict[str | None, int | None] = {piece: i for i, piece in enumerate(pieces)}
         bos_id, eos_id = self._model.bos_id(), self._model.eos_id()
         self.bos_id = bos_id if bos_id >= 0 else ids.get(named.bos, named.bos_id)

@@ -5,11 +5,12 @@ encoding never adds one. Knows nothing of prompts, templates or models, except w
 is large enough.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol, cast, get_args
 
-from gpt.control_tokens import read_json, read_named
+from gpt.control_tokens import Control, read_json, read_named
 from gpt.errors import CheckpointError, ConfigError, RequestError
 from gpt.json_tokenizer import JsonTokenizer, gpt2_tokenizer
 from gpt.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -29,6 +30,7 @@ class Tokenizer(Pieces, Protocol):
     eos_id: int | None
     stop_ids: tuple[int, ...]  # eos_id and whatever else the files say ends a text.
     adds_bos: bool  # Whether prompts of this model begin with bos_id; encode never adds it.
+    controls: Mapping[str, Control]  # By the text that a template writes for each.
 
     def encode(self, text: str, *, special: bool = False, started: bool = False) -> list[int]: ...
 
@@ -52,6 +54,7 @@ class NullTokenizer(Decoding):
     eos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     adds_bos = False
+    controls: Mapping[str, Control] = MappingProxyType({})
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()

@@ -47,6 +47,9 @@ def serve_parser() -> argparse.ArgumentParser:
         help="settings for short waits or for many tokens; the file and flags override them",
     )
     _add_model_flags(parser)
+    parser.add_argument(
+        "--chat-template", metavar="F", help="a jinja2 file, if none is beside the tokenizer"
+    )
     parser.add_argument("--adapters", metavar="DIR", help="a directory of adapters to serve")
     parser.add_argument("--tp", metavar="N", type=int, help="tensor ranks (default: 1)")
     parser.add_argument("--pp", metavar="N", type=int, help="pipeline stages (default: 1)")
@@ -61,6 +64,13 @@ def serve_parser() -> argparse.ArgumentParser:
         action="store_false",
         default=None,
         help="start without replaying the checkpoint's proof",
+    )
+    parser.add_argument(
+        "--no-page",
+        dest="page",
+        action="store_false",
+        default=None,
+        help="serve no page for people at / of the HTTP port",
     )
     parser.add_argument(
         "--insecure",

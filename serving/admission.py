@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from gpt.errors import RequestError
+from gpt.errors import PromptTooLongError, RequestError
 from gpt.prompts import Template
 from gpt.sampling import Sampling
 from gpt.settings import nearest
@@ -21,7 +21,7 @@ from serving.beam import check_beams, check_ends, rule_of
 from serving.config import ServerConfig
 from serving.guide import check_guide
 from serving.messages import Guide, ServiceClass
-from serving.request import Answer, Ask, PromptTooLongError, Request, seed_of
+from serving.request import Answer, Ask, Request, seed_of
 
 # A seed that is drawn stays below 2^53, so that JSON and JavaScript can say it back exactly.
 SEED_BITS = 53
@@ -96,6 +96,7 @@ class Admission:
             stop_strings=ask.stop_strings or own_stops,
             stop_in_text=ask.stop_in_text,
             adapter=resident.key if resident else "",
+            private=resident is not None and resident.tenant != "",
             rows=resident.rows if resident else None,
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
             continued=len(more),
@@ -209,16 +210,19 @@ class Admission:
                 raise RequestError(
                     f"field {name!r} is in no template of these adapters; "
                     f"{nearest(name, sorted(known)) if known else 'they have none'}",
-                    name,
+                    f"inputs.{name}",
                 )
 
     def _ids(
         self, template: Template, inputs: Mapping[str, str], tokens_max: int
     ) -> tuple[int, ...]:
-        rendered = template.render(
-            self.tokenizer, inputs, vocab_size=self.vocab_size, tokens_max=tokens_max, answer=False
-        )
-        return tuple(rendered.ids)
+        sizes = {"vocab_size": self.vocab_size, "tokens_max": tokens_max}
+        try:
+            return tuple(template.render(self.tokenizer, inputs, **sizes, answer=False).ids)
+        except RequestError as error:
+            if error.field != "inputs":  # A field's own name, which may be one of the ask's too.
+                error.field = f"inputs.{error.field}"
+            raise
 
     def _wanted(self, ask: Ask, resident: Resident | None) -> int:
         """New tokens, before it is known whether there is room."""
@@ -266,9 +270,9 @@ class Admission:
         size = len(guide.text.encode(errors="replace"))
         if size > self.config.guide_bytes_max:
             raise RequestError(
-                f"guide is {size} bytes; this server takes at most {self.config.guide_bytes_max} "
-                "(guide_bytes_max)",
-                "guide",
+                f"guide.{guide.kind} is {size} bytes; this server takes at most "
+                f"{self.config.guide_bytes_max} (guide_bytes_max)",
+                f"guide.{guide.kind}",
             )
         check_guide(guide, stop_token_ids)
 

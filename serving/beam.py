@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
+import msgspec
+
 from gpt.errors import RequestError
 from gpt.sampling import LOGPROBS_MAX, Sampling
-from serving.messages import End, Made, Scored
+from serving.messages import End, Made, Phases, Scored
 from serving.request import Answer, Ask, BeamRule, Request
 
 LENGTH_PENALTY_MAX = 10.0
@@ -152,6 +154,8 @@ class Search:
         self._one = Sampling(max_new_tokens=1, logprobs=tops)
         self._tops: list[Tops | None] = [None]
         self._cached: int | None = None
+        self._first: Phases | None = None  # Of the first round; what later ones took
+        self._rest_s = self._round_s = 0.0  # together; and the longest of this one so far.
         self.found: list[Made] = []  # Once it is over: for each of `indices`.
 
     @property
@@ -179,11 +183,15 @@ class Search:
         if made.end != "length":
             self.found = [made] * len(self.indices)
             return False
-        self._cached = made.cached_tokens if self._cached is None else self._cached
+        if self._cached is None:
+            self._cached, self._first = made.cached_tokens, made.phases
+        elif made.phases is not None:
+            self._round_s = max(self._round_s, made.phases.queue_s + made.phases.prefill_s)
         self._tops[place] = made.scores[0].tops
         tops = [one for one in self._tops if one is not None]
         if len(tops) < len(self._tops):
             return False
+        self._rest_s, self._round_s = self._rest_s + self._round_s, 0.0
         self._beams.feed(tops, self._told or 0)
         if self._beams.over:
             self.found = self._best(self._cached)
@@ -191,6 +199,7 @@ class Search:
 
     def _best(self, cached: int) -> list[Made]:
         best = self._beams.hypotheses[: len(self.indices)]
+        phases = self._first and msgspec.structs.replace(self._first, decode_s=self._rest_s)
         return [
             Found(
                 number=-1,
@@ -198,6 +207,7 @@ class Search:
                 scores=[] if self._told is None else list(one.beam.scores),
                 end=one.end,
                 cached_tokens=cached,
+                phases=phases,
                 beam_score=one.worth,
             )
             for one in best

@@ -15,12 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from ipaddress import ip_address
 from typing import Protocol
 
 import msgspec
 
 from serving.channel import Channel
+from serving.config import loopback
 from serving.place import Place
 
 log = logging.getLogger(__name__)
@@ -179,16 +179,6 @@ def _accept(store: Store, host: str, ranks: int, timeout_s: float) -> dict[int, 
             else:
                 channels[rank] = channel
     return channels
-
-
-def loopback(host: str) -> bool:
-    """Whether only processes of this machine reach it."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listening(host: str, backlog: int) -> socket.socket:

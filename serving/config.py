@@ -4,6 +4,7 @@ Built once, from a YAML file and the flags that override it, then passed down in
 own shape is not here: that comes from its checkpoint.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
@@ -30,6 +31,7 @@ class ServerConfig:
     tokenizer: str | None = None  # A file or a directory; None: what lies beside the weights.
     true_vocab_size: int | None = None  # Where the checkpoint does not tell it from the padding.
     config_json: str | None = None  # Fields of the model that the checkpoint lacks or has wrong.
+    chat_template: str | None = None  # A file; None: what lies beside the tokenizer.
     adapters: str | None = None  # A directory of adapters; None: the server has none.
     device: str = "cpu"
     dtype: str | None = None  # What to compute in; None: as stored.
@@ -49,6 +51,7 @@ class ServerConfig:
     tokens: str | None = None  # A file of tenants and their tokens; None: anyone may call.
     secrets_poll_s: float = 2.0  # How often those files are looked at.
     reflection: bool = True  # Whether clients may ask which services and messages there are.
+    page: bool = True  # Whether there is a page for people at / of http_port.
     calls_max: int = 4096  # At once, of all callers.
     connections_max: int = 4096  # Of gRPC clients; one more is closed at once.
     connection_calls_max: int = 1024  # At once, on one connection.
@@ -86,14 +89,17 @@ class ServerConfig:
     flight_steps_max: int = 1000  # The last steps are kept in memory,
     flight_dir: str | None = None  # and written here on a crash; None: the system's own for such.
     flight_ids: bool = False  # With token ids, which may tell what was asked.
+    gather_ms: float = 0.0  # Tokens of a stream gather at least so long before they are sent.
     new_tokens_default: int = 128
     text_bytes_max: int = 1 << 20  # Of a prompt's text, all fields together.
     message_bytes_max: int = 16 << 20  # Of a gRPC message.
     stops_max: int = 16  # Stop strings, and stop token ids, of a request.
     stop_bytes_max: int = 256  # Of one stop string, or of one bad word.
     prompts_max: int = 128  # Of a request that has a list of them.
+    messages_max: int = 1024  # Of a chat.
     answers_max: int = 64  # Of a request: what it asks of each task, times its tasks.
     stream_requests_max: int = 128  # At once on one stream that carries many (ModelStreamInfer).
+    stream_idle_s: float = 900.0  # How long such a stream may have none of them.
     beam_width_max: int = 16  # Beams of a task; in all bounds a beam counts like an answer.
     bias_max: int = 1024  # Tokens that a request may favour or disfavour.
     allowed_max: int = 4096  # Tokens that a request may name as the only ones.
@@ -106,6 +112,9 @@ class ServerConfig:
     uploads_max: int = 2  # At once.
     upload_s: float = 600.0  # How long one may take.
     row_norm_max: float = 1e4  # Of a virtual token that comes over the wire.
+    # Where to send traces: an OTLP receiver (gRPC), as http://HOST:PORT or https://. None: nowhere.
+    traces: str | None = None
+    traces_share: float = 1.0  # Of the calls that bring no trace of their own, to be told.
     drain_s: float = 30.0  # How long accepted requests may run on after SIGTERM.
     log_format: str = "text"  # Or json: one object for each line.
 
@@ -127,6 +136,7 @@ class ServerConfig:
             raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
         self._check_engine()
         self._check_safety()
+        self._check_traces()
 
     def _check_safety(self) -> None:
         for name, other in (
@@ -138,11 +148,21 @@ class ServerConfig:
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise ConfigError(f"{name} is set and {other} is not; they go together")
         lacking = [name for name in ("tls_cert", "tokens") if getattr(self, name) is None]
-        if lacking and not self.insecure and not _loopback(self.host):
+        if lacking and not self.insecure and not loopback(self.host):
             raise ConfigError(
                 f"host {self.host!r} can be reached from outside, without "
                 f"{' or '.join(_SAFETY[name] for name in lacking)}; set {' and '.join(lacking)} in "
                 "the --config file, bind 127.0.0.1, or say --insecure if that is meant"
+            )
+
+    def _check_traces(self) -> None:
+        if not 0 <= self.traces_share <= 1:
+            raise ConfigError(f"traces_share is {self.traces_share}; it must be from 0 to 1")
+        shape = r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}/?"
+        if self.traces is not None and not re.fullmatch(shape, self.traces):
+            raise ConfigError(
+                f"traces is {self.traces!r}; it must be http://HOST:PORT or https://HOST:PORT, "
+                "where an OTLP receiver takes gRPC (4317 as a rule)"
             )
 
     def _check_engine(self) -> None:
@@ -166,6 +186,12 @@ class ServerConfig:
         if self.logprobs_max > LOGPROBS_MAX:
             raise ConfigError(f"logprobs_max is {self.logprobs_max}; at most {LOGPROBS_MAX} can be")
 
+    @property
+    def metrics_exposed(self) -> str | None:
+        """Where metrics and health can be read from outside, in the clear; None: nowhere."""
+        host = self.metrics_host or self.host
+        return None if self.metrics_port is None or loopback(host) else host
+
     def address(self, port: int) -> str:
         """The host and a port, as one word."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
@@ -183,7 +209,8 @@ class ServerConfig:
         return settings(cls, {**preset, **values, **given}, path or "the flags")
 
 
-def _loopback(host: str) -> bool:
+def loopback(host: str) -> bool:
+    """Whether only processes of this machine reach it."""
     if host == "localhost":
         return True
     try:

@@ -22,7 +22,7 @@ from serving.config import ServerConfig
 from serving.flight import crash_path
 from serving.job import Job, Wanted
 from serving.link import Link
-from serving.messages import Cancel, Dump, Load, Made, Ready, Submission, Update
+from serving.messages import Cancel, Dump, Load, Made, Phases, Ready, Submission, Update
 from serving.request import (
     Completion,
     DeadlinePassedError,
@@ -262,8 +262,11 @@ class Engine:
             )
 
     def _send(self, sequences: Iterable[Wanted]) -> None:
+        now = time.monotonic()
         for sequence in sequences:
             job, request = sequence.job, sequence.job.request
+            sequence.sent_at = now if sequence.sent_at is None else sequence.sent_at
+            sequence.lost_s = now - sequence.sent_at
             self._number += 1
             sequence.number, sequence.repeated = self._number, sequence.scored
             self._sequences[self._number] = sequence
@@ -293,6 +296,8 @@ class Engine:
             return []
         if made.end == "fault":
             log.error("event=sequence_fault adapter=%s", sequence.answer.adapter or "none")
+        if made.phases is not None and sequence.lost_s:
+            made = msgspec.structs.replace(made, phases=_since(sequence, made.phases))
         if sequence.search is not None:
             return self._searched(sequence, made)
         if job.losses:
@@ -407,20 +412,30 @@ class Engine:
             loops.setdefault(item[0].loop, []).append(item)
         for loop, theirs in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, theirs)
+                loop.call_soon_threadsafe(_put, theirs, self._config.gather_ms / 1000)
             except RuntimeError:  # The loop is closed: nobody listens any more.
                 for job, _, _ in theirs:
                     self._drop(job, range(len(job.request.answers)))
 
 
-def _put(news: Sequence[_News]) -> None:
-    pause_s = len(news) * MESSAGE_S / MESSAGES_SHARE
+def _put(news: Sequence[_News], gather_s: float) -> None:
+    pause_s = max(gather_s, len(news) * MESSAGE_S / MESSAGES_SHARE)
     for job, index, what in news:
         assert job.stream is not None
         if isinstance(what, PreambleError):
             job.stream.fail(what)
         else:
             job.stream.take(index, what, float("inf") if job.whole else pause_s)
+
+
+def _since(sequence: Wanted, phases: Phases) -> Phases | None:
+    """As the one who waits has seen it: what ranks that were lost did for it was waiting too.
+
+    None: it had its first token from them, and its time since then is all decoding.
+    """
+    if sequence.made:
+        return None
+    return msgspec.structs.replace(phases, queue_s=phases.queue_s + sequence.lost_s)
 
 
 def apart(work: Coroutine[Any, Any, T]) -> T:

@@ -6,11 +6,12 @@ that a limit, a metric or a reason is the same on each. Knows no protocol and no
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from gpt.errors import PreambleError
 from serving.access import Access, Caller
@@ -22,12 +23,20 @@ from serving.request import Ask, Piece, RefusedError, UnavailableError
 from serving.service import Service
 from serving.stream import Stream
 
+if TYPE_CHECKING:
+    from serving.traces import Trace, Traces
+
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "serving", "draining"]
 
 # Of HTTP: overload, and faults of ours. Such ends are logged; the caller's own are counted only.
 LOGGED = (429, 500, 503)
+
+# What clients and proxies call a request: TGIS's own name for that, and everyone else's.
+LABELS = ("x-correlation-id", "x-request-id")
+LABEL_CHARACTERS_MAX = 100
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 class Ended(Exception):
@@ -41,11 +50,43 @@ class Ended(Exception):
         self.retry_s = reason.retry_s if retry_s is None else retry_s
 
 
+def label_of(name: str) -> str:
+    """As much of a caller's name for a request as can be shown anywhere."""
+    return "".join(one for one in name[:LABEL_CHARACTERS_MAX] if " " <= one <= "~").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """How a call came, besides what it asks: for logs and traces."""
+
+    name: str = ""  # What was called, as its protocol says it.
+    headers: Mapping[str, str] = field(default_factory=dict)  # gRPC's metadata are such, too.
+    facts: Mapping[str, str] = field(default_factory=dict)  # In OpenTelemetry's words.
+
+    @property
+    def label(self) -> str:
+        """What the caller calls its request, as far as that can be shown."""
+        return label_of(next((one for name in LABELS if (one := self.headers.get(name))), ""))
+
+    @property
+    def trace_id(self) -> str:
+        """Of the caller's own trace; empty: it has none."""
+        match = _TRACEPARENT.fullmatch(self.headers.get("traceparent", "")[:200])
+        return match[1] if match else ""
+
+
+NOWHERE = Came()
+
+
 class Call:
     """One call on its way. `deadline` is on the monotonic clock."""
 
-    def __init__(self, front: "Front", wire: str, caller: Caller, deadline: float | None) -> None:
+    def __init__(
+        self, front: "Front", wire: str, caller: Caller, deadline: float | None, came: Came
+    ) -> None:
         self.front, self.wire, self.caller, self.deadline = front, wire, caller, deadline
+        self.came = came
+        self.trace: Trace | None = None  # None: nobody wants any.
         self.arrival = time.monotonic()
         self._silent = True  # No token came yet.
         self.tab: Tab | None = None  # From when it was let in.
@@ -67,13 +108,20 @@ class Call:
 
     def part(self, method: str) -> AbstractAsyncContextManager["Call"]:
         """One of many requests that come on this call: a clock, a count, an end of its own."""
-        return self.front.call(self.wire, method, deadline=self.deadline, within=self)
+        came = Came(method, self.came.headers)
+        return self.front.call(self.wire, method, None, self.deadline, within=self, came=came)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What it is called where somebody looks for it: by its caller, and among traces."""
+        came = self.came
+        return came.label, came.trace_id if self.trace is None else self.trace.id
 
     async def start(self, ask: Ask, *, whole: bool = False) -> Stream:
         """Accept what is asked, or refuse it. It ends with this call at the latest."""
         ask = replace(ask, tenant=self.caller.tenant)
         assert self.tab is not None, "nobody was let in"
-        ordered = self.tab.begin()
+        ordered, began = self.tab.begin(), time.monotonic()
         try:
             stream = await self.service.start(
                 ask, self.deadline, whole=whole, charge=ordered.charge
@@ -85,6 +133,8 @@ class Call:
         self._ordered[stream] = ordered
         if whole:
             self._whole.add(stream)
+        if self.trace is not None:
+            self.trace.admitted(began)
         self.front.metrics.accepted(stream.request.answers)
         return stream
 
@@ -105,6 +155,9 @@ class Call:
         self._whole.discard(stream)
         if (ordered := self._ordered.pop(stream, None)) is not None:
             ordered.close()
+            self.front.metrics.spent(stream.spent)
+            if self.trace is not None:
+                self.trace.answered(self.service.name, stream, ordered.made)
 
     async def send(self, sending: Awaitable[object]) -> None:
         """A part of the answer, to a client that has only so long to take some of it."""
@@ -188,6 +241,7 @@ class Front:
         self.metrics, self.access = metrics, access
         self.calls_max, self.slow_reader_s = calls_max, slow_reader_s
         self._quotas = Quotas()
+        self.traces: Traces | None = None  # None: nobody wants any.
         self.state: State = "loading"
         self.service: Service | None = None
         self.stop = asyncio.Event()  # Set: the server is to drain and end.
@@ -214,15 +268,18 @@ class Front:
         *,
         draining: bool = False,
         within: Call | None = None,
+        came: Came = NOWHERE,
     ) -> AsyncIterator[Call]:
         """Around each call: who calls, its count, its time, and an `Ended` if it ends badly.
 
         `draining`: it is answered then too. `within`: it is a part of that call, let in with it.
         """
-        call = Call(self, wire, Caller(), deadline)
+        call = Call(self, wire, Caller(), deadline, came)
         reason: Reason | None = None
         self._enter()
         try:
+            if self.traces is not None:
+                call.trace = self.traces.begin(came, within.trace if within else None)
             call.caller = caller = within.caller if within else self.access.caller(credential)
             if not draining:
                 self._check_room()
@@ -246,7 +303,10 @@ class Front:
             reason = REASONS["DEADLINE_PASSED" if late else "CANCELLED"]
             raise
         except Exception:
-            log.exception("event=call_failed wire=%s method=%s", wire, method)
+            names = call.names
+            log.exception(
+                "event=call_failed wire=%s method=%s label=%r trace=%r", wire, method, *names
+            )
             reason = REASONS["INTERNAL"]
             message = "a fault of this server ended the call; its log says why"
             raise Ended(reason, message) from None
@@ -263,14 +323,17 @@ class Front:
         code = "OK" if reason is None else reason.code.name
         self.metrics.requests.labels(*labels, code).inc()
         self.metrics.duration.labels(*labels, code).observe(took_s)
+        if call.trace is not None:
+            call.trace.end(call.came, call.caller.tenant, reason)
         if reason is None:
             return
         self.metrics.ended(reason, accepted=call.accepted)
         if reason.status in LOGGED and (unsaid := self._sparing.due(reason.name)) is not None:
             log.warning(
                 "event=call_ended reason=%s wire=%s method=%s tenant=%r accepted=%s took_ms=%.1f "
-                "unsaid=%d",
-                *(reason.name, *labels, call.caller.tenant, call.accepted, 1e3 * took_s, unsaid),
+                "label=%r trace=%r unsaid=%d",
+                *(reason.name, *labels, call.caller.tenant, call.accepted, 1e3 * took_s),
+                *(*call.names, unsaid),
             )
 
     def _check_room(self) -> None:

@@ -12,22 +12,24 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from aiohttp import ClientError, web
+from aiohttp import ClientError, HttpVersion10, HttpVersion11, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gpt.errors import ConfigError
 from serving.config import ServerConfig
-from serving.front import Ended
+from serving.front import Came, Ended, label_of
 from serving.reasons import REASONS
 
 log = logging.getLogger(__name__)
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-# By path, then by method. A path that ends with "/" stands for all that begin with it.
+# By path, then by method. A path like "/v1/models/" stands for all that begin with it.
 Routes = Mapping[str, Mapping[str, Answer]]
 
 JSON = "application/json"
@@ -37,6 +39,9 @@ GOODBYE_S = 1.0
 PATH_CHARACTERS_MAX = 100
 BACKLOG = 1024
 HEADERS = {"Server": "preamble"}  # The library's own tells its version.
+NAME = "X-Request-Id"  # A caller that names its request finds the name on the answer.
+NOTHING: Mapping[str, str] = {}
+VERSIONS = (HttpVersion10, HttpVersion11)
 
 
 @dataclass(frozen=True)
@@ -60,25 +65,27 @@ def paged(make: Callable[[], Page | Awaitable[Page]]) -> Mapping[str, Answer]:
     return {"GET": answer, "HEAD": answer}
 
 
-class BadRequestError(Ended):
-    """HTTP itself is wrong. The status says more than a reason's own."""
+class WrongMethodError(Ended):
+    """What a path takes instead is a header too."""
 
-    def __init__(self, status: int, message: str, allow: str = "") -> None:
-        super().__init__(REASONS["UNREADABLE"], message)
-        self.status, self.allow = status, allow
+    def __init__(self, path: str, allow: str) -> None:
+        shown = ascii(path[:PATH_CHARACTERS_MAX])
+        super().__init__(REASONS["WRONG_METHOD"], f"{shown} takes {allow}")
+        self.allow = allow
 
 
 def record_of(ended: Ended) -> dict[str, Any]:
     """A bad end in OpenAI's shape; `code` is the reason's name."""
-    status = status_of(ended)
+    status = ended.reason.status
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    said = {"message": str(ended), "type": kind, "param": ended.field, "code": ended.reason.name}
-    return {"error": said}
+    message, field = _writable(str(ended)), ended.field and _writable(ended.field)
+    return {"error": {"message": message, "type": kind, "param": field, "code": ended.reason.name}}
 
 
-def status_of(ended: Ended) -> int:
-    return ended.status if isinstance(ended, BadRequestError) else ended.reason.status
+def _writable(text: str) -> str:
+    """Without what no UTF-8 can be of, as a name of the caller's may have it."""
+    return text.encode(errors="replace").decode()
 
 
 def refusal(ended: Ended) -> web.Response:
@@ -88,11 +95,11 @@ def refusal(ended: Ended) -> web.Response:
         # The second is finer, and what OpenAI's own client looks for first.
         headers["Retry-After"] = str(max(1, math.ceil(ended.retry_s)))
         headers["Retry-After-Ms"] = str(round(1000 * ended.retry_s))
-    if status_of(ended) == 401:
+    if ended.reason.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(ended, BadRequestError) and ended.allow:
+    if isinstance(ended, WrongMethodError):
         headers["Allow"] = ended.allow
-    return answered(record_of(ended), status_of(ended), headers)
+    return answered(record_of(ended), ended.reason.status, headers)
 
 
 def answered(
@@ -105,14 +112,17 @@ def answered(
 
 async def body_of(request: web.BaseRequest, bytes_max: int, patience_s: float) -> bytes:
     """What a client sends, within bounds of size and time; also of what it sends compressed."""
-    over = BadRequestError(
-        413,
+    over = Ended(
+        REASONS["BODY_TOO_LARGE"],
         f"the body is over {bytes_max} bytes, the most that this server takes (message_bytes_max)",
     )
     if (request.content_length or 0) > bytes_max:
         raise over
     if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        except ConnectionError:
+            raise asyncio.CancelledError from None  # Nobody hears it any more.
         request.writer.output_size = 0  # Else it would count as an answer's beginning.
     parts: list[bytes] = []
     size = 0
@@ -124,12 +134,31 @@ async def body_of(request: web.BaseRequest, bytes_max: int, patience_s: float) -
                     raise over
                 parts.append(part)
     except TimeoutError:
-        raise BadRequestError(408, f"the body did not come within {patience_s:g} s") from None
+        message = f"the body did not come within {patience_s:g} s (slow_reader_s)"
+        raise Ended(REASONS["BODY_TOO_LATE"], message) from None
     except (web.RequestPayloadError, HttpProcessingError, ClientError):
-        raise BadRequestError(
-            400, "the body is not what its headers say: it is cut, or coded in another way"
+        raise Ended(
+            REASONS["UNREADABLE"],
+            "the body is not what its headers say: it is cut, or coded in another way",
         ) from None
     return b"".join(parts)
+
+
+def came(request: web.BaseRequest, route: str, more: Mapping[str, str] = NOTHING) -> Came:
+    """How a call came. `route`: its path, as one of few."""
+    facts = {
+        **more,
+        "http.request.method": request.method,
+        "http.route": route,
+        "url.path": request.path[:PATH_CHARACTERS_MAX],
+        "url.scheme": request.scheme,
+    }
+    return Came(f"{request.method} {route}", request.headers, facts)
+
+
+def _named(request: web.BaseRequest) -> Mapping[str, str]:
+    name = label_of(request.headers.get(NAME, ""))
+    return {NAME: name} if name else NOTHING
 
 
 class Events:
@@ -160,6 +189,7 @@ class Events:
             headers = {**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
             # A proxy that collects events would make a stream of them one late answer.
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            headers |= _named(self._request)
             self._response = web.StreamResponse(headers=headers)
             await self._response.prepare(self._request)
         return self._response
@@ -171,8 +201,41 @@ class Events:
             transport.abort()
 
 
+class _Request(web.BaseRequest):
+    """The library's, but that it is answered in a version that we speak.
+
+    The library reads a few others as well, and says them back.
+    """
+
+    ATTRS = web.BaseRequest.ATTRS | {"_said"}
+
+    def __init__(self, message: RawRequestMessage, *rest: Any, **more: Any) -> None:
+        self._said = message.version
+        if self._said not in VERSIONS:
+            message = message._replace(version=HttpVersion11, should_close=True)
+        super().__init__(message, *rest, **more)
+
+    def check(self) -> None:
+        if self._said not in VERSIONS:
+            number = ".".join(map(str, self._said))
+            said = f"HTTP/{number} is not spoken here; use HTTP/1.1"
+            raise Ended(REASONS["UNREADABLE"], said)
+
+
 class _Connection(web.RequestHandler):
-    """The library's, but for how it says that it could not read something."""
+    """The library's, but for how it says that it could not read something, or takes no more."""
+
+    def __init__(self, server: web.Server, connections_max: int, **kw: Any) -> None:
+        super().__init__(server, **kw)
+        self._server, self._max = server, connections_max
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not earlier: of those that come at once none is counted before all have been accepted.
+        if len(self._server.connections) < self._max:
+            return super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_protocol(asyncio.Protocol())
+        _turn_away(transport, self._max)
 
     def handle_error(
         self,
@@ -185,7 +248,7 @@ class _Connection(web.RequestHandler):
             raise ConnectionError("the answer has begun, and cannot become another")
         if status == 400:
             said = " ".join((message or "").split())[:PATH_CHARACTERS_MAX]
-            response = refusal(BadRequestError(400, f"that is no HTTP request: {said}"))
+            response = refusal(Ended(REASONS["UNREADABLE"], f"that is no HTTP request: {said}"))
         else:
             log.error("event=http_failed status=%d", status, exc_info=exc)
             response = refusal(Ended(REASONS["INTERNAL"], "a fault of this server; see its log"))
@@ -233,7 +296,9 @@ class HttpServer:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         # A client that leaves takes the call along.
-        self._protocols = web.Server(self._answer, handler_cancellation=True)
+        self._protocols = web.Server(
+            self._answer, request_factory=partial(_Request, loop=loop), handler_cancellation=True
+        )
         self._listening = await loop.create_server(
             self._connect,
             sock=self._socket,
@@ -254,42 +319,57 @@ class HttpServer:
         await self._protocols.shutdown(GOODBYE_S)
 
     def _connect(self) -> asyncio.Protocol:
-        if len(self._protocols.connections) >= self._config.http_connections_max:
-            return _Refused()
         return _Connection(
             self._protocols,
+            self._config.http_connections_max,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=self._config.http_idle_s,
-            access_log=None,  # type: ignore[arg-type] # None is what its own callers give.
+            access_log=None,
             logger=logging.getLogger(f"{__name__}.connection"),
         )
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request, _Request)
         try:
-            return await self._find(request)(request)
+            request.check()
+            response = await self._find(request)(request)
         except Ended as ended:
             response = refusal(ended)
             if not request.content.is_eof():
                 response.force_close()  # What is left of the body is not waited for.
-            return response
+        if not response.prepared:
+            response.headers.update(_named(request))
+        return response
 
     def _find(self, request: web.BaseRequest) -> Answer:
         path = request.path
         parent = path[: path.rfind("/") + 1]
-        methods = self._routes.get(path) or self._routes.get(parent)
+        # All paths begin with "/", so that one stands for itself only.
+        methods = self._routes.get(path) or (self._routes.get(parent) if parent != "/" else None)
         if methods is None:
             known = ", ".join(path for path in self._routes if not path.endswith("/"))
             shown = ascii(path[:PATH_CHARACTERS_MAX])
-            raise BadRequestError(404, f"there is no {shown} here; known are: {known}")
+            message = f"there is no {shown} here; known are: {known}"
+            raise Ended(REASONS["UNKNOWN_PATH"], message)
         answer = methods.get(request.method)
         if answer is None:
-            allow = ", ".join(methods)
-            raise BadRequestError(405, f"{path} takes {allow}", allow)
+            raise WrongMethodError(path, ", ".join(methods))
         return answer
 
 
-class _Refused(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+def _turn_away(transport: asyncio.Transport, connections_max: int) -> None:
+    """Say that it is a connection too many, whatever it would have asked, and end it."""
+    response = refusal(
+        Ended(
+            REASONS["QUEUE_FULL"],
+            f"this server has {connections_max} connections, and takes no more at once "
+            "(http_connections_max); try again in a moment",
+        )
+    )
+    body = response.body
+    assert isinstance(body, bytes)
+    headers = {**response.headers, "Content-Length": str(len(body)), "Connection": "close"}
+    lines = [f"HTTP/1.1 {response.status} {response.reason}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+    transport.close()

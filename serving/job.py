@@ -28,6 +28,8 @@ class Wanted:
     made: list[int] = field(default_factory=list)
     scored: int = 0  # Tokens of the prompt whose scores came,
     repeated: int = 0  # and how many of them will come again, since ranks were lost.
+    sent_at: float | None = None  # When it was first sent to a planner, on the monotonic clock,
+    lost_s: float = 0.0  # and how long after that to the one that it is with.
     over: bool = False  # It ended, or nobody wants it any more.
 
 

@@ -25,8 +25,8 @@ import msgspec
 
 from gpt.errors import ConfigError
 from serving.channel import Channel
-from serving.circle import Store, loopback
-from serving.config import ServerConfig
+from serving.circle import Store
+from serving.config import ServerConfig, loopback
 from serving.links import AGENT, FOLDER
 from serving.logs import log_to_stderr
 from serving.outside import connect, folder_of, read_card

@@ -5,26 +5,25 @@ and from the first SIGTERM on, when what was accepted is finished. A second sign
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from gpt.errors import ConfigError
-from protos.foreign import described
 from serving.access import Access
 from serving.config import ServerConfig
+from serving.discovery import Health, reflect
 from serving.front import Front
 from serving.http import HttpServer, Page, Routes, family, paged
 from serving.link import Link
@@ -32,7 +31,7 @@ from serving.links import open_link
 from serving.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
 from serving.service import Found, Service
 from serving.tls import Tls
-from serving.wires import handlers, openai, wires
+from serving.wires import handlers, openai, page, wires
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +59,17 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
     if tls is not None:
         said = "When the certificate that is served expires, since 1970."
         metrics.watch("tls_certificate_expiry_timestamp_seconds", said, lambda: tls.expires)
-    checks = health.aio.HealthServicer()
+    checks = Health()
     await _tell(checks, up=False)
     server, port = _bind(config, tls)
     server.add_generic_rpc_handlers(tuple(handlers(front)))
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    checks.serve(server)
     if config.reflection:
-        names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, server, pool=described(names))
+        reflect(SERVICES, server)
     aside = _aside(config, front)
     secret = None if tls is None else tls.context
-    async with HttpServer(config, _routes(config, front), tls=secret) as http, aside:
+    http = HttpServer(config, _routes(config, front), tls=secret)
+    async with _traced(config, front), http, aside:
         link = open_link(config)
         await server.start()
         hurry = _signals(front)
@@ -81,6 +80,8 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
                 log.info("event=stopped while=loading")
                 return 0
             loading.result()
+            gc.collect()
+            gc.freeze()  # What is here stays. To look through it again holds up all for 0.1 s.
             _watch(metrics, service)
             front.open(service)
             works = (_poll(service), _heed(service, checks), _reread(config, access, tls))
@@ -99,6 +100,30 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
             await asyncio.to_thread(link.close)
             await server.stop(0)
     return 0
+
+
+@asynccontextmanager
+async def _traced(config: ServerConfig, front: Front) -> AsyncIterator[None]:
+    """Traces of all calls, if they are wanted; sent on until the block ends."""
+    if config.traces is None:
+        yield
+        return
+    try:
+        from serving.traces import Traces
+    except ImportError as error:
+        raise ConfigError(
+            f"traces are to go to {config.traces}, and {error.name or 'a package'} is not "
+            "installed; pip install 'preamble[traces]', or leave traces out"
+        ) from None
+    traces = Traces(config.traces, config.traces_share, version())
+    outbox, watch = traces.outbox, front.metrics.watch_count
+    watch("trace_spans_sent", "Spans that a receiver took.", lambda: outbox.sent)
+    watch("trace_spans_dropped", "Spans that nobody got.", lambda: outbox.dropped)
+    front.traces = traces
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(traces.close)
 
 
 def _load(service: Service, link: Link) -> "asyncio.Future[None]":
@@ -198,7 +223,7 @@ async def _first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
 async def _drain(
     server: grpc.aio.Server,
     front: Front,
-    checks: health.aio.HealthServicer,
+    checks: Health,
     hurry: asyncio.Event,
 ) -> None:
     """Refuse what is new, finish what was accepted, within the time there is."""
@@ -232,7 +257,7 @@ async def _poll(service: Service) -> None:
         took_s = time.monotonic() - started
 
 
-async def _heed(service: Service, checks: health.aio.HealthServicer) -> None:
+async def _heed(service: Service, checks: Health) -> None:
     """Tell by health whether the engine answers, as soon as that changes."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
     service.engine.on_change = partial(loop.call_soon_threadsafe, changed.set)
@@ -251,12 +276,11 @@ async def _reread(config: ServerConfig, access: Access, tls: Tls | None) -> None
             await asyncio.to_thread(tls.refresh)
 
 
-async def _tell(checks: health.aio.HealthServicer, *, up: bool, live: bool = True) -> None:
+async def _tell(checks: Health, *, up: bool, live: bool = True) -> None:
     """Readiness, by every service's name and that of none; apart from it, whether to restart us."""
-    kinds = health_pb2.HealthCheckResponse
     for name in ("", READINESS, *SERVICES):
-        await checks.set(name, kinds.SERVING if up else kinds.NOT_SERVING)
-    await checks.set(LIVENESS, kinds.SERVING if live else kinds.NOT_SERVING)
+        await checks.tell(name, up=up)
+    await checks.tell(LIVENESS, up=live)
 
 
 def _routes(config: ServerConfig, front: Front) -> Routes:
@@ -264,13 +288,19 @@ def _routes(config: ServerConfig, front: Front) -> Routes:
     pages = dict(_pages(front))
     if config.metrics_port is not None:
         del pages["/metrics"]
-    return {**pages, **openai.routes(front)}
+    return {**pages, **openai.routes(front), **page.routes(front, page=config.page)}
 
 
 def _aside(config: ServerConfig, front: Front) -> AbstractAsyncContextManager[object]:
     """The pages at an address of their own, if they are to have one."""
     if config.metrics_port is None:
         return nullcontext()
+    if config.metrics_exposed is not None:
+        log.warning(
+            "event=metrics_exposed host=%s port=%d note=%r",
+            *(config.metrics_exposed, config.metrics_port),
+            "no TLS, no token: let only probes and scrapes reach it",
+        )
     address = (config.metrics_host or config.host, config.metrics_port)
     return HttpServer(config, _pages(front), address=address, setting="metrics_port")
 

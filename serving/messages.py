@@ -95,6 +95,17 @@ class Scored(_Part, frozen=True):
     tops: list[tuple[int, float]] = []  # Token id and log-probability.
 
 
+class Phases(_Part, frozen=True):
+    """Where the time went until a sequence's first token, by the clock of who plans.
+
+    What is computed again for a preemption before that token is in `prefill_s`.
+    """
+
+    queue_s: float  # It waited: for its adapter, for its turn, for an equal prompt; each time.
+    prefill_s: float  # The rest: its prompt was computed.
+    decode_s: float = 0.0  # Of tokens that are told together with the first: a search's.
+
+
 class Made(_Part, frozen=True):
     """What a step made for one sequence."""
 
@@ -107,6 +118,7 @@ class Made(_Part, frozen=True):
     end: End | None = None
     reason: str = ""  # With a refusal, "fault" and "stuck": a sentence for the caller.
     cached_tokens: int = 0  # With the first token: how much of the prompt was in the prefix cache.
+    phases: Phases | None = None  # With the first token too, or with the end of one without any.
 
 
 class Load(_Part, frozen=True):

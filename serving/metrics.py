@@ -34,6 +34,7 @@ from prometheus_client.registry import Collector
 
 from serving.reasons import REASONS, Reason
 from serving.request import Answer
+from serving.stream import Spent
 
 # Else every counter and histogram has a second series that says when it was made.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -50,6 +51,10 @@ NEXT_TOKEN_S = (
 )
 STEP_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+)
+PHASE_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 20, 40, 80, 160, 320),
 )
 REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 LENGTH_TOKENS = tuple(2.0**power for power in range(18))  # Up to 131,072.
@@ -181,6 +186,15 @@ class Metrics:
         self.message_tokens = self._spread(
             "stream_message_tokens", "Tokens that one message of a stream had.", MESSAGE_TOKENS
         )
+        self.queue = self._spread(
+            "queue_duration_seconds", "Of each answer: it waited for its turn.", PHASE_S
+        )
+        self.prefill = self._spread(
+            "prefill_duration_seconds", "From then to its first token, but for waits.", PHASE_S
+        )
+        self.decode = self._spread(
+            "decode_duration_seconds", "From its first token to its end, if that is good.", PHASE_S
+        )
         self.step = self._spread("step_duration_seconds", "Of the engine's steps.", STEP_S)
         self.in_flight = self._gauge("requests_in_flight", "Calls that have not ended.")
 
@@ -196,9 +210,13 @@ class Metrics:
             self.rejections.labels(reason.name).inc()
 
     def accepted(self, answers: Iterable[Answer]) -> None:
-        """A request was accepted. What comes first is shown; names are not bounded, series are."""
-        for name in {answer.adapter.partition("@")[0] for answer in answers} - {""}:
-            if len(self._shown) < ADAPTERS_SHOWN_MAX:
+        """A request was accepted. What comes first is shown; names are not bounded, series are.
+
+        A scrape may be anyone's, so a tenant's own adapters are not named.
+        """
+        names = {OTHER if one.private else one.adapter.partition("@")[0] for one in answers}
+        for name in names - {""}:
+            if name != OTHER and len(self._shown) < ADAPTERS_SHOWN_MAX:
                 self._shown.add(name)
             self.adapter_requests.labels(name if name in self._shown else OTHER).inc()
 
@@ -209,6 +227,14 @@ class Metrics:
         self.virtual_tokens.inc(answer.virtual_tokens)
         self.prompt_length.observe(len(answer.prompt))
         self.generated_length.observe(made)
+
+    def spent(self, answers: Iterable[Spent]) -> None:
+        """Where the time of answers went that have ended."""
+        for one in answers:
+            self.queue.observe(one.phases.queue_s)
+            self.prefill.observe(one.phases.prefill_s)
+            if one.finish not in (None, "scored"):
+                self.decode.observe(one.decode_s)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read at each scrape."""

@@ -64,6 +64,14 @@ class _Flying:
     outcome: Outcome | None
 
 
+@dataclass(slots=True)
+class _Live:
+    """What is known here of a sequence until it ends."""
+
+    came_at: float
+    digest: str = ""  # Of the adapter whose rows it holds.
+
+
 class Planner:
     """`put` is for any thread, `give` is called from the one that runs, and must not wait long.
 
@@ -87,7 +95,7 @@ class Planner:
         self._inbox: queue.SimpleQueue[ToPlanner | Loaded] = queue.SimpleQueue()
         width = runner.model.config.hidden_size
         self._tables = Tables(width, config.adapter_bytes_max, self._inbox.put)
-        self._live: dict[int, str] = {}  # Numbers that have not ended, and the adapters they hold.
+        self._live: dict[int, _Live] = {}  # What has not ended, by number.
         self._aside: dict[int, Submission] = {}  # Those that wait for an adapter's rows.
         self._live_max = config.queue_requests_max + config.running_requests_max
         self._flying: deque[_Flying] = deque()
@@ -244,19 +252,19 @@ class Planner:
             )
             self._made.append(Made(submission.number, end="full", reason=reason))
             return
-        self._live[submission.number] = ""
+        self._live[submission.number] = _Live(time.monotonic())
         self._aside[submission.number] = submission
         self._admit(submission)
 
     def _admit(self, submission: Submission) -> None:
         """Hand one that stands aside to the scheduler, if its adapter is at hand."""
-        rows = submission.rows
+        rows, live, now = submission.rows, self._live[submission.number], time.monotonic()
         if rows is not None:
             if self._tables.pin(rows) != "here":
                 return
-            self._live[submission.number] = rows.digest
+            live.digest = rows.digest
         del self._aside[submission.number]
-        refused = self._scheduler.add(submission, time.monotonic())
+        refused = self._scheduler.add(submission, now, now - live.came_at)
         if refused is not None:
             self._note([refused])
 
@@ -293,7 +301,7 @@ class Planner:
         released = False
         for one in made:
             if one.end is not None:
-                digest = self._live.pop(one.number)
+                digest = self._live.pop(one.number).digest
                 if digest:
                     self._tables.release(digest)
                     released = True

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import grpc
 
-from gpt.errors import AdapterError, PreambleError, RequestError
+from gpt.errors import AdapterError, PreambleError, PromptTooLongError, RequestError
 from serving.request import (
     DeadlinePassedError,
     EngineFaultError,
     OverloadedError,
-    PromptTooLongError,
     RefusedError,
     UnavailableError,
     UnknownAdapterError,
@@ -39,6 +38,10 @@ REASONS = {
         Reason("INVALID_FIELD", _C.INVALID_ARGUMENT, 400),
         Reason("PROMPT_TOO_LONG", _C.INVALID_ARGUMENT, 400),
         Reason("UNREADABLE", _C.INVALID_ARGUMENT, 400),
+        Reason("UNKNOWN_PATH", _C.NOT_FOUND, 404),
+        Reason("WRONG_METHOD", _C.UNIMPLEMENTED, 405),
+        Reason("BODY_TOO_LATE", _C.DEADLINE_EXCEEDED, 408),
+        Reason("BODY_TOO_LARGE", _C.INVALID_ARGUMENT, 413),
         Reason("UNSUPPORTED", _C.UNIMPLEMENTED, 501),
         Reason("UNKNOWN_ADAPTER", _C.NOT_FOUND, 404),
         Reason("UNKNOWN_MODEL", _C.NOT_FOUND, 404),
@@ -52,6 +55,7 @@ REASONS = {
         Reason("QUEUE_FULL", _C.RESOURCE_EXHAUSTED, 429, 1.0),
         Reason("RATE_LIMITED", _C.RESOURCE_EXHAUSTED, 429, 1.0),
         Reason("SLOW_READER", _C.RESOURCE_EXHAUSTED, 429),
+        Reason("IDLE_STREAM", _C.ABORTED, 408, 0.0),  # That is: on another stream, at once.
         # The server's own state.
         Reason("LOADING", _C.UNAVAILABLE, 503, 5.0),
         Reason("ENGINE_LOST", _C.UNAVAILABLE, 503, 1.0),

@@ -85,6 +85,7 @@ class Answer:
     stop_strings: tuple[str, ...] = ()
     stop_in_text: bool = False
     adapter: str = ""  # As `name@version`; empty: none.
+    private: bool = False  # Whether that is its tenant's alone, whose name nobody else may learn.
     rows: Rows | None = None  # The adapter's.
     virtual_tokens: int = 0  # How many of the prompt's ids are rows.
     # How many of them, the last ones, are a continuation's: then only these are scored.
@@ -168,10 +169,6 @@ class UnknownAdapterError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "adapter")
-
-
-class PromptTooLongError(RequestError):
-    """The prompt leaves no room for an answer."""
 
 
 class RefusedError(PreambleError):

@@ -6,6 +6,7 @@ is a name, a kind of message and a function.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from serving.access import Role
-from serving.front import Ended, Front
+from serving.front import Came, Ended, Front
 from serving.reasons import DOMAIN
 from serving.request import RefusedError
 
@@ -33,6 +34,7 @@ Kind = Literal["unary", "out", "in", "both"]
 # for each that is not ASCII; a field, which can be a name of the caller's, twice.
 MESSAGE_BYTES_MAX = 1000
 FIELD_BYTES_MAX = 200
+LIBRARY = "grpc._cython.cygrpc"  # What it logs as.
 GOODBYE_S = 1.0  # How long a client that reads nothing may take to be told that its call is over.
 
 
@@ -54,17 +56,29 @@ def handler(
     front: Front, wire: str, service: str, methods: Sequence[Method]
 ) -> grpc.GenericRpcHandler:
     """To be added to a server; `wire` names this surface in metrics."""
+    logging.getLogger(LIBRARY).addFilter(_is_news)
     return grpc.method_handlers_generic_handler(
-        service, {method.name: _handler(front, wire, method) for method in methods}
+        service, {method.name: _handler(front, wire, service, method) for method in methods}
     )
 
 
-def _handler(front: Front, wire: str, method: Method) -> Any:
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether it is worth a line. That a client was gone when its call ended well is not: the
+    library logs a stack for it, and that is after our part of the call.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+def _handler(front: Front, wire: str, service: str, method: Method) -> Any:
+    name = f"{service}/{method.name}"
+    facts = {"rpc.system.name": "grpc", "rpc.method": name}
+
     async def answer(sent: Any, context: Context) -> Message | None:
-        credential, deadline = _credential(context), _deadline(context)
+        headers, deadline = _headers(context), _deadline(context)
+        credential, came = headers.get("authorization"), Came(name, headers, facts)
         try:
             async with front.call(
-                wire, method.name, credential, deadline, draining=method.draining
+                wire, method.name, credential, deadline, draining=method.draining, came=came
             ) as call:
                 call.caller.must(method.role)
                 read = _messages if method.kind in ("in", "both") else _message
@@ -121,11 +135,13 @@ def _deadline(context: Context) -> float | None:
     return None if remaining is None else time.monotonic() + remaining
 
 
-def _credential(context: Context) -> str | None:
+def _headers(context: Context) -> dict[str, str]:
+    """The metadata that are texts; of one that comes twice the first."""
+    headers: dict[str, str] = {}
     for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str):
-            return value
-    return None
+        if isinstance(value, str):
+            headers.setdefault(key, value)
+    return headers
 
 
 async def abort(context: Context, ended: Ended) -> None:

@@ -70,8 +70,8 @@ class Scheduler:
 
     # --------------------------------------------------------------------------- coming and going
 
-    def add(self, submission: Submission, now: float) -> Made | None:
-        """Queue a sequence. What can never run is answered at once."""
+    def add(self, submission: Submission, now: float, aside_s: float = 0.0) -> Made | None:
+        """Queue a sequence, heard of `aside_s` before. What can never run is answered at once."""
         number, prompt, sampling = submission.number, submission.prompt, submission.sampling
         assert number not in self._live, f"number {number} is used twice"
         refused = self._room.never(submission, self._context_max)
@@ -90,6 +90,8 @@ class Scheduler:
             most=len(prompt) + sampling.max_new_tokens,
             latency=submission.service == "latency",
             queued_at=now,
+            came_at=now - aside_s,
+            aside_s=aside_s,
         )
         self._arrivals += 1
         # Whoever goes on after tokens that were made has been told its prompt's scores before.
@@ -377,7 +379,7 @@ class Scheduler:
                     self._leave(sequence)
                     made.append(self._last(sequence))
             elif not sequence.waits:
-                one = self._advance(sequence, step.lengths[place], drawn, scored, told)
+                one = self._advance(sequence, step.lengths[place], drawn, scored, told, now)
                 if one is not None:
                     made.append(one)
         return made
@@ -389,6 +391,7 @@ class Scheduler:
         drawn: list[int],
         scored: list[Scored],
         told: list[Scored],
+        now: float,
     ) -> Made | None:
         """What a sequence has of a step that is over."""
         sampling = sequence.submission.sampling
@@ -416,9 +419,9 @@ class Scheduler:
             sequence.ending = "scored"
         elif not prompt_scores:
             return None
-        cached = 0
+        cached, phases = 0, None
         if not sequence.told and (drawn or sequence.ending):
-            sequence.told, cached = True, sequence.cached
+            sequence.told, cached, phases = True, sequence.cached, sequence.phases(now)
         if sequence.ending is not None:
             self._leave(sequence)
         return Made(
@@ -428,6 +431,7 @@ class Scheduler:
             prompt_scores,
             sequence.ending,
             cached_tokens=cached,
+            phases=phases,
         )
 
     def _forgiven(self, sequence: Sequence, now: float) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from serving.guess import Guesses
-from serving.messages import End, Scored, Submission
+from serving.messages import End, Phases, Scored, Submission
 
 # So many levels of waiting turn the throughput class into the latency class.
 LEVELS_TO_LATENCY = 6
@@ -26,6 +26,8 @@ class Sequence:
     latency: bool
     queued_at: float  # When it last began to wait.
     waited_s: float = 0.0  # Before that, and once it runs, in all.
+    came_at: float = 0.0  # When it was first heard of,
+    aside_s: float = 0.0  # and how long it took from then until it was queued.
 
     # What of it is virtual: the first position, and the one after the last.
     virtual_start: int = 0
@@ -55,7 +57,7 @@ class Sequence:
 
     scored: int = 0  # Prompt tokens whose scores have been told, or are not wanted.
     cached: int = -1  # Prompt tokens that were in the prefix cache; -1: it never ran.
-    told: bool = False  # Whether `cached` was.
+    told: bool = False  # Whether `cached` was, and its phases.
     ending: End | None = None  # It ends as soon as no step has it.
     reason: str = ""
     poisoned: bool = False  # What it wrote after `computed` may not be finite.
@@ -67,6 +69,11 @@ class Sequence:
     @property
     def waits(self) -> bool:
         return self.slot < 0
+
+    def phases(self, now: float) -> Phases:
+        """Where its time went until now; it runs."""
+        queue_s = self.aside_s + self.waited_s
+        return Phases(queue_s, max(0.0, now - self.came_at - queue_s))
 
     @property
     def match_max(self) -> int:

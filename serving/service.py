@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -154,7 +155,7 @@ class Service:
         """Every ask's answers, in order. The first one that cannot be is raised before any runs."""
         return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.checkpoint.path.resolve().name
 

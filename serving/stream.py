@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from gpt.errors import AdapterError, PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
 from serving.beam import Found
-from serving.messages import End, Made, Scored
+from serving.messages import End, Made, Phases, Scored
 from serving.request import (
     Answer,
     Completion,
@@ -33,6 +33,22 @@ FINISHES: Mapping[End | None, Finish] = {"stop": "stop", "length": "length", "sc
 PASSED = "the deadline passed before the answer was done"
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Where an answer's time went, once it had its first token; or its end, if it wants none."""
+
+    index: int
+    phases: Phases
+    cached_tokens: int
+    first_at: float  # When that token came, on the monotonic clock,
+    ended_at: float  # and when all ended, or what is known just now.
+    finish: Finish | None  # None: it has not ended, or not well.
+
+    @property
+    def decode_s(self) -> float:
+        return self.ended_at - self.first_at
+
+
 @dataclass
 class _State:
     """Where an answer stands: what was not yet taken of it, and whether more will come."""
@@ -49,8 +65,16 @@ class _State:
     error: PreambleError | None = None
     over: bool = False
     begun: bool = False  # Whether a piece of it was given.
+    # From its first token on; when that came, and how much of its prompt was there before.
+    phases: Phases | None = None
+    first_at: float = 0.0
+    first_cached: int = 0
+    ended_at: float | None = None
 
     def add(self, made: Made) -> None:
+        if made.phases is not None:
+            self.phases, self.first_cached = made.phases, made.cached_tokens
+            self.first_at = time.monotonic() - made.phases.decode_s
         self.prompt_scores += made.prompt_scores
         self.cached_tokens += made.cached_tokens
         if isinstance(made, Found):
@@ -72,6 +96,7 @@ class _State:
 
     def end(self, finish: Finish, stop: str | int | None = None) -> None:
         self.finish, self.stop, self.over = finish, stop, True
+        self.ended_at = time.monotonic()
 
     def piece(self, index: int) -> Piece:
         """All that was not yet taken."""
@@ -162,6 +187,23 @@ class Stream:
             timer.cancel()
         self._abandon()
         self._ripen()
+
+    @property
+    def spent(self) -> list[Spent]:
+        """Of each answer that has begun, where its time went until now."""
+        now = time.monotonic()
+        return [
+            Spent(
+                index,
+                state.phases,
+                state.first_cached,
+                state.first_at,
+                now if state.ended_at is None else state.ended_at,
+                state.finish,
+            )
+            for index, state in enumerate(self._states)
+            if state.phases is not None
+        ]
 
     def expire_in(self, seconds: float) -> None:
         """End by then, if the engine has not."""

@@ -26,6 +26,9 @@ UNSIGNED32 = {_Kind.TYPE_UINT32, _Kind.TYPE_FIXED32}
 def scribble(message: Message, draw: random.Random, part: float, depth: int = 0) -> None:
     """Fill about this part of its fields with something that fits their kinds."""
     for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None and not _is_map(field) and depth < 4:
+            for child in _children(message, field):
+                scribble(child, draw, part, depth + 1)
         if draw.random() > part:
             continue
         if _is_map(field):
@@ -43,6 +46,13 @@ def scribble(message: Message, draw: random.Random, part: float, depth: int = 0)
             getattr(message, field.name).extend(_value(field, draw) for _ in range(count))
         elif field.message_type is None:
             setattr(message, field.name, _value(field, draw))
+
+
+def _children(message: Message, field: Any) -> list[Message]:
+    """What is there already."""
+    if field.is_repeated:
+        return list(getattr(message, field.name))
+    return [getattr(message, field.name)] if message.HasField(field.name) else []
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:

@@ -3,6 +3,8 @@
 They are made of the bare stubs: tritonclient itself would make few of them.
 """
 
+import json
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +39,7 @@ def framed(*values: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 
+NO_BYTES = b""
 PROMPT = one("text_input", "BYTES", [1])
 FLAG = service_pb2.InferParameter(bool_param=True)
 NUMBER = service_pb2.InferParameter(int64_param=-1)
@@ -81,7 +84,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
         "has 2 elements; it takes 1",
     ),
     "not utf-8": (request(texts("text_input", b"a\xff")), "text_input", "not UTF-8 from byte 1"),
-    "empty": (request(texts("text_input", b"")), "text", "text is empty"),
+    "empty": (request(texts("text_input", b"")), "text_input", "text_input is empty"),
     "not a text": (
         request(one("text_input", "INT32", [1], int_contents=[1])),
         "text_input",
@@ -153,8 +156,8 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     ),
     "no ids here": (
         request(one("input_ids", "INT32", [1]), raw=[struct.pack("<i", 640)]),
-        "token_ids",
-        "ids of this model are from 0 to 639",
+        "input_ids",
+        "input_ids has 640; ids of this model are from 0 to 639",
     ),
     "adapter twice": (
         request(texts("adapter_id", b"fox"), model_name="sum"),
@@ -175,6 +178,75 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "priority": (request(parameters={"priority": NUMBER}), "priority", "from 0 to 200"),
     "timeout": (request(parameters={"timeout": NUMBER}), "timeout", "from 0 to"),
 }
+# What any surface refuses, by the names that it has here, as the caller spelled them.
+FAULTS |= {
+    "a long prompt": (request(texts("text_input", b"a " * 5000)), "text_input", "shorten the"),
+    "a long text": (request(texts("text_input", b"a" * (2 << 20))), "text_input", "text_bytes_max"),
+    "no ids": (request(one("input_ids", "INT32", [1]), raw=[NO_BYTES]), "input_ids", "1 elements"),
+    "a negative id": (
+        request(one("input_ids", "INT32", [2]), raw=[struct.pack("<ii", 5, -1)]),
+        "input_ids",
+        "input_ids has -1",
+    ),
+    "too many tokens": (sampling('{"max_tokens": 4095}'), "max_tokens", "max_tokens (4095)"),
+    "no tokens": (sampling('{"max_tokens": 0}'), "max_tokens", "max_tokens is 0"),
+    "negative tokens": (sampling('{"max_tokens": -1}'), "max_tokens", "max_tokens is -1"),
+    "more than most": (
+        sampling('{"min_tokens": 9, "max_tokens": 8}'),
+        "min_tokens",
+        "min_tokens is 9; it must be at most",
+    ),
+    "cold": (sampling('{"temperature": -1}'), "temperature", "from 0 (greedy) to 100"),
+    "raw NaN": (
+        request(
+            PROMPT, one("temperature", "FP32", [1]), raw=[framed(b"a"), struct.pack("<f", math.nan)]
+        ),
+        "temperature",
+        "finite number",
+    ),
+    "top_p": (sampling('{"top_p": 1.1}'), "top_p", "in (0, 1]"),
+    "top_k": (sampling('{"top_k": -2}'), "top_k", "top_k is -2"),
+    "min_p": (sampling('{"min_p": 2}'), "min_p", "from 0 (off) to 1"),
+    "typical_p": (sampling('{"typical_p": 0}'), "typical_p", "in (0, 1]"),
+    "penalty": (sampling('{"repetition_penalty": 0}'), "repetition_penalty", "from 0.01"),
+    "presence": (sampling('{"presence_penalty": 9}'), "presence_penalty", "from -2 to 2"),
+    "answers": (sampling('{"n": 2147483648}'), "n", "n is 2147483648; at most 64"),
+    "sequences": (
+        request(one("num_return_sequences", "INT32", [1], int_contents=[0])),
+        "num_return_sequences",
+        "num_return_sequences is 0",
+    ),
+    "beams": (sampling('{"beam_width": 99}'), "beam_width", "beam_width_max"),
+    "many stops": (sampling(json.dumps({"stop": ["a"] * 99})), "stop", "stop has 99"),
+    "a long stop": (sampling(json.dumps({"stop": "a" * 999})), "stop", "999 bytes"),
+    "stop words": (request(texts("stop_words", b"a" * 999)), "stop_words", "stop_words has one"),
+    "a stop's id": (sampling('{"stop_token_ids": [640]}'), "stop_token_ids", "has 640"),
+    "an end's id": (sampling('{"end_id": 640}'), "stop_token_ids", "has 640"),
+    "alternatives": (sampling('{"logprobs": 99}'), "logprobs", "logprobs_max"),
+    "a bias": (sampling('{"logit_bias": {"5": 101}}'), "logit_bias", "from -100 to 100"),
+    "a bias of none": (sampling('{"logit_bias": {"640": 1}}'), "logit_bias", "has 640"),
+    "allowed": (sampling('{"allowed_token_ids": [-1]}'), "allowed_token_ids", "has -1"),
+    "seed": (sampling('{"seed": -1}'), "seed", "seed is -1"),
+    "cut": (sampling('{"truncate_prompt_tokens": -1}'), "truncate_prompt_tokens", "prompt_tokens"),
+    "regex": (
+        sampling('{"guided_decoding": {"regex": "("}}'),
+        "guided_decoding",
+        "guided_decoding cannot be followed",
+    ),
+    "schema": (
+        sampling('{"structured_outputs": {"json": "{"}}'),
+        "structured_outputs",
+        "structured_outputs cannot be followed",
+    ),
+    "a way out": (request(texts("adapter_id", b"../sum")), "adapter_id", "no adapter's name"),
+    "a NUL": (request(texts("lora_name", b"su\0m")), "lora_name", "no adapter's name"),
+    "inputs of none": (request(one("inputs", "BYTES", [1]), raw=[framed(b"{}")]), "inputs", "name"),
+    "an input of none": (
+        request(one("inputs", "BYTES", [1]), raw=[framed(b'{"a": "b"}')], model_name="fox"),
+        "inputs.a",
+        "not in the template",
+    ),
+}
 # The same of what is known and not served, or not there: with the status that it has.
 UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
     "a table": (
@@ -187,6 +259,18 @@ UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
         request(one("return_context_logits", "BOOL", [1], bool_contents=[True])),
         "return_context_logits",
         "leave it out",
+        grpc.StatusCode.UNIMPLEMENTED,
+    ),
+    "no search of that name": (
+        sampling('{"use_beam_search": true}'),
+        "use_beam_search",
+        "can only be false",
+        grpc.StatusCode.UNIMPLEMENTED,
+    ),
+    "control tokens": (
+        sampling('{"skip_special_tokens": false}'),
+        "skip_special_tokens",
+        "can only be true",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
     "shared memory": (
@@ -222,7 +306,7 @@ UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
     ),
     "no such adapter": (
         request(texts("adapter_id", b"nobody")),
-        "adapter",
+        "adapter_id",
         "no adapter 'nobody'",
         grpc.StatusCode.NOT_FOUND,
     ),

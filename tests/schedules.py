@@ -12,7 +12,7 @@ from zlib import crc32
 
 from gpt.sampling import Sampling
 from serving.config import ServerConfig
-from serving.messages import Made, Outcome, Rows, Scored, Step, Submission
+from serving.messages import Made, Outcome, Phases, Rows, Scored, Step, Submission
 from serving.scheduler import Scheduler
 
 VOCAB_SIZE = 50
@@ -267,6 +267,8 @@ class Play:
         self.first_at: dict[int, int] = {}  # The step of each one's first token,
         self.ended_at: dict[int, int] = {}  # and of its end.
         self.cached: dict[int, int] = {}
+        self.came: dict[int, float] = {}
+        self.phases: dict[int, Phases] = {}
         self.committed = 0
 
     def submit(self, prompt: Iterable[int], new: int = 4, **how: object) -> int:
@@ -274,6 +276,7 @@ class Play:
         submission = self.submission(prompt, new, **how)
         number = submission.number
         self.numbers += 1
+        self.came[number] = self.now
         self.ranks.know(submission)
         self.tokens[number] = list(submission.made)
         self.prompt_scores[number] = []
@@ -301,9 +304,21 @@ class Play:
         if made.tokens:
             self.first_at.setdefault(made.number, self.committed)
             self.cached.setdefault(made.number, made.cached_tokens)
+        if made.phases is not None:
+            self.check_phases(made.number, made.phases)
+        if made.tokens or made.end == "scored":
+            assert made.number in self.phases
         self.made[made.number] = made
         if made.end:
             self.ended_at[made.number] = self.committed
+
+    def check_phases(self, number: int, phases: Phases) -> None:
+        """They are told once, with the first token, and are all the time until then."""
+        assert number not in self.phases
+        self.phases[number] = phases
+        total = phases.queue_s + phases.prefill_s
+        assert abs(total - (self.now - self.came[number])) < 1e-6
+        assert phases.queue_s >= 0 and phases.decode_s == 0
 
     def plan(self) -> Step | None:
         step = self.scheduler.plan(self.now)
@@ -369,7 +384,8 @@ class Play:
     def forget(self) -> None:
         """Keep nothing of those that are over, so that what grows is the scheduler's."""
         kept = (self.tokens, self.prompt_scores, self.made, self.first_at, self.ended_at)
-        for record in (*kept, self.cached, self.ranks.alone, self.ranks.computed):
+        more = (self.cached, self.came, self.phases, self.ranks.alone, self.ranks.computed)
+        for record in (*kept, *more):
             record.clear()
 
 

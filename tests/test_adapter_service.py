@@ -213,6 +213,31 @@ def test_bad_uploads_each_get_their_code_reason_field_and_sentence_and_leave_not
     )
 
 
+@pytest.mark.parametrize("method", ["Get", "Load", "Unload", "Promote", "Rollback"])
+def test_names_that_are_none_or_not_there_are_refused_by_every_call(
+    client: Client, method: str
+) -> None:
+    stub: Any = adapters_pb2_grpc.AdapterServiceStub(client.channel)
+    versioned = method in ("Unload", "Promote")
+    bad, missing = ("INVALID_ARGUMENT", "INVALID_FIELD"), ("NOT_FOUND", "UNKNOWN_ADAPTER")
+    cases = dict.fromkeys(
+        ("", "..", "../x", "/etc/passwd", "x\0", "x@0", "x@01", "x" * 10_000), bad
+    )
+    cases |= {"nobody@7" if versioned else "nobody": missing}
+    cases |= {"nobody": bad} if versioned else {}
+    for name, (code, reason) in cases.items():
+        request = getattr(pb, f"{method}AdapterRequest")(name=name)
+        with pytest.raises(grpc.RpcError) as caught:
+            getattr(stub, f"{method}Adapter")(request, timeout=WAIT_S)
+        error: Any = caught.value
+        trailers = dict(error.trailing_metadata())
+        status = Status.FromString(trailers["grpc-status-details-bin"])
+        info, violation = ErrorInfo(), BadRequest()
+        assert status.details[0].Unpack(info) and status.details[1].Unpack(violation), name
+        assert (error.code().name, info.reason) == (code, reason), name
+        assert violation.field_violations[0].field == "name", name
+
+
 def test_a_cancelled_upload_and_a_lost_client_leave_nothing_and_free_their_places(
     world: World, client: Client
 ) -> None:

@@ -37,16 +37,35 @@ BLAMES_US = {
 UNTOUCHED = {"Drain"}  # It would do what it says.
 
 
-# What is asked for where nothing is wrong: fields of a request, as JSON has them.
+def tensor(name: str, kind: str, value: object) -> dict[str, object]:
+    """An input of KServe's, as JSON has it."""
+    field = {"BYTES": "bytes_contents", "INT32": "int_contents", "BOOL": "bool_contents"}[kind]
+    return {"name": name, "datatype": kind, "shape": [1], "contents": {field: [value]}}
+
+
+# What is asked for where nothing is wrong: fields of a request, as JSON has them, where bytes are
+# in base 64.
+OWN = {"text": "hello world", "max_new_tokens": 3}
+TENSORS = [tensor("text_input", "BYTES", "aGVsbG8gd29ybGQ="), tensor("max_tokens", "INT32", 3)]
+FEW = {"stopping": {"max_new_tokens": 3}}
 GOOD: dict[str, dict[str, object]] = {
-    "Generate": {"text": "hello world", "max_new_tokens": 3},
-    "GenerateStream": {"text": "hello world", "max_new_tokens": 3},
-    "Score": {"text": "hello world"},
+    "preamble.v1.GenerationService/Generate": OWN,
+    "preamble.v1.GenerationService/GenerateStream": OWN,
+    "preamble.v1.GenerationService/Score": {"text": "hello world"},
+    "inference.GRPCInferenceService/ModelInfer": {"model_name": "preamble", "inputs": TENSORS},
+    "inference.GRPCInferenceService/ModelStreamInfer": {
+        "model_name": "preamble",
+        "inputs": [*TENSORS, tensor("stream", "BOOL", True)],
+    },
+    "fmaas.GenerationService/Generate": {"requests": [{"text": "hello world"}], "params": FEW},
+    "fmaas.GenerationService/GenerateStream": {"request": {"text": "hello"}, "params": FEW},
+    "fmaas.GenerationService/Tokenize": {"requests": [{"text": "hello world"}]},
 }
+WELL_MIN = 200  # Of each of these.
 
 
-def good(method: Method) -> Message:
-    return ParseDict(GOOD.get(method.name, {}), method.request(), ignore_unknown_fields=True)
+def good(service: str, method: Method) -> Message:
+    return ParseDict(GOOD.get(f"{service}/{method.name}", {}), method.request())
 
 
 def send(channel: grpc.aio.Channel, path: str, method: Method, data: list[bytes]) -> Any:
@@ -77,7 +96,11 @@ async def fuzz(address: str, count: int, seed: int) -> dict[str, Counter[grpc.St
     """So many calls, and how each method's ended."""
     draw = random.Random(seed)
     kinds = [
-        (f"/{wire.service}/{method.name}", method, messages(method.request, good(method), draw))
+        (
+            f"/{wire.service}/{method.name}",
+            method,
+            messages(method.request, good(wire.service, method), draw),
+        )
         for wire in wires()
         for method in wire.methods
         if method.name not in UNTOUCHED
@@ -95,6 +118,14 @@ async def fuzz(address: str, count: int, seed: int) -> dict[str, Counter[grpc.St
     async with grpc.aio.insecure_channel(address) as channel:
         await asyncio.gather(*(work(channel) for _ in range(AT_ONCE)))
     return codes
+
+
+def answered_well(server: Server, path: str) -> float:
+    """Calls of a method that ended so by the server's own count; of a stream of many, requests."""
+    wire = next(wire.name for wire in wires() if wire.service == path.partition("/")[0])
+    method = path.partition("/")[2].replace("ModelStreamInfer", "ModelStreamInfer/request")
+    labels = f'code="OK",method="{method}",wire="{wire}"'
+    return server.metric(f"preamble_requests_total{{{labels}}}")
 
 
 @pytest.mark.slow
@@ -134,6 +165,9 @@ def harmed(server: Server, log: Path) -> None:
     assert not [path for path, counts in told.items() if BLAMES_US & counts.keys()]
     counted = [line for line in server.get("/metrics")[1].splitlines() if "requests_total{" in line]
     assert len(counted) > len(codes)
+    well = {path: answered_well(server, path) for path in GOOD}
+    print("answered well:", well)
+    assert min(well.values()) >= WELL_MIN
     assert not [line for line in counted for code in BLAMES_US if f'code="{code.name}"' in line]
     assert "Traceback" not in log.read_text()
     assert grown < 64 << 20

@@ -4,6 +4,7 @@ Scores are held against the plain loop; a bad end against what a program can bra
 the reason, the field, and when to come again.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,8 +37,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield world
 
 
+MOST = 2**32 - 1  # That a number of a message can be.
+nan, inf = math.nan, math.inf
+
+
 def sampled(**fields: Any) -> Sets:
     return {"sampling": pb.Sampling(**fields)}
+
+
+def decaying(factor: float) -> Sets:
+    return sampled(length_decay=pb.LengthDecay(start=1, factor=factor))
+
+
+greedy = sampled(temperature=0)
 
 
 # ------------------------------------------------------------------------------------------- scores
@@ -187,7 +199,98 @@ BAD: dict[str, tuple[Sets, str, str, str]] = {
         *("", "truncate_prompt_tokens", "truncate_prompt_tokens does not go"),
     ),
     "a long prompt": ({"text": "a " * 5000}, "PROMPT_TOO_LONG", "prompt", "shorten the prompt"),
+    "long inputs": (
+        {"adapter": "fox", "inputs": pb.Inputs(fields={"numbers": "a " * 5000})},
+        *("PROMPT_TOO_LONG", "inputs", "shorten it by"),
+    ),
     "new tokens": ({"max_new_tokens": 0}, "", "max_new_tokens", "is 0"),
+    "an empty text": ({"text": ""}, "", "text", "text is empty"),
+    "a text of megabytes": ({"text": "a" * (2 << 20)}, "", "text", "text_bytes_max"),
+    "no ids": ({"token_ids": pb.TokenIds()}, "", "token_ids", "token_ids is empty"),
+    "an id too high": ({"token_ids": pb.TokenIds(ids=[5, 640])}, "", "token_ids", "has 640"),
+    "the highest id": ({"token_ids": pb.TokenIds(ids=[MOST])}, "", "token_ids", "from 0 to 639"),
+    "a hot temperature": (sampled(temperature=1e30), "", "sampling.temperature", "1e+30"),
+    "temperature NaN": (sampled(temperature=nan), "", "sampling.temperature", "is nan"),
+    "temperature inf": (sampled(temperature=inf), "", "sampling.temperature", "is inf"),
+    "top_p NaN": (sampled(top_p=nan), "", "sampling.top_p", "is nan"),
+    "top_p over": (sampled(top_p=1.5), "", "sampling.top_p", "in (0, 1]"),
+    "typical_p NaN": (sampled(typical_p=nan), "", "sampling.typical_p", "is nan"),
+    "typical_p 0": (sampled(typical_p=0), "", "sampling.typical_p", "in (0, 1]"),
+    "min_p": (sampled(min_p=2), "", "sampling.min_p", "from 0 (off) to 1"),
+    "min_p NaN": (sampled(min_p=nan), "", "sampling.min_p", "is nan"),
+    "a huge penalty": (sampled(repetition_penalty=1e9), "", "sampling.repetition_penalty", "to 10"),
+    "no penalty": (sampled(repetition_penalty=0), "", "sampling.repetition_penalty", "is 0.0"),
+    "presence": (sampled(presence_penalty=nan), "", "sampling.presence_penalty", "is nan"),
+    "frequency": (sampled(frequency_penalty=-3), "", "sampling.frequency_penalty", "from -2 to 2"),
+    "decay": (decaying(1e6), "", "sampling.length_decay", "a factor from 1 to 10"),
+    "decay NaN": (decaying(nan), "", "sampling.length_decay", "nan"),
+    "bias NaN": (sampled(logit_bias={5: nan}), "", "sampling.logit_bias", "-100 to 100"),
+    "bias 1e9": (sampled(logit_bias={5: 1e9}), "", "sampling.logit_bias", "-100 to 100"),
+    "allowed": (sampled(allowed_token_ids=[640]), "", "sampling.allowed_token_ids", "has 640"),
+    "all allowed": (
+        sampled(allowed_token_ids=[5] * 5000),
+        *("", "sampling.allowed_token_ids", "at most 4096"),
+    ),
+    "long bad words": (sampled(bad_words=["a" * 300]), "", "sampling.bad_words", "300 bytes"),
+    "n-grams": (
+        sampled(no_repeat_ngram_size=MOST),
+        *("", "sampling.no_repeat_ngram_size", "from 0 (off) to 100"),
+    ),
+    "most answers": ({"answers": MOST}, "", "answers", "at most 64"),
+    "too many tasks": ({"adapters": ["sum"] * 65}, "", "adapters", "65 adapters x 1 answers"),
+    "more answers than beams": (
+        {"beams": pb.Beams(width=2), "answers": 3, **greedy},
+        *("", "answers", "at most as many"),
+    ),
+    "min over max": ({"min_new_tokens": 13}, "", "min_new_tokens", "at most max_new_tokens, 12"),
+    "most new tokens": ({"max_new_tokens": MOST}, "", "max_new_tokens", "ask for at most"),
+    "thousands of stops": ({"stops": pb.Stops(strings=["a"] * 9999)}, "", "stops.strings", "16"),
+    "a stop of a megabyte": (
+        {"stops": pb.Stops(strings=["a" * (1 << 20)])},
+        *("", "stops.strings", "1048576 bytes"),
+    ),
+    "a stop that is no id": (
+        {"stops": pb.Stops(token_ids=[640])},
+        *("", "stops.token_ids", "has 640"),
+    ),
+    "prompt's alternatives": (
+        {"details": pb.Details(prompt_logprobs=MOST)},
+        *("", "details.prompt_logprobs", "from 0 to 20"),
+    ),
+    "half a schema": (
+        {"guide": pb.Guide(json_schema='{"type":')},
+        *("", "guide.json_schema", "json_schema cannot be followed"),
+    ),
+    "a deep schema": (
+        {"guide": pb.Guide(json_schema='{"not":' * 5000 + "{}" + "}" * 5000)},
+        *("", "guide.json_schema", "cannot be followed"),
+    ),
+    "no choices": ({"guide": pb.Guide(choices=pb.Choices())}, "", "guide.choices", "no text in"),
+    "a grammar of nothing": (
+        {"guide": pb.Guide(grammar="start: nope")},
+        *("", "guide.grammar", "unknown name"),
+    ),
+    "a large guide": ({"guide": pb.Guide(regex="a" * (1 << 20))}, "", "guide.regex", "bytes_max"),
+    "a way out": ({"adapter": "../sum"}, "", "adapter", "no adapter's name"),
+    "a path": ({"adapter": "/etc/passwd"}, "", "adapter", "no adapter's name"),
+    "a NUL": ({"adapter": "su\0m"}, "", "adapter", "no adapter's name"),
+    "a long name": ({"adapter": "a" * 10_000}, "", "adapter", "no adapter's name"),
+    "no version": ({"adapter": "sum@0"}, "", "adapter", "no adapter's name"),
+    "another version": ({"adapter": "sum@9"}, "UNKNOWN_ADAPTER", "adapter", "'sum@9'"),
+    "inputs of nothing": ({"inputs": INPUTS}, "", "inputs", "no adapter is named"),
+    "inputs without a template": ({"adapter": "sum", "inputs": INPUTS}, "", "inputs", "template"),
+    "an unknown input": (
+        {"adapter": "fox", "inputs": pb.Inputs(fields={"number": "1"})},
+        *("", "inputs.number", "did you mean 'numbers'"),
+    ),
+    "a missing input": (
+        {"adapter": "fox", "inputs": pb.Inputs()},
+        *("", "inputs.numbers", "is missing"),
+    ),
+    "inputs too long": (
+        {"adapter": "fox", "inputs": pb.Inputs(fields={"numbers": "one " * 5000})},
+        *("PROMPT_TOO_LONG", "inputs", "over the limit"),
+    ),
 }
 
 
@@ -202,6 +305,64 @@ def test_what_is_refused_says_the_code_the_reason_and_the_field(world: World, ca
     assert refused.fields == [field]
     assert words in refused.text
     assert "RetryInfo" not in refused.details
+
+
+def test_what_no_stub_would_send_is_answered_too(world: World) -> None:
+    """A message of nothing, bytes that are none, ids for text, and one that is too large."""
+    path = "/preamble.v1.GenerationService/"
+    with grpc.insecure_channel(world.server.address) as channel:
+        generate_: Any = channel.unary_unary(f"{path}Generate")
+        tokenize: Any = channel.unary_unary(f"{path}Tokenize")
+        detokenize: Any = channel.unary_unary(f"{path}Detokenize")
+        for call, sent, reason, words in (
+            (generate_, b"", "INVALID_FIELD", "prompt is not set"),
+            (generate_, b"\xff\xff\xff", "UNREADABLE", "3 bytes sent are no request of Generate"),
+            (generate_, b"\x0a\x02\xc3\x28", "UNREADABLE", "no request of Generate"),
+            (tokenize, b"\x0a\x03\xed\xa0\x80", "UNREADABLE", "no request of Tokenize"),
+            (
+                tokenize,
+                pb.TokenizeRequest(text="a" * (2 << 20)).SerializeToString(),
+                *("INVALID_FIELD", "text_bytes_max"),
+            ),
+            (
+                detokenize,
+                pb.DetokenizeRequest(token_ids=[5, MOST]).SerializeToString(),
+                *("INVALID_FIELD", "token_ids has 4294967295"),
+            ),
+        ):
+            refused = refusal(partial(call, sent, timeout=WAIT_S))
+            assert (refused.code, refused.reason) == ("INVALID_ARGUMENT", reason)
+            assert words in refused.text
+        with pytest.raises(grpc.RpcError) as large:
+            generate_(bytes(64 << 20), timeout=WAIT_S)
+        assert large.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for metadata in (
+            (("x-a", "a" * 30_000),),
+            (("authorization", "Bearer " + "a" * (1 << 20)),),
+        ):
+            with pytest.raises(grpc.RpcError) as large:
+                generate_(b"", timeout=WAIT_S, metadata=metadata)
+            assert large.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # A field that only a newer client knows is passed over, and the connection lives.
+        newer = world.message().SerializeToString() + b"\xca\x3e\x03abc"
+        told = pb.GenerateResponse.FromString(generate_(newer, timeout=WAIT_S))
+    assert told.token_ids == world.ask(world.message()).token_ids
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_top_k_is_none(world: World) -> None:
+    told = world.ask(world.message(**sampled(temperature=1e-30)))
+    assert told.token_ids == world.ask(world.message(**greedy)).token_ids
+    told = world.ask(world.message(**sampled(top_k=MOST)))
+    assert told.token_ids == world.ask(world.message()).token_ids
+
+
+def test_a_deadline_that_has_passed_is_told_before_anything_runs(world: World) -> None:
+    eventually(lambda: world.server.metric("preamble_requests_in_flight") == 0)
+    before = world.server.metric("preamble_engine_prompt_tokens_total")
+    with pytest.raises(grpc.RpcError) as late:
+        world.stub.Generate(world.message(text="never heard of"), timeout=1e-6)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert world.server.metric("preamble_engine_prompt_tokens_total") == before
 
 
 SCORES: dict[str, tuple[Sets, str, str]] = {

@@ -14,10 +14,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import pytest
 
 from serving.config import ServerConfig
 from serving.http import HttpServer
+from serving.reasons import REASONS
 from tests.servers import START_S, WAIT_S, Server, eventually, serving, write_checkpoint
 
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
@@ -38,6 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "http_connections_max": 20,
         "slow_reader_s": 1.0,
         "metrics_port": free_port(),
+        "metrics_host": "0.0.0.0",
+        "reflection": False,
     }
     seen: dict[str, str] = {}
     watching = threading.Thread(target=watch, args=(limits["metrics_port"], seen))
@@ -46,7 +50,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         watching.join()
         aside = f"http={server.address.rpartition(':')[0]}:{limits['metrics_port']}"
         yield Aside(server.process, server.ready, aside, seen)
-        assert "Traceback" not in (folder / "log").read_text()
+        log = (folder / "log").read_text()
+        assert "Traceback" not in log
+        assert log.count("event=metrics_exposed host=0.0.0.0 ") == 1
 
 
 @dataclass
@@ -154,10 +160,11 @@ def test_pages_are_there_for_get_and_head_and_say_what_else_there_is(port: int) 
         assert replied(client).body == b"ready\n"
 
     nowhere = sent(port, b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert nowhere.status == 404
+    assert (nowhere.status, nowhere.error["code"]) == (404, "UNKNOWN_PATH")
     assert "/v1/completions" in nowhere.error["message"]
     wrong = sent(port, request("/health/live", method="DELETE"))
     assert (wrong.status, wrong.headers["allow"]) == (405, "GET, HEAD")
+    assert wrong.error["code"] == "WRONG_METHOD"
 
 
 def test_pages_are_answered_while_the_model_loads(server: Aside) -> None:
@@ -179,6 +186,9 @@ def test_metrics_may_have_an_address_of_their_own(server: Aside, port: int) -> N
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "no HTTP request"),
         (b"GET / HTTP/9.9\r\n\r\n", 400, "no HTTP request"),
+        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 400, "HTTP/2.0 is not spoken here"),
+        (b"DELETE /v1/models/\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", 400, "no HTTP request"),
+        (b"DELETE /v1/models/%ff%f0 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "takes GET, HEAD"),
         (b"GET /health/live HTTP/1.1\r\nno colon\r\n\r\n", 400, "no HTTP request"),
         (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 400, "no HTTP request"),
         (b"GET / HTTP/1.1\r\na: " + b"b" * 20_000 + b"\r\n\r\n", 400, "no HTTP request"),
@@ -209,6 +219,7 @@ def test_what_is_wrong_with_a_request_is_told_in_one_shape(
     assert reply.headers["content-type"].startswith("application/json")
     assert said in reply.error["message"]
     assert reply.error["type"] == "invalid_request_error"
+    assert REASONS[reply.error["code"]].status == status
 
 
 def test_a_body_in_chunks_and_one_that_waits_to_be_asked_for_are_read(port: int) -> None:
@@ -280,7 +291,7 @@ def test_connections_that_say_nothing_or_not_all_are_closed(port: int) -> None:
         stuck.sendall(request("/v1/completions", content_length="10"))
         late = replied(stuck)
         assert silent.recv(1) == halting.recv(1) == b""
-    assert late.status == 408
+    assert (late.status, late.error["code"]) == (408, "BODY_TOO_LATE")
     assert time.monotonic() - started > 1
 
 
@@ -289,7 +300,7 @@ def test_only_so_many_connections_are_taken(port: int) -> None:
     try:
         held[0].sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert replied(held[0]).status == 200
-        assert held[-1].recv(1) == b""
+        assert replied(held[-1]).status == 429  # Before it has asked anything.
     finally:
         for one in held:
             one.close()
@@ -301,6 +312,16 @@ def free(port: int) -> bool:
         return sent(port, b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n").status == 200
     except (AssertionError, OSError):
         return False
+
+
+def test_reflection_that_is_switched_off_is_not_there(server: Server) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        for version in ("v1", "v1alpha"):
+            name = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            ask: Any = channel.stream_stream(name)
+            with pytest.raises(grpc.RpcError) as refused:
+                list(ask(iter([b""]), timeout=WAIT_S))
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_taken_port_is_refused_by_the_settings_name() -> None:

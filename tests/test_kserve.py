@@ -8,60 +8,46 @@ import queue
 import re
 import signal
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import pytest
 import tritonclient.grpc as triton
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-    ProtoReflectionDescriptorDatabase,
-)
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from clients.generation import Client, Options
 from examples.tritonclient.generate import main as example
-from gpt.prompts import Template
-from gpt.tokenizer import open_tokenizer
 from protos.foreign import package
 from serving.config import ServerConfig
 from serving.wires import kserve
 from serving.wires.kserve_names import ALIASES, KINDS, OUTPUTS
 from tests.kserve_faults import FAULTS, INVALID, UNSERVED, one, request, texts
-from tests.servers import ROOT, WAIT_S, Server, eventually, serving, write_adapter, write_checkpoint
-from tests.triton import TEXT, infer, streaming, tensor, tensors, text_of
+from tests.servers import ROOT, WAIT_S, Server, eventually
+from tests.triton import (
+    MOST,
+    TEXT,
+    World,
+    infer,
+    kserving,
+    streaming,
+    tensors,
+    text_of,
+)
 
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
 
 
-MOST = 6  # Requests at once on a stream of this server.
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 ours = package("kserve")
 
 
-class World(NamedTuple):
-    server: Server
-    model: str
-    ids: list[int]
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("kserve")
-    checkpoint, adapters = write_checkpoint(folder), folder / "adapters"
-    adapters.mkdir()
-    encode = open_tokenizer(checkpoint / "tokenizer").encode
-    write_adapter(adapters / "sum.safetensors", checkpoint, encode("what is the sum of"))
-    template = Template(
-        "<|VIRTUAL_PROMPT_0|>{numbers}? answer:{result}", (3,), answer_field="result"
-    )
-    quick = encode("the quick brown")[:3]
-    write_adapter(adapters / "fox@2.safetensors", checkpoint, quick, template=template)
-    limits: dict[str, Any] = {"adapters": str(adapters), "stream_requests_max": MOST}
-    with serving(checkpoint, folder / "s.yaml", **limits) as server:
-        yield World(server, checkpoint.name, encode(TEXT))
+    with kserving(tmp_path_factory.mktemp("kserve")) as world:
+        yield world
 
 
 @pytest.fixture
@@ -118,18 +104,16 @@ def test_metadata_names_the_models_and_the_wishes_that_they_take(
     ]
 
 
-def test_reflection_describes_it(world: World) -> None:
-    with grpc.insecure_channel(world.server.address) as channel:
-        told = ProtoReflectionDescriptorDatabase(channel)
-        assert kserve.SERVICE in told.get_services()
-        assert told.FindFileContainingSymbol(kserve.SERVICE).name == "kserve.proto"
-
-
 def test_what_is_not_served_is_refused_by_its_name(client: triton.InferenceServerClient) -> None:
     for call in (
         client.get_inference_statistics,
         client.get_trace_settings,
-        lambda: client.load_model("sum"),
+        lambda: client.unload_model("sum"),
+        client.get_log_settings,
+        lambda: client.update_log_settings({"log_verbose_level": 1}),
+        client.get_system_shared_memory_status,
+        client.get_cuda_shared_memory_status,
+        client.unregister_system_shared_memory,
         lambda: client.register_system_shared_memory("a", "/a", 1),
     ):
         with pytest.raises(InferenceServerException, match="is not served here") as refused:
@@ -226,12 +210,8 @@ def test_outputs_are_those_that_were_asked_for(
     few = infer(client, "sum", max_tokens=5, outputs=["num_output_tokens"])
     assert [one.name for one in few.get_response().outputs] == ["num_output_tokens"]
     flagged = infer(client, "sum", max_tokens=5, return_finish_reason=True, return_log_probs=True)
-    assert [one.name for one in flagged.get_response().outputs] == [
-        "text_output",
-        "finish_reason",
-        "cum_log_probs",
-        "output_log_probs",
-    ]
+    names = ["text_output", "finish_reason", "cum_log_probs", "output_log_probs"]
+    assert [one.name for one in flagged.get_response().outputs] == names
     many = infer(
         client,
         "preamble",
@@ -269,63 +249,6 @@ def test_streamed_pieces_add_up_to_what_a_whole_answer_tells(
         )
         assert [one.as_numpy("finish_reason")[0] for one in mine[:-1]] == [b""] * (len(mine) - 1)
         assert mine[-1].as_numpy("finish_reason")[0] == b"length"
-
-
-def test_a_client_of_tensorrt_llm_is_understood_with_all_that_it_sends(
-    client: triton.InferenceServerClient, own: Client
-) -> None:
-    options = Options(max_new_tokens=8, temperature=1.0, top_k=3, seed=9)
-    sent: dict[str, Any] = {
-        "max_tokens": 8,
-        "temperature": 1.0,
-        "top_k": 3,
-        "seed": 9,
-        "beam_width": 1,
-    }
-    sent |= {"bad_words": "", "stop_words": "", "repetition_penalty": 1.0, "pad_id": 2}
-    sent |= {"return_context_logits": False, "return_generation_logits": False, "min_length": 1}
-    sent |= {"exclude_input_in_output": True, "stream": False}
-    shaped = [tensor(name, value, [1, 1]) for name, value in {"text_input": TEXT, **sent}.items()]
-    result = client.infer("preamble", shaped)
-    assert text_of(result) == own.generate(TEXT, options).text
-    names: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "top_k": 3, "seed": 9}
-    prefixed = {f"sampling_param_{name}": value for name, value in names.items()}
-    prefixed["sampling_param_seed"] = "9"
-    result = infer(client, "preamble", **prefixed)
-    assert text_of(result) == own.generate(TEXT, options).text
-    two = client.infer("preamble", tensors(exclude_input_in_output=True), parameters=names)
-    assert text_of(two) == own.generate(TEXT, options).text
-
-
-def test_the_calls_of_a_load_generator_in_its_order(
-    client: triton.InferenceServerClient, own: Client
-) -> None:
-    expected = own.generate(TEXT, Options(max_new_tokens=6)).text
-    assert "statistics" not in client.get_server_metadata().extensions
-    outputs = [one.name for one in client.get_model_metadata("preamble").outputs]
-    config = client.get_model_config("preamble").config
-    assert config.model_transaction_policy.decoupled
-    assert config.max_batch_size == 0
-    assert [one.name for one in config.input if not one.optional] == ["text_input"]
-    assert client.is_model_ready("preamble")
-    with streaming(client) as stream:
-        for place in range(4):
-            client.async_stream_infer(
-                "preamble",
-                tensors(
-                    stream=True,
-                    sampling_parameters={"max_tokens": "6", "ignore_eos": "true"},
-                    exclude_input_in_output=True,
-                ),
-                outputs=[triton.InferRequestedOutput(name) for name in outputs],
-                request_id=str(place),
-                enable_empty_final_response=True,
-            )
-        results, errors = stream.until(4)
-    assert errors == []
-    assert {id: "".join(map(text_of, got)) for id, got in results.items()} == dict.fromkeys(
-        "0123", expected
-    )
 
 
 def test_the_example_shows_the_same_whole_and_streamed_and_an_adapters(
@@ -456,9 +379,22 @@ def test_each_fault_has_its_code_its_field_and_a_sentence(stub: Any, fault: str)
     assert info.reason != "INTERNAL"
 
 
-def test_the_server_answers_as_before_after_all_faults(stub: Any) -> None:
-    answer = stub.ModelInfer(request(one("max_tokens", "INT64", [1], int64_contents=[3])))
-    assert answer.outputs[0].name == "text_output"
+def test_each_fault_on_a_stream_is_told_in_a_message_and_the_stream_goes_on(stub: Any) -> None:
+    faults = {name: (*told, INVALID) for name, told in FAULTS.items() if name != "stream"}
+    sent: queue.Queue[Any] = queue.Queue()
+    answers = stub.ModelStreamInfer(iter(sent.get, None), timeout=WAIT_S)
+    for name, (message, field, words, code) in {**faults, **UNSERVED}.items():
+        message.id = name
+        sent.put(message)
+        told = next(answers)
+        assert words in told.error_message, name
+        parameters = {key: one.string_param for key, one in told.infer_response.parameters.items()}
+        assert (parameters["code"], parameters["field"]) == (code.name, field), name
+        assert told.infer_response.id == name
+    sent.put(request(one("max_tokens", "INT64", [1], int64_contents=[3])))
+    assert next(answers).infer_response.outputs[0].name == "text_output"
+    sent.put(None)
+    assert not list(answers)
 
 
 def test_a_drain_ends_an_idle_stream_and_lets_a_busy_one_finish(world: World, stub: Any) -> None:

@@ -236,11 +236,11 @@ REFUSED = [
     (Ask((1,), tenant="\ud800"), "tenant", "lone surrogate"),
     (Ask((1,), service="fast"), "service", "latency, throughput"),  # type: ignore[arg-type]
     (Ask((1,), guide=Guide("json", "{")), "guide.json", "guide"),
-    (Ask((1,), guide=Guide("regex", "x" * 70_000)), "guide", "guide_bytes_max"),
+    (Ask((1,), guide=Guide("regex", "x" * 70_000)), "guide.regex", "guide_bytes_max"),
     (Ask({"document": "a"}), "inputs", "no adapter is named"),
     (Ask({"document": "a"}, ("plain",)), "inputs", "no template"),
-    (Ask({"documents": "a"}, TASKS), "documents", "did you mean 'document'"),
-    (Ask({"document": "a"}, TASKS), "question", "is missing"),
+    (Ask({"documents": "a"}, TASKS), "inputs.documents", "did you mean 'document'"),
+    (Ask({"document": "a"}, TASKS), "inputs.question", "is missing"),
     (Ask((1,), ("nobody",)), "adapter", "there is no adapter 'nobody'"),
 ]
 

@@ -40,6 +40,7 @@ LONG = Options(max_new_tokens=LONG_TOKENS)
 SECRET = "314 159 265 358"
 # Series that only some servers have.
 SOMETIMES = {"preamble_proof_difference", "preamble_tls_certificate_expiry_timestamp_seconds"}
+SOMETIMES |= {f"preamble_trace_spans_{what}_total" for what in ("sent", "dropped")}
 OF_THE_SCRAPER = {"up"}
 SERIES = re.compile(r"\b(?:preamble|process)_[a-z0-9_]+")
 
@@ -205,10 +206,11 @@ def test_however_many_adapters_there_are_their_series_are_few() -> None:
         # Two versions, and several answers: one request for one name.
         metrics.accepted([replace(plain, adapter=f"task{number}@{v}") for v in (1, 2)])
     metrics.accepted([plain])
+    metrics.accepted([replace(plain, adapter="own@1", private=True)])  # Of a tenant's alone.
     rows = re.findall(r'adapter_requests_total{adapter="(\w+)"} (\S+)', metrics.text().decode())
     counts = {name: float(value) for name, value in rows}
     assert len(counts) == ADAPTERS_SHOWN_MAX + 1
-    assert counts.pop(OTHER) == 4 * ADAPTERS_SHOWN_MAX
+    assert counts.pop(OTHER) == 4 * ADAPTERS_SHOWN_MAX + 1
     assert set(counts.values()) == {1.0} and "task0" in counts
 
 

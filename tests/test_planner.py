@@ -228,14 +228,18 @@ def test_no_step_waits_for_a_disk(
     late = caller.ask([V, 3], rows=never, deadline=time.monotonic() + 0.05)
     try:
         assert caller.answer(caller.ask([1, 2], LONG)).end == "length"
+        heard = time.monotonic()  # All were, before.
         assert caller.answers[number].end is None
         assert caller.updates[-1].load.waiting >= 1
         caller.engine.send(Cancel([dropped]))
         assert caller.answer(dropped).end == "cancelled"
         assert caller.answer(late).end == "deadline"
+        waited_s = time.monotonic() - heard
     finally:
         arrived.set()
     assert caller.answer(number).tokens == alone(model, [V, V + 1, 3], adapter.table)
+    told = [made for update in caller.updates for made in update.made if made.number == number]
+    assert told[0].phases is not None and told[0].phases.queue_s >= waited_s > 0
 
 
 def test_numbers_that_are_not_finite_end_their_own_request_only(tmp_path: Path) -> None:

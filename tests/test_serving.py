@@ -25,8 +25,10 @@ from gpt.model import GPT
 from gpt.prompts import Template
 from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer, open_tokenizer
+from protos.foreign import package
 from protos.preamble.v1 import adapters_pb2, adapters_pb2_grpc
 from protos.preamble.v1 import generation_pb2 as pb
+from serving.lifecycle import SERVICES
 from tests.servers import (
     WAIT_S,
     Server,
@@ -328,6 +330,39 @@ def test_health_reflection_and_pages_say_that_it_serves(world: World) -> None:
     assert world.server.get("/health/live")[0] == 200
     assert world.server.get("/health/ready")[0] == 200
     assert world.server.get("/nowhere")[0] == 404
+
+
+def test_health_is_listed_and_reflection_has_two_names(world: World) -> None:
+    pb, health = package("reflection"), package("health")
+    with grpc.insecure_channel(world.server.address) as channel:
+        ask: Any = channel.unary_unary("/grpc.health.v1.Health/List")
+        listed = health.HealthListResponse.FromString(ask(b"", timeout=WAIT_S)).statuses
+        assert {"", "liveness", "readiness", *SERVICES} == set(listed)
+        assert {one.status for one in listed.values()} == {1}
+        for version in ("v1", "v1alpha"):
+            ask = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=pb.ServerReflectionRequest.SerializeToString,
+                response_deserializer=pb.ServerReflectionResponse.FromString,
+            )
+            told = _reflected(ask, list_services="").list_services_response
+            names = [one.name for one in told.service]
+            own = ("grpc.health.v1.Health", f"grpc.reflection.{version}.ServerReflection")
+            assert {*SERVICES, *own} <= set(names)
+            # All that is listed is described, methods too, as a tool asks for them.
+            methods = ["preamble.v1.GenerationService.Generate", "grpc.health.v1.Health.List"]
+            for symbol in (*names, *methods):
+                told = _reflected(ask, file_containing_symbol=symbol)
+                assert told.file_descriptor_response.file_descriptor_proto, symbol
+            for symbol in ("", "nobody", "preamble.v1.GenerationService.Nothing"):
+                told = _reflected(ask, file_containing_symbol=symbol)
+                assert told.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+def _reflected(ask: Any, **what: str) -> Any:
+    request = package("reflection").ServerReflectionRequest(**what)
+    (response,) = ask(iter([request]), timeout=WAIT_S)
+    return response
 
 
 def test_the_scrape_counts_what_happened(world: World, client: Client) -> None:

@@ -20,7 +20,7 @@ import pytest
 from gpt.tokenizer import open_tokenizer
 from serving.wires.tgis import _offsets
 from tests.servers import ROOT, WAIT_S, eventually, serving, write_adapter, write_checkpoint
-from tests.tgis import TEXT, World, fields, refusal, said
+from tests.tgis import REFUSED, TEXT, World, fields, refusal, said
 from tests.trained_tokenizers import CORPUS, LINES
 
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
@@ -298,34 +298,7 @@ def test_the_json_format_begins_an_object(world: World) -> None:
 # ----------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "sentence"),
-    [
-        ("sampling.temperature", 0.04, "it must be 0, or from 0.05"),
-        ("sampling.temperature", -1.0, "it must be 0, or from 0.05"),
-        ("sampling.temperature", "NaN", "is nan"),
-        ("sampling.top_p", 1.01, "it must be in (0, 1]"),
-        ("sampling.top_p", "NaN", "is nan"),
-        ("sampling.typical_p", 1.5, "it must be in (0, 1]"),
-        ("sampling.typical_p", "NaN", "is nan"),
-        ("decoding.repetition_penalty", 2.5, "from 0.01 to 2"),
-        ("decoding.repetition_penalty", -1.0, "from 0.01 to 2"),
-        ("decoding.repetition_penalty", "Infinity", "is inf"),
-        ("decoding.length_penalty.decay_factor", 0.5, "from 1 to 10"),
-        ("decoding.length_penalty.decay_factor", "NaN", "is nan"),
-        ("stopping.max_new_tokens", 4096, "at most 4095"),
-        ("stopping.min_new_tokens", 4096, "at most max_new_tokens, 4095"),
-        ("stopping.min_new_tokens", 200, "at most max_new_tokens, 128"),
-        ("stopping.stop_sequences", ["a"] * 7, "at most 6"),
-        ("stopping.stop_sequences", ["a", ""], "[1, 0] bytes"),
-        ("stopping.stop_sequences", ["é" * 121], "each of 1 to 240 bytes"),
-        ("response.top_n_tokens", 11, "at most 10"),
-        ("method", 7, "0 (GREEDY) or 1 (SAMPLE)"),
-        ("decoding.format", 5, "known are 0"),
-        ("decoding.regex", "(", "regex"),
-        ("decoding.choice", {}, "choice"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "sentence"), REFUSED)
 def test_what_cannot_be_is_refused_with_its_field(
     world: World, field: str, value: Any, sentence: str
 ) -> None:
@@ -348,6 +321,16 @@ def test_details_of_no_tokens_and_other_mistakes_are_refused(world: World) -> No
         (world.ask(TEXT, adapter={"prefix_id": "nobody"}), "adapter_id"),
         (world.ask(TEXT, adapter={"adapter_id": "../etc"}), "adapter_id"),
         (world.ask(TEXT, adapter={"prefix_id": "a", "adapter_id": "sum"}), "adapter_id"),
+        (world.ask(TEXT, adapter={"prefix_id": "/etc/passwd"}), "adapter_id"),
+        (world.ask(TEXT, adapter={"prefix_id": "su\0m"}), "adapter_id"),
+        (world.ask(TEXT, adapter={"prefix_id": "a" * 10_000}), "adapter_id"),
+        (world.ask(TEXT, adapter={"prefix_id": "sum@9"}), "adapter_id"),
+        (world.ask(""), "requests[0].text"),
+        (world.ask("one " * 5000), "requests[0].text"),
+        (world.ask("one", "a" * (2 << 20)), "requests[1].text"),
+        (world.ask("one", "one " * 5000), "requests[1].text"),
+        (world.stream("a" * (2 << 20)), "request.text"),
+        (world.stream("one " * 5000), "request.text"),
         (world.tokenize(TEXT, adapter_id="nobody"), "adapter_id"),
         (world.ask(*["one"] * 5), "requests"),
         (world.tokenize("a" * 600_000, "a" * 600_000), "requests"),

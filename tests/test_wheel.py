@@ -96,6 +96,12 @@ def test_the_wheel_holds_the_stubs_and_their_types(wheel: Path) -> None:
         assert stubs <= names
 
 
+def test_the_wheel_holds_the_page(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = {f"serving/page/{file.name}" for file in (ROOT / "serving/page").iterdir()}
+    assert len(files) == 4 and files <= names
+
+
 def test_a_wheel_with_the_library_is_for_one_kind_of_machine(wheel: Path) -> None:
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name.endswith(f"-py3-none-{platform}.whl")

@@ -21,6 +21,53 @@ from tests.servers import WAIT_S, Server
 
 pb = package("tgis")
 TEXT = "twelve and thirty? answer:"
+# A parameter, what it cannot be, and what is said of that.
+REFUSED: list[tuple[str, Any, str]] = [
+    ("sampling.temperature", 0.04, "it must be 0, or from 0.05"),
+    ("sampling.temperature", -1.0, "it must be 0, or from 0.05"),
+    ("sampling.temperature", "NaN", "is nan"),
+    ("sampling.top_p", 1.01, "it must be in (0, 1]"),
+    ("sampling.top_p", "NaN", "is nan"),
+    ("sampling.typical_p", 1.5, "it must be in (0, 1]"),
+    ("sampling.typical_p", "NaN", "is nan"),
+    ("decoding.repetition_penalty", 2.5, "from 0.01 to 2"),
+    ("decoding.repetition_penalty", -1.0, "from 0.01 to 2"),
+    ("decoding.repetition_penalty", "Infinity", "is inf"),
+    ("decoding.length_penalty.decay_factor", 0.5, "from 1 to 10"),
+    ("decoding.length_penalty.decay_factor", "NaN", "is nan"),
+    ("stopping.max_new_tokens", 4096, "at most 4095"),
+    ("stopping.min_new_tokens", 4096, "at most max_new_tokens, 4095"),
+    ("stopping.min_new_tokens", 200, "at most max_new_tokens, 128"),
+    ("stopping.stop_sequences", ["a"] * 7, "at most 6"),
+    ("stopping.stop_sequences", ["a", ""], "[1, 0] bytes"),
+    ("stopping.stop_sequences", ["é" * 121], "each of 1 to 240 bytes"),
+    ("response.top_n_tokens", 11, "at most 10"),
+    ("method", 7, "0 (GREEDY) or 1 (SAMPLE)"),
+    ("decoding.format", 5, "known are 0"),
+    ("decoding.regex", "(", "regex"),
+    ("decoding.choice", {}, "choice"),
+    ("sampling.temperature", "Infinity", "is inf"),
+    ("sampling.temperature", 101.0, "it must be 0, or from 0.05 to 100"),
+    ("sampling.top_p", -0.1, "in (0, 1]"),
+    ("sampling.top_p", "Infinity", "is inf"),
+    ("sampling.typical_p", -1.0, "in (0, 1]"),
+    ("decoding.repetition_penalty", "NaN", "is nan"),
+    ("decoding.repetition_penalty", 0.001, "from 0.01 to 2"),
+    ("decoding.length_penalty.decay_factor", 1e6, "from 1 to 10"),
+    ("decoding.length_penalty.decay_factor", "Infinity", "is inf"),
+    ("stopping.max_new_tokens", 2**32 - 1, "at most 4095"),
+    ("stopping.min_new_tokens", 2**32 - 1, "at most max_new_tokens"),
+    ("stopping.stop_sequences", ["a"] * 10_000, "has 10000"),
+    ("stopping.stop_sequences", ["a" * (1 << 20)], "1048576] bytes"),
+    ("response.top_n_tokens", 2**32 - 1, "at most 10"),
+    ("method", -1, "0 (GREEDY) or 1 (SAMPLE)"),
+    ("decoding.json_schema", "{", "json_schema cannot be followed"),
+    ("decoding.json_schema", "5", "json_schema cannot be followed"),
+    ("decoding.json_schema", '{"not":' * 5000 + "{}" + "}" * 5000, "cannot be followed"),
+    ("decoding.grammar", "start: nope", "grammar cannot be followed"),
+    ("decoding.regex", "a" * (1 << 20), "regex is 1048576 bytes"),
+    ("decoding.choice", {"choices": ["a", ""]}, "an empty one"),
+]
 STOPS = pb.file.enum_types_by_name["StopReason"].values_by_number
 
 

@@ -1,18 +1,50 @@
-"""A program that calls models by tritonclient: plain values in, texts and streams out."""
+"""A server with adapters, and a program that calls it by tritonclient: values in, texts out."""
 
 import json
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import tritonclient.grpc as triton
 
-from tests.servers import WAIT_S
+from gpt.prompts import Template
+from gpt.tokenizer import open_tokenizer
+from tests.servers import WAIT_S, Server, serving, write_adapter, write_checkpoint
 
 TEXT = "twelve and thirty? answer:"
+MOST = 6  # Requests at once on a stream of this server.
 NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_}
+
+
+class World(NamedTuple):
+    server: Server
+    checkpoint: Path
+    adapters: Path
+    ids: list[int]
+
+    @property
+    def model(self) -> str:
+        return self.checkpoint.name
+
+
+@contextmanager
+def kserving(folder: Path) -> Iterator[World]:
+    """A server of its own with two adapters, one of which has a template."""
+    checkpoint, adapters = write_checkpoint(folder), folder / "adapters"
+    adapters.mkdir()
+    encode = open_tokenizer(checkpoint / "tokenizer").encode
+    write_adapter(adapters / "sum.safetensors", checkpoint, encode("what is the sum of"))
+    template = Template(
+        "<|VIRTUAL_PROMPT_0|>{numbers}? answer:{result}", (3,), answer_field="result"
+    )
+    quick = encode("the quick brown")[:3]
+    write_adapter(adapters / "fox@2.safetensors", checkpoint, quick, template=template)
+    limits: dict[str, Any] = {"adapters": str(adapters), "stream_requests_max": MOST}
+    with serving(checkpoint, folder / "s.yaml", **limits) as server:
+        yield World(server, checkpoint, adapters, encode(TEXT))
 
 
 def tensor(name: str, value: Any, shape: Sequence[int] | None = None) -> triton.InferInput:

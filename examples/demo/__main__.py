@@ -27,6 +27,7 @@ Next:
   make serve-demo                 serves the same until Ctrl-C; then, in another terminal:
   .venv/bin/preamble generate --server localhost:9000 --task {ADAPTED} \\
       --field 'prompt=Anna paints a red boat in Rome and smiles {MARK}'
+  http://localhost:9001/          the same in a browser, while it is served
   examples/demo/tune.yaml         how the adapter was learned; change the task, and `make demo`
   make test                       shows that all of it works here
 """

@@ -36,7 +36,12 @@ def methods() -> list[Method]:
 async def list_adapters(message: pb.ListAdaptersRequest, call: Call) -> pb.ListAdaptersResponse:
     entries = call.service.adapters.list(call.caller.tenant)
     after = _after(message.page_token)
-    rest = [(r, current) for r, current in entries if (r.name, r.version) > after]
+    part = message.contains.lower()
+    rest = [
+        (resident, current)
+        for resident, current in entries
+        if (resident.name, resident.version) > after and part in resident.name.lower()
+    ]
     size = min(message.page_size or PAGE_DEFAULT, PAGE_MAX)
     page = rest[:size]
     return pb.ListAdaptersResponse(

@@ -60,6 +60,7 @@ async def get_load(message: pb.GetLoadRequest, call: Call) -> pb.GetLoadResponse
         kv_blocks_cached=load.blocks_cached,
         engine_up=engine.up,
         engine_restarts=engine.restarts,
+        generated_tokens=load.made_tokens,
     )
 
 

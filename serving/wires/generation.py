@@ -13,10 +13,10 @@ from gpt.errors import RequestError
 from protos.preamble.v1 import generation_pb2 as pb
 from serving.front import Call, ended_by
 from serving.messages import Guide, Scored, ServiceClass
-from serving.reasons import reason_of
-from serving.request import Answer, Ask, Completion, EarlyStopping, Finish, Piece, RefusedError
+from serving.request import Answer, Ask, Completion, EarlyStopping, Finish, Piece
 from serving.rpc import Method, Write
 from serving.stream import Stream, completion
+from serving.wires.naming import said_as
 
 SERVICE = "preamble.v1.GenerationService"
 FINISH: Mapping[Finish | None, pb.FinishReason] = {
@@ -41,6 +41,8 @@ EARLY: Mapping[int, EarlyStopping] = {
 FIELDS: Mapping[str, str] = {
     **{one.name: f"sampling.{one.name}" for one in pb.Sampling.DESCRIPTOR.fields},
     **{one.name: f"details.{one.name}" for one in pb.Details.DESCRIPTOR.fields},
+    "guide.json": "guide.json_schema",
+    "guide.choice": "guide.choices",
     "beam_width": "beams.width",
     "length_penalty": "beams.length_penalty",
     "truncate_tokens": "truncate_prompt_tokens",
@@ -130,13 +132,7 @@ async def _start(call: Call, ask: Ask, names: Mapping[str, str], *, whole: bool 
     try:
         return await call.start(ask, whole=whole)
     except RequestError as error:
-        own = error.field or ""
-        if own not in names:
-            raise
-        text, named = str(error), names[own]
-        leaf = named.rpartition(".")[2]
-        text = text if own == leaf else text.replace(own, leaf, 1)
-        raise RefusedError(reason_of(error).name, text, named) from None
+        raise said_as(error, names) from None
 
 
 def ask_of(message: Asked) -> Ask:

@@ -18,22 +18,22 @@ from serving.metrics import version
 from serving.reasons import REASONS
 from serving.request import Piece, RefusedError, UnavailableError
 from serving.rpc import Method, Write
-from serving.stream import completion
+from serving.stream import Stream, completion
 from serving.wires.kserve_inputs import Wanted, read_request
 from serving.wires.kserve_names import ALIASES, KINDS, OUTPUTS
 from serving.wires.kserve_outputs import Answers
+from serving.wires.naming import said_as
 from serving.wires.tensors import BYTES
 
 pb = package("kserve")
 SERVICE = "inference.GRPCInferenceService"
 PLATFORM = "preamble"
-MODEL = "preamble"  # The model's name besides its own, the same whatever is served.
 VERSION = "1"  # The model's. An adapter's are its own.
 EXTENSIONS = ("binary_tensor_data", "parameters", "model_configuration")
 FINAL = "triton_final_response"
 # What Triton serves besides, and this server does not: named, so that the refusal is a sentence.
 UNSERVED = (
-    *("ModelStatistics", "RepositoryModelLoad", "RepositoryModelUnload"),
+    *("ModelStatistics", "RepositoryModelUnload"),
     *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"),
     *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
     *("TraceSetting", "LogSettings"),
@@ -51,6 +51,7 @@ def methods() -> list[Method]:
         Method("ModelMetadata", pb.ModelMetadataRequest, model_metadata),
         Method("ModelConfig", pb.ModelConfigRequest, model_config),
         Method("RepositoryIndex", pb.RepositoryIndexRequest, repository_index),
+        Method("RepositoryModelLoad", pb.RepositoryModelLoadRequest, load, role="adapters"),
         Method("ModelInfer", pb.ModelInferRequest, model_infer),
         Method("ModelStreamInfer", pb.ModelInferRequest, model_stream_infer, "both"),
         # Whatever they are sent is a message without fields.
@@ -102,7 +103,7 @@ async def server_metadata(message: Any, call: Call) -> Any:
 
 
 async def model_metadata(message: Any, call: Call) -> Any:
-    model = await _model(call, message.name, message.version)
+    model = await _model(call, message.name, message.version, "name")
     told = pb.ModelMetadataResponse(name=model.name, platform=PLATFORM, versions=[model.version])
     for name, datatype, size in _inputs():
         told.inputs.add(name=name, datatype=datatype, shape=[size])
@@ -112,7 +113,7 @@ async def model_metadata(message: Any, call: Call) -> Any:
 
 
 async def model_config(message: Any, call: Call) -> Any:
-    model = await _model(call, message.name, message.version)
+    model = await _model(call, message.name, message.version, "name")
     told = pb.ModelConfigResponse()
     config = told.config
     config.name, config.backend, config.max_batch_size = model.name, PLATFORM, 0
@@ -138,16 +139,35 @@ async def repository_index(message: Any, call: Call) -> Any:
     return told
 
 
+async def load(message: Any, call: Call) -> Any:
+    """Of an adapter that has just been put there; the model itself is there anyway."""
+    for name in message.parameters:
+        raise RefusedError(
+            "UNSUPPORTED",
+            f"{name[:80]!r} is given, and models are loaded as they lie on the server; leave it "
+            "out, or send an adapter's file by preamble.v1.AdapterService",
+            "parameters",
+        )
+    service, name = call.service, message.model_name
+    if name not in service.base_names:
+        try:
+            await asyncio.to_thread(service.store.load, name, call.caller.tenant)
+        except RequestError as error:
+            raise _unknown(str(error)) from None
+    return pb.RepositoryModelLoadResponse()
+
+
 def _ready(call: Call) -> bool:
     front = call.front
     return front.state == "serving" and front.service is not None and front.service.engine.up
 
 
-async def _model(call: Call, name: str, number: str) -> Model:
+async def _model(call: Call, name: str, number: str, field: str = "model_name") -> Model:
     service = call.service
-    if name in (service.name, MODEL):
+    if name in service.base_names:
         if number not in ("", VERSION):
-            raise _unknown(f"the model {name!r} has version {VERSION} only, not {number[:80]!r}")
+            said = f"the model {name!r} has version {VERSION} only, not {number[:80]!r}"
+            raise _unknown(said, field)
         return Model(name, VERSION, "")
     asked = f"{name}@{number}" if number else name
     try:
@@ -156,13 +176,14 @@ async def _model(call: Call, name: str, number: str) -> Model:
     except RequestError:
         raise _unknown(
             f"there is no model {asked[:200]!r} here; ask for {service.name!r} or for one that "
-            "RepositoryIndex names"
+            "RepositoryIndex names",
+            field,
         ) from None
     return Model(name, str(resident.version), resident.key)
 
 
-def _unknown(message: str) -> RefusedError:
-    return RefusedError("UNKNOWN_MODEL", message, "model_name")
+def _unknown(message: str, field: str = "model_name") -> RefusedError:
+    return RefusedError("UNKNOWN_MODEL", message, field)
 
 
 def _inputs() -> list[tuple[str, str, int]]:
@@ -203,8 +224,15 @@ async def model_infer(message: Any, call: Call) -> Any:
     return await _whole(wanted, answers, call)
 
 
+async def _start(wanted: Wanted, call: Call, *, whole: bool = False) -> Stream:
+    try:
+        return await call.start(wanted.ask, whole=whole)
+    except RequestError as error:
+        raise said_as(error, wanted.names) from None
+
+
 async def _whole(wanted: Wanted, answers: Answers, call: Call) -> Any:
-    stream = await call.start(wanted.ask, whole=True)
+    stream = await _start(wanted, call, whole=True)
     pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
     async for piece in call.pieces(stream):
         pieces[piece.index].append(piece)
@@ -227,13 +255,15 @@ class _Requests:
         self._call, self._write = call, write
         self._writing = asyncio.Lock()  # gRPC takes one message at a time.
         self._running: set[asyncio.Task[None]] = set()
-        self._most = call.service.config.stream_requests_max
+        config = call.service.config
+        self._most, self._idle_s = config.stream_requests_max, config.stream_idle_s
+        self._busy = time.monotonic()  # When it last had a request.
 
     async def serve(self, messages: AsyncIterator[Any]) -> None:
         """Until the client sends no more and all have ended, or the server drains."""
         stopping = asyncio.ensure_future(self._call.front.stop.wait())
         try:
-            while (message := await _next(messages, stopping)) is not None:
+            while (message := await self._next(messages, stopping)) is not None:
                 await self._take(message)
             if self._running:
                 await asyncio.wait(self._running)
@@ -244,6 +274,27 @@ class _Requests:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _next(self, messages: AsyncIterator[Any], stopping: "asyncio.Future[Any]") -> Any:
+        """The next message; None if there is none, or the server is to stop."""
+        coming = asyncio.ensure_future(anext(messages, None))
+        try:
+            while not (coming.done() or stopping.done()):
+                left_s = self._idle_s
+                if not self._running:
+                    left_s -= time.monotonic() - self._busy
+                if left_s <= 0:
+                    raise RefusedError(
+                        "IDLE_STREAM",
+                        f"this stream had no request for {self._idle_s:g} s (stream_idle_s), and "
+                        "each takes a place among the calls (calls_max); open another one",
+                    )
+                await asyncio.wait(
+                    {coming, stopping}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            return coming.result() if coming.done() else None
+        finally:
+            coming.cancel()
 
     async def _take(self, message: Any) -> None:
         if len(self._running) >= self._most:
@@ -257,7 +308,11 @@ class _Requests:
             )
         task = asyncio.create_task(self._one(message))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        self._busy = time.monotonic()
 
     async def _one(self, message: Any) -> None:
         try:
@@ -270,7 +325,7 @@ class _Requests:
         wanted, answers = await _asked(message, call)
         if not wanted.stream:
             return await self._send(await _whole(wanted, answers, call), final=True)
-        stream = await call.start(wanted.ask)
+        stream = await _start(wanted, call)
         left = len(stream.request.answers)
         async for piece in call.pieces(stream):
             left -= piece.finish is not None
@@ -297,13 +352,3 @@ class _Requests:
             response.parameters["retry_ms"].int64_param = round(1000 * ended.retry_s)
         async with self._writing:
             await self._write(told)
-
-
-async def _next(messages: AsyncIterator[Any], stopping: "asyncio.Future[Any]") -> Any:
-    """The next message; None if there is none, or the server is to stop."""
-    coming = asyncio.ensure_future(anext(messages, None))
-    try:
-        await asyncio.wait({coming, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return coming.result() if coming.done() else None
-    finally:
-        coming.cancel()

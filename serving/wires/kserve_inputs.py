@@ -16,9 +16,10 @@ from gpt.settings import nearest, shown
 from serving.messages import Guide
 from serving.request import Ask, RefusedError
 from serving.wires.kserve_names import (
+    FIXED,
     KINDS,
     NAME_SHOWN,
-    OFF,
+    NAMES,
     OUTPUTS,
     RESERVED,
     SAMPLING,
@@ -40,6 +41,7 @@ class Wanted:
     stream: bool  # Whether each piece is a response, or the whole one.
     prepend: str  # Before each answer's text.
     timeout_s: float | None
+    names: Mapping[str, str]  # What the caller calls the fields of the ask.
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,16 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> Wanted:
         priority=_priority(message),
         **_mended(asked, settings),
     )
-    return Wanted(ask, outputs, stream, _prepended(settings, prompt, stream), _timeout_s(message))
+    prepend = _prepended(settings, prompt, stream)
+    return Wanted(ask, outputs, stream, prepend, _timeout_s(message), _names(given))
+
+
+def _names(given: Mapping[str, _Given]) -> Mapping[str, str]:
+    spelled = {name: one.name for name, one in given.items()}
+    names = {field: spelled.get(name, name) for field, name in NAMES.items()}
+    if "input_ids" in given:
+        names["prompt"] = spelled["input_ids"]
+    return names
 
 
 # ---------------------------------------------------------------------------------- what was given
@@ -109,9 +120,11 @@ def _given(message: Any, text_bytes_max: int) -> dict[str, _Given]:
             if name == "sampling_parameters":
                 raise RequestError(f"{name} has {name} in it; take it out", name)
             add(name, value)
-    for name in OFF:
-        if name in given and given[name].value:
-            raise RefusedError("UNSUPPORTED", f"{name} is not served here; leave it out", name)
+    for name, only in FIXED.items():
+        if name in given and given[name].value != only:
+            raise RefusedError(
+                "UNSUPPORTED", f"{name} can only be {str(only).lower()} here; leave it out", name
+            )
     return given
 
 
@@ -264,6 +277,12 @@ def _mended(asked: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any
     """Numbers that mean something else in those backends than in an Ask."""
     if asked.get("top_k") == -1:
         asked["top_k"] = 0
+    if asked.get("top_p") == 0:  # TensorRT-LLM's clients send it for none; nothing else, greedy.
+        del asked["top_p"]
+        if not asked.get("top_k"):
+            asked["top_k"] = 1
+    if asked.get("beam_width", 1) > 1:
+        asked.setdefault("answers", asked["beam_width"])  # All of them are told there.
     end = settings.get("end_id")
     if end == -1:
         asked["ignore_ends"] = True

@@ -69,15 +69,21 @@ _OTHERS: Mapping[str, Kind] = {
     "end_id": "integer",
     "pad_id": "integer",
 }
-# What those backends can do and this server cannot: clients send them along as false.
-OFF = (
-    *("return_context_logits", "return_generation_logits", "return_perf_metrics"),
-    "use_beam_search",
-)
+# What those backends can do in two ways and this server in one: clients send that along.
+FIXED: Mapping[str, bool] = {
+    "return_context_logits": False,
+    "return_generation_logits": False,
+    "return_perf_metrics": False,
+    "use_beam_search": False,
+    "flat_logprobs": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+}
 KINDS: Mapping[str, Kind] = {
     **_OTHERS,
     **{name: kind for name, (kind, _) in SAMPLING.items()},
-    **dict.fromkeys(OFF, "flag"),
+    **dict.fromkeys(FIXED, "flag"),
 }
 ALIASES: Mapping[str, str] = {
     "prefix_id": "adapter_id",
@@ -120,6 +126,18 @@ OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "sequence_index": ("INT32", None),
     "seed": ("UINT64", None),
     "adapter": (BYTES, None),
+}
+# What an ask calls otherwise, for what the admission refuses.
+NAMES: Mapping[str, str] = {
+    **{field: name for name, (_, field) in SAMPLING.items()},
+    "text": "text_input",
+    "prompt": "text_input",
+    "token_ids": "input_ids",
+    "adapter": "adapter_id",
+    "stops.strings": "stop",
+    "stops.token_ids": "stop_token_ids",
+    **dict.fromkeys(("guide", "guide.json", "guide.regex"), "guided_decoding"),
+    **dict.fromkeys(("guide.choice", "guide.grammar"), "guided_decoding"),
 }
 SCORED = {"cumulative_logprob", "logprobs", "cum_log_probs", "output_log_probs"}
 

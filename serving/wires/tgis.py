@@ -43,7 +43,7 @@ async def generate(message: Any, call: Call) -> Any:
         asks = [_ask(message, one.text, call) for one in message.requests]
         if len(asks) > 1:
             await asyncio.to_thread(_admit_all, asks, call)
-        streams = [await call.start(ask, whole=True) for ask in asks]
+        streams = [await _start(ask, call) for ask in asks]
         responses = []
         for one, stream in zip(message.requests, streams, strict=True):
             # They run side by side, and each keeps what comes until it is its turn here.
@@ -111,6 +111,15 @@ def _check_batch(message: Any, call: Call) -> None:
 def _ask(message: Any, text: str, call: Call) -> Ask:
     service = call.service
     return ask_of(message, text, service.config, service.admission.tokens_max)
+
+
+async def _start(ask: Ask, call: Call) -> Stream:
+    try:
+        return await call.start(ask, whole=True)
+    except RequestError as error:
+        if error.field in ("text", "prompt"):
+            error.field = "requests[0].text"  # Others of a batch were admitted before.
+        raise
 
 
 def _admit_all(asks: Sequence[Ask], call: Call) -> None:

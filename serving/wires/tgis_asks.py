@@ -15,6 +15,7 @@ from protos.foreign import package
 from serving.config import ServerConfig
 from serving.messages import Guide
 from serving.request import Ask, UnknownAdapterError
+from serving.wires.naming import said_as
 
 pb = package("tgis")
 
@@ -54,8 +55,7 @@ def refusals() -> Iterator[None]:
         # To these clients an unknown adapter is a bad argument, not something not found.
         raise RequestError(str(error), "adapter_id") from None
     except RequestError as error:
-        error.field = FIELDS.get(error.field or "", error.field)
-        raise
+        raise said_as(error, FIELDS) from None
 
 
 def ask_of(message: Any, text: str, config: ServerConfig, tokens_max: int) -> Ask:
