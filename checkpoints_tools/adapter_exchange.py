@@ -76,7 +76,7 @@ def import_command(argv: Sequence[str]) -> int:
         # The one that was read, which may say of which model it is, and that this is not it.
         check_adapter(found, base.config, identity)
         notes = check_adapter(adapter, base.config, identity)
-    else:
+    elif not adapter.card.base_digest:
         notes = ("no --model was given, so nothing says which model it is for",)
     if target.is_dir():
         target = publish_adapter(adapter, target)

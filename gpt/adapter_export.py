@@ -29,7 +29,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
 # What a directory may have that `overwrite` replaces; it is no other's then.
-REPLACED = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin", "README.md"}
+REPLACED = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ and only whole ones become ids; all else is encoded as any user's text is.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,32 @@ FILE = "chat_template.jinja"
 TEMPLATE_BYTES_MAX = 1 << 20
 # Code points that Unicode keeps from ever being characters. One that no message has is the mark.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+def any_of(words: Iterable[str]) -> str:
+    """A pattern of these words, the longest of those that fit.
+
+    As a tree, so that a place costs a word's length and not the number of words: a message may be
+    nothing but what many words begin with, and Python does nothing else while it is searched.
+    """
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = None
+    return _branches(tree)
+
+
+def _branches(node: dict[str, Any]) -> str:
+    straight = ""
+    while len(node) == 1 and "" not in node:
+        ((letter, node),) = node.items()
+        straight += re.escape(letter)
+    ways = [re.escape(letter) + _branches(rest) for letter, rest in node.items() if letter]
+    if not ways:
+        return straight
+    return f"{straight}(?:{'|'.join(ways)}){'?' if '' in node else ''}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +115,7 @@ class Marked:
     """Messages that can be given to a template, and the mark that breaks what they must not say."""
 
     def __init__(self, messages: list[dict[str, Any]], controls: re.Pattern[str]) -> None:
-        texts = list(_texts(messages))
+        texts = _texts(messages)
         mark = next((one for one in MARKS if not any(one in text for text in texts)), None)
         if mark is None:
             raise RequestError(
@@ -105,16 +131,17 @@ class Marked:
         )
 
 
-def _texts(value: Any) -> Any:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, one in value.items():
-            yield name
-            yield from _texts(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
+def _texts(value: Any) -> list[str]:
+    found, left = [], [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
+    return found
 
 
 def _mapped(value: Any, change: Any) -> Any:
@@ -140,9 +167,8 @@ class ChatTokens:
         self._guarded = {
             control.id: text for text, control in self._controls.items() if not control.special
         }
-        longest_first = sorted(self._controls, key=len, reverse=True)
-        self._whole = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._started = bool(self._controls) and self._continues(longest_first[-1])
+        self._whole = re.compile(any_of(self._controls) or "(?!)")
+        self._started = bool(self._controls) and self._continues(min(self._controls, key=len))
 
     def _continues(self, control: str) -> bool:
         """Whether text behind a control token is one that goes on: it has no space put before."""

@@ -37,12 +37,15 @@ def spelled(
     Text reaches such a token by merging ordinary letters, or as a piece matched anywhere.
     """
     found = []
+    spellings: dict[int, list[int]] = {}  # A text may be nothing else.
     for i in ids:
         if i not in guarded:
             found.append(i)
             continue
-        for letter in guarded[i]:
-            found += [j for j in encode(letter) if j not in guarded]
+        if i not in spellings:
+            letters = (encode(letter) for letter in guarded[i])
+            spellings[i] = [j for letter in letters for j in letter if j not in guarded]
+        found += spellings[i]
     return found
 
 

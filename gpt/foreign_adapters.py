@@ -157,8 +157,12 @@ def open_tgis(path: Path) -> Adapter:
 
 def card_name(path: Path) -> str:
     """A card's name from a file's or directory's."""
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.resolve().name).lstrip("._-")
-    return name[:100] or "imported"
+    return plain_name(path.resolve().name)
+
+
+def plain_name(said: str) -> str:
+    """A card's name from whatever somebody calls it."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", said).lstrip("._-")[:100] or "imported"
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

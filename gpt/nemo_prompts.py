@@ -17,7 +17,7 @@ from gpt.archive_view import read_archive
 from gpt.card import Adapter, Card, build_adapter
 from gpt.errors import AdapterError, ConfigError
 from gpt.file_tree import FileTree, files_below
-from gpt.foreign_adapters import card_name, plain_table
+from gpt.foreign_adapters import card_name, plain_name, plain_table
 from gpt.logical import Checkpoint, some
 from gpt.nemo_archive import CONFIG, open_archive
 from gpt.nemo_yaml import Fields, read_config
@@ -66,7 +66,7 @@ def open_nemo_prompt(path: Path, task: str | None, base: Checkpoint | None) -> A
             "stopped before a validation; take a save that followed one, or train some steps more"
         )
     card = Card(
-        card_name(Path(name) if name else path.with_suffix("")),
+        plain_name(name) if name else card_name(path.with_suffix("")),
         task=name,
         template=template,
         method="nemo",

@@ -51,9 +51,14 @@ class Chat:
         self._thread = ThreadPoolExecutor(1, "chat")
         charge = Charge(template.text, dict(template.names), config.text_bytes_max)
         self._renderer = _Renderer(charge)
-        self._wrong = fault(template.text)
+        wrong = fault(template.text)
+        if wrong is None and config.chat_template is not None:
+            try:
+                self._renderer.begin()
+            except RequestError as error:
+                wrong = str(error)
+        self._wrong = wrong and f"the chat template in {template.where} is none: {wrong}"
         if self._wrong is not None:
-            self._wrong = f"the chat template in {template.where} is none: {self._wrong}"
             if config.chat_template is not None:
                 raise ConfigError(f"{self._wrong}; correct it, or leave chat_template out")
             log.warning("event=chat_template_unusable note=%r", self._wrong)
@@ -62,15 +67,19 @@ class Chat:
         """The prompt for the next answer."""
         if self._wrong is not None:
             raise RequestError(self._wrong, "messages")
+        self._check(messages)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, partial(self.prompt, messages))
 
     def prompt(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
         """The same, while the caller waits; one at a time."""
-        self._check(messages)
-        marked = self._tokens.marked(messages)
         try:
+            marked = self._tokens.marked(messages)
             text = self._renderer.render(marked.messages)
+        except RecursionError:
+            raise RequestError(
+                "the messages have arguments of tools that are nested too deeply", "messages"
+            ) from None
         except RequestError as error:  # It may tell what stands in a message.
             raise RequestError(str(error).replace(marked.mark, ""), error.field) from None
         ids = self._tokens.ids(text, marked.mark)
@@ -112,11 +121,20 @@ class _Renderer:
         if self._process is not None and self._process.poll() is not None:
             self._end(self._process)  # Between two chats, so none of them is to blame.
             self._process = None
-        if self._process is None:
-            self._process = self._started()
-            self._asked(self._process, self._charge)
-        reply = self._asked(self._process, msgspec.json.encode(Order(messages)) + b"\n")
-        return reply.text
+        process = self._process or self.begin()
+        return self._asked(process, msgspec.json.encode(Order(messages)) + b"\n").text
+
+    def begin(self) -> "subprocess.Popen[bytes]":
+        """Start it, and have it read the template, which may be none for all that is seen here."""
+        process = self._process = self._started()
+        try:
+            self._asked(process, self._charge)
+        except RequestError:
+            if self._process is not None:
+                self._end(process)  # It has said so, and ends.
+                self._process = None
+            raise
+        return process
 
     def close(self) -> None:
         self._closed = True

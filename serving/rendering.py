@@ -56,6 +56,8 @@ def fault(text: str) -> str | None:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:
         return "it is nested too deeply"
+    except Exception as error:  # The library's own, over numbers of 5,000 digits and the like.
+        return f"{type(error).__name__}: {_said(error)}"
     return None
 
 

@@ -8,8 +8,8 @@ in process and the Python API are users of the same.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -137,19 +137,23 @@ class Service:
 
         `charge` is told of a request that can be, before it is accepted; it may refuse it too.
         """
-        self.check_room()
-        self._admitting += 1
-        try:
+        with self.coming():
             # In a thread: a long text takes a while to tokenize, an adapter may have to be read.
             request = await asyncio.to_thread(self.admission.admit, ask)
-        finally:
-            self._admitting -= 1
         charge(request)
         return self.engine.submit(request, deadline, whole=whole)
 
-    def check_room(self) -> None:
-        """First of all, so that under overload a refusal costs next to nothing."""
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """Around all that is done for an ask before it is accepted, so that for one without room
+        nothing is done: under overload a refusal costs next to nothing.
+        """
         self.engine.check_room(self._admitting)
+        self._admitting += 1
+        try:
+            yield
+        finally:
+            self._admitting -= 1
 
     def generate(self, asks: Iterable[Ask]) -> list[Completion]:
         """Every ask's answers, in order. The first one that cannot be is raised before any runs."""

@@ -288,4 +288,6 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if root not in site.getsitepackages():
         ways = [root, *filter(None, [made.get("PYTHONPATH")])]
         made["PYTHONPATH"] = os.pathsep.join(ways)
+    # Else `-m` looks for modules where the server was started first: in a model's directory, say.
+    made["PYTHONSAFEPATH"] = "1"
     return made

@@ -4,19 +4,25 @@ What the process around a template forbids is in tests/test_chat.py.
 """
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 
-from gpt.chat import MARKS, ChatTemplate, ChatTokens, find_template
+from gpt.chat import MARKS, ChatTemplate, ChatTokens, any_of, find_template
 from gpt.errors import CheckpointError, ConfigError, RequestError
 from gpt.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 from serving.chat import Chat
 from serving.config import ServerConfig
-from serving.rendering import Charge, Order, Rendering, fault, replied
+from serving.rendering import Charge, Order, Rendering, Reply, fault, replied
+from serving.supervisor import rank_environment
 from tests.chat_templates import ADDED, CHATML, SPECIAL, TEMPLATES
 from tests.trained_tokenizers import byte_level, llama_like, metaspace, sentencepiece_model
 
@@ -242,7 +248,12 @@ def test_a_given_file_that_is_no_template_is_refused(tmp_path: Path, data: bytes
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{% for %}", "line 1"), ("{% nothing %}", "nothing"), ("{{ " + "(" * 9999, "deeply")],
+    [
+        ("{% for %}", "line 1"),
+        ("{% nothing %}", "nothing"),
+        ("{{ " + "(" * 9999, "deeply"),
+        ("{{ " + "1" * 5000 + " }}", "ValueError"),
+    ],
 )
 def test_one_that_cannot_be_read_is_refused_before_anything_is_loaded(text: str, said: str) -> None:
     assert said in (fault(text) or "")
@@ -277,3 +288,48 @@ def test_one_that_cannot_be_read_is_refused_before_anything_is_loaded(text: str,
 def test_a_template_reaches_nothing_and_its_fault_is_told(template: str, said: str) -> None:
     reply = replied(Rendering(Charge(template, NAMES, 10_000)), Order(USER))
     assert reply.error is not None and said in reply.error
+
+
+def test_a_message_of_nothing_but_beginnings_of_control_tokens_is_searched_at_once() -> None:
+    words = [f"<SPECIAL_{number}>" for number in range(1000)] + ["[INST]", "[", "<|a|>", "<|a|>b"]
+    pattern = re.compile(any_of(words))
+    assert all(pattern.fullmatch(word) for word in words)
+    assert [found[0] for found in pattern.finditer("x<|a|>b<|a|>c[INST[INST]<SPECIAL_99")] == [
+        *("<|a|>b", "<|a|>", "[", "[INST]")
+    ]
+    # A flat pattern of them would look at each word at each place, for a minute.
+    assert pattern.search("<SPECIAL_99" * (1 << 16)) is None
+    assert pattern.search("<|" * (1 << 19)) is None
+
+
+def test_a_template_that_only_a_compiler_finds_wrong_does_not_start_a_server() -> None:
+    template = ChatTemplate("{{ messages | nofilter }}", {}, Path("a.jinja"))
+    with pytest.raises(ConfigError, match=r"a\.jinja is none: .*nofilter"):
+        Chat(template, NullTokenizer(9), ServerConfig("m", chat_template="a.jinja"))
+
+
+def test_arguments_nested_without_end_are_refused(tmp_path: Path) -> None:
+    deep: dict[str, Any] = {"role": "user", "content": "x"}
+    for _ in range(2000):
+        deep = {"a": deep}
+    chat = Chat(ChatTemplate("x", {}, Path("a.jinja")), NullTokenizer(9), ServerConfig("m"))
+    try:
+        with pytest.raises(RequestError, match="nested too deeply"):
+            chat.prompt([deep])
+    finally:
+        chat.close()
+
+
+def test_a_process_of_ours_takes_no_module_from_where_it_was_started(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    charge = msgspec.json.encode(Charge("x", {}, 10)) + b"\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "serving.rendering"],
+        cwd=tmp_path,
+        env=rank_environment(os.environ),
+        input=charge + msgspec.json.encode(Order([])) + b"\n",
+        stdout=subprocess.PIPE,
+        timeout=60,
+    )
+    replies = [msgspec.json.decode(line, type=Reply) for line in done.stdout.splitlines()]
+    assert replies == [Reply(), Reply("x")]

@@ -119,6 +119,8 @@ class _Surface:
                 call.caller.must("generate")
                 data = await _data(request, call)
                 said = await _apart(data, parsed, data, kind.body)
+                if said.timeout is not None:
+                    call.deadline = call.arrival + said.timeout
                 asks = await kind.asks(data, said, call)
                 run = await _Run.start(said, asks, call, kind.shape)
                 if not said.stream:
@@ -218,8 +220,6 @@ class _Run:
 
     @classmethod
     async def start(cls, body: Common, asks: Sequence[Ask], call: Call, shape: Shape) -> "_Run":
-        if body.timeout is not None:
-            call.deadline = call.arrival + body.timeout
         streams = []
         try:
             for ask in asks:

@@ -5,6 +5,7 @@ is the model's, or the operator's, and never comes from a request. Tools are not
 the calls of an earlier conversation are taken as part of it, but none are made.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -14,13 +15,14 @@ from gpt.errors import RequestError
 from serving.front import Call
 from serving.messages import Scored
 from serving.request import Answer as Asked
-from serving.request import Ask, Piece
+from serving.request import Ask, DeadlinePassedError, Piece
 from serving.service import Service
-from serving.stream import Stream
+from serving.stream import PASSED, Stream
 from serving.wires.openai_choices import FINISH, LOGPROB_MIN, Choice, Record, Shape, spelled
 from serving.wires.openai_request import (
     NAMES,
     NONE,
+    PARTS_MAX,
     Common,
     Part,
     adapters_of,
@@ -124,9 +126,12 @@ class Body(Common):
 async def ask_of(body: Body, records: list[Record], call: Call) -> Ask:
     """A chat is one prompt. `records`: its messages."""
     service = call.service
-    # First, since that costs the least: a prompt that nobody has room for need not be made.
-    service.check_room()
-    ids = await service.chat.ids(records)
+    try:
+        with service.coming():
+            async with asyncio.timeout_at(call.deadline):
+                ids = await service.chat.ids(records)
+    except TimeoutError:
+        raise DeadlinePassedError(PASSED) from None
     adapters = adapters_of(body, service.base_names)
     given = fields_of(body)
     if body.max_completion_tokens is not None:
@@ -141,7 +146,14 @@ async def ask_of(body: Body, records: list[Record], call: Call) -> Ask:
 
 def records_of(body: Body) -> list[Record]:
     """Its messages as templates know them, where nothing is there that is not said."""
-    return [_record(f"messages[{place}]", one) for place, one in enumerate(body.messages or ())]
+    messages = body.messages or []
+    arguments = [call.function.arguments for one in messages for call in one.tool_calls or ()]
+    if sum(text.count(sign) for text in arguments for sign in ",[{") > PARTS_MAX:
+        raise RequestError(
+            f"the arguments of tools have more than {PARTS_MAX} parts; leave out messages",
+            "messages",
+        )
+    return [_record(f"messages[{place}]", one) for place, one in enumerate(messages)]
 
 
 def _record(where: str, message: Message) -> Record:

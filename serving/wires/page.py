@@ -5,6 +5,7 @@ tells is behind the same credential, role and quota as the call over gRPC of tha
 HTML; which rules a browser holds the page to, and those forbid all that it does not need, is here.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,8 +76,12 @@ def _look(front: Front, method: Method) -> Answer:
             call.caller.must(method.role)
             told = await method.answer(_asked(request, method), call)
             assert told is not None
-            record = MessageToDict(
-                told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            # In a thread, which lets others in: a thousand adapters are a while.
+            record = await asyncio.to_thread(
+                MessageToDict,
+                told,
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
             )
             return answered(record, headers={"Cache-Control": "no-store"})
 
