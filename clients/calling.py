@@ -104,7 +104,10 @@ class Attempts:
 
 
 def channel_options(tls: Tls | None) -> list[tuple[str, Any]]:
-    options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", ANSWER_BYTES_MAX)]
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
+        ("grpc.lb_policy_name", "round_robin"),  # Of a name that stands for many servers, all.
+    ]
     if tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 def serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble serve",
-        description="Serve a model over gRPC, and its metrics and health over HTTP. A flag "
+        description="Serve a model over gRPC and HTTP, with metrics and health. A flag "
         "overrides what the configuration file says; the file has every limit besides.",
     )
     parser.add_argument("model", nargs="?", help="the checkpoint's path")

@@ -39,7 +39,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 9000  # gRPC; 0: any that is free.
-    http_port: int = 9001  # OpenAI's API, metrics and health; 0: any that is free.
+    http_port: int = 9001  # OpenAI's API, the page, metrics and health; 0: any.
     metrics_host: str | None = None  # Where metrics and health have an address of their own, which
     metrics_port: int | None = None  # needs no token and has no TLS. None: they are on http_port.
     http_connections_max: int = 4096

@@ -313,7 +313,11 @@ def _host_bytes() -> int:
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+            used = int((group / "memory.current").read_text())
+            # Of files that were read, as a checkpoint's: they give way to what is needed.
+            lines = (group / "memory.stat").read_text().splitlines()
+            used -= int(dict(line.split() for line in lines).get("inactive_file", 0))
+            free = min(free, int(limit) - used)
     except OSError:  # Not in a group, or in one of the older kind.
         pass
     return max(0, free)

@@ -245,9 +245,9 @@ def test_a_stream_joined_is_the_whole_answer(world: World) -> None:
     counts = [answer.usage.to_dict() for answer in (chunks[-1], whole) if answer.usage]
     assert [counts[0][name] for name in told] == [counts[1][name] for name in told]
     assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len(chunks) > 1 + len(whole.choices)  # A busy machine may tell one of them at once.
     for choice in whole.choices:
         parts = [part for one in chunks for part in one.choices if part.index == choice.index]
-        assert len(parts) > 1
         assert "".join(part.text for part in parts) == choice.text
         assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
         assert parts[-1].finish_reason == choice.finish_reason

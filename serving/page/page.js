@@ -159,7 +159,7 @@ function show(load) {
   if (server.state === "SERVER_STATE_DRAINING") {
     state("warn", "Draining", "It finishes what it has, and takes no more.");
   } else if (!load.engine_up) {
-    state("warn", "Not ready", "The ranks are lost, and are being started again.");
+    state("warn", "Not ready", "The ranks are lost. If they can be, they are started again.");
   } else state("good", "Ready");
 }
 
