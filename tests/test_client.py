@@ -19,6 +19,8 @@ from serving.__main__ import generate_parser as local_parser
 from serving.__main__ import main as local_main
 from tests.servers import ROOT, WAIT_S, Server, eventually, serving, write_adapter, write_checkpoint
 
+pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
+
 PROMPT = "1 2 3"  # The model has no tokenizer, so nothing ends an answer early.
 ROOM = 4  # Answers that run, and that wait.
 HELD = Options(answers=2 * ROOM, max_new_tokens=4000)  # Takes all of it.

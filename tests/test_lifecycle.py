@@ -44,6 +44,8 @@ from tests.servers import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
+
 LONG = Options(max_new_tokens=4000)
 SHORT = Options(max_new_tokens=2)
 REFUSED_S = 1.0

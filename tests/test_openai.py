@@ -27,6 +27,8 @@ from protos.preamble.v1 import generation_pb2_grpc
 from tests.openai_faults import REFUSED
 from tests.servers import ROOT, WAIT_S, Server, eventually, serving, write_adapter, write_checkpoint
 
+pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
+
 BASE = "checkpoint"
 TEXT = "twelve and thirty? answer:"
 TOKEN = "a-token-for-these-tests"
