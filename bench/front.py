@@ -173,7 +173,7 @@ def _at_once(sizes: Sizes, new: int) -> Work:
 def share(model: Path, sizes: Sizes) -> Iterator[str]:
     """The front end's CPU against the ranks', with as many streams as run at once."""
     limits = {"running_requests_max": sizes.streams, "prove": False}
-    with served(model, limits=limits) as server:
+    with served(model, ["--profile", "throughput"], limits) as server:
         run(Where(server.address), _at_once(sizes, 2))
         before = server.spent
         done = run(Where(server.address), _at_once(sizes, sizes.new))
