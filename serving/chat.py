@@ -75,11 +75,12 @@ class Chat:
         """The same, while the caller waits; one at a time."""
         try:
             marked = self._tokens.marked(messages)
+        except RecursionError:
+            raise _too_deep() from None
+        try:
             text = self._renderer.render(marked.messages)
         except RecursionError:
-            raise RequestError(
-                "the messages have arguments of tools that are nested too deeply", "messages"
-            ) from None
+            raise _too_deep() from None
         except RequestError as error:  # It may tell what stands in a message.
             raise RequestError(str(error).replace(marked.mark, ""), error.field) from None
         ids = self._tokens.ids(text, marked.mark)
@@ -107,6 +108,12 @@ class Chat:
                 f"{self._config.text_bytes_max} (text_bytes_max)",
                 "messages",
             )
+
+
+def _too_deep() -> RequestError:
+    return RequestError(
+        "the messages have arguments of tools that are nested too deeply", "messages"
+    )
 
 
 class _Renderer:
