@@ -422,9 +422,9 @@ def test_a_template_without_end_is_ended_and_the_next_chat_is_answered(world: Wo
 
 def test_a_template_that_wants_all_memory_gets_none_of_the_servers(world: World) -> None:
     for template, words in (
-        ("{{ 'a' * 10 ** 10 }}", "memory|takes over"),
-        ("{% set n = namespace(x='a' * 99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
-         "{% endfor %}", "memory|takes over"),
+        ("{{ 'a' * 10 ** 10 }}", "memory"),
+        ("{% set n = namespace(x='a' * 99) %}{% for i in range(40) %}{% set n.x = n.x * 8 %}"
+         "{% endfor %}", "memory"),
         ("{{ '%999999999s' | format(1) }}", "memory|text_bytes_max|takes over"),
         ("{{ messages[0].nothing }}", "no text"),
     ):  # fmt: skip
