@@ -55,7 +55,8 @@ def reference(
         rows = slice(start, start + length)
         start += length
         if kv is None:
-            keys, values = k[rows], v[rows]
+            seen_rows = _family(batch, sequence)
+            keys, values = (torch.cat([x[part] for part in seen_rows]) for x in (k, v))
         else:
             assert batch.tables is not None
             blocks = kv[batch.tables[sequence]].permute(1, 0, 3, 2, 4)
@@ -73,6 +74,13 @@ def reference(
     return torch.cat(outputs)
 
 
+def _family(batch: Batch, sequence: int) -> list[slice]:
+    """The flat rows that a sequence's tokens see without a pool: its parent's, and its own."""
+    parent = batch.parents[sequence] if batch.parents else None
+    found = [sequence] if parent is None else [parent, sequence]
+    return [slice(batch.starts[s], batch.starts[s] + batch.lengths[s]) for s in found]
+
+
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Which key positions each query position sees: (..., queries, keys)."""
     distance = queries.unsqueeze(-1) - keys
@@ -85,6 +93,8 @@ def ragged(
 ) -> Tensor:
     """Group by group; what the groups are is found out once for all layers of a step."""
     if kv is None:
+        if batch.parents:
+            return reference(q, k, v, batch, kv, window)
         return rectangle(q, k, v, batch, window)
     shape = Shape(q.shape[1], k.shape[1], kv.shape[3], window)
     plan = batch.kept.get(shape)

@@ -37,13 +37,16 @@ class Batch:
     """One step's tokens. T is their number, B the number of sequences."""
 
     lengths: tuple[int, ...]  # New tokens of each sequence.
-    past: tuple[int, ...]  # Tokens of each that are in the KV pool already.
+    past: tuple[int, ...]  # Tokens before these: in the KV pool, or a parent's.
     positions: Tensor  # (T,) in its own sequence, virtual tokens counted.
     # (T,) twice: the pool's block, and the place in it, where each new token's KV goes.
     slots: tuple[Tensor, Tensor] | None = None
     tables: Tensor | None = None  # (B, blocks) the pool blocks of each sequence, in order.
     rows: Tensor | None = None  # Which tokens need logits; None means all.
     dropout: Dropout | None = None  # Training only.
+    # Training only: the earlier sequence whose tokens stand before each one's own, seen by it as
+    # its past; None: nobody's. A parent has no parent. Empty: nobody has one.
+    parents: tuple[int | None, ...] = ()
     # What the first layer finds out and the others use: see gpt/attention.py.
     kept: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
@@ -55,11 +58,16 @@ class Batch:
         *,
         rows: Tensor | None = None,
         dropout: Dropout | None = None,
+        parents: Sequence[int | None] = (),
     ) -> "Batch":
         """Whole sequences without a KV pool."""
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        past = (0,) * len(lengths)
-        return cls(tuple(lengths), past, positions, rows=rows, dropout=dropout)
+        assert not parents or dropout is None, "what is shared cannot be dropped for each alone"
+        past = tuple(0 if p is None else lengths[p] for p in parents) or (0,) * len(lengths)
+        starts_lengths = zip(past, lengths, strict=True)
+        positions = torch.cat([torch.arange(p, p + n) for p, n in starts_lengths]).to(device)
+        return cls(
+            tuple(lengths), past, positions, rows=rows, dropout=dropout, parents=tuple(parents)
+        )
 
     @classmethod
     def paged(

@@ -1,21 +1,48 @@
 """TuneConfig: what to learn, from which examples, and how, with a unit and a default for each.
 
-Built once from a YAML file. What the model is comes from its checkpoint, never from here.
+Built once from a YAML file. What the model is comes from its checkpoint, never from here. The
+settings of a run's one task stand beside those of the run; several tasks stand under `tasks`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from gpt.errors import ConfigError
-from gpt.settings import read_yaml, settings, shown
+from gpt.settings import nearest, read_yaml, settings, shown
+from ptuning.task import PLAIN, Task
 
-PLAIN = "<|VIRTUAL_PROMPT_0|>{prompt}{completion}"
+# What stands for P while it is learned, and the learning rate that suits it: a bare table needs
+# far larger steps than a network that makes one.
+METHODS = {
+    "prompt-tuning": 1e-2,  # The table itself.
+    "mlp": 1e-3,  # NeMo's linears over a table.
+    "lstm": 1e-3,  # NeMo's and PEFT's LSTM and head.
+    "tpmlp": 1e-3,  # NeMo's two linears, split over the tensor ranks.
+    "peft-mlp": 1e-3,  # PEFT's three linears.
+    "full": 1e-4,  # No virtual tokens: the model itself, all of it.
+}
+INITIAL = ("vocabulary", "random")  # Rows of random tokens; or random ones of the same size.
+OPTIMIZERS = ("adamw",)
+SCHEDULES = ("cosine", "constant", "inverse-sqrt")
+RECOMPUTE = ("none", "selective", "block", "full")
+MEASURES = ("loss", "exact_match", "accuracy", "f1")
 
 POSITIVE = (
-    *("virtual_tokens", "tokens_max", "max_new_tokens", "steps", "batch_examples"),
-    *("learning_rate", "gradient_norm_max"),
+    *("tokens_max", "encoder_hidden", "encoder_layers", "steps", "batch_examples"),
+    *("micro_batch_examples", "micro_batch_tokens", "learning_rate", "gradient_norm_max"),
+    *("validate_every", "validation_examples", "save_every", "patience"),
+    *("tp", "pp", "dp", "virtual_stages", "recompute_layers"),
 )
+NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed", "golden_examples", "minimum_rate")
+CHOICES = {
+    "method": tuple(METHODS),
+    "initial": INITIAL,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE,
+    "measure": MEASURES,
+}
 
 
 @dataclass(frozen=True)
@@ -23,29 +50,65 @@ class TuneConfig:
     """What `preamble tune` needs to know. A relative path starts at the working directory."""
 
     model: str  # The checkpoint's path.
-    data: str  # A jsonl file: one example on each line, as an object of texts.
-    name: str  # The adapter's.
+    data: str = ""  # Records to learn from: jsonl, CSV or Parquet.
+    name: str = ""  # The adapter's.
     output: str = "adapters"  # The directory for it, made if need be; a server's may be one.
+    run: str | None = None  # The directory for logs, report and states; None: beside the output.
 
+    validation: str = ""  # Records that only measure; empty: none.
     task: str = ""  # What it is for, in a few words.
-    template: str = PLAIN  # Its fields are the examples' keys.
+    template: str = PLAIN  # Its fields are the records' keys.
     answer_field: str = "completion"  # What is learned; it must end the template.
     truncate_field: str | None = None  # Is cut in what is too long; None: that is left out.
-    tokens_max: int | None = None  # Of an example; None, or more than it: the model's context.
     stop: tuple[str, ...] = ()  # Texts that end an answer, beside the model's own end.
     max_new_tokens: int | None = None  # Of an answer, if a request does not say.
-
     virtual_tokens: int = 20
     splits: tuple[int, ...] = ()  # Of them, for each of the template's places; empty: it has one.
-    initial_text: str = ""  # The table starts as its rows; empty: rows of random tokens.
+    initial_text: str = ""  # The table starts as its rows; empty: as `initial` says.
+    tasks: tuple[Task, ...] = ()  # Several at once instead of the one that is told above.
+    tokens_max: int | None = None  # Of an example; None, or more than it: the model's context.
+    answer_only_loss: bool = True  # Else all tokens of the text are learned.
+
+    method: str = "prompt-tuning"  # What makes the table: see METHODS.
+    initial: str = "vocabulary"  # How its rows start where no text says.
+    encoder_hidden: int | None = None  # Width of an encoder; None: the model's own.
+    encoder_layers: int = 2  # Linears of `mlp`, layers of `lstm`.
+    encoder_dropout: float = 0.0  # Between the layers of `lstm`.
+    encoder_from: str | None = None  # An earlier run, whose encoder this one starts from.
 
     steps: int = 200
     batch_examples: int = 16  # Of one step; all of them, if they are fewer.
-    learning_rate: float = 1e-2  # Good for a bare table; a model's own 1e-4 learns nothing here.
+    micro_batch_examples: int | None = None  # Of a step's, that one pass computes; None: all.
+    micro_batch_tokens: int | None = None  # As many examples in a pass as have these tokens.
+    optimizer: str = "adamw"
+    learning_rate: float | None = None  # None: what suits the method.
+    schedule: str = "cosine"  # Down to `minimum_rate`, after the warm-up.
+    minimum_rate: float = 0.0  # The share of the learning rate that a cosine ends with.
     warmup_steps: int = 20
     weight_decay: float = 0.0  # It would pull towards zero, not towards words.
+    beta1: float = 0.9
+    beta2: float = 0.98
+    epsilon: float = 1e-8
     gradient_norm_max: float = 1.0
+    hidden_dropout: float = 0.0  # Only of `full`: a frozen model has none.
+    attention_dropout: float = 0.0
     seed: int = 0
+
+    validate_every: int | None = None  # Steps; None: at the end alone, if there is what to measure.
+    validation_examples: int = 200  # Of them are measured.
+    measure: str = "loss"  # What the best state is chosen by, and early stopping.
+    patience: int | None = None  # Validations without a better measure, until the run ends.
+    save_every: int = 100  # Steps between states to go on from.
+    golden_examples: int = 0  # Of the validation's, with answers, that travel in the card.
+    tensorboard: bool = False
+
+    tp: int = 1  # Tensor-parallel ranks.
+    pp: int = 1  # Stages of the pipeline.
+    dp: int = 1  # Copies of all that, each with its share of every batch.
+    virtual_stages: int = 1  # Pieces of a stage; more than 1: the interleaved schedule.
+    sequence_parallel: bool = False
+    recompute: str = "none"  # What is computed again in the backward pass instead of kept.
+    recompute_layers: int = 1  # Layers of a stage that `block` recomputes.
 
     tokenizer: str | None = None  # A file or a directory; None: what lies beside the weights.
     true_vocab_size: int | None = None  # Where the checkpoint does not tell it from the padding.
@@ -54,26 +117,77 @@ class TuneConfig:
     dtype: str | None = None  # What to compute in; None: as stored. The table is always fp32.
 
     def __post_init__(self) -> None:
-        for name in ("model", "data", "output"):
-            path = getattr(self, name)
-            if not path or "\0" in path or path != path.encode(errors="replace").decode():
-                raise ConfigError(f"{name} is {shown(path)}; it must be a path")
+        for name in ("model", "output"):
+            _check_path(name, getattr(self, name))
         for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} is {value}; it must be more than 0, and finite")
-        for name in ("warmup_steps", "weight_decay", "seed"):
+        for name in NOT_NEGATIVE:
             value = getattr(self, name)
             if not 0 <= value < 2**63:
                 way = "must not be negative" if value < 0 else "must be less than 2^63"
                 raise ConfigError(f"{name} is {value}; it {way}")
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name} is {shown(value)}; {nearest(value, known)}")
+        for name in ("hidden_dropout", "attention_dropout", "encoder_dropout", "beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 0 and less than 1")
+        self._check_tasks()
 
-        if self.splits and sum(self.splits) != self.virtual_tokens:
-            raise ConfigError(
-                f"splits are {list(self.splits)}, {sum(self.splits)} in all; "
-                f"they must sum to virtual_tokens, {self.virtual_tokens}"
+    def _check_tasks(self) -> None:
+        names = [task.name for task in self.wanted]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"two tasks are named {twice!r}; each needs a name of its own")
+        for task in self.wanted:
+            if not task.name and self.method != "full":
+                raise ConfigError("'name' is missing; it has no default")
+            _check_path("data", task.data or "")
+
+    @property
+    def wanted(self) -> tuple[Task, ...]:
+        """The run's tasks; each knows its records."""
+        if self.tasks:
+            return tuple(
+                replace(
+                    task,
+                    data=task.data or self.data or None,
+                    validation=task.validation or self.validation or None,
+                )
+                for task in self.tasks
             )
+        own = {one.name: getattr(self, one.name) for one in fields(Task)}
+        return (Task(**{**own, "validation": self.validation or None}),)
+
+    @property
+    def rate(self) -> float:
+        return METHODS[self.method] if self.learning_rate is None else self.learning_rate
 
     @classmethod
     def read(cls, path: str) -> Self:
-        return settings(cls, read_yaml(Path(path)), path)
+        return cls.of(read_yaml(Path(path)), path)
+
+    @classmethod
+    def of(cls, record: dict[str, Any], where: str) -> Self:
+        record = dict(record)
+        tasks = record.get("tasks")
+        if isinstance(tasks, list):
+            if not all(isinstance(task, dict) for task in tasks):
+                raise ConfigError(f"{where}: tasks is {shown(tasks)}; each must be `key: value`s")
+            record["tasks"] = [
+                settings(Task, task, f"{where}: task {number}")
+                for number, task in enumerate(tasks, 1)
+            ]
+            beside = sorted({one.name for one in fields(Task)} & set(record) - {"data", "validation"})
+            if tasks and beside:
+                raise ConfigError(f"{where}: {beside[0]} stands beside tasks; put it into each task")
+        return settings(cls, record, where)
+
+
+def _check_path(name: str, path: str) -> None:
+    if not path or "\0" in path or path != path.encode(errors="replace").decode():
+        raise ConfigError(f"{name} is {shown(path)}; it must be a path")

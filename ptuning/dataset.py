@@ -6,7 +6,7 @@ where the settings say, and counted. Knows no model but for its sizes.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,13 @@ class Example:
 
     ids: list[int]
     answer_start: int
+    task: int = 0  # Which of the run's.
+    learned: Sequence[int] = ()  # Places of the ids that have a loss; empty: the answer's.
+
+    def __post_init__(self) -> None:
+        if not self.learned:
+            answer = range(max(1, self.answer_start), len(self.ids))
+            object.__setattr__(self, "learned", answer)
 
 
 @dataclass(frozen=True)
