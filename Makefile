@@ -18,7 +18,7 @@ KERNELS     := gpt/libkernels.so
 .PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs everything that developing needs
-demo: $(LEARNED)  ## serves the small model that comes along, and talks to it
+demo: $(LEARNED)  ## p-tunes the small model that comes along, serves it, and talks to it
 	@$(VENV)/bin/python -m examples.demo
 serve-demo: $(LEARNED)  ## serves that model until Ctrl-C
 	$(VENV)/bin/preamble serve examples/demo/checkpoint --adapters build/demo/adapters
@@ -76,4 +76,5 @@ $(KERNELS): $(wildcard gpt/cpu/*) gpt/build.py
 $(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl
+	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 200 --split held-out > build/demo/mood-held-out.jsonl
 	$(VENV)/bin/preamble tune examples/demo/tune.yaml && touch $@

@@ -1,21 +1,29 @@
-"""`preamble adapters check`: whether a file is a good adapter, and (`--model`) one for this model.
+"""`preamble adapters check`: whether files are good adapters, and (`--model`) ones for this model.
 
-The same reading and the same questions as a server's, asked before it is uploaded. What could not
-be settled is told as a note.
+The same reading and the same questions as a server's, asked before they are uploaded. Golden
+examples are replayed by the model as it is now: after a reshard, an upgrade, in another dtype. What
+could not be settled is told as a note.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.flags import add_source_flags, source_changes
+from checkpoints_tools.flags import DTYPES, above_zero, add_source_flags, source_changes
 from gpt.adapter import Adapter, check_adapter, open_adapter
 from gpt.digest import identify
+from gpt.errors import ConfigError, PreambleError
+from gpt.golden import Replay, replay
+from gpt.loading import device_of, load_model
 from gpt.logical import Checkpoint
+from gpt.model import GPT
 from gpt.overrides import open_overridden
+from gpt.parallel import Mesh
+from gpt.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 
 # What is read besides our own files.
 FOREIGN = "a PEFT directory, a TGIS decoder.pt, a .nemo of prompt learning"
@@ -24,12 +32,17 @@ FOREIGN = "a PEFT directory, a TGIS decoder.pt, a .nemo of prompt learning"
 def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters check",
-        description="Say whether an adapter's file can be used, and what it is.",
+        description="Say whether adapters' files can be used, and what they are. With --model "
+        "their golden examples are replayed. 1: one cannot be used, or does not say what it said.",
     )
     add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help=f"{FOREIGN}, or ours")
-    add_model_flags(parser, "a checkpoint that it must be for")
-    add("--json", action="store_true", help="print JSON")
+    add("files", metavar="FILE", type=Path, nargs="+", help=f"{FOREIGN}, or ours")
+    add_model_flags(parser, "a checkpoint that they must be for")
+    add("--dtype", choices=DTYPES, help="what the model computes in (default: as stored)")
+    add("--device", default="cpu", help="cpu or cuda, for golden examples (default: cpu)")
+    add("--tolerance", metavar="X", type=above_zero,
+        help="nats that an answer's tokens may move, on average (default: by dtype)")  # fmt: skip
+    add("--json", action="store_true", help="print JSON: an object, of several files a list")
     return parser
 
 
@@ -48,20 +61,112 @@ def model_of(flags: argparse.Namespace) -> Checkpoint | None:
     return open_overridden(flags.model, source_changes(flags), flags.tokenizer)
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A file, and what came of it."""
+
+    file: Path
+    adapter: Adapter | None = None
+    notes: tuple[str, ...] = ()
+    replay: Replay | None = None
+    refusal: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.refusal and (self.replay is None or self.replay.passed)
+
+
 def check_command(argv: Sequence[str]) -> int:
     """`argv` begins after `check`."""
     flags = check_parser().parse_args(argv)
     base = model_of(flags)
-    adapter = open_adapter(flags.file, task=flags.task, base=base)
-    notes: tuple[str, ...] = ()
-    if base is not None:
-        notes = check_adapter(adapter, base.config, identify(base))
+    if base is None and (flags.dtype or flags.tolerance):
+        raise ConfigError("--dtype and --tolerance are for golden examples; give --model too")
+    bench = _Bench(base, flags)
+    found = []
+    for file in flags.files:
+        try:
+            found.append(bench.check(file))
+        except PreambleError as error:
+            if len(flags.files) == 1:
+                raise
+            found.append(Checked(file, refusal=str(error)))
     if flags.json:
-        sys.stdout.write(json.dumps(facts(adapter, notes), indent=2) + "\n")
-        return 0
-    sys.stdout.write(sheet(adapter, notes))
-    sys.stdout.write(f"good{' for this model' if flags.model else ''}\n")
-    return 0
+        told = [_record(one) for one in found]
+        sys.stdout.write(json.dumps(told if len(told) > 1 else told[0], indent=2) + "\n")
+    elif len(found) == 1 and found[0].adapter is not None:
+        sys.stdout.write(sheet(found[0].adapter, found[0].notes))
+        sys.stdout.write(_verdict(found[0], flags.model) + "\n")
+    else:
+        for one in found:
+            sys.stdout.write(f"{_plain(one.file.name)}: {_verdict(one, flags.model)}\n")
+    for one in found:
+        for line in one.replay.lines if one.replay else ():
+            sys.stderr.write(_plain(f"{one.file.name}: {line}") + "\n")
+    return 0 if all(one.good for one in found) else 1
+
+
+class _Bench:
+    """The model that files are checked against, whose weights are loaded if examples need them."""
+
+    def __init__(self, base: Checkpoint | None, flags: argparse.Namespace) -> None:
+        self._base, self._flags = base, flags
+        self._identity = None if base is None else identify(base)
+        self._running: tuple[GPT, Tokenizer] | None = None
+
+    def check(self, file: Path) -> Checked:
+        adapter = open_adapter(file, task=self._flags.task, base=self._base)
+        if self._base is None:
+            return Checked(file, adapter)
+        config = self._base.config
+        if self._flags.dtype is not None:
+            config = config.with_fields(dtype=self._flags.dtype)
+        notes = check_adapter(adapter, config, self._identity)
+        if not adapter.card.golden:
+            return Checked(file, adapter, notes)
+        if self._running is None:
+            self._running = self._start(self._base)
+        replayed = replay(*self._running, adapter, tolerance=self._flags.tolerance)
+        return Checked(file, adapter, notes, replayed)
+
+    def _start(self, base: Checkpoint) -> tuple[GPT, Tokenizer]:
+        mesh = Mesh.single(device_of(self._flags.device))
+        model = load_model(base, mesh, dtype=self._flags.dtype).eval()
+        if base.tokenizer is None:
+            return model, NullTokenizer(base.config.vocab_size)
+        return model, open_tokenizer(base.tokenizer)
+
+
+def _verdict(one: Checked, model: str | None) -> str:
+    if one.refusal:
+        return f"refused: {_plain(one.refusal)}"
+    told = one.replay
+    what = ""
+    if told is not None:
+        same = told.checked - told.different - told.ties
+        ties = f", {told.ties} near ties" if told.ties else ""
+        what = (
+            f"; {same} of {told.checked} golden examples the same{ties}, the worst "
+            f"{told.worst_logprob:.2g} nats a token off (tolerance {told.tolerance:g})"
+        )
+    good = "good" if one.good else "it does not say what it said"
+    return f"{good}{' for this model' if model and one.good else ''}{what}"
+
+
+def _record(one: Checked) -> dict[str, Any]:
+    if one.adapter is None:
+        return {"file": str(one.file), "good": False, "refusal": one.refusal}
+    record = {**facts(one.adapter, one.notes), "file": str(one.file), "good": one.good}
+    if one.replay is not None:
+        record["golden"] = {
+            "checked": one.replay.checked,
+            "different": one.replay.different,
+            "ties": one.replay.ties,
+            "worst_logprob": one.replay.worst_logprob,
+            "tolerance": one.replay.tolerance,
+            "lines": list(one.replay.lines),
+        }
+    return record
 
 
 def facts(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
@@ -86,7 +191,10 @@ def sheet(adapter: Adapter, notes: Sequence[str]) -> str:
     for name, value in facts(adapter, notes).items():
         for one in value if isinstance(value, list) else [value]:
             if one:
-                # A card is anybody's text, and a terminal obeys what it is shown.
-                shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(one))
-                lines.append(f"{name.replace('_', ' '):16} {shown}\n")
+                lines.append(f"{name.replace('_', ' '):16} {_plain(str(one))}\n")
     return "".join(lines)
+
+
+def _plain(text: str) -> str:
+    """A card is anybody's text, and a terminal obeys what it is shown."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -33,6 +33,7 @@ __all__ = [
     "check_adapter",
     "check_folder",
     "instruction_adapter",
+    "latest_adapter",
     "open_adapter",
     "parse_name",
     "publish_adapter",
@@ -73,6 +74,12 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
         except FileExistsError:
             continue
         return path
+
+
+def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
+    """The newest version of a name that `publish_adapter` has written."""
+    path = folder / f"{name}@{_last_version(folder, name)}{SUFFIX}"
+    return (path, open_adapter(path)) if path.exists() else None
 
 
 def check_folder(folder: Path) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt import kernels
 from gpt.batch import Batch
+from gpt.whole import Drop, family, lean, rectangle, visible
 
 KV = Tensor  # (blocks, 2, G, block tokens, D): keys and values of a layer, head by head.
 Attend = Callable[[Tensor, Tensor, Tensor, Batch, KV | None, int | None], Tensor]
@@ -46,7 +46,7 @@ def reference(
     kv: KV | None,
     window: int | None,
     *,
-    drop: Callable[[Tensor, int], Tensor] | None = None,
+    drop: Drop | None = None,
 ) -> Tensor:
     """One sequence at a time, in whole matrices. `drop` thins a sequence's probabilities."""
     outputs = []
@@ -55,7 +55,7 @@ def reference(
         rows = slice(start, start + length)
         start += length
         if kv is None:
-            seen_rows = _family(batch, sequence)
+            seen_rows = family(batch, sequence)
             keys, values = (torch.cat([x[part] for part in seen_rows]) for x in (k, v))
         else:
             assert batch.tables is not None
@@ -74,27 +74,14 @@ def reference(
     return torch.cat(outputs)
 
 
-def _family(batch: Batch, sequence: int) -> list[slice]:
-    """The flat rows that a sequence's tokens see without a pool: its parent's, and its own."""
-    parent = batch.parents[sequence] if batch.parents else None
-    found = [sequence] if parent is None else [parent, sequence]
-    return [slice(batch.starts[s], batch.starts[s] + batch.lengths[s]) for s in found]
-
-
-def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which key positions each query position sees: (..., queries, keys)."""
-    distance = queries.unsqueeze(-1) - keys
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
-
-
 def ragged(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
 ) -> Tensor:
     """Group by group; what the groups are is found out once for all layers of a step."""
     if kv is None:
-        if batch.parents:
-            return reference(q, k, v, batch, kv, window)
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        if learns and not q.is_cuda:
+            return lean(q, k, v, batch, window)
         return rectangle(q, k, v, batch, window)
     shape = Shape(q.shape[1], k.shape[1], kv.shape[3], window)
     plan = batch.kept.get(shape)
@@ -107,28 +94,6 @@ def ragged(
     for group in plan.groups:
         group.attend(q, k, v, kv, plan.room, y)
     return y
-
-
-def rectangle(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
-    """Whole sequences, padded to the longest: causality hides what stands behind a sequence."""
-    count, longest = len(batch.lengths), max(batch.lengths)
-    equal = min(batch.lengths) == longest
-
-    def padded(x: Tensor) -> Tensor:
-        if not equal:
-            x = x.new_zeros(count, longest, *x.shape[1:]).index_put(batch.places, x)
-        return x.view(count, longest, *x.shape[-2:]).transpose(1, 2)
-
-    seen = None
-    if window is not None and window < longest:
-        places = torch.arange(longest, device=q.device)
-        seen = visible(places, places, window)
-    q4, k4, v4 = padded(q), padded(k), padded(v)
-    gqa = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(
-        q4, k4, v4, attn_mask=seen, is_causal=seen is None, enable_gqa=gqa
-    ).transpose(1, 2)
-    return y.reshape(q.shape) if equal else y[batch.places]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ exactly. Knows no files.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -28,6 +29,7 @@ CARD_BYTES_MAX = 1 << 20
 STOPS_MAX = 16  # As many, and as long, as a request's own may be.
 STOP_BYTES_MAX = 256
 TABLE_BYTES_MAX = 1 << 30  # 8,192 rows of a model 32,768 wide.
+GOLDEN_MAX = 32  # Examples that travel with an adapter; a server replays all of them.
 
 
 class Name(NamedTuple):
@@ -54,6 +56,24 @@ class Golden:
 
     inputs: Mapping[str, str]
     output: str  # What greedy decoding wrote.
+    token_ids: tuple[int, ...] = ()  # With the one that stopped it. Empty: only the text is known.
+    logprob: float | None = None  # The sum over these tokens.
+    dtype: str = ""  # What that was computed in.
+
+    def __post_init__(self) -> None:
+        if any(token < 0 for token in self.token_ids):
+            raise AdapterError("a golden example has a negative token id; make it again")
+        if self.logprob is not None and not (self.token_ids and -math.inf < self.logprob <= 0):
+            raise AdapterError(
+                f"a golden example has the log-probability {self.logprob} of "
+                f"{len(self.token_ids)} tokens; it needs tokens, and a finite number up to 0"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what is known, so that a card of texts alone is as it always was."""
+        record: dict[str, Any] = {"inputs": dict(self.inputs), "output": self.output}
+        more = {"token_ids": list(self.token_ids), "logprob": self.logprob, "dtype": self.dtype}
+        return record | {name: value for name, value in more.items() if value not in ([], None, "")}
 
 
 @dataclass(frozen=True)
@@ -85,6 +105,11 @@ class Card:
             raise AdapterError(
                 f"the card of {self.name!r} has max_new_tokens {self.max_new_tokens}; it must be "
                 "at least 1"
+            )
+        if len(self.golden) > GOLDEN_MAX:
+            raise AdapterError(
+                f"the card of {self.name!r} has {len(self.golden)} golden examples; at most "
+                f"{GOLDEN_MAX} travel with an adapter: leave some out"
             )
         try:
             text = self.to_json()
@@ -130,7 +155,7 @@ class Card:
             "template": self.template.to_dict() if self.template else None,
             "metrics": dict(self.metrics),
             "stop": list(self.stop),
-            "golden": [{"inputs": dict(one.inputs), "output": one.output} for one in self.golden],
+            "golden": [one.to_dict() for one in self.golden],
             "notes": list(self.notes),
         }
 

@@ -52,13 +52,16 @@ class Completion:
 
 
 def generate(
-    model: GPT,
+    model: GPT | Sequence[GPT],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling | Sequence[Sampling],
     *,
     table: Tensor | None = None,
 ) -> list[Completion]:
-    """A completion for each prompt. Ids at or above the vocabulary are rows of `table`."""
+    """A completion for each prompt. Ids at or above the vocabulary are rows of `table`.
+
+    `model` is what this rank has of it: several chunks, in the order of their layers, or one.
+    """
     completions = [Completion() for _ in prompts]
     for pieces in stream(model, prompts, sampling, table=table):
         for piece in pieces:
@@ -75,7 +78,7 @@ def generate(
 
 @torch.inference_mode()
 def stream(
-    model: GPT,
+    model: GPT | Sequence[GPT],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling | Sequence[Sampling],
     *,
@@ -89,9 +92,11 @@ def stream(
     if not prompts:
         return
     rules = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    chunks = pipeline.chunks_of(model)
+    model = chunks[-1]  # The one that has the logits, if this rank has them.
     check_prompts(model, prompts, rules, 0 if table is None else len(table))
     device = model.mesh.device
-    pool, tables = _pool(model, prompts, rules)
+    pool, tables = _pool(chunks, prompts, rules)
     rows = list(range(len(prompts)))
     ids = [list(prompt) for prompt in prompts]
     past = [0] * len(prompts)
@@ -104,7 +109,7 @@ def stream(
         )
         batch = batch if whole else replace(batch, rows=batch.last_rows)
         flat = torch.tensor([token for row in rows for token in ids[row]], device=device)
-        logits = pipeline.forward(model, flat, batch, kv=pool, table=table)
+        logits = pipeline.forward(chunks, flat, batch, kv=pool, table=table)
         told = _prompt_scores(model, logits, prompts, rules) if whole else {}
         if logits is not None and whole:
             logits = logits[batch.last_rows]
@@ -151,15 +156,15 @@ def check_prompts(
 
 
 def _pool(
-    model: GPT, prompts: Sequence[Sequence[int]], rules: Sequence[Sampling]
+    chunks: Sequence[GPT], prompts: Sequence[Sequence[int]], rules: Sequence[Sampling]
 ) -> tuple[KVPool, Tensor]:
     """Memory for every prompt at its longest, and each one's row of blocks."""
     needs = [
         -(-(len(prompt) + rule.max_new_tokens) // BLOCK_TOKENS)
         for prompt, rule in zip(prompts, rules, strict=True)
     ]
-    mesh = model.mesh
-    layers, blocks = model.layers, sum(needs)
+    model, mesh = chunks[0], chunks[0].mesh
+    layers, blocks = [layer for chunk in chunks for layer in chunk.layers], sum(needs)
     pool = KVPool(model.config, layers, blocks, tp=mesh.tp, dtype=model.dtype, device=mesh.device)
     tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
     start = 0

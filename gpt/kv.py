@@ -26,7 +26,7 @@ class KVPool:
     def __init__(
         self,
         config: GPTConfig,
-        layers: range,
+        layers: Sequence[int],
         blocks: int,
         *,
         tp: int = 1,
@@ -34,7 +34,7 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.layers = layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
         self.block_tokens = block_tokens
         groups = local_groups(config, tp)
         shape = (len(layers), blocks, 2, groups, block_tokens, config.kv_channels)
@@ -42,7 +42,7 @@ class KVPool:
 
     def layer(self, layer: int) -> Tensor:
         """Keys and values of a global layer."""
-        return self._memory[layer - self.layers.start]
+        return self._memory[self._places[layer]]
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero them in every layer: what is not finite would reach their next owner."""

@@ -7,18 +7,20 @@ the table in `gpt.sharding` and filled by `gpt.loading`; nothing here has an ini
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import cast
+from functools import cached_property, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.attention import KV, Attend, reference, store
-from gpt.batch import Batch
+from gpt.attention import KV, Attend, ragged, store
+from gpt.batch import Batch, Dropout
 from gpt.config import GPTConfig, RopeScaling
-from gpt.parallel import Mesh, enter, leave, scatter_rows, total
+from gpt.parallel import Mesh, enter, leave, linear_of_gathered, scatter_rows, total
+from gpt.recompute import Recompute, again, from_inputs
 from gpt.sharding import Parameter, kept_dtype, local_groups, parameters, part
+from gpt.whole import Drop, unfused
 
 # A product of rows with a weight that was brought into another form: rows, bias, the name of an
 # activation, what to add at the end. See gpt/packed.py.
@@ -41,6 +43,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     attend: Attend
+    recompute: Recompute
 
     @cached_property
     def table(self) -> dict[str, list[Parameter]]:
@@ -99,10 +102,19 @@ class Norm(nn.Module):
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
     """Torch computes in fp32 within; only a scale beside one needs more digits than bf16 has."""
     if config.layernorm_zero_centered_gamma:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        shift = None if bias is None else bias.to(wide)
-        return _normalize(x.to(wide), weight.to(wide) + 1, shift, config).to(x.dtype)
+        return from_inputs(partial(_normalize_around_one, config=config), x, weight, bias)
+    if config.normalization == "RMSNorm":
+        # On a CPU autograd would keep what lies between, in fp32.
+        return from_inputs(partial(_normalize, config=config), x, weight, bias)
     return _normalize(x, weight, bias, config)
+
+
+def _normalize_around_one(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shift = None if bias is None else bias.to(wide)
+    return _normalize(x.to(wide), weight.to(wide) + 1, shift, config).to(x.dtype)
 
 
 def _normalize(x: Tensor, scale: Tensor, shift: Tensor | None, config: GPTConfig) -> Tensor:
@@ -161,6 +173,10 @@ class ColumnLinear(Linear):
             return self.whole(x, activation)
         if self.layer_norm_weight is not None:
             x = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config)
+        learns = torch.is_grad_enabled() and self.product is None  # Else there is no weight here.
+        if learns and self.mesh.sequence_parallel and self.weight.requires_grad:
+            y = linear_of_gathered(x, self.weight, self.bias, self.mesh, tokens)
+            return y if activation is None else ACTIVATIONS[activation](y)
         return self.split(enter(x, self.mesh, tokens), activation)
 
     def split(self, x: Tensor, activation: str | None = None) -> Tensor:
@@ -212,13 +228,13 @@ class Embedding(nn.Module):
         return cast(Tensor, self.word_embeddings.weight)
 
     def forward(self, ids: Tensor, batch: Batch, table: Tensor | None) -> Tensor:
-        x = self._words(ids, table)
+        x = self.words(ids, table)
         if self.position_embeddings is not None:
             x = x + F.embedding(batch.positions, cast(Tensor, self.position_embeddings.weight))
         x = scatter_rows(x, self.mesh)
         return drop_hidden(x, self.config, self.mesh, batch, (0, 0))
 
-    def _words(self, ids: Tensor, table: Tensor | None) -> Tensor:
+    def words(self, ids: Tensor, table: Tensor | None = None) -> Tensor:
         """Without positions, all rows."""
         if table is None and self.mesh.tp == 1:
             return F.embedding(ids, self.rows)
@@ -242,6 +258,7 @@ class Attention(nn.Module):
         name = f"decoder.layers.{layer}.self_attention"
         self.layer = layer
         self.config, self.mesh, self.attend = build.config, build.mesh, build.attend
+        self.recompute = build.recompute
         self.groups = local_groups(build.config, build.mesh.tp)
         self.linear_qkv = ColumnLinear(build, f"{name}.linear_qkv")
         self.linear_proj = RowLinear(build, f"{name}.linear_proj")
@@ -253,38 +270,62 @@ class Attention(nn.Module):
         batch, d = step.batch, self.config.kv_channels
         qkv = self.linear_qkv(x, batch.tokens)
         grouped = qkv.view(batch.tokens, self.groups, -1, d)  # (T, G, queries + 2, D)
-        q = grouped[:, :, :-2].reshape(batch.tokens, -1, d)
-        k, v = grouped[:, :, -2], grouped[:, :, -1]
+        q, k, v = _apart(grouped)
         if self.config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if step.rotation is not None:
             q, k = (rotate(y, step.rotation, self.config.rotary_interleaved) for y in (q, k))
         if kv is not None:
             store(k, v, batch, kv)
-        window, p = self.config.window_size, self.config.attention_dropout
-        if batch.dropout is not None and p:
-            y = reference(q, k, v, batch, kv, window, drop=self._drop(batch, p))
-        else:
-            y = self.attend(q, k, v, batch, kv, window)
+        y = self._core(q, k, v, batch, kv)
         return cast(Tensor, self.linear_proj(y.flatten(1), onto))
 
-    def _drop(self, batch: Batch, p: float) -> Callable[[Tensor, int], Tensor]:
-        """Dropout on probabilities (heads, queries, keys), drawn head by head by global number."""
-        first = self.mesh.tp_rank * (self.config.num_attention_heads // self.mesh.tp)
-        dropout = batch.dropout
-        assert dropout is not None
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None) -> Tensor:
+        window, p = self.config.window_size, self.config.attention_dropout
+        attend = self.attend
+        if batch.dropout is not None and p:
+            attend = partial(unfused, drop=Drop(p, partial(self._keep, batch.dropout)))
+        if self.recompute.core and attend is not ragged:  # Which keeps no more than this would.
+            return again(attend, q, k, v, batch, kv, window)
+        return attend(q, k, v, batch, kv, window)
 
-        def drop(probabilities: Tensor, sequence: int) -> Tensor:
-            shape = (probabilities.shape[1], probabilities.shape[2])
-            keep = torch.stack(
-                [
-                    dropout.keep(shape, p, (self.layer, 3, sequence, first + head), probabilities)
-                    for head in range(probabilities.shape[0])
-                ]
-            )
-            return probabilities * keep / (1 - p)
+    def _keep(
+        self, dropout: Dropout, sequence: int, shape: tuple[int, int], like: Tensor
+    ) -> Tensor:
+        """Masks of probabilities (heads, queries, keys), drawn head by head by global number."""
+        heads = self.config.num_attention_heads // self.mesh.tp
+        first = self.mesh.tp_rank * heads
+        p = self.config.attention_dropout
+        return torch.stack(
+            [
+                dropout.keep(shape, p, (self.layer, 3, sequence, first + head), like)
+                for head in range(heads)
+            ]
+        )
 
-        return drop
+
+def _apart(grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each in its own memory where what is kept of them counts."""
+    if grouped.requires_grad and torch.is_grad_enabled():
+        parts = _Apart.apply(grouped)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Tensor, Tensor], parts)
+    tokens, d = len(grouped), grouped.shape[-1]
+    return grouped[:, :, :-2].reshape(tokens, -1, d), grouped[:, :, -2], grouped[:, :, -1]
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, d = len(grouped), grouped.shape[-1]
+        parts = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+        q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        return q.view(tokens, -1, d), k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        dq, dk, dv = grads
+        dq = dq.reshape(len(dk), dk.shape[1], -1, dk.shape[-1])
+        return torch.cat([dq, dk.unsqueeze(2), dv.unsqueeze(2)], dim=2)
 
 
 class MLP(nn.Module):
@@ -312,8 +353,12 @@ class MLP(nn.Module):
     def _activated(self, x: Tensor) -> Tensor:
         if not self.config.gated:
             return x
-        gate, up = x.chunk(2, dim=-1)
-        return ACTIVATIONS[self.config.activation](gate) * up
+        return from_inputs(partial(_gated, ACTIVATIONS[self.config.activation]), x)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 def drop_hidden(
@@ -342,14 +387,14 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Ten
 
 
 def rotation(config: GPTConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, in at least fp32."""
+    """cos and sin of every position's angles, computed in at least fp32."""
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, config.rotary_channels, 2, device=positions.device).to(wide)
     frequencies = config.rotary_base ** -(exponents / config.rotary_channels)
     if config.rope_scaling is not None:
         frequencies = stretch(frequencies, config.rope_scaling)
     angles = torch.outer(positions.to(wide), frequencies)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

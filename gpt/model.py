@@ -29,6 +29,7 @@ from gpt.layers import (
 )
 from gpt.moe import Experts
 from gpt.parallel import Mesh, enter, gather_columns
+from gpt.recompute import NOTHING, Recompute, again
 from gpt.sharding import check_split
 
 
@@ -73,6 +74,7 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         attend: Attend = ragged,
+        recompute: Recompute = NOTHING,
     ) -> None:
         """Parameters are allocated, not initialised: `gpt.loading` fills them."""
         super().__init__()
@@ -84,7 +86,8 @@ class GPT(nn.Module):
         self.first = self.layers.start == 0
         self.last = self.layers.stop == config.num_layers
         place = torch.device(device) if device is not None else mesh.device
-        build = Build(config, mesh, self.dtype, place, attend)
+        build = Build(config, mesh, self.dtype, place, attend, recompute)
+        self.recompute = recompute
         tied = not config.untie_embeddings_and_output_weights
         self.embedding: Embedding | None = None
         if self.first or (self.last and tied):
@@ -121,8 +124,9 @@ class GPT(nn.Module):
         if self.config.rotary:
             turned = rotation(self.config, batch.positions, self.dtype)
         step = Step(batch, turned)
-        for layer, block in zip(self.layers, self._blocks(), strict=True):
-            x = block(x, step, None if kv is None else kv.layer(layer))
+        for place, block in enumerate(self._blocks()):
+            held = None if kv is None else kv.layer(self.layers[place])
+            x = again(block, x, step, held) if self.recompute.whole(place) else block(x, step, held)
         return x
 
     def head(self, x: Tensor, batch: Batch) -> Tensor:

@@ -2,12 +2,12 @@
 
 Three layouts have been written: a table for each task, flat or nested, and since 1.20 one buffer of
 an adapter inside the model. Each is rows as they stand before a text, but for the last one on a
-model with learned positions: those rows hold positions, which are taken out again. What has not
-been learned to its end is refused; the encoders that made the rows are not known here.
+model with learned positions: those rows hold positions, which are taken out again. Rows that were
+never written down are made again by the encoder beside them, if that is whole.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,24 @@ from torch import Tensor
 from gpt.archive_view import read_archive
 from gpt.card import Adapter, Card, build_adapter
 from gpt.errors import AdapterError, ConfigError
-from gpt.file_tree import FileTree, files_below
+from gpt.file_tree import FileTree, Span, files_below
 from gpt.foreign_adapters import card_name, plain_name, plain_table
 from gpt.logical import Checkpoint, some
 from gpt.nemo_archive import CONFIG, open_archive
+from gpt.nemo_encoders import SavedEncoder
 from gpt.nemo_yaml import Fields, read_config
 from gpt.prompts import Template
 from gpt.settings import shown
 
 TASK = re.compile(r"prompt_table\.(.+)\.prompt_embeddings\.weight")
 LEAF = "ptuning_adapter.inference_table"
+RANKS_MAX = 1024  # Of tensors.
 POSITIONS = "embedding.position_embeddings.weight"
-# Every tensor rank has the whole table, and the first stage has it alone.
+# Every tensor rank has the whole table, and the first stage has it alone; of one rank, of tensor
+# ranks, and of stages too.
 WEIGHTS = tuple(
-    f"{folder}model_weights.ckpt" for folder in ("", "mp_rank_00/", "tp_rank_00_pp_rank_000/")
+    f"{folder}model_weights.ckpt"
+    for folder in ("", "mp_rank_{:02d}/", "tp_rank_{:02d}_pp_rank_000/")
 )
 
 
@@ -41,30 +45,34 @@ def is_nemo_prompt(path: Path) -> bool:
 def open_nemo_prompt(path: Path, task: str | None, base: Checkpoint | None) -> Adapter:
     """One task's prompt. `base` is needed where its positions are in the rows."""
     tree = open_archive(path)[0] if path.is_file() else files_below(path)
-    state = _state(path, tree)
+    first, *others = _weights(path, tree)
+    state = _state(first)
     tables = _tables(state)
     inner = [key for key in state if f".{key}".endswith(f".{LEAF}")]
     fields = Fields(_config(tree), str(path / CONFIG))
-    if tables:
-        name = _chosen(tables, task, path)
-        template, table = _template(fields, name), tables[name]
-        notes = ["imported from NeMo's prompt learning"]
+    encoder = SavedEncoder(path, state, lambda: map(_state, others), fields, base)
+    names, notes = {*tables, *(_new_tasks(fields) if encoder.beside else ())}, []
+    if names:
+        name = _chosen(names, task, path)
+        template, table = _template(fields, name), tables.get(name)
+        notes.append("imported from NeMo's prompt learning")
         if template is None:
             notes.append(f"its config has no template of the task {name!r}")
-    elif len(inner) == 1:
-        name, template, table = "", None, plain_table(state[inner[0]], f"{path}: {inner[0]}")
-        table, note = _without_positions(path, table, fields, base)
-        notes = ["imported from NeMo's p-tuning adapter; its place is before the text", note]
+    elif len(inner) == 1 or (encoder.inside and not inner):
+        name, template = "", None
+        table = plain_table(state[inner[0]], f"{path}: {inner[0]}") if inner else None
+        notes.append("imported from NeMo's p-tuning adapter; its place is before the text")
     else:
         raise AdapterError(
             f"{path} holds no prompt that NeMo learned, but {some(sorted(map(str, state)))}; give "
             "the .nemo that prompt learning or p-tuning saved at its end"
         )
-    if not bool(table.isfinite().all()) or not bool(table.any()):
-        raise AdapterError(
-            f"the prompt in {path} is all zeros, or not finite, as NeMo saves it where training "
-            "stopped before a validation; take a save that followed one, or train some steps more"
-        )
+    if table is None or not bool(table.isfinite().all()) or not bool(table.any()):
+        table = encoder.rows(name)
+        notes.append("its rows were made again by the encoder that was saved with it")
+    if not name:
+        table, note = _without_positions(path, table, fields, base)
+        notes.append(note)
     card = Card(
         plain_name(name) if name else card_name(path.with_suffix("")),
         task=name,
@@ -81,14 +89,23 @@ def _config(tree: FileTree) -> dict[str, Any]:
     return read_config(tree.spans[CONFIG])
 
 
-def _state(path: Path, tree: FileTree) -> dict[str, Any]:
+def _weights(path: Path, tree: FileTree) -> list[Span]:
+    """The first stage's, of each tensor rank."""
+    for name in WEIGHTS:
+        many = name.format(0) != name
+        numbered = [name.format(rank) for rank in range(RANKS_MAX if many else 1)]
+        spans = [tree.spans[one] for one in numbered if one in tree.spans]
+        if spans and numbered[0] in tree.spans:
+            return spans
+    found = ", ".join(name.format(0) for name in WEIGHTS)
+    raise AdapterError(
+        f"{path} has none of {found}; found were {some(sorted(tree.spans))}: give "
+        "an archive that prompt learning saved, whole"
+    )
+
+
+def _state(span: Span) -> dict[str, Any]:
     """The weights' names and tensors, of all nests."""
-    span = next((tree.spans[name] for name in WEIGHTS if name in tree.spans), None)
-    if span is None:
-        raise AdapterError(
-            f"{path} has none of {', '.join(WEIGHTS)}; found were {some(sorted(tree.spans))}: give "
-            "an archive that prompt learning saved, whole"
-        )
     record = read_archive(span)
     if isinstance(record, dict) and isinstance(record.get("state_dict"), dict):
         record = record["state_dict"]
@@ -98,12 +115,18 @@ def _state(path: Path, tree: FileTree) -> dict[str, Any]:
     return {**record, **nested} if isinstance(nested, dict) else record
 
 
+def _new_tasks(fields: Fields) -> list[str]:
+    """Those whose rows the encoder makes."""
+    named = fields.get("new_tasks", [])
+    return [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
+
+
 def _tables(state: Mapping[str, Any]) -> dict[str, Tensor]:
     found = ((TASK.fullmatch(str(key)), value) for key, value in state.items())
     return {match[1]: plain_table(value, match[0]) for match, value in found if match}
 
 
-def _chosen(tables: Mapping[str, Tensor], task: str | None, path: Path) -> str:
+def _chosen(tables: Collection[str], task: str | None, path: Path) -> str:
     if task is None and len(tables) == 1:
         return next(iter(tables))
     if task is None or task not in tables:

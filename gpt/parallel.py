@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.errors import ConfigError
@@ -141,6 +142,21 @@ def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
     return x if mesh.tp == 1 else _apply(_Columns, x, mesh)
 
 
+def reduced(x: Tensor, mesh: Mesh, by: dist.ReduceOp.RedOpType) -> Tensor:
+    """The sum, the maximum or such over tensor ranks; nothing for a gradient to pass through."""
+    return x if mesh.tp == 1 else _all_reduce(x, mesh, by)
+
+
+def linear_of_gathered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: Mesh, tokens: int
+) -> Tensor:
+    """A column-split linear of rows that are shared out, which keeps this rank's rows alone.
+
+    Its own gradient needs all rows, so they are gathered once more. For weights that learn.
+    """
+    return _apply(_LinearOfGathered, x, weight, bias, mesh, tokens)
+
+
 def _apply(function: Any, *arguments: object) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
 
@@ -177,6 +193,25 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(grads[0], ctx.mesh), None, None
+
+
+class _LinearOfGathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mesh: Mesh, tokens: int
+    ) -> Tensor:
+        ctx.mesh, ctx.tokens = mesh, tokens
+        ctx.save_for_backward(x, weight)
+        return F.linear(_all_gather(x, mesh)[:tokens], weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0]
+        dx = _reduce_scatter(dy @ weight, ctx.mesh) if ctx.needs_input_grad[0] else None
+        dweight = dy.T @ _all_gather(x, ctx.mesh)[: ctx.tokens]
+        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None
 
 
 class _SumScatter(torch.autograd.Function):
@@ -221,10 +256,10 @@ def _wire(x: Tensor, mesh: Mesh) -> Tensor:
     return (x.detach().cpu() if mesh.staged else x.detach()).contiguous()
 
 
-def _all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
+def _all_reduce(x: Tensor, mesh: Mesh, by: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     sent = _wire(x, mesh)
     y = sent if mesh.staged else sent.clone()
-    dist.all_reduce(y, group=mesh.tp_group)
+    dist.all_reduce(y, by, group=mesh.tp_group)
     return y.to(x.device)
 
 
@@ -250,7 +285,8 @@ def _padded(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def _own_rows(x: Tensor, mesh: Mesh) -> Tensor:
-    return _padded(x, mesh).chunk(mesh.tp)[mesh.tp_rank].contiguous()
+    # A copy, so that whoever keeps these rows does not keep the others too.
+    return _padded(x, mesh).chunk(mesh.tp)[mesh.tp_rank].clone()
 
 
 def send_to(x: Tensor, mesh: Mesh, stage: int) -> None:
@@ -294,8 +330,17 @@ def meet(mesh: Mesh) -> None:
 
 def share_from_last(x: Tensor, mesh: Mesh) -> Tensor:
     """The last stage's tensor, on every stage of this pipeline; others give one of its shape."""
+    return _share(x, mesh, mesh.pp - 1)
+
+
+def share_from_first(x: Tensor, mesh: Mesh) -> Tensor:
+    """The first stage's tensor, likewise."""
+    return _share(x, mesh, 0)
+
+
+def _share(x: Tensor, mesh: Mesh, stage: int) -> Tensor:
     if mesh.pp == 1:
         return x
     sent = _wire(x, mesh)
-    dist.broadcast(sent, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
+    dist.broadcast(sent, mesh.stage_rank(stage), group=mesh.pp_group)
     return sent.to(x.device)

@@ -1,8 +1,11 @@
 """One micro-batch through the stages of a pipeline, forward and back.
 
 A stage receives hidden states, runs, and sends; backward it receives a gradient and sends one. On
-a mesh of one stage nothing is sent. Which micro-batch goes when is a schedule's business.
+a mesh of one stage nothing is sent. A stage may have several chunks of the model; then the last
+stage sends to the first one too. Which micro-batch goes when is a schedule's business.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,23 +22,34 @@ def take(model: GPT, ids: Tensor, batch: Batch) -> Tensor:
         return ids
     mesh = model.mesh
     shape = (mesh.rows(batch.tokens), model.config.hidden_size)
-    return receive_from(shape, model.dtype, mesh, mesh.pp_rank - 1)
+    return receive_from(shape, model.dtype, mesh, (mesh.pp_rank - 1) % mesh.pp)
 
 
 def forward(
-    model: GPT,
+    model: GPT | Sequence[GPT],
     ids: Tensor,
     batch: Batch,
     *,
     kv: KVPool | None = None,
     table: Tensor | None = None,
 ) -> Tensor | None:
-    """Run this stage and pass its output on; the last stage returns the logits."""
-    y: Tensor = model(take(model, ids, batch), batch, kv, table)
-    if model.last:
-        return y
-    send_to(y, model.mesh, model.mesh.pp_rank + 1)
+    """Run this stage, chunk by chunk, and pass its outputs on; the last stage returns logits."""
+    x: Tensor | None = None
+    for chunk in chunks_of(model):
+        mesh = chunk.mesh
+        y: Tensor = chunk(take(chunk, ids, batch) if x is None else x, batch, kv, table)
+        if chunk.last:
+            return y
+        if mesh.pp == 1:
+            x = y
+        else:
+            send_to(y, mesh, (mesh.pp_rank + 1) % mesh.pp)
     return None
+
+
+def chunks_of(model: GPT | Sequence[GPT]) -> Sequence[GPT]:
+    """What this rank has of the model, in the order in which tokens go through it."""
+    return (model,) if isinstance(model, GPT) else model
 
 
 def backward(model: GPT, x: Tensor, y: Tensor) -> None:

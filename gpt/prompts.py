@@ -156,7 +156,7 @@ class Template:
                 ids, start = self._ids(tokenizer, values, vocab_size, answer)
             truncated = len(pieces) - kept
         if len(ids) > tokens_max:
-            raise self._too_long(len(ids), tokens_max, answer)
+            raise self._too_long(len(ids), tokens_max, len(ids) - start if answer else None)
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token", "inputs")
         return Rendered(ids, start, truncated)
@@ -238,12 +238,14 @@ class Template:
                     f"field {name!r} is missing; the template needs {', '.join(needed)}", name
                 )
 
-    def _too_long(self, found: int, tokens_max: int, answer: bool) -> PromptTooLongError:
-        what = "prompt and answer have" if answer else "the prompt has"
+    def _too_long(self, found: int, tokens_max: int, answer: int | None) -> PromptTooLongError:
+        what = "the prompt has" if answer is None else "prompt and answer have"
         cut = f" with {self.truncate_field!r} cut to nothing" if self.truncate_field else ""
         way = f"shorten it by {found - tokens_max} tokens"
         if self.rows >= tokens_max:
             way = "the virtual tokens alone leave no room for text: allow more"
+        elif answer and self.answer_field and self.rows + answer >= tokens_max:
+            way = f"the answer alone has {answer}: shorten it, or allow more"
         return PromptTooLongError(
             f"{what} {found - self.rows} tokens{cut} + {self.rows} virtual tokens = {found}, over "
             f"the limit of {tokens_max}; {way}",

@@ -1,145 +1,261 @@
 """`preamble tune`: a YAML file in, an adapter out.
 
 Settings become a TuneConfig, and one function is called with it. Talk and progress go to stderr; on
-stdout stands the path of what was written. A run that was interrupted has written nothing.
+stdout stands the path of what was written. A run that was interrupted goes on when it is started
+again. `python -m ptuning rank` is what this starts for its other ranks.
 """
 
 import argparse
+import json
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import groupby
-from typing import TYPE_CHECKING, TextIO
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from gpt.errors import PreambleError
 from ptuning.config import TuneConfig
 
 if TYPE_CHECKING:
+    from gpt.parallel import Mesh
+    from ptuning.audience import Audience
+    from ptuning.learning import Listener
+    from ptuning.outcome import Outcome
+    from ptuning.records import Reading
     from ptuning.run import Prepared
-    from ptuning.train import Progress
+    from ptuning.train import Trainer
 
-SHOWN = 3  # Examples, and reasons, that are printed.
-LINES = 10  # Progress lines of a run whose stderr is no terminal.
+INTERRUPTED = 130
+ALONE_S = 5.0  # In which torchrun ends a rank, if rank 0 has failed.
+RECORDS_SHOWN = 100_000  # Between two lines, while records are read.
 
 
 def main(argv: list[str]) -> int:
     """`argv` begins with the command's own word."""
+    if argv == ["rank"]:
+        return _rank()
     if not argv or argv[0] != "tune":
         print("usage: python -m ptuning tune CONFIG.yaml", file=sys.stderr)
         return 2
     args = tune_parser().parse_args(argv[1:])
-    try:
-        config = TuneConfig.read(args.config)
-        from ptuning.run import prepare
+    with _some_stderr():
+        try:
+            if args.evaluate is not None:
+                from ptuning.evaluation import evaluate_command
 
-        prepared = prepare(config)
-        return _check(prepared) if args.check else _tune(prepared)
-    except PreambleError as error:
-        print(f"preamble tune: {error}", file=sys.stderr)
-        return 1
+                return evaluate_command(args)
+            if args.config is None:
+                tune_parser().error("give a CONFIG.yaml, or --evaluate ADAPTER FILE")
+            config = TuneConfig.read(args.config)
+            return _check(config, args) if args.check else _tune(config, args)
+        except PreambleError as error:
+            return _failed(error)
+
+
+def _failed(error: PreambleError) -> int:
+    """Tell it once: what one rank of torchrun's has found, mostly all have."""
+    rank = int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    if rank:
+        # Rank 0 has told it, and torchrun ends this process now; else it is this rank's alone.
+        time.sleep(ALONE_S)
+    _say(f"preamble tune: {f'rank {rank}: ' if rank else ''}{error}")
+    return 1
+
+
+def _say(line: str) -> None:
+    """On stderr, if anybody listens, and if a signal's handler has not come into a write there."""
+    with suppress(OSError, RuntimeError):
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _some_stderr() -> Iterator[None]:
+    """Where it is closed, print would take stdout instead, and the next file its place."""
+    if sys.stderr is None:
+        _drop_stderr()
+        sys.stderr = os.fdopen(2, "w", errors="replace", closefd=False)
+    try:
+        yield
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _drop_stderr()  # Else Python tries again at its end, and says that this has failed.
+
+
+def _drop_stderr() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != 2:
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def tune_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble tune",
         description="Learn an adapter for a frozen model from examples, and write it as the next "
-        "version of its name.",
+        "version of its name. Started again after an interruption, a run goes on.",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="what to learn, and from what")
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", nargs="?", help="what to learn, and from what"
+    )
     parser.add_argument(
         "--check", action="store_true", help="show rendered examples; train and write nothing"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="begin anew, whatever an unfinished run has saved"
+    )
+    parser.add_argument("--json", action="store_true", help="write what came of it as JSON")
+    parser.add_argument(
+        "--evaluate",
+        nargs=2,
+        metavar=("ADAPTER", "FILE"),
+        help="score an adapter by the records of a file instead",
+    )
+    parser.add_argument(
+        "--model", metavar="PATH", help="with --evaluate: the checkpoint, if no CONFIG.yaml says it"
     )
     return parser
 
 
-def _tune(prepared: "Prepared") -> int:
-    from ptuning.run import run
+def _check(config: TuneConfig, args: argparse.Namespace) -> int:
+    """What the model would be shown, before anything is spent."""
+    from ptuning.checking import check_facts, check_lines
+    from ptuning.run import prepare
 
-    _say_dropped(prepared, sys.stderr)
-    with _progress(prepared.config.steps) as report:
-        result = run(prepared, report)
-    count = len(prepared.examples.examples)
-    losses = f"loss {result.first_loss:.4f} -> {result.last_loss:.4f}"
-    print(f"{losses} on {count} examples", file=sys.stderr)
-    print(result.path)
+    prepared = prepare(config)
+    told = prepared.tasks, prepared.tokenizer, config, prepared.checkpoint.config.vocab_size
+    if args.json:
+        print(json.dumps(asdict(check_facts(*told))))
+    else:
+        print("\n".join(check_lines(*told)))
     return 0
+
+
+def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
+    from ptuning.audience import Audience
+    from ptuning.launch import is_first, joined
+    from ptuning.learning import run_folder
+    from ptuning.run import prepare
+    from ptuning.state import hold
+
+    if not is_first():
+        return _tune_silently(config, args)
+    prepared = prepare(config, _reading())
+    audience = Audience(prepared, sys.stderr)
+    with hold(run_folder(config)), joined(config, args.restart) as mesh:
+        try:
+            outcome = _learn(prepared, mesh, audience, restart=args.restart)
+        finally:
+            audience.close()
+    return _told(outcome, audience, args)
+
+
+def _tune_silently(config: TuneConfig, args: argparse.Namespace) -> int:
+    """Be another rank than the first one of torchrun's."""
+    from ptuning.audience import Nobody
+    from ptuning.launch import LOST, LostError, joined
+    from ptuning.run import prepare
+
+    prepared, trouble = None, None
+    try:
+        prepared = prepare(config)
+    except PreambleError as error:
+        trouble = error
+    try:
+        # Where rank 0 has found the same, it has told it, and does not come.
+        with joined(config, args.restart) as mesh:
+            if prepared is None:
+                assert trouble is not None
+                raise trouble
+            outcome = _learn(prepared, mesh, Nobody(), restart=args.restart)
+    except LostError:
+        return LOST
+    return INTERRUPTED if outcome.state == "interrupted" else 0
+
+
+def _learn(prepared: "Prepared", mesh: "Mesh", listener: "Listener", *, restart: bool) -> "Outcome":
+    from ptuning.launch import is_first
+    from ptuning.learning import Learning, load_trainer
+
+    trainer = load_trainer(prepared, mesh)
+    learning = Learning(prepared, trainer, listener, restart=restart)
+    with _stopping(trainer, silently=not is_first()):
+        return learning.run()
 
 
 @contextmanager
-def _progress(steps: int) -> "Iterator[Callable[[Progress], None]]":
-    """A bar on a terminal, a few lines elsewhere."""
-    import time
+def _stopping(trainer: "Trainer", *, silently: bool) -> Iterator[None]:
+    """Ctrl-C, or a kind kill, ends a run after the step that it is in, with its state saved."""
 
-    from rich import progress
-    from rich.console import Console
+    def ask(number: int, frame: object) -> None:
+        if trainer.stop_asked:  # A second time: at once.
+            raise KeyboardInterrupt
+        trainer.stop_asked = True
+        if not silently:
+            _say("\nsaving, after this step (again: ends at once)")
 
-    console = Console(stderr=True)
-    columns = (
-        *("tuning", progress.BarColumn(), progress.MofNCompleteColumn()),
-        *("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s",),
-        progress.TimeRemainingColumn(),
-    )
-    if not console.is_terminal:
-        print(f"tuning, {steps} steps", file=sys.stderr, flush=True)
-    started, tokens, interrupted = time.monotonic(), 0, False
-
-    def interrupt(number: int, frame: object) -> None:
-        # Raised in a destructor or a callback it would be lost; so the next step asks again.
-        nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    bar = progress.Progress(*columns, console=console, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("", total=steps, loss=0.0, speed=0.0)
-
-        def report(made: "Progress") -> None:
-            nonlocal tokens
-            if interrupted:
-                raise KeyboardInterrupt
-            tokens += made.tokens
-            speed = tokens / max(1e-9, time.monotonic() - started)
-            bar.update(task, advance=1, loss=made.loss, speed=speed)
-            if not console.is_terminal and made.step % max(1, steps // LINES) == 0:
-                line = f"step {made.step}/{steps}  loss {made.loss:.4f}  {speed:,.0f} tokens/s"
-                print(line, file=sys.stderr, flush=True)
-
-        try:
-            yield report
-        finally:
-            signal.signal(signal.SIGINT, before)
+    before = {one: signal.signal(one, ask) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
-def _check(prepared: "Prepared") -> int:
-    """What the model would be shown, before anything is spent."""
-    examples, tokenizer = prepared.examples, prepared.tokenizer
-    vocabulary = prepared.checkpoint.config.vocab_size
-    for example in examples.examples[:SHOWN]:
-        prompt, answer = example.ids[: example.answer_start], example.ids[example.answer_start :]
-        shown = ""
-        for virtual, ids in groupby(prompt, lambda token: token >= vocabulary):
-            run = list(ids)
-            shown += f"<{len(run)} virtual>" if virtual else tokenizer.decode(run)
-        print(f"prompt ({len(prompt)} tokens): {shown!r}")
-        print(f"answer ({len(answer)} tokens): {tokenizer.decode(answer, started=True)!r}")
-    lengths = sorted(len(example.ids) for example in examples.examples)
-    print(
-        f"{len(lengths)} examples of {lengths[0]} to {lengths[-1]} tokens, half of them up to "
-        f"{lengths[len(lengths) // 2]}; {examples.truncated} were cut, "
-        f"{len(examples.dropped)} left out"
-    )
-    _say_dropped(prepared, sys.stdout)
+def _told(outcome: "Outcome", audience: "Audience", args: argparse.Namespace) -> int:
+    from ptuning.logs import REPORT
+    from ptuning.verdict import summary
+
+    if outcome.state == "interrupted":
+        _say(f"saved at step {outcome.step}; the same command goes on from there")
+        return INTERRUPTED
+    examples = sum(task.examples for task in audience.facts.tasks)
+    losses = f"loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"
+    _say(f"{losses} on {examples} examples; see {outcome.folder / REPORT}")
+    if args.json:
+        print(json.dumps(summary(audience.facts)))
+    else:
+        print("\n".join(str(path) for path in outcome.paths))
     return 0
 
 
-def _say_dropped(prepared: "Prepared", where: TextIO) -> None:
-    dropped = prepared.examples.dropped
-    for reason in dropped[:SHOWN]:
-        print(f"left out: {reason}", file=where)
-    if len(dropped) > SHOWN:
-        print(f"left out: {len(dropped) - SHOWN} more", file=where)
+def _reading() -> "Reading":
+    """Lines on stderr while a large file is read."""
+    last = 0
+
+    def report(count: int, total: int | None) -> None:
+        nonlocal last
+        if count - last >= RECORDS_SHOWN:
+            last = count
+            share = f" of about {total:,}" if total else ""
+            _say(f"read {count:,}{share} records")
+
+    return report
+
+
+def _rank() -> int:
+    from ptuning.audience import Nobody
+    from ptuning.launch import LOST, follow, lost, report_trouble
+    from ptuning.learning import Learning, load_trainer
+    from ptuning.run import prepare
+
+    charge = follow(sys.stdin)
+    try:
+        prepared = prepare(charge.config)
+        trainer = load_trainer(prepared, charge.join())
+        Learning(prepared, trainer, Nobody(), restart=charge.restart).run()
+    except PreambleError as error:
+        report_trouble(charge.folder, charge.rank, str(error))
+        return 1
+    except RuntimeError as error:
+        if not lost(error):
+            raise
+        return LOST
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ from typing import Any, Self
 
 from gpt.errors import ConfigError
 from gpt.settings import nearest, read_yaml, settings, shown
-from ptuning.task import PLAIN, Task
+from ptuning.task import PLAIN, Task, tasks_of_nemo
 
 # What stands for P while it is learned, and the learning rate that suits it: a bare table needs
 # far larger steps than a network that makes one.
 METHODS = {
     "prompt-tuning": 1e-2,  # The table itself.
-    "mlp": 1e-3,  # NeMo's linears over a table.
-    "lstm": 1e-3,  # NeMo's and PEFT's LSTM and head.
-    "tpmlp": 1e-3,  # NeMo's two linears, split over the tensor ranks.
-    "peft-mlp": 1e-3,  # PEFT's three linears.
+    "mlp": 3e-4,  # NeMo's linears over a table.
+    "lstm": 3e-4,  # NeMo's and PEFT's LSTM and head.
+    "tpmlp": 3e-4,  # NeMo's two linears, split over the tensor ranks.
+    "peft-mlp": 3e-4,  # PEFT's three linears.
     "full": 1e-4,  # No virtual tokens: the model itself, all of it.
 }
 INITIAL = ("vocabulary", "random")  # Rows of random tokens; or random ones of the same size.
@@ -50,7 +50,7 @@ class TuneConfig:
     """What `preamble tune` needs to know. A relative path starts at the working directory."""
 
     model: str  # The checkpoint's path.
-    data: str = ""  # Records to learn from: jsonl, CSV or Parquet.
+    data: str = ""  # Records to learn from: jsonl, CSV, TSV or Parquet.
     name: str = ""  # The adapter's.
     output: str = "adapters"  # The directory for it, made if need be; a server's may be one.
     run: str | None = None  # The directory for logs, report and states; None: beside the output.
@@ -65,13 +65,14 @@ class TuneConfig:
     virtual_tokens: int = 20
     splits: tuple[int, ...] = ()  # Of them, for each of the template's places; empty: it has one.
     initial_text: str = ""  # The table starts as its rows; empty: as `initial` says.
+    oracle: str = ""  # An instruction, whose own score is measured beside the adapter's.
     tasks: tuple[Task, ...] = ()  # Several at once instead of the one that is told above.
     tokens_max: int | None = None  # Of an example; None, or more than it: the model's context.
     answer_only_loss: bool = True  # Else all tokens of the text are learned.
 
     method: str = "prompt-tuning"  # What makes the table: see METHODS.
     initial: str = "vocabulary"  # How its rows start where no text says.
-    encoder_hidden: int | None = None  # Width of an encoder; None: the model's own.
+    encoder_hidden: int | None = None  # Width of an encoder; None: the model's, of `lstm` half.
     encoder_layers: int = 2  # Linears of `mlp`, layers of `lstm`.
     encoder_dropout: float = 0.0  # Between the layers of `lstm`.
     encoder_from: str | None = None  # An earlier run, whose encoder this one starts from.
@@ -157,6 +158,11 @@ class TuneConfig:
                     task,
                     data=task.data or self.data or None,
                     validation=task.validation or self.validation or None,
+                    answer_only_loss=(
+                        self.answer_only_loss
+                        if task.answer_only_loss is None
+                        else task.answer_only_loss
+                    ),
                 )
                 for task in self.tasks
             )
@@ -174,17 +180,24 @@ class TuneConfig:
     @classmethod
     def of(cls, record: dict[str, Any], where: str) -> Self:
         record = dict(record)
+        if "task_templates" in record:
+            if "tasks" in record:
+                raise ConfigError(f"{where}: task_templates stands beside tasks; keep one of them")
+            record["tasks"] = tasks_of_nemo(record.pop("task_templates"), where)
         tasks = record.get("tasks")
         if isinstance(tasks, list):
-            if not all(isinstance(task, dict) for task in tasks):
+            if not all(isinstance(task, dict | Task) for task in tasks):
                 raise ConfigError(f"{where}: tasks is {shown(tasks)}; each must be `key: value`s")
             record["tasks"] = [
-                settings(Task, task, f"{where}: task {number}")
+                task
+                if isinstance(task, Task)
+                else settings(Task, task, f"{where}: task {number}")
                 for number, task in enumerate(tasks, 1)
             ]
-            beside = sorted({one.name for one in fields(Task)} & set(record) - {"data", "validation"})
+            shared = {"data", "validation", "answer_only_loss"}
+            beside = sorted({one.name for one in fields(Task)} & set(record) - shared)
             if tasks and beside:
-                raise ConfigError(f"{where}: {beside[0]} stands beside tasks; put it into each task")
+                raise ConfigError(f"{where}: {beside[0]} stands beside tasks; put it into each")
         return settings(cls, record, where)
 
 

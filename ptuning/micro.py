@@ -96,4 +96,4 @@ def portions(
             tokens = 0
         found[-1].append(example)
         tokens += size
-    return found
+    return found if found[0] else []

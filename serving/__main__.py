@@ -66,6 +66,13 @@ def serve_parser() -> argparse.ArgumentParser:
         help="start without replaying the checkpoint's proof",
     )
     parser.add_argument(
+        "--strict",
+        dest="golden",
+        action="store_const",
+        const="strict",
+        help="serve no adapter whose golden examples this model answers otherwise",
+    )
+    parser.add_argument(
         "--no-page",
         dest="page",
         action="store_false",

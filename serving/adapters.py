@@ -28,15 +28,21 @@ class Adapters:
     """
 
     def __init__(
-        self, directory: Path | None, check: Callable[[Adapter], None], *, adapters_max: int
+        self,
+        directory: Path | None,
+        check: Callable[[Adapter], None],
+        *,
+        adapters_max: int,
+        ripe: Callable[[Resident], bool] = lambda resident: True,
     ) -> None:
+        """`ripe`: whether an adapter may be current where another one can be."""
         if directory is not None and not directory.is_dir():
             raise ConfigError(f"adapters: {directory} is not a directory; make it, or name another")
         self.directory, self.check, self.adapters_max = directory, check, adapters_max
-        self._scanning = threading.Lock()
+        self._ripe, self._scanning = ripe, threading.Lock()
         self._gone_failures = 0  # Of directories that are there no more.
         # By tenant. Replaced whole, never changed, so that readers need no lock.
-        self._shelves: dict[str, Shelf] = {} if directory is None else {"": Shelf(directory, check)}
+        self._shelves: dict[str, Shelf] = {} if directory is None else {"": self._shelf(directory)}
 
     def __len__(self) -> int:
         return sum(len(shelf) for shelf in self._shelves.values())
@@ -74,6 +80,11 @@ class Adapters:
             return [*own.entries]
         return sorted([*own.entries, *seen], key=lambda entry: (entry[0].name, entry[0].version))
 
+    def all(self) -> Sequence[Resident]:
+        """Those of all tenants."""
+        shelves = self._shelves.values()
+        return [resident for shelf in shelves for resident, _ in shelf.entries]
+
     def is_current(self, resident: Resident) -> bool:
         shelf = self._shelves.get(resident.tenant)
         return shelf is not None and shelf.is_current(resident)
@@ -98,6 +109,15 @@ class Adapters:
                     except OSError as error:  # It must not take the others' along.
                         log.warning("event=adapters_not_scanned tenant=%s error=%s", name, error)
 
+    def weigh(self) -> None:
+        """Choose again what is current, as other adapters are ripe now."""
+        with self._scanning:
+            for shelf in self._shelves.values():
+                shelf.weigh()
+
+    def _shelf(self, directory: Path, tenant: str = "") -> Shelf:
+        return Shelf(directory, self.check, tenant, self._ripe)
+
     def _scan(self, shelf: Shelf) -> None:
         shelf.scan(self.adapters_max - (len(self) - len(shelf)))
 
@@ -106,7 +126,7 @@ class Adapters:
         tenants = [name for name in shared.folders if NAME.fullmatch(name)]
         shelves, before = {"": shared}, self._shelves
         for name in tenants:
-            shelves[name] = before.get(name) or Shelf(shared.directory / name, self.check, name)
+            shelves[name] = before.get(name) or self._shelf(shared.directory / name, name)
         lost = [shelf for name, shelf in before.items() if name not in shelves]
         self._gone_failures += sum(shelf.failures for shelf in lost)
         self._shelves = shelves

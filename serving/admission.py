@@ -42,13 +42,14 @@ class Admission:
     context_tokens_max: int
     config: ServerConfig
     kv_tokens: Callable[[], int | None] = lambda: None
+    check: Callable[[Resident], None] = lambda resident: None  # Refuses one that is not served now.
 
     def admit(self, ask: Ask) -> Request:
         """May read the adapters' directory, so it is not for an event loop's own thread."""
         check_ask(ask, self.config, self.vocab_size)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
         names = ask.adapters or ("",)
-        residents = [self.adapters.resolve(name, ask.tenant) if name else None for name in names]
+        residents = [self._resident(name, ask.tenant) if name else None for name in names]
         if isinstance(ask.prompt, Mapping) and len(residents) > 1:
             self._check_fields(ask.prompt, residents)
         answers: list[Answer] = []
@@ -101,6 +102,11 @@ class Admission:
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
             continued=len(more),
         )
+
+    def _resident(self, name: str, tenant: str) -> Resident:
+        resident = self.adapters.resolve(name, tenant)
+        self.check(resident)
+        return resident
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a text as a prompt."""

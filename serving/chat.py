@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 
 from gpt.chat import ChatTemplate, ChatTokens
+from gpt.children import child_environment
 from gpt.errors import ConfigError, PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
 from serving.config import ServerConfig
 from serving.rendering import SECONDS_MAX, Charge, Order, Reply, fault
 from serving.request import UnavailableError
-from serving.supervisor import rank_environment
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class _Renderer:
             [sys.executable, "-m", "serving.rendering"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=rank_environment(kept),
+            env=child_environment(kept),
             start_new_session=True,  # Ctrl-C is for the server, which then drains.
         )
 

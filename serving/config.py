@@ -20,6 +20,7 @@ from serving.logs import FORMATS
 PROFILES = ("latency", "throughput")
 PROFILE_FILES = Path(__file__).resolve().parent.parent / "deploy" / "config"
 
+GOLDEN = ("ignore", "warn", "strict")
 _SAFETY = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
@@ -112,6 +113,9 @@ class ServerConfig:
     uploads_max: int = 2  # At once.
     upload_s: float = 600.0  # How long one may take.
     row_norm_max: float = 1e4  # Of a virtual token that comes over the wire.
+    # What golden examples are for that adapters bring along. "ignore": nothing; "warn": they are
+    # replayed, and the log tells; "strict": an adapter is not served before its own have passed.
+    golden: str = "warn"
     # Where to send traces: an OTLP receiver (gRPC), as http://HOST:PORT or https://. None: nowhere.
     traces: str | None = None
     traces_share: float = 1.0  # Of the calls that bring no trace of their own, to be told.
@@ -134,6 +138,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 65535")
         if self.log_format not in FORMATS:
             raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
+        if self.golden not in GOLDEN:
+            raise ConfigError(f"golden is {self.golden!r}; known are: {', '.join(GOLDEN)}")
         self._check_engine()
         self._check_safety()
         self._check_traces()

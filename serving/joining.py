@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
+from gpt.children import child_environment, end_with
 from gpt.errors import ConfigError
 from serving.channel import Channel
 from serving.circle import Store
@@ -30,8 +31,7 @@ from serving.config import ServerConfig, loopback
 from serving.links import AGENT, FOLDER
 from serving.logs import log_to_stderr
 from serving.outside import connect, folder_of, read_card
-from serving.place import Place, end_with
-from serving.supervisor import rank_environment
+from serving.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _front_end(
 def _start_front(folder: Path, agent: int, flags: list[str]) -> "subprocess.Popen[bytes]":
     environment = {
         name: value
-        for name, value in rank_environment(os.environ).items()
+        for name, value in child_environment(os.environ).items()
         if name not in _SET and not name.startswith(_SET_PREFIXES)
     }
     environment |= {FOLDER: str(folder), AGENT: str(agent)}

@@ -84,7 +84,10 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
             gc.freeze()  # What is here stays. To look through it again holds up all for 0.1 s.
             _watch(metrics, service)
             front.open(service)
-            works = (_poll(service), _heed(service, checks), _reread(config, access, tls))
+            replays = service.replays.begin(
+                service.adapters, service.admission, service.engine, metrics.replayed
+            )
+            works = (_poll(service), _heed(service, checks), _reread(config, access, tls), replays)
             tasks = [asyncio.create_task(work) for work in works]
             ready(
                 f"ready grpc={config.address(port)} http={config.address(http.port)} "

@@ -160,6 +160,10 @@ class Metrics:
             "Requests accepted for an adapter, all of its versions.",
             ["adapter"],
         )
+        self.golden = self._counter(
+            "adapter_golden", "Adapters whose golden examples were replayed.", ["result"]
+        )
+        self._appear(self.golden, ("passed", "failed"))
         self._shown: set[str] = set()
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts' texts.")
         self.virtual_tokens = self._counter("virtual_tokens", "Tokens that adapters put in front.")
@@ -208,6 +212,10 @@ class Metrics:
         self.errors.labels(reason.name).inc()
         if not accepted and reason.name in REFUSALS:
             self.rejections.labels(reason.name).inc()
+
+    def replayed(self, *, passed: bool) -> None:
+        """An adapter's golden examples were."""
+        self.golden.labels("passed" if passed else "failed").inc()
 
     def accepted(self, answers: Iterable[Answer]) -> None:
         """A request was accepted. What comes first is shown; names are not bounded, series are.

@@ -12,9 +12,10 @@ import sys
 
 import msgspec
 
+from gpt.children import end_with
 from serving.channel import Channel
 from serving.logs import log_to_stderr
-from serving.place import Charge, end_with
+from serving.place import Charge
 
 log = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ from serving.inside import Inside
 from serving.ledger import Ledger
 from serving.link import Link
 from serving.rank import prove
+from serving.replays import Replays
 from serving.request import Ask, Completion, Request
 from serving.stream import Stream
 
@@ -95,10 +96,12 @@ class Service:
         self._identifying = threading.Lock()
         self._admitting = 0  # Asks on their way to the engine.
         config = self.checkpoint.config
+        self.replays = Replays(self.config, self.dtype, self.tokenizer, config.vocab_size)
         self.adapters = Adapters(
             Path(self.config.adapters) if self.config.adapters else None,
             self._check_adapter,
             adapters_max=self.config.adapters_max,
+            ripe=self.replays.ripe,
         )
         self.store = AdapterStore(self.adapters, self.config)
         self.admission = Admission(
@@ -108,6 +111,7 @@ class Service:
             config.max_position_embeddings,
             self.config,
             self._kv_tokens,
+            self.replays.check,
         )
 
     def open(self, link: Link) -> Self:

@@ -53,8 +53,15 @@ class Shelf:
     There are none before the first `scan`. One thread at a time scans; any may read.
     """
 
-    def __init__(self, directory: Path, check: Callable[[Adapter], None], tenant: str = "") -> None:
-        self.directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        check: Callable[[Adapter], None],
+        tenant: str = "",
+        ripe: Callable[[Resident], bool] = lambda resident: True,
+    ) -> None:
+        """`ripe`: whether an adapter may be current where another one can be."""
+        self.directory, self._ripe = directory, ripe
         self._check, self._tenant, self._max = check, tenant, 0
         self._looked_ns, self._changed_ns = 0, 0  # When, and the directory's own time then.
         self._seen: dict[str, tuple[int, int]] = {}  # Each file's time and size, when last read.
@@ -187,11 +194,18 @@ class Shelf:
         self._refused[file.name] = reason.replace(f"{file.parent}/", "")
         log.warning("event=adapter_refused file=%s reason=%r", file.name, reason)
 
+    def weigh(self) -> None:
+        """Choose again what is current, as other adapters are ripe now."""
+        self._publish(dict(self._view.residents))
+
+    def _rank(self, resident: Resident) -> tuple[bool, int]:
+        return self._ripe(resident), resident.version
+
     def _publish(self, residents: dict[str, Resident]) -> None:
         current: dict[str, Resident] = {}
         for resident in residents.values():
             other = current.get(resident.name)
-            if other is None or resident.version > other.version:
+            if other is None or self._rank(resident) > self._rank(other):
                 current[resident.name] = resident
         for name, note in self._notes.items():
             if note.current is None or name not in current:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpt.certain_text import CertainText
 from gpt.errors import AdapterError, PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
 from serving.beam import Found
@@ -26,7 +27,6 @@ from serving.request import (
     Request,
     UnavailableError,
 )
-from serving.text import CertainText
 
 # How an answer can end well.
 FINISHES: Mapping[End | None, Finish] = {"stop": "stop", "length": "length", "scored": "scored"}

@@ -8,19 +8,17 @@ descriptors, and the kernel ends them when this process ends, however it does.
 import logging
 import os
 import signal
-import site
 import socket
 import subprocess
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
+from gpt.children import child_environment
 from gpt.errors import CheckpointError, PreambleError
 from serving.channel import Channel
 from serving.config import ServerConfig
@@ -274,20 +272,8 @@ def _start_rank(charge: Charge) -> "subprocess.Popen[bytes]":
             stdin=theirs.fileno(),
             stdout=2,  # What others print is talk, and the server's own output is not theirs.
             pass_fds=inherited,
-            env=rank_environment(os.environ),
+            env=child_environment(os.environ),
             start_new_session=True,  # Ctrl-C is for the front end, which then drains.
         )
         ours.sendall(msgspec.json.encode(charge))
     return process
-
-
-def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with the way to our own modules, wherever they were started from."""
-    made = dict(environment)
-    root = str(Path(__file__).resolve().parent.parent)
-    if root not in site.getsitepackages():
-        ways = [root, *filter(None, [made.get("PYTHONPATH")])]
-        made["PYTHONPATH"] = os.pathsep.join(ways)
-    # Else `-m` looks for modules where the server was started first: in a model's directory, say.
-    made["PYTHONSAFEPATH"] = "1"
-    return made

@@ -198,7 +198,10 @@ def browsing(folder: Path) -> Iterator[Browser]:
         try:
             connecting = session.ws_connect(address, max_msg_size=0, heartbeat=None)
             socket = loop.run_until_complete(asyncio.wait_for(connecting, START_S))
-            yield Browser(loop, socket)
+            try:
+                yield Browser(loop, socket)
+            finally:
+                loop.run_until_complete(socket.close())
         finally:
             loop.run_until_complete(session.close())
     finally:

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.attention import ragged, reference, store, visible
+from gpt.attention import ragged, reference, store
 from gpt.batch import Batch
+from gpt.whole import visible
 
 BLOCK = 4
 DIM = 6

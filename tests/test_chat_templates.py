@@ -17,12 +17,12 @@ import pytest
 import tokenizers
 
 from gpt.chat import MARKS, ChatTemplate, ChatTokens, any_of, find_template
+from gpt.children import child_environment
 from gpt.errors import CheckpointError, ConfigError, RequestError
 from gpt.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 from serving.chat import Chat
 from serving.config import ServerConfig
 from serving.rendering import Charge, Order, Rendering, Reply, fault, replied
-from serving.supervisor import rank_environment
 from tests.chat_templates import ADDED, CHATML, SPECIAL, TEMPLATES
 from tests.trained_tokenizers import byte_level, llama_like, metaspace, sentencepiece_model
 
@@ -326,7 +326,7 @@ def test_a_process_of_ours_takes_no_module_from_where_it_was_started(tmp_path: P
     done = subprocess.run(
         [sys.executable, "-m", "serving.rendering"],
         cwd=tmp_path,
-        env=rank_environment(os.environ),
+        env=child_environment(os.environ),
         input=charge + msgspec.json.encode(Order([])) + b"\n",
         stdout=subprocess.PIPE,
         timeout=60,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.certain_text import CertainText
 from gpt.choice import choose
 from gpt.errors import RequestError
 from gpt.sampling import Sampling
@@ -19,7 +20,6 @@ from gpt.tokenizer import NullTokenizer, Tokenizer
 from serving.guide import GUIDE_BYTES_MAX, check_guide
 from serving.messages import Begin, Guide
 from serving.sampler import Sampler
-from serving.text import CertainText
 from tests.trained_tokenizers import Case, all_cases
 
 STEPS_MAX = 400

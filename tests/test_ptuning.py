@@ -4,14 +4,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
-from torch import Tensor
 
 import gpt
 from clients.generation import Options
@@ -19,14 +17,16 @@ from gpt.adapter import open_adapter
 from gpt.checkpoint import open_checkpoint
 from gpt.digest import identify
 from gpt.generate import generate
-from gpt.model import GPT
+from gpt.parallel import Mesh
 from gpt.sampling import Sampling
 from gpt.tokenizer import open_tokenizer
 from ptuning.__main__ import main
+from ptuning.audience import Nobody
 from ptuning.config import TuneConfig
-from ptuning.dataset import Example
-from ptuning.train import Progress, answer_loss, initial_table, tune
-from tests.models import CLASSIC, MODERN, build
+from ptuning.facts import Progress
+from ptuning.learning import Learning, load_trainer
+from ptuning.run import prepare
+from ptuning.state import latest_state
 from tests.servers import ROOT, WAIT_S, command, serving, write_checkpoint
 
 ANSWER = " dog"
@@ -103,86 +103,10 @@ def test_an_adapter_is_learned_written_and_served(
     assert capsys.readouterr().out.strip().endswith("answer@2.safetensors")
 
 
-EXAMPLES = [Example([101, 102, 5, 6, 7], 4), Example([101, 102, 9, 3, 1, 2, 8], 3)]
-
-
-def run(model: GPT, seed: int = 0, steps: int = 100) -> tuple[Tensor, list[float]]:
-    config = TuneConfig("m", "d", "n", steps=steps, batch_examples=2, learning_rate=0.1, seed=seed)
-    losses: list[float] = []
-
-    def report(progress: Progress) -> None:
-        losses.append(progress.loss)
-
-    return tune(model, initial_table(model, 2, [], seed), EXAMPLES, config, report), losses
-
-
-def test_the_loss_falls_and_the_model_stays_as_it_was_to_the_last_bit() -> None:
-    model = build(CLASSIC)
-    before = {name: value.clone() for name, value in model.named_parameters()}
-
-    table, losses = run(model)
-
-    assert losses[-1] < 0.5 * losses[0]
-    assert table.dtype == torch.float32
-    for name, value in model.named_parameters():
-        assert torch.equal(value, before[name]), name
-        assert value.grad is None, name
-
-
-def test_the_same_seed_learns_the_same_table() -> None:
-    model = build(CLASSIC)
-    tables = [run(model, seed, steps=10)[0] for seed in (3, 3, 4)]
-    assert torch.equal(tables[0], tables[1])
-    assert not torch.equal(tables[0], tables[2])
-
-
-@pytest.mark.parametrize("config", [CLASSIC, MODERN], ids=["classic", "modern"])
-def test_the_loss_of_a_ragged_batch_is_the_plain_one_over_answers_alone(
-    config: gpt.config.GPTConfig,
-) -> None:
-    model = build(config)
-    shift = config.vocab_size - CLASSIC.vocab_size  # Ids of EXAMPLES are for CLASSIC's vocabulary.
-    examples = [
-        Example([*(token + shift for token in one.ids[:2]), *one.ids[2:]], one.answer_start)
-        for one in EXAMPLES
-    ]
-    tables = [torch.randn(2, 32, dtype=torch.float64, generator=seeded()) for _ in range(2)]
-    for table in tables:
-        table.requires_grad_()
-
-    loss = answer_loss(model, examples, tables[0])
-    plain = plain_loss(model, examples, tables[1])
-    loss.backward()
-    plain.backward()
-
-    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(tables[0].grad, tables[1].grad, rtol=1e-10, atol=1e-12)
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def plain_loss(model: GPT, examples: Sequence[Example], table: Tensor) -> Tensor:
-    """One example at a time, logits everywhere."""
-    losses = []
-    for example in examples:
-        logits = model.logits(torch.tensor([example.ids]), table)[0]
-        answer = torch.tensor(example.ids[example.answer_start :])
-        losses.append(
-            F.cross_entropy(logits[example.answer_start - 1 : -1], answer, reduction="none")
-        )
-    return torch.cat(losses).mean()
-
-
-def test_the_table_starts_as_rows_of_the_vocabulary() -> None:
-    model = build(CLASSIC, dtype=torch.float32)
-    words = model.embedding.rows if model.embedding is not None else torch.empty(0)
-    assert torch.equal(initial_table(model, 3, [7, 9], 0), words[[7, 9, 7]])
-    drawn = initial_table(model, 3, [], 0)
-    assert all((words == row).all(dim=1).any() for row in drawn)
-
-
+LONG = {"prompt": "a", "completion": "b c d e f g h i j k"}
+TWO_TASKS = "\n".join(
+    json.dumps({"prompt": "a", "completion": "b", "taskname": name}) for name in "ab"
+)
 BAD: dict[str, tuple[dict[str, object], str | None, str]] = {
     "unknown key": ({"learning_rte": 1}, None, "did you mean 'learning_rate'"),
     "wrong type": ({"steps": "many"}, None, "steps is 'many'; it must be a whole number"),
@@ -220,6 +144,11 @@ BAD: dict[str, tuple[dict[str, object], str | None, str]] = {
     "half a line": ({}, '{"prompt": "\\ud800", "completion": "b"}', "no usable example"),
     "a number": ({}, '{"prompt": "a", "completion": 3}', "'completion' is 3"),
     "too long": ({"tokens_max": 6}, '{"prompt": "a", "completion": "b c d e"}', "over the limit"),
+    "a long answer": ({"tokens_max": 20}, json.dumps(LONG), "line 1: prompt and answer have"),
+    "how long it is": ({"tokens_max": 20}, json.dumps(LONG), "the answer alone has"),
+    "two tasks": ({}, TWO_TASKS, "line 2: the taskname is 'b', and 'a' above it"),
+    "no validation": ({"validation": "none.csv"}, None, "none.csv cannot be read"),
+    "a key of NeMo": ({"task_templates": [{"template": "a"}]}, None, "did you mean 'prompt_temp"),
     "a dtype": ({"dtype": "float8"}, None, "dtype is 'float8'"),
     "a template": ({"template": "{prompt}{completion}"}, None, "virtual prompts"),
     "no model": ({"model": "nowhere"}, None, "does not exist"),
@@ -252,14 +181,6 @@ def test_a_number_without_a_dot_is_a_number(tmp_path: Path) -> None:
     assert TuneConfig.read(str(file)).learning_rate == 0.001
 
 
-def test_a_batch_is_at_most_all_examples() -> None:
-    model, table = build(CLASSIC), torch.zeros(2, 32)
-    tokens = []
-    config = TuneConfig("m", "d", "n", steps=1, batch_examples=10**9)
-    tune(model, table, EXAMPLES, config, lambda made: tokens.append(made.tokens))
-    assert tokens == [sum(len(example.ids) for example in EXAMPLES)]
-
-
 def test_check_shows_examples_and_writes_nothing(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,7 +193,7 @@ def test_check_shows_examples_and_writes_nothing(
     assert list((tmp_path / "adapters").iterdir()) == []
 
 
-def test_an_interrupted_run_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_has_no_adapter_and_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     file = write_settings(tmp_path, checkpoint, steps=100_000)
     process = subprocess.Popen(
         command("tune", file),
@@ -293,4 +214,86 @@ def test_an_interrupted_run_leaves_nothing(checkpoint: Path, tmp_path: Path) -> 
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
+    assert "the same command goes on from there" in err
     assert list((tmp_path / "adapters").iterdir()) == []
+    (state,) = (tmp_path / "runs" / "answer" / "1").glob("state-*")
+    assert latest_state(state.parent) is not None
+
+
+class Keeping(Nobody):
+    """An audience that keeps the losses, and may end the run in the middle of a step."""
+
+    def __init__(self, ends_after: int | None) -> None:
+        self.losses: list[float] = []
+        self._ends_after = ends_after
+
+    def step(self, made: Progress) -> None:
+        if made.step == self._ends_after:
+            raise EOFError
+        self.losses.append(made.loss)
+
+
+def losses(file: Path, *, ends_after: int | None = None) -> list[float]:
+    """Those of a run's steps, in this process; another run may have begun it."""
+    prepared = prepare(TuneConfig.read(str(file)))
+    audience = Keeping(ends_after)
+    with suppress(EOFError):
+        Learning(prepared, load_trainer(prepared, Mesh.single()), audience).run()
+    return audience.losses
+
+
+@pytest.mark.parametrize("method", ["prompt-tuning", "lstm"])
+def test_a_run_that_died_goes_on_to_the_same_losses_and_the_same_adapter(
+    method: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    settings = {"steps": 12, "save_every": 4, "method": method, "dtype": None}
+    if method == "lstm":
+        settings |= {"encoder_dropout": 0.2, "learning_rate": 0.01}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "halves").mkdir()
+    whole = losses(write_settings(tmp_path / "whole", checkpoint, **settings))
+    file = write_settings(tmp_path / "halves", checkpoint, **settings)
+    first = losses(file, ends_after=7)
+    second = losses(file, ends_after=11)
+    third = losses(file)
+    assert first == whole[:6]
+    assert second == whole[4:10]
+    assert third == whole[8:]
+    tables = [
+        open_adapter(tmp_path / name / "adapters" / "answer@1.safetensors").table
+        for name in ("whole", "halves")
+    ]
+    assert torch.equal(*tables)
+
+
+CHANGED: dict[str, tuple[dict[str, object], str]] = {
+    "a setting": ({"learning_rate": 0.25}, "had learning_rate 0.5, now it is 0.25; set it back"),
+    "the records": ({"template": "<|VIRTUAL_PROMPT_0|>{prompt} {completion}"}, "had template"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_run_does_not_go_on_with_something_else(
+    case: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, words = CHANGED[case]
+    losses(write_settings(tmp_path, checkpoint, steps=3, save_every=1), ends_after=2)
+    file = write_settings(tmp_path, checkpoint, steps=3, save_every=1, **changes)
+
+    assert main(["tune", str(file)]) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+    assert main(["tune", str(file), "--restart"]) == 0
+
+
+def test_records_that_changed_end_a_run_that_would_go_on(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_settings(tmp_path, checkpoint, steps=3, save_every=1)
+    losses(file, ends_after=2)
+    with (tmp_path / "examples.jsonl").open("a") as data:
+        data.write('\n{"prompt": "the fox", "completion": "b"}\n')
+    assert main(["tune", str(file)]) == 1
+    assert "the records have changed since" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpt.certain_text import CertainText
 from gpt.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
-from serving.text import CertainText
 from tests.trained_tokenizers import sentencepiece_model
 
 

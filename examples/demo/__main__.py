@@ -1,8 +1,8 @@
-"""`make demo`: serves the demo model with its adapter, asks a few things, and says what is next.
+"""`make demo`: what an adapter is worth; then the model is served with it, and asked a few things.
 
 Every step is a command that is printed before it runs, so that a reader can type it too. What is
-asked was kept out of the model's training, and stands beside what the answer should be. The
-adapter is learned before by the same Makefile target, once.
+asked was kept out of the model's training, and the adapter's, and stands beside what the answer
+should be. The adapter is learned before by the same Makefile target, once.
 """
 
 import shlex
@@ -11,14 +11,19 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from examples.demo.tasks import MARK, plain_records
 from examples.demo.words import INSTRUCTIONS
+from gpt.adapter import latest_adapter
+from gpt.checkpoint import open_checkpoint
+from gpt.digest import base_digest
 
 MODEL = "examples/demo/checkpoint"
 ADAPTERS = "build/demo/adapters"
 LOG = "build/demo/server.log"
 ADAPTED = "mood"  # The task of tune.yaml.
+HELD_OUT = "build/demo/mood-held-out.jsonl"
 INSTRUCTED = ("past", "larger", "english")
 STOP_S = 10.0
 SHOWN = ("preamble_requests", "preamble_generated_tokens", "preamble_virtual_tokens")
@@ -28,13 +33,15 @@ Next:
   .venv/bin/preamble generate --server localhost:9000 --task {ADAPTED} \\
       --field 'prompt=Anna paints a red boat in Rome and smiles {MARK}'
   http://localhost:9001/          the same in a browser, while it is served
-  examples/demo/tune.yaml         how the adapter was learned; change the task, and `make demo`
+  build/demo/runs/mood/           how it was learned: curves and answers, in a report for a browser
+  examples/demo/tune.yaml         what was learned; change the task, and `make demo`
   make test                       shows that all of it works here
 """
 
 
 def main() -> int:
     try:
+        compare()
         with server() as (grpc, http):
             for task in INSTRUCTED:
                 record = plain_records(task, 1, 0, "held-out")[0]
@@ -52,6 +59,21 @@ def main() -> int:
         return 130
     print(NEXT)
     return 0
+
+
+def compare() -> None:
+    """Sentences that nobody has learned from, with the adapter and without; and the same model."""
+    found = latest_adapter(Path(ADAPTERS), ADAPTED)
+    if found is None:
+        raise OSError(f"{ADAPTERS} has no adapter {ADAPTED!r}; `make demo` learns it")
+    path, adapter = found
+    say("Sentences that nobody has learned from, none with an instruction, to the last letter:")
+    subprocess.run(command("tune", "--evaluate", str(path), HELD_OUT, "--model", MODEL), check=True)
+    before = adapter.card.base_digest or ""
+    now = base_digest(open_checkpoint(MODEL))  # Of every byte, as it lies there.
+    if now != before:
+        raise OSError(f"the model was {before} when the adapter was learned, and is {now} now")
+    say(f"The model is unchanged, bit for bit: sha256 {before[:16]} before, {now[:16]} after.")
 
 
 def say(line: str) -> None:

@@ -232,19 +232,30 @@ def plain_records(task: str, count: int, seed: int, split: Split) -> list[Record
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo.tasks",
-        description="Write records of one demo task, without instruction, for prompt tuning.",
+        description="Write records of demo tasks, without instructions, for p-tuning.",
     )
-    parser.add_argument("--task", required=True, choices=(*TASKS, *CONTROLS))
-    parser.add_argument("--count", type=int, default=200, help="records (default 200)")
+    parser.add_argument(
+        "--task",
+        required=True,
+        nargs="+",
+        choices=(*TASKS, *CONTROLS),
+        help="of several, each record says by its `taskname` whose it is, as in NeMo's data",
+    )
+    parser.add_argument("--count", type=int, default=200, help="records of each (default 200)")
     parser.add_argument("--split", choices=("train", "held-out"), default="train")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(argv)
     try:
-        records = plain_records(flags.task, flags.count, flags.seed, flags.split)
+        records = [
+            record
+            for task in flags.task
+            for record in plain_records(task, flags.count, flags.seed, flags.split)
+        ]
     except ValueError as error:
         parser.error(str(error))
     for record in records:
-        line = {"prompt": record.prompt, "completion": record.completion}
+        named = {"taskname": record.task} if len(flags.task) > 1 else {}
+        line = {**named, "prompt": record.prompt, "completion": record.completion}
         sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
     return 0
 

@@ -1,45 +1,43 @@
 """Trains the demo model from nothing, on one CPU, and writes its checkpoint.
 
-Records come from tasks.py without end and are learned once each; only answers have a loss. Records
-of one length make a batch, so that no token is padding. The product's trainer is for frozen models;
-this is the plain loop that makes one to freeze. The same seed and threads give the same model.
+Records of tasks.py, each learned once, are written to a file, and `preamble tune`'s own trainer
+learns them: `method: full`, a template without virtual tokens, a loss on answers only. Nothing is
+padded, so records of any lengths make a batch. The same seed and threads give the same model.
 """
 
 import argparse
 import itertools
-import math
-import random
+import json
 import shutil
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from checkpoints_tools.convert import convert, plan
+from checkpoints_tools.convert import convert, plan, write_native
 from checkpoints_tools.layout import Division
 from checkpoints_tools.writers import Wish
 from examples.demo.evaluate import evaluate, report
-from examples.demo.tasks import Record, training_records
+from examples.demo.tasks import training_records
 from examples.demo.vocabulary import VOCABULARY_SIZE, train_vocabulary
-from gpt.batch import Batch
+from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.fresh import fresh
-from gpt.loading import load, load_model
-from gpt.logical import in_memory
-from gpt.model import GPT
+from gpt.loading import load
 from gpt.parallel import Mesh
-from gpt.tokenizer import Tokenizer, open_tokenizer
+from gpt.tokenizer import open_tokenizer
+from ptuning.audience import Audience
+from ptuning.config import TuneConfig
+from ptuning.learning import Learning, load_trainer
+from ptuning.run import prepare
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-# As a training cluster would leave it: four ranks' files, the vocabulary padded.
-SPLIT = Wish("megatron", division=Division(tp=2, pp=2), prove=True)
+# As a training cluster would leave it: four ranks' files, the vocabulary padded. The bf16 model is
+# the only one that anybody sees: its identity is its own.
+SPLIT = Wish("megatron", dtype="bfloat16", division=Division(tp=2, pp=2), prove=True)
 CONFIG = GPTConfig(
     num_layers=4,
     hidden_size=128,
@@ -62,106 +60,53 @@ WEIGHTS = (
     | dict.fromkeys(("larger", "difference"), 6.0)
     | dict.fromkeys(("mood", "name", "city", "subject", "place"), 0.5)
 )
-POOL_RECORDS = 8192  # Records that are grouped by length before their batches are shuffled.
 
 
 @dataclass(frozen=True)
 class Recipe:
     steps: int = 8000
-    batch_tokens: int = 1024
-    learning_rate: float = 4e-3
-    warmup_steps: int = 100
-    weight_decay: float = 0.05
-    beta2: float = 0.98
-    gradient_norm_max: float = 1.0
+    batch_records: int = 36  # Of 30 tokens each, in the mean. 8000 steps are a file of 30 MB.
     seed: int = 0
 
-
-@dataclass(frozen=True)
-class Example:
-    ids: list[int]  # Prompt, answer and end, but for the end itself, which predicts nothing.
-    targets: list[int]  # The answer and the end.
-
-
-def encode(records: Iterable[Record], tokenizer: Tokenizer) -> Iterator[Example]:
-    assert tokenizer.eos_id is not None
-    for record in records:
-        prompt = tokenizer.encode(record.prompt)
-        whole = tokenizer.encode(f"{record.prompt} {record.completion}")
-        assert whole[: len(prompt)] == prompt, "the mark must end a token"
-        yield Example(whole, [*whole[len(prompt) :], tokenizer.eos_id])
-
-
-def batches(examples: Iterator[Example], tokens: int, seed: int) -> Iterator[list[Example]]:
-    """Endless batches of examples of one length, about `tokens` long, in random order."""
-    rng = random.Random(seed)
-    waiting: dict[int, list[Example]] = defaultdict(list)
-    while True:
-        full = []
-        for example in itertools.islice(examples, POOL_RECORDS):
-            alike = waiting[len(example.ids)]
-            alike.append(example)
-            if len(alike) * len(example.ids) >= tokens:
-                full.append(waiting.pop(len(example.ids)))
-        rng.shuffle(full)
-        yield from full
+    def settings(self, model: Path, data: Path, output: Path) -> TuneConfig:
+        """As a user would write them for `preamble tune`."""
+        return TuneConfig(
+            model=str(model),
+            data=str(data),
+            name="demo",
+            output=str(output),
+            method="full",
+            template="{prompt} {completion}",
+            steps=self.steps,
+            batch_examples=self.batch_records,
+            learning_rate=4e-3,
+            warmup_steps=100,
+            minimum_rate=0.01,
+            weight_decay=0.05,
+            save_every=self.steps,
+            seed=self.seed,
+        )
 
 
-def answer_loss(model: GPT, batch: list[Example]) -> Tensor:
-    """Mean cross entropy of the answers' tokens; no other token needs logits."""
-    length = len(batch[0].ids)
-    assert all(len(example.ids) == length for example in batch)
-    rows = [
-        row * length + place
-        for row, example in enumerate(batch)
-        for place in range(length - len(example.targets), length)
-    ]
-    ids = torch.tensor([example.ids for example in batch]).flatten()
-    plan = Batch.plain((length,) * len(batch), rows=torch.tensor(rows))
-    targets = torch.tensor([target for example in batch for target in example.targets])
-    return F.cross_entropy(model(ids, plan), targets)
+def write_records(file: Path, recipe: Recipe) -> None:
+    """As many as are learned, since each is learned once."""
+    records = training_records(recipe.seed, WEIGHTS)
+    with file.open("w", encoding="utf-8") as out:
+        for record in itertools.islice(records, recipe.steps * recipe.batch_records):
+            line = {"prompt": record.prompt, "completion": record.completion}
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def rate(step: int, recipe: Recipe) -> float:
-    """The share of the full learning rate: a line up, then a cosine down to a hundredth."""
-    if step < recipe.warmup_steps:
-        return (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def train(tokenizer: Tokenizer, recipe: Recipe, config: GPTConfig = CONFIG) -> GPT:
-    """A trained model in fp32. Prints a line for every hundred steps."""
-    model = load_model(fresh(config, recipe.seed), Mesh.single("cpu")).requires_grad_(True)
-    matrices = [value for value in model.parameters() if value.dim() > 1]
-    vectors = [value for value in model.parameters() if value.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=recipe.learning_rate,
-        betas=(0.9, recipe.beta2),
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, recipe))
-    examples = encode(training_records(recipe.seed, WEIGHTS), tokenizer)
-    start, tokens, total = time.monotonic(), 0, 0.0
-    endless = batches(examples, recipe.batch_tokens, recipe.seed)
-    for step, batch in enumerate(itertools.islice(endless, recipe.steps), 1):
-        loss = answer_loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm_max)
-        optimizer.step()
-        scheduler.step()
-        tokens += len(batch) * len(batch[0].ids)
-        total += float(loss.detach())
-        if step % 100 == 0:
-            seconds = time.monotonic() - start
-            print(f"step {step} loss {total / 100:.4f} tokens {tokens} seconds {seconds:.0f}")
-            sys.stdout.flush()
-            total = 0.0
-    return model
+def train(folder: Path, vocabulary: Path, recipe: Recipe) -> Path:
+    """A native checkpoint in fp32, in `folder`, which also gets what that takes."""
+    write_records(folder / "records.jsonl", recipe)
+    write_native(fresh(CONFIG, recipe.seed), folder / "start", tokenizer=vocabulary)
+    config = recipe.settings(folder / "start", folder / "records.jsonl", folder / "trained")
+    prepared = prepare(config)
+    with closing(Audience(prepared, sys.stderr)) as audience:
+        trainer = load_trainer(prepared, Mesh.single())
+        (path,) = Learning(prepared, trainer, audience).run().paths
+    return path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,12 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = Path(folder) / "tokenizer.model"
         vocabulary.write_bytes(train_vocabulary(flags.seed))
-        model = train(open_tokenizer(vocabulary), Recipe(steps=flags.steps, seed=flags.seed))
-        # The bf16 model is the only one that anybody sees: its identity is its own.
-        stored = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
+        trained = train(Path(folder), vocabulary, Recipe(steps=flags.steps, seed=flags.seed))
         shutil.rmtree(flags.target, ignore_errors=True)
-        source = in_memory(replace(CONFIG, dtype="bfloat16"), stored, vocabulary)
-        convert(plan(source, flags.target, SPLIT))
+        convert(plan(open_checkpoint(trained), flags.target, SPLIT))
         print(report(evaluate(load(flags.target), open_tokenizer(vocabulary))))
     return 0
 

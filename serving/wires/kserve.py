@@ -78,6 +78,7 @@ class Model:
     name: str  # As the caller says it.
     version: str
     adapter: str  # As `name@version`; empty: the model alone.
+    ripe: bool = True  # Whether a strict server serves it by now.
 
 
 async def server_live(message: Any, call: Call) -> Any:
@@ -92,7 +93,7 @@ async def server_ready(message: Any, call: Call) -> Any:
 async def model_ready(message: Any, call: Call) -> Any:
     """Of a model that is not there: false, as Triton says."""
     try:
-        ready = _ready(call) and bool(await _model(call, message.name, message.version))
+        ready = _ready(call) and (await _model(call, message.name, message.version)).ripe
     except RefusedError:
         ready = False
     return pb.ModelReadyResponse(ready=ready)
@@ -134,8 +135,12 @@ async def repository_index(message: Any, call: Call) -> Any:
         return told
     told.models.add(name=call.service.name, version=VERSION, state=state, reason=reason)
     for resident, _ in call.service.adapters.list(call.caller.tenant):
-        number = str(resident.version)
-        told.models.add(name=resident.name, version=number, state=state, reason=reason)
+        number, how = str(resident.version), (state, reason)
+        if up and not call.service.replays.ripe(resident):
+            how = "UNAVAILABLE", "its golden examples have not passed, and this server is strict"
+            if message.ready:
+                continue
+        told.models.add(name=resident.name, version=number, state=how[0], reason=how[1])
     return told
 
 
@@ -179,7 +184,7 @@ async def _model(call: Call, name: str, number: str, field: str = "model_name") 
             "RepositoryIndex names",
             field,
         ) from None
-    return Model(name, str(resident.version), resident.key)
+    return Model(name, str(resident.version), resident.key, service.replays.ripe(resident))
 
 
 def _unknown(message: str, field: str = "model_name") -> RefusedError:

@@ -1,8 +1,8 @@
 """From tokens to text that will not be taken back.
 
 Half a character is held back, and so is whatever may yet become a stop string. Stop strings are
-found wherever tokens join, and nothing of them is given out unless it is asked for. Knows no
-requests and no streams.
+found wherever tokens join, and nothing of them is given out unless it is asked for. A server's
+streams and the answers that training measures end by the same lines. Knows no requests.
 """
 
 from collections.abc import Sequence
