@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import gpt
-from bench import adapters, front, offline
+from bench import adapters, front, offline, tuning
 from bench.gpt2 import VOCABULARY, random_model
 from gpt.generate import generate
 from gpt.model import GPT
@@ -26,7 +26,7 @@ from gpt.sampling import Sampling
 
 # What is timed: requests, prompt tokens, new tokens.
 ROWS = ((1, 32, 64), (8, 128, 64), (1, 960, 1))
-TABLES = ("generate", "convert", "peers", "engine", "adapters", "front")
+TABLES = ("generate", "convert", "peers", "engine", "adapters", "front", "tuning")
 
 Run = Callable[[Tensor, int], None]
 
@@ -41,14 +41,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", nargs="*", help="which engines; see bench/peers_install.sh")
     parser.add_argument("--requests", nargs="*", type=int, help="of that table, some rows only")
     offline.add_flags(parser)
-    front.add_flags(parser)
+    parts = {"front": list(front.PARTS), "tuning": list(tuning.PARTS)}
+    known = "; ".join(f"{name}: {', '.join(some)}" for name, some in parts.items())
+    parser.add_argument("--parts", nargs="*", default=[], help=f"some only. {known}")
     flags = parser.parse_args(argv)
+    if set(flags.parts) - set(parts.get(flags.only, ())):
+        parser.error(f"--parts is for --only {known}")
     if flags.only in ("engine", "adapters"):
         for line in offline.asked(flags) if flags.only == "engine" else adapters.lines():
             print(line, flush=True)
         return 0
-    if flags.only == "front":
-        for line in front.lines(tuple(flags.parts)):
+    if flags.only in parts:
+        table = front.lines if flags.only == "front" else tuning.lines
+        for line in table(tuple(flags.parts)):
             print(line, flush=True)
         return 0
     if flags.only == "peers":

@@ -6,7 +6,6 @@ a client sees. The generator is another process and counts apart. Each line has 
 verdict; none fails anything.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import statistics
@@ -63,11 +62,6 @@ def lines(
             for name in parts:
                 if name in SERVED:
                     yield from SERVED[name](model, sizes)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("--only front")
-    group.add_argument("--parts", nargs="*", choices=list(PARTS), default=[], help="default: all")
 
 
 def verdict(met: bool) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt import kernels
+from gpt import kernels, learning_kernels
 from gpt.batch import Batch
 from gpt.whole import Drop, family, lean, rectangle, visible
 
@@ -80,6 +80,8 @@ def ragged(
     """Group by group; what the groups are is found out once for all layers of a step."""
     if kv is None:
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        if learning_kernels.attends(q, k, batch, window):
+            return learning_kernels.attend(q, k, v, batch)
         if learns and not q.is_cuda:
             return lean(q, k, v, batch, window)
         return rectangle(q, k, v, batch, window)

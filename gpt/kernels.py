@@ -22,7 +22,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 9
+ABI = 10
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -90,8 +90,12 @@ _TAKES = {
     "preamble_piece_queries": "i",
     "preamble_multiply": "p pi p i p p i pp",
     "preamble_best": "p iii p i",
+    "preamble_multiply_by": "p iii p i p i ppp i p",
+    "preamble_before_activation": "ppp iii",
+    "preamble_attend_families": "pp",
 }
 _ANSWERS = ("preamble_attend", "preamble_attend_runs", "preamble_piece_queries")
+_ANSWERS += ("preamble_attend_families",)
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt import kernels, learning_kernels
 from gpt.attention import KV, Attend, ragged, store
 from gpt.batch import Batch, Dropout
 from gpt.config import GPTConfig, RopeScaling
@@ -144,6 +145,9 @@ class Linear(nn.Module):
     ) -> Tensor:
         if self.product is not None:
             return self.product(x, bias, activation, residual)
+        known = activation in kernels.ACTIVATIONS
+        if known and learning_kernels.multiplies(x, self.weight):
+            return learning_kernels.multiply(x, self.weight, bias, activation, residual)
         y = F.linear(x, self.weight, bias)
         if activation is not None:
             y = ACTIVATIONS[activation](y)

@@ -21,7 +21,7 @@ from ptuning.config import TuneConfig
 
 if TYPE_CHECKING:
     from gpt.parallel import Mesh
-    from ptuning.audience import Audience
+    from ptuning.facts import RunFacts
     from ptuning.learning import Listener
     from ptuning.outcome import Outcome
     from ptuning.records import Reading
@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
                 return evaluate_command(args)
             if args.config is None:
                 tune_parser().error("give a CONFIG.yaml, or --evaluate ADAPTER FILE")
+            if args.sweep:
+                return _sweep(args)
             config = TuneConfig.read(args.config)
             return _check(config, args) if args.check else _tune(config, args)
         except PreambleError as error:
@@ -108,6 +110,13 @@ def tune_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart", action="store_true", help="begin anew, whatever an unfinished run has saved"
     )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        metavar="KEY=VALUE,VALUE",
+        help="a run for each value, or for each combination if given several times; the best is "
+        "published. Those that have ended are not run again",
+    )
     parser.add_argument("--json", action="store_true", help="write what came of it as JSON")
     parser.add_argument(
         "--evaluate",
@@ -136,22 +145,49 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
 
 
 def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
-    from ptuning.audience import Audience
-    from ptuning.launch import is_first, joined
-    from ptuning.learning import run_folder
+    from ptuning.launch import is_first
     from ptuning.run import prepare
-    from ptuning.state import hold
 
     if not is_first():
         return _tune_silently(config, args)
-    prepared = prepare(config, _reading())
-    audience = Audience(prepared, sys.stderr)
-    with hold(run_folder(config)), joined(config, args.restart) as mesh:
+    outcome, facts = _run(prepare(config, _reading()), restart=args.restart)
+    return _told(outcome, facts, args)
+
+
+def _run(prepared: "Prepared", restart: bool) -> "tuple[Outcome, RunFacts]":
+    """Be the first rank of a run, and its people's."""
+    from ptuning.audience import Audience
+    from ptuning.launch import joined
+    from ptuning.learning import run_folder
+    from ptuning.state import hold
+
+    audience, config = Audience(prepared, sys.stderr), prepared.config
+    with hold(run_folder(config)), joined(config, restart) as mesh:
         try:
-            outcome = _learn(prepared, mesh, audience, restart=args.restart)
+            outcome = _learn(prepared, mesh, audience, restart=restart)
         finally:
             audience.close()
-    return _told(outcome, audience, args)
+    return outcome, audience.facts
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ptuning.sweep import read_sweep, run_sweep, summary, table
+
+    if args.check:
+        tune_parser().error("--check shows one run; leave --sweep out")
+    swept = run_sweep(read_sweep(args.config, args.sweep), _run, _say, restart=args.restart)
+    if swept.best is None:
+        _say("the same command goes on from there")
+        return INTERRUPTED
+    with suppress(OSError):
+        Console(file=sys.stderr).print(table(swept))
+    if args.json:
+        print(json.dumps(summary(swept)))
+    else:
+        print("\n".join(str(path) for path in swept.paths))
+    return 0
 
 
 def _tune_silently(config: TuneConfig, args: argparse.Namespace) -> int:
@@ -206,18 +242,18 @@ def _stopping(trainer: "Trainer", *, silently: bool) -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _told(outcome: "Outcome", audience: "Audience", args: argparse.Namespace) -> int:
+def _told(outcome: "Outcome", facts: "RunFacts", args: argparse.Namespace) -> int:
     from ptuning.logs import REPORT
     from ptuning.verdict import summary
 
     if outcome.state == "interrupted":
         _say(f"saved at step {outcome.step}; the same command goes on from there")
         return INTERRUPTED
-    examples = sum(task.examples for task in audience.facts.tasks)
+    examples = sum(task.examples for task in facts.tasks)
     losses = f"loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"
     _say(f"{losses} on {examples} examples; see {outcome.folder / REPORT}")
     if args.json:
-        print(json.dumps(summary(audience.facts)))
+        print(json.dumps(summary(facts)))
     else:
         print("\n".join(str(path) for path in outcome.paths))
     return 0

@@ -174,7 +174,10 @@ class Optimizer:
             assert self._optimizer is not None
             kinds = {name.split("/", 1)[0] for name in tensors if name.endswith(f"/{key}")}
             self._optimizer.state[wide] = {
-                kind: tensors[f"{kind}/{key}"].clone() for kind in sorted(kinds - {"value"})
+                # Counts stay on the CPU, where they were.
+                kind: saved.clone() if saved.ndim == 0 else saved.to(wide.device, copy=True)
+                for kind in sorted(kinds - {"value"})
+                for saved in [tensors[f"{kind}/{key}"]]
             }
 
     def _squares(self, one: Learned, grad: Tensor, sizes: GPTConfig) -> float:

@@ -42,6 +42,9 @@ NOT_RUN = {
     "preamble serve": "it serves until it is stopped",
     "preamble generate --server": "it asks a running server; test_client.py does",
     "preamble bench": "it asks a running server; test_load.py does",
+    "preamble tune examples/tune/one.yaml": "it takes a while; test_tuning_document.py runs all "
+    "that are there",
+    "preamble tune --evaluate": "it needs an adapter, as test_answers.py has one",
     "preamble adapters": "it needs an adapter or a server, as test_adapter_exchange.py and "
     "test_adapters_command.py have them",
     "S=localhost:9000": "the lines after it use it",
@@ -53,7 +56,9 @@ NOT_RUN = {
 }
 
 
-LOADS_TORCH = ("preamble inspect ", "preamble convert ", "preamble verify ")
+LOADS_TORCH = (
+    *("preamble inspect ", "preamble convert ", "preamble verify ", "preamble tune --check "),
+)
 
 
 class Command(NamedTuple):

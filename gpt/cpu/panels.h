@@ -43,4 +43,81 @@ INLINE __mmask16 first_lanes(int64_t count)
     return count >= LANES ? 0xffff : count <= 0 ? 0 : (1u << count) - 1;
 }
 
+/* Rows become columns. */
+BF16 INLINE void turn(Ints *x)
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 1)) {
+            Ints a = x[i], b = x[i + 1];
+            x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28,
+                                           14, 30);
+            x[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13,
+                                               29, 15, 31);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 2)) {
+            Ints a = x[i], b = x[i + 2];
+            x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
+                                           28, 29);
+            x[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27,
+                                               14, 15, 30, 31);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 4)) {
+            Ints a = x[i], b = x[i + 4];
+            x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25,
+                                           26, 27);
+            x[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15,
+                                               28, 29, 30, 31);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 8)) {
+            Ints a = x[i], b = x[i + 8];
+            x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21,
+                                           22, 23);
+            x[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27,
+                                               28, 29, 30, 31);
+        }
+}
+
+/* 16 words of each of 16 rows, `stride` words apart, turned; rows that are not there are zero. */
+BF16 INLINE void turn_from(const uint32_t *from, int64_t stride, int64_t rows, uint32_t *to,
+                           int64_t to_stride)
+{
+    Ints x[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        x[i] = i < rows ? *(const Ints *)(from + i * stride) : (Ints){0};
+    turn(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        *(Ints *)(to + i * to_stride) = x[i];
+}
+
+/* Two rows, pair by pair, as a panel that sums over rows has them; no second row: zeros. */
+BF16 INLINE void pair_up(const uint16_t *a, const uint16_t *b, int64_t width, uint16_t *to)
+{
+    for (int64_t c = 0; c < width; c += LANES) {
+        __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u *)(a + c)));
+        __m512i high = _mm512_setzero_si512();
+        if (b)
+            high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u *)(b + c)));
+        _mm512_storeu_si512(to + 2 * c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
+
+/* A panel whose columns are `rows` rows, at most 32, of so many channels (whole 32s). */
+BF16 INLINE void panel_of(const uint16_t *x, int64_t stride, int64_t rows, int64_t channels,
+                          uint16_t *to)
+{
+    for (int64_t c = 0; c < channels / 2; c += LANES)
+        for (int64_t half = 0; half < COLUMNS; half += LANES)
+            turn_from((const uint32_t *)(x + half * stride) + c, stride / 2, rows - half,
+                      (uint32_t *)to + c * COLUMNS + half, COLUMNS);
+}
+
 #endif

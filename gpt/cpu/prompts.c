@@ -43,47 +43,6 @@ typedef struct {
     int64_t end[PIECE]; /* A query sees the keys before this; 0: there is none at its place. */
 } Desk;
 
-/* Rows become columns. */
-BF16 INLINE void turn(Ints *x)
-{
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        if (!(i & 1)) {
-            Ints a = x[i], b = x[i + 1];
-            x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28,
-                                           14, 30);
-            x[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13,
-                                               29, 15, 31);
-        }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        if (!(i & 2)) {
-            Ints a = x[i], b = x[i + 2];
-            x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
-                                           28, 29);
-            x[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27,
-                                               14, 15, 30, 31);
-        }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        if (!(i & 4)) {
-            Ints a = x[i], b = x[i + 4];
-            x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25,
-                                           26, 27);
-            x[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15,
-                                               28, 29, 30, 31);
-        }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        if (!(i & 8)) {
-            Ints a = x[i], b = x[i + 8];
-            x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21,
-                                           22, 23);
-            x[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27,
-                                               28, 29, 30, 31);
-        }
-}
-
 /* Panels of the segment from `start` on: of its keys [low, high), and nothing in other places. */
 BF16 static void lay_out(const Runs *r, int64_t run, int64_t group, const char *kv, int64_t start,
                          int64_t low, int64_t high, Desk *desk)
