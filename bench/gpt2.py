@@ -15,7 +15,7 @@ def random_model(dtype: str, **network: float | None) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    sizes: dict[str, float | None] = {
+    sizes: dict[str, Any] = {
         "n_layer": LAYERS,
         "n_embd": HIDDEN,
         "n_head": HEADS,

@@ -30,6 +30,7 @@ from gpt.adapter_export import as_peft, as_tgis, check_export, write_export
 from gpt.digest import identify
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.logical import Checkpoint, Identity
+from gpt.nemo_export import as_nemo, check_nemo, write_nemo
 from gpt.prompts import BOS, MARK, Template
 from gpt.tokenizer import open_tokenizer
 
@@ -178,23 +179,28 @@ def _text(given: str) -> str:
 def export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters export",
-        description="Write an adapter as another program reads it: a new directory.",
+        description="Write an adapter as another program reads it: a new directory, or a .nemo.",
     )
     add = parser.add_argument
     add("source", metavar="FILE", type=Path, help="an adapter's file, as `preamble tune` writes")
-    add("target", metavar="TARGET", type=Path, help="a directory that is not there yet")
-    add("--to", choices=("peft", "tgis"), required=True,
-        help="PEFT's prompt tuning, or a decoder.pt of TGIS's prompt store")  # fmt: skip
+    add("target", metavar="TARGET", type=Path,
+        help="a directory that is not there yet; of NeMo a .nemo file")  # fmt: skip
+    add("--to", choices=("peft", "tgis", "nemo"), required=True,
+        help="PEFT's prompt tuning, a decoder.pt of TGIS's prompt store, or NeMo's prompt learning "
+        "(1.20 to 1.22)")  # fmt: skip
     add_model_flags(parser, "the checkpoint that it was trained on: checked, and told to PEFT")
-    add("--base-name", metavar="NAME", help="what PEFT's config calls the model (default: nothing)")
-    add("--overwrite", action="store_true", help="replace a directory with an adapter")
+    add("--base-name", metavar="NAME",
+        help="what PEFT's config calls the model, or the .nemo where NeMo looks for it (default: "
+        "nothing)")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace an adapter that is there")
     return parser
 
 
 def export_command(argv: Sequence[str]) -> int:
     """`argv` begins after `export`."""
     flags = export_parser().parse_args(argv)
-    check_export(flags.target, overwrite=flags.overwrite)
+    check = check_nemo if flags.to == "nemo" else check_export
+    check(flags.target, overwrite=flags.overwrite)
     base = model_of(flags)
     adapter = open_adapter(flags.source, task=flags.task, base=base)
     notes: tuple[str, ...] = ()
@@ -202,9 +208,12 @@ def export_command(argv: Sequence[str]) -> int:
         notes = check_adapter(adapter, base.config, identify(base))
     if flags.to == "peft":
         export = as_peft(adapter, base, flags.base_name)
+    elif flags.to == "nemo":
+        export = as_nemo(adapter, base, flags.base_name)
     else:
         export = as_tgis(adapter, base)
-    write_export(export, flags.target, overwrite=flags.overwrite)
+    write = write_nemo if flags.to == "nemo" else write_export
+    write(export, flags.target, overwrite=flags.overwrite)
     for note in (*notes, *export.notes):
         sys.stderr.write(f"note: {note}\n")
     sys.stdout.write(f"{flags.target}\n")

@@ -22,7 +22,6 @@ from gpt.card import Adapter
 from gpt.errors import AdapterError
 from gpt.foreign_adapters import PROMPTS
 from gpt.logical import Checkpoint
-from gpt.prompts import Template
 from gpt.tokenizer import open_tokenizer
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -97,24 +96,23 @@ def _leading(adapter: Adapter, base: Checkpoint | None) -> tuple[Tensor, tuple[s
     plain = "tokenize texts without special tokens (add_special_tokens=False)"
     if template.bos == "none":
         return table, (plain,)
-    table = torch.cat([_begin(adapter, template, base), table])
+    table = torch.cat([begin_row(adapter, base, "before"), table])
     return table, (f"the first row is the begin-of-text token, so {plain}",)
 
 
-def _begin(adapter: Adapter, template: Template, base: Checkpoint | None) -> Tensor:
-    """The begin-of-text token, which stands before the rows, as a row of its own."""
-    assert template.bos == "first"
-    name = adapter.card.name
+def begin_row(adapter: Adapter, base: Checkpoint | None, where: str) -> Tensor:
+    """The begin-of-text token, which stands before or after the rows, as a row of its own."""
+    name, other = adapter.card.name, {"before": "after", "after": "before"}[where]
     if base is None:
         raise AdapterError(
-            f"adapter {name!r} has a begin-of-text token before its virtual ones, and the format "
-            "only one after them; give its model with --model, and the token becomes a row"
+            f"adapter {name!r} has a begin-of-text token {where} its virtual ones, and the format "
+            f"only one {other} them; give its model with --model, and the token becomes a row"
         )
     token = open_tokenizer(base.tokenizer).bos_id if base.tokenizer is not None else None
     if token is None or not 0 <= token < base.config.vocab_size:
         raise AdapterError(
-            f"adapter {name!r} has a begin-of-text token before its virtual ones, and the tokenizer"
-            f" of {base.path} has none; give the tokenizer that it was trained with"
+            f"adapter {name!r} has a begin-of-text token {where} its virtual ones, and the "
+            f"tokenizer of {base.path} has none; give the tokenizer that it was trained with"
         )
     return base.tensors[EMBEDDING].corner(token, 1, base.config.hidden_size).float()
 

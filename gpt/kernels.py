@@ -94,8 +94,10 @@ _TAKES = {
     "preamble_before_activation": "ppp iii",
     "preamble_attend_families": "pp",
 }
-_ANSWERS = ("preamble_attend", "preamble_attend_runs", "preamble_piece_queries")
-_ANSWERS += ("preamble_attend_families",)
+_ANSWERS = (
+    *("preamble_attend", "preamble_attend_runs"),
+    *("preamble_piece_queries", "preamble_attend_families"),
+)
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:

@@ -71,6 +71,7 @@ class Step:
 
     batch: Batch
     rotation: tuple[Tensor, Tensor] | None  # cos and sin, (T, rotary channels / 2)
+    rows: Tensor | None = None  # Of the last layer: whose output is read; None: everybody's.
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,8 @@ class Attention(nn.Module):
         if kv is not None:
             store(k, v, batch, kv)
         y = self._core(q, k, v, batch, kv)
+        if step.rows is not None:
+            y = y.index_select(0, step.rows)
         return cast(Tensor, self.linear_proj(y.flatten(1), onto))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None) -> Tensor:

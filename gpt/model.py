@@ -5,6 +5,7 @@ parameter's name is the checkpoint's name for it. The KV pool and the batch are 
 forward serves training, prefill and decoding.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -49,8 +50,9 @@ class Block(nn.Module):
             self.mlp = MLP(build, f"decoder.layers.{layer}.mlp")
 
     def forward(self, x: Tensor, step: Step, kv: KV | None) -> Tensor:
-        attended = cast(Tensor, self.self_attention(x, step, kv, self._onto(x, step, 1)))
-        y = x if self.config.parallel_residual else attended
+        kept = x if step.rows is None else x.index_select(0, step.rows)
+        attended = cast(Tensor, self.self_attention(x, step, kv, self._onto(kept, step, 1)))
+        y = kept if self.config.parallel_residual else attended
         if self.pre_mlp_layernorm is not None:
             y = self.pre_mlp_layernorm(y)
         return cast(Tensor, self.mlp(y, step.batch.tokens, self._onto(attended, step, 2)))
@@ -116,7 +118,10 @@ class GPT(nn.Module):
     def hidden(
         self, x: Tensor, batch: Batch, kv: KVPool | None = None, table: Tensor | None = None
     ) -> Tensor:
-        """This stage without the head: ids or hidden states in, hidden states out."""
+        """This stage without the head: ids or hidden states in, hidden states out.
+
+        The last stage may leave out what the head would not read: see `head_shard`.
+        """
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, batch, table)
@@ -126,17 +131,26 @@ class GPT(nn.Module):
         step = Step(batch, turned)
         for place, block in enumerate(self._blocks()):
             held = None if kv is None else kv.layer(self.layers[place])
+            if self.last and place == len(self.layers) - 1 and self._picks_early(batch, kv):
+                step = replace(step, rows=batch.rows)
             x = again(block, x, step, held) if self.recompute.whole(place) else block(x, step, held)
         return x
+
+    def _picks_early(self, batch: Batch, kv: KVPool | None) -> bool:
+        """Whether what follows the last attention is computed for the batch's rows alone."""
+        apart = self.mesh.sequence_parallel or batch.dropout is not None  # Both count all rows.
+        fewer = batch.rows is not None and len(batch.rows) < batch.tokens
+        return fewer and kv is None and not apart
 
     def head(self, x: Tensor, batch: Batch) -> Tensor:
         """Logits of the rows that the batch asks for."""
         return gather_columns(self.head_shard(x, batch), self.mesh)[..., : self.config.vocab_size]
 
     def head_shard(self, x: Tensor, batch: Batch) -> Tensor:
-        """Logits over this rank's part of the padded vocabulary."""
+        """Logits over this rank's part of the padded vocabulary, for `x` as `hidden` gave it."""
         apart = self.mesh.sequence_parallel  # Then rows can be picked only once they are together.
-        if batch.rows is not None and not apart:
+        whole = len(x) == batch.tokens  # Else these are the rows already, which are fewer.
+        if batch.rows is not None and whole and not apart:
             x = x.index_select(0, batch.rows)
         x = enter(cast(Norm, self.decoder.final_layernorm)(x), self.mesh, batch.tokens)
         if batch.rows is not None and apart:

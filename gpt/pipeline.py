@@ -1,13 +1,12 @@
-"""One micro-batch through the stages of a pipeline, forward and back.
+"""One batch through the stages of a pipeline, forward: decoding, on any split.
 
-A stage receives hidden states, runs, and sends; backward it receives a gradient and sends one. On
-a mesh of one stage nothing is sent. A stage may have several chunks of the model; then the last
-stage sends to the first one too. Which micro-batch goes when is a schedule's business.
+A stage receives hidden states, runs, and sends. On a mesh of one stage nothing is sent. A stage may
+have several chunks of the model; then the last stage sends to the first one too. Gradients, and
+several batches at once, are for who learns (`ptuning.pipeline`).
 """
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from gpt.batch import Batch
@@ -50,19 +49,3 @@ def forward(
 def chunks_of(model: GPT | Sequence[GPT]) -> Sequence[GPT]:
     """What this rank has of the model, in the order in which tokens go through it."""
     return (model,) if isinstance(model, GPT) else model
-
-
-def backward(model: GPT, x: Tensor, y: Tensor) -> None:
-    """Gradients of this stage: `y` is what it sent, or the loss on the last stage; `x` its input.
-
-    A stage after the first must have run on an input that requires a gradient.
-    """
-    mesh = model.mesh
-    if model.last:
-        torch.autograd.backward(y)
-    else:
-        grad = receive_from(tuple(y.shape), y.dtype, mesh, mesh.pp_rank + 1)
-        torch.autograd.backward(y, grad)
-    if not model.first:
-        assert x.grad is not None
-        send_to(x.grad, mesh, mesh.pp_rank - 1)

@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
     args = tune_parser().parse_args(argv[1:])
     with _some_stderr():
         try:
+            if args.sweep and (args.check or args.evaluate):
+                tune_parser().error("--check and --evaluate are of one run; leave --sweep out")
             if args.evaluate is not None:
                 from ptuning.evaluation import evaluate_command
 
@@ -136,11 +138,11 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
     from ptuning.run import prepare
 
     prepared = prepare(config)
-    told = prepared.tasks, prepared.tokenizer, config, prepared.checkpoint.config.vocab_size
+    told = prepared.tasks, prepared.tokenizer, config
     if args.json:
         print(json.dumps(asdict(check_facts(*told))))
     else:
-        print("\n".join(check_lines(*told)))
+        print("\n".join(check_lines(*told, prepared.checkpoint.config.vocab_size)))
     return 0
 
 
@@ -175,8 +177,6 @@ def _sweep(args: argparse.Namespace) -> int:
 
     from ptuning.sweep import read_sweep, run_sweep, summary, table
 
-    if args.check:
-        tune_parser().error("--check shows one run; leave --sweep out")
     swept = run_sweep(read_sweep(args.config, args.sweep), _run, _say, restart=args.restart)
     if swept.best is None:
         _say("the same command goes on from there")

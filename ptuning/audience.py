@@ -6,7 +6,7 @@ never ends a run. Knows no model.
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +14,7 @@ from gpt.config import GPTConfig
 from ptuning.dataset import TaskData
 from ptuning.facts import Progress, RunFacts, State, TaskFacts, Validation
 from ptuning.logs import Logs, read_logs
-from ptuning.measuring import Measuring
+from ptuning.measuring import Measured, Measuring
 from ptuning.outcome import Outcome
 from ptuning.progress import Telling, telling
 from ptuning.report import page
@@ -43,6 +43,7 @@ class Audience:
         self._opened = ExitStack()
         self._telling: Telling | None = None
         self._logs: Logs | None = None
+        self._tasks = [_task_facts(task) for task in prepared.tasks]
         self._progress: list[Progress] = []
         self._validations: list[Validation] = []
         self._notes: list[str] = []
@@ -97,8 +98,10 @@ class Audience:
         return RunFacts(
             name=prepared.cards[0].name,
             tasks=[
-                _task_facts(task, measuring, number, outcome)
-                for number, task in enumerate(prepared.tasks)
+                _with_results(facts, measuring.tasks.get(data.task.name), number, outcome)
+                for number, (facts, data) in enumerate(
+                    zip(self._tasks, prepared.tasks, strict=True)
+                )
             ],
             state=state,
             model=_model_facts(prepared.checkpoint.config),
@@ -133,30 +136,40 @@ def dropped_lines(dropped: Sequence[str]) -> list[str]:
     return [*lines, f"left out: {more} more"] if more > 0 else lines
 
 
-def _task_facts(
-    data: TaskData, measuring: Measuring, number: int, outcome: Outcome | None
-) -> TaskFacts:
-    measured = measuring.tasks.get(data.task.name)
+def _task_facts(data: TaskData) -> TaskFacts:
+    """What does not change in a run, counted once, as there may be many examples."""
     examples = data.examples
     held_out = data.validation.examples if data.validation is not None else []
-    known = {tuple(example.ids) for example in examples.examples}
+    known = {hash(tuple(example.ids)) for example in examples.examples} if held_out else set()
     return TaskFacts(
-        card=outcome.cards[number].to_dict() if outcome and outcome.cards else {},
         fields=[one for one in data.template.fields if one != data.template.answer_field],
         name=data.task.name or "model",
         task=data.task.task,
-        path=str(outcome.paths[number]) if outcome and outcome.paths else "",
         data=data.task.data or "",
         validation=data.task.validation or "",
         examples=len(examples.examples),
-        validation_examples=len(measured.examples.examples) if measured else 0,
-        shared=sum(tuple(example.ids) in known for example in held_out),
+        shared=sum(hash(tuple(example.ids)) in known for example in held_out),
         truncated=examples.truncated,
         dropped=examples.dropped,
         lengths=[len(example.ids) for example in examples.examples],
-        answers_cut=measured.cut if measured else 0,
-        baselines=measured.baselines if measured else {},
-        samples=measured.samples() if measured else (),
+    )
+
+
+def _with_results(
+    facts: TaskFacts, measured: Measured | None, number: int, outcome: Outcome | None
+) -> TaskFacts:
+    if outcome and outcome.paths:
+        facts = replace(facts, path=str(outcome.paths[number]))
+    if outcome and outcome.cards:
+        facts = replace(facts, card=outcome.cards[number].to_dict())
+    if measured is None:
+        return facts
+    return replace(
+        facts,
+        validation_examples=len(measured.examples.examples),
+        answers_cut=measured.cut,
+        baselines=measured.baselines,
+        samples=measured.samples(),
     )
 
 

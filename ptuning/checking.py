@@ -90,11 +90,9 @@ class Facts:
     warnings: tuple[str, ...]
 
 
-def check_facts(
-    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, vocab_size: int
-) -> Facts:
+def check_facts(tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig) -> Facts:
     told = tuple(_task(one) for one in tasks)
-    step = _step(tasks, config, vocab_size)
+    step = _step(tasks, config)
     warnings = []
     for one, facts in zip(tasks, told, strict=True):
         whose = f"{facts.name}: " if len(told) > 1 else ""
@@ -113,7 +111,7 @@ def check_lines(
     tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, vocab_size: int
 ) -> list[str]:
     """All that a person needs to see, a line each."""
-    facts = check_facts(tasks, tokenizer, config, vocab_size)
+    facts = check_facts(tasks, tokenizer, config)
     lines = []
     for one, told in zip(tasks, facts.tasks, strict=True):
         if told.name:
@@ -177,7 +175,7 @@ def _prompt(example: Example) -> int:
     return hash(tuple(example.ids[: example.answer_start]))
 
 
-def _step(tasks: Sequence[TaskData], config: TuneConfig, vocab_size: int) -> StepFacts:
+def _step(tasks: Sequence[TaskData], config: TuneConfig) -> StepFacts:
     examples = [example for one in tasks for example in one.examples.examples]
     order = Order(examples, config.batch_examples, config.seed)
     made: list[MicroBatch] = []
@@ -192,7 +190,7 @@ def _step(tasks: Sequence[TaskData], config: TuneConfig, vocab_size: int) -> Ste
             passes = portions(
                 batch[rank :: config.dp], config.micro_batch_examples, config.micro_batch_tokens
             )
-            made += [micro_batch(some, vocab_size, share=not dropout) for some in passes if some]
+            made += [micro_batch(some, share=not dropout) for some in passes if some]
     tokens = sum(one.batch.tokens for one in made)
     return StepFacts(
         examples=order.size,

@@ -22,12 +22,19 @@ METHODS = {
     "peft-mlp": 3e-4,  # PEFT's three linears.
     "full": 1e-4,  # No virtual tokens: the model itself, all of it.
 }
-INITIAL = ("vocabulary", "random")  # Rows of random tokens; or random ones of the same size.
-OPTIMIZERS = ("adamw",)
+ENCODERS = tuple(one for one in METHODS if one not in ("prompt-tuning", "full"))
+# Rows of random tokens, of the records' or of all; or random ones of the same size. Of a large
+# vocabulary many rows may never have been trained, and learning goes badly from such.
+INITIAL = ("records", "vocabulary", "random")
+# Lester's, of steps that are not relative to the table's size; for a network as with AdamW.
+ADAFACTOR = {"prompt-tuning": 0.3}
+OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("cosine", "constant", "inverse-sqrt")
 RECOMPUTE = ("none", "selective", "block", "full")
 MEASURES = ("loss", "exact_match", "accuracy", "f1")
 
+# Of a task's settings, those that may stand at the top for all tasks that do not say.
+OF_ALL_TASKS = {"data", "validation", "answer_only_loss"}
 POSITIVE = (
     *("tokens_max", "encoder_hidden", "encoder_layers", "steps", "batch_examples"),
     *("micro_batch_examples", "micro_batch_tokens", "learning_rate", "gradient_norm_max"),
@@ -71,7 +78,7 @@ class TuneConfig:
     answer_only_loss: bool = True  # Else all tokens of the text are learned.
 
     method: str = "prompt-tuning"  # What makes the table: see METHODS.
-    initial: str = "vocabulary"  # How its rows start where no text says.
+    initial: str = "records"  # How its rows start where no text says.
     encoder_hidden: int | None = None  # Width of an encoder; None: the model's, of `lstm` half.
     encoder_layers: int = 2  # Linears of `mlp`, layers of `lstm`.
     encoder_dropout: float = 0.0  # Between the layers of `lstm`.
@@ -82,7 +89,7 @@ class TuneConfig:
     micro_batch_examples: int | None = None  # Of a step's, that one pass computes; None: all.
     micro_batch_tokens: int | None = None  # As many examples in a pass as have these tokens.
     optimizer: str = "adamw"
-    learning_rate: float | None = None  # None: what suits the method.
+    learning_rate: float | None = None  # None: what suits the method and the optimizer.
     schedule: str = "cosine"  # Down to `minimum_rate`, after the warm-up.
     minimum_rate: float = 0.0  # The share of the learning rate that a cosine ends with.
     warmup_steps: int = 20
@@ -95,9 +102,9 @@ class TuneConfig:
     attention_dropout: float = 0.0
     seed: int = 0
 
-    validate_every: int | None = None  # Steps; None: at the end alone, if there is what to measure.
+    validate_every: int | None = None  # Steps; None: at the end alone. Of `full` the last is kept.
     validation_examples: int = 200  # Of them are measured.
-    measure: str = "loss"  # What the best state is chosen by, and early stopping.
+    measure: str = "loss"  # What the best table is chosen by, and early stopping.
     patience: int | None = None  # Validations without a better measure, until the run ends.
     save_every: int = 100  # Steps between states to go on from.
     golden_examples: int = 0  # Of the validation's, with answers, that travel in the card.
@@ -107,7 +114,7 @@ class TuneConfig:
     pp: int = 1  # Stages of the pipeline.
     dp: int = 1  # Copies of all that, each with its share of every batch.
     virtual_stages: int = 1  # Pieces of a stage; more than 1: the interleaved schedule.
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # Of tensor ranks, if there are several.
     recompute: str = "none"  # What is computed again in the backward pass instead of kept.
     recompute_layers: int = 1  # Layers of a stage that `block` recomputes.
 
@@ -137,7 +144,44 @@ class TuneConfig:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 0 and less than 1")
+        if self.minimum_rate > 1:
+            raise ConfigError(
+                f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate, so at "
+                "most 1"
+            )
+        if self.optimizer == "adafactor" and self.tp > 1 and self.method in ("tpmlp", "full"):
+            raise ConfigError(
+                f"adafactor learns from whole rows and columns, and {self.method} shares them out "
+                f"over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
+            )
+        self._check_idle()
+        if self.optimizer == "adafactor" and self.tp > 1 and self.method in ("tpmlp", "full"):
+            raise ConfigError(
+                f"adafactor learns from whole rows and columns, and {self.method} shares them out "
+                f"over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
+            )
         self._check_tasks()
+
+    def _check_idle(self) -> None:
+        """Refuse what would do nothing: who sets it believes that it does something."""
+        uses = {
+            "encoder_hidden": (self.method in ENCODERS, f"method is one of: {', '.join(ENCODERS)}"),
+            "encoder_layers": (self.method in ("mlp", "lstm"), "method is mlp or lstm"),
+            "minimum_rate": (self.schedule == "cosine", "schedule is cosine"),
+            "beta1": (self.optimizer == "adamw", "optimizer is adamw"),
+            "beta2": (self.optimizer == "adamw", "optimizer is adamw"),
+            "epsilon": (self.optimizer == "adamw", "optimizer is adamw"),
+            "recompute_layers": (self.recompute == "block", "recompute is block"),
+            "patience": (self.validate_every is not None, "validate_every is set"),
+            "golden_examples": (self.method != "full", "an adapter is learned, not method: full"),
+        }
+        defaults = {one.name: one.default for one in fields(self)}
+        for name, (used, when) in uses.items():
+            value = getattr(self, name)
+            if not used and value != defaults[name]:
+                raise ConfigError(
+                    f"{name} is {value}, and does nothing here: it is for where {when}; take it out"
+                )
 
     def _check_tasks(self) -> None:
         names = [task.name for task in self.wanted]
@@ -171,7 +215,10 @@ class TuneConfig:
 
     @property
     def rate(self) -> float:
-        return METHODS[self.method] if self.learning_rate is None else self.learning_rate
+        if self.learning_rate is not None:
+            return self.learning_rate
+        suits = METHODS | ADAFACTOR if self.optimizer == "adafactor" else METHODS
+        return suits[self.method]
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -189,13 +236,10 @@ class TuneConfig:
             if not all(isinstance(task, dict | Task) for task in tasks):
                 raise ConfigError(f"{where}: tasks is {shown(tasks)}; each must be `key: value`s")
             record["tasks"] = [
-                task
-                if isinstance(task, Task)
-                else settings(Task, task, f"{where}: task {number}")
+                task if isinstance(task, Task) else settings(Task, task, f"{where}: task {number}")
                 for number, task in enumerate(tasks, 1)
             ]
-            shared = {"data", "validation", "answer_only_loss"}
-            beside = sorted({one.name for one in fields(Task)} & set(record) - shared)
+            beside = sorted({one.name for one in fields(Task)} & set(record) - OF_ALL_TASKS)
             if tasks and beside:
                 raise ConfigError(f"{where}: {beside[0]} stands beside tasks; put it into each")
         return settings(cls, record, where)

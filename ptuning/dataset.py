@@ -65,6 +65,7 @@ class TaskData:
     task: Task
     template: Template
     first_row: int  # Of its rows in the run's table.
+    vocab_size: int  # Ids from here on are rows of that table.
     examples: Examples
     validation: Examples | None
     tokens_max: int  # Of an example, virtual tokens counted.
@@ -105,6 +106,7 @@ def read_tasks(
             task,
             maker.template,
             maker.numbers.first_row,
+            sizes.vocab_size,
             learned[number],
             measured.get(number),
             tokens_max,

@@ -96,11 +96,11 @@ def answer_loss(
 ) -> float:
     """The mean over all learned tokens. Every rank calls alike."""
     chunks = chunks_of(model)
-    mesh, vocab_size = chunks[0].mesh, chunks[0].config.vocab_size
+    mesh = chunks[0].mesh
     # Who is alike in length goes together; where an example stands does not matter to a sum.
     ordered = sorted(examples, key=lambda example: len(example.ids))
     micros = [
-        micro_batch(some, vocab_size, mesh.device)
+        micro_batch(some, mesh.device)
         for some in portions([one for one in ordered if one.learned], None, BATCH_TOKENS)
         if some
     ]
@@ -187,6 +187,6 @@ def sheet(found: Evaluation, title: str) -> str:
         lines.append(f"{name.replace('_', ' '):14}{value:12.1%}{plain.measures[name]:12.1%}")
     lines.append(f"{'answers cut':14}{ours.answers_cut:12}{plain.answers_cut:12}")
     for sample in found.samples[:SHOWN]:
-        lines.append(f"right {sample.expected!r}, {ADAPTER} {sample.after!r}, "
-                     f"{NO_PROMPT} {sample.before!r}")  # fmt: skip
+        lines.append(f"right {sample.expected.strip()!r}, {ADAPTER} {sample.after.strip()!r}, "
+                     f"{NO_PROMPT} {sample.before.strip()!r}")  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from gpt.children import child_environment, end_with
 from gpt.errors import ConfigError
 from gpt.parallel import Mesh
-from ptuning.config import TuneConfig
+from ptuning.config import OF_ALL_TASKS, TuneConfig
 
 LOST = 3  # The exit code of a rank that has nothing to tell but that another one has gone.
 LOST_WORDS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
@@ -127,7 +127,7 @@ def _others(config: TuneConfig, count: int, folder: Path, *, restart: bool) -> I
             processes.append(process)
             assert process.stdin is not None
             told = {
-                "config": _plain(config),
+                "config": plain(config),
                 "restart": restart,
                 "rank": rank,
                 "ranks": count,
@@ -207,11 +207,11 @@ def _end(processes: Sequence["subprocess.Popen[str]"]) -> None:
             process.wait()
 
 
-def _plain(config: TuneConfig) -> dict[str, Any]:
+def plain(config: TuneConfig) -> dict[str, Any]:
     """The settings as a YAML file would hold them."""
     record = json.loads(json.dumps(asdict(config)))
     if record["tasks"]:
-        own = set(record["tasks"][0]) - {"data", "validation"}
+        own = set(record["tasks"][0]) - OF_ALL_TASKS
         record = {key: value for key, value in record.items() if key not in own}
     return dict(record)
 

@@ -5,6 +5,7 @@ read. What was learned is written at once or not at all, and a run that ended ea
 goes on from its last state with the same losses.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,11 +28,13 @@ from ptuning.measuring import Measuring
 from ptuning.order import Order
 from ptuning.outcome import Outcome, write_adapters, write_encoder, write_model
 from ptuning.run import Prepared
-from ptuning.state import Origin, Saved, choose_run, forget_states, latest_state, save_state
+from ptuning.state import Origin, Saved, choose_run, common_state, forget_states, save_state
 from ptuning.train import Trainer
 
 # What is told as a run's last loss is the mean of so many steps; one batch alone says little.
 LAST_STEPS = 20
+# In a state: what made the best measure so far.
+BEST, TABLE = "best/", "table"
 
 
 class Listener(Protocol):
@@ -55,7 +58,8 @@ class Course:
     first_loss: float | None = None
     last_losses: tuple[float, ...] = ()
     best_step: int | None = None
-    best: float | None = None  # The measure at that step.
+    best: float | None = None  # The measure at that step,
+    best_loss: float = 0.0  # and the loss.
     waited: int = 0  # Validations since.
 
     @property
@@ -89,7 +93,7 @@ def load_trainer(prepared: Prepared, mesh: Mesh) -> Trainer:
     chunks = load_chunks(prepared, mesh)
     encoder = None
     if config.method != "full" and chunks[0].first:
-        encoder = build_encoder(config, config.wanted, chunks[0], prepared.initial_ids)
+        encoder = build_encoder(config, config.wanted, chunks[0], prepared.starts)
     return Trainer(chunks, config, encoder)
 
 
@@ -106,9 +110,10 @@ class Learning:
         self._origin = self._whence()
         self._course = Course()
         self._best: Tensor | None = None
+        self._best_encoder: dict[str, Tensor] = {}  # That made it; on the first stage.
         self._saved_step: int | None = None
         self._warned = False  # That no state could be saved, and none has been since.
-        saved = latest_state(self._folder)
+        saved = common_state(self._folder, self._mesh)
         self._resumed = saved is not None
         if saved is not None:
             self._go_on(saved)
@@ -159,7 +164,7 @@ class Learning:
         made = self._measuring.now(step, table, answers=answers)
         if step > 0:
             self._judge(step, made, table)
-        self._listener.validated(made, self._measuring, self._course.best_step)
+        self._listener.validated(made, self._measuring, self._best_step)
         return self._waited_enough
 
     @property
@@ -167,15 +172,28 @@ class Learning:
         patience = self._config.patience
         return patience is not None and self._course.waited >= patience
 
+    @property
+    def _best_step(self) -> int | None:
+        """Whose table is kept; of a whole model none is, and what is written is the last."""
+        return None if self._best is None else self._course.best_step
+
     def _judge(self, step: int, made: Validation, table: Tensor | None) -> None:
         course, measure = self._course, self._config.measure
         value = -made.loss if measure == "loss" and made.loss is not None else 0.0
         if measure != "loss":
             value = made.measures[measure]
-        value = _of_first(value, self._mesh)
-        if course.best is None or value > course.best:
-            course.best, course.best_step, course.waited = value, step, 0
+        value = _of_first(-math.inf if math.isnan(value) else value, self._mesh)
+        # Among equals the smaller loss is better, and yet no reason to wait on.
+        loss = math.inf if made.loss is None or math.isnan(made.loss) else made.loss
+        loss = _of_first(loss, self._mesh)
+        better = course.best is None or value > course.best
+        if better or (value == course.best and loss < course.best_loss):
+            course.best, course.best_loss, course.best_step = value, loss, step
+            course.waited = 0 if better else course.waited + 1
             self._best = table
+            if self.trainer.encoder is not None:
+                kept = encoder_tensors(self.trainer.encoder)
+                self._best_encoder = {name: one.clone() for name, one in kept.items()}
         else:
             course.waited += 1
 
@@ -184,14 +202,14 @@ class Learning:
         self._save()
         table = self.trainer.table() if self._best is None else self._best
         if self._measuring.tasks:
-            step = self._course.best_step or self.trainer.step_number
+            step = self._best_step or self.trainer.step_number
             # Of the table that is written, with answers, whatever was measured on the way.
             made = self._measuring.now(step, table, answers=True)
-            self._listener.validated(made, self._measuring, self._course.best_step)
+            self._listener.validated(made, self._measuring, self._best_step)
         metrics = self._metrics()
         cards: Sequence[Card] = ()
         if table is None:
-            paths = write_model(self._prepared, self.trainer.chunks)
+            paths = write_model(self._prepared, self.trainer.chunks, again=self._resumed)
         else:
             written = write_adapters(
                 *(self._prepared, self.trainer, table, metrics, self._measuring),
@@ -199,7 +217,7 @@ class Learning:
             )
             paths, cards = [path for path, _ in written], [card for _, card in written]
             if self.trainer.encoder is not None:
-                tensors = encoder_tensors(self.trainer.encoder)
+                tensors = self._best_encoder or encoder_tensors(self.trainer.encoder)
                 if self._mesh.rank == 0:
                     write_encoder(self._folder, tensors)
         if self._mesh.rank == 0:
@@ -213,7 +231,7 @@ class Learning:
         found: dict[str, Any] = {
             "loss": course.last_loss,
             "first_loss": course.first_loss,
-            "steps": course.best_step or self.trainer.step_number,
+            "steps": self._best_step or self.trainer.step_number,
             "method": self._config.method,
         }
         return found
@@ -228,7 +246,7 @@ class Learning:
             step=self.trainer.step_number,
             first_loss=course.first_loss or 0.0,
             last_loss=course.last_loss,
-            best_step=course.best_step,
+            best_step=self._best_step,
         )
 
     def _whence(self) -> Origin:
@@ -244,7 +262,8 @@ class Learning:
             return
         tensors = trainer.optimizer.tensors()
         if self._best is not None and self._mesh.pp_rank == 0:
-            tensors["best/table"] = self._best
+            tensors[BEST + TABLE] = self._best
+            tensors |= {BEST + name: tensor for name, tensor in self._best_encoder.items()}
         facts = {
             "origin": asdict(self._origin),
             "course": asdict(self._course),
@@ -264,14 +283,16 @@ class Learning:
         self._origin.check(saved.facts["origin"], saved.path)
         trainer, course = self.trainer, dict(saved.facts["course"])
         tensors = saved.tensors(self._mesh)
-        best = tensors.pop("best/table", None)
+        names = [name for name in tensors if name.startswith(BEST)]
+        best = {name.removeprefix(BEST): tensors.pop(name) for name in names}
         trainer.optimizer.load(tensors)
         trainer.step_number = self._saved_step = saved.facts["step"]
         trainer.scale.value = saved.facts["scale"]["value"]
         trainer.scale.good = saved.facts["scale"]["good"]
         self._course = Course(**{**course, "last_losses": tuple(course["last_losses"])})
         if self._course.best_step is not None and self._config.method != "full":
-            self._best = trainer.shared(best)
+            self._best = trainer.shared(best.pop(TABLE, None))
+            self._best_encoder = best
 
 
 def _of_first(value: float, mesh: Mesh) -> float:

@@ -5,7 +5,7 @@ does without the adapter, and with an instruction in its place, is measured once
 Every rank calls alike, since the model is split.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -70,14 +70,12 @@ class Measuring:
     def baselines(self) -> None:
         """What the model answers by itself; the answers that a report shows as before."""
         full = self._prepared.config.method == "full"
-        for name, measured in self.tasks.items():
+        for name in self.tasks:
             task = self._data[name].task
             plain = task_template(task, self._prepared.tokenizer, virtual=False)
-            self._write(name, NO_PROMPT, self._prompts(plain, measured.examples), None)
+            self._write(name, NO_PROMPT, plain, None)
             if task.oracle and not full:
-                template = self._instructed(self._data[name])
-                prompts = self._prompts(template, measured.examples)
-                self._write(name, ORACLE, prompts, None)
+                self._write(name, ORACLE, self._instructed(self._data[name]), None)
 
     def now(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
         """The loss with this table and, if asked for, the answers."""
@@ -90,8 +88,10 @@ class Measuring:
             total, learned = total + loss * tokens, learned + tokens
             by_task[name] = {"loss": loss}
             if answers:
-                prompts = [list(example.ids[: example.answer_start]) for example in examples]
-                by_task[name] |= self._write(name, ADAPTER, prompts, table)
+                data = self._data[name]
+                own = slice(data.first_row, data.first_row + data.template.rows)
+                rows = None if table is None else table[own]
+                by_task[name] |= self._write(name, ADAPTER, data.template, rows)
         shares = macro(
             [
                 {key: value for key, value in one.items() if key != "loss"}
@@ -101,37 +101,49 @@ class Measuring:
         return Validation(step, total / learned, shares, by_task if len(by_task) > 1 else {})
 
     def _write(
-        self, name: str, what: str, prompts: Sequence[Sequence[int]], table: Tensor | None
+        self, name: str, what: str, template: Template, table: Tensor | None
     ) -> Mapping[str, float]:
         measured, task = self.tasks[name], self._data[name].task
-        written = write_answers(
-            self._trainer.model,
-            self._prepared.tokenizer,
-            prompts,
-            table=table,
-            max_new_tokens=task.max_new_tokens or NEW_TOKENS,
-            stops=task.stop,
+        new_tokens = task.max_new_tokens or NEW_TOKENS
+        prompts = self.prompts(template, measured.examples, new_tokens)
+        answers = iter(
+            write_answers(
+                self._trainer.model,
+                self._prepared.tokenizer,
+                [prompt for prompt in prompts if prompt is not None],
+                table=table,
+                max_new_tokens=new_tokens,
+                stops=task.stop,
+            )
         )
+        # Where nothing can be asked, nothing is answered.
+        written = [Answer() if prompt is None else next(answers) for prompt in prompts]
         texts = [answer.text for answer in written]
         measured.answers[what] = written
         measured.baselines[what] = measures(texts, measured.examples.answers)
         return measured.baselines[what]
 
-    def _prompts(self, template: Template, examples: Examples) -> list[list[int]]:
-        """Without virtual tokens; what is too long for the model then is cut from its start."""
+    def prompts(
+        self, template: Template, examples: Examples, new_tokens: int
+    ) -> list[list[int] | None]:
+        """As a server makes them: what can be cut is cut to leave room for any answer.
+
+        An example was cut for its own answer, which nobody knows who asks. None: it is refused.
+        """
         sizes = self._prepared.checkpoint.config
-        found = []
+        room = new_tokens if template.truncate_field is not None else 1
+        found: list[list[int] | None] = []
         for inputs in examples.records:
             try:
                 rendered = template.render(
                     self._prepared.tokenizer,
                     inputs,
                     vocab_size=sizes.vocab_size,
-                    tokens_max=sizes.max_position_embeddings - 1,
+                    tokens_max=max(1, sizes.max_position_embeddings - room),
                     answer=False,
                 )
             except RequestError:
-                found.append([0])  # Nothing can be asked; whatever is answered is wrong.
+                found.append(None)
                 continue
             found.append(rendered.ids)
         return found

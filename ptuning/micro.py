@@ -2,7 +2,7 @@
 
 Nothing is padded. Examples of one task begin alike, with the virtual tokens at least: these ids are
 a sequence of their own, which the others see as their past. Causal attention makes that exact.
-Knows no model but the size of its vocabulary.
+Knows no model.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,10 @@ class MicroBatch:
     ids: Tensor  # (T,), virtual ones at or above the vocabulary.
     batch: Batch  # Its rows are the tokens that predict a learned one.
     answers: Tensor  # (rows,) the ids that they should predict.
-    text_tokens: int  # Of all examples, virtual ones not counted.
 
 
 def micro_batch(
     examples: Sequence[Example],
-    vocab_size: int,
     device: torch.device | str = "cpu",
     *,
     share: bool = True,
@@ -59,10 +57,7 @@ def micro_batch(
         parents=parents if begins else (),
     )
     answers = [example.ids[place] for example in examples for place in example.learned]
-    text = sum(token < vocab_size for example in examples for token in example.ids)
-    return MicroBatch(
-        torch.tensor(ids, device=device), batch, torch.tensor(answers, device=device), text
-    )
+    return MicroBatch(torch.tensor(ids, device=device), batch, torch.tensor(answers, device=device))
 
 
 def _beginnings(examples: Sequence[Example]) -> dict[int, int]:

@@ -30,6 +30,13 @@ OF_ROWS = (
 OF_HEADS = ("q_layernorm.weight", "q_layernorm.bias", "k_layernorm.weight", "k_layernorm.bias")
 CHOSEN = "expert_bias"  # Moves by another rule than by gradients, in pre-training.
 
+# torch's Adafactor takes steps relative to a tensor's size and never above 1 / sqrt(step). Told
+# that no tensor is smaller than this, and with rates that are smaller by it, it takes plain ones,
+# as Lester's does: exactly, as it is a power of two.
+SIZE_LEAST = 2.0**20
+# Its square is the least that a squared gradient counts for, as in Adafactor's paper.
+GRADIENT_LEAST = 1e-15
+
 SCALE_FIRST = 2.0**16
 SCALE_STEPS = 1000  # Good ones in a row, until the scale is doubled.
 
@@ -135,7 +142,7 @@ class Optimizer:
         if self._optimizer is None:
             return rate
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate / group["unit"]
         for wide in self._wide:
             assert wide.grad is not None
             wide.grad.mul_(factor)
@@ -212,17 +219,20 @@ def share_of_rate(step: int, config: TuneConfig) -> float:
 def _optimizer(values: Sequence[Tensor], config: TuneConfig) -> torch.optim.Optimizer | None:
     if not values:
         return None
+    unit = SIZE_LEAST if config.optimizer == "adafactor" else 1.0
+    decays = {True: config.weight_decay * unit, False: 0.0}
+    kinds = {wide: [one for one in values if (one.ndim > 1) == wide] for wide in decays}
     groups = [
-        {"params": [one for one in values if one.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [one for one in values if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": some, "weight_decay": decays[wide], "unit": unit}
+        for wide, some in kinds.items()
+        if some
     ]
-    groups = [group for group in groups if group["params"]]
     match config.optimizer:
         case "adamw":
             betas = (config.beta1, config.beta2)
             return torch.optim.AdamW(groups, lr=config.rate, betas=betas, eps=config.epsilon)
         case "adafactor":
-            return torch.optim.Adafactor(groups, lr=config.rate)
+            return torch.optim.Adafactor(groups, eps=(GRADIENT_LEAST, SIZE_LEAST))
     raise ConfigError(f"optimizer {config.optimizer!r} is not known")
 
 

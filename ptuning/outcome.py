@@ -21,15 +21,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt.adapter import Adapter, Card, build_adapter, latest_adapter, publish_adapter
+from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.digest import identify
 from gpt.errors import ConfigError
 from gpt.golden import make_golden
-from gpt.logical import in_memory
+from gpt.logical import FLOAT_NAMES, FLOATS, in_memory
 from gpt.manifest import MANIFEST, NATIVE, Manifest
 from gpt.model import GPT
 from gpt.native import TOKENIZER
-from gpt.sharding import Parameter, parameters, part
+from gpt.sharding import Parameter, kept_dtype, parameters, part
 from ptuning.dataset import TaskData
 from ptuning.encoder import FILE
 from ptuning.measuring import Measuring
@@ -92,14 +93,20 @@ def write_encoder(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise _no_room(folder / FILE, error.strerror) from None
 
 
-def write_model(prepared: Prepared, chunks: Sequence[GPT]) -> list[Path]:
-    """A native checkpoint of a model that was learned whole; rank 0 gathers and writes it."""
+def write_model(prepared: Prepared, chunks: Sequence[GPT], *, again: bool) -> list[Path]:
+    """A native checkpoint of a model that was learned whole; rank 0 gathers and writes it.
+
+    `again`: the run may have written it before.
+    """
     tensors = gathered(chunks)
     if chunks[0].mesh.rank != 0:
         return []
     source = prepared.checkpoint
-    config = source.config.with_fields(dtype=str(chunks[0].dtype).removeprefix("torch."))
-    folder = _next_folder(Path(prepared.config.output), prepared.cards[0].name)
+    config = source.config.with_fields(dtype=FLOAT_NAMES[chunks[0].dtype])
+    identity = identify(in_memory(config, tensors))
+    folder, last = _next_folder(Path(prepared.config.output), prepared.cards[0].name)
+    if again and last is not None and identify(open_checkpoint(last)).digest == identity.digest:
+        return [last]
     half = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(half, ignore_errors=True)
     try:
@@ -108,7 +115,6 @@ def write_model(prepared: Prepared, chunks: Sequence[GPT]) -> list[Path]:
         safetensors.torch.save_file(tensors, half / weights)
         if source.tokenizer is not None:
             _copy_tokenizer(source.tokenizer, half / TOKENIZER)
-        identity = identify(in_memory(config, tensors))
         files = {
             str(path.relative_to(half)): {"bytes": path.stat().st_size, "crc32": _crc(path)}
             for path in sorted(half.rglob("*"))
@@ -149,7 +155,7 @@ def gathered(chunks: Sequence[GPT]) -> dict[str, Tensor]:
         first = stage * mesh.tp * mesh.dp
         if mesh.rank == 0:
             if whole is None:
-                dtype = next(iter(own.values())).dtype
+                dtype = FLOATS[kept_dtype(name, FLOAT_NAMES[chunks[0].dtype])]
                 whole = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
                 dist.recv(whole, first)
             found[name] = whole.cpu()
@@ -209,11 +215,12 @@ def _joined(parameter: Parameter, config: GPTConfig, pieces: Sequence[Tensor]) -
     return whole
 
 
-def _next_folder(output: Path, name: str) -> Path:
+def _next_folder(output: Path, name: str) -> tuple[Path, Path | None]:
+    """One that is free, and the one before it."""
     number = 1
     while (output / f"{name}-{number}").exists():
         number += 1
-    return output / f"{name}-{number}"
+    return output / f"{name}-{number}", output / f"{name}-{number - 1}" if number > 1 else None
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

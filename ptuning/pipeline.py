@@ -204,6 +204,8 @@ class _Run:
             self._channels.send(y, forward=True)
         if learning:
             self._held[one.chunk, one.micro] = x, get_gradient_edge(y)
+        elif chunk is self._chunks[-1]:
+            micro.batch.kept.clear()
 
     def backward(self, one: Pass, arrival: _Arrival | None) -> None:
         x, edge = self._held.pop((one.chunk, one.micro))
@@ -216,3 +218,6 @@ class _Run:
         if not self._chunks[one.chunk].first:
             assert x.grad is not None
             self._channels.send(x.grad, forward=False)
+        if one.chunk == 0:
+            # Its masks; else those of all micro-batches of a step would pile up.
+            self._micros[one.micro].batch.kept.clear()

@@ -130,7 +130,8 @@ class _Bar(Telling):
         self.bar.update(self._row, completed=made.step)
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text))
+        with suppress(OSError):  # The terminal may have gone.
+            self._console.print(Text(text))
 
 
 class _Words(TextColumn):
@@ -155,8 +156,12 @@ def telling(
         yield _Lines(steps, measure, after, stream)
         return
     shown = _Bar(steps, measure, after, console)
-    with shown.bar:
+    shown.bar.start()
+    try:
         yield shown
+    finally:
+        with suppress(OSError):
+            shown.bar.stop()
 
 
 def duration(seconds: float) -> str:

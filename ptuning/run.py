@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.adapter import Card, check_folder, parse_name
-from gpt.card import TABLE_BYTES_MAX
+from gpt.card import GOLDEN_MAX, TABLE_BYTES_MAX
 from gpt.config import GPTConfig
 from gpt.digest import identify
 from gpt.errors import AdapterError, ConfigError, RequestError
@@ -21,6 +21,7 @@ from gpt.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokeni
 from ptuning.config import TuneConfig
 from ptuning.dataset import Example, TaskData, read_tasks
 from ptuning.encoder import check_encoder
+from ptuning.initial import initial_ids
 from ptuning.records import Reading
 from ptuning.state import Origin
 
@@ -33,7 +34,7 @@ class Prepared:
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     tasks: Sequence[TaskData]
-    initial_ids: Sequence[Sequence[int]]  # Of each task's initial text; empty: there is none.
+    starts: Sequence[Sequence[int]]  # Of each task, the tokens whose rows it starts as, if any.
     cards: Sequence[Card]  # Each task's, but for what the base and the run will add.
 
     @property
@@ -43,7 +44,9 @@ class Prepared:
 
     def origin(self) -> Origin:
         """What a state of this run has come from."""
-        return Origin.of(self.config, self.examples, identify(self.checkpoint).digest)
+        files = [(task.examples, task.validation) for task in self.tasks]
+        examples = [example for pair in files for one in pair if one for example in one.examples]
+        return Origin.of(self.config, examples, identify(self.checkpoint).digest)
 
 
 def prepare(config: TuneConfig, reading: Reading | None = None) -> Prepared:
@@ -67,15 +70,15 @@ def prepare(config: TuneConfig, reading: Reading | None = None) -> Prepared:
         Card(task.name or "model", task.task, stop=task.stop, max_new_tokens=task.max_new_tokens)
         for task in config.wanted
     ]
-    initial_ids = [_initial_ids(task.initial_text, tokenizer) for task in config.wanted]
     tasks = read_tasks(config, tokenizer, sizes, reading)
+    starts = [initial_ids(task, config, tokenizer) for task in tasks]
     _check_measures(config, tasks)
     try:
         # Last, as it makes the directory. Hours of learning should not end where nobody can write.
         check_folder(Path(config.output))
     except AdapterError as error:
         raise ConfigError(f"output: {error}") from None
-    return Prepared(config, checkpoint, tokenizer, tasks, initial_ids, cards)
+    return Prepared(config, checkpoint, tokenizer, tasks, starts, cards)
 
 
 def _check_split(config: TuneConfig, sizes: GPTConfig) -> None:
@@ -113,6 +116,10 @@ def _check_rows(config: TuneConfig, sizes: GPTConfig) -> None:
 
 def _check_measures(config: TuneConfig, tasks: Sequence[TaskData]) -> None:
     """What is measured needs records to measure it with."""
+    if config.golden_examples > GOLDEN_MAX:
+        raise ConfigError(
+            f"golden_examples is {config.golden_examples}; at most {GOLDEN_MAX} travel in a card"
+        )
     measured = any(task.validation is not None for task in tasks)
     wishes = {
         "measure": config.measure != "loss",
@@ -126,13 +133,6 @@ def _check_measures(config: TuneConfig, tasks: Sequence[TaskData]) -> None:
                 f"{name} is {getattr(config, name)}, and there are no records to measure with; "
                 "name a file of some as `validation`"
             )
-
-
-def _initial_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    try:
-        return tokenizer.encode(text) if text else []
-    except RequestError as error:
-        raise ConfigError(f"initial_text: {error}") from None
 
 
 def _check_name(given: str, config: TuneConfig) -> None:

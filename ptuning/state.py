@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -42,15 +43,17 @@ class Origin:
     """What a state must have come from, to be gone on from."""
 
     settings: Mapping[str, Any]
-    records: str  # A digest of all rendered examples.
+    records: str  # A digest of all rendered examples, those that only measure among them.
     base: str  # The model's digest.
 
     @classmethod
     def of(cls, config: TuneConfig, examples: Sequence[Example], base: str) -> "Origin":
         whole = hashlib.sha256()
         for example in examples:
-            places = list(example.learned)
-            whole.update(json.dumps([example.task, list(example.ids), places]).encode())
+            ids, places = array("i", example.ids), array("i", example.learned)
+            whole.update(b"%d %d %d " % (example.task, len(ids), len(places)))
+            whole.update(ids)
+            whole.update(places)
         settings = {key: value for key, value in asdict(config).items() if key not in FREE}
         # As JSON gives them back.
         return cls(json.loads(json.dumps(settings)), whole.hexdigest(), base)
@@ -149,6 +152,23 @@ def latest_state(folder: Path) -> Saved | None:
             )
         return Saved(path, facts)
     return None
+
+
+def common_state(folder: Path, mesh: Mesh) -> Saved | None:
+    """The latest one as all ranks find it: their machines may see different disks."""
+    saved = latest_state(folder)
+    if mesh.tp * mesh.dp * mesh.pp == 1:
+        return saved
+    step = -1 if saved is None else int(saved.facts["step"])
+    told = torch.tensor([step, -step], dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    most, least = int(told[0]), -int(told[1])
+    if most != least:
+        raise ConfigError(
+            f"not every rank finds the state of step {most} in {folder}; let `run` be a directory "
+            "that all machines share, or give --restart to begin anew"
+        )
+    return saved
 
 
 def save_state(

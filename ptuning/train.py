@@ -167,13 +167,15 @@ class Trainer:
         """This data rank's share of a batch; in a pipeline everybody needs to have some."""
         config, mesh = self.config, self.mesh
         own = examples[mesh.dp_rank :: mesh.dp]
-        drops = train and (self.sizes.hidden_dropout or self.sizes.attention_dropout)
+        # A frozen model never drops, whatever its checkpoint was trained with.
+        learns = train and config.method == "full"
+        drops = learns and (self.sizes.hidden_dropout or self.sizes.attention_dropout)
         found = []
         for number, some in enumerate(
             portions(own, config.micro_batch_examples, config.micro_batch_tokens)
         ):
             dropout = self._dropout(1 + mesh.dp_rank, number) if drops else None
-            found.append(micro_batch(some, self.sizes.vocab_size, mesh.device, dropout=dropout))
+            found.append(micro_batch(some, mesh.device, dropout=dropout))
         return found
 
     def _dropout(self, *site: int) -> Dropout:

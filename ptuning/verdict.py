@@ -90,13 +90,19 @@ def margin(share: float, count: int) -> float:
 
 
 def best(validations: Sequence[Validation], measure: str) -> tuple[float, int] | None:
-    """The best value so far, and its step; the earlier one of equals."""
-    found = [(_value(one, measure), one.step) for one in validations]
-    known = [(value, step) for value, step in found if value is not None and math.isfinite(value)]
+    """The best value so far, and its step; of equals that of the smaller loss."""
+    found = [(_value(one, measure), one) for one in validations]
+    known = [(value, one) for value, one in found if value is not None and math.isfinite(value)]
     if not known:
         return None
     sign = -1 if is_share(measure) else 1
-    return min(known, key=lambda one: (sign * one[0], one[1]))
+
+    def order(found: tuple[float, Validation]) -> tuple[float, float, int]:
+        value, one = found
+        return sign * value, math.inf if one.loss is None else one.loss, one.step
+
+    value, one = min(known, key=order)
+    return value, one.step
 
 
 def _value(one: Validation, measure: str) -> float | None:

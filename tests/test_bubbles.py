@@ -86,7 +86,7 @@ def run(mesh: Mesh, channels: Channels, chunks: int, micros: int, nap_s: float) 
     places = [mesh.pp_rank + chunk * STAGES for chunk in range(chunks)]
     model = cast(Sequence[GPT], [Sleeper(mesh, place, chunks, slept) for place in places])
     ids = torch.tensor([0, 1])
-    work = [MicroBatch(ids, Batch.plain([2]), ids, 2)] * micros
+    work = [MicroBatch(ids, Batch.plain([2]), ids)] * micros
     table = torch.zeros(2, SIZES.hidden_size, requires_grad=True)
     if chunks == 1:
         passes = one_f_one_b(mesh.pp_rank, STAGES, micros)

@@ -408,7 +408,7 @@ def test_what_would_be_learned_is_told_before_anything_is(tmp_path: Path) -> Non
     )
     tasks = numbers(tmp_path, records, **changes)
 
-    facts = check_facts(tasks, NullTokenizer(V), config, V)
+    facts = check_facts(tasks, NullTokenizer(V), config)
     lines = check_lines(tasks, NullTokenizer(V), config, V)
 
     (task,) = facts.tasks

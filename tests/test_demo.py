@@ -1,5 +1,6 @@
 """The demo: small enough to ship, as good as its table says, and it runs as a newcomer runs it."""
 
+import csv
 import re
 import subprocess
 import time
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints_tools.convert import convert, plan
 from examples.demo.evaluate import evaluate
 from examples.demo.tasks import CONTROLS, FORMS, TASKS, held_out_records, training_records
+from examples.demo.train import SPLIT, Recipe, train
 from gpt.checkpoint import open_checkpoint
 from gpt.digest import base_digest
 from gpt.loading import load
@@ -50,6 +53,21 @@ def test_held_out_answers_are_right_with_an_instruction_and_guesses_without() ->
 
 
 @pytest.mark.slow
+def test_the_script_makes_such_a_model_by_the_trainer(tmp_path: Path) -> None:
+    """The first of its steps, at a shorter schedule."""
+    vocabulary = CHECKPOINT / "release" / "tokenizer"
+    trained = train(tmp_path, vocabulary, Recipe(steps=60))
+    (log,) = tmp_path.rglob("metrics.csv")
+    losses = [float(row["loss"]) for row in csv.DictReader(log.read_text().splitlines())]
+    assert len(losses) == 60
+    assert losses[0] > 6 and sum(losses[-10:]) / 10 < 4
+    convert(plan(open_checkpoint(trained), tmp_path / "checkpoint", SPLIT))
+    made, ours = open_checkpoint(tmp_path / "checkpoint"), open_checkpoint(CHECKPOINT)
+    assert made.config == ours.config
+    assert (made.format, len(made.files)) == (ours.format, len(ours.files))
+
+
+@pytest.mark.slow
 def test_make_demo_answers_as_expected_and_a_second_run_starts_at_once() -> None:
     subprocess.run(["make", "demo"], cwd=ROOT, check=True, capture_output=True, timeout=600)
     start = time.monotonic()
@@ -59,6 +77,10 @@ def test_make_demo_answers_as_expected_and_a_second_run_starts_at_once() -> None
     print(f"the second `make demo` took {time.monotonic() - start:.1f} s in all")
     pairs = re.findall(r"^(.*)\n\(expected: (.*)\)$", demo.stdout, re.MULTILINE)
     right = [answer.strip() == expected for answer, expected in pairs]
+    (worth,) = re.findall(r"^exact match +([0-9.]+)% +([0-9.]+)%$", demo.stdout, re.MULTILINE)
+    print(f"of the held-out answers {worth[0]} % are right with the adapter, {worth[1]} % without")
+    assert float(worth[0]) >= 95 and float(worth[1]) <= 50
+    assert "The model is unchanged, bit for bit" in demo.stdout
     # Three instructed prompts and the adapter's; the bare text before it is anybody's guess.
     assert len(pairs) == 5
     assert right[:3] == [True] * 3, pairs

@@ -96,16 +96,17 @@ def test_an_encoder_computes_what_torchs_modules_do(
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_starts_at_rows_of_the_vocabulary(method: str) -> None:
     model, state = build(CLASSIC, dtype=torch.float32), torch.get_rng_state()
-    encoder = build_encoder(settings(method, encoder_hidden=32), TASKS, model, IDS)
+    width = {"encoder_hidden": 32} if method in KINDS else {}
+    encoder = build_encoder(settings(method, **width), TASKS, model, IDS)
     assert model.embedding is not None
     words = model.embedding.rows[: CLASSIC.vocab_size]
     assert encoder().dtype is torch.float32
     assert (encoder()[:4] - words[[7, 9, 7, 9]]).abs().max() < 2e-3 * words.abs().max()
     distances = torch.cdist(encoder()[4:].detach(), words).min(1)
     assert distances.values.max() < 0.02 and len(set(distances.indices.tolist())) == 3
-    again = build_encoder(settings(method, encoder_hidden=32), TASKS, model, IDS)
+    again = build_encoder(settings(method, **width), TASKS, model, IDS)
     assert torch.equal(encoder(), again())
-    other = build_encoder(settings(method, encoder_hidden=32, seed=1), TASKS, model, IDS)
+    other = build_encoder(settings(method, **width, seed=1), TASKS, model, IDS)
     assert not torch.allclose(other()[4:], again()[4:])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -144,6 +145,7 @@ def rank(_: int, tp: int, method: str) -> tuple[dict[str, Tensor], dict[str, Ten
     return encoder_tensors(encoder), gradients(encoder), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "tp"), [("tpmlp", 4), ("lstm", 2)])
 def test_a_split_changes_neither_values_nor_gradients(method: str, tp: int) -> None:
     alone = made(method)

@@ -171,6 +171,7 @@ def split_losses(
     return losses.detach(), mine.grad
 
 
+@pytest.mark.slow
 def test_recomputing_changes_no_gradient_and_a_split_loss_is_cross_entropy() -> None:
     # Four of 20 columns pad the vocabulary, and huge logits there say nothing.
     logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -12,6 +12,7 @@ from gpt.batch import Batch, Dropout
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
 from gpt.generate import generate
+from gpt.model import GPT
 from gpt.parallel import Mesh, Sends, receive_from, send_to
 from gpt.sampling import Sampling
 from gpt.sharding import check_split, stage_layers
@@ -46,6 +47,17 @@ def inputs(config: GPTConfig) -> tuple[Tensor, Tensor]:
     return ids, table
 
 
+def back(model: GPT, x: Tensor, y: Tensor) -> None:
+    """Gradients of one stage: `y` is what it sent, or a scalar on the last one; `x` its input."""
+    mesh, grad = model.mesh, None
+    if not model.last:
+        grad = receive_from(tuple(y.shape), y.dtype, mesh, mesh.pp_rank + 1)
+    torch.autograd.backward(y, grad)
+    if not model.first:
+        assert x.grad is not None
+        send_to(x.grad, mesh, mesh.pp_rank - 1)
+
+
 def run(config: GPTConfig, mesh: Mesh, stages: list[int] | None, dropout: float) -> Result:
     """Forward, backward and greedy decoding of one rank's share."""
     config = config.with_fields(hidden_dropout=dropout, attention_dropout=dropout)
@@ -64,7 +76,7 @@ def run(config: GPTConfig, mesh: Mesh, stages: list[int] | None, dropout: float)
         y = (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum()
     else:
         send_to(y, mesh, mesh.pp_rank + 1)
-    pipeline.backward(model, x, y)
+    back(model, x, y)
     embedding = model.embedding.rows.grad if model.embedding else None
     tokens: list[list[int]] = []
     if not dropout:  # Decoding knows none. The third token reads what the second one has stored.

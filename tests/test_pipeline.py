@@ -49,7 +49,7 @@ def micros_of(config: GPTConfig) -> list[MicroBatch]:
         for size in (3 + number, 9 - number):
             text = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
             some.append(Example([config.vocab_size, *text], 2 + number % 2))
-        found.append(micro_batch(some, config.vocab_size))
+        found.append(micro_batch(some))
     return found
 
 
@@ -114,6 +114,7 @@ def test_one_rank_runs_any_number_of_chunks_and_sends_nothing(chunks: int) -> No
     check([run_twice(Mesh.single(), chunks, torch.float64)], EXACT)
 
 
+@pytest.mark.slow
 def test_two_stages_of_two_chunks_find_the_same_bits_again() -> None:
     check(ranks(2, run_split, 2, 2, torch.float64), EXACT)
 

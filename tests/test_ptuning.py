@@ -10,23 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import gpt
 from clients.generation import Options
 from gpt.adapter import open_adapter
 from gpt.checkpoint import open_checkpoint
 from gpt.digest import identify
+from gpt.errors import ConfigError
 from gpt.generate import generate
 from gpt.parallel import Mesh
+from gpt.prompt_encoders import encode
 from gpt.sampling import Sampling
 from gpt.tokenizer import open_tokenizer
 from ptuning.__main__ import main
 from ptuning.audience import Nobody
 from ptuning.config import TuneConfig
-from ptuning.facts import Progress
+from ptuning.facts import Progress, Validation
 from ptuning.learning import Learning, load_trainer
+from ptuning.measuring import Measuring
 from ptuning.run import prepare
-from ptuning.state import latest_state
+from ptuning.state import common_state, latest_state, save_state
+from tests.ranks import ranks
 from tests.servers import ROOT, WAIT_S, command, serving, write_checkpoint
 
 ANSWER = " dog"
@@ -193,6 +198,7 @@ def test_check_shows_examples_and_writes_nothing(
     assert list((tmp_path / "adapters").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_no_adapter_and_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     file = write_settings(tmp_path, checkpoint, steps=100_000)
     process = subprocess.Popen(
@@ -297,3 +303,104 @@ def test_records_that_changed_end_a_run_that_would_go_on(
         data.write('\n{"prompt": "the fox", "completion": "b"}\n')
     assert main(["tune", str(file)]) == 1
     assert "the records have changed since" in capsys.readouterr().err
+
+
+def find_state(rank: int, folders: list[Path]) -> str:
+    try:
+        found = common_state(folders[rank], Mesh.create(2, 1))
+    except ConfigError as error:
+        return str(error)
+    return "nothing" if found is None else str(found.facts["step"])
+
+
+def test_ranks_that_see_different_disks_end_all_of_them_instead_of_waiting(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    assert ranks(2, find_state, [here, there]) == ["nothing", "nothing"]
+    assert save_state(here, Mesh.single(), 4, {}, {}) is None
+    assert ranks(2, find_state, [here, here]) == ["4", "4"]
+    for said in ranks(2, find_state, [here, there]):
+        assert "not every rank finds the state of step 4" in said
+
+
+def write_validation(folder: Path, count: int) -> dict[str, object]:
+    path = folder / "validation.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records(count)))
+    return {"validation": str(path), "validate_every": 2, "validation_examples": 4}
+
+
+def test_so_do_records_that_only_measure_for_they_choose_the_best_table(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = write_validation(tmp_path, 4)
+    file = write_settings(tmp_path, checkpoint, steps=3, save_every=1, **measured)
+    losses(file, ends_after=2)
+    write_validation(tmp_path, 3)
+    assert main(["tune", str(file)]) == 1
+    assert "the records have changed since" in capsys.readouterr().err
+
+
+def test_of_a_whole_model_the_last_step_is_written_and_is_what_is_measured_last(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    changes = {"method": "full", "steps": 4, "learning_rate": 1e-5, "max_new_tokens": 2}
+    file = write_settings(tmp_path, checkpoint, **changes, **write_validation(tmp_path, 4))
+    prepared = prepare(TuneConfig.read(str(file)))
+    audience = Validated(None)
+    outcome = Learning(prepared, load_trainer(prepared, Mesh.single()), audience).run()
+    assert outcome.best_step is None
+    assert audience.told == [(0, None), (2, None), (4, None), (4, None)]
+
+
+def test_the_encoder_that_is_left_is_the_one_that_made_the_adapter(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Not the last one, where the best was earlier; also if the run went on in between."""
+    other = {"prompt": "the quick", "completion": " fox jumps over the lazy brown fox"}
+    changes = write_validation(tmp_path, 1) | {"method": "mlp", "steps": 12, "save_every": 1}
+    changes |= {"validate_every": 4, "warmup_steps": 0, "schedule": "constant", "max_new_tokens": 1}
+    (tmp_path / "validation.jsonl").write_text(json.dumps(other))
+    file = write_settings(tmp_path, checkpoint, **changes)
+    losses(file, ends_after=7)
+    prepared = prepare(TuneConfig.read(str(file)))
+    trainer = load_trainer(prepared, Mesh.single())
+    outcome = Learning(prepared, trainer, Nobody()).run()
+    assert outcome.best_step == 4  # At this rate it gets worse.
+    left = load_file(outcome.folder / "encoder.safetensors")
+    network = {name.removeprefix("network."): one for name, one in left.items() if name != "rows"}
+    table = open_adapter(outcome.paths[0]).table
+    torch.testing.assert_close(encode(left["rows"], network).float(), table)
+    now = trainer.table()
+    assert now is not None and not torch.allclose(now.float(), table)
+
+
+class Validated(Keeping):
+    """Keeps the steps that were measured, and the best one by then."""
+
+    def __init__(self, ends_after: int | None) -> None:
+        super().__init__(ends_after)
+        self.told: list[tuple[int, int | None]] = []
+
+    def validated(self, made: Validation, measuring: Measuring, best_step: int | None) -> None:
+        self.told.append((made.step, best_step))
+
+
+def test_prompts_that_measure_are_cut_as_a_servers_are(checkpoint: Path, tmp_path: Path) -> None:
+    """To leave room for any answer, not for the right one."""
+    changes: dict[str, object] = {"truncate_field": "prompt", "max_new_tokens": 5}
+    file = write_settings(tmp_path, checkpoint, **changes, **write_validation(tmp_path, 1))
+    config = TuneConfig.read(str(file))
+    long = {"prompt": "dog " * 5000, "completion": ANSWER}
+    Path(config.validation).write_text(json.dumps(long))
+    prepared = prepare(config)
+    (data,) = prepared.tasks
+    context = prepared.checkpoint.config.max_position_embeddings
+    measuring = Measuring(prepared, load_trainer(prepared, Mesh.single()))
+
+    assert data.validation is not None
+    (example,) = data.validation.examples
+    (prompt,) = measuring.prompts(data.template, data.validation, 5)
+    assert prompt is not None
+    assert len(example.ids) == context and len(prompt) == context - 5
+    assert prompt == list(example.ids[: len(prompt)])

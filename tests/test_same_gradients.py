@@ -218,7 +218,7 @@ def micros_of(config: GPTConfig, mesh: Mesh, *, share: bool) -> Iterator[MicroBa
     assert sum(sizes) == len(own)
     for number, size in enumerate(sizes):
         start = sum(sizes[:number])
-        yield micro_batch(own[start : start + size], config.vocab_size, share=share)
+        yield micro_batch(own[start : start + size], share=share)
 
 
 def test_the_cases_cover_every_pair_and_every_triple_of_split_and_schedule() -> None:

@@ -15,18 +15,16 @@ from pathlib import Path
 import torch
 
 from examples.demo.tasks import CHANCE, CONTROLS, FORM_OF, TASKS, Record, held_out_records
+from gpt.answers import write_answers
 from gpt.checkpoint import open_checkpoint
-from gpt.generate import generate
 from gpt.loading import load_model
 from gpt.model import GPT
 from gpt.parallel import Mesh
-from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer, open_tokenizer
 
 RECORDS = 200  # Of each task, for each column.
 SEED = 1  # Not the training's; held-out inputs are others than training inputs anyway.
 ANSWER_TOKENS_MAX = 48
-BATCH_RECORDS = 100
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,11 @@ def answers(
     prompts: Sequence[list[int]],
     table: torch.Tensor | None = None,
 ) -> list[str]:
-    """Greedy answers, as text."""
-    sampling = Sampling(ANSWER_TOKENS_MAX, stop_token_ids=tokenizer.stop_ids)
-    found = []
-    for start in range(0, len(prompts), BATCH_RECORDS):
-        part = prompts[start : start + BATCH_RECORDS]
-        for completion in generate(model, part, sampling, table=table):
-            ended = completion.token_ids[-1] in tokenizer.stop_ids
-            found.append(tokenizer.decode(completion.token_ids[: -1 if ended else None]))
-    return found
+    """Greedy answers, as text; the space after the mark is nobody's."""
+    written = write_answers(
+        model, tokenizer, prompts, table=table, max_new_tokens=ANSWER_TOKENS_MAX
+    )
+    return [answer.text.removeprefix(" ") for answer in written]
 
 
 def accuracy(
