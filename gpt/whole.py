@@ -63,7 +63,7 @@ class Rectangle:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(count, longest, H, D). What stands behind a sequence is seen by itself alone."""
         asked, *read = (
-            (x if rows is None else x.index_select(0, rows.flatten()))
+            (x if rows is None else _taken(x, rows.flatten()))
             .view(self.count, -1, *x.shape[1:])
             .transpose(1, 2)
             for x, rows in ((q, self.queries), (k, self.keys), (v, self.keys))
@@ -83,6 +83,28 @@ class Rectangle:
             enable_gqa=grouped,
         )
         return y.transpose(1, 2)
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    return cast(Tensor, _Taken.apply(x, rows))  # type: ignore[no-untyped-call]
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of `x`, some of them many times: a parent's. Their gradients are summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        summed = grad.new_zeros(ctx.shape, dtype=wide)
+        summed.index_add_(0, ctx.saved_tensors[0], grad.to(wide))
+        return summed.to(grad.dtype), None
 
 
 def rectangle(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:

@@ -30,6 +30,8 @@ class Nobody:
 
     def validated(self, made: Validation, measuring: Measuring, best_step: int | None) -> None: ...
 
+    def doing(self, words: str) -> None: ...
+
     def warn(self, words: str) -> None: ...
 
     def ended(self, outcome: Outcome, measuring: Measuring) -> None: ...
@@ -74,6 +76,10 @@ class Audience:
         self._logs.validated(made)
         self._telling.validated(made)
         self._report(self._facts("running", measuring, best_step, None))
+
+    def doing(self, words: str) -> None:
+        """What takes a while, and is no step."""
+        self._say(words)
 
     def warn(self, words: str) -> None:
         self._notes.append(words)

@@ -46,6 +46,8 @@ class Listener(Protocol):
 
     def validated(self, made: Validation, measuring: Measuring, best_step: int | None) -> None: ...
 
+    def doing(self, words: str) -> None: ...
+
     def warn(self, words: str) -> None: ...
 
     def ended(self, outcome: Outcome, measuring: Measuring) -> None: ...
@@ -124,6 +126,7 @@ class Learning:
         order = Order(self._prepared.examples, config.batch_examples, config.seed)
         self._listener.began(self._folder, trainer.step_number, self._resumed)
         if self._measuring.tasks:
+            self._listener.doing("measuring what the model answers by itself")
             self._measuring.baselines()
             if trainer.step_number == 0:
                 self._validate(0, answers=False)
@@ -254,7 +257,9 @@ class Learning:
         origin = self._prepared.origin() if self._mesh.rank == 0 else None
         if self._mesh.tp * self._mesh.dp * self._mesh.pp > 1:
             dist.barrier()
-        return origin or self._prepared.origin()
+        origin = origin or self._prepared.origin()
+        origin.check_alike(self._mesh)
+        return origin
 
     def _save(self) -> None:
         trainer = self.trainer

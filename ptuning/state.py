@@ -58,6 +58,20 @@ class Origin:
         # As JSON gives them back.
         return cls(json.loads(json.dumps(settings)), whole.hexdigest(), base)
 
+    def check_alike(self, mesh: Mesh) -> None:
+        """Refuse ranks that were given different things: they would wait for each other."""
+        if mesh.tp * mesh.dp * mesh.pp == 1:
+            return
+        whole = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
+        own = int.from_bytes(whole[:7])
+        told = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        if int(told[0]) != -int(told[1]):
+            raise ConfigError(
+                "the ranks were not given the same records, settings and base model, or these "
+                "changed while the run started; let all machines read the same files"
+            )
+
     def check(self, other: Mapping[str, Any], where: Path) -> None:
         """Refuse a state that came from something else, naming what has changed."""
         was = other.get("settings", {})
