@@ -66,7 +66,8 @@ class Run:
 
     def kill(self, number: int = SIGKILL) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        with suppress(ProcessLookupError):  # Its exit code says so.
+            os.kill(self.process.pid, number)
 
     def end(self, timeout_s: float = END_S) -> int:
         """Its exit code. All that it has started ends with it."""
