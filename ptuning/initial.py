@@ -27,7 +27,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 def initial_ids(data: TaskData, config: TuneConfig, tokenizer: Tokenizer) -> list[int]:
-    """The tokens whose rows a task's table starts as, if any are said: a text's, or the records'."""
+    """The tokens whose rows a task's table starts as, if any are said: a text's, or records'."""
     task = data.task
     if task.initial_text:
         try:
