@@ -104,6 +104,11 @@ def check_facts(tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneCon
             f"the run ends before it saw each example once ({step.rounds:.0%} of them); more steps "
             "or larger batches would"
         )
+    if config.warmup_steps >= config.steps:
+        warnings.append(
+            f"the warm-up's {config.warmup_steps} steps are all of the run's {config.steps}, which "
+            "never comes to its learning rate"
+        )
     return Facts(told, step, tuple(warnings))
 
 

@@ -433,6 +433,7 @@ def test_what_would_be_learned_is_told_before_anything_is(tmp_path: Path) -> Non
         "6 steps are 2 rounds of all examples",
         "warning: 1 of 2 validation prompts are learned from as well",
         "warning: 10 answers are longer than max_new_tokens, 1",
+        "warning: the warm-up's 20 steps are all of the run's 6",
         "1 examples that are repeated",
         "no token that ends a text",
     ):
