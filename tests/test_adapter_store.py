@@ -160,6 +160,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_left_is_swept_by_the_next_and_what_others_write_is_not(
     tmp_path: Path,
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_stdout_that_takes_nothing_is_told_in_one_sentence(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_a_terminal_cannot_show_becomes_a_question_mark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,8 @@ from serving.request import Ask, Completion
 from serving.wires.generation import ask_of
 from tests.wired import INPUTS, NEW, NUMBERS, TEXT, Sets, World, wired
 
+pytestmark = pytest.mark.slow  # A server of its own: too long for the fast suite.
+
 BASE = Ask(TEXT, max_new_tokens=NEW, temperature=1.0, seed=7)
 
 

@@ -108,8 +108,8 @@ def alone() -> list[Result]:
 @pytest.mark.parametrize(
     ("tp", "pp"),
     [
-        # Eight ranks and more crowd a small machine.
-        pytest.param(t, p, marks=[pytest.mark.slow] if t * p >= 8 or t == 4 else [])
+        # Six ranks and more crowd a small machine.
+        pytest.param(t, p, marks=[pytest.mark.slow] if t * p >= 6 or t == 4 else [])
         for t in (1, 2, 4)
         for p in (1, 2, 3)
         if t * p > 1

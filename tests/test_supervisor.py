@@ -135,6 +135,7 @@ def test_a_lost_rank_is_told_in_time_and_the_ranks_come_back(
         assert "said nothing" in ear.losses[-1][1]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_leave_no_file_and_no_thread_behind(
     pair: tuple[Supervisor, Ear], monkeypatch: pytest.MonkeyPatch
 ) -> None:
