@@ -23,6 +23,6 @@ def test_an_engine_that_ends_is_told_and_costs_no_row(tmp_path: Path) -> None:
         for engine in engines:
             engine.close()
     assert "transformers" in head
-    assert [row.split()[0] for row in rows] == ["2", "4"]
+    assert [row.split()[0] for row in rows] == ["2", "4"], (rows, told)
     assert all(row.split()[-2] == "nan" and "nan" not in row.split()[3:5] for row in rows)
     assert told.startswith("transformers failed at 2 requests")
