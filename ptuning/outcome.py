@@ -20,7 +20,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt.adapter import Adapter, Card, build_adapter, latest_adapter, publish_adapter
+from gpt.adapter import (
+    Adapter,
+    Card,
+    build_adapter,
+    check_folder,
+    latest_adapter,
+    publish_adapter,
+)
 from gpt.checkpoint import open_checkpoint
 from gpt.config import GPTConfig
 from gpt.digest import identify
@@ -76,6 +83,7 @@ def write_adapters(
             if written is not None and written[1].digest == adapter.digest:
                 path = written[0]
             else:
+                check_folder(folder)  # It was there when the run began.
                 path = publish_adapter(adapter, folder)
             found.append((path, adapter.card))
     return found

@@ -191,7 +191,7 @@ def save_state(
     """Write a state, every rank its part; why it could not be, on every rank, if it could not."""
     path = folder / f"state-{step:08d}"
     part = folder / f".{path.name}.part"
-    trouble = _tried(lambda: part.mkdir(exist_ok=True)) if mesh.rank == 0 else None
+    trouble = _tried(lambda: part.mkdir(parents=True, exist_ok=True)) if mesh.rank == 0 else None
     trouble = agreed(trouble, mesh)
     if trouble is None and tensors and mesh.dp_rank == 0:
         content = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}

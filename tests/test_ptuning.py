@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -270,6 +271,33 @@ def test_a_run_that_died_goes_on_to_the_same_losses_and_the_same_adapter(
         for name in ("whole", "halves")
     ]
     assert torch.equal(*tables)
+
+
+class Removing(Keeping):
+    """An audience that clears away, in the middle of a run, what the run writes into."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        super().__init__(None)
+        self._folders = folders
+
+    def step(self, made: Progress) -> None:
+        super().step(made)
+        if made.step == 2:
+            for folder in self._folders:
+                shutil.rmtree(folder)
+
+
+def test_a_run_whose_folders_are_removed_makes_them_again_and_loses_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    file = write_settings(tmp_path, checkpoint, steps=4, save_every=1, method="mlp")
+    prepared = prepare(TuneConfig.read(str(file)))
+    audience = Removing([tmp_path / "runs", tmp_path / "adapters"])
+
+    Learning(prepared, load_trainer(prepared, Mesh.single()), audience).run()
+
+    assert open_adapter(tmp_path / "adapters" / "answer@1.safetensors").card.name == "answer"
+    assert (tmp_path / "runs" / "answer" / "1" / "encoder.safetensors").exists()
 
 
 CHANGED: dict[str, tuple[dict[str, object], str]] = {
