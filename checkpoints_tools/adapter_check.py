@@ -170,14 +170,16 @@ def _record(one: Checked) -> dict[str, Any]:
 
 
 def facts(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
-    rows, hidden = adapter.table.shape
+    rows, width = adapter.table.shape
+    prefix = adapter.card.kind == "prefix"
+    norm = round(float(adapter.table.norm(dim=1).max()), 4)
     return {
         "name": adapter.card.name,
         "task": adapter.card.task,
         "method": adapter.card.method,
+        "kind": adapter.card.kind,
         "virtual_tokens": rows,
-        "hidden_size": hidden,
-        "row_norm_max": round(float(adapter.table.norm(dim=1).max()), 4),
+        **({"numbers_a_token": width} if prefix else {"hidden_size": width, "row_norm_max": norm}),
         "digest": adapter.digest,
         "base_digest": adapter.card.base_digest,
         "created": adapter.card.created,

@@ -38,6 +38,7 @@ __all__ = [
     "parse_name",
     "publish_adapter",
     "save_adapter",
+    "table_width",
 ]
 
 FORMAT = "preamble.adapter"
@@ -152,7 +153,7 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
     """Our own file; a PEFT directory or its weights; a TGIS decoder.pt or its directory; a .nemo.
 
     `task` chooses one of several: by number in a multitask PEFT adapter, by name in NeMo's. `base`
-    is looked at only where the rows cannot be told without their model.
+    is looked at only where the table cannot be told, or checked, without its model.
     """
     path = Path(path)
     try:
@@ -161,13 +162,13 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
         if path.is_dir():
             if (path / "decoder.pt").is_file() and not (path / "adapter_config.json").is_file():
                 return open_tgis(path / "decoder.pt")
-            return open_peft(path, task)
+            return open_peft(path, task, base.config if base else None)
         if not path.is_file():
             raise AdapterError(f"there is no adapter at {path}; give a file or a directory")
         if path.suffix in (".pt", ".pth"):
             return open_tgis(path)
         if path.name in ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"):
-            return open_peft(path.parent, task)
+            return open_peft(path.parent, task, base.config if base else None)
         return _open_own(path)
     except CheckpointError as error:
         raise AdapterError(str(error)) from None
@@ -230,11 +231,17 @@ def check_adapter(
 
     `rows_max` is half the context, unless an operator says otherwise.
     """
-    card, (rows, hidden) = adapter.card, adapter.table.shape
-    if hidden != config.hidden_size:
+    card, (rows, width) = adapter.card, adapter.table.shape
+    if width != table_width(card.kind, config):
+        what = f"rows of {width}, the model is {config.hidden_size} wide"
+        if card.kind == "prefix":
+            what = (
+                f"{width} numbers for each virtual token, this model needs "
+                f"{config.prefix_width}: keys and values of {config.num_layers} layers, each "
+                f"{config.num_query_groups} KV heads of {config.kv_channels}"
+            )
         raise AdapterError(
-            f"adapter {card.name!r} has rows of {hidden}, the model is {config.hidden_size} wide; "
-            "use it with the model that it was trained on"
+            f"adapter {card.name!r} has {what}; use it with the model that it was trained on"
         )
     limit = config.max_position_embeddings // 2 if rows_max is None else rows_max
     if rows > limit:
@@ -263,6 +270,11 @@ def check_adapter(
             f"{_short(identity.digest)}; use it with its own, or tune one for this model"
         )
     return (identity.note,) if identity.note else ()
+
+
+def table_width(kind: str, config: GPTConfig) -> int:
+    """How many numbers a virtual token has in this model, in an adapter of that kind."""
+    return config.prefix_width if kind == "prefix" else config.hidden_size
 
 
 def _short(digest: str | None) -> str:

@@ -1,8 +1,8 @@
 """An adapter as other programs read it: a directory of HF PEFT's, or one of TGIS's prompt store.
 
-Both know rows before a text, and nothing else: a template whose rows stand elsewhere is refused,
-and what their formats have no place for is returned as notes. The directory appears whole or not
-at all. Knows no model but the checkpoint that it is given.
+Both know what stands before a text, and nothing else: a template whose rows stand elsewhere is
+refused, and what their formats have no place for is returned as notes. The directory appears whole
+or not at all. Knows no model but the checkpoint that it is given.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt.card import Adapter
 from gpt.errors import AdapterError
-from gpt.foreign_adapters import PROMPTS
+from gpt.foreign_adapters import PREFIX, PROMPTS
 from gpt.logical import Checkpoint
 from gpt.tokenizer import open_tokenizer
 
@@ -38,30 +38,64 @@ class Export:
 
 
 def as_peft(adapter: Adapter, base: Checkpoint | None, base_name: str | None) -> Export:
-    """Prompt tuning, as PEFT loads it for any causal model of the same weights and vocabulary."""
+    """Prompt or prefix tuning, as PEFT loads it for any causal model of the same weights and
+    vocabulary.
+    """
     table, notes = _leading(adapter, base)
-    rows, hidden = table.shape
+    rows, width = table.shape
     config: dict[str, object] = {
-        "peft_type": "PROMPT_TUNING",
         "task_type": "CAUSAL_LM",  # Without it PEFT loads the prompt, and never uses it.
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "num_virtual_tokens": rows,
-        "token_dim": hidden,
         "num_transformer_submodules": 1,
-        "prompt_tuning_init": "RANDOM",
     }
-    if base is not None:
-        config["num_layers"] = base.config.num_layers
-        config["num_attention_heads"] = base.config.num_attention_heads
+    if adapter.card.kind == "prefix":
+        config |= _prefix_config(adapter, base)
+    else:
+        config |= {
+            "peft_type": "PROMPT_TUNING",
+            "token_dim": width,
+            "prompt_tuning_init": "RANDOM",
+        }
+        if base is not None:
+            config["num_layers"] = base.config.num_layers
+            config["num_attention_heads"] = base.config.num_attention_heads
     weights = safetensors.torch.save({PROMPTS: table}, {"format": "pt"})
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     files = dict(zip(PEFT_FILES, (text.encode(), weights), strict=True))
     return Export(files, (*notes, *_lost(adapter)))
 
 
+def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, object]:
+    """Where a layer ends in the table, only the model says. Heads are those that have keys."""
+    if base is None:
+        raise AdapterError(
+            f"adapter {adapter.card.name!r} is keys and values of layers, and PEFT must be told "
+            "how many layers and heads there are; give its model with --model"
+        )
+    network = base.config
+    return {
+        "peft_type": PREFIX,
+        "token_dim": network.num_query_groups * network.kv_channels,
+        "num_layers": network.num_layers,
+        "num_attention_heads": network.num_query_groups,
+        "prefix_projection": False,  # What it made is in the table.
+    }
+
+
+def refuse_prefix(adapter: Adapter, format: str) -> None:
+    """For formats that only have rows where an embedding's would stand."""
+    if adapter.card.kind == "prefix":
+        raise AdapterError(
+            f"adapter {adapter.card.name!r} is keys and values of layers, for which {format} has "
+            "no place; export it --to peft"
+        )
+
+
 def as_tgis(adapter: Adapter, base: Checkpoint | None) -> Export:
     """`decoder.pt`, a bare matrix; the directory's name is the prompt's id there."""
+    refuse_prefix(adapter, "TGIS")
     table, notes = _leading(adapter, base)
     content = io.BytesIO()
     torch.save(table, content)

@@ -2,7 +2,8 @@
 
 Greedy, some prompts at a time so that memory is bounded, on any split: every rank calls alike and
 gets all of it. Where a text ends, by a token or a stop string, is `CertainText`'s business, as in a
-server. Knows no adapters: ids at or above the vocabulary are rows of the table that it is given.
+server. Knows no adapters: ids at or above the vocabulary are rows of the table that it is given,
+whose kind is as a card says it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ def write_answers(
     prompts: Sequence[Sequence[int]],
     *,
     table: Tensor | None = None,
+    kind: str = "rows",
     max_new_tokens: int | Sequence[int] = NEW_TOKENS,
     stops: Sequence[str] = (),
     scored: bool = False,
@@ -65,7 +67,7 @@ def write_answers(
         texts = [CertainText(tokenizer, stops) for _ in some]
         over: set[int] = set()
         chosen = [prompts[place] for place in some], [rules[place] for place in some]
-        for pieces in stream(model, *chosen, table=table, dropped=over):
+        for pieces in stream(model, *chosen, table=table, kind=kind, dropped=over):
             for piece in pieces:
                 answer, text = answers[some[piece.row]], texts[piece.row]
                 answer.token_ids.append(piece.token_id)

@@ -43,6 +43,9 @@ class Batch:
     slots: tuple[Tensor, Tensor] | None = None
     tables: Tensor | None = None  # (B, blocks) the pool blocks of each sequence, in order.
     rows: Tensor | None = None  # Which tokens need logits; None means all.
+    # (B,) int32: what `contexts` has, where only the device knows. `past` is a bound then, and all
+    # lengths are 1: see serving/graphs.py.
+    ends: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
     # Training only: the earlier sequence whose tokens stand before each one's own, seen by it as
     # its past; None: nobody's. A parent has no parent. Empty: nobody has one.

@@ -1,4 +1,4 @@
-"""What an adapter is: a table of rows, and a card that says what they are for.
+"""What an adapter is: a table of numbers, and a card that says what they are for.
 
 An adapter never changes once it is built, and its digest names what it does to a model: two with
 one digest give the same prompts to the same base. The card is plain JSON and comes back from it
@@ -30,6 +30,11 @@ STOPS_MAX = 16  # As many, and as long, as a request's own may be.
 STOP_BYTES_MAX = 256
 TABLE_BYTES_MAX = 1 << 30  # 8,192 rows of a model 32,768 wide.
 GOLDEN_MAX = 32  # Examples that travel with an adapter; a server replays all of them.
+
+# What a table is. "rows": hidden states that stand where an embedding's would. "prefix": keys and
+# values of each layer for tokens before all others; seen as (tokens, layers, 2, KV heads, channels)
+# it has the keys, as attention reads them, and then the values.
+KINDS = ("rows", "prefix")
 
 
 class Name(NamedTuple):
@@ -86,7 +91,8 @@ class Card:
     base_fingerprint: str | None = None
     template: Template | None = None  # None: all rows, then the text.
     method: str = ""
-    hidden_size: int = 0
+    kind: str = "rows"  # One of KINDS.
+    hidden_size: int = 0  # The table's width.
     virtual_tokens: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()  # Stop strings, where a request names none.
@@ -100,6 +106,11 @@ class Card:
             raise AdapterError(
                 f"an adapter's card has the name {self.name[:60]!r}; it needs 1 to 100 letters, "
                 "digits, dots, dashes and underscores, the first a letter or digit"
+            )
+        if self.kind not in KINDS:
+            raise AdapterError(
+                f"the card of {self.name!r} has the kind {self.kind[:40]!r}; known are: "
+                f"{', '.join(KINDS)}"
             )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise AdapterError(
@@ -151,6 +162,8 @@ class Card:
 
     def to_dict(self) -> dict[str, Any]:
         record = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.kind == "rows":  # As it was before there were others.
+            del record["kind"]
         return record | {
             "template": self.template.to_dict() if self.template else None,
             "metrics": dict(self.metrics),
@@ -192,10 +205,10 @@ def _golden(record: Any) -> Golden:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Rows that stand for tokens before a text. Built by `build_adapter`; nobody writes to it."""
+    """What stands for tokens before a text. Built by `build_adapter`; nobody writes to it."""
 
     card: Card
-    table: Tensor  # [rows, hidden], fp32, on the CPU.
+    table: Tensor  # [rows, width], fp32, on the CPU: a row for each virtual token.
     digest: str
 
 
@@ -225,6 +238,12 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
             f"the template of {card.name!r} has {card.template.rows} virtual tokens, its table "
             f"{rows} rows; make its splits sum to {rows}"
         )
+    if card.kind == "prefix" and not (card.template is None or begins_with_rows(card.template)):
+        raise AdapterError(
+            f"the template of {card.name!r} has something before its virtual tokens, or has them "
+            "in another order; keys and values of layers can only stand first: begin the template "
+            "with its markers from 0 on, and let bos be none or text"
+        )
     held = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
     if not bool(held.isfinite().all()):
         raise AdapterError(
@@ -233,6 +252,16 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
         )
     card = replace(card, virtual_tokens=rows, hidden_size=hidden)
     return Adapter(card, held, _digest(card, held))
+
+
+def begins_with_rows(template: Template) -> bool:
+    """Whether a prompt begins with all of the rows in order."""
+    rows: list[int] = []
+    for part in template.parts:
+        if not isinstance(part, range):
+            break
+        rows += part
+    return rows == list(range(template.rows)) and template.bos != "first"
 
 
 def _digest(card: Card, table: Tensor) -> str:
@@ -244,6 +273,8 @@ def _digest(card: Card, table: Tensor) -> str:
         defaults = {one.name: one.default for one in fields(Template) if one.default is not MISSING}
         defaults["splits"] = []
         layout = {key: value for key, value in record.items() if value != defaults.get(key, ...)}
+    if card.kind != "rows":
+        layout["kind"] = card.kind
     head = ["preamble.adapter", card.base_digest, list(table.shape), layout]
     whole = hashlib.sha256(json.dumps(head, sort_keys=True).encode() + b"\n")
     whole.update(table.numpy().astype("<f4", copy=False).data)

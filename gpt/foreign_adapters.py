@@ -1,9 +1,9 @@
 """Soft prompts that other programs saved: HF PEFT's prompt adapters, and TGIS's decoder.pt.
 
-At serving time each is one table of rows, whatever trained it, so reading one is finding that table
-and refusing whatever would need more. A file that cannot be read is a CheckpointError of whoever
-reads such files, which `open_adapter` turns into its own. None of these formats says which model
-it belongs to; the card then says so too.
+At serving time each is one table, of rows or of layers' keys and values, whatever trained it, so
+reading one is finding that table and refusing whatever would need more. A file that cannot be read
+is a CheckpointError of whoever reads such files, which `open_adapter` turns into its own. None of
+these formats says which model it belongs to; the card then says so too.
 """
 
 import json
@@ -15,21 +15,27 @@ import torch
 from torch import Tensor
 
 from gpt.card import TABLE_BYTES_MAX, Adapter, Card, build_adapter
+from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.safetensors_file import open_safetensors
 from gpt.torch_file import is_dense, load_torch, open_torch
 
 PROMPTS = "prompt_embeddings"
 MULTITASK = "MULTITASK_PROMPT_TUNING"
-PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING", MULTITASK)
+PREFIX = "PREFIX_TUNING"
+PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING", MULTITASK, PREFIX)
 CONFIG_BYTES_MAX = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ORDER = "its place is before the text and its begin-of-text token"
 
 
-def open_peft(folder: Path, task: str | None) -> Adapter:
-    """A directory with adapter_config.json and adapter_model.safetensors, or .bin."""
+def open_peft(folder: Path, task: str | None, network: GPTConfig | None = None) -> Adapter:
+    """A directory with adapter_config.json and adapter_model.safetensors, or .bin.
+
+    A prefix's layers and heads are compared with those of `network`, if that is given: a table of
+    others may be just as wide.
+    """
     weights = next((p for p in _weights(folder) if p.is_file()), None)
     config_file = folder / "adapter_config.json"
     if weights is None:
@@ -50,7 +56,7 @@ def open_peft(folder: Path, task: str | None) -> Adapter:
     if set(tensors) != known:
         raise AdapterError(
             f"{weights} holds {', '.join(sorted(tensors)[:4])}; a {kind} adapter holds "
-            f"{', '.join(sorted(known))}: only adapters that are rows before a text are read"
+            f"{', '.join(sorted(known))}: only adapters that stand before a text are read"
         )
     tensors = {key: plain_table(tensor, f"{weights}: {key}") for key, tensor in tensors.items()}
     table = tensors[PROMPTS]
@@ -58,7 +64,12 @@ def open_peft(folder: Path, task: str | None) -> Adapter:
         table = _collapse(tensors, task, weights)
         notes.append(f"task {task or 0} of {len(tensors['prefix_task_cols'])}")
     _compare(config, table, weights)
-    return build_adapter(Card(card_name(folder), method=kind.lower(), notes=tuple(notes)), table)
+    if kind == PREFIX and network is not None:
+        _compare_layers(config, network, weights)
+    # Its layout is ours: for each layer the keys, as attention reads them, and then the values.
+    ours = "prefix" if kind == PREFIX else "rows"
+    card = Card(card_name(folder), method=kind.lower(), kind=ours, notes=tuple(notes))
+    return build_adapter(card, table)
 
 
 def _weights(folder: Path) -> tuple[Path, ...]:
@@ -101,12 +112,32 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _compare(config: dict[str, Any], table: Tensor, weights: Path) -> None:
-    for key, found in (("num_virtual_tokens", table.shape[0]), ("token_dim", table.shape[-1])):
+    layers, parts = config.get("num_layers"), 1
+    if config.get("peft_type") == PREFIX:
+        parts = 2 * layers if isinstance(layers, int) else 0
+    for key, found, count in (
+        ("num_virtual_tokens", table.shape[0], 1),
+        ("token_dim", table.shape[-1], parts),
+    ):
         said = config.get(key)
-        if said is not None and said != found:
+        if said is not None and count and (not isinstance(said, int) or said * count != found):
             raise AdapterError(
                 f"{weights} has a table of {' x '.join(map(str, table.shape))}, its config says "
                 f"{key} {str(said)[:20]}; they are of different adapters: save it again"
+            )
+
+
+def _compare_layers(config: dict[str, Any], network: GPTConfig, weights: Path) -> None:
+    for key, needed in (
+        ("num_layers", network.num_layers),
+        ("token_dim", network.num_query_groups * network.kv_channels),
+        ("num_attention_heads", network.num_query_groups),  # PEFT says those that have keys.
+    ):
+        said = config.get(key)
+        if said is not None and said != needed:
+            raise AdapterError(
+                f"{weights} is keys and values of a model with {key} {str(said)[:20]}, this one "
+                f"has {needed} (KV heads count); use it with the model that it was trained on"
             )
 
 

@@ -16,7 +16,7 @@ from gpt import pipeline
 from gpt.batch import Batch
 from gpt.choice import Score, choose, score
 from gpt.errors import RequestError
-from gpt.kv import BLOCK_TOKENS, KVPool
+from gpt.kv import BLOCK_TOKENS, KVPool, prefix_part
 from gpt.model import GPT
 from gpt.parallel import share_from_last
 from gpt.sampling import Sampling
@@ -47,7 +47,8 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
     scores: list[Score] = field(default_factory=list)  # If the rules ask for `logprobs`.
-    # If they ask for `prompt_logprobs`; None for the first token and for virtual ones.
+    # If they ask for `prompt_logprobs`; None for the first token, for virtual ones, and for one
+    # behind a prefix.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -57,13 +58,15 @@ def generate(
     sampling: Sampling | Sequence[Sampling],
     *,
     table: Tensor | None = None,
+    kind: str = "rows",
 ) -> list[Completion]:
     """A completion for each prompt. Ids at or above the vocabulary are rows of `table`.
 
     `model` is what this rank has of it: several chunks, in the order of their layers, or one.
+    `kind` is what the table is, as a card says it.
     """
     completions = [Completion() for _ in prompts]
-    for pieces in stream(model, prompts, sampling, table=table):
+    for pieces in stream(model, prompts, sampling, table=table, kind=kind):
         for piece in pieces:
             completion = completions[piece.row]
             completion.finish_reason = piece.finish_reason or completion.finish_reason
@@ -83,6 +86,7 @@ def stream(
     sampling: Sampling | Sequence[Sampling],
     *,
     table: Tensor | None = None,
+    kind: str = "rows",
     dropped: Container[int] = (),
 ) -> Iterator[list[Piece]]:
     """The same, a step at a time: each step's list has one piece for each unfinished prompt.
@@ -94,12 +98,17 @@ def stream(
     rules = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     chunks = pipeline.chunks_of(model)
     model = chunks[-1]  # The one that has the logits, if this rank has them.
-    check_prompts(model, prompts, rules, 0 if table is None else len(table))
+    virtual = 0 if table is None else len(table)
+    check_prompts(model, prompts, rules, virtual)
     device = model.mesh.device
     pool, tables = _pool(chunks, prompts, rules)
     rows = list(range(len(prompts)))
-    ids = [list(prompt) for prompt in prompts]
     past = [0] * len(prompts)
+    if kind == "prefix" and table is not None:
+        past = check_prefixes(prompts, model.config.vocab_size, virtual)
+        _fill(chunks, pool, tables, past, table)
+        table = None
+    ids = [list(prompt[start:]) for prompt, start in zip(prompts, past, strict=True)]
     made: list[list[int]] = [[] for _ in prompts]
     # Logits of every place of a prompt are needed in the first step only, for its tokens' scores.
     whole = any(rule.prompt_logprobs is not None for rule in rules)
@@ -110,7 +119,7 @@ def stream(
         batch = batch if whole else replace(batch, rows=batch.last_rows)
         flat = torch.tensor([token for row in rows for token in ids[row]], device=device)
         logits = pipeline.forward(chunks, flat, batch, kv=pool, table=table)
-        told = _prompt_scores(model, logits, prompts, rules) if whole else {}
+        told = _prompt_scores(model, logits, prompts, rules, past) if whole else {}
         if logits is not None and whole:
             logits = logits[batch.last_rows]
         whole = False
@@ -153,6 +162,35 @@ def check_prompts(
                 f"{len(prompt) + rule.max_new_tokens}, over the model's context of {limit}; {way}",
                 "max_new_tokens",
             )
+
+
+def check_prefixes(prompts: Sequence[Sequence[int]], vocab_size: int, virtual: int) -> list[int]:
+    """How many tokens of each prompt are a prefix's: all of them, at the front, or none."""
+    found = []
+    for prompt in prompts:
+        if max(prompt) < vocab_size:
+            found.append(0)
+            continue
+        begins = list(prompt[:virtual]) == list(range(vocab_size, vocab_size + virtual))
+        if not begins or max(prompt[virtual:], default=vocab_size) >= vocab_size:
+            raise RequestError(
+                f"the prompt does not begin with the prefix's {virtual} virtual tokens, in order, "
+                "with text after them; keys and values of layers can only stand first",
+                "token_ids",
+            )
+        found.append(virtual)
+    return found
+
+
+def _fill(
+    chunks: Sequence[GPT], pool: KVPool, tables: Tensor, past: Sequence[int], table: Tensor
+) -> None:
+    """Keys and values of a prefix, for each prompt that begins with it."""
+    mesh, layers = chunks[0].mesh, [layer for chunk in chunks for layer in chunk.layers]
+    part = prefix_part(table, chunks[0].config, layers, mesh.tp_rank, mesh.tp)
+    for row, count in enumerate(past):
+        if count:
+            pool.fill(tables[row].tolist(), 0, part)
 
 
 def _pool(
@@ -200,14 +238,20 @@ def _choose(
 
 
 def _prompt_scores(
-    model: GPT, logits: Tensor | None, prompts: Sequence[Sequence[int]], rules: Sequence[Sampling]
+    model: GPT,
+    logits: Tensor | None,
+    prompts: Sequence[Sequence[int]],
+    rules: Sequence[Sampling],
+    past: Sequence[int],
 ) -> dict[int, list[Score | None]]:
-    """The scores of the prompts of which they are wanted. `logits` are of all places of all."""
+    """The scores of the prompts of which they are wanted, by all logits behind `past`."""
     told: dict[int, list[Score | None]] = {}
     start = 0
     for row, (prompt, rule) in enumerate(zip(prompts, rules, strict=True)):
+        start -= past[row]
         if rule.prompt_logprobs is not None:
-            places = [p for p in range(1, len(prompt)) if prompt[p] < model.config.vocab_size]
+            known = range(past[row] + 1, len(prompt))
+            places = [p for p in known if prompt[p] < model.config.vocab_size]
             before = None if logits is None else logits[[start + p - 1 for p in places]]
             tops = [rule.prompt_logprobs] * len(places)
             scores = _scores(model, before, [prompt[p] for p in places], tops)

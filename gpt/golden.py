@@ -105,6 +105,8 @@ def golden_prompt(
         raise RequestError(
             f"the prompt is {rendered.truncated} tokens too long, and would be cut", "inputs"
         )
+    if card.kind == "prefix" and len(rendered.ids) == card.virtual_tokens:
+        raise RequestError("no text stands behind the prefix, which says nothing alone", "inputs")
     return rendered.ids
 
 
@@ -239,6 +241,7 @@ def _answers(
         tokenizer,
         prompts,
         table=adapter.table.to(chunks_of(model)[0].mesh.device),
+        kind=adapter.card.kind,
         max_new_tokens=lengths,
         stops=adapter.card.stop,
         scored=True,

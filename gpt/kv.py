@@ -1,7 +1,8 @@
 """The memory for keys and values: blocks of tokens, allocated once.
 
-A pool holds the blocks of this rank's layers and KV heads. Who owns a block is not known here:
-a batch says which blocks a sequence reads and which slots its new tokens fill.
+A pool holds the blocks of this rank's layers and KV heads, in the model's dtype or in eight bits.
+Who owns a block is not known here: a batch says which blocks a sequence reads and which slots its
+new tokens fill.
 """
 
 import math
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.sharding import local_groups
+from gpt.sharding import first_group, local_groups
 
 BLOCK_TOKENS = 32
+NARROW = torch.float8_e4m3fn
+# How keys and values may be kept; "auto" is the model's own dtype.
+KINDS = {"fp8": NARROW}
 
 
 class KVPool:
@@ -39,6 +43,8 @@ class KVPool:
         groups = local_groups(config, tp)
         shape = (len(layers), blocks, 2, groups, block_tokens, config.kv_channels)
         self._memory = zeros(shape, dtype, torch.device(device))
+        # The same as what torch can index: of numbers of eight bits, bytes.
+        self._moved = self._memory.view(torch.uint8) if dtype == NARROW else self._memory
 
     def layer(self, layer: int) -> Tensor:
         """Keys and values of a global layer."""
@@ -46,13 +52,38 @@ class KVPool:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero them in every layer: what is not finite would reach their next owner."""
-        self._memory[:, torch.tensor(blocks, device=self._memory.device)] = 0
+        self._moved[:, torch.tensor(blocks, device=self._memory.device)] = 0
+
+    def fill(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
+        """Write keys and values of tokens, (tokens, layers, 2, groups, channels).
+
+        `start` is the first one's place in the first of these blocks.
+        """
+        memory = self._memory
+        places = torch.arange(start, start + len(values), device=memory.device)
+        held = torch.tensor(blocks, device=memory.device)[places // self.block_tokens]
+        # What is not finite would reach the block's next owner, whatever became of this one.
+        most = torch.finfo(memory.dtype).max
+        narrow = memory.dtype == NARROW
+        wide = values.dtype if narrow else torch.promote_types(values.dtype, memory.dtype)
+        values = values.to(memory.device, wide).clamp(-most, most).to(memory.dtype)
+        values = values.view(self._moved.dtype)
+        self._moved[:, held, :, :, places % self.block_tokens] = values
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks in every layer; all are read before any is written."""
         device = self._memory.device
-        held = self._memory.index_select(1, torch.tensor(sources, device=device))
-        self._memory.index_copy_(1, torch.tensor(targets, device=device), held)
+        held = self._moved.index_select(1, torch.tensor(sources, device=device))
+        self._moved.index_copy_(1, torch.tensor(targets, device=device), held)
+
+
+def prefix_part(
+    table: Tensor, config: GPTConfig, layers: Sequence[int], rank: int, tp: int
+) -> Tensor:
+    """Of a prefix adapter's table what a rank's pool takes: these layers, and its KV heads."""
+    shape = (-1, config.num_layers, 2, config.num_query_groups, config.kv_channels)
+    first, count = first_group(config, rank, tp), local_groups(config, tp)
+    return table.view(shape)[:, list(layers), :, first : first + count]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -64,4 +95,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

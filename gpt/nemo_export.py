@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from gpt.adapter_export import Export, begin_row
+from gpt.adapter_export import Export, begin_row, refuse_prefix
 from gpt.card import Adapter
 from gpt.errors import AdapterError
 from gpt.logical import Checkpoint
@@ -36,6 +36,7 @@ PSEUDO = re.compile(r"<prompt_[0-9]+>")
 
 def as_nemo(adapter: Adapter, base: Checkpoint | None, base_name: str | None) -> Export:
     """`base_name` is the path of the model's own `.nemo`, as NeMo will look for it."""
+    refuse_prefix(adapter, "NeMo")
     notes: list[str] = []
     template, table = _in_order(adapter, base, notes)
     task = _task_name(adapter.card.name, notes)

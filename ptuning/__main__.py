@@ -142,7 +142,7 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(check_facts(*told))))
     else:
-        print("\n".join(check_lines(*told, prepared.checkpoint.config.vocab_size)))
+        print("\n".join(check_lines(*told, prepared.checkpoint.config)))
     return 0
 
 

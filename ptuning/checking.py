@@ -1,14 +1,24 @@
 """What a run would learn from, before anything is spent: what `preamble tune --check` says.
 
 Facts are counted from rendered examples and from the very batches of the run's first steps. What
-looks like a mistake, and is none that stops a run, is a warning. Knows no model and no terminal.
+looks like a mistake, and is none that stops a run, is a warning. Knows a model's sizes, no weights.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.tokenizer import Tokenizer
+from gpt.training_costs import (
+    Kept,
+    Recompute,
+    layer_activation_bytes,
+    layers_in_flight,
+    stage_parameters,
+    state_bytes,
+)
 from ptuning.config import TuneConfig
 from ptuning.dataset import Example, Examples, TaskData
 from ptuning.micro import MicroBatch, micro_batch, portions
@@ -113,7 +123,7 @@ def check_facts(tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneCon
 
 
 def check_lines(
-    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, vocab_size: int
+    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, model: GPTConfig
 ) -> list[str]:
     """All that a person needs to see, a line each."""
     facts = check_facts(tasks, tokenizer, config)
@@ -122,7 +132,7 @@ def check_lines(
         if told.name:
             lines.append(f"task {told.name}")
         for example in one.examples.examples[:SHOWN]:
-            lines += _shown(example, tokenizer, vocab_size)
+            lines += _shown(example, tokenizer, model.vocab_size)
         lines += _file_lines("learns from", told.learning)
         if told.validation is not None:
             lines += _file_lines("validates with", told.validation)
@@ -140,7 +150,43 @@ def check_lines(
     )
     rounds = _count(step.rounds, "round", "rounds")
     lines.append(f"{_count(config.steps, 'step is', 'steps are')} {rounds} of all examples")
+    lines.append(memory_line(config, model, step))
     return lines + [f"warning: {text}" for text in facts.warnings]
+
+
+def memory_line(config: TuneConfig, model: GPTConfig, step: StepFacts) -> str:
+    """What the fullest rank holds, by count. Rows, logits and libraries are not counted."""
+    whole, dtype = config.method == "full", config.dtype or model.dtype
+    kept = Kept(
+        config.tp,
+        config.sequence_parallel and config.tp > 1,
+        trainable="all" if whole else "adapter",
+        dropout=config.hidden_dropout > 0,
+    )
+    # Our attention keeps no scores, as if they were always computed again.
+    ways: tuple[Recompute, Recompute] = ("selective", "full")
+    most, least = (
+        layer_activation_bytes(model, 1, step.tokens_of_pass_max, way, kept) for way in ways
+    )
+    blocks = config.recompute_layers * config.virtual_stages / -(-model.num_layers // config.pp)
+    again = {"full": 1.0, "block": min(1.0, blocks)}.get(config.recompute, 0.0)
+    # They are counted for values of 16 bits.
+    layer = (again * least + (1 - again) * most) * DTYPE_BYTES[dtype] / 2
+    passes = math.ceil(step.passes / config.dp)
+    found = []
+    for stage in range(config.pp):
+        held = stage_parameters(model, config.tp, config.pp, stage)
+        states = state_bytes(held, kept.trainable, 0, 1, dtype)
+        flight = layers_in_flight(
+            *(model.num_layers, config.pp, passes, config.virtual_stages, stage)
+        )
+        found.append((states.weights + states.gradients + states.optimizer, flight * layer))
+    weights, passing = max(found, key=sum)
+    learning = ", gradients and optimizer" if whole else ""
+    return (
+        f"memory of the fullest rank: {weights / 1e9:,.3f} GB of weights{learning}, and "
+        f"{passing / 1e9:,.3f} GB kept for the backward pass; rows, logits, libraries come on top"
+    )
 
 
 def _task(one: TaskData) -> TaskFacts:

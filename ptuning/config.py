@@ -20,9 +20,12 @@ METHODS = {
     "lstm": 3e-4,  # NeMo's and PEFT's LSTM and head.
     "tpmlp": 3e-4,  # NeMo's two linears, split over the tensor ranks.
     "peft-mlp": 3e-4,  # PEFT's three linears.
+    "prefix": 3e-2,  # No table of rows: keys and values of every layer.
     "full": 1e-4,  # No virtual tokens: the model itself, all of it.
 }
-ENCODERS = tuple(one for one in METHODS if one not in ("prompt-tuning", "full"))
+ENCODERS = tuple(one for one in METHODS if one not in ("prompt-tuning", "prefix", "full"))
+# Whose parameters the tensor ranks share out.
+SPLIT = ("tpmlp", "prefix", "full")
 # Rows of random tokens, of the records' or of all; or random ones of the same size. Of a large
 # vocabulary many rows may never have been trained, and learning goes badly from such.
 INITIAL = ("records", "vocabulary", "random")
@@ -149,13 +152,8 @@ class TuneConfig:
                 f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate, so at "
                 "most 1"
             )
-        if self.optimizer == "adafactor" and self.tp > 1 and self.method in ("tpmlp", "full"):
-            raise ConfigError(
-                f"adafactor learns from whole rows and columns, and {self.method} shares them out "
-                f"over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
-            )
         self._check_idle()
-        if self.optimizer == "adafactor" and self.tp > 1 and self.method in ("tpmlp", "full"):
+        if self.optimizer == "adafactor" and self.tp > 1 and self.method in SPLIT:
             raise ConfigError(
                 f"adafactor learns from whole rows and columns, and {self.method} shares them out "
                 f"over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
@@ -212,6 +210,11 @@ class TuneConfig:
             )
         own = {one.name: getattr(self, one.name) for one in fields(Task)}
         return (Task(**{**own, "validation": self.validation or None}),)
+
+    @property
+    def kind(self) -> str:
+        """What an adapter's table is, as its card says it."""
+        return "prefix" if self.method == "prefix" else "rows"
 
     @property
     def rate(self) -> float:

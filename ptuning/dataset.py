@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpt.card import begins_with_rows
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError, RequestError
 from gpt.prompts import PART, Template
@@ -79,8 +80,10 @@ def read_tasks(
     tokens_max = min(config.tokens_max or context, context)
     makers, first_row = [], 0
     for number, task in enumerate(config.wanted):
-        template = task_template(task, tokenizer, virtual=config.method != "full")
-        numbers = Numbers(number, sizes.vocab_size, first_row, tokens_max)
+        template = task_template(task, tokenizer, virtual=config.method != "full", kind=config.kind)
+        check_template(template, config.kind, task.name)
+        silent = template.rows if config.kind == "prefix" else 0
+        numbers = Numbers(number, sizes.vocab_size, first_row, tokens_max, silent)
         makers.append(
             Maker(
                 task.name,
@@ -115,8 +118,11 @@ def read_tasks(
     ]
 
 
-def task_template(task: Task, tokenizer: Tokenizer, *, virtual: bool = True) -> Template:
+def task_template(
+    task: Task, tokenizer: Tokenizer, *, virtual: bool = True, kind: str = "rows"
+) -> Template:
     """How a task's records become tokens; without virtual ones its markers are left out."""
+    first = "text" if kind == "prefix" else "first"  # Nothing can stand before a prefix.
     text = task.template
     if not virtual:
         text = PART.sub(lambda part: "" if part[1] else part[0], text)
@@ -125,16 +131,33 @@ def task_template(task: Task, tokenizer: Tokenizer, *, virtual: bool = True) -> 
         (task.splits or (task.virtual_tokens,)) if virtual else (),
         truncate_field=task.truncate_field,
         answer_field=task.answer_field,
-        bos="first" if tokenizer.adds_bos else "none",
+        bos=first if tokenizer.adds_bos else "none",
         eos=tokenizer.eos_id is not None,
     )
 
 
+def check_template(template: Template, kind: str, name: str) -> None:
+    """Refuse what cannot be served with keys and values."""
+    if kind == "prefix" and not begins_with_rows(template):
+        raise ConfigError(
+            f"the template of {name!r} has something before its virtual tokens, or has them in "
+            "another order; keys and values can only stand first: begin the template with its "
+            "markers from 0 on, or set another method"
+        )
+
+
 def read_examples(
-    path: Path, template: Template, tokenizer: Tokenizer, *, vocab_size: int, tokens_max: int
+    path: Path,
+    template: Template,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    tokens_max: int,
+    kind: str = "rows",
 ) -> Examples:
     """All records of a file, rendered."""
-    maker = Maker("", template, tokenizer, Numbers(0, vocab_size, 0, tokens_max))
+    silent = template.rows if kind == "prefix" else 0
+    maker = Maker("", template, tokenizer, Numbers(0, vocab_size, 0, tokens_max, silent))
     return _read(path, [maker], None, strict=False)[0]
 
 
@@ -146,6 +169,7 @@ class Numbers:
     vocab_size: int
     first_row: int
     tokens_max: int
+    silent: int = 0  # Of the first ids, those that predict nothing: a prefix has no output.
 
 
 class Maker:
@@ -186,6 +210,12 @@ class Maker:
             self._dropped.append(f"{record.place}: {error}")
             return
         start = rendered.answer_start
+        if self.template.answer_field is not None and 0 < start <= numbers.silent:
+            self._dropped.append(
+                f"{record.place}: no text stands before the answer, and a prefix says nothing by "
+                "itself"
+            )
+            return
         learned = self._learned(rendered.ids, start)
         if not learned:
             self._dropped.append(
@@ -203,10 +233,10 @@ class Maker:
 
     def _learned(self, ids: Sequence[int], start: int) -> Sequence[int]:
         """Places of what is learned; nothing predicts the first id."""
+        first, vocab_size = self.numbers.silent + 1, self.numbers.vocab_size
         if self._answer_only:
-            return range(max(1, start), len(ids))
-        vocab_size = self.numbers.vocab_size
-        places = [place for place in range(1, len(ids)) if ids[place] < vocab_size]
+            return range(max(first, start), len(ids))
+        places = [place for place in range(first, len(ids)) if ids[place] < vocab_size]
         if places and len(places) == places[-1] - places[0] + 1:
             return range(places[0], places[-1] + 1)
         return array("i", places)

@@ -31,6 +31,7 @@ from ptuning.dataset import Example, Examples, read_examples
 from ptuning.facts import ADAPTER, NO_PROMPT, Sample
 from ptuning.micro import micro_batch, portions
 from ptuning.pipeline import Channels, run_passes
+from ptuning.prefix import prefix_parts
 from ptuning.schedule import forward_only
 
 BATCH_TOKENS = 4096  # In one pass, for the loss.
@@ -76,13 +77,14 @@ def evaluate(
             # A model needs a token to begin after, and this is what its texts begin after.
             [prompt or [tokenizer.bos_id or tokenizer.eos_id or 0] for prompt in prompts],
             table=rows,
+            kind=adapter.card.kind,
             max_new_tokens=adapter.card.max_new_tokens or NEW_TOKENS,
             stops=adapter.card.stop,
         )
         texts[what] = [answer.text for answer in written]
         cut = [answer.cut for answer in written]
         found = measures(texts[what], examples.answers)
-        scores[what] = Score(answer_loss(model, shown, rows), found, sum(cut))
+        scores[what] = Score(answer_loss(model, shown, rows, adapter.card.kind), found, sum(cut))
     told = (examples.records, examples.answers, texts[NO_PROMPT], texts[ADAPTER], cut)
     samples = [
         Sample(*one) for one, _ in zip(zip(*told, strict=True), range(SAMPLES), strict=False)
@@ -92,7 +94,10 @@ def evaluate(
 
 @torch.no_grad()
 def answer_loss(
-    model: GPT | Sequence[GPT], examples: Sequence[Example], table: Tensor | None
+    model: GPT | Sequence[GPT],
+    examples: Sequence[Example],
+    table: Tensor | None,
+    kind: str = "rows",
 ) -> float:
     """The mean over all learned tokens. Every rank calls alike."""
     chunks = chunks_of(model)
@@ -105,7 +110,13 @@ def answer_loss(
         if some
     ]
     passes = forward_only(mesh.pp, len(micros), len(chunks))
-    total = run_passes(chunks, passes, micros, Channels(mesh), table=table, scale=0.0)
+    prefix = None
+    if table is not None and kind == "prefix":
+        prefix = prefix_parts(table, chunks)
+        table = None
+    total = run_passes(
+        chunks, passes, micros, Channels(mesh), table=table, prefix=prefix, scale=0.0
+    )
     tokens = sum(len(example.learned) for example in examples)
     return float(share_from_last(total, mesh)) / max(1, tokens)
 
@@ -172,7 +183,8 @@ def _examples(
             "is the right answer; evaluate an adapter that `preamble tune` made, or import it with "
             "a template of such"
         )
-    return read_examples(file, card.template, tokenizer, vocab_size=vocab_size, tokens_max=context)
+    sizes = {"vocab_size": vocab_size, "tokens_max": context}
+    return read_examples(file, card.template, tokenizer, **sizes, kind=card.kind)
 
 
 def sheet(found: Evaluation, title: str) -> str:

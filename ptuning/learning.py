@@ -27,6 +27,7 @@ from ptuning.facts import Progress, Validation
 from ptuning.measuring import Measuring
 from ptuning.order import Order
 from ptuning.outcome import Outcome, write_adapters, write_encoder, write_model
+from ptuning.prefix import build_prefix
 from ptuning.run import Prepared
 from ptuning.state import Origin, Saved, choose_run, common_state, forget_states, save_state
 from ptuning.train import Trainer
@@ -93,6 +94,9 @@ def load_trainer(prepared: Prepared, mesh: Mesh) -> Trainer:
     """The model on this rank, and what learns against it."""
     config = prepared.config
     chunks = load_chunks(prepared, mesh)
+    if config.method == "prefix":
+        prefix = build_prefix(config, config.wanted, chunks, prepared.starts)
+        return Trainer(chunks, config, prefix=prefix)
     encoder = None
     if config.method != "full" and chunks[0].first:
         encoder = build_encoder(config, config.wanted, chunks[0], prepared.starts)

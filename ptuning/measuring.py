@@ -112,6 +112,7 @@ class Measuring:
                 self._prepared.tokenizer,
                 [prompt for prompt in prompts if prompt is not None],
                 table=table,
+                kind=self._prepared.config.kind,
                 max_new_tokens=new_tokens,
                 stops=task.stop,
             )
@@ -131,6 +132,7 @@ class Measuring:
         An example was cut for its own answer, which nobody knows who asks. None: it is refused.
         """
         sizes = self._prepared.checkpoint.config
+        silent = template.rows if self._prepared.config.kind == "prefix" else 0
         room = new_tokens if template.truncate_field is not None else 1
         found: list[list[int] | None] = []
         for inputs in examples.records:
@@ -145,7 +147,8 @@ class Measuring:
             except RequestError:
                 found.append(None)
                 continue
-            found.append(rendered.ids)
+            # Behind a prefix alone nothing is computed, if all of the text had to be cut.
+            found.append(rendered.ids if len(rendered.ids) > silent else None)
         return found
 
     def _instructed(self, data: TaskData) -> Template:

@@ -46,6 +46,7 @@ class Copies(Enum):
 
     SPLIT = "each has its own part"
     GROUPS = "each has its own part, but keys and values are copied where groups are too few"
+    HEADS = "keys and values alone, all of them copied where groups are too few"
     EQUAL = "copies, whose gradients come out equal"
     SUMMED = "copies, each with the gradient of its own rows or heads"
 
@@ -67,6 +68,12 @@ def of_encoder(named: Iterable[tuple[str, Tensor]], split: Iterable[str]) -> lis
         Learned(name, value, Copies.SPLIT if name in parts else Copies.EQUAL)
         for name, value in named
     ]
+
+
+def of_prefix(named: Iterable[tuple[str, Tensor]], config: GPTConfig, mesh: Mesh) -> list[Learned]:
+    """Keys and values of this rank's layers and groups."""
+    copies = Copies.HEADS if config.num_query_groups < mesh.tp else Copies.SPLIT
+    return [Learned(name, value, copies) for name, value in named]
 
 
 def of_model(chunks: Sequence[GPT]) -> list[Learned]:
@@ -195,8 +202,8 @@ class Optimizer:
         if one.copies in (Copies.EQUAL, Copies.SUMMED) and mesh.tp_rank:
             return 0.0
         squares = float(grad.double().square().sum())
-        if one.copies is Copies.GROUPS:
-            copied = float(_copied(grad, sizes).double().square().sum())
+        if one.copies in (Copies.GROUPS, Copies.HEADS):
+            copied = float(_copied(one, grad, sizes).double().square().sum())
             squares -= copied * (1 - sizes.num_query_groups / mesh.tp)
         return squares
 
@@ -266,8 +273,8 @@ def _key(one: Learned) -> str:
 def _over_ranks(one: Learned, grad: Tensor, sizes: GPTConfig, mesh: Mesh) -> None:
     if one.copies is Copies.SUMMED and mesh.tp > 1:
         _sum(grad, mesh, mesh.tp_group)
-    if one.copies is Copies.GROUPS:
-        _sum_groups(grad, sizes, mesh)
+    if one.copies in (Copies.GROUPS, Copies.HEADS):
+        _sum_groups(_copied(one, grad, sizes), sizes, mesh)
     if one.name == WORDS and mesh.pp > 1 and not sizes.untie_embeddings_and_output_weights:
         _sum_ends(grad, mesh)
     if mesh.dp > 1:
@@ -281,14 +288,14 @@ def _sum(grad: Tensor, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         grad.copy_(sent)
 
 
-def _copied(grad: Tensor, sizes: GPTConfig) -> Tensor:
-    """The rows of a key and a value, which stand last and which several ranks have."""
-    return grad[-2 * sizes.kv_channels :]
+def _copied(one: Learned, grad: Tensor, sizes: GPTConfig) -> Tensor:
+    """Of keys and values, which several ranks have; of a weight these are the last rows."""
+    return grad if one.copies is Copies.HEADS else grad[-2 * sizes.kv_channels :]
 
 
-def _sum_groups(grad: Tensor, sizes: GPTConfig, mesh: Mesh) -> None:
+def _sum_groups(own: Tensor, sizes: GPTConfig, mesh: Mesh) -> None:
     """Every rank that has a copy of a group's key and value saw only its own queries' share."""
-    own, share = _copied(grad, sizes), mesh.tp // sizes.num_query_groups
+    share = mesh.tp // sizes.num_query_groups
     sent = (own.cpu() if mesh.staged else own).contiguous()
     pieces = [torch.empty_like(sent) for _ in range(mesh.tp)]
     dist.all_gather(pieces, sent, group=mesh.tp_group)

@@ -7,7 +7,7 @@ let go: a backward pass needs the graph that made it, not its numbers. Knows no 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpt.layers import Prefix
 from gpt.loss import token_losses
 from gpt.model import GPT
 from gpt.parallel import Mesh
@@ -143,15 +144,17 @@ def run_passes(
     channels: Channels,
     *,
     table: Tensor | None,
+    prefix: Mapping[int, Tensor] | None = None,
     scale: float,
 ) -> Tensor:
     """The sum of the losses of all learned tokens, in fp64, on the last stage; elsewhere zero.
 
     Gradients of that sum times `scale` are added to those of `table` (which only the first stage
-    reads) and of parameters that want one. All ranks of the mesh call it together, each stage with
-    its own passes; without backward ones nothing is kept. The same call gives the same bits.
+    reads) or of the `prefix` (by layer, this rank's), and of parameters that want one. All ranks of
+    the mesh call it together, each stage with its own passes; without backward ones nothing is
+    kept. The same call gives the same bits.
     """
-    run = _Run(chunks, micros, channels, table, scale)
+    run = _Run(chunks, micros, channels, table, scale, prefix=prefix)
     with torch.set_grad_enabled(not all(one.forward for one in passes)):
         arrival = run.expect(passes[0]) if passes else None
         for one, after in zip(passes, [*passes[1:], None], strict=True):
@@ -175,9 +178,15 @@ class _Run:
         channels: Channels,
         table: Tensor | None,
         scale: float,
+        *,
+        prefix: Mapping[int, Tensor] | None,
     ) -> None:
         self._chunks, self._micros, self._channels = chunks, micros, channels
         self._table, self._scale = table, scale
+        self._prefixes: list[Prefix | None] = [
+            None if prefix is None else prefix_at(prefix, micro.ids, chunks[0].config.vocab_size)
+            for micro in micros
+        ]
         self._held: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self.total = torch.zeros((), dtype=torch.float64, device=channels.mesh.device)
 
@@ -194,7 +203,8 @@ class _Run:
         chunk, micro = self._chunks[one.chunk], self._micros[one.micro]
         learning = torch.is_grad_enabled()
         x = micro.ids if arrival is None else arrival.take().requires_grad_(learning)
-        y = chunk.hidden(x, micro.batch, None, self._table if chunk.first else None)
+        table, prefix = self._table if chunk.first else None, self._prefixes[one.micro]
+        y = chunk.hidden(x, micro.batch, None, table, prefix=prefix)
         if chunk.last:
             logits = chunk.head_shard(y, micro.batch)
             losses = token_losses(logits, micro.answers, chunk.mesh, chunk.config.vocab_size)
@@ -221,3 +231,9 @@ class _Run:
         if one.chunk == 0:
             # Its masks; else those of all micro-batches of a step would pile up.
             self._micros[one.micro].batch.kept.clear()
+
+
+def prefix_at(layers: Mapping[int, Tensor], ids: Tensor, vocab_size: int) -> Prefix:
+    """A prefix where a micro-batch's virtual tokens stand."""
+    places = (ids >= vocab_size).nonzero().squeeze(-1)
+    return Prefix(layers, places, ids[places] - vocab_size)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt.adapter import Card, check_folder, parse_name
+from gpt.adapter import Card, check_folder, parse_name, table_width
 from gpt.card import GOLDEN_MAX, TABLE_BYTES_MAX
 from gpt.config import GPTConfig
 from gpt.digest import identify
@@ -105,7 +105,8 @@ def _check_split(config: TuneConfig, sizes: GPTConfig) -> None:
 
 def _check_rows(config: TuneConfig, sizes: GPTConfig) -> None:
     """As many as a server will take, before any prompt is made of them."""
-    rows_max = min(sizes.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * sizes.hidden_size))
+    width = table_width(config.kind, sizes)
+    rows_max = min(sizes.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * width))
     for task in config.wanted:
         if task.virtual_tokens > rows_max:
             raise ConfigError(

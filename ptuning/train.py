@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpt.adapter import table_width
 from gpt.batch import Dropout
 from gpt.errors import ConfigError
 from gpt.model import GPT
@@ -23,8 +24,9 @@ from ptuning.dataset import Example
 from ptuning.encoder import Encoder
 from ptuning.facts import Progress
 from ptuning.micro import MicroBatch, micro_batch, portions
-from ptuning.optimizer import Learned, Optimizer, Scale, of_encoder, of_model
+from ptuning.optimizer import Learned, Optimizer, Scale, of_encoder, of_model, of_prefix
 from ptuning.pipeline import Channels, run_passes
+from ptuning.prefix import Prefix, prefix_parts
 from ptuning.schedule import Pass, forward_only, interleaved, one_f_one_b
 
 SKIPPED_MAX = 50  # Steps in a row whose gradients overflowed, until that is an error.
@@ -48,10 +50,13 @@ class Trainer:
         config: TuneConfig,
         encoder: Encoder | None = None,
         *,
+        prefix: Prefix | None = None,
         channels: Channels | None = None,
     ) -> None:
-        """`encoder` makes the table: on the first stage, unless the model itself is learned."""
+        """`encoder` makes the table, on the first stage; a `prefix` is on every rank instead, and
+        neither is there if the model itself is learned."""
         self.chunks, self.config, self.encoder = list(chunks), config, encoder
+        self.prefix = prefix
         self.mesh: Mesh = chunks[0].mesh
         self.sizes = chunks[0].config
         self.step_number = 0  # Steps that were made.
@@ -76,6 +81,7 @@ class Trainer:
             micros,
             self._channels,
             table=table,
+            prefix=None if self.prefix is None else self.prefix.layers,
             scale=self.scale.value / learned,
         )
         if made is not None and table is not None:
@@ -111,6 +117,10 @@ class Trainer:
     def loss(self, examples: Sequence[Example], table: Tensor | None) -> float:
         """The mean over the learned tokens of all examples, with nothing learned."""
         total, size = 0.0, self.config.batch_examples
+        prefix = None
+        if table is not None and self.config.kind == "prefix":
+            prefix = prefix_parts(table, self.chunks)
+            table = None
         for start in range(0, len(examples), size):
             micros = self._micros(examples[start : start + size], train=False)
             losses = run_passes(
@@ -119,6 +129,7 @@ class Trainer:
                 micros,
                 self._channels,
                 table=table,
+                prefix=prefix,
                 scale=0.0,
             )
             total += self._tell(losses, 0.0).loss
@@ -129,12 +140,14 @@ class Trainer:
         """All tasks' rows as they are now, on every rank."""
         if not self._rows:
             return None
+        if self.prefix is not None:
+            return self.prefix.table()
         return self.shared(None if self.encoder is None else self.encoder().detach().clone())
 
     def shared(self, table: Tensor | None) -> Tensor:
         """The first stage's table, on every rank."""
         if table is None:
-            shape = self._rows, self.sizes.hidden_size
+            shape = self._rows, table_width(self.config.kind, self.sizes)
             table = torch.zeros(shape, dtype=self._dtype)
         return share_from_first(table.to(self.mesh.device), self.mesh)
 
@@ -152,6 +165,8 @@ class Trainer:
             return of_model(self.chunks)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
+        if self.prefix is not None:
+            return of_prefix(self.prefix.named_parameters(), self.sizes, self.mesh)
         if self.encoder is None:
             return []
         return of_encoder(self.encoder.named_parameters(), self.encoder.split)

@@ -280,11 +280,14 @@ class Upload:
             raise RequestError(str(error).replace(str(self._part), "the upload"), "data") from None
 
     def _check(self, adapter: Adapter) -> None:
-        norm = float(adapter.table.norm(dim=1).max())
+        # A prefix's row is of all layers: each number may be as large as all of a row's together.
+        prefix = adapter.card.kind == "prefix"
+        size = float((adapter.table.abs() if prefix else adapter.table.norm(dim=1)).max())
         limit = self._store.config.row_norm_max
-        if not norm <= limit:
+        if not size <= limit:
+            what = "a key or value" if prefix else "a row of norm"
             raise RequestError(
-                f"data has a row of norm {norm:.3g}; a virtual token's may be {limit:g} "
+                f"data has {what} {size:.3g}; a virtual token's may be {limit:g} "
                 "(row_norm_max): train it again, with a lower learning rate",
                 "data",
             )

@@ -183,7 +183,8 @@ class Shelf:
         # All of it, so that its digest is checked: what is listed can be used.
         adapter = open_adapter(file)
         self._check(adapter)
-        rows = Rows(adapter.digest, len(adapter.table), str(file.absolute()))
+        where = str(file.absolute())
+        rows = Rows(adapter.digest, len(adapter.table), where, adapter.card.kind)
         resident = Resident(name.name, name.version or 1, adapter.card, rows, self._tenant)
         log.info("event=adapter_loaded adapter=%s rows=%d", resident.key, rows.count)
         self._refused.pop(file.name, None)

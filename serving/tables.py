@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt.adapter import open_adapter
+from gpt.adapter import open_adapter, table_width
+from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
 from serving.adapter_files import unloaded
 from serving.messages import Rows
@@ -23,6 +24,16 @@ log = logging.getLogger(__name__)
 
 # "here": it is pinned until it is released. "coming": it is being read. "full": others must end.
 State = Literal["here", "coming", "full"]
+
+VALUE_BYTES = 4
+# Of keys and values that one step brings to every rank: a few steps' must fit into what a channel
+# lets wait, and large prefixes come in several.
+FILL_BYTES_MAX = 16 << 20
+
+
+def fill_tokens_max(network: GPTConfig) -> int:
+    """How many tokens of prefixes one step may have written."""
+    return max(1, FILL_BYTES_MAX // (network.prefix_width * VALUE_BYTES))
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,8 @@ class _Held:
 class Tables:
     """Used by one thread; `done` is called from the one that reads."""
 
-    def __init__(self, hidden_size: int, bytes_max: int, done: Callable[[Loaded], None]) -> None:
-        self._hidden, self._bytes_max, self._done = hidden_size, bytes_max, done
+    def __init__(self, network: GPTConfig, bytes_max: int, done: Callable[[Loaded], None]) -> None:
+        self._network, self._bytes_max, self._done = network, bytes_max, done
         self._held: OrderedDict[str, _Held] = OrderedDict()  # The least recently used first.
         self._bytes = 0
         self._pinned_bytes = 0
@@ -98,12 +109,17 @@ class Tables:
         """The rows of an adapter that is pinned."""
         return self._held[digest].data
 
+    def prefix(self, digest: str, start: int, count: int) -> bytes:
+        """Some rows of a prefix that is pinned."""
+        size = table_width("prefix", self._network) * VALUE_BYTES
+        return self._held[digest].data[start * size : (start + count) * size]
+
     def close(self) -> None:
         """End the thread, when it has read what it reads."""
         self._wanted.put(None)
 
     def _size(self, rows: Rows) -> int:
-        return rows.count * self._hidden * 4
+        return rows.count * table_width(rows.kind, self._network) * VALUE_BYTES
 
     def _shrink(self, spare: str = "") -> None:
         """Forget what nobody names, the longest unused first, down to the limit."""
@@ -136,9 +152,10 @@ class Tables:
                 f"{rows.file} is {adapter.digest[:12]} now, {rows.digest[:12]} was asked for; a "
                 "version must not change: save the new one under the next number"
             )
-        if adapter.table.shape != (rows.count, self._hidden):
+        needed = rows.count, table_width(rows.kind, self._network)
+        if adapter.card.kind != rows.kind or adapter.table.shape != needed:
             raise AdapterError(
                 f"{rows.file} has a table of {tuple(adapter.table.shape)}, needed is "
-                f"{(rows.count, self._hidden)}; use an adapter of this model"
+                f"{needed}; use an adapter of this model"
             )
         return adapter.table.numpy().tobytes()

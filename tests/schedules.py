@@ -12,7 +12,7 @@ from zlib import crc32
 
 from gpt.sampling import Sampling
 from serving.config import ServerConfig
-from serving.messages import Made, Outcome, Phases, Rows, Scored, Step, Submission
+from serving.messages import Fill, Made, Outcome, Phases, Rows, Scored, Step, Submission
 from serving.scheduler import Scheduler
 
 VOCAB_SIZE = 50
@@ -38,6 +38,11 @@ def chained(before: int, token: Identity) -> int:
     return hash((before, known)) & 0x7FFFFFFFFFFFFFFF
 
 
+def prefixed(digest: str, row: int) -> int:
+    """What lies where a prefix's token is, whoever has it."""
+    return hash((named(digest), row))
+
+
 def drawn(state: int, seed: int, position: int) -> int:
     """The token after a prefix with this hash: often one that can be guessed."""
     chance = hash((state, seed, position))
@@ -58,8 +63,9 @@ class Alone:
 
     def __post_init__(self) -> None:
         one = self.submission
-        state = hash((named(one.tenant), 0))
-        for token in one.prompt:
+        self.states += [prefixed(one.rows.digest, row) for row in range(self.prefix) if one.rows]
+        state = hash((named(one.tenant), self.states[-1] if self.states else 0))
+        for token in one.prompt[self.prefix :]:
             state = chained(state, identity(one, token))
             self.states.append(state)
         sampling = one.sampling
@@ -72,6 +78,12 @@ class Alone:
                 break
 
     @property
+    def prefix(self) -> int:
+        """Tokens whose keys and values come from a table."""
+        rows = self.submission.rows
+        return rows.count if rows is not None and rows.prefix else 0
+
+    @property
     def end(self) -> str:
         if not self.submission.sampling.max_new_tokens:
             return "scored"
@@ -81,9 +93,12 @@ class Alone:
     def prompt_scores(self) -> list[Scored | None]:
         prompt = self.submission.prompt
         after = zip(self.states, prompt[1:], strict=False)
-        return [None] + [
+        found = [
             Scored(score(state, target)) if target < VOCAB_SIZE else None for state, target in after
         ]
+        if self.prefix:  # Nothing is computed before what follows it.
+            found[self.prefix - 1] = None
+        return [None, *found]
 
 
 @dataclass
@@ -110,11 +125,11 @@ class Ranks:
         self.alone: dict[int, Alone] = {}
         self._breaks = breaks
         self.computed: dict[int, int] = {}  # Tokens of each submission that were run.
-        self.decodes = self.prompt_tokens = self.guessed = self.right = 0
+        self.decodes = self.prompt_tokens = self.guessed = self.right = self.filled = 0
 
     def know(self, submission: Submission) -> Alone:
         alone = self.alone[submission.number] = Alone(submission)
-        if submission.rows:
+        if submission.rows and not submission.rows.prefix:
             self.counts[submission.rows.digest] = submission.rows.count
         return alone
 
@@ -126,7 +141,9 @@ class Ranks:
         broken, tokens, prompt_scores = [], [], []
         for place in places:
             count = step.lengths[place]
-            if self._write(step, place, [next(ids) for _ in range(count)]):
+            known = [next(ids) for _ in range(count)]
+            made = self.slots[step.slots[place]].made
+            if self._write(step, place, [made[-1] if token == -1 else token for token in known]):
                 broken.append(place)
         assert next(ids, None) is None, "ids without a sequence"
         for place in places:
@@ -172,6 +189,8 @@ class Ranks:
         for rewrite in step.rewrites:
             for row in range(self.counts[rewrite.digest]):
                 self.rows[rewrite.start + row] = (rewrite.digest, row)
+        for fill in step.fills:
+            self._fill(fill)
         for begin in step.begins:
             slot = self.slots[begin.slot] = _Slot(self.alone[begin.sampling.seed])
             slot.made = list(begin.made)
@@ -184,10 +203,20 @@ class Ranks:
             assert 0 not in table.blocks, "block 0 is given out"
             slot.table += table.blocks
 
+    def _fill(self, fill: Fill) -> None:
+        first = fill.start // self.size
+        assert len(fill.blocks) == -(-(fill.start + fill.count) // self.size) - first
+        assert fill.count > 0 and 0 not in fill.blocks
+        for row in range(fill.start, fill.start + fill.count):
+            block = self.memory[fill.blocks[row // self.size - first]]
+            block[row % self.size] = prefixed(fill.digest, row)
+        self.filled += fill.count
+
     def _write(self, step: Step, place: int, ids: list[int]) -> bool:
         slot, past = self.slots[step.slots[place]], step.past[place]
         one, alone = slot.alone.submission, slot.alone
         guesses = step.drafts[place] if step.drafts else 0
+        assert past >= alone.prefix, "a prefix is computed"
         end = past + len(ids)
         known = end - guesses
         whole = [*one.prompt, *alone.tokens]
@@ -241,6 +270,7 @@ class Play:
         blocks: int = 64,
         stages: int = 1,
         context: int = 10_000,
+        fill_tokens_max: int = 256,
         breaks: Callable[[int], bool] = lambda number: False,
         **config: object,
     ) -> None:
@@ -248,13 +278,19 @@ class Play:
         settings.setdefault("running_requests_max", settings["step_tokens_max"])
         self.config = ServerConfig(**settings)  # type: ignore[arg-type]
         self.stages = stages
+        ahead = stages == 1 and self.config.steps_ahead("cpu")
+        self.depth = stages + ahead
+        self.early = 0  # Steps that were planned before what they follow was known.
         self.scheduler = Scheduler(
             vocab_size=VOCAB_SIZE,
             blocks=blocks,
             config=self.config,
             context_tokens_max=context,
             stages=stages,
+            fill_tokens_max=fill_tokens_max,
+            ahead=ahead,
         )
+        self.fill_tokens_max = fill_tokens_max
         self.ranks = Ranks(blocks, self.config.kv_block_tokens, breaks)
         self.now = 0.0
         self.numbers = 0
@@ -328,15 +364,21 @@ class Play:
             waits = self.scheduler.busy and not self.flights
             assert not waits, "nothing runs, and nothing is planned for those that wait"
             return None
-        assert len(self.flights) < self.stages, "more steps in flight than stages"
+        assert len(self.flights) < self.depth, "more steps in flight than stages"
+        early = bool(step.ids) and set(step.ids) == {-1}
+        assert early == (len(self.flights) == self.stages), "what was drawn is known, or it is not"
+        self.early += early
         assert len(step.ids) == sum(step.lengths) <= self.config.step_tokens_max
         guessing = sum(1 + count for count in step.drafts if count)
         assert guessing <= self.config.speculate_rows_max, "guesses make a step slow"
         assert all(count <= self.config.speculate_tokens_max for count in step.drafts)
-        assert 0 < len(step.slots) <= self.config.running_requests_max
+        assert len(step.slots) <= self.config.running_requests_max
+        assert step.slots or step.fills, "a step for nothing"
+        assert sum(fill.count for fill in step.fills) <= self.fill_tokens_max
         for other, _ in self.flights:
             busy = {slot for slot, draws in zip(other.slots, other.draws, strict=True) if draws}
-            assert not busy & set(step.slots), "a sequence that draws is in two steps"
+            twice = busy & set(step.slots)
+            assert early or not twice, "a sequence that draws is in two steps"
         self.flights.append((step, self.ranks.run(step)))
         if self.keep:
             self.steps.append(step)
@@ -351,7 +393,7 @@ class Play:
 
     def step(self) -> bool:
         """As the planner does it: fill the stages, take one outcome. False: nothing was done."""
-        while len(self.flights) < self.stages and self.plan():
+        while len(self.flights) < self.depth and self.plan():
             pass
         if not self.flights:
             return False
@@ -389,8 +431,8 @@ class Play:
             record.clear()
 
 
-def adapter(name: str, count: int) -> Rows:
-    return Rows(name, count, f"{name}.safetensors")
+def adapter(name: str, count: int, kind: str = "rows") -> Rows:
+    return Rows(name, count, f"{name}.safetensors", kind)
 
 
 def virtual(count: int) -> list[int]:

@@ -25,6 +25,7 @@ from serving.front import ended_by
 from serving.messages import Rows
 from serving.request import RefusedError, UnknownAdapterError
 from serving.tables import Loaded, Tables
+from tests.models import CLASSIC
 from tests.servers import ROOT, WAIT_S, eventually
 
 CONFIG = ServerConfig("none", upload_bytes_max=100_000, uploads_max=2)
@@ -214,7 +215,7 @@ def test_a_sequence_that_waits_still_gets_the_rows_of_an_adapter_that_was_unload
     store.unload("tax@1", "")
 
     came: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
-    tables = Tables(8, 1 << 20, came.put)
+    tables = Tables(CLASSIC.with_fields(hidden_size=8), 1 << 20, came.put)
     assert tables.pin(rows) == "coming"
     loaded = came.get(timeout=WAIT_S)
     tables.close()
@@ -395,3 +396,17 @@ def test_a_folder_that_cannot_be_read_does_not_take_the_others_along(
     eventually(lambda: len(store.adapters) == 1)
     with pytest.raises(UnknownAdapterError):
         store.adapters.resolve("tax", "acme")
+
+
+def test_a_prefix_is_measured_by_its_numbers(tmp_path: Path) -> None:
+    folder, limit = tmp_path / "adapters", CONFIG.row_norm_max
+    store, file = store_of(folder), tmp_path / "made.safetensors"
+    for value in (0.9 * limit, 1.1 * limit):
+        wide = torch.full((2, 800), value)
+        save_adapter(build_adapter(Card("tax", kind="prefix"), wide), file)
+        if value < limit:
+            assert upload(store, "tax", file.read_bytes()) == "tax@1"
+            assert store.adapters.resolve("tax").rows.prefix
+            continue
+        with refused("INVALID_FIELD", "has a key or value 1.1e", "data"):
+            upload(store, "tax", file.read_bytes())

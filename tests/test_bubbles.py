@@ -65,7 +65,9 @@ class Sleeper(nn.Module):
         self.config, self.mesh, self.dtype, self.slept = SIZES, mesh, torch.float32, slept
         self.first, self.last = place == 0, place == STAGES * chunks - 1
 
-    def hidden(self, x: Tensor, batch: Batch, kv: None, table: Tensor | None) -> Tensor:
+    def hidden(
+        self, x: Tensor, batch: Batch, kv: None, table: Tensor | None, *, prefix: None
+    ) -> Tensor:
         if self.first:
             assert table is not None
             x = table[x]

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt.config import GPTConfig
+from gpt.costs import parameter_count
 from gpt.errors import ConfigError
 from gpt.prompts import Template
 from gpt.tokenizer import NullTokenizer, Tokenizer
-from ptuning.checking import check_facts, check_lines
+from ptuning.checking import StepFacts, check_facts, check_lines, memory_line
 from ptuning.config import TuneConfig
 from ptuning.dataset import TaskData, read_examples, read_tasks
 from tests.models import CLASSIC
@@ -409,7 +412,7 @@ def test_what_would_be_learned_is_told_before_anything_is(tmp_path: Path) -> Non
     tasks = numbers(tmp_path, records, **changes)
 
     facts = check_facts(tasks, NullTokenizer(V), config)
-    lines = check_lines(tasks, NullTokenizer(V), config, V)
+    lines = check_lines(tasks, NullTokenizer(V), config, SIZES)
 
     (task,) = facts.tasks
     learning = task.learning
@@ -438,3 +441,24 @@ def test_what_would_be_learned_is_told_before_anything_is(tmp_path: Path) -> Non
         "no token that ends a text",
     ):
         assert words in text, text
+
+
+def test_the_memory_that_a_run_needs_is_told_before_anything_is() -> None:
+    h, layers, tokens = 4096, 32, 4096
+    model = GPTConfig(layers, h, 32, 51200, 2048, dtype="bfloat16")
+    step = StepFacts(8, 8, 8.0 * tokens, tokens, 0, 100, 1)
+    settings = {"model": "m", "data": "d", "name": "a"}
+
+    def told(**changes: object) -> tuple[float, float]:
+        line = memory_line(TuneConfig.of(settings | changes, "x.yaml"), model, step)
+        weights, kept = re.findall(r"([\d.]+) GB", line)
+        return float(weights), float(kept)
+
+    frozen = (2 * parameter_count(model), 18 * layers * tokens * h)
+    assert told() == tuple(round(one / 1e9, 3) for one in frozen)
+    whole = (18 * parameter_count(model), 32 * layers * tokens * h)
+    assert told(method="full") == tuple(round(one / 1e9, 3) for one in whole)
+    assert told(recompute="full")[1] == pytest.approx(frozen[1] / 1e9 / 9, abs=1e-3)
+    # A stage has half of the layers, and twice as many passes on their way.
+    assert told(pp=2)[1] == told()[1] and told(pp=2)[0] < told()[0] * 0.6
+    assert told(tp=8, sequence_parallel=True)[1] == pytest.approx(told()[1] / 8, abs=1e-3)

@@ -117,7 +117,12 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
     ("config", "tensors", "message"),
     [
         ({"peft_type": "LORA"}, {"prompt_embeddings": TABLE}, "of the type LORA, which changes"),
-        ({"peft_type": "PREFIX_TUNING"}, {"prompt_embeddings": TABLE}, "of the type PREFIX_TUN"),
+        ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "of the type CARTRIDGE"),
+        (
+            {"peft_type": "PREFIX_TUNING", "num_layers": 2, "token_dim": 2},
+            {"prompt_embeddings": TABLE},
+            "3 x 4, its config says token_dim 2",
+        ),
         ({"peft_type": None}, {"prompt_embeddings": TABLE}, "of the type None"),
         ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "for SEQ_2_SEQ_LM with"),
         ({"num_transformer_submodules": 2}, {"prompt_embeddings": TABLE}, "with 2 submodules"),

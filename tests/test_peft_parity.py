@@ -14,12 +14,15 @@ import serving
 from gpt.adapter import Adapter, Card, build_adapter, open_adapter, save_adapter
 from gpt.adapter_export import as_peft, write_export
 from gpt.checkpoint import open_checkpoint
+from gpt.generate import generate
 from gpt.loading import load_model
 from gpt.parallel import Mesh
 from gpt.prompts import Template
+from gpt.sampling import Sampling
 from ptuning.config import TuneConfig
 from ptuning.dataset import Example
 from ptuning.encoder import Encoder
+from ptuning.prefix import Prefix
 from ptuning.train import Trainer
 from serving.config import ServerConfig
 from serving.request import Ask
@@ -73,7 +76,9 @@ def tuned_by_peft(theirs: Any, kind: str) -> Any:
     torch.manual_seed(0)
     common: Any = {"task_type": "CAUSAL_LM", "num_virtual_tokens": V}
     config: Any = peft.PromptTuningConfig(**common)
-    if kind != "prompt tuning":
+    if kind == "prefix tuning":
+        config = peft.PrefixTuningConfig(**common)
+    elif kind != "prompt tuning":
         network = kind.split()[1]
         config = peft.PromptEncoderConfig(
             **common, encoder_reparameterization_type=network, encoder_hidden_size=20
@@ -122,9 +127,11 @@ def same_encoder(tuned: Any) -> Encoder:
     return Encoder([V], rows, state, Mesh.single())
 
 
-def trainer_of(folder: Path, encoder: Encoder, rate: float) -> Trainer:
+def trainer_of(folder: Path, what: Encoder | Tensor, rate: float) -> Trainer:
+    """Of an encoder, or of a prefix's table."""
     config = TuneConfig(
         *("m", "d", "n"),
+        method="prompt-tuning" if isinstance(what, Encoder) else "prefix",
         virtual_tokens=V,
         learning_rate=rate,
         schedule="constant",
@@ -134,7 +141,10 @@ def trainer_of(folder: Path, encoder: Encoder, rate: float) -> Trainer:
     )
     checkpoint = open_checkpoint(folder)
     sizes = checkpoint.config.with_fields(hidden_dropout=0.0, attention_dropout=0.0)
-    return Trainer([load_model(replace(checkpoint, config=sizes), Mesh.single())], config, encoder)
+    model = load_model(replace(checkpoint, config=sizes), Mesh.single())
+    if isinstance(what, Encoder):
+        return Trainer([model], config, what)
+    return Trainer([model], config, prefix=Prefix(what, [model]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,14 +154,7 @@ def test_losses_are_pefts_own_and_both_adapters_serve_both_ways(
     theirs, folder = base
     tuned, rate = tuned_by_peft(theirs, kind), KINDS[kind]
     trainer = trainer_of(folder, same_encoder(tuned), rate)
-
-    wanted = losses_of_peft(tuned, rate)
-    found = [trainer.step(examples).loss for examples in batches()]
-
-    worst = max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
-    print(f"{kind}: {wanted[0]:.3f} to {wanted[-1]:.3f}, the losses differ by {worst:.1e} at most")
-    assert worst < LOSS_RTOL
-    assert sum(wanted[-10:]) < sum(wanted[:10])
+    check_that_losses_are_the_same(trainer, tuned, kind, rate)
 
     tuned.save_pretrained(tmp_path / "peft")
     check_that_the_engine_gives_pefts_tokens(tuned, folder, tmp_path)
@@ -160,6 +163,48 @@ def test_losses_are_pefts_own_and_both_adapters_serve_both_ways(
     card = Card("ours", template=Template("<|VIRTUAL_PROMPT_0|>{text}", (V,)))
     ours = build_adapter(card, table)
     check_that_peft_gives_our_tokens(theirs, ours, folder, tmp_path / "export")
+
+
+def check_that_losses_are_the_same(trainer: Trainer, tuned: Any, kind: str, rate: float) -> None:
+    wanted = losses_of_peft(tuned, rate)
+    found = [trainer.step(examples).loss for examples in batches()]
+
+    worst = max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    print(f"{kind}: {wanted[0]:.3f} to {wanted[-1]:.3f}, the losses differ by {worst:.1e} at most")
+    assert worst < LOSS_RTOL
+    assert sum(wanted[-10:]) < sum(wanted[:10])
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama, multi-head", "llama, linear positions"])
+def test_so_are_a_prefixs_and_peft_gives_its_tokens(case: str, tmp_path: Path) -> None:
+    """The last one has fewer KV heads than heads."""
+    theirs: Any = model_of(case)
+    theirs.save_pretrained(tmp_path / "base")
+    theirs.generation_config.eos_token_id = None
+    tuned, rate = tuned_by_peft(theirs, "prefix tuning"), 3e-2
+    start = tuned.prompt_encoder["default"].embedding.weight.detach().clone()
+    trainer = trainer_of(tmp_path / "base", start, rate)
+    check_that_losses_are_the_same(trainer, tuned, f"prefix of {case}", rate)
+
+    table = trainer.table()
+    assert table is not None and not torch.allclose(table, start, atol=0.1)
+    template = Template("<|VIRTUAL_PROMPT_0|>{text}", (V,))
+    ours = build_adapter(Card("ours", template=template, kind="prefix"), table)
+    write_export(as_peft(ours, open_checkpoint(tmp_path / "base"), None), tmp_path / "export")
+    loaded = peft_of(theirs, tmp_path / "export")
+    model, rule = gpt.load(tmp_path / "base"), Sampling(max_new_tokens=NEW, logprobs=2)
+    for ids in prompts():
+        virtual = range(VOCABULARY, VOCABULARY + V)
+        (made,) = generate(model, [[*virtual, *ids]], rule, table=table, kind="prefix")
+        margins = [one.tops[0][1] - one.tops[1][1] for one in made.scores]
+        oracle = Greedy(made.token_ids, margins)
+        assert_same(made.token_ids, generated(loaded, ids), oracle)
+
+
+def peft_of(theirs: Any, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(theirs, str(folder)).eval()
 
 
 def prompts() -> list[list[int]]:
@@ -182,10 +227,8 @@ def check_that_the_engine_gives_pefts_tokens(tuned: Any, folder: Path, place: Pa
 
 
 def check_that_peft_gives_our_tokens(theirs: Any, ours: Adapter, folder: Path, place: Path) -> None:
-    import peft
-
     write_export(as_peft(ours, open_checkpoint(folder), None), place)
-    loaded: Any = peft.PeftModel.from_pretrained(theirs, str(place)).eval()
+    loaded = peft_of(theirs, place)
     for ids, own in zip(prompts(), alone(folder, ours), strict=True):
         assert_same(own.tokens, generated(loaded, ids), own)
 

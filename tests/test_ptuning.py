@@ -249,7 +249,7 @@ def losses(file: Path, *, ends_after: int | None = None) -> list[float]:
     return audience.losses
 
 
-@pytest.mark.parametrize("method", ["prompt-tuning", "lstm"])
+@pytest.mark.parametrize("method", ["prompt-tuning", "lstm", "prefix"])
 def test_a_run_that_died_goes_on_to_the_same_losses_and_the_same_adapter(
     method: str, checkpoint: Path, tmp_path: Path
 ) -> None:

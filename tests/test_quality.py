@@ -104,6 +104,7 @@ class Lab:
         template: str = BEFORE,
         signs: str = "",
         model: GPT | None = None,
+        kind: str = "rows",
     ) -> float:
         """Of held-out words, the share whose whole answer is right."""
         rows = 0 if table is None else len(table)
@@ -121,7 +122,7 @@ class Lab:
         ]
         prompts = [one.ids[: one.answer_start] for one in made]
         answers = [one.ids[one.answer_start :] for one in made]
-        return toy.right(model or self.model, prompts, answers, table)
+        return toy.right(model or self.model, prompts, answers, table, kind)
 
     def bare(self, task: str) -> float:
         """Without anything that says which task is meant."""
@@ -200,6 +201,19 @@ def test_an_adapter_comes_to_what_its_written_instruction_does(
     assert lab.bare(task) <= GUESSED
     assert lab.digest == before
     assert all(value.grad is None for value in lab.model.parameters())
+
+
+def test_a_prefix_comes_there_too_and_can_hold_more_than_a_prompt(lab: Lab) -> None:
+    """The control is printed alone: keys and values of layers have room for what nobody taught."""
+    before, task = lab.digest, HARD
+    kept = [lab.learned(task, "prefix", seed)[STEPS] for seed in SEEDS]
+    scores = [lab.score(task, table, kind="prefix") for table in kept]
+    control = lab.score(toy.CONTROL, lab.learned(toy.CONTROL, "prefix", 0)[STEPS], kind="prefix")
+    prompt = lab.score(task, lab.learned(task, METHODS[0], 0)[STEPS])
+    print(f"\n{task}, prefix: {spread(scores)}, prompt tuning {prompt:.3f}; {lab.beside(task)}")
+    print(f"{toy.CONTROL}, prefix: {control:.3f}")
+    assert min(scores) >= lab.oracle(task) - SLACK
+    assert lab.digest == before
 
 
 @pytest.mark.parametrize("method", METHODS)

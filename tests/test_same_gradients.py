@@ -25,8 +25,9 @@ from gpt.sharding import parameters, part, stage_layers
 from ptuning.config import TuneConfig
 from ptuning.dataset import Example
 from ptuning.micro import MicroBatch, micro_batch
-from ptuning.optimizer import Optimizer, of_model
-from ptuning.pipeline import Channels, run_passes
+from ptuning.optimizer import Optimizer, of_model, of_prefix
+from ptuning.pipeline import Channels, prefix_at, run_passes
+from ptuning.prefix import Prefix, prefix_parts
 from ptuning.schedule import interleaved, one_f_one_b
 from tests.models import CLASSIC, EXPERTS, MODERN, build, lively
 from tests.ranks import ranks
@@ -261,6 +262,93 @@ def check(case: Case, got: Sequence[Found]) -> None:
             name = key.partition("/")[2]
             own_part = cut(case, name, want.parameters[name], rank % tp)
             assert close(grad, own_part), (case, rank, name)
+
+
+# A prefix is of every layer and KV head, so each kind of split once; "modern" has two groups.
+PREFIXES = {
+    "modern": (
+        Case(4, 1, 1, False, "none", 1),
+        Case(4, 1, 1, True, "block", 1),
+        Case(2, 2, 1, True, "full", 1),
+    ),
+    "experts": (Case(1, 2, 2, False, "selective", 2),),
+    "classic": (Case(2, 1, 2, False, "none", 1),),
+}
+
+
+def keys_of(config: GPTConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    shape = VIRTUAL, config.prefix_width
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+@cache
+def alone_with_a_prefix(name: str) -> tuple[float, Tensor]:
+    """The loss and the whole table's gradient, as `alone` finds them."""
+    config = MODELS[name]
+    model, keys = build(config), keys_of(config)
+    examples = examples_of(config.vocab_size)
+    micro = micro_batch(examples, share=False)
+    shape = (VIRTUAL, config.num_layers, 2, config.num_query_groups, config.kv_channels)
+    layers = dict(enumerate(keys.view(shape).unbind(1)))
+    prefix = prefix_at(layers, micro.ids, config.vocab_size)
+    logits = model.head(model.hidden(micro.ids, micro.batch, prefix=prefix), micro.batch)
+    loss = F.cross_entropy(logits, micro.answers)
+    loss.backward()
+    assert keys.grad is not None
+    return float(loss.detach()), keys.grad
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """What a rank of a split finds of a prefix."""
+
+    loss: float  # On the last stage.
+    squares: float  # Its share of the whole gradient's.
+    grads: dict[int, Tensor]  # Of its layers and KV heads, put together over the ranks,
+    wanted: dict[int, Tensor]  # and these of one rank's.
+
+
+def run_prefix(_: int, case: Case, name: str) -> Prefixed:
+    mesh = Mesh.create(*(case.tp, case.pp, case.dp), sequence_parallel=case.sequence_parallel)
+    config = MODELS[name]
+    chunks = chunks_of(case, config, mesh)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    prefix = Prefix(keys_of(config).detach(), chunks)
+    learned = of_prefix(prefix.named_parameters(), config, mesh)
+    micros = list(micros_of(config, mesh, share=case.dp == 1))
+    passes = one_f_one_b(mesh.pp_rank, mesh.pp, len(micros))
+    if case.virtual_stages > 1:
+        passes = interleaved(mesh.pp_rank, mesh.pp, len(micros), case.virtual_stages)
+    total = sum(len(one.learned) for one in examples_of(config.vocab_size))
+    given = {"table": None, "prefix": prefix.layers, "scale": 1 / total}
+    loss = run_passes(chunks, passes, micros, Channels(mesh), **given)  # type: ignore[arg-type]
+    settings = TuneConfig("model", data="records", name="n", method="prefix")
+    squares = Optimizer(learned, settings, mesh).gather(config)
+    found = {layer: learned[place].value.grad for place, layer in enumerate(prefix.layers)}
+    grads = {layer: grad for layer, grad in found.items() if grad is not None}
+    wanted = prefix_parts(alone_with_a_prefix(name)[1], chunks)
+    flat = {layer: one.flatten(1) for layer, one in wanted.items()}
+    return Prefixed(float(loss) / total, squares, grads, flat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "case"), [(n, one) for n, some in PREFIXES.items() for one in some]
+)
+def test_so_are_those_of_a_prefix(name: str, case: Case) -> None:
+    loss, gradient = alone_with_a_prefix(name)
+    got = ranks(case.tp * case.pp * case.dp, run_prefix, case, name, timeout_s=120)
+    last = got[-case.tp * case.dp :]
+    squares = float(gradient.square().sum())
+    assert sum(one.loss for one in last[:: case.tp]) == pytest.approx(loss, rel=EXACT)
+    assert sum(one.squares for one in got) == pytest.approx(squares, rel=EXACT)
+    assert {layer for one in got for layer in one.grads} == set(range(MODELS[name].num_layers))
+    for one in got:
+        assert one.grads.keys() == one.wanted.keys()
+        for layer, grad in one.grads.items():
+            assert close(grad, one.wanted[layer]), (case, layer)
 
 
 def cut(case: Case, name: str, whole: Tensor, rank: int) -> Tensor:

@@ -4,6 +4,7 @@ import gc
 import time
 import tracemalloc
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,14 @@ from serving.messages import Rows
 from tests.schedules import VOCAB_SIZE, Play, adapter
 
 ADAPTERS = [adapter(f"digest-{count}", count) for count in (1, 3, 5, 6)]
+ADAPTERS += [adapter(f"prefix-{count}", count, "prefix") for count in (1, 4, 6)]
 CHUNKS, SCHEDULES_EACH = 20, 100
 
 
 class Drawn:
     """A random server and its random callers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **settings: object) -> None:
         self.random = random = Random(seed)
         self.size = random.choice([1, 2, 4, 4, 4, 8])
         self.context = random.choice([8, 20, 40])
@@ -25,21 +27,23 @@ class Drawn:
         self.fault_rate = random.choice([0, 0, 0.02, 0.1])
         self.documents = [self.text(random.randrange(1, self.context)) for _ in range(3)]
         tokens = self.size * random.choice([1, 1, 2, 4, 16])
-        self.play = Play(
-            blocks=blocks,
-            stages=random.choice([1, 1, 2, 3, 4]),
-            context=self.context,
-            breaks=lambda number: random.random() < self.fault_rate,
-            kv_block_tokens=self.size,
-            step_tokens_max=tokens,
-            running_requests_max=min(tokens, random.choice([1, 2, 3, 8])),
-            prefix_cache=random.random() < 0.8,
-            adapter_rows_max=random.choice([6, 9, 20]),
-            priority_age_s=random.choice([0.02, 0.1, 10.0]),
-            prefill_stall_ms_max=random.choice([0.1, 1.0, 15.0]),
-            speculate_tokens_max=random.choice([0, 0, 1, 3, 5]),
-            speculate_rows_max=random.choice([2, 8, 8, 100]),
-        )
+        chosen: dict[str, Any] = {
+            "blocks": blocks,
+            "stages": random.choice([1, 1, 2, 3, 4]),
+            "context": self.context,
+            "fill_tokens_max": random.choice([1, 3, 100]),
+            "breaks": lambda number: random.random() < self.fault_rate,
+            "kv_block_tokens": self.size,
+            "step_tokens_max": tokens,
+            "running_requests_max": min(tokens, random.choice([1, 2, 3, 8])),
+            "prefix_cache": random.random() < 0.8,
+            "adapter_rows_max": random.choice([6, 9, 20]),
+            "priority_age_s": random.choice([0.02, 0.1, 10.0]),
+            "prefill_stall_ms_max": random.choice([0.1, 1.0, 15.0]),
+            "speculate_tokens_max": random.choice([0, 0, 1, 3, 5]),
+            "speculate_rows_max": random.choice([2, 8, 8, 100]),
+        }
+        self.play = Play(**chosen | settings)
         self.play.keep = False
 
     def text(self, count: int) -> list[int]:
@@ -52,8 +56,12 @@ class Drawn:
         rows = None
         if random.random() < 0.4:
             rows = random.choice(ADAPTERS)
-            for _ in range(random.choice([1, 1, 2])):
-                at = random.choice([0, len(prompt), random.randrange(len(prompt) + 1)])
+            for _ in range(1 if rows.prefix else random.choice([1, 1, 2])):
+                at = (
+                    0
+                    if rows.prefix
+                    else random.choice([0, len(prompt), random.randrange(len(prompt) + 1)])
+                )
                 prompt[at:at] = [VOCAB_SIZE + row for row in range(rows.count)]
         prompt = prompt[: self.context - 1] or [7]
         return prompt, rows
@@ -91,7 +99,7 @@ class Drawn:
                 self.submit()
             if random.random() < 0.05 and play.ranks.alone:
                 play.scheduler.cancel([random.choice(list(play.ranks.alone))])
-            if len(play.flights) < play.stages and random.random() < 0.9:
+            if len(play.flights) < play.depth and random.random() < 0.9:
                 play.plan()
             elif play.flights:
                 play.commit()

@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.adapter import Adapter, Card, build_adapter, save_adapter
+from gpt.adapter import Adapter, Card, build_adapter, save_adapter, table_width
+from gpt.config import GPTConfig
 from serving.messages import Rows
-from serving.tables import Loaded, Tables
+from serving.tables import FILL_BYTES_MAX, Loaded, Tables, fill_tokens_max
 
 WIDTH = 4
+NETWORK = GPTConfig(
+    num_layers=2, hidden_size=WIDTH, num_attention_heads=1, vocab_size=9, max_position_embeddings=16
+)
 ROWS = 3
 BYTES = ROWS * WIDTH * 4
 WAIT_S = 10.0
@@ -22,14 +26,17 @@ class Shelf:
     def __init__(self, folder: Path, bytes_max: int) -> None:
         self.folder = folder
         self.came: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
-        self.tables = Tables(WIDTH, bytes_max, self.came.put)
+        self.tables = Tables(NETWORK, bytes_max, self.came.put)
 
-    def save(self, name: str, seed: int) -> tuple[Adapter, Rows]:
+    def save(self, name: str, seed: int, kind: str = "rows") -> tuple[Adapter, Rows]:
         generator = torch.Generator().manual_seed(seed)
-        adapter = build_adapter(Card(name), torch.randn(ROWS, WIDTH, generator=generator))
+        width = table_width(kind, NETWORK)
+        adapter = build_adapter(
+            Card(name, kind=kind), torch.randn(ROWS, width, generator=generator)
+        )
         path = self.folder / f"{name}.safetensors"
         save_adapter(adapter, path)
-        return adapter, Rows(adapter.digest, ROWS, str(path))
+        return adapter, Rows(adapter.digest, ROWS, str(path), kind)
 
     def take(self) -> Loaded:
         loaded = self.came.get(timeout=WAIT_S)
@@ -95,6 +102,7 @@ def test_one_that_is_larger_than_all_may_be_is_read_if_it_is_alone(tmp_path: Pat
         ("gone", "there is no adapter"),
         ("other", "a version must not change"),
         ("rows", "use an adapter of this model"),
+        ("kind", "use an adapter of this model"),
         ("torn", "one"),
     ],
 )
@@ -110,6 +118,8 @@ def test_a_file_that_cannot_be_used_is_told_in_a_sentence(
         shelf.save("one", 2)
     elif wrong == "rows":
         rows = Rows(rows.digest, ROWS + 1, rows.file)
+    elif wrong == "kind":
+        rows = Rows(rows.digest, ROWS, rows.file, "prefix")
     else:
         path.write_bytes(path.read_bytes()[:-5])
     assert shelf.tables.pin(rows) == "coming"
@@ -119,3 +129,26 @@ def test_a_file_that_cannot_be_used_is_told_in_a_sentence(
     # The next one that asks may find it mended.
     assert shelf.tables.pin(rows) == "coming"
     shelf.tables.close()
+
+
+def test_a_prefix_counts_its_own_bytes_and_is_handed_out_in_parts(tmp_path: Path) -> None:
+    size = 4 * NETWORK.prefix_width
+    shelf = Shelf(tmp_path, ROWS * size + BYTES)
+    adapter, prefix = shelf.save("prefix", 1, "prefix")
+    _, other = shelf.save("other", 2, "prefix")
+    _, rows = shelf.save("rows", 3)
+    shelf.fetch(prefix)
+    assert shelf.tables.held_bytes == ROWS * size == ROWS * 2 * 2 * WIDTH * 4
+    assert shelf.tables.pin(other) == "full"
+    assert shelf.tables.pin(rows) == "coming"
+    data = adapter.table.numpy().tobytes()
+    assert shelf.tables.prefix(prefix.digest, 0, ROWS) == data
+    assert shelf.tables.prefix(prefix.digest, 1, 1) == data[size : 2 * size]
+    shelf.tables.close()
+
+
+def test_a_step_brings_a_bounded_part_of_a_prefix() -> None:
+    large = NETWORK.with_fields(num_layers=96, moe_layers=(), kv_channels=12288)
+    assert fill_tokens_max(large) == FILL_BYTES_MAX // (96 * 2 * 12288 * 4) == 1
+    assert fill_tokens_max(large.with_fields(kv_channels=10**6)) == 1
+    assert fill_tokens_max(NETWORK) == FILL_BYTES_MAX // (2 * 2 * WIDTH * 4)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -80,9 +81,11 @@ def test_the_planner_is_where_a_front_end_lives_else_first() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return folder_of("run", 9000, os.getpid())
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # A socket's path has 107 characters at most, of which pytest's own would take most.
+    with tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        yield folder_of("run", 9000, os.getpid())
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from ptuning.optimizer import Scale, share_of_rate
 from ptuning.order import Order
 from ptuning.outcome import gathered
 from ptuning.pipeline import Channels, run_passes
+from ptuning.prefix import build_prefix
 from ptuning.schedule import forward_only, one_f_one_b
 from ptuning.train import Trainer
 from tests.models import CLASSIC, EXPERTS, MODERN, ODD, SIGMOID_EXPERTS, build, lively
@@ -50,6 +51,8 @@ def settings(**changes: object) -> TuneConfig:
 def trainer(model: GPT, **changes: object) -> Trainer:
     config = settings(**changes)
     encoder = None
+    if config.method == "prefix":
+        return Trainer([model], config, prefix=build_prefix(config, config.wanted, [model], [[]]))
     if config.method != "full":
         encoder = build_encoder(config, config.wanted, model, [[]])
     return Trainer([model], config, encoder)

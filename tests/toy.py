@@ -34,6 +34,8 @@ from ptuning.encoder import build_encoder
 from ptuning.facts import Progress
 from ptuning.initial import initial_ids
 from ptuning.order import Order
+from ptuning.pipeline import prefix_at
+from ptuning.prefix import build_prefix, prefix_parts
 from ptuning.train import Trainer
 
 BASES = Path(__file__).resolve().parent.parent / "build" / "toy"
@@ -222,15 +224,18 @@ def learn(
     With the method `full` there is none, and the model itself is what has learned.
     """
     found: dict[int, torch.Tensor] = {}
-    encoder, tokens = None, open_beside(Path(config.model))
+    encoder, prefix, tokens = None, None, open_beside(Path(config.model))
     (task,) = read_tasks(config, tokens, model.config)
-    if config.method != "full":
-        encoder = build_encoder(config, config.wanted, model, [initial_ids(task, config, tokens)])
-    trainer = Trainer([model], config, encoder)
+    starts = [initial_ids(task, config, tokens)]
+    if config.method == "prefix":
+        prefix = build_prefix(config, config.wanted, [model], starts)
+    elif config.method != "full":
+        encoder = build_encoder(config, config.wanted, model, starts)
+    trainer = Trainer([model], config, encoder, prefix=prefix)
     order = Order(task.examples.examples, config.batch_examples, config.seed)
     for step in range(1, config.steps + 1):
         trainer.step(order.batch(step))
-        if encoder is not None and step in {*looks, config.steps}:
+        if config.method != "full" and step in {*looks, config.steps}:
             table = trainer.table()
             assert table is not None
             found[step] = table
@@ -250,6 +255,7 @@ def right(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     table: torch.Tensor | None = None,
+    kind: str = "rows",
 ) -> float:
     """The share of answers of which greedy decoding would write every token.
 
@@ -265,7 +271,12 @@ def right(
         [len(one) for one in ids], rows=torch.tensor([row for one in rows for row in one])
     )
     flat = torch.tensor([token for one in ids for token in one])
-    likeliest = iter(model(flat, batch, table=table).argmax(-1).tolist())
+    prefix = None
+    if table is not None and kind == "prefix":
+        prefix = prefix_at(prefix_parts(table, [model]), flat, model.config.vocab_size)
+        table = None
+    hidden = model.hidden(flat, batch, table=table, prefix=prefix)
+    likeliest = iter(model.head(hidden, batch).argmax(-1).tolist())
     hits = [[next(likeliest) for _ in answer] == list(answer) for answer in answers]
     return sum(hits) / len(hits)
 

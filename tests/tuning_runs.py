@@ -50,10 +50,10 @@ class Run:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that it has started."""
+        """The processes that it has started, in that order, which those numbers may not keep."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         with suppress(OSError):
-            return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+            return [int(pid) for task in tasks for pid in task.read_text().split()]
         return []
 
     @property
