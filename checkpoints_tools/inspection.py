@@ -21,7 +21,7 @@ from checkpoints_tools.flags import source_changes
 from checkpoints_tools.reading import Tally, in_words
 from checkpoints_tools.verification import Progress, Say
 from gpt.checkpoint import open_checkpoint
-from gpt.config import GPTConfig
+from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs import parameter_count, rank_costs
 from gpt.digest import glance
 from gpt.distcp_file import read_index
@@ -47,6 +47,12 @@ SIZES = (1, 2, 4, 8, 16)  # Of splits that are shown.
 RANKS_MAX = 16
 PARAMETERS_MAX = 8_000  # Tensors; beyond it counting each split takes seconds.
 SAMPLE_COLUMNS = 64
+# Memory of GPUs there are, and what of it a rank needs besides weights and KV: a context with its
+# libraries, a share of the weights, and a tenth of all that stays free.
+GPU_GB = (16, 24, 32, 40, 48, 80, 96, 141, 180)
+CONTEXT_BYTES = 2_500_000_000
+BESIDES_WEIGHTS = 0.05
+MEMORY_SHARE = 0.9
 SPLIT_ARGS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -65,6 +71,8 @@ class Split:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_context: int  # Of one sequence of the longest length.
+    dtype: str
+    gpu_gb: int | None  # The smallest GPU that holds that with one full context; null: none does.
 
 
 @dataclass
@@ -208,20 +216,30 @@ def _active(config: GPTConfig) -> int:
 
 def _splits(config: GPTConfig) -> list[Split]:
     """Those that the model can have, and what each costs a rank."""
-    found = []
+    wide = DTYPE_BYTES[config.dtype] > 2
+    dtypes = (config.dtype, "bfloat16") if wide else (config.dtype,)
+    return [split for dtype in dtypes for split in _splits_in(config, dtype)]
+
+
+def _splits_in(config: GPTConfig, dtype: str) -> Iterator[Split]:
     many = len(parameters(config)) > PARAMETERS_MAX
     for tp in SIZES:
         for pp in SIZES[:1] if many else SIZES:
             if tp * pp > RANKS_MAX:
                 continue
             try:
-                ranks = rank_costs(config, tp, pp)
+                ranks = rank_costs(config, tp, pp, dtype=dtype)
             except ConfigError:
                 continue  # It does not divide.
             token = max(rank.kv_bytes_per_token for rank in ranks)
             weights = max(rank.weight_bytes for rank in ranks)
-            found.append(Split(tp, pp, weights, token, token * config.max_position_embeddings))
-    return found
+            context = token * config.max_position_embeddings
+            yield Split(tp, pp, weights, token, context, dtype, _gpu_gb(weights + context, weights))
+
+
+def _gpu_gb(held: int, weights: int) -> int | None:
+    needed = (held + CONTEXT_BYTES + BESIDES_WEIGHTS * weights) / MEMORY_SHARE
+    return next((size for size in GPU_GB if needed <= size * 1e9), None)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
@@ -314,7 +332,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"tokenizer    {tokenizer['kind'] or 'unreadable'}{ids}, {tokenizer['path']}"
     yield f"digest       {report.digest or 'not computed yet; `preamble verify --deep` does'}"
     yield ""
-    yield from _table(report.splits, config)
+    yield from _table(report.splits)
     yield ""
     for word, lines in (
         ("note", report.notes),
@@ -369,10 +387,13 @@ def _described(config: GPTConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _table(splits: list[Split], config: GPTConfig) -> Iterator[str]:
-    what = "weights, KV per token, KV of one full context"
-    yield f"to serve     each rank, in {config.dtype}: {what}"
-    for split in splits:
-        sizes = (split.weight_bytes, split.kv_bytes_per_token, split.kv_bytes_per_context)
-        columns = "".join(f"{in_words(size):>12}" for size in sizes)
-        yield f"  TP {split.tp:<2} x PP {split.pp:<2}{columns}"
+def _table(splits: list[Split]) -> Iterator[str]:
+    what = "weights, KV per 1,000 tokens, KV of one full context, a GPU that holds them"
+    for dtype in dict.fromkeys(split.dtype for split in splits):
+        yield f"to serve     each rank, in {dtype}: {what}"
+        for split in (one for one in splits if one.dtype == dtype):
+            thousand = 1000 * split.kv_bytes_per_token
+            sizes = (split.weight_bytes, thousand, split.kv_bytes_per_context)
+            columns = "".join(f"{in_words(size):>12}" for size in sizes)
+            gpu = f"{split.gpu_gb} GB" if split.gpu_gb else "none"
+            yield f"  TP {split.tp:<2} x PP {split.pp:<2}{columns}{gpu:>10}"

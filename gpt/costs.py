@@ -5,6 +5,7 @@ a ledger cannot drift from what is allocated. Plain arithmetic: no torch.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from gpt.config import DTYPE_BYTES, GPTConfig
@@ -17,6 +18,9 @@ from gpt.sharding import (
     part,
     stage_layers,
 )
+
+# A number of a key or a value; these may be kept in fewer bits than all else.
+KV_BYTES = {**DTYPE_BYTES, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class RankCost:
     kv_bytes_per_token: int
 
 
+@lru_cache(maxsize=64)
 def parameter_count(config: GPTConfig) -> int:
     """Parameters of the whole model, padding and copies not counted."""
     return sum(prod(parameter.shape) for parameter in parameters(config).values())
@@ -39,7 +44,7 @@ def parameter_count(config: GPTConfig) -> int:
 def kv_bytes_per_token(config: GPTConfig, layers: int, tp: int = 1, dtype: str = "") -> int:
     """Keys and values of one token in `layers` layers of one tensor rank."""
     width = local_groups(config, tp) * config.kv_channels
-    return 2 * layers * width * DTYPE_BYTES[dtype or config.dtype]
+    return 2 * layers * width * KV_BYTES[dtype or config.dtype]
 
 
 def rank_costs(
@@ -48,11 +53,13 @@ def rank_costs(
     pp: int = 1,
     *,
     dtype: str = "",
+    kv_dtype: str = "auto",
     stages: list[int] | None = None,
 ) -> list[RankCost]:
-    """Every rank of a split, stage by stage: what it will hold."""
+    """Every rank of a split, stage by stage: what it will hold. "auto": keys as the model."""
     check_split(config, tp, pp, stages)
     dtype = dtype or config.dtype
+    kept_in = dtype if kv_dtype == "auto" else kv_dtype
     table = parameters(config)
     costs = []
     for stage, (layers,) in enumerate(stage_layers(config.num_layers, pp, stages)):
@@ -66,7 +73,7 @@ def rank_costs(
                     layers=len(layers),
                     parameters=sum(counts.values()),
                     weight_bytes=sum(n * _bytes(name, dtype) for name, n in counts.items()),
-                    kv_bytes_per_token=kv_bytes_per_token(config, len(layers), tp, dtype),
+                    kv_bytes_per_token=kv_bytes_per_token(config, len(layers), tp, kept_in),
                 )
             )
     return costs

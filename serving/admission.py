@@ -81,6 +81,12 @@ class Admission:
     ) -> Answer:
         wanted = self._wanted(ask, resident)
         prompt = self._prompt(ask, resident, wanted)
+        if resident is not None and resident.rows.prefix and len(prompt) == resident.rows.count:
+            raise RequestError(
+                f"the prompt is empty, and adapter {resident.key!r} is keys and values alone, "
+                "behind which nothing is computed; give at least one token of text",
+                "prompt",
+            )
         more = self.tokenizer.encode(continuation, started=True) if continuation else []
         if continuation and not more:
             raise RequestError(

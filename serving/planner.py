@@ -36,7 +36,7 @@ from serving.messages import (
     encode,
     outcome,
 )
-from serving.runner import Runner, rehearsal
+from serving.runner import Landing, Runner, recordings, rehearsal
 from serving.scheduler import Scheduler
 from serving.tables import Loaded, Tables
 
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0  # An engine with nothing to do steps this often.
 STALL_S = 0.01  # Something waits and nothing can run: look again after this,
 STALLS_S = 10.0  # and after this give up: whoever waits is owed an end.
+RECORD_S = 20.0  # A start may take so much longer for steps to be recorded.
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Warm:
 
 @dataclass(frozen=True)
 class _Flying:
-    """A step in flight. Its outcome is here already if this rank is the last stage, too."""
+    """A step in flight. Its outcome comes from here if this rank is the last stage, too."""
 
     step: Step
-    outcome: Outcome | None
+    landing: Landing | None
 
 
 @dataclass(slots=True)
@@ -91,10 +92,11 @@ class Planner:
     ) -> None:
         self._scheduler, self._runner, self._config, self._give = scheduler, runner, config, give
         self._send_step, self._take_outcome = send_step, take_outcome
-        self._depth = runner.model.mesh.pp
+        self._depth = runner.model.mesh.pp + config.steps_ahead(runner.model.mesh.device.type)
+        self._replayed = self._early = 0  # Steps that were recorded, or began early.
         self._inbox: queue.SimpleQueue[ToPlanner | Loaded] = queue.SimpleQueue()
-        width = runner.model.config.hidden_size
-        self._tables = Tables(width, config.adapter_bytes_max, self._inbox.put)
+        network = runner.model.config
+        self._tables = Tables(network, config.adapter_bytes_max, self._inbox.put)
         self._live: dict[int, _Live] = {}  # What has not ended, by number.
         self._aside: dict[int, Submission] = {}  # Those that wait for an adapter's rows.
         self._live_max = config.queue_requests_max + config.running_requests_max
@@ -177,10 +179,19 @@ class Planner:
                 for rewrite in step.rewrites
             ]
             step = msgspec.structs.replace(step, rewrites=filled)
+        if step.fills:
+            fills = [
+                msgspec.structs.replace(
+                    fill, data=self._tables.prefix(fill.digest, fill.start, fill.count)
+                )
+                for fill in step.fills
+            ]
+            step = msgspec.structs.replace(step, fills=fills)
         self.flight.begin(step)
         if self._send_step is not None:
             self._send_step(encode(step))
-        self._flying.append(_Flying(step, self._runner.run(step)))
+        self._early += len(self._flying) >= self._runner.model.mesh.pp
+        self._flying.append(_Flying(step, self._runner.launch(step)))
         self._stepped = time.monotonic()
         if step.slots:
             self._advanced = self._stepped
@@ -193,13 +204,15 @@ class Planner:
 
     def _outcome(self) -> Outcome:
         flying = self._flying.popleft()
-        came = flying.outcome
-        if came is None:
+        if flying.landing is not None:
+            came = flying.landing()
+        else:
             assert self._take_outcome is not None, "the last stage is elsewhere"
             came = outcome(self._take_outcome())
         if came.number != flying.step.number:
             raise RuntimeError(f"step {flying.step.number} was answered as {came.number}")
         self.flight.end(came)
+        self._replayed += came.replayed
         self._seconds = came.seconds if flying.step.slots else 0.0
         self._stepped = time.monotonic()
         return came
@@ -209,7 +222,8 @@ class Planner:
         made, self._made = self._made, []
         seconds, self._seconds = self._seconds, 0.0
         tokens, context = (sum(step.lengths), sum(step.past)) if step is not None else (0, 0)
-        load = self._scheduler.load
+        counts = {"replayed_steps": self._replayed, "early_steps": self._early}
+        load = msgspec.structs.replace(self._scheduler.load, **counts)
         if self._aside:
             load = msgspec.structs.replace(load, waiting=load.waiting + len(self._aside))
         self._give(Update(made, load, tokens, context, seconds))
@@ -315,13 +329,20 @@ class Planner:
 
         All ranks take part, so that the first request finds everything allocated and compiled.
         """
-        took: list[float] = []
-        steps = rehearsal(self._config, self._runner)
-        for step in steps:
-            self._launch(step)
-            took.append(self._outcome().seconds)
+        *steps, clearing = rehearsal(self._config, self._runner)
+        took = [self._rehearse(step) for step in steps]
+        until = time.monotonic() + RECORD_S
+        for step in recordings(self._config, self._runner):
+            # What is not recorded by then is when it is first needed.
+            if time.monotonic() < until:
+                self._rehearse(step)
+        self._rehearse(clearing)
         chunk, decodes = steps[1], steps[3]
         return Warm(took[1] * 1e3 / sum(chunk.lengths), took[3] * 1e3, len(decodes.slots))
+
+    def _rehearse(self, step: Step) -> float:
+        self._launch(step)
+        return self._outcome().seconds
 
     def write_flight(self, path: str | Path, why: str, *, ids: bool) -> None:
         """Write down the last steps; from any thread, even if the planner is stuck or broken."""

@@ -38,6 +38,7 @@ class Room:
         self.ready: dict[bool, dict[int, Sequence]] = {True: {}, False: {}}
         self.guarded = 0  # Sequences of the latency class that are past their prompt.
         self.preemptions = 0
+        self.fills = 0  # Prefixes that were written.
         self.departures = 0
         self._clears: list[int] = []
         self._reserved: int | None = None  # Blocks promised to those that run; None: not counted.
@@ -52,7 +53,14 @@ class Room:
             reason = "the prompt is empty; it needs at least one token"
             return Made(number, end="refused", reason=reason)
         count = 0 if rows is None else rows.count
-        if count > self.rows.count:
+        prefix = rows is not None and rows.prefix
+        if prefix and not _begins(prompt, range(self._vocab_size, self._vocab_size + count)):
+            reason = (
+                f"the adapter is keys and values of {count} tokens, which stand before all others; "
+                "the prompt must begin with them, in order, and have tokens of its own behind them"
+            )
+            return Made(number, end="refused", reason=reason)
+        if count > self.rows.count and not prefix:
             reason = (
                 f"the adapter has {count} rows, and all adapters together have room for "
                 f"{self.rows.count}; raise adapter_rows_max"
@@ -87,6 +95,11 @@ class Room:
         """A plan begins; sequences have grown."""
         self._reserved = None
 
+    def wants_rows(self, sequence: Sequence, match: Match) -> bool:
+        """Whether rows of its adapter must be in the adapter pool before it can run."""
+        rows = sequence.submission.rows
+        return rows is not None and not rows.prefix and sequence.virtual_end > match.tokens
+
     def has_rows(self, sequence: Sequence) -> bool:
         rows = sequence.submission.rows
         return rows is None or self.rows.fits(rows.digest, rows.count)
@@ -111,7 +124,7 @@ class Room:
             if block != match.copied:
                 draft.copies.append((match.copied, block))
         rows = sequence.submission.rows
-        if rows is not None and sequence.virtual_end > match.tokens:
+        if rows is not None and self.wants_rows(sequence, match):
             sequence.rows_start, fresh = self.rows.pin(rows.digest, rows.count)
             if fresh:
                 draft.rewrites.append(Rewrite(sequence.rows_start, rows.digest))
@@ -179,6 +192,14 @@ class Room:
         sequence.table += taken
         return True
 
+    def fill(self, draft: Draft, sequence: Sequence, now: float) -> None:
+        """Have its prefix written, as much of it as this step may."""
+        count = min(sequence.unfilled, draft.fill_left)
+        end = sequence.planned + count
+        if count and self.grow(draft, sequence, self._blocks_of(end) - len(sequence.table), now):
+            draft.fill(sequence, end, self._size)
+            self.fills += not sequence.unfilled
+
     def _take_from_lower(self, sequence: Sequence, blocks: int, now: float) -> None:
         mine = self.standing(sequence)
         lower = [
@@ -241,7 +262,7 @@ class Room:
         self._unpin(sequence)
         sequence.slot = -1
         sequence.table = []
-        sequence.planned = sequence.computed = 0
+        sequence.planned = sequence.computed = sequence.filled = 0
 
     def wake(self, sequences: list[Sequence]) -> None:
         """What these waited for is there, or will not come."""
@@ -269,7 +290,10 @@ class Room:
         slots = {one.slot for one in running} | set(self._slots)
         assert len(slots) == len(running) + len(self._slots), "a slot is lost, or held twice"
         for one in running:
-            assert one.computed <= one.planned <= len(one.tokens) + len(one.guess)
+            # What is drawn for one that ends is not kept.
+            ended = one.ending is not None
+            unknown = len(one.guess) + max(0, one.flights - (not ended))
+            assert one.computed + one.filled <= one.planned <= len(one.tokens) + unknown
             assert not one.guess or one.flights == 1
             assert one.planned <= len(one.table) * self._size
             ready = one.number in self.ready[one.latency]
@@ -278,3 +302,9 @@ class Room:
             # Whoever neither flies nor is a prompt can decode.
             assert ready == (not prompt and one.flights == 0 and one.ending is None)
         assert self.guarded == sum(one.latency for one in running if one.number not in self.prompts)
+
+
+def _begins(prompt: list[int], virtual: range) -> bool:
+    """Whether a prompt is all of these ids in order, and others."""
+    own = prompt[len(virtual) :]
+    return prompt[: len(virtual)] == list(virtual) and bool(own) and max(own) < virtual.start

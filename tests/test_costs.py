@@ -33,6 +33,16 @@ def test_every_ranks_bytes_are_those_of_its_model(name: str, tp: int, pp: int, d
         assert cost.kv_bytes_per_token * 2 * pool.block_tokens == kv
 
 
+def test_keys_and_values_in_eight_bits_take_half_of_what_bf16_does_and_weights_the_same() -> None:
+    config = CONFIGS["classic"]
+    wide, narrow = (
+        rank_costs(config, 2, 2, dtype="bfloat16", kv_dtype=kind) for kind in ("auto", "fp8")
+    )
+    for one, other in zip(wide, narrow, strict=True):
+        assert one.kv_bytes_per_token == 2 * other.kv_bytes_per_token
+        assert one.weight_bytes == other.weight_bytes
+
+
 def test_gpt3_175b_has_its_published_size() -> None:
     config = GPTConfig(
         num_layers=96,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import preamble
-from checkpoints_tools.inspection import Report
+from checkpoints_tools.inspection import Report, _gpu_gb
 from gpt.config import GPTConfig
 from gpt.costs import parameter_count, rank_costs
 from gpt.native import open_native
@@ -61,13 +61,14 @@ def test_the_keys_of_the_object_are_those_of_the_report(run: Run, tmp_path: Path
     assert list(report) == list(Report.__dataclass_fields__)
     split = report["splits"][0]
     assert list(split) == [
-        *("tp", "pp", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_context")
+        *("tp", "pp", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_context"),
+        *("dtype", "gpu_gb"),
     ]
 
 
 def test_what_serving_takes_is_what_the_ledger_says(run: Run, tmp_path: Path) -> None:
     _, report = run(native(tmp_path / "a", MODERN))
-    found = {(one["tp"], one["pp"]): one for one in report["splits"]}
+    found = {(one["tp"], one["pp"]): one for one in report["splits"] if one["dtype"] == "float32"}
     assert (4, 1) in found and (1, 4) in found
     assert (8, 1) not in found and (3, 1) not in found  # 44 columns are not cut in 8.
     costs = rank_costs(MODERN, 2, 2)
@@ -75,6 +76,18 @@ def test_what_serving_takes_is_what_the_ledger_says(run: Run, tmp_path: Path) ->
     token = max(cost.kv_bytes_per_token for cost in costs)
     assert found[2, 2]["kv_bytes_per_token"] == token
     assert found[2, 2]["kv_bytes_per_context"] == token * MODERN.max_position_embeddings
+    assert found[2, 2]["gpu_gb"] == 16, "the smallest that is listed"
+    halves = [one for one in report["splits"] if one["dtype"] == "bfloat16"]
+    assert 2 * halves[0]["weight_bytes"] == found[1, 1]["weight_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("weights_gb", "kv_gb", "gpu_gb"), [(10, 1, 16), (40, 20, 80), (150, 0, 180), (170, 9, None)]
+)
+def test_a_gpu_is_named_that_leaves_a_tenth_free(
+    weights_gb: int, kv_gb: int, gpu_gb: int | None
+) -> None:
+    assert _gpu_gb(int((weights_gb + kv_gb) * 1e9), int(weights_gb * 1e9)) == gpu_gb
 
 
 def test_only_some_experts_are_active(run: Run, tmp_path: Path) -> None:
