@@ -22,7 +22,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 10
+ABI = 12
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.
@@ -35,17 +35,17 @@ SEGMENT = 256
 BRIEF_ROWS = 16
 BRIEF_NUMBERS = 1 << 24
 
-_Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
+POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Rows(ctypes.Structure):
     """As in cpu/tokens.c."""
 
     _fields_ = (
-        *((name, _Int) for name in ("rows", "groups", "queries", "width")),
-        *((name, _Int) for name in ("block_tokens", "table_width", "window", "bf16", "threads")),
+        *((name, INT) for name in ("rows", "groups", "queries", "width")),
+        *((name, INT) for name in ("block_tokens", "table_width", "window", "bf16", "threads")),
         ("scale", ctypes.c_double),
-        *((name, _Pointer) for name in ("row", "sequence", "context", "tables")),
+        *((name, POINTER) for name in ("row", "sequence", "context", "tables")),
     )
 
 
@@ -53,31 +53,11 @@ class _Runs(ctypes.Structure):
     """As in cpu/prompts.c."""
 
     _fields_ = (
-        *((name, _Int) for name in ("pieces", "groups", "queries", "width")),
-        *((name, _Int) for name in ("block_tokens", "table_width", "window", "threads")),
+        *((name, INT) for name in ("pieces", "groups", "queries", "width")),
+        *((name, INT) for name in ("block_tokens", "table_width", "window", "threads")),
         ("scale", ctypes.c_double),
-        *((name, _Pointer) for name in ("row", "past", "sequence", "tables")),
-        *((name, _Pointer) for name in ("parts", "begins", "shared", "desks")),
-    )
-
-
-class _Weight(ctypes.Structure):
-    """As in cpu/products.c."""
-
-    _fields_ = (
-        ("panels", _Pointer),
-        *((name, _Int) for name in ("channels", "columns", "wide")),
-    )
-
-
-class _Norm(ctypes.Structure):
-    """As in cpu/products.c."""
-
-    _fields_ = (
-        ("scale", _Pointer),
-        ("shift", _Pointer),
-        ("epsilon", ctypes.c_double),
-        ("rms", _Int),
+        *((name, POINTER) for name in ("row", "past", "sequence", "tables")),
+        *((name, POINTER) for name in ("parts", "begins", "shared", "desks")),
     )
 
 
@@ -93,24 +73,32 @@ _TAKES = {
     "preamble_multiply_by": "p iii p i p i ppp i p",
     "preamble_before_activation": "ppp iii",
     "preamble_attend_families": "pp",
+    "preamble_layers": "pp",
+    "preamble_layers_numbers": "pi",
+    "preamble_multiplies_int8": "",
+    "preamble_shortlist": "pp i p i",
 }
 _ANSWERS = (
     *("preamble_attend", "preamble_attend_runs"),
-    *("preamble_piece_queries", "preamble_attend_families"),
+    *("preamble_piece_queries", "preamble_attend_families", "preamble_layers"),
+    "preamble_multiplies_int8",
 )
+_ANSWERS_LONG = ("preamble_layers_numbers", "preamble_shortlist")
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, kinds in _TAKES.items():
         function = getattr(found, name, None)
         if function is not None:
-            function.argtypes = [_Pointer if one == "p" else _Int for one in kinds if one != " "]
+            function.argtypes = [POINTER if one == "p" else INT for one in kinds if one != " "]
             function.restype = ctypes.c_int if name in _ANSWERS else None
+            if name in _ANSWERS_LONG:
+                function.restype = INT
     return found
 
 
 @cache
-def _brief() -> ctypes.CDLL:
+def brief() -> ctypes.CDLL:
     """The same, called without letting other Python threads in: they may keep the lock for long."""
     found = library()
     assert found is not None, "ask `library` first"
@@ -190,22 +178,26 @@ class Paged:
         self._numbers = torch.tensor([rows, sequences, contexts])
         self._plan: _Rows | None = None
 
-    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Fill these rows of `out` with those of q; both are (T, H, D)."""
+    def plan(self, heads: int, kv: Tensor) -> ctypes.Structure:
+        """The same for the library; it is good for as long as this is kept."""
         if self._plan is None:
             _, _, groups, block_tokens, width = kv.shape
             self._plan = _Rows(
-                *(self._numbers.shape[1], groups, q.shape[1] // groups, width),
+                *(self._numbers.shape[1], groups, heads // groups, width),
                 *(block_tokens, self._tables.shape[1], self._window),
-                *(q.dtype == torch.bfloat16, torch.get_num_threads()),
+                *(kv.dtype == torch.bfloat16, torch.get_num_threads()),
                 width**-0.5,
                 *(numbers.data_ptr() for numbers in self._numbers),
                 self._tables.data_ptr(),
             )
-        brief = self._contexts * kv[0, :, :, 0].numel() <= BRIEF_NUMBERS
-        found = _brief() if brief else library()
+        return self._plan
+
+    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        """Fill these rows of `out` with those of q; both are (T, H, D)."""
+        short = self._contexts * kv[0, :, :, 0].numel() <= BRIEF_NUMBERS
+        found = brief() if short else library()
         assert found is not None
-        _attend(found.preamble_attend, self._plan, q, kv, out)
+        _attend(found.preamble_attend, self.plan(q.shape[1], kv), q, kv, out)
 
 
 def attends_runs(x: Tensor) -> bool:
@@ -233,13 +225,13 @@ class Runs:
         self._numbers = torch.tensor([rows, past, sequences])
         self._plan: _Runs | None = None
 
-    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Fill these rows of `out` with those of q; both are (T, H, D)."""
-        found = library()
-        assert found is not None
+    def plan(self, heads: int, kv: Tensor) -> ctypes.Structure:
+        """The same for the library; it is good for as long as this is kept."""
         if self._plan is None:
+            found = library()
+            assert found is not None
             _, _, groups, block_tokens, width = kv.shape
-            threads, queries = torch.get_num_threads(), q.shape[1] // groups
+            threads, queries = torch.get_num_threads(), heads // groups
             self._desks = torch.empty(threads * found.preamble_desk_bytes(), dtype=torch.uint8)
             _, past, sequences = self._numbers.tolist()
             pieces = cut(
@@ -266,7 +258,13 @@ class Runs:
                 *(numbers.data_ptr() for numbers in self._pieces),
                 self._desks.data_ptr(),
             )
-        _attend(found.preamble_attend_runs, self._plan, q, kv, out)
+        return self._plan
+
+    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        """Fill these rows of `out` with those of q; both are (T, H, D)."""
+        found = library()
+        assert found is not None
+        _attend(found.preamble_attend_runs, self.plan(q.shape[1], kv), q, kv, out)
 
 
 class Piece(NamedTuple):
@@ -341,7 +339,7 @@ def _attend(
 def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> None:
     """Write keys and values (T, G, D) into their slots of the pool."""
     tokens, groups, width = k.shape
-    found = _brief() if tokens <= BRIEF_ROWS else library()
+    found = brief() if tokens <= BRIEF_ROWS else library()
     assert found is not None
     if k.stride(2) != 1 or v.stride() != k.stride():
         k, v = k.contiguous(), v.contiguous()
@@ -352,106 +350,3 @@ def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> Non
         *(blocks.data_ptr(), places.data_ptr()),
         *(tokens, groups, kv.shape[3], width * size),
     )
-
-
-def best(logits: Tensor) -> Tensor:
-    """The place of each row's largest number (R, V), the first of equals; NaN is never it."""
-    fits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
-    if not fits or machine() != MACHINES[-1]:
-        return logits.argmax(-1)
-    rows, width = logits.shape
-    places = torch.empty(rows, dtype=torch.int64)
-    _brief().preamble_best(
-        *(logits.data_ptr(), logits.stride(0), rows, width),
-        *(places.data_ptr(), torch.get_num_threads()),
-    )
-    return places
-
-
-# Columns of a weight that lie together.
-COLUMNS = 32
-# What a product can end with, as the library counts it.
-ACTIVATIONS = (None, "gelu", "gelu_tanh")
-
-
-def multiplies(weight: Tensor) -> bool:
-    """Whether the library is there and has products with such a weight."""
-    return (
-        weight.dtype == torch.bfloat16
-        and weight.device.type == "cpu"
-        and weight.shape[1] % 2 == 0
-        and machine() == MACHINES[-1]
-    )
-
-
-def panels_size(weight: Tensor) -> int:
-    """How many numbers `Panels` holds of a weight."""
-    columns, channels = weight.shape
-    return -(-columns // COLUMNS) * COLUMNS * channels
-
-
-class Norm:
-    """LayerNorm, or RMSNorm, by a scale and perhaps a shift."""
-
-    def __init__(self, scale: Tensor, shift: Tensor | None, epsilon: float, *, rms: bool) -> None:
-        # Kept, since the library is given their addresses.
-        self._numbers = [x.detach().float().contiguous() for x in (scale, shift) if x is not None]
-        addresses = [x.data_ptr() for x in self._numbers]
-        self._record = _Norm(
-            addresses[0], addresses[1] if shift is not None else None, epsilon, rms
-        )
-        self.record = ctypes.byref(self._record)
-
-
-class Panels:
-    """A weight (columns, channels) in the order in which a product reads it, and the product.
-
-    A row's sums are the same to the bit, however many rows there are.
-    """
-
-    def __init__(self, weight: Tensor, memory: Tensor, *, wide: bool = False) -> None:
-        """`memory` has room for `panels_size` numbers, and becomes the weight.
-
-        `wide`: what comes out is fp32, and not rounded to the weight's dtype.
-        """
-        self._dtype = torch.float32 if wide else weight.dtype
-        self._columns, channels = weight.shape
-        padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self._columns % COLUMNS))
-        pairs = padded.view(-1, COLUMNS, channels // 2, 2).transpose(1, 2)
-        self._memory = memory.view(pairs.shape).copy_(pairs)
-        self._weight = _Weight(self._memory.data_ptr(), channels, self._columns, wide)
-        found = library()
-        assert found is not None, "ask `multiplies` first"
-        self._at_length = found.preamble_multiply
-        small = self._memory.numel() <= BRIEF_NUMBERS
-        self._in_brief = _brief().preamble_multiply if small else self._at_length
-
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        residual: Tensor | None,
-        *,
-        norm: Norm | None = None,
-    ) -> Tensor:
-        """The product of rows, or of normed ones."""
-        x, rows = x.contiguous(), x.shape[0]
-        if residual is not None:
-            residual = residual.contiguous()
-        assert x.dtype == torch.bfloat16 and x.shape[1] == self._weight.channels
-        assert bias is None or bias.dtype == x.dtype
-        assert residual is None or (residual.dtype == x.dtype and residual.shape[0] == rows)
-        y = torch.empty((rows, self._columns), dtype=self._dtype)
-        normed = x if norm is None else torch.empty_like(x)
-        multiply = self._in_brief if rows <= BRIEF_ROWS else self._at_length
-        multiply(
-            ctypes.byref(self._weight),
-            *(x.data_ptr(), rows),
-            None if bias is None else bias.data_ptr(),
-            ACTIVATIONS.index(activation),
-            None if residual is None else residual.data_ptr(),
-            *(y.data_ptr(), torch.get_num_threads()),
-            *((None, None) if norm is None else (norm.record, normed.data_ptr())),
-        )
-        return y

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from gpt.batch import Batch
-from gpt.kernels import ACTIVATIONS, COLUMNS, MACHINES, library, machine
+from gpt.kernels import MACHINES, library, machine
+from gpt.panels import COLUMNS
 
+# What a product can end with, as the library counts it, where it knows the slope.
+ACTIVATIONS = (None, "gelu", "gelu_tanh")
 # For fewer rows the panels cost more than they save.
 ROWS_MIN = 64
 
@@ -62,7 +65,7 @@ def multiplies(x: Tensor, weight: Tensor) -> bool:
 def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
 ) -> Tensor:
-    """The product, and what comes after it; `activation` is one of `kernels.ACTIVATIONS`."""
+    """The product, and what comes after it; `activation` is one of `ACTIVATIONS`."""
     y = _Product.apply(x, weight, bias, activation, residual)  # type: ignore[no-untyped-call]
     return cast(Tensor, y)
 
@@ -135,7 +138,7 @@ def _address(x: Tensor | None) -> int | None:
 def attends(q: Tensor, k: Tensor, batch: Batch, window: int | None) -> bool:
     """Whether the library is there, and has attention of such a batch and its gradients."""
     return (
-        _learns(q)
+        (_learns(q) or _learns(k))  # Of a learned prefix, in the first layer keys alone do.
         and q.shape[-1] % COLUMNS == 0
         and (window is None or window >= max(batch.contexts))
         # Gradients of a group are one thread's.

@@ -7,15 +7,19 @@ it is looked up too.
 """
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from gpt import kernels
+from gpt import int8_panels, panels
+from gpt.accuracy import Drift, Gate, judge
+from gpt.int8_panels import Int8Panels
 from gpt.kv import zeros
-from gpt.layers import ACTIVATIONS, ColumnLinear, Linear, Product
+from gpt.layers import ACTIVATIONS, MLP, ColumnLinear, Linear, Normed, Product
 from gpt.model import GPT
+from gpt.panels import Norm, Panels
+from gpt.shortlist import Shortlist
+from gpt.walk import Walk, norm_before
 
 log = logging.getLogger(__name__)
 
@@ -48,53 +52,65 @@ class Packed:
         return y if residual is None else residual + y
 
 
-class Paneled:
-    """A weight in our library's layout, and the product with it."""
+def pack(model: GPT, *, int8: bool = False) -> None:
+    """Swap a loaded model's weights for packed ones, where that helps; it cannot train then.
 
-    def __init__(self, weight: Tensor, memory: Tensor, *, wide: bool) -> None:
-        self._panels = kernels.Panels(weight, memory, wide=wide)
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
-    ) -> Tensor:
-        if activation in kernels.ACTIVATIONS:
-            return self._panels.multiply(x, bias, activation, residual)
-        y = ACTIVATIONS[activation](self._panels.multiply(x, bias, None, None))
-        return y if residual is None else residual + y
-
-    def after(
-        self, norm: kernels.Norm, bias: Tensor | None
-    ) -> Callable[[Tensor, str | None], Tensor]:
-        """The product of rows that are normed first."""
-        multiply = self._panels.multiply
-
-        def whole(x: Tensor, activation: str | None) -> Tensor:
-            if activation in kernels.ACTIVATIONS:
-                return multiply(x, bias, activation, None, norm=norm)
-            return ACTIVATIONS[activation](multiply(x, bias, None, None, norm=norm))
-
-        return whole
-
-
-def pack(model: GPT) -> None:
-    """Swap a loaded model's weights for packed ones, where that helps; it cannot train then."""
+    `int8`: for bytes, and nobody is told what that changes. See `pack_as_bytes`.
+    """
+    if int8:
+        int8_panels.refuse_unfit(model.mesh.device, model.dtype)
     reason = _unfit(model)
-    if reason is not None:
+    if reason is not None and not int8:
         log.info("event=weights_not_packed reason=%r", reason)
         return
     linears = [module for module in model.modules() if isinstance(module, Linear)]
+    gated = {m.linear_fc1 for m in model.modules() if isinstance(m, MLP) and m.config.gated}
     # No list of the weights may outlive this line, or none of them would go.
-    heads = [model.head_weight] if model.last else []
-    packed = _packing([*(module.weight for module in linears), *heads])
+    packing = _Packing(
+        [model.head_weight] * model.last,
+        [(one.weight, one in gated) for one in linears],
+        int8=int8,
+    )
     if model.last:
-        model.product = packed(model.head_weight, True)
+        model.product = product = packing.product(model.head_weight, wide=True)
+        # Beside a head in bytes there is nothing that would be quicker.
+        if model.mesh.tp == 1 and isinstance(product, Panels) and not int8:
+            tokens = model.head_weight[: model.config.vocab_size]
+            model.shortlist = Shortlist.of(tokens, product)
+            del tokens
         if model.output_layer is not None:
             _drop_weight(model.output_layer)
     for module in linears:
-        module.product = product = packed(module.weight, False)
+        module.product = product = packing.product(module.weight, gated=module in gated)
         _drop_weight(module)
-        if isinstance(module, ColumnLinear) and isinstance(product, Paneled) and model.mesh.tp == 1:
-            _join_norm(module, product)
+        # With one tensor rank nothing happens between a linear and the norm in front of it.
+        if isinstance(module, ColumnLinear) and isinstance(product, Panels) and model.mesh.tp == 1:
+            norm = norm_before(module)
+            module.whole = None if norm is None else _normed(product, norm, module.bias)
+    if packing.ours and model.mesh.tp == 1 and Walk.fits(model.config):
+        model.walk = Walk(model)
+    form = "int8" if int8 else "panels" if packing.ours else "onednn"
+    log.info("event=weights_packed form=%s shortlist=%s", form, model.shortlist is not None)
+
+
+def pack_as_bytes(model: GPT, divergence_max: float | None = None) -> Drift | None:
+    """Pack for weights of one byte, and refuse what that changes too much.
+
+    All ranks must call together. The last stage knows what it changed.
+    """
+    int8_panels.refuse_unfit(model.mesh.device, model.dtype)
+    gate = Gate(model, divergence_max)
+    pack(model, int8=True)
+    drift = gate.drift(model)
+    judge(drift, "weights int8")
+    return drift
+
+
+def weight_bytes(model: GPT) -> int:
+    """What a model's weights take that are as they were stored, or ours."""
+    products = [module.product for module in model.modules() if isinstance(module, Linear)]
+    held = [one.nbytes for one in (*products, model.product) if isinstance(one, Panels)]
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(held)
 
 
 def batch_invariant(model: GPT) -> bool:
@@ -104,38 +120,40 @@ def batch_invariant(model: GPT) -> bool:
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     return model.config.num_experts == 0 and all(
-        isinstance(module.product, Paneled) for module in linears
+        isinstance(module.product, Panels) for module in linears
     )
 
 
-def _join_norm(module: ColumnLinear, product: Paneled) -> None:
-    """With one tensor rank nothing happens between a linear and the norm in front of it."""
-    config, scale = module.config, module.layer_norm_weight
-    if scale is None:
-        return
-    if config.layernorm_zero_centered_gamma:
-        scale = scale.float() + 1
-    rms = config.normalization == "RMSNorm"
-    shift = None if rms else module.layer_norm_bias
-    norm = kernels.Norm(scale, shift, config.layernorm_epsilon, rms=rms)
-    module.whole = product.after(norm, module.bias)
+def _normed(product: Panels, norm: Norm, bias: Tensor | None) -> Normed:
+    """The product of rows that are normed first."""
+    return lambda x, activation: product(x, bias, activation, None, norm=norm)
 
 
-def _packing(weights: list[Tensor]) -> Callable[[Tensor, bool], Product]:
-    """How to pack these; whether a product's results may as well stay fp32, as logits do."""
-    if not all(kernels.multiplies(weight) for weight in weights):
-        return lambda weight, _wide: Packed(weight)
-    # In one piece, so that it may lie in huge pages. It takes no memory until it is filled.
-    sizes = [kernels.panels_size(weight) for weight in weights]
-    memory = zeros((sum(sizes),), torch.bfloat16, torch.device("cpu"))
-    left = [memory]
+class _Packing:
+    """Where packed weights lie: in our library's layout if it can take them all, else oneDNN's."""
 
-    def paneled(weight: Tensor, wide: bool) -> Product:
-        size = kernels.panels_size(weight)
-        mine, left[0] = left[0][:size], left[0][size:]
-        return Paneled(weight, mine, wide=wide)
+    def __init__(
+        self, heads: list[Tensor], linears: list[tuple[Tensor, bool]], *, int8: bool
+    ) -> None:
+        """`linears`: and whether they have gates."""
+        self._kind: type[Panels] = Int8Panels if int8 else Panels
+        self._size = int8_panels.size if int8 else panels.size
+        every = [(head, False) for head in heads] + linears
+        self.ours = int8 or all(panels.multiplies(weight) for weight, _ in every)
+        numbers = sum(self._size(weight, gated=gated) for weight, gated in every)
+        # In one piece, so that it may lie in huge pages. It takes no memory until it is filled.
+        self._left: Tensor | None = None
+        if self.ours:
+            dtype = torch.uint8 if int8 else torch.bfloat16
+            self._left = zeros((numbers,), dtype, torch.device("cpu"))
 
-    return paneled
+    def product(self, weight: Tensor, *, wide: bool = False, gated: bool = False) -> Product:
+        """`wide`: the results may as well stay fp32, as logits do."""
+        if self._left is None:
+            return Packed(weight)
+        size = self._size(weight, gated=gated)
+        mine, self._left = self._left[:size], self._left[size:]
+        return self._kind(weight, mine, wide=wide, gated=gated)
 
 
 def _drop_weight(module: nn.Module) -> None:

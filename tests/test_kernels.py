@@ -19,8 +19,9 @@ COMPILER = shutil.which("cc")
 if COMPILER is None:
     pytest.skip("there is no C compiler here, so no library in C", allow_module_level=True)
 
-# Beside fp64: sums in fp32, and the rounding of numbers of up to four to bf16.
-FAR_MAX = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+# Beside fp64, of the largest value: sums in fp32; in bf16 each probability and what comes out are
+# rounded, by 2^-9 and more at most.
+FAR_MAX = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
 @pytest.fixture(autouse=True, params=[*kernels.MACHINES])
@@ -63,7 +64,7 @@ def test_paged_attention_equals_the_plain_twin(
     one = case([n for n, _ in sizes], [p for _, p in sizes], heads, size, dtype)
     got = one.attend(window)
     far = (got.double() - one.exact(window)).abs().max()
-    assert far < FAR_MAX[dtype]
+    assert far < FAR_MAX[dtype] * max(one.v.abs().max(), one.kv.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

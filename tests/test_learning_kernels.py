@@ -19,6 +19,7 @@ from gpt.model import GPT
 from gpt.parallel import Mesh
 from gpt.recompute import Recompute
 from gpt.whole import lean
+from ptuning.pipeline import prefix_at
 
 if shutil.which("cc") is None or kernels.machine() != kernels.MACHINES[-1]:
     pytest.skip("no library in C, or no machine that it is for", allow_module_level=True)
@@ -166,27 +167,35 @@ def test_large_scores_and_hidden_tokens_do_no_harm() -> None:
     assert torch.equal(learning_kernels.attend(q, other, v, batch)[:39], y[:39])
 
 
-def learned(model: GPT) -> tuple[Tensor, Tensor]:
-    """The loss of a batch, and the gradient of a table."""
+def learned(model: GPT, what: str = "table") -> tuple[Tensor, Tensor]:
+    """The loss of a batch, and the gradient of a table; or of a prefix in every layer."""
     torch.manual_seed(0)
     batch = Batch.plain([6, 70, 33, 40], parents=[None, 0, 0, 0])
     ids = torch.randint(SMALL.vocab_size, (batch.tokens,))
     ids[:6] = SMALL.vocab_size + torch.arange(6)
     wide = torch.promote_types(model.dtype, torch.float32)
-    table = torch.randn(6, 64).to(wide).requires_grad_()
-    loss = F.cross_entropy(model(ids, batch, table=table)[:-1], ids[1:] % SMALL.vocab_size)
+    shape = (6, 64) if what == "table" else (6, SMALL.num_layers, 2, 2, 32)
+    table = torch.randn(shape).to(wide).requires_grad_()
+    if what == "table":
+        x = model.hidden(ids, batch, table=table)
+    else:
+        prefix = prefix_at(dict(enumerate(table.unbind(1))), ids, SMALL.vocab_size)
+        x = model.hidden(ids, batch, prefix=prefix)
+    # What a virtual token itself says is not learned, nor is one ever predicted.
+    loss = F.cross_entropy(model.head(x, batch)[6:-1], ids[7:])
     loss.backward()
     assert table.grad is not None
     return loss.detach(), table.grad
 
 
-def test_a_model_learns_the_same_with_the_library_and_without() -> None:
-    exact = learned(load_model(fresh(SMALL, 0), Mesh.single(), dtype=torch.float64))
+@pytest.mark.parametrize("what", ["table", "prefix"])
+def test_a_model_learns_the_same_with_the_library_and_without(what: str) -> None:
+    exact = learned(load_model(fresh(SMALL, 0), Mesh.single(), dtype=torch.float64), what)
     model = load_model(fresh(SMALL, 0), Mesh.single())
-    ours = learned(model)
+    ours = learned(model, what)
     kernels.choose_machine("plain")
     try:
-        plain = learned(model)
+        plain = learned(model, what)
     finally:
         kernels.choose_machine(None)
     assert not torch.equal(ours[1], plain[1]), "the library served neither"

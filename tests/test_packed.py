@@ -9,8 +9,10 @@ import torch
 
 from gpt import packed
 from gpt.generate import generate
+from gpt.int8_panels import Int8Panels, multiplies
 from gpt.layers import Linear
 from gpt.packed import pack
+from gpt.panels import Panels
 from gpt.parallel import Mesh
 from gpt.sampling import Sampling
 from tests.models import CLASSIC, CONFIGS, MODERN, build, first_tie, recompute_greedy
@@ -75,8 +77,13 @@ def test_no_weight_is_held_twice_but_a_tied_embedding() -> None:
         assert held == embeddings[: 1 + config.learned_positions]
 
 
-def test_a_weight_is_gone_when_the_next_one_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_weight_is_gone_when_the_next_one_is_packed(
+    monkeypatch: pytest.MonkeyPatch, int8: bool
+) -> None:
     """Else a model would for a moment need its memory twice."""
+    if int8 and not multiplies():
+        pytest.skip("this machine does not multiply bytes")
     model = build(CLASSIC, dtype=torch.bfloat16)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     weights = [weakref.ref(module.weight) for module in linears]
@@ -89,9 +96,9 @@ def test_a_weight_is_gone_when_the_next_one_is_packed(monkeypatch: pytest.Monkey
 
         return begins
 
-    for kind in (packed.Packed, packed.Paneled):
+    for kind in (packed.Packed, Panels, Int8Panels):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
-    pack(model)
+    pack(model, int8=int8)
     assert held[-len(weights) :] == list(range(len(weights), 0, -1))
 
 

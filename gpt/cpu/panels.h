@@ -9,6 +9,35 @@
 #define COLUMNS 32 /* Of a panel: they lie together, pairs of channels side by side. */
 #define TILE 12    /* Rows whose sums fit into registers. */
 
+/* A weight in panels, of bf16 or of bytes; or none, where they are NULL. */
+typedef struct {
+    const void *panels;
+    int64_t channels, columns;
+    int64_t wide;  /* The results stay fp32. */
+    int64_t gated; /* A panel is 16 gates, then 16 columns that they multiply. */
+    const float *scales; /* Of bytes: each column's, as they stand in panels; else NULL. */
+} Weight;
+
+/* What is done to rows before: LayerNorm, or RMSNorm, by fp32 numbers; or nothing: no scale. */
+typedef struct {
+    const float *scale, *shift; /* No shift: NULL. */
+    double epsilon;
+    int64_t rms;
+} Norm;
+
+/* A row of `width` numbers, normed. */
+__attribute__((visibility("hidden"))) void norm_row(const Norm *norm, const uint16_t *x,
+                                                    int64_t width, uint16_t *out);
+
+/* In products.c, tokens.c and prompts.c. */
+void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
+                       int64_t activation, const uint16_t *residual, void *out, int64_t threads,
+                       const Norm *norm, uint16_t *normed);
+int preamble_attend(const void *rows, const void *q, int64_t row_stride, int64_t head_stride,
+                    const void *kv, void *out);
+int preamble_attend_runs(const void *runs, const void *q, int64_t row_stride,
+                         int64_t head_stride, const void *kv, void *out);
+
 /* Adds to the sums of `rows` rows (`stride` numbers apart) what `pairs` pairs of channels give with
    a panel's columns. Each sum is taken channel by channel, however many rows there are. */
 BF16 INLINE void add(__m512 (*sum)[2], const uint16_t *x, int64_t stride, const uint16_t *panel,

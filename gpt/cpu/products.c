@@ -1,63 +1,11 @@
-/* Products of bf16 rows with a weight in panels, and what comes after: bias, activation, residual.
+/* Products of bf16 rows with a weight in panels.
 
    A weight is read once, in the order in which it lies, for up to twelve rows at a time. */
 
-#include "panels.h"
+#include "product.h"
 
 #if defined(__x86_64__)
 #include <omp.h>
-
-enum { NOTHING, GELU, GELU_TANH };
-
-typedef struct {
-    const uint16_t *panels;
-    int64_t channels, columns;
-    int64_t wide; /* The results stay fp32. */
-} Weight;
-
-/* What is done to rows before: LayerNorm, or RMSNorm, by fp32 numbers. */
-typedef struct {
-    const float *scale, *shift; /* No shift: NULL. */
-    double epsilon;
-    int64_t rms;
-} Norm;
-
-/* Rows (bf16) times a weight, and what comes after it. */
-typedef struct {
-    const Weight *weight;
-    const uint16_t *x, *bias, *residual;
-    void *out;
-    int64_t rows, activation;
-    uint16_t *before; /* Where rows go as they are before the activation, or NULL. */
-} Product;
-
-/* tanh or erf of what GELU takes it of. */
-INLINE Floats bend(Floats x, int tanh_form)
-{
-    const Ints sign = (Ints)x & (int32_t)0x80000000;
-    const Floats one = (Floats){0} + 1.0f;
-    Floats y;
-    if (tanh_form) {
-        Floats z = (x + x * x * x * 0.044715f) * 0.79788456080286536f;
-        z = (Floats)((Ints)z & 0x7fffffff);
-        Floats e = power(z * -2.0f);
-        y = (one - e) / (one + e);
-    } else {
-        Floats z = (Floats)((Ints)x & 0x7fffffff) * 0.70710678118654752f;
-        Floats t = one / (z * 0.3275911f + 1.0f); /* Abramowitz and Stegun 7.1.26. */
-        Floats p = t * 1.061405429f - 1.453152027f;
-        p = p * t + 1.421413741f;
-        p = p * t - 0.284496736f;
-        p = p * t + 0.254829592f;
-        y = one - p * t * power(z * z * -1.0f);
-    }
-    return (Floats)((Ints)y | sign);
-}
-
-INLINE Floats gelu(Floats x, int tanh_form)
-{
-    return x * 0.5f * (bend(x, tanh_form) + 1.0f);
-}
 
 /* How much GELU grows with x. */
 INLINE Floats gelu_slope(Floats x, int tanh_form)
@@ -80,33 +28,7 @@ BF16 INLINE void tile(const Product *p, const uint16_t *panel, int64_t first, in
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
     add(sum, p->x + first * w->channels, w->channels, panel, w->channels / 2, rows);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-        int64_t at = column + half * LANES, left = w->columns - at;
-        if (left <= 0)
-            break;
-        __mmask16 there = first_lanes(left);
-        __m512 bias = p->bias ? widened(p->bias + at, there) : _mm512_setzero_ps();
-#pragma GCC unroll 12
-        for (int i = 0; i < rows; i++) {
-            int64_t place = (first + i) * w->columns + at;
-            __m512 y = sum[i][half] + bias;
-            if (p->before) { /* What is kept is what the activation is taken of. */
-                __m256bh rounded = _mm512_cvtneps_pbh(y);
-                _mm256_mask_storeu_epi16(p->before + place, there, (__m256i)rounded);
-                y = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
-            }
-            if (p->activation)
-                y = (__m512)gelu((Floats)y, p->activation == GELU_TANH);
-            if (p->residual)
-                y += widened(p->residual + place, there);
-            if (w->wide)
-                _mm512_mask_storeu_ps((float *)p->out + place, there, y);
-            else
-                _mm256_mask_storeu_epi16((uint16_t *)p->out + place, there,
-                                         (__m256i)_mm512_cvtneps_pbh(y));
-        }
-    }
+    finish(p, sum, first, column, rows);
 }
 
 #define TILE_OF(n) case n: tile(p, panel, first, column, n); break;
@@ -123,7 +45,7 @@ BF16 static void tiles(const Product *p, const uint16_t *panel, int64_t column)
 }
 
 /* A row of `width` numbers, normed. */
-BF16 static void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
+BF16 void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
 {
     __m512 sum = _mm512_setzero_ps(), squares = sum;
     for (int64_t c = 0; !norm->rms && c < width; c += LANES)
@@ -153,19 +75,30 @@ void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, co
     if (rows == 0)
         return;
     const uint16_t *read = norm ? normed : x;
-    const Product product = {weight, read, bias, residual, out, rows, activation, NULL};
-    const int64_t panels = (weight->columns + COLUMNS - 1) / COLUMNS, width = weight->channels;
+    const int64_t groups = weight->scales ? groups_of(weight->channels) : 0;
+    Group *bytes = groups ? room_for(rows * groups * sizeof *bytes) : NULL;
+    const Product product = {weight, read, bias, residual, out, rows, activation, NULL, bytes};
+    const int64_t made = weight->columns << weight->gated, width = weight->channels;
+    const int64_t panels = (made + COLUMNS - 1) / COLUMNS;
     /* A thread that something else has kept from its core does not keep the others waiting long. */
     const int64_t share = panels / (threads * 8) + 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        if (norm)
+        if (norm || bytes)
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++)
-                norm_row(norm, x + row * width, width, normed + row * width);
+            for (int64_t row = 0; row < rows; row++) {
+                if (norm)
+                    norm_row(norm, x + row * width, width, normed + row * width);
+                if (bytes)
+                    bring_to_bytes(read + row * width, width, bytes + row * groups);
+            }
 #pragma omp for schedule(dynamic, share)
         for (int64_t panel = 0; panel < panels; panel++)
-            tiles(&product, weight->panels + panel * width * COLUMNS, panel * COLUMNS);
+            if (bytes)
+                multiply_bytes(&product, panel);
+            else
+                tiles(&product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
+                      panel * COLUMNS);
     }
 }
 
@@ -188,8 +121,8 @@ void preamble_multiply_by(const uint16_t *weight, int64_t channels, int64_t colu
                           const uint16_t *residual, uint16_t *out, uint16_t *before,
                           int64_t threads, uint16_t *memory)
 {
-    const Weight shape = {NULL, channels, columns, 0};
-    const Product product = {&shape, x, bias, residual, out, rows, activation, before};
+    const Weight shape = {NULL, channels, columns, 0, 0, NULL};
+    const Product product = {&shape, x, bias, residual, out, rows, activation, before, NULL};
     const int64_t share = columns / COLUMNS / (threads * 8) + 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

@@ -268,9 +268,10 @@ int64_t preamble_piece_queries(int64_t width)
 }
 
 /* Runs of bf16 rows of q (strides in numbers: of a row, of a head) to the same rows of `out`. */
-int preamble_attend_runs(const Runs *r, const uint16_t *q, int64_t row_stride,
-                         int64_t head_stride, const char *kv, uint16_t *out)
+int preamble_attend_runs(const void *runs, const void *q, int64_t row_stride,
+                         int64_t head_stride, const void *kv, void *out)
 {
+    const Runs *r = runs;
     if (r->width > WIDTH_MAX || r->width % 2 || machine < AVX512_BF16)
         return 1;
     /* The last piece of a run sees the most keys, so it goes first. */

@@ -145,9 +145,10 @@ static const char *first_keys(const Rows *r, const char *kv, int64_t item)
 
 /* Rows of q (strides in numbers: of a row, of a head) to the same rows of `out`, which has no
    gaps. */
-int preamble_attend(const Rows *r, const void *q, int64_t row_stride, int64_t head_stride,
+int preamble_attend(const void *rows, const void *q, int64_t row_stride, int64_t head_stride,
                     const void *kv, void *out)
 {
+    const Rows *r = rows;
     const int64_t bytes = r->bf16 ? 2 : 4, items = r->rows * r->groups;
     const int64_t chunks = (r->queries + QUERIES - 1) / QUERIES;
     if (r->width > WIDTH_MAX)

@@ -1,0 +1,92 @@
+"""The likeliest token of a few rows without the whole head: by its bytes, then some of itself.
+
+Bytes take half of the memory that the head has, and say in which bounds each logit lies. Only
+panels with a token that can be the likeliest are then computed from the head, as its product would:
+the token is that product's, to the last tie (cpu/shortlist.c). It is for a few rows, and no more.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gpt import int8_panels
+from gpt.kernels import BRIEF_NUMBERS, INT, POINTER, brief, library
+from gpt.kv import zeros
+from gpt.panels import COLUMNS, Panels
+
+ROWS_MAX = 4  # As in cpu/shortlist.c. With more it would not be quicker.
+# In which norms of a head's columns bounds are sure: floats' squares must not come to nothing.
+NORMS = (1e-10, 1e10)
+ROWS_AT_ONCE = 4096  # Of a head, while it is read.
+# Where it was not quicker, it is not tried for so many steps, and for twice as many the next time.
+PAUSE_MIN, PAUSE_MAX = 8, 1024
+
+
+class _Record(ctypes.Structure):
+    """As in cpu/shortlist.c."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("panels", "scales", "errors", "exact")),
+        *(("channels", INT), ("columns", INT), ("norm_max", ctypes.c_double)),
+    )
+
+
+class Shortlist:
+    """Of a head in panels of bf16: `weight` is the same as it was, and is not kept."""
+
+    def __init__(self, weight: Tensor, head: Panels, mean: Tensor, norm_max: float) -> None:
+        """Bytes lack the `mean` of all columns, and none has a larger norm. See `of`."""
+        assert head.record.scales is None and head.record.channels == weight.shape[1]
+        self._memory = zeros((int8_panels.size(weight),), torch.uint8, torch.device("cpu"))
+        scales, errors = int8_panels.lay(weight, self._memory, less=mean)
+        # A norm may have been rounded down.
+        self._kept = (head, scales, errors.mul_(1.001))
+        self._record = _Record(
+            *(self._memory.data_ptr(), scales.data_ptr(), errors.data_ptr(), head.record.panels),
+            *(weight.shape[1], len(weight), norm_max),
+        )
+        found = brief() if self._memory.numel() <= BRIEF_NUMBERS else library()
+        assert found is not None
+        self._found = found
+        self._panels = -(-len(weight) // COLUMNS)
+        self._pause, self._again = 0, PAUSE_MIN
+        self.steps, self.looked = 0, 0  # That it answered, and the head's panels that it took.
+
+    @classmethod
+    def of(cls, weight: Tensor, head: Panels) -> "Shortlist | None":
+        """None: this machine cannot, or there is a number in such a head that spoils all bounds."""
+        if not int8_panels.multiplies():
+            return None
+        # What all have in common, often much, decides nothing: finer steps are left for the rest.
+        parts = weight.detach().split(ROWS_AT_ONCE)
+        mean = torch.stack([part.float().sum(0) for part in parts]).sum(0) / len(weight)
+        norms = [part.float().norm(dim=1).amax() for part in parts]
+        norms += [(part.float() - mean).norm(dim=1).amax() for part in parts]
+        # Bytes are off by half a step in each channel, and a step is at most a 127th of the norm.
+        slack = 1 + weight.shape[1] ** 0.5 / (2 * int8_panels.CODE_MAX)
+        most = 1.001 * slack * float(torch.stack(norms).amax())
+        return cls(weight, head, mean, most) if NORMS[0] < most < NORMS[1] else None
+
+    def best(self, x: Tensor) -> Tensor | None:
+        """The token of each row, the first of equals, for at most ROWS_MAX rows.
+
+        None: it would not be quicker just now, or there are numbers that allow no bounds.
+        """
+        assert x.dtype == torch.bfloat16 and len(x) <= ROWS_MAX
+        if self._pause:
+            self._pause -= 1
+            return None
+        x, places = x.contiguous(), torch.empty(len(x), dtype=torch.int64)
+        looked = self._found.preamble_shortlist(
+            ctypes.byref(self._record),
+            *(x.data_ptr(), len(x), places.data_ptr(), torch.get_num_threads()),
+        )
+        if looked < 0:
+            return None
+        self.steps, self.looked = self.steps + 1, self.looked + looked
+        if 2 * looked > self._panels:  # A panel of the head is twice one of bytes.
+            self._pause, self._again = self._again, min(2 * self._again, PAUSE_MAX)
+        else:
+            self._again = PAUSE_MIN
+        return places
