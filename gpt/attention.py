@@ -18,6 +18,7 @@ from gpt.whole import Drop, family, lean, rectangle, visible
 
 KV = Tensor  # (blocks, 2, G, block tokens, D): keys and values of a layer, head by head.
 Attend = Callable[[Tensor, Tensor, Tensor, Batch, KV | None, int | None], Tensor]
+Store = Callable[[Tensor, Tensor, Batch, KV], None]
 
 # What is read at once should stay in the cache between its gathering and its use.
 GATHERED_BYTES = 4 << 20
@@ -85,11 +86,7 @@ def ragged(
         if learns and not q.is_cuda:
             return lean(q, k, v, batch, window)
         return rectangle(q, k, v, batch, window)
-    shape = Shape(q.shape[1], k.shape[1], kv.shape[3], window)
-    plan = batch.kept.get(shape)
-    if plan is None:
-        plan = batch.kept[shape] = _planned(batch, shape, q, kv)
-    assert isinstance(plan, Plan)
+    plan = planned(batch, Shape(q.shape[1], k.shape[1], kv.shape[3], window), q, kv)
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     for single in plan.native:
         single.attend(q, kv, y)
@@ -175,6 +172,15 @@ def _by_group(x: Tensor, sequences: int, groups: int) -> Tensor:
     d = x.shape[-1]
     x = x.reshape(sequences, -1, groups, x.shape[1] // groups, d).transpose(1, 2)
     return x.reshape(sequences * groups, -1, d)
+
+
+def planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:
+    """Who does what of a step, for queries `like` these; found out once."""
+    plan = batch.kept.get(shape)
+    if plan is None:
+        plan = batch.kept[shape] = _planned(batch, shape, like, kv)
+    assert isinstance(plan, Plan)
+    return plan
 
 
 def _planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:

@@ -174,6 +174,11 @@ class GPTConfig:
         """How many of a head's first channels are rotated."""
         return int(self.kv_channels * self.rotary_percent)
 
+    @property
+    def prefix_width(self) -> int:
+        """How many keys and values a token has in all layers together."""
+        return self.num_layers * 2 * self.num_query_groups * self.kv_channels
+
     def with_fields(self, **changes: Any) -> Self:
         return replace(self, **changes)
 

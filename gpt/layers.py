@@ -5,7 +5,7 @@ goes through `gpt.parallel`, which knows whether rows are shared out. Parameters
 the table in `gpt.sharding` and filled by `gpt.loading`; nothing here has an initial value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt import kernels, learning_kernels
-from gpt.attention import KV, Attend, ragged, store
+from gpt import learning_kernels
+from gpt.attention import KV, Attend, Store, ragged, store
 from gpt.batch import Batch, Dropout
 from gpt.config import GPTConfig, RopeScaling
+from gpt.panels import GATED
 from gpt.parallel import Mesh, enter, leave, linear_of_gathered, scatter_rows, total
 from gpt.recompute import Recompute, again, from_inputs
 from gpt.sharding import Parameter, kept_dtype, local_groups, parameters, part
@@ -26,12 +27,26 @@ from gpt.whole import Drop, unfused
 # A product of rows with a weight that was brought into another form: rows, bias, the name of an
 # activation, what to add at the end. See gpt/packed.py.
 Product = Callable[[Tensor, Tensor | None, str | None, Tensor | None], Tensor]
+Normed = Callable[[Tensor, str | None], Tensor]  # With the norm and the bias: rows, an activation.
+Ending = Callable[[Tensor, Tensor | None, Tensor], Tensor]  # A sum, the bias, what both add to.
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
     "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+# What a linear can end with. A gate multiplies its own half of the columns.
+ACTIVATIONS = PLAIN_ACTIVATIONS | {
+    f"{GATED}{name}": partial(from_inputs, partial(_gated, activation))
+    for name, activation in PLAIN_ACTIVATIONS.items()
 }
 
 
@@ -45,6 +60,7 @@ class Build:
     device: torch.device
     attend: Attend
     recompute: Recompute
+    store: Store = store
 
     @cached_property
     def table(self) -> dict[str, list[Parameter]]:
@@ -66,12 +82,31 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """Keys and values that are learned, instead of those that virtual tokens would have.
+
+    They are as a cache would hold them: no norm and no rotation comes after. Training only; when
+    they are served they lie in the pool before anything is computed.
+    """
+
+    layers: Mapping[int, Tensor]  # Of each layer, (virtual tokens, 2, G, D): this rank's groups.
+    places: Tensor  # Flat rows of the batch that are virtual tokens,
+    rows: Tensor  # and which of the learned ones each is.
+
+    def instead(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        learned = self.layers[layer].index_select(0, self.rows).to(k.dtype)
+        keys, values = learned.unbind(1)
+        return k.index_copy(0, self.places, keys), v.index_copy(0, self.places, values)
+
+
+@dataclass(frozen=True)
 class Step:
     """What all layers of one pass share: the batch, and the rotation of its positions."""
 
     batch: Batch
     rotation: tuple[Tensor, Tensor] | None  # cos and sin, (T, rotary channels / 2)
     rows: Tensor | None = None  # Of the last layer: whose output is read; None: everybody's.
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +181,7 @@ class Linear(nn.Module):
     ) -> Tensor:
         if self.product is not None:
             return self.product(x, bias, activation, residual)
-        known = activation in kernels.ACTIVATIONS
+        known = activation in learning_kernels.ACTIVATIONS
         if known and learning_kernels.multiplies(x, self.weight):
             return learning_kernels.multiply(x, self.weight, bias, activation, residual)
         y = F.linear(x, self.weight, bias)
@@ -168,8 +203,7 @@ class ColumnLinear(Linear):
         super().__init__()
         for absent in ("layer_norm_weight", "layer_norm_bias"):
             self.register_parameter(absent, None)
-        # The norm and the product in one, by another: rows, the name of an activation.
-        self.whole: Callable[[Tensor, str | None], Tensor] | None = None
+        self.whole: Normed | None = None
         self.config, self.mesh = build.config, build.mesh
         build.fill(self, name)
 
@@ -194,10 +228,13 @@ class RowLinear(Linear):
 
     def __init__(self, build: Build, name: str) -> None:
         super().__init__()
+        self.ending: Ending | None = None
         self.mesh = build.mesh
         build.fill(self, name)
 
     def forward(self, x: Tensor, onto: Onto | None = None) -> Tensor:
+        if self.ending is not None and onto is not None and onto.drop is None:
+            return self.ending(leave(self.partial(x), self.mesh), self.bias, onto.x)
         if self.mesh.tp == 1:
             if onto is None or onto.drop is None:
                 return self.multiply(x, self.bias, residual=None if onto is None else onto.x)
@@ -249,9 +286,12 @@ class Embedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.rows.shape[0]) | virtual
         x = F.embedding(local.masked_fill(elsewhere, 0), self.rows)
         x = total(x.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh)
-        if table is not None:
+        if table is not None and torch.is_grad_enabled():
             places = virtual.nonzero().squeeze(-1)
             x = x.index_put((places,), table[ids[places] - self.config.vocab_size].to(x.dtype))
+        elif table is not None:  # To count them would wait for the device.
+            rows = table.index_select(0, (ids - self.config.vocab_size).clamp_min(0))
+            x = torch.where(virtual.unsqueeze(-1), rows.to(x.dtype), x)
         return x
 
 
@@ -262,7 +302,8 @@ class Attention(nn.Module):
         super().__init__()
         name = f"decoder.layers.{layer}.self_attention"
         self.layer = layer
-        self.config, self.mesh, self.attend = build.config, build.mesh, build.attend
+        self.config, self.mesh = build.config, build.mesh
+        self.attend, self.store = build.attend, build.store
         self.recompute = build.recompute
         self.groups = local_groups(build.config, build.mesh.tp)
         self.linear_qkv = ColumnLinear(build, f"{name}.linear_qkv")
@@ -280,8 +321,10 @@ class Attention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if step.rotation is not None:
             q, k = (rotate(y, step.rotation, self.config.rotary_interleaved) for y in (q, k))
+        if step.prefix is not None:
+            k, v = step.prefix.instead(k, v, self.layer)
         if kv is not None:
-            store(k, v, batch, kv)
+            self.store(k, v, batch, kv)
         y = self._core(q, k, v, batch, kv)
         if step.rows is not None:
             y = y.index_select(0, step.rows)
@@ -345,27 +388,18 @@ class MLP(nn.Module):
         self.linear_fc2 = RowLinear(build, f"{name}.linear_fc2")
 
     def forward(self, x: Tensor, tokens: int, onto: Onto | None = None) -> Tensor:
-        y = self._activated(self.linear_fc1(x, tokens, self._within))
+        y = self.linear_fc1(x, tokens, activation_of(self.config))
         return cast(Tensor, self.linear_fc2(y, onto))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's summand for rows that have entered; as one of several experts."""
-        return self.linear_fc2.partial(self._activated(self.linear_fc1.split(x, self._within)))
-
-    @property
-    def _within(self) -> str | None:
-        """The activation that fc1 ends with; a gate needs its two halves first."""
-        return None if self.config.gated else self.config.activation
-
-    def _activated(self, x: Tensor) -> Tensor:
-        if not self.config.gated:
-            return x
-        return from_inputs(partial(_gated, ACTIVATIONS[self.config.activation]), x)
+        y = self.linear_fc1.split(x, activation_of(self.config))
+        return self.linear_fc2.partial(y)
 
 
-def _gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return activation(gate) * up
+def activation_of(config: GPTConfig) -> str:
+    """The name of what fc1 ends with."""
+    return GATED * config.gated + config.activation
 
 
 def drop_hidden(

@@ -5,6 +5,7 @@ parameter's name is the checkpoint's name for it. The KV pool and the batch are 
 forward serves training, prefill and decoding.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.attention import KV, Attend, ragged
+from gpt.attention import KV, Attend, Store, ragged, store
 from gpt.batch import Batch
 from gpt.config import GPTConfig
 from gpt.kv import KVPool
@@ -23,6 +24,7 @@ from gpt.layers import (
     Embedding,
     Norm,
     Onto,
+    Prefix,
     Product,
     Step,
     drop_hidden,
@@ -32,6 +34,10 @@ from gpt.moe import Experts
 from gpt.parallel import Mesh, enter, gather_columns
 from gpt.recompute import NOTHING, Recompute, again
 from gpt.sharding import check_split
+from gpt.shortlist import ROWS_MAX, Shortlist
+
+# Rows through all layers of this stage at once, by another. See gpt/walk.py.
+Walk = Callable[[Tensor, Batch, KVPool], Tensor]
 
 
 class Block(nn.Module):
@@ -52,10 +58,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor, step: Step, kv: KV | None) -> Tensor:
         kept = x if step.rows is None else x.index_select(0, step.rows)
         attended = cast(Tensor, self.self_attention(x, step, kv, self._onto(kept, step, 1)))
-        y = kept if self.config.parallel_residual else attended
+        return self.finish(kept if self.config.parallel_residual else attended, attended, step)
+
+    def finish(self, x: Tensor, attended: Tensor, step: Step) -> Tensor:
+        """The second half: an MLP of `x`, added to what the first half came to."""
         if self.pre_mlp_layernorm is not None:
-            y = self.pre_mlp_layernorm(y)
-        return cast(Tensor, self.mlp(y, step.batch.tokens, self._onto(attended, step, 2)))
+            x = self.pre_mlp_layernorm(x)
+        return cast(Tensor, self.mlp(x, step.batch.tokens, self._onto(attended, step, 2)))
 
     def _onto(self, x: Tensor, step: Step, half: int) -> Onto:
         if step.batch.dropout is None:
@@ -76,6 +85,7 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         attend: Attend = ragged,
+        store: Store = store,
         recompute: Recompute = NOTHING,
     ) -> None:
         """Parameters are allocated, not initialised: `gpt.loading` fills them."""
@@ -88,7 +98,7 @@ class GPT(nn.Module):
         self.first = self.layers.start == 0
         self.last = self.layers.stop == config.num_layers
         place = torch.device(device) if device is not None else mesh.device
-        build = Build(config, mesh, self.dtype, place, attend, recompute)
+        build = Build(config, mesh, self.dtype, place, attend, recompute, store)
         self.recompute = recompute
         tied = not config.untie_embeddings_and_output_weights
         self.embedding: Embedding | None = None
@@ -98,6 +108,8 @@ class GPT(nn.Module):
         self.decoder.layers = nn.ModuleDict({str(n): Block(build, n) for n in self.layers})
         self.output_layer: nn.Module | None = None
         self.product: Product | None = None  # The head's.
+        self.walk: Walk | None = None
+        self.shortlist: Shortlist | None = None
         if self.last:
             self.decoder.final_layernorm = Norm(build, "decoder.final_layernorm")
             if not tied:
@@ -116,20 +128,30 @@ class GPT(nn.Module):
         return self.head(x, batch) if self.last else x
 
     def hidden(
-        self, x: Tensor, batch: Batch, kv: KVPool | None = None, table: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: Batch,
+        kv: KVPool | None = None,
+        table: Tensor | None = None,
+        *,
+        prefix: Prefix | None = None,
     ) -> Tensor:
         """This stage without the head: ids or hidden states in, hidden states out.
 
-        The last stage may leave out what the head would not read: see `head_shard`.
+        The last stage may leave out what the head would not read: see `head_shard`. With a `prefix`
+        no table is read: what its virtual tokens are beside their keys and values, nobody sees.
         """
         if self.first:
             assert self.embedding is not None
+            x = x if prefix is None else x.index_fill(0, prefix.places, 0)
             x = self.embedding(x, batch, table)
+        if self.walk is not None and kv is not None:
+            return self.walk(x, batch, kv)
         turned = None
         if self.config.rotary:
             turned = rotation(self.config, batch.positions, self.dtype)
-        step = Step(batch, turned)
-        for place, block in enumerate(self._blocks()):
+        step = Step(batch, turned, prefix=prefix)
+        for place, block in enumerate(self.blocks):
             held = None if kv is None else kv.layer(self.layers[place])
             if self.last and place == len(self.layers) - 1 and self._picks_early(batch, kv):
                 step = replace(step, rows=batch.rows)
@@ -161,6 +183,19 @@ class GPT(nn.Module):
             logits = F.linear(x, self.head_weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def best(self, x: Tensor) -> Tensor | None:
+        """The likeliest token of each of these rows, as `hidden` gave them, without all logits.
+
+        None: they would be no slower, or not every number is finite. Look at `head` then.
+        """
+        if self.shortlist is None or len(x) > ROWS_MAX:
+            return None
+        return self.shortlist.best(cast(Norm, self.decoder.final_layernorm)(x))
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [cast(Block, one) for one in cast(nn.ModuleDict, self.decoder.layers).values()]
+
     @property
     def head_weight(self) -> Tensor:
         """This rank's rows of the output layer, or of the embedding that serves as one."""
@@ -175,6 +210,3 @@ class GPT(nn.Module):
         batch = Batch.plain((ids.shape[1],) * ids.shape[0], ids.device)
         logits: Tensor = self(ids.flatten(), batch, table=table)
         return logits.view(*ids.shape, -1)
-
-    def _blocks(self) -> list[nn.Module]:
-        return list(cast(nn.ModuleDict, self.decoder.layers).values())

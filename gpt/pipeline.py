@@ -17,10 +17,13 @@ from gpt.parallel import receive_from, send_to
 
 def take(model: GPT, ids: Tensor, batch: Batch) -> Tensor:
     """This stage's input: the ids, or the hidden states that the stage before sends."""
-    if model.first:
-        return ids
+    return ids if model.first else receive(model, batch.tokens)
+
+
+def receive(model: GPT, tokens: int) -> Tensor:
+    """Hidden states of so many tokens, from the stage before."""
     mesh = model.mesh
-    shape = (mesh.rows(batch.tokens), model.config.hidden_size)
+    shape = (mesh.rows(tokens), model.config.hidden_size)
     return receive_from(shape, model.dtype, mesh, (mesh.pp_rank - 1) % mesh.pp)
 
 

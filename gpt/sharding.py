@@ -196,6 +196,11 @@ def local_groups(config: GPTConfig, tp: int) -> int:
     return max(1, config.num_query_groups // tp)
 
 
+def first_group(config: GPTConfig, rank: int, tp: int) -> int:
+    """The first of the KV heads that a tensor rank keeps; several ranks keep one, if they must."""
+    return rank * config.num_query_groups // tp
+
+
 def check_split(config: GPTConfig, tp: int, pp: int, stages: list[int] | None = None) -> None:
     """Refuse a split that the model cannot have, naming one that it can."""
     if tp < 1 or pp < 1:

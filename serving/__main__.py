@@ -6,6 +6,7 @@ imported only when the flags are in order.
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt.errors import ConfigError, PreambleError
-from serving.config import PROFILES, ServerConfig
+from serving.config import ServerConfig
 from serving.logs import log_to_stderr
+from serving.profiles import PROFILES
 
 if TYPE_CHECKING:
     from serving.request import Ask, Completion
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> int:
@@ -58,6 +62,22 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int, help="0: any free one (default: 9001)")
     parser.add_argument("--device", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", help="what to compute in (default: as stored)")
+    parser.add_argument(
+        "--attention-backend",
+        metavar="B",
+        help="on a CUDA device: triton, flashinfer or torch (default: auto)",
+    )
+    parser.add_argument(
+        "--kv-dtype", metavar="D", help="fp8: keys and values in eight bits (default: auto)"
+    )
+    parser.add_argument(
+        "--linear-backend",
+        metavar="B",
+        help="products on a CUDA device: fp8, te (Transformer Engine) or torch (default: auto)",
+    )
+    parser.add_argument(
+        "--weights", metavar="W", help="int8: of one byte each, on a CPU (default: auto)"
+    )
     parser.add_argument(
         "--no-prove",
         dest="prove",
@@ -134,13 +154,16 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 
 def _serve(argv: list[str]) -> int:
     flags = vars(serve_parser().parse_args(argv))
-    config = ServerConfig.read(flags.pop("config"), flags, profile=flags.pop("profile"))
+    file, profile, notes = flags.pop("config"), flags.pop("profile"), list[str]()
+    config = ServerConfig.read(file, flags, profile=profile, note=notes.append)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Started by torchrun: this is one of the ranks, and one of them starts the front end.
         from serving.joining import work
 
         work(config, argv)
     log_to_stderr(config.log_format)
+    for note in notes:
+        log.info("%s", note)
     from serving.lifecycle import serve
 
     return asyncio.run(serve(config, lambda line: print(line, flush=True)))

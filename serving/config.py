@@ -5,7 +5,7 @@ own shape is not here: that comes from its checkpoint.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
@@ -15,12 +15,13 @@ from gpt.errors import ConfigError
 from gpt.sampling import LOGPROBS_MAX
 from gpt.settings import read_yaml, settings
 from serving.logs import FORMATS
-
-# Settings that belong together. An installed preamble has them at the same place.
-PROFILES = ("latency", "throughput")
-PROFILE_FILES = Path(__file__).resolve().parent.parent / "deploy" / "config"
+from serving.profiles import find_profile
 
 GOLDEN = ("ignore", "warn", "strict")
+ATTENTION, KV_DTYPES = ("auto", "torch", "triton", "flashinfer"), ("auto", "fp8")
+GRAPHS, AHEAD = ("auto", "off"), ("auto", "on", "off")
+LINEARS, TE_RECIPES = ("auto", "torch", "fp8", "te"), ("none", "current", "delayed", "block")
+WEIGHTS = ("auto", "int8")
 _SAFETY = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
@@ -36,6 +37,16 @@ class ServerConfig:
     adapters: str | None = None  # A directory of adapters; None: the server has none.
     device: str = "cpu"
     dtype: str | None = None  # What to compute in; None: as stored.
+    # What attends on a CUDA device: triton, flashinfer or torch; auto: the first that works there.
+    attention_backend: str = "auto"
+    kv_dtype: str = "auto"  # fp8: keys and values in eight bits, on a CUDA device; auto: as dtype.
+    # What multiplies by weights: fp8 (narrow weights, on a CUDA device), te (Transformer Engine) or
+    # torch alone; auto: the quickest with weights as they are.
+    linear_backend: str = "auto"
+    te_recipe: str = "none"  # How Transformer Engine narrows numbers; none: not at all.
+    weights: str = "auto"  # int8: of one byte each, on a CPU, with dtype bfloat16; auto: as dtype.
+    # How far narrow weights may change the next token, in nats; None: 0.005, of experts 0.05.
+    divergence_max: float | None = None
     prove: bool = True  # Replay the checkpoint's proof, if it has one, before it is served.
 
     host: str = "127.0.0.1"
@@ -75,6 +86,12 @@ class ServerConfig:
     # seeded answers stay the same. On a CPU each one over 3 costs more.
     speculate_tokens_max: int = 0
     speculate_rows_max: int = 8  # Rows of a step that decode, guesses included, while it guesses.
+    # Whether steps in which all decode are recorded and replayed (auto: on a CUDA device), and for
+    # how many sequences at most.
+    cuda_graphs: str = "auto"
+    cuda_graph_rows_max: int = 256
+    # Whether a step begins before the tokens of the last one are known. auto: on a CUDA device.
+    step_ahead: str = "auto"
     priority_age_s: float = 10.0  # Waiting this long counts like one priority more.
     kv_tokens_max: int | None = None  # Tokens whose keys and values fit; None: what memory allows.
     kv_block_tokens: int = 16
@@ -138,6 +155,18 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 65535")
         if self.log_format not in FORMATS:
             raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
+        for name, words in (
+            ("attention_backend", ATTENTION),
+            ("kv_dtype", KV_DTYPES),
+            ("cuda_graphs", GRAPHS),
+            ("step_ahead", AHEAD),
+            ("linear_backend", LINEARS),
+            ("te_recipe", TE_RECIPES),
+            ("weights", WEIGHTS),
+        ):
+            if getattr(self, name) not in words:
+                known = ", ".join(words)
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; known are: {known}")
         if self.golden not in GOLDEN:
             raise ConfigError(f"golden is {self.golden!r}; known are: {', '.join(GOLDEN)}")
         self._check_engine()
@@ -185,12 +214,36 @@ class ServerConfig:
                 f"running_requests_max is {self.running_requests_max}, and a step has "
                 f"{self.step_tokens_max} tokens (step_tokens_max); each that runs needs one"
             )
+        if self.weights == "int8" and self.linear_backend != "auto":
+            raise ConfigError(
+                f"weights is int8, and linear_backend is {self.linear_backend!r}: each says what "
+                "multiplies; leave one of them out"
+            )
+        if self.step_ahead == "on" and self.tp * self.pp > 1:
+            raise ConfigError(
+                f"step_ahead is on, and there are {self.tp * self.pp} ranks (tp {self.tp}, pp "
+                f"{self.pp}): only one rank knows by itself what was drawn; leave it at auto"
+            )
         if self.speculate_tokens_max < 0:
             raise ConfigError(
                 f"speculate_tokens_max is {self.speculate_tokens_max}; it must be 0 (off) or more"
             )
         if self.logprobs_max > LOGPROBS_MAX:
             raise ConfigError(f"logprobs_max is {self.logprobs_max}; at most {LOGPROBS_MAX} can be")
+
+    def steps_ahead(self, device: str) -> bool:
+        """Whether steps begin before the last one's tokens are known, on a device of such a type.
+
+        Guesses are made from tokens, so whoever guesses waits for them.
+        """
+        wanted = self.step_ahead == "on" or (self.step_ahead == "auto" and device == "cuda")
+        return wanted and self.tp * self.pp == 1 and self.speculate_tokens_max == 0
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights lose digits, so that what they say is proved before they do."""
+        eight_bits = self.linear_backend == "fp8" or self.weights == "int8"
+        return eight_bits or self.te_recipe != "none"
 
     @property
     def metrics_exposed(self) -> str | None:
@@ -204,15 +257,23 @@ class ServerConfig:
 
     @classmethod
     def read(
-        cls, path: str | None, flags: Mapping[str, Any], *, profile: str | None = None
+        cls,
+        path: str | None,
+        flags: Mapping[str, Any],
+        *,
+        profile: str | None = None,
+        note: Callable[[str], object] = lambda line: None,
     ) -> Self:
         """From the flags that were given; what they leave open from a YAML file, if there is one;
-        then from a profile; then the defaults.
+        then from a profile; then the defaults. `note` is told where a profile comes from.
         """
         given = {name: value for name, value in flags.items() if value is not None}
-        values = read_yaml(Path(path)) if path else {}
-        preset = read_yaml(PROFILE_FILES / f"{profile}.yaml") if profile else {}
-        return settings(cls, {**preset, **values, **given}, path or "the flags")
+        values = {**(read_yaml(Path(path)) if path else {}), **given}
+        if profile:
+            found = find_profile(profile, values)
+            note(found.note)
+            values = {**found.values, **values}
+        return settings(cls, values, path or "the flags")
 
 
 def loopback(host: str) -> bool:

@@ -6,7 +6,7 @@ is chosen.
 
 from dataclasses import dataclass, field
 
-from serving.messages import Begin, Rewrite, Step, Table
+from serving.messages import Begin, Fill, Rewrite, Step, Table
 from serving.sequences import Sequence
 
 
@@ -22,7 +22,8 @@ class Flight:
 @dataclass(slots=True)
 class Draft:
     vocab_size: int
-    tokens_left: int  # Of the step's budget.
+    tokens_left: int  # Of the step's budget,
+    fill_left: int = 0  # and how many tokens of prefixes may be written before it.
     sequences: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     past: list[int] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Draft:
     tables: list[Table] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     rewrites: list[Rewrite] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
     prompt_tokens: int = 0
 
     def begin(self, sequence: Sequence) -> None:
@@ -48,13 +50,16 @@ class Draft:
         if sequence.table:
             self.tables.append(Table(sequence.slot, 0, list(sequence.table)))
 
-    def decode(self, sequence: Sequence) -> None:
-        """One more token of a sequence whose prompt is behind it."""
+    def decode(self, sequence: Sequence, *, known: bool = True) -> None:
+        """One more token of a sequence whose prompt is behind it.
+
+        Not `known`: what stands before it is being drawn by a step in flight.
+        """
         self.sequences.append(sequence)
         self.slots.append(sequence.slot)
         self.past.append(sequence.planned)
         self.lengths.append(1)
-        self.ids.append(sequence.tokens[-1])
+        self.ids.append(sequence.tokens[-1] if known else -1)
         self.draws.append(True)
         self.scores.append(0)
         self.tokens_left -= 1
@@ -73,6 +78,16 @@ class Draft:
         self.lengths = [1 + count for count in self.drafts]
         self.ids = ids
 
+    def fill(self, sequence: Sequence, end: int, block_tokens: int) -> None:
+        """Its prefix up to `end` is written, where it would have been computed."""
+        rows, start = sequence.submission.rows, sequence.planned
+        assert rows is not None and sequence.unfilled >= end - start > 0, "no prefix to write"
+        blocks = sequence.table[start // block_tokens : -(-end // block_tokens)]
+        self.fills.append(Fill(rows.digest, start, end - start, blocks))
+        self.fill_left -= end - start
+        sequence.planned = end
+        sequence.filled += end - start
+
     def prompt(self, sequence: Sequence, count: int) -> None:
         """The next tokens of a prompt."""
         past, vocab_size = sequence.planned, self.vocab_size
@@ -83,6 +98,7 @@ class Draft:
             assert shift >= 0, "virtual tokens without their rows"
             ids = [token if token < vocab_size else token + shift for token in ids]
         one = sequence.submission.sampling
+        assert not sequence.unfilled, "a prefix with a hole"
         # A token's score comes from the row before it.
         wanted = sequence.scored < sequence.prompt and sequence.scored <= end
         self.sequences.append(sequence)
@@ -114,4 +130,5 @@ class Draft:
             clears,
             self.rewrites,
             self.drafts + [0] * more,
+            self.fills,
         )

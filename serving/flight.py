@@ -47,7 +47,8 @@ class _Leg:
     number: int
     step: bytes
     began: float  # Of the wall clock, for whoever compares logs.
-    rewrites: list[int]  # Bytes of each, which are not kept.
+    rewrites: list[int]  # Bytes of each, which are not kept,
+    fills: list[int]  # nor are those of these.
     outcome: bytes | None = None
     ended: float | None = None
 
@@ -66,10 +67,12 @@ class Flight:
     def begin(self, step: Step) -> None:
         """Note a step that is about to run."""
         sizes = [len(rewrite.data) for rewrite in step.rewrites]
-        if sizes:
+        filled = [len(fill.data) for fill in step.fills]
+        if sizes or filled:
             bare = [msgspec.structs.replace(rewrite, data=b"") for rewrite in step.rewrites]
-            step = msgspec.structs.replace(step, rewrites=bare)
-        leg = _Leg(step.number, encode(step), time.time(), sizes)
+            empty = [msgspec.structs.replace(fill, data=b"") for fill in step.fills]
+            step = msgspec.structs.replace(step, rewrites=bare, fills=empty)
+        leg = _Leg(step.number, encode(step), time.time(), sizes, filled)
         self._legs.append(leg)
         self._bytes += leg.size_bytes
         while len(self._legs) > self._steps_max or self._bytes > self._bytes_max:
@@ -142,6 +145,10 @@ def _line(leg: _Leg, ids: bool) -> dict[str, Any]:
         "rewrites": [
             {"start": rewrite.start, "digest": rewrite.digest, "bytes": size}
             for rewrite, size in zip(step.rewrites, leg.rewrites, strict=True)
+        ],
+        "fills": [
+            {"digest": fill.digest, "start": fill.start, "blocks": fill.blocks, "bytes": size}
+            for fill, size in zip(step.fills, leg.fills, strict=True)
         ],
         "outcome": None if leg.outcome is None else _outcome(outcome(leg.outcome), ids),
     }

@@ -19,6 +19,7 @@ from serving.messages import Close, Failed, FromPlanner, Ready, ToPlanner, Updat
 from serving.planner import Planner
 from serving.runner import Runner, blocks_that_fit
 from serving.scheduler import Scheduler
+from serving.tables import fill_tokens_max
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class Inside:
             config=config,
             context_tokens_max=model.config.max_position_embeddings,
             digest=digest,
+            fill_tokens_max=fill_tokens_max(model.config),
+            ahead=config.steps_ahead(mesh.device.type),
         )
         self._config = config
         self._planner = Planner(scheduler, self._runner, config, self._give)

@@ -379,6 +379,8 @@ def _watch(metrics: Metrics, service: Service) -> None:
         ("engine_cached_tokens", "Those found in the cache.", lambda: engine.load.cached_tokens),
         ("engine_drafted_tokens", "Guessed ahead.", lambda: engine.load.drafted_tokens),
         ("engine_accepted_tokens", "Guessed right.", lambda: engine.load.accepted_tokens),
+        ("engine_replayed_steps", "CUDA graphs.", lambda: engine.load.replayed_steps),
+        ("engine_early_steps", "Begun before tokens.", lambda: engine.load.early_steps),
         ("adapter_loads", "Adapters put on the device.", lambda: engine.load.adapter_loads),
         ("adapter_load_failures", "Adapter files refused.", lambda: adapters.failures),
     ):
@@ -386,4 +388,9 @@ def _watch(metrics: Metrics, service: Service) -> None:
     if (proved := service.proved) is not None:
         text = "A logit's largest distance from the proof's, in standard deviations."
         metrics.watch("proof_difference", text, lambda: proved)
+    if (drift := service.drift) is not None:
+        text = "By how much narrow weights change the next token, in nats."
+        metrics.watch("weights_divergence", text, lambda: drift[0])
+        text = "In how many places narrow weights leave the likeliest token as it was."
+        metrics.watch("weights_agreement_ratio", text, lambda: drift[1])
     metrics.build(version=version(), model=service.name, dtype=service.dtype)

@@ -39,11 +39,17 @@ class Guide(_Part, frozen=True):
 
 
 class Rows(_Part, frozen=True):
-    """An adapter's table: which, how many rows, and where to read it."""
+    """An adapter's table: which, how many rows, where to read it, and what its rows are."""
 
     digest: str
     count: int
     file: str
+    kind: str = "rows"  # As a card says it.
+
+    @property
+    def prefix(self) -> bool:
+        """Whether it goes into blocks of keys and values, and not into the adapter pool."""
+        return self.kind == "prefix"
 
 
 class Submission(_Message, frozen=True):
@@ -138,6 +144,8 @@ class Load(_Part, frozen=True):
     adapter_loads: int = 0  # Onto the device, since the start.
     drafted_tokens: int = 0  # Tokens that were guessed and verified,
     accepted_tokens: int = 0  # and those that were right.
+    replayed_steps: int = 0  # Of these, those whose work was recorded before,
+    early_steps: int = 0  # and those that began before the tokens of the last one were known.
 
 
 class Ready(_Message, frozen=True):
@@ -149,6 +157,8 @@ class Ready(_Message, frozen=True):
     proof: list[float] | None = None  # A replayed proof's difference, limit, best and places.
     batch_invariant: bool = False  # A row's numbers are the same to the bit in whatever batch.
     notes: list[str] = []  # For the log: which fast paths are not there, and why.
+    # What narrow weights have changed: divergence, share of places with the same best, places.
+    drift: list[float] | None = None
 
 
 class Update(_Message, frozen=True):
@@ -203,12 +213,26 @@ class Rewrite(_Part, frozen=True):
     data: bytes = b""  # Filled in by who has the adapter.
 
 
+class Fill(_Part, frozen=True):
+    """Keys and values of a prefix go into blocks: some of the table's rows, fp32, packed.
+
+    Every rank writes those of its own layers and KV heads.
+    """
+
+    digest: str
+    start: int  # The first row, and its place in the sequence.
+    count: int
+    blocks: list[int]  # The sequence's, from the one that has that row on.
+    data: bytes = b""  # Filled in by who has the adapter.
+
+
 class Step(_Message, frozen=True):
     """What every rank does next. Lists of one length belong together, a place for each sequence.
 
-    In this order: `clears`, `copies`, `rewrites`, `begins`, `tables`, then one pass of the model.
-    An id at or above the vocabulary is vocabulary + row of the adapter pool. A step without
-    sequences is a sign of life, and is answered.
+    In this order: `clears`, `copies`, `rewrites`, `fills`, `begins`, `tables`, then one pass of the
+    model.
+    An id at or above the vocabulary is vocabulary + row of the adapter pool; -1: what its slot drew
+    last. A step without sequences is a sign of life, and is answered.
     """
 
     number: int
@@ -230,6 +254,7 @@ class Step(_Message, frozen=True):
     # How many of each one's new tokens, the last ones, are guesses: a token is drawn after the one
     # before them and after each. Empty: nothing is guessed.
     drafts: list[int] = []
+    fills: list[Fill] = []
 
 
 class Halt(_Message, frozen=True):
@@ -250,6 +275,7 @@ class Outcome(_Message, frozen=True):
     faults: list[int] = []  # Places in the step of sequences whose numbers are not finite.
     seconds: float = 0.0  # From the step's arrival to its end on the last stage.
     stuck: list[int] = []  # Places of sequences whose guide lets no token follow.
+    replayed: bool = False  # Its work was recorded before: a CUDA graph.
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -22,16 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpt import linear_backend
+from gpt.accuracy import Drift
+from gpt.attention_backend import choose
 from gpt.batch import Batch
 from gpt.errors import CheckpointError, PreambleError
+from gpt.int8_panels import refuse_unfit
 from gpt.loading import check_dtype, device_of, load_model
-from gpt.logical import FLOAT_NAMES, Checkpoint
+from gpt.logical import FLOAT_NAMES, FLOATS, Checkpoint
 from gpt.model import GPT
 from gpt.overrides import open_overridden, read_overrides
-from gpt.packed import batch_invariant, pack
+from gpt.packed import batch_invariant, pack, pack_as_bytes, weight_bytes
 from gpt.parallel import Mesh
 from gpt.pipeline import forward
 from gpt.proof import Proof, find_proof, replay
+from gpt.quick_sums import quicken
 from gpt.sharding import check_split
 from gpt.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 from serving.channel import Channel
@@ -55,6 +60,7 @@ from serving.place import Place
 from serving.planner import Planner
 from serving.runner import Runner, blocks_that_fit
 from serving.scheduler import Scheduler
+from serving.tables import fill_tokens_max
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +79,9 @@ class _Word(msgspec.Struct, frozen=True):
     shared: bool = False  # It shares its device with another rank.
     blocks: int = 0
     weight_bytes: int = 0
+    freed_bytes: int = 0  # Of those, since.
     proof: list[float] | None = None
+    drift: list[float] | None = None
 
 
 _word = msgspec.json.Decoder(_Word).decode
@@ -163,8 +171,11 @@ class Rank:
         )
         if place.rank == 0:
             weight_bytes = sum(word.weight_bytes for word in loaded)
+            weight_bytes -= sum(word.freed_bytes for word in words)
             proofs = [word.proof for word in words if word.proof is not None]
-            self._lead(runner, weight_bytes, proofs[-1] if proofs else None)
+            drifts = [word.drift for word in words if word.drift is not None]
+            known = (proofs[-1] if proofs else None, drifts[-1] if drifts else None)
+            self._lead(runner, weight_bytes, *known)
         return runner
 
     def _join(self, found: Found, shared: bool) -> Mesh:
@@ -179,19 +190,30 @@ class Rank:
             world_size=place.ranks,
             timeout=timedelta(seconds=config.load_s),
         )
-        return Mesh.create(config.tp, config.pp, device=found.device)
+        mesh = Mesh.create(config.tp, config.pp, device=found.device)
+        return quicken(mesh) if found.device.type == "cuda" else mesh
 
     def _load(self, found: Found, mesh: Mesh) -> tuple[GPT, _Word]:
-        model = load_model(found.checkpoint, mesh, dtype=self._config.dtype).eval()
+        model = load(found.checkpoint, mesh, self._config)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        pack(model)
+        if not self._config.narrow:
+            arrange(model, self._config)
         return model, _Word(weight_bytes=size)
 
     def _measure(self, model: GPT, found: Found) -> _Word:
-        """Prove the model, and see what memory is left beside it."""
+        """Prove the model, and see what memory is left beside it.
+
+        It is proved in the form that answers, but before its weights lose digits; what that
+        changes all ranks find out together, so none may have failed to load.
+        """
         proof = None if found.proof is None else prove(model, found.checkpoint, found.proof)
-        blocks = blocks_that_fit(model, self._config, neighbours=found.neighbours)
-        return _Word(blocks=blocks, proof=proof)
+        arranged = arrange(model, self._config) if self._config.narrow else Arranged()
+        return _Word(
+            blocks=blocks_that_fit(model, self._config, neighbours=found.neighbours),
+            proof=proof,
+            freed_bytes=arranged.freed_bytes,
+            drift=arranged.told,
+        )
 
     def _together(self, work: Callable[[], tuple[T, _Word]]) -> tuple[T, list[_Word]]:
         """Do something that may fail, and go on only if no rank has failed."""
@@ -224,7 +246,13 @@ class Rank:
 
     # ------------------------------------------------------------------------------------ the steps
 
-    def _lead(self, runner: Runner, weight_bytes: int, proof: list[float] | None) -> None:
+    def _lead(
+        self,
+        runner: Runner,
+        weight_bytes: int,
+        proof: list[float] | None,
+        drift: list[float] | None,
+    ) -> None:
         config, network = self._config, runner.model.config
         scheduler = Scheduler(
             vocab_size=network.vocab_size,
@@ -232,6 +260,8 @@ class Rank:
             config=config,
             context_tokens_max=network.max_position_embeddings,
             stages=config.pp,
+            fill_tokens_max=fill_tokens_max(network),
+            ahead=config.steps_ahead(runner.model.mesh.device.type),
         )
         last = self._place.ranks - config.tp
         self._planner = Planner(
@@ -253,6 +283,7 @@ class Rank:
             weight_bytes=weight_bytes,
             dtype=FLOAT_NAMES[runner.model.dtype],
             proof=proof,
+            drift=drift,
             batch_invariant=batch_invariant(runner.model),
         )
         self._give(ready)
@@ -330,6 +361,54 @@ def find(config: ServerConfig, place: Place) -> tuple[Found, _Word]:
         tokenizer = open_tokenizer(checkpoint.tokenizer)
     found = Found(checkpoint, proof, tokenizer, device, neighbours)
     return found, _Word(shared=shared)
+
+
+def load(checkpoint: Checkpoint, mesh: Mesh, config: ServerConfig) -> GPT:
+    """This rank's part of the model as it is stored, with the attention that it will have."""
+    attention = choose(
+        config.attention_backend,
+        checkpoint.config,
+        mesh.device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+    )
+    dtype = FLOATS[config.dtype or checkpoint.config.dtype]
+    linear_backend.check(config.linear_backend, config.te_recipe, mesh.device, dtype)
+    if config.weights == "int8":
+        refuse_unfit(mesh.device, dtype)
+    model = load_model(
+        checkpoint, mesh, dtype=config.dtype, attend=attention.attend, store=attention.store
+    )
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """What the form of its weights has changed of a model, beside the time that it takes."""
+
+    freed_bytes: int = 0
+    drift: Drift | None = None  # Where weights became bytes; the last stage knows it.
+
+    @property
+    def told(self) -> list[float] | None:
+        """For a message."""
+        if self.drift is None:
+            return None
+        return [self.drift.divergence, self.drift.same_best, float(self.drift.places)]
+
+
+def arrange(model: GPT, config: ServerConfig) -> Arranged:
+    """Bring a loaded model's weights into the form that answers."""
+    if model.mesh.device.type == "cuda":
+        kinds = (config.linear_backend, config.te_recipe)
+        return Arranged(*linear_backend.place(model, *kinds, config.divergence_max))
+    if config.weights == "int8":
+        before = weight_bytes(model)
+        drift = pack_as_bytes(model, config.divergence_max)
+        return Arranged(before - weight_bytes(model), drift)
+    if config.linear_backend != "torch":
+        pack(model)
+    return Arranged()
 
 
 def _device(name: str, place: Place) -> tuple[torch.device, int, bool]:

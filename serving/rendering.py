@@ -184,8 +184,12 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
     try:
         rendering = Rendering(charge)
+    except MemoryError:
+        say(Reply(error="the chat template needs too much memory to be read"))
+        return
     except Exception as error:
-        say(Reply(error=f"the chat template cannot be read: {_said(error)}"))
+        what = f"{type(error).__name__}: {_said(error)}"
+        say(Reply(error=f"the chat template cannot be read ({what})"))
         return
     say(Reply())
     while line := orders.readline():

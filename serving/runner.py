@@ -3,12 +3,14 @@
 The step says everything, so there is no policy here: which sequences run, where their keys lie and
 which rows hold an adapter are another's decisions. Ids and tables reach the device as one packed
 array. The last stage looks whether each sequence's numbers are finite, and its first tensor rank
-draws the tokens.
+draws the tokens. What was launched runs on; only whoever wants its outcome waits for it.
 """
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,20 +21,24 @@ from torch import Tensor
 
 from gpt import pipeline
 from gpt.batch import Batch
+from gpt.costs import kv_bytes_per_token
 from gpt.errors import ConfigError
-from gpt.kv import KVPool
+from gpt.kv import KINDS, KVPool, prefix_part
+from gpt.logical import FLOAT_NAMES
 from gpt.model import GPT
 from gpt.parallel import Sends, meet
 from gpt.sampling import Sampling
-from gpt.sharding import local_groups
 from gpt.tokenizer import Tokenizer
+from gpt.transfers import to_device
 from serving.config import ServerConfig
-from serving.messages import Begin, Outcome, Rewrite, Scored, Step, Table
-from serving.sampler import Sampler
+from serving.graphs import BAD_HIDDEN, Graphs, Made, Record, reserved_bytes, sizes, unfit
+from serving.messages import Begin, Fill, Outcome, Rewrite, Scored, Step, Table
+from serving.sampler import Chosen, Drawn, Sampler
 
 log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
+Landing = Callable[[], Outcome]  # Waits for a step that was launched.
 
 # Logits for prompt scores are made this many bytes at a time.
 SCORED_BYTES_MAX = 64 << 20
@@ -67,17 +73,22 @@ class Runner:
         blocks: int,
         slots: int,
         tokenizer: Tokenizer | None = None,
+        record: Record | None = None,  # Instead of CUDA graphs.
     ) -> None:
         self.model, self.blocks, self.slots = model, blocks, slots
         mesh, network = model.mesh, model.config
         self._block_tokens = config.kv_block_tokens
+        self._ahead = config.steps_ahead(mesh.device.type)
+        reason = None if record else unfit(model, config)
+        if reason is not None and mesh.device.type == "cuda":
+            log.info("event=no_graphs reason=%r", reason)
         self.pool = KVPool(
             network,
             model.layers,
-            blocks,
+            blocks + (reason is None),  # One for rows that pad.
             tp=mesh.tp,
             block_tokens=config.kv_block_tokens,
-            dtype=model.dtype,
+            dtype=KINDS.get(config.kv_dtype, model.dtype),
             device=mesh.device,
         )
         width = -(-network.max_position_embeddings // config.kv_block_tokens)
@@ -90,20 +101,54 @@ class Runner:
         self._sampler: Sampler | None = None
         if model.last and mesh.tp_rank == 0:
             self._sampler = Sampler(slots, network.vocab_size, mesh.device, tokenizer)
+        # What each slot drew last, and a place that nobody reads.
+        self._last = torch.zeros(slots + 1, dtype=torch.int64, device=mesh.device)
+        self._graphs: Graphs | None = None
+        if reason is None:
+            self._graphs = Graphs(
+                model,
+                self.pool,
+                rows=self._rows,
+                tables=self._tables,
+                last=self._last,
+                scratch=blocks,
+                sizes=sizes(config),
+                record=record,
+            )
+        self._landed = 0.0  # When a step was last over.
         self._begun: dict[int, Begin] = {}  # By slot, where prompts are scored.
         self._broken: set[int] = set()  # Slots whose guide could not be used.
 
-    @torch.inference_mode()
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Of steps that are recorded, in rows."""
+        return () if self._graphs is None else self._graphs.sizes
+
     def run(self, step: Step) -> Outcome | None:
         """Do what the step says. The last stage's first tensor rank has its outcome."""
+        landing = self.launch(step)
+        return None if landing is None else landing()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Landing | None:
+        """Begin what the step says; a device may still be at it when this returns.
+
+        Whoever has the outcome lands steps in the order in which they were launched.
+        """
         started = time.perf_counter()
         self._prepare(step)
         if not step.slots:
             meet(self.model.mesh)  # A sign of life of every rank, not of this one only.
-        outcome = self._pass(step) if step.slots else Outcome(step.number)
-        if self._sampler is None:
-            return None
-        return msgspec.structs.replace(outcome, seconds=time.perf_counter() - started)
+        landing: Landing = partial(Outcome, step.number)
+        if step.slots:
+            landing = self._replay(step) or self._pass(step)
+        return None if self._sampler is None else partial(self._land, landing, started)
+
+    def _land(self, landing: Landing, started: float) -> Outcome:
+        outcome = landing()
+        # It could not begin before the one before it was over.
+        began, self._landed = max(started, self._landed), time.perf_counter()
+        return msgspec.structs.replace(outcome, seconds=self._landed - began)
 
     def _prepare(self, step: Step) -> None:
         """Everything that comes before the pass, in the order of the message."""
@@ -113,12 +158,17 @@ class Runner:
             self.pool.copy([source for source, _ in step.copies], [to for _, to in step.copies])
         for rewrite in step.rewrites:
             self._rewrite(rewrite)
+        for fill in step.fills:
+            self._fill(fill)
         for begin in step.begins:
             self._tables[begin.slot] = 0
             if self._sampler is not None:
                 self._begin(begin, self._sampler)
         for table in step.tables:
-            self._tables[table.slot, table.start : table.start + len(table.blocks)] = table.blocks
+            end = table.start + len(table.blocks)
+            self._tables[table.slot, table.start : end] = table.blocks
+            if self._graphs is not None:
+                self._graphs.change(table.slot, table.start, end)
 
     def _rewrite(self, rewrite: Rewrite) -> None:
         if self._rows is None:
@@ -127,6 +177,13 @@ class Runner:
         rows = rows.view(-1, self.model.config.hidden_size)
         # In the model's dtype a number may be too large; then its own sequences have the fault.
         self._rows[rewrite.start : rewrite.start + len(rows)] = rows.to(self._rows.dtype)
+
+    def _fill(self, fill: Fill) -> None:
+        mesh, network = self.model.mesh, self.model.config
+        table = torch.frombuffer(bytearray(fill.data), dtype=torch.float32)
+        table = table.view(fill.count, network.prefix_width)
+        part = prefix_part(table, network, self.model.layers, mesh.tp_rank, mesh.tp)
+        self.pool.fill(fill.blocks, fill.start % self._block_tokens, part)
 
     def _begin(self, begin: Begin, sampler: Sampler) -> None:
         self._begun.pop(begin.slot, None)
@@ -144,7 +201,47 @@ class Runner:
             self._broken.add(begin.slot)
             sampler.begin(msgspec.structs.replace(begin, guide=None))
 
-    def _pass(self, step: Step) -> Outcome:
+    def _replay(self, step: Step) -> Landing | None:
+        """The model, once, as it was recorded for such steps; None: the step is of no such kind."""
+        graphs, model = self._graphs, self.model
+        if graphs is None or not graphs.takes(step):
+            return None
+        x = None if model.first else pipeline.receive(model, len(step.slots))
+        made = graphs.run(step, x)
+        if self._sends is not None:
+            self._sends.send(made.x)
+            return partial(Outcome, step.number)
+        assert self._sampler is not None and made.logits is not None
+        places = np.flatnonzero(np.array(step.draws))
+        slots = [step.slots[place] for place in places]
+        drawn = None
+        if not self._sampler.best_alone(slots):
+            whole = len(slots) == len(step.slots)
+            device = made.logits.device
+            logits = made.logits if whole else made.logits[to_device(places, device)]
+            drawn = self._sampler.draw(logits, slots, [step.past[place] + 1 for place in places])
+            self._last.index_copy_(0, to_device(np.array(slots), device), drawn.tokens)
+        return partial(self._told, step, places, made, drawn)
+
+    def _told(self, step: Step, places: Ints, made: Made, drawn: Drawn | None) -> Outcome:
+        """What came of a step that was replayed; `places` draw."""
+        assert self._sampler is not None and made.told is not None
+        best, faults = made.told.read()[:, : len(step.slots)].numpy()
+        bad = set(np.flatnonzero(faults & BAD_HIDDEN).tolist())
+        bad |= set(places[faults[places] != 0].tolist())
+        stuck = {place for place, slot in enumerate(step.slots) if slot in self._broken}
+        tokens, scores = best[places].tolist(), list[Scored]()
+        if drawn is not None:
+            chosen = self._sampler.read(drawn)
+            tokens, scores = chosen.tokens, chosen.scores
+            stuck |= set(places[chosen.broken].tolist())
+        return Outcome(
+            *(step.number, tokens, scores, [], sorted(bad)),
+            stuck=sorted(stuck - bad),
+            replayed=True,
+        )
+
+    def _pass(self, step: Step) -> Landing:
         """The model, once. What it says is whole only where the sampler is."""
         flat = self._flat(step)
         model = self.model
@@ -153,16 +250,15 @@ class Runner:
         x = model.hidden(x, flat.batch, self.pool, self._rows if flat.virtual else None)
         if self._sends is not None:
             self._sends.send(x)
-            return Outcome(step.number)
+            return partial(Outcome, step.number)
         bad: set[int] = set()
         stuck = {place for place, slot in enumerate(step.slots) if slot in self._broken}
         tokens, scores = self._draw(step, flat, x, bad, stuck)
         prompt_scores = self._score(step, flat, x, bad)
         # Last, since it waits for the device; what was drawn of such numbers is of no use.
         _note_faults(x, flat.sequence, bad)
-        return Outcome(
-            step.number, tokens, scores, prompt_scores, sorted(bad), stuck=sorted(stuck - bad)
-        )
+        made = (tokens, scores, prompt_scores, sorted(bad))
+        return partial(Outcome, step.number, *made, stuck=sorted(stuck - bad))
 
     def _flat(self, step: Step) -> _Flat:
         """The step as tensors: one array, one copy to the device."""
@@ -183,7 +279,11 @@ class Runner:
         drawing = np.repeat(drawing, counts)
         rows = np.concatenate([ends[drawing] - 1 - before, scored])
         packed = torch.from_numpy(np.concatenate([ids, tables.ravel(), rows]))
-        parts = packed.to(self.model.mesh.device).split([len(ids), tables.size, len(rows)])
+        parts = list(packed.to(self.model.mesh.device).split([len(ids), tables.size, len(rows)]))
+        sequence = np.repeat(np.arange(len(slots)), lengths)
+        if self._ahead and ids.min() < 0:
+            last = self._last[to_device(slots[sequence], parts[0].device)]
+            parts[0] = torch.where(parts[0] < 0, last, parts[0])
         batch = Batch.paged(
             step.lengths, step.past, parts[1].view(tables.shape), self._block_tokens
         )
@@ -192,7 +292,7 @@ class Runner:
             batch=batch,
             rows=parts[2],
             virtual=bool(ids.max() >= self.model.config.vocab_size),
-            sequence=np.repeat(np.arange(len(slots)), lengths),
+            sequence=sequence,
             drawing=drawing,
             positions=contexts[drawing] - before,
             scored=scored,
@@ -201,17 +301,27 @@ class Runner:
     def _draw(
         self, step: Step, flat: _Flat, x: Tensor, bad: set[int], stuck: set[int]
     ) -> tuple[list[int], list[Scored]]:
-        """The tokens that are drawn, row by row. All tensor ranks make the logits."""
+        """The tokens that are drawn, row by row. Logits, if needed, all tensor ranks make."""
         count = len(flat.drawing)
         if not count:
             return [], []
-        logits = self._logits(flat, x, 0, count)
-        if self._sampler is None:
-            return [], []
         slots = [step.slots[place] for place in flat.drawing]
-        chosen = self._sampler.choose(logits, slots, flat.positions.tolist())
-        _note_faults(logits, flat.drawing, bad)
+        likeliest = None
+        if self._sampler is not None and self._sampler.best_alone(slots):
+            likeliest = self.model.best(x.index_select(0, flat.rows[:count]))
+        if likeliest is not None:
+            chosen = Chosen(likeliest.tolist())
+        else:
+            logits = self._logits(flat, x, 0, count)
+            if self._sampler is None:
+                return [], []
+            chosen = self._sampler.choose(logits, slots, flat.positions.tolist())
+            _note_faults(logits, flat.drawing, bad)
         stuck |= set(flat.drawing[chosen.broken].tolist())
+        if self._ahead:
+            device = self._last.device
+            tokens = to_device(np.array(chosen.tokens), device)
+            self._last[to_device(np.array(slots), device)] = tokens
         return chosen.tokens, chosen.scores
 
     def _score(self, step: Step, flat: _Flat, x: Tensor, bad: set[int]) -> list[list[Scored]]:
@@ -259,8 +369,8 @@ def blocks_that_fit(model: GPT, config: ServerConfig, *, neighbours: int = 1) ->
     must agree on the least of their answers.
     """
     tokens, network = config.kv_block_tokens, model.config
-    channels = local_groups(network, model.mesh.tp) * network.kv_channels
-    block_bytes = 2 * len(model.layers) * tokens * channels * model.dtype.itemsize
+    dtype = config.kv_dtype if config.kv_dtype in KINDS else FLOAT_NAMES[model.dtype]
+    block_bytes = tokens * kv_bytes_per_token(network, len(model.layers), model.mesh.tp, dtype)
     free = _free_bytes(model) // neighbours
     if config.kv_tokens_max is not None:
         blocks = -(-config.kv_tokens_max // tokens) + 1
@@ -295,6 +405,7 @@ def _share(model: GPT, config: ServerConfig, free: int) -> int:
     rows = max(config.running_requests_max, config.speculate_rows_max)
     logits = 4 * 4 * rows * network.vocab_size
     reserve = 2 * hidden * model.dtype.itemsize + logits + SCORED_BYTES_MAX * 4
+    reserve += reserved_bytes(model, config)
     return max(0, int(DEVICE_SHARE * free) - reserve)
 
 
@@ -344,6 +455,14 @@ def rehearsal(config: ServerConfig, runner: Runner) -> list[Step]:
     drawn = _laid_out([1] * count, past, tokens, Sampling(temperature=1.0, top_p=0.9, top_k=50))
     used = max(table.blocks[-1] for step in (chunk, decodes) for table in step.tables)
     return [chunk, chunk, drawn, decodes, Step(0, clears=list(range(1, used + 1)))]
+
+
+def recordings(config: ServerConfig, runner: Runner) -> list[Step]:
+    """A step of each size that is recorded, the largest first: the others fit into its memory."""
+    tokens, context = config.kv_block_tokens, runner.model.config.max_position_embeddings
+    past = min(tokens, context) - 1
+    fits = [size for size in runner.graph_sizes if size < runner.blocks]
+    return [_laid_out([1] * size, past, tokens) for size in reversed(fits)]
 
 
 def _laid_out(lengths: list[int], past: int, tokens: int, sampling: Sampling = GREEDY) -> Step:

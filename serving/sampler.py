@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt.kernels import best
+from gpt.panels import best
 from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer
+from gpt.transfers import Coming, to_device
 from serving.bans import Bans
 from serving.guide import Guides
 from serving.messages import Begin, Scored
@@ -32,6 +33,18 @@ _SCORED_ROWS_MAX = 64
 
 _NEVER = float("-inf")
 Numbers = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens on the device, and on their way to the host."""
+
+    tokens: Tensor
+    slots: Sequence[int]
+    told: Coming  # The tokens; behind them, if there are any, scores of the rows that asked.
+    asked: Ints
+    counts: Ints  # Of alternatives, for each row.
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,16 @@ class Sampler:
 
     def choose(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Chosen:
         """A token for each row of `logits` (R, V); `positions` are those that the tokens get."""
+        return self.read(self.draw(logits, slots, positions))
+
+    def best_alone(self, slots: Sequence[int]) -> bool:
+        """Whether the likeliest token of each one's logits is all that is wanted of them."""
+        at = np.asarray(slots, dtype=np.int64)
+        plain = bool(self._plain[at].all() and (self._tops[at] < 0).all())
+        return plain and self._bans.keys().isdisjoint(slots)
+
+    def draw(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Drawn:
+        """The choice, which a device may still be making when this returns."""
         at, places = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         shaped = np.flatnonzero(~self._plain[at])
         if len(shaped) == len(at):
@@ -110,11 +133,19 @@ class Sampler:
             tokens = best(logits)
             shaped = np.concatenate([shaped, self._early(tokens, at)])
             if len(shaped):
-                rows = torch.from_numpy(shaped).to(logits.device)
+                rows = to_device(shaped, logits.device)
                 few = logits[rows].to(torch.float64)
                 tokens[rows] = self._shaped(few, at[shaped], places[shaped])
         self._history.push(at, tokens)
-        ids, scores = self._told(logits, tokens, at)
+        asked = np.flatnonzero(self._tops[at] >= 0)
+        counts = np.minimum(self._tops[at], logits.shape[-1])
+        told = Coming(self._scored(logits, tokens, asked, counts))
+        return Drawn(tokens, slots, told, asked, counts)
+
+    def read(self, drawn: Drawn) -> Chosen:
+        """What was drawn, as soon as the device has. Steps must be read as they were drawn."""
+        slots = drawn.slots
+        ids, scores = _told(drawn)
         for slot, token in zip(slots, ids, strict=True) if self._bans else ():
             if slot in self._bans:
                 self._bans[slot].push(token)
@@ -130,7 +161,7 @@ class Sampler:
         rows = _score(logits, own, tops).tolist()
         return [_read(row, min(tops, logits.shape[-1])) for row in rows]
 
-    def _early(self, tokens: Tensor, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _early(self, tokens: Tensor, slots: Ints) -> Ints:
         """Rows that would end, and must not yet."""
         rows = (
             [row for row, slot in enumerate(slots) if slot in self._bans and self._plain[slot]]
@@ -143,11 +174,11 @@ class Sampler:
         early = [row for row in rows if self._bans[slots[row]].keeps_from(ids[row])]
         return np.array(early, dtype=np.int64)
 
-    def _shaped(self, x: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+    def _shaped(self, x: Tensor, slots: Ints, positions: Ints) -> Tensor:
         """The tokens of rows that some rule shapes. `x` is theirs in fp64, and is spoilt."""
         numbers = self._numbers[slots]
         numbers[:, _UNIFORM] = uniforms(self._seeds[slots], positions)
-        of_rows = torch.from_numpy(numbers).to(x.device)
+        of_rows = to_device(numbers, x.device)
         for row, slot in enumerate(slots) if self._biases else ():
             if slot in self._biases:
                 tokens, bias = self._biases[slot]
@@ -162,11 +193,11 @@ class Sampler:
             return draw(x, numbers, of_rows)
         greedy = x.argmax(-1)
         if len(drawn):
-            rows = torch.from_numpy(drawn).to(x.device)
+            rows = to_device(drawn, x.device)
             greedy[rows] = draw(x[rows], numbers[drawn], of_rows[rows])
         return greedy
 
-    def _ban(self, x: Tensor, slots: NDArray[np.int64]) -> None:
+    def _ban(self, x: Tensor, slots: Ints) -> None:
         """Bans, those that must hold first; one that would leave nothing of a row is skipped."""
         guided = [row for row, slot in enumerate(slots) if slot in self._guides]
         if guided:
@@ -177,29 +208,32 @@ class Sampler:
             if masks:
                 _forbid(x, [row for row, _ in masks], np.stack([mask for _, mask in masks]))
 
-    def _told(
-        self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64]
-    ) -> tuple[list[int], list[Scored]]:
-        """Tokens and scores on the host, in one copy."""
-        asked = np.flatnonzero(self._tops[slots] >= 0)
+    def _scored(self, logits: Tensor, tokens: Tensor, asked: Ints, counts: Ints) -> Tensor:
+        """The tokens and the scores that were asked for, for one copy to the host."""
         if not len(asked):
-            return tokens.tolist(), []
-        counts = np.minimum(self._tops[slots], logits.shape[-1])
-        rows = torch.from_numpy(asked).to(logits.device)
-        few = logits if len(asked) == len(slots) else logits[rows]
+            return tokens
+        rows = to_device(asked, logits.device)
+        few = logits if len(asked) == len(counts) else logits[rows]
         scored = _score(few, tokens[rows], int(counts.max()))
-        width = scored.shape[1]
-        # Ids are exact in fp64 up to 2^53, so one copy brings all.
-        flat = torch.cat([tokens.to(torch.float64), scored.flatten()]).tolist()
-        ids, rest = [int(one) for one in flat[: len(slots)]], flat[len(slots) :]
-        scores = [Scored(0.0)] * len(slots)
-        for place, row in enumerate(asked):
-            numbers = rest[place * width : (place + 1) * width]
-            scores[row] = _read(numbers, int(counts[row]))
-        return ids, scores
+        # Ids are exact in fp64 up to 2^53.
+        return torch.cat([tokens.to(torch.float64), scored.flatten()])
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> Numbers:
+def _told(drawn: Drawn) -> tuple[list[int], list[Scored]]:
+    """Tokens and scores on the host."""
+    flat, count = drawn.told.read().tolist(), len(drawn.slots)
+    if not len(drawn.asked):
+        return flat, []
+    ids, rest = [int(one) for one in flat[:count]], flat[count:]
+    width = len(rest) // len(drawn.asked)
+    scores = [Scored(0.0)] * count
+    for place, row in enumerate(drawn.asked):
+        numbers = rest[place * width : (place + 1) * width]
+        scores[row] = _read(numbers, int(drawn.counts[row]))
+    return ids, scores
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: Ints) -> Numbers:
     """`gpt.sampling.uniform` for many: SplitMix64, whose numbers wrap."""
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -218,7 +252,7 @@ def draw(x: Tensor, numbers: Numbers, of_rows: Tensor) -> Tensor:
     top_k, top_p = numbers[:, _TOP_K], numbers[:, _TOP_P]
     narrow = np.flatnonzero(((top_k > 0) & (top_k < x.shape[-1])) | (top_p < 1))
     if len(narrow):
-        rows = torch.from_numpy(narrow).to(x.device)
+        rows = to_device(narrow, x.device)
         few = x if len(narrow) == len(x) else x[rows]
         least = _floor(few, of_rows[rows], _SIZES, counted=bool(top_k.any()))
         floor[rows] = torch.maximum(floor[rows], least)
@@ -226,7 +260,7 @@ def draw(x: Tensor, numbers: Numbers, of_rows: Tensor) -> Tensor:
         x.masked_fill_(x < floor.unsqueeze(-1), 0)
     typical = np.flatnonzero(numbers[:, _TYPICAL_P] < 1)
     if len(typical):
-        rows = torch.from_numpy(typical).to(x.device)
+        rows = to_device(typical, x.device)
         few = x[rows]
         x[rows] = few.masked_fill(_untypical(few, of_rows[rows, _TYPICAL_P, None]), 0)
     cumulated = x.cumsum(-1)
@@ -290,9 +324,9 @@ def _reach(distance: Tensor, p: Tensor, typical_p: Tensor, sizes: Sequence[int])
 
 def _forbid(x: Tensor, rows: Sequence[int], banned: NDArray[np.bool_]) -> None:
     """What `banned` (N, V) says of these rows may not be drawn, where that leaves anything."""
-    at = torch.tensor(rows, device=x.device)
+    at = to_device(np.array(rows), x.device)
     few = x[at]
-    left = few.masked_fill(torch.from_numpy(banned).to(x.device), _NEVER)
+    left = few.masked_fill(to_device(banned, x.device), _NEVER)
     nothing = left.amax(-1, keepdim=True) == _NEVER
     x[at] = torch.where(nothing, few, left)
 
@@ -385,7 +419,7 @@ class _History:
             self._free.append(int(self._row[slot]))
             self._row[slot] = -1
 
-    def penalise(self, x: Tensor, slots: NDArray[np.int64], of_rows: Tensor) -> None:
+    def penalise(self, x: Tensor, slots: Ints, of_rows: Tensor) -> None:
         """Penalties on the logits `x` (R, V) of these slots, in place."""
         places, rows = self._rows(slots)
         used = self._lengths[rows] > 0
@@ -393,13 +427,13 @@ class _History:
         if not len(rows):
             return
         lengths = self._lengths[rows]
-        ids = self._ids[torch.from_numpy(rows).to(self._device), : lengths.max()]
+        ids = self._ids[to_device(rows, self._device), : lengths.max()]
         # Past its end a row repeats its first token, which is as good as any.
         there = torch.arange(ids.shape[1], device=self._device)
-        past = there >= torch.from_numpy(lengths).to(self._device).unsqueeze(-1)
+        past = there >= to_device(lengths, self._device).unsqueeze(-1)
         ids = torch.where(past, ids[:, :1], ids)
-        of_x = torch.from_numpy(places).to(self._device).unsqueeze(-1)
-        count = self._counts[torch.from_numpy(rows).to(self._device).unsqueeze(-1), ids]
+        of_x = to_device(places, self._device).unsqueeze(-1)
+        count = self._counts[to_device(rows, self._device).unsqueeze(-1), ids]
         numbers = of_rows[of_x.squeeze(-1)]
         repetition = numbers[:, _REPETITION, None]
         old = x[of_x, ids]
@@ -407,19 +441,19 @@ class _History:
         new = new - numbers[:, _FREQUENCY, None] * count
         x[of_x, ids] = new - numbers[:, _PRESENCE, None] * (count > 0)
 
-    def push(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+    def push(self, slots: Ints, tokens: Tensor) -> None:
         """Each of these slots' sequences has a new token."""
         places, rows = self._rows(slots)
         if not len(rows):
             return
         self._fit(int(self._lengths[rows].max()) + 1)
-        at = torch.from_numpy(rows).to(self._device)
-        made = tokens[torch.from_numpy(places).to(self._device)]
-        self._ids[at, torch.from_numpy(self._lengths[rows]).to(self._device)] = made
+        at = to_device(rows, self._device)
+        made = tokens[to_device(places, self._device)]
+        self._ids[at, to_device(self._lengths[rows], self._device)] = made
         self._counts[at, made] += 1
         self._lengths[rows] += 1
 
-    def _rows(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _rows(self, slots: Ints) -> tuple[Ints, Ints]:
         """Places in `slots` that have a row, and the rows."""
         rows = self._row[slots]
         places = np.flatnonzero(rows >= 0)

@@ -7,10 +7,11 @@ publishes what they filled, and ends them. It knows no tensor, no process and no
 
 from collections import deque
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
 from itertools import islice
 
+from serving.ahead import go_on
 from serving.config import ServerConfig
+from serving.deadlines import Deadlines
 from serving.draft import Draft, Flight
 from serving.guess import Guesses
 from serving.messages import End, Load, Made, Outcome, Scored, Step, Submission
@@ -28,9 +29,11 @@ ASIDE_MAX = 32
 
 
 class Scheduler:
-    """`blocks` counts block 0; `context_tokens_max` is a sequence's whole length at most.
+    """`blocks` counts block 0; `context_tokens_max` is a sequence's whole length at most; a step
+    has at most `fill_tokens_max` tokens of prefixes written.
 
-    Steps must be run in the order in which they were planned, and so come their outcomes.
+    Steps must be run in the order in which they were planned, and so come their outcomes. `ahead`:
+    one step more may be in flight, of those that go on whatever they drew in the one before.
     """
 
     def __init__(
@@ -42,12 +45,13 @@ class Scheduler:
         context_tokens_max: int,
         stages: int = 1,
         digest: str = "",
+        fill_tokens_max: int = 256,
+        ahead: bool = False,
     ) -> None:
-        self._vocab_size = vocab_size
-        self._context_max = context_tokens_max
-        self._stages = stages
+        self._vocab_size, self._context_max = vocab_size, context_tokens_max
+        self._stages, self._ahead = stages, ahead
         self._size = config.kv_block_tokens
-        self._budget = config.step_tokens_max
+        self._budget, self._fill_max = config.step_tokens_max, fill_tokens_max
         self._stall_s = config.prefill_stall_ms_max / 1000
         self._late_s = LEVELS_TO_LATENCY * config.priority_age_s
         self._look_s = config.priority_age_s / 20  # As time passes another may be the first.
@@ -59,7 +63,7 @@ class Scheduler:
         self._room = Room(vocab_size, blocks, config, self._waiting, digest)
 
         self._live: dict[int, Sequence] = {}  # All that have not ended, by number.
-        self._deadlines: list[tuple[float, int]] = []  # A heap; ended ones stay a while.
+        self._deadlines = Deadlines(self._live)
         self._flights: deque[Flight] = deque()
         self._ended: list[Made] = []
         # When the first of those that wait found no room and nobody to take it from.
@@ -107,7 +111,7 @@ class Scheduler:
         self._tenants.enter(submission.tenant)
         self._waiting.push(sequence)
         if submission.deadline is not None:
-            heappush(self._deadlines, (submission.deadline, number))
+            self._deadlines.add(submission.deadline, number)
         return None
 
     def cancel(self, numbers: Iterable[int]) -> None:
@@ -121,16 +125,6 @@ class Scheduler:
         """What ended without a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
-
-    def _expire(self, now: float) -> None:
-        heap = self._deadlines
-        while heap and heap[0][0] <= now:
-            sequence = self._live.get(heappop(heap)[1])
-            if sequence is not None:
-                self._stop(sequence, "deadline")
-        if len(heap) > 2 * len(self._live) + 64:
-            heap[:] = [one for one in heap if one[1] in self._live]
-            heapify(heap)
 
     def _stop(self, sequence: Sequence, end: End) -> None:
         """End it for a reason that is not its own."""
@@ -161,9 +155,10 @@ class Scheduler:
 
         Deadlines that have passed are looked at here; `ended` tells of them.
         """
-        self._expire(now)
+        for number in self._deadlines.passed(now):
+            self._stop(self._live[number], "deadline")
         if len(self._flights) >= self._stages:
-            return None
+            return self._early(now) if self._ahead else None
         draft = self._draft()
         # Who comes in is chosen before decodes are: it may take the place of one that decodes.
         if len(self._waiting) and not self._closed(now):
@@ -172,14 +167,22 @@ class Scheduler:
         if self._guess_max:
             self._guess(draft, now)
         self._chunks(draft, now)
-        return self._fly(draft) if draft.sequences or draft.begins else None
+        return self._fly(draft) if draft.sequences or draft.begins or draft.fills else None
+
+    def _early(self, now: float) -> Step | None:
+        """The step after the one in flight, if it follows whatever comes of that."""
+        if len(self._flights) > self._stages or (len(self._waiting) and not self._closed(now)):
+            return None
+        draft = self._draft()
+        go_on(draft, self._flights[-1], self._room, self._size, now)
+        return self._fly(draft) if draft.sequences else None
 
     def idle_step(self) -> Step:
         """A step without sequences, to be run and answered like the others."""
         return self._fly(self._draft())
 
     def _draft(self) -> Draft:
-        return Draft(self._vocab_size, self._budget)
+        return Draft(self._vocab_size, self._budget, self._fill_max)
 
     def _fly(self, draft: Draft) -> Step:
         step = draft.step(self._steps, self._room.take_clears())
@@ -232,8 +235,9 @@ class Scheduler:
                 room.prefixes.park(sequence, key)
                 continue
             # While one waits for rows no other takes any, or it might wait forever.
-            virtual = sequence.virtual_end > match.tokens
-            lacks_rows = virtual and (rows_wanted or not room.has_rows(sequence))
+            lacks_rows = room.wants_rows(sequence, match) and (
+                rows_wanted or not room.has_rows(sequence)
+            )
             rows_wanted |= lacks_rows
             unsettled = match.copied and room.prefixes.unsettled(match.copied)
             if not (lacks_rows or unsettled):
@@ -338,6 +342,9 @@ class Scheduler:
     def _chunk(self, draft: Draft, sequence: Sequence, now: float, left: int) -> int:
         """Plan the next tokens of a prompt; how many there are."""
         room, size = self._room, self._size
+        room.fill(draft, sequence, now)
+        if sequence.unfilled:
+            return 0
         past, held = sequence.planned, len(sequence.table)
         end = min(past + left, sequence.goal)
         if end < sequence.goal and end // size * size > past:
@@ -377,7 +384,7 @@ class Scheduler:
             if sequence.ending is not None:
                 if sequence.flights == 0:
                     self._leave(sequence)
-                    made.append(self._last(sequence))
+                    made += [] if sequence.over else [self._last(sequence)]
             elif not sequence.waits:
                 one = self._advance(sequence, step.lengths[place], drawn, scored, told, now)
                 if one is not None:
@@ -396,6 +403,7 @@ class Scheduler:
         """What a sequence has of a step that is over."""
         sampling = sequence.submission.sampling
         past, guessed = sequence.computed, len(sequence.guess)
+        filled, sequence.filled = sequence.filled, 0
         if drawn:
             drawn = sequence.accept(drawn)
             self._made_tokens += len(drawn)
@@ -404,16 +412,16 @@ class Scheduler:
             self._tenants.charge(sequence.submission.tenant, len(drawn))
             length += len(drawn) - 1 - guessed
         # Keys and values behind wrong guesses are nobody's: what comes next is written over them.
-        computed = sequence.computed = past + length
+        computed = sequence.computed = past + filled + length
         if guessed:
             sequence.planned = computed
         if computed // self._size > past // self._size or past < sequence.goal:
             self._room.wake(self._room.prefixes.publish(sequence, past))
         prompt_scores: list[Scored | None] = []
         if sequence.scored < sequence.prompt:
-            prompt_scores = sequence.news(told, past, self._vocab_size)
+            prompt_scores = sequence.news(told, past + filled, self._vocab_size)
         if drawn:
-            if sequence.ending is None:
+            if sequence.ending is None and sequence.flights == 0:
                 self._room.ready[sequence.latency][sequence.number] = sequence
         elif sequence.computed == sequence.goal:
             sequence.ending = "scored"
@@ -423,7 +431,9 @@ class Scheduler:
         if not sequence.told and (drawn or sequence.ending):
             sequence.told, cached, phases = True, sequence.cached, sequence.phases(now)
         if sequence.ending is not None:
-            self._leave(sequence)
+            sequence.over = True
+            if sequence.flights == 0:
+                self._leave(sequence)
         return Made(
             sequence.number,
             drawn,
@@ -476,7 +486,7 @@ class Scheduler:
             preemptions=room.preemptions,
             steps=self._steps,
             adapters_resident=room.rows.resident,
-            adapter_loads=room.rows.loads,
+            adapter_loads=room.rows.loads + room.fills,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
         )

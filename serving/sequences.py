@@ -47,6 +47,7 @@ class Sequence:
     planned: int = 0  # Tokens whose keys and values are there, or will be by the steps in flight.
     computed: int = 0  # Those of steps that are over.
     flights: int = 0  # Steps in flight with it.
+    filled: int = 0  # Tokens of a prefix that the first of these finds written before it.
     planned_at: float = 0.0
     rows_start: int = (
         -1
@@ -60,6 +61,7 @@ class Sequence:
     told: bool = False  # Whether `cached` was, and its phases.
     ending: End | None = None  # It ends as soon as no step has it.
     reason: str = ""
+    over: bool = False  # Its end was told, though a step has it that nobody needs.
     poisoned: bool = False  # What it wrote after `computed` may not be finite.
 
     @property
@@ -74,6 +76,12 @@ class Sequence:
         """Where its time went until now; it runs."""
         queue_s = self.aside_s + self.waited_s
         return Phases(queue_s, max(0.0, now - self.came_at - queue_s))
+
+    @property
+    def unfilled(self) -> int:
+        """Tokens of its prefix whose keys and values are not there yet, and are not computed."""
+        rows = self.submission.rows
+        return max(0, rows.count - self.planned) if rows is not None and rows.prefix else 0
 
     @property
     def match_max(self) -> int:
@@ -114,12 +122,15 @@ class Sequence:
         return kept
 
     def news(self, told: list[Scored], past: int, vocab_size: int) -> list[Scored | None]:
-        """Scores of its prompt that are news: row `past + i` has scored the token after it."""
+        """Scores of its prompt that are news: row `past + i` has scored the token after it.
+
+        A prefix has no rows, so what follows it has no score.
+        """
         fresh: list[Scored | None] = [None] if self.scored == 0 else []
         start = max(self.scored, 1)
         for position in range(start, min(self.computed, self.prompt - 1) + 1):
             virtual = self.tokens[position] >= vocab_size
-            fresh.append(None if virtual else told[position - 1 - past])
+            fresh.append(None if virtual or position <= past else told[position - 1 - past])
         self.scored += len(fresh)
         return fresh
 

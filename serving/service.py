@@ -19,13 +19,13 @@ from typing import Self
 import torch
 
 from gpt.adapter import Adapter, check_adapter
+from gpt.attention_backend import check as check_attention
 from gpt.chat import ChatTemplate, find_template
 from gpt.digest import glance, identify
 from gpt.errors import ConfigError
-from gpt.loading import check_dtype, device_of, load_model
+from gpt.loading import check_dtype, device_of
 from gpt.logical import Checkpoint, Identity
 from gpt.overrides import open_overridden, read_overrides
-from gpt.packed import pack
 from gpt.parallel import Mesh
 from gpt.proof import Proof, find_proof
 from gpt.sharding import check_split
@@ -39,7 +39,7 @@ from serving.engine import Engine
 from serving.inside import Inside
 from serving.ledger import Ledger
 from serving.link import Link
-from serving.rank import prove
+from serving.rank import arrange, load, prove
 from serving.replays import Replays
 from serving.request import Ask, Completion, Request
 from serving.stream import Stream
@@ -73,6 +73,14 @@ class Found:
         changes = read_overrides(config.config_json, config.true_vocab_size)
         checkpoint = open_overridden(config.model, changes, config.tokenizer)
         check_split(checkpoint.config, config.tp, config.pp)
+        if device.type == "cpu":  # What a GPU has its ranks find out: to ask would take its memory.
+            check_attention(
+                config.attention_backend,
+                checkpoint.config,
+                device,
+                dtype=config.dtype,
+                kv_dtype=config.kv_dtype,
+            )
         proof = find_proof(checkpoint) if config.prove else None
         vocabulary = checkpoint.config.vocab_size
         tokenizer: Tokenizer = NullTokenizer(vocabulary)
@@ -189,6 +197,11 @@ class Service:
         return facts.proof[0] if facts and facts.proof else None
 
     @property
+    def drift(self) -> list[float] | None:
+        """What narrowed weights have changed, where they were narrowed: see `Ready`."""
+        return self.engine.facts.drift if self.engine.facts else None
+
+    @property
     def ledger(self) -> Ledger:
         facts = self.engine.facts
         assert facts is not None
@@ -230,8 +243,9 @@ class Service:
                 identity = identify(self.checkpoint)
             self._identity = identity
         config = self.checkpoint.config.with_fields(dtype=self.dtype)
-        # All of its rows must have room on the device at once.
-        rows_max = min(config.max_position_embeddings // 2, self.config.adapter_rows_max)
+        rows_max = config.max_position_embeddings // 2
+        if card.kind == "rows":  # All of them must have room on the device at once.
+            rows_max = min(rows_max, self.config.adapter_rows_max)
         for note in check_adapter(adapter, config, identity, rows_max=rows_max):
             log.warning("event=adapter_unchecked note=%r", note)
 
@@ -257,9 +271,13 @@ def open_inside(config: ServerConfig) -> Service:
 
 def inside(found: Found) -> Inside:
     """A link to the model, loaded and proved here."""
-    model = load_model(found.checkpoint, Mesh.single(found.device), dtype=found.config.dtype)
+    model = load(found.checkpoint, Mesh.single(found.device), found.config)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    pack(model.eval())
-    if found.proof is not None:  # Of the form that answers.
+    narrow = found.config.narrow
+    if not narrow:
+        arrange(model, found.config)
+    if found.proof is not None:  # Of the form that answers, unless that has lost digits.
         prove(model, found.checkpoint, found.proof)
+    if narrow:
+        size -= arrange(model, found.config).freed_bytes
     return Inside(model, found.config, found.tokenizer, weight_bytes=size)

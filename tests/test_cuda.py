@@ -78,11 +78,15 @@ def test_ranks_that_share_a_device_over_gloo_give_one_ranks_logits(tp: int, pp: 
     assert (got - want).abs().max() < 1e-9
 
 
-def test_learning_gives_the_cpus_losses_and_goes_on_from_a_state() -> None:
-    here, there = (trainer(build(MODERN, Mesh.single(place)), steps=6) for place in ("cpu", "cuda"))
+@pytest.mark.parametrize("method", ["prompt-tuning", "prefix"])
+def test_learning_gives_the_cpus_losses_and_goes_on_from_a_state(method: str) -> None:
+    changes = {"steps": 6, "method": method}
+    here, there = (
+        trainer(build(MODERN, Mesh.single(place)), **changes) for place in ("cpu", "cuda")
+    )
     want = [made.loss for made in learn(here, 6)]
     assert [made.loss for made in learn(there, 3)] == pytest.approx(want[:3], rel=1e-9)
-    later = trainer(build(MODERN, Mesh.single("cuda")), steps=6)
+    later = trainer(build(MODERN, Mesh.single("cuda")), **changes)
     later.optimizer.load({name: one.cpu() for name, one in there.optimizer.tensors().items()})
     later.step_number = 3
     assert [made.loss for made in learn(later, 3)] == pytest.approx(want[3:], rel=1e-9)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt.sampling import Sampling
 from serving.flight import CRASHES_MAX, Flight, crash_path
-from serving.messages import Begin, Guide, Load, Outcome, Rewrite, Scored, Step, Table
+from serving.messages import Begin, Fill, Guide, Load, Outcome, Rewrite, Scored, Step, Table
 
 # No size, place or number of a step is in this range: whatever is, is a token id.
 SECRET = 700_000
@@ -41,6 +41,7 @@ def step(number: int) -> Step:
         copies=[(4, 5)],
         clears=[6],
         rewrites=[Rewrite(0, "d" * 64, b"secret" * 4)],
+        fills=[Fill("e" * 64, 2, 3, [5], b"secret" * 5)],
     )
 
 
@@ -74,6 +75,8 @@ def test_the_ring_says_what_the_engine_was_doing(tmp_path: Path) -> None:
     assert first["drafts"] == [0, 1]
     assert (first["tokens"], first["copies"], first["clears"]) == (3, [[4, 5]], [6])
     assert first["rewrites"] == [{"start": 0, "digest": "d" * 64, "bytes": 24}]
+    filled = {"digest": "e" * 64, "start": 2, "blocks": [5], "bytes": 30}
+    assert first["fills"] == [filled]
     begin = first["begins"][0]
     assert (begin["slot"], begin["prompt_tokens"], begin["made_tokens"]) == (1, 2, 1)
     assert (begin["sampling"]["temperature"], begin["sampling"]["bad_words"]) == (0.5, 1)

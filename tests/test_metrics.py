@@ -39,7 +39,12 @@ LONG_TOKENS = 800
 LONG = Options(max_new_tokens=LONG_TOKENS)
 SECRET = "314 159 265 358"
 # Series that only some servers have.
-SOMETIMES = {"preamble_proof_difference", "preamble_tls_certificate_expiry_timestamp_seconds"}
+SOMETIMES = {
+    "preamble_proof_difference",
+    "preamble_tls_certificate_expiry_timestamp_seconds",
+    "preamble_weights_agreement_ratio",
+    "preamble_weights_divergence",
+}
 SOMETIMES |= {f"preamble_trace_spans_{what}_total" for what in ("sent", "dropped")}
 OF_THE_SCRAPER = {"up"}
 SERIES = re.compile(r"\b(?:preamble|process)_[a-z0-9_]+")

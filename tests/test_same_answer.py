@@ -65,6 +65,8 @@ class Tally:
     in_flight: int = 0
     drafted: int = 0  # Tokens that were guessed,
     accepted: int = 0  # and those of them that were right.
+    replayed: int = 0  # Steps that were recorded,
+    early: int = 0  # and those that began before what they follow was known.
 
     def add(self, scene: Scene, played: Played) -> None:
         answers = played.answers
@@ -75,6 +77,8 @@ class Tally:
         self.loads += played.load.adapter_loads
         self.drafted += played.load.drafted_tokens
         self.accepted += played.load.accepted_tokens
+        self.replayed += played.load.replayed_steps
+        self.early += played.load.early_steps
         self.cancelled += sum(answer.end == "cancelled" for answer in answers.values())
         budget = scene.config.step_tokens_max
         self.chunked += sum(len(one.prompt) > budget for _, one in scene.asks)
