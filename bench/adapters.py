@@ -1,4 +1,4 @@
-"""What adapters cost in the engine: five measurements, each beside the same work without them.
+"""What adapters cost in the engine: six measurements, each beside the same work without them.
 
 The model is GPT-2 small with random weights, the tables are random and as large as embedding rows,
 read from adapter files. Both sides of a comparison are taken in turn, since a machine is never
@@ -11,7 +11,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 
 from bench.conversion import own_memory
 from bench.offline import GPT2_SMALL, KV_TOKENS, answered, engine_of, ids, loaded, quantile
+from bench.promises import judged
+from bench.record import Item
 from gpt.adapter import Adapter, Card, build_adapter, check_adapter, open_adapter, save_adapter
 from gpt.config import GPTConfig
 from gpt.fresh import fresh
@@ -109,24 +111,21 @@ def world_of(model: GPT) -> Iterator[World]:
         yield World(engine, model.config, Path(folder))
 
 
-def lines(sizes: Sizes = Sizes(), network: GPTConfig = NETWORK) -> Iterator[str]:
-    """The report; each target with its figure."""
+def lines(
+    parts: Sequence[str] = (), sizes: Sizes = Sizes(), network: GPTConfig = NETWORK
+) -> Iterator[Item]:
+    """The parts that are asked for; none: all."""
     model = loaded(fresh(network, 0), CONFIG)
     yield f"GPT-2 small, {model.dtype}, {torch.get_num_threads()} threads, load {_busy()}"
-    for rows in (ROWS, 2 * 16):
-        with world_of(model) as world:
-            yield from mixed(world, sizes, rows)
-    for rows in (ROWS, 2 * 16):
-        with world_of(model) as world:
-            yield from first_tokens(world, sizes, rows)
-    with world_of(model) as world:
-        yield from arrivals(world, sizes)
-    for rows in (10, ROWS):
-        with world_of(model) as world:
-            yield from tasks(world, sizes, rows)
-    yield from same_answers(sizes)
-    with world_of(model) as world:
-        yield from registry(world, sizes)
+    for name in parts or PARTS:
+        if name == "equal":
+            yield from same_answers(sizes)
+            continue
+        measure, rows = PARTED[name]
+        for count in rows:
+            # Each in an engine of its own, whose cache is empty.
+            with world_of(model) as world:
+                yield from measure(world, sizes, count)
     yield f"load {_busy()}"
 
 
@@ -134,14 +133,10 @@ def _busy() -> str:
     return ", ".join(f"{one:.1f}" for one in os.getloadavg())
 
 
-def _verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
 # --------------------------------------------------------------------------------- many in a batch
 
 
-def mixed(world: World, sizes: Sizes, rows: int) -> Iterator[str]:
+def mixed(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
     """As many requests as adapters, each with its own; against texts in their place."""
     count = sizes.adapters
     kinds: tuple[list[Prefix], list[Prefix]] = (
@@ -171,10 +166,13 @@ def mixed(world: World, sizes: Sizes, rows: int) -> Iterator[str]:
     cost = statistics.median(costs)
     spread = f"{100 * min(costs):+.1f} to {100 * max(costs):+.1f}"
     processor_cost = 100 * statistics.median(cycles)
-    yield (
-        f"{count} warm adapters of {rows} rows: {100 * cost:+.1f} % of the time of as many cached "
+    yield judged(
+        "adapters/mixed" if rows == ROWS else "adapters/mixed-32",
+        100 * cost,
+        f"{count} warm adapters of {rows} rows, {100 * cost:+.1f} % of the time of as many cached "
         f"texts ({spread}, {sizes.rounds} rounds, {statistics.median(speeds):,.0f} new tokens/s; "
-        f"of processor time {processor_cost:+.1f} %); target <= 2 %: {_verdict(cost <= 0.02)}"
+        f"of processor time {processor_cost:+.1f} %)",
+        samples={"%": [100 * one for one in costs], "tokens/s": speeds},
     )
 
 
@@ -187,7 +185,7 @@ def _warm(world: World, prefixes: Sequence[Prefix]) -> None:
 # ------------------------------------------------------------------------------------ first tokens
 
 
-def first_tokens(world: World, sizes: Sizes, rows: int) -> Iterator[str]:
+def first_tokens(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
     """One request at a time, behind a warm adapter and behind a cached text."""
     adapter, text = world.adapter(rows), world.text(rows)
     _warm(world, (adapter, text))
@@ -209,10 +207,12 @@ def first_tokens(world: World, sizes: Sizes, rows: int) -> Iterator[str]:
     median = statistics.median(differences)
     mine, other = (1e3 * statistics.median(one) for one in zip(*firsts, strict=True))
     quarters = f"{quantile(differences, 0.25):+.2f} to {quantile(differences, 0.75):+.2f}"
-    yield (
-        f"first token behind a warm adapter of {rows} rows: {median:+.2f} ms to a cached text's "
-        f"(quarters {quarters}, {sizes.pairs} pairs; medians {mine:.1f} and {other:.1f} ms); "
-        f"target <= 1 ms: {_verdict(median <= 1)}"
+    yield judged(
+        "adapters/first" if rows == ROWS else "adapters/first-32",
+        median,
+        f"behind a warm adapter of {rows} rows {median:+.2f} ms to a cached text's (quarters "
+        f"{quarters}, {sizes.pairs} pairs; medians {mine:.1f} and {other:.1f} ms)",
+        samples={"ms": differences},
     )
 
 
@@ -230,7 +230,7 @@ async def first_s(engine: Engine, *answers: Answer) -> float:
 # ---------------------------------------------------------------------------------------- arrivals
 
 
-def arrivals(world: World, sizes: Sizes) -> Iterator[str]:
+def arrivals(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
     """One that arrives while others stream: nothing, a cold adapter, a text of the same length."""
     kinds = ("nothing", "adapter", "text")
     walls: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -239,17 +239,19 @@ def arrivals(world: World, sizes: Sizes) -> Iterator[str]:
     async def work() -> None:
         for run in range(sizes.runs):
             for kind in random.Random(run).sample(kinds, len(kinds)):
-                gaps = await _window(world, sizes, kind)
+                gaps = await _window(world, sizes, kind, rows)
                 walls[kind].append(1e3 * quantile([wall for wall, _ in gaps], 0.99))
                 works[kind].append(1e3 * quantile([spent for _, spent in gaps], 0.99))
 
     asyncio.run(work())
     raises, others = _raises(walls, "adapter"), _raises(walls, "text")
     median = statistics.median(raises)
-    yield (
-        f"a cold adapter while {sizes.streams} streams run: p99 between tokens {median:+.1f} ms "
-        f"(runs {_listed(raises)}; without {_listed(walls['nothing'])}; a text instead "
-        f"{statistics.median(others):+.1f}); target <= 20 ms: {_verdict(median <= 20)}"
+    yield judged(
+        "adapters/cold",
+        median,
+        f"while {sizes.streams} streams run {median:+.1f} ms (runs {_listed(raises)}; without "
+        f"{_listed(walls['nothing'])}; a text instead {statistics.median(others):+.1f})",
+        samples={"ms": raises},
     )
     raises, others = _raises(works, "adapter"), _raises(works, "text")
     yield (
@@ -267,7 +269,7 @@ def _listed(values: Sequence[float]) -> str:
     return " ".join(f"{value:.0f}" for value in values)
 
 
-async def _window(world: World, sizes: Sizes, kind: str) -> list[tuple[float, float]]:
+async def _window(world: World, sizes: Sizes, kind: str, rows: int) -> list[tuple[float, float]]:
     """Seconds between tokens of all streams, while they make one window of them.
 
     And of processor time, which neighbours on this machine stretch less.
@@ -291,7 +293,7 @@ async def _window(world: World, sizes: Sizes, kind: str) -> list[tuple[float, fl
     streams = [asyncio.create_task(stream()) for _ in range(sizes.streams)]
     await going.wait()
     if kind != "nothing":
-        prefix = world.adapter() if kind == "adapter" else world.text(ROWS)
+        prefix = world.adapter(rows) if kind == "adapter" else world.text(rows)
         await first_s(engine, world.answer(8, prefix, world.text(108)))
     await asyncio.gather(*streams)
     return gaps
@@ -300,7 +302,7 @@ async def _window(world: World, sizes: Sizes, kind: str) -> list[tuple[float, fl
 # ------------------------------------------------------------------------------ tasks on a document
 
 
-def tasks(world: World, sizes: Sizes, rows: int) -> Iterator[str]:
+def tasks(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
     """Several tasks on one text, against reading it once and then answering them all."""
     adapters = [world.adapter(rows) for _ in range(sizes.tasks)]
     walls: list[float] = []
@@ -331,11 +333,14 @@ def tasks(world: World, sizes: Sizes, rows: int) -> Iterator[str]:
     asyncio.run(work())
     ratio = statistics.median(walls)
     whole, prefill, decodes = (1e3 * statistics.median(one) for one in zip(*parts, strict=True))
-    yield (
+    yield judged(
+        "adapters/tasks-20" if rows == ROWS else "adapters/tasks-10",
+        ratio,
         f"{sizes.tasks} tasks of {rows} rows on {sizes.document:,} tokens, {sizes.new} new each: "
         f"{ratio:.2f} x one prefill + the decodes (from {min(walls):.2f} to {max(walls):.2f}; "
         f"{whole:.0f} to {prefill:.0f} + {decodes:.0f} ms; of processor time "
-        f"{statistics.median(processors):.2f} x); target <= 1.1: {_verdict(ratio <= 1.1)}"
+        f"{statistics.median(processors):.2f} x)",
+        samples={"x": walls},
     )
 
 
@@ -363,7 +368,7 @@ def _since(start: Spent) -> Spent:
     return now[0] - start[0], now[1] - start[1]
 
 
-def same_answers(sizes: Sizes) -> Iterator[str]:
+def same_answers(sizes: Sizes) -> Iterator[Item]:
     """In fp64, where no rounding decides: many tasks together, one by one, and the plain loop."""
     small = GPTConfig(
         num_layers=3,
@@ -397,9 +402,9 @@ def same_answers(sizes: Sizes) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------- registry
 
 
-def registry(world: World, sizes: Sizes) -> Iterator[str]:
+def registry(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
     """Very many adapters in a folder: to read them all, to look again, to ask one of them."""
-    count, rows = sizes.registered, 2
+    count = sizes.registered
     for _ in range(count):
         world.adapter(rows)
     config = world.network
@@ -419,10 +424,12 @@ def registry(world: World, sizes: Sizes) -> Iterator[str]:
     adapters.scan()
     one_more = time.perf_counter() - start
     assert len(adapters) == count + 1, "the folder was not read"
-    yield (
-        f"{count:,} adapters: read and checked in {took:.1f} s, {1e3 * took / count:.2f} ms and "
+    yield judged(
+        "adapters/registered",
+        len(adapters) - 1,
+        f"{count:,} read and checked in {took:.1f} s, {1e3 * took / count:.2f} ms and "
         f"{kib / count:.1f} KiB each; looked at again in {1e3 * again:.0f} ms, with one more file "
-        f"in {1e3 * one_more:.0f} ms"
+        f"in {1e3 * one_more:.0f} ms",
     )
     keys = world.draw.sample([resident.key for resident, _ in adapters.list()], 20)
     firsts: dict[str, list[float]] = {kind: [] for kind in ("warm-up", "cold", "warm", "text")}
@@ -443,3 +450,16 @@ def registry(world: World, sizes: Sizes) -> Iterator[str]:
         f"first token of one of them: cold {ms['cold']:.1f} ms, warm {ms['warm']:.1f} ms; of a "
         f"text as long {ms['text']:.1f} ms"
     )
+
+
+# Each measurement, and of how many rows an adapter is then.
+PARTED: dict[str, tuple[Callable[[World, Sizes, int], Iterator[Item]], Sequence[int]]] = {
+    "mixed": (mixed, (ROWS,)),
+    "first": (first_tokens, (ROWS,)),
+    "registry": (registry, (2,)),
+    "mixed-32": (mixed, (2 * 16,)),
+    "first-32": (first_tokens, (2 * 16,)),
+    "arrivals": (arrivals, (ROWS,)),
+    "tasks": (tasks, (10, ROWS)),
+}
+PARTS = (*PARTED, "equal")

@@ -14,10 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bench.promises import judged
+from bench.record import Item
 from checkpoints_tools.convert import convert, plan
 from checkpoints_tools.layout import Division
 from checkpoints_tools.writers import Wish
@@ -29,12 +32,15 @@ POOL_ELEMENTS = 1 << 27
 ROUNDS = 5
 SAMPLE_SECONDS = 0.02
 
-WAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Megatron TP4 x PP2 -> TP2 x PP1", ("--to", "megatron", "--tp", "2")),
-    ("Megatron TP4 x PP2 -> Hugging Face", ("--to", "hf")),
-    ("Megatron TP4 x PP2 -> native", ("--to", "native")),
-    ("Megatron TP4 x PP2 -> torch_dist", ("--to", "megatron-dist")),
-)
+# By the names of what is promised of them.
+WAYS: dict[str, tuple[str, ...]] = {
+    "tp2": ("--to", "megatron", "--tp", "2"),
+    "hf": ("--to", "hf"),
+    "native": ("--to", "native"),
+    "torch-dist": ("--to", "megatron-dist"),
+}
+# What a worker may hold: so often the largest tensor, and so many MiB.
+TENSORS, BESIDES_MIB = 2, 300e6 / (1 << 20)
 
 
 def config_of(layers: int) -> GPTConfig:
@@ -70,8 +76,8 @@ def generated(config: GPTConfig) -> Checkpoint:
     return in_memory(config, tensors)
 
 
-def lines(rounds: int = ROUNDS, layers: int = 38, disk: str | None = None) -> Iterator[str]:
-    """The table, line by line as it is measured; `disk` is a folder on the one that is meant."""
+def lines(rounds: int = ROUNDS, layers: int = 38, disk: str | None = None) -> Iterator[Item]:
+    """Way by way, as it is measured; `disk` is a folder on the one that is meant."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=disk) as name:
         folder = Path(name)
         source, config = folder / "source", config_of(layers)
@@ -80,18 +86,39 @@ def lines(rounds: int = ROUNDS, layers: int = 38, disk: str | None = None) -> It
         size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
         largest = max(torch.Size(p.shape).numel() * 2 for p in parameters(config).values())
         yield f"a generated model of {size / 1e9:.2f} GB; largest tensor {largest >> 20} MiB"
-        yield f"{'':36} {'GB/s':>6} {'cp':>6} {'ratio':>6} {'MiB above idle':>15}"
-        for way, words in WAYS:
-            ours, peer, memory = measured(source, folder / "target", words, rounds)
-            speeds = size / ours / 1e9, size / peer / 1e9
-            yield f"{way:36} {speeds[0]:6.2f} {speeds[1]:6.2f} {peer / ours:6.2f} {memory:15.0f}"
-    yield "medians of rounds in turn; both to the disk, from a source whose pages were dropped"
+        yield "medians of rounds in turn; both to the disk, from a source whose pages were dropped"
+        peaks: dict[str, float] = {}
+        for way, words in WAYS.items():
+            found = measured(source, folder / "target", words, rounds)
+            ours, peer = statistics.median(found.ours_s), statistics.median(found.peer_s)
+            yield judged(
+                f"convert/{way}",
+                peer / ours,
+                f"{size / ours / 1e9:.2f} GB/s, cp {size / peer / 1e9:.2f}: {peer / ours:.2f} x; "
+                f"{found.memory_mib:.0f} MiB above idle",
+                samples={"ours, s": found.ours_s, "cp, s": found.peer_s},
+            )
+            peaks[way] = found.memory_mib
+        allowed = TENSORS * largest / (1 << 20) + BESIDES_MIB
+        most = max(peaks.values())
+        yield judged(
+            "convert/memory",
+            most / allowed,
+            f"{most:.0f} MiB above idle at most, of {allowed:.0f}: {most / allowed:.2f} x",
+            samples={way: [peak] for way, peak in peaks.items()},
+        )
 
 
-def measured(
-    source: Path, target: Path, words: Sequence[str], rounds: int
-) -> tuple[float, float, float]:
-    """Seconds of ours, seconds of cp, and our memory."""
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each round, and the most memory of any."""
+
+    ours_s: Sequence[float]
+    peer_s: Sequence[float]
+    memory_mib: float
+
+
+def measured(source: Path, target: Path, words: Sequence[str], rounds: int) -> Measured:
     ours, peer, memory = [], [], []
     for _ in range(rounds):
         settle(source)
@@ -100,7 +127,7 @@ def measured(
         seconds, above = converted(source, target, words)
         ours.append(seconds)
         memory.append(above)
-    return statistics.median(ours), statistics.median(peer), max(memory)
+    return Measured(ours, peer, max(memory))
 
 
 def settle(source: Path) -> None:

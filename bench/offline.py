@@ -19,14 +19,13 @@ from typing import get_args
 
 import torch
 
-from bench.gpt2 import CONTEXT, HEADS, HIDDEN, LAYERS, VOCABULARY
+from bench.shapes import GPT2
 from checkpoints_tools.convert import write_native
 from gpt.config import GPTConfig
 from gpt.fresh import fresh
-from gpt.loading import device_of, load_model
+from gpt.loading import device_of
 from gpt.logical import Checkpoint
 from gpt.model import GPT
-from gpt.packed import pack
 from gpt.parallel import Mesh
 from gpt.sampling import Sampling
 from gpt.tokenizer import NullTokenizer
@@ -34,16 +33,17 @@ from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
 from serving.messages import ServiceClass
+from serving.rank import arrange, load
 from serving.request import Answer, Completion, Request
 from serving.service import Found, Service
 from serving.supervisor import Supervisor
 
 GPT2_SMALL = GPTConfig(
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    num_attention_heads=HEADS,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=CONTEXT,
+    num_layers=GPT2.settings["n_layer"],
+    hidden_size=GPT2.settings["n_embd"],
+    num_attention_heads=GPT2.settings["n_head"],
+    vocab_size=GPT2.settings["vocab_size"],
+    max_position_embeddings=GPT2.settings["n_positions"],
     dtype="bfloat16",
 )
 # Whatever the machine, so that its memory does not decide what is preempted.
@@ -242,7 +242,6 @@ def engine_of(model: GPT, config: ServerConfig) -> Iterator[Engine]:
 
 def loaded(checkpoint: Checkpoint, config: ServerConfig) -> GPT:
     """On one rank, as a rank that serves has it."""
-    mesh = Mesh.single(device_of(config.device))
-    model = load_model(checkpoint, mesh, dtype=config.dtype).eval()
-    pack(model)
+    model = load(checkpoint, Mesh.single(device_of(config.device)), config)
+    arrange(model, config)
     return model

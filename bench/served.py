@@ -1,14 +1,11 @@
 """`preamble serve` in a process of its own, for what is measured from outside of it.
 
 Where it listens is what its first line says; what it and its ranks spend is what the system says.
-Every wait has an end. Knows no load and no verdict.
+Knows no load and no verdict.
 """
 
 import os
 import re
-import selectors
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +17,9 @@ import yaml
 from checkpoints_tools.convert import write_native
 from gpt.config import GPTConfig
 from gpt.fresh import fresh
+from planning.child import server
 
-ROOT = Path(__file__).resolve().parent.parent
 START_S = 180.0
-STOP_S = 30.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -75,38 +71,13 @@ def served(
 ) -> Iterator[Served]:
     """On free ports; `words` are flags of the command, `limits` settings."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        line = [sys.executable, "-m", "preamble", "serve", str(model), *words]
-        line += ["--port", "0", "--http-port", "0"]
+        line: list[str | Path] = [model, *words]
         if limits:
             settings = Path(folder) / "limits.yaml"
             settings.write_text(yaml.safe_dump(dict(limits)))
-            line += ["--config", str(settings)]
-        log = Path(folder) / "log"
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                line, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
-            )
-        try:
-            yield Served(process.pid, _address(process, log))
-        finally:
-            process.terminate()
-            try:
-                process.communicate(timeout=STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-
-
-def _address(process: "subprocess.Popen[str]", log: Path) -> str:
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        said = process.stdout.readline() if selector.select(START_S) else ""
-    match = re.search(r"\bgrpc=(\S+)", said)
-    if match is None:
-        tail = log.read_text()[-2000:]
-        raise RuntimeError(f"the server did not come up within {START_S:g} s:\n{tail}")
-    return match[1]
+            line += ["--config", settings]
+        with server(line, Path(folder) / "log", START_S) as (started, address):
+            yield Served(started.process.pid, address)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench import adapters, offline
+from bench.promises import PROMISES, Row
 from gpt.config import GPTConfig
 from gpt.fresh import fresh
 from serving.config import ServerConfig
@@ -71,7 +72,7 @@ def test_the_offline_bench_serves_a_model_in_processes_of_its_own() -> None:
     assert len(told) == 11
 
 
-def test_each_line_of_the_adapters_bench_is_a_figure_and_most_are_a_verdict() -> None:
+def test_each_part_of_the_adapters_bench_gives_its_rows() -> None:
     sizes = adapters.Sizes(
         adapters=4,
         text=6,
@@ -85,8 +86,10 @@ def test_each_line_of_the_adapters_bench_is_a_figure_and_most_are_a_verdict() ->
         document=40,
         registered=40,
     )
-    told = list(adapters.lines(sizes, TINY))
-    verdicts = [line for line in told if line.endswith((": met", ": MISSED"))]
-    assert len(verdicts) == 7, told
-    assert any("in fp64: equal tokens" in line for line in told)
-    assert any(line.startswith("40 adapters: read and checked") for line in told)
+    told = list(adapters.lines((), sizes, TINY))
+    rows = {item.promise.name: item for item in told if isinstance(item, Row)}
+    assert set(rows) == {name for name in PROMISES if name.startswith("adapters/")}, told
+    assert any("in fp64: equal tokens" in str(line) for line in told)
+    assert rows["adapters/registered"].value == 40
+    assert rows["adapters/registered"].verdict == "MISSED"
+    assert len(rows["adapters/mixed"].samples["%"]) == 2

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bench import tuning
-from bench.gpt2 import random_model
+from bench.promises import Row
+from bench.shapes import GPT2
 from bench.tuning_peer import SIDES
 
 NETWORK: dict[str, float | None] = {
@@ -18,8 +19,8 @@ NETWORK: dict[str, float | None] = {
     "vocab_size": 64,
     "n_positions": 64,
 }
-EVEN = tuning.Case("4 x 12 tokens", 3, 12, 12, 1.5)
-MIXED = tuning.Case("4 x 4-16 tokens", 5, 4, 16, 2.5)
+EVEN = tuning.Case("20", "4 x 12 tokens", 3, 12, 12)
+MIXED = tuning.Case("mixed", "4 x 4-16 tokens", 5, 4, 16)
 SIZES = tuning.Sizes(
     cases=(EVEN, MIXED),
     batch=4,
@@ -44,7 +45,7 @@ def _one_thread() -> Iterator[None]:
 
 def test_both_sides_learn_the_same_from_the_same_batches(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    model = random_model("float32", **tuning.NO_DROPOUT | NETWORK)
+    model = GPT2.random("float32", **tuning.NO_DROPOUT | NETWORK)
     model.save_pretrained(tmp_path)
     batches = tuning.drawn(random.Random(0), MIXED, SIZES, 4)
     curves = []
@@ -67,11 +68,13 @@ def test_grouped_batches_are_alike_within_and_not_among_each_other() -> None:
 
 
 @pytest.mark.slow
-def test_each_line_of_the_tuning_bench_is_a_figure_and_most_are_a_verdict() -> None:
+def test_each_case_of_the_tuning_bench_gives_a_row_of_speed_memory_and_losses() -> None:
     pytest.importorskip("peft")
     told = list(tuning.lines((), SIZES, **NETWORK))
-    verdicts = [line for line in told if "; at " in line and line.endswith((": met)", ": MISSED)"))]
-    assert len(verdicts) == 2, told
-    assert sum(line.startswith("peak memory") and "MiB" in line for line in told) == 2
-    apart = [float(line.split()[2]) for line in told if line.endswith(" apart")]
-    assert len(apart) == 2 and max(apart) < 2e-5
+    rows = [item for item in told if isinstance(item, Row)]
+    assert [row.promise.name.removeprefix("tuning/") for row in rows] == [
+        *("speed-20", "speed-mixed", "memory-20", "memory-mixed", "loss-20", "loss-mixed")
+    ]
+    assert all(len(row.samples["ours"]) == SIZES.rounds for row in rows[:2])
+    assert all("MiB" in row.told for row in rows[2:4])
+    assert all(row.value < 2e-5 for row in rows[4:])
