@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,12 +135,14 @@ def build(
     seed: int = 0,
     stages: list[int] | None = None,
     trainable: bool = False,
+    **options: Any,
 ) -> GPT:
     """This rank's share of a lively model. Drawn in fp64, so that no dtype has a rounder one."""
     mesh = mesh or Mesh.single()
     layers = stage_layers(config.num_layers, mesh.pp, stages)[mesh.pp_rank][0]
     checkpoint = lively(config.with_fields(dtype="float64"), seed)
-    return load_model(checkpoint, mesh, dtype=dtype, layers=layers).requires_grad_(trainable)
+    model = load_model(checkpoint, mesh, dtype=dtype, layers=layers, **options)
+    return model.requires_grad_(trainable)
 
 
 @dataclass(frozen=True)

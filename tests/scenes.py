@@ -42,6 +42,7 @@ from serving.planner import Planner
 from serving.runner import Runner, blocks_that_fit
 from serving.scheduler import Scheduler
 from tests.models import CONFIGS, build
+from tests.recorded import recordable
 
 WAIT_S = 30.0
 
@@ -55,6 +56,8 @@ class Scene:
     settings: dict[str, Any]
     asks: list[tuple[int, Submission]]
     cancels: list[tuple[int, int]] = field(default_factory=list)
+    fill_tokens_max: int = 256  # Of prefixes, before a step.
+    recorded: bool = False  # Decoding steps are recorded, and replayed by doing them again.
 
     @property
     def config(self) -> ServerConfig:
@@ -345,7 +348,8 @@ def play(rank: int, tp: int, pp: int, scenes: list[Scene], folder: str) -> list[
     for number, scene in enumerate(scenes):
         key = scene.name, scene.dtype
         if key not in models:
-            models[key] = build(CONFIGS[scene.name], mesh, dtype=getattr(torch, scene.dtype))
+            model = build(CONFIGS[scene.name], mesh, dtype=getattr(torch, scene.dtype))
+            models[key] = recordable(model)
         scene = replace(scene, settings=scene.settings | {"tp": tp, "pp": pp})
         address = f"{folder}/{number}"
         if rank == 0:
@@ -358,13 +362,15 @@ def play(rank: int, tp: int, pp: int, scenes: list[Scene], folder: str) -> list[
 def lead(model: GPT, scene: Scene, address: str = "") -> Played:
     """Rank 0: the planner's loop until every ask has ended."""
     config, mesh = scene.config, model.mesh
-    runner = made_runner(model, config)
+    runner = made_runner(model, config, scene.recorded)
     scheduler = Scheduler(
         vocab_size=model.config.vocab_size,
         blocks=runner.blocks,
         config=config,
         context_tokens_max=model.config.max_position_embeddings,
         stages=mesh.pp,
+        fill_tokens_max=scene.fill_tokens_max,
+        ahead=config.steps_ahead("cpu"),
     )
     feeder = _Feeder(scene)
     peers = Peers(address, mesh.tp * mesh.pp - 1) if mesh.tp * mesh.pp > 1 else None
@@ -386,7 +392,7 @@ def lead(model: GPT, scene: Scene, address: str = "") -> Played:
 
 def follow(model: GPT, scene: Scene, address: str) -> None:
     """Another rank: do what steps say until the end."""
-    runner = made_runner(model, scene.config)
+    runner = made_runner(model, scene.config, scene.recorded)
     mesh = model.mesh
     channel = Channel(_connected(address))
     channel.send(b"last" if model.last and mesh.tp_rank == 0 else b"other")
@@ -401,9 +407,14 @@ def follow(model: GPT, scene: Scene, address: str) -> None:
             channel.send(encode(outcome))
 
 
-def made_runner(model: GPT, config: ServerConfig) -> Runner:
-    blocks = blocks_that_fit(model, config)
-    return Runner(model, config, blocks=blocks, slots=config.running_requests_max)
+def made_runner(model: GPT, config: ServerConfig, recorded: bool = False) -> Runner:
+    return Runner(
+        model,
+        config,
+        blocks=blocks_that_fit(model, config),
+        slots=config.running_requests_max,
+        record=(lambda work: work) if recorded else None,
+    )
 
 
 def _connected(address: str) -> socket.socket:

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,9 +118,12 @@ class Server:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that it has started."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+        """The processes that it has started, by whichever thread."""
+        pids: list[int] = []
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # A thread that ended meanwhile.
+                pids += map(int, children.read_text().split())
+        return sorted(pids)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

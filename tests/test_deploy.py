@@ -16,7 +16,8 @@ import yaml
 
 from gpt.errors import ConfigError
 from serving.__main__ import main, serve_parser
-from serving.config import PROFILE_FILES, PROFILES, ServerConfig
+from serving.config import ServerConfig
+from serving.profiles import PROFILE_FILES, PROFILES
 from serving.reasons import REASONS
 from tests.servers import ROOT
 

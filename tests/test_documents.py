@@ -45,6 +45,10 @@ NOT_RUN = {
     "preamble tune examples/tune/one.yaml": "it takes a while; test_tuning_document.py runs all "
     "that are there",
     "preamble tune --evaluate": "it needs an adapter, as test_answers.py has one",
+    "preamble plan serve": "it plays a load for seconds; test_plan_command.py does",
+    "preamble plan train gpt3-175b": "it searches for seconds; docs/planning.md has the like",
+    "preamble plan train --tune": "test_plan_training.py writes one, and runs it",
+    "preamble tune --check build/plan/tune/train_config.yaml": "the line above it writes that",
     "preamble adapters": "it needs an adapter or a server, as test_adapter_exchange.py and "
     "test_adapters_command.py have them",
     "S=localhost:9000": "the lines after it use it",
@@ -56,8 +60,10 @@ NOT_RUN = {
 }
 
 
-LOADS_TORCH = (
+# Of these one is run as a reader would; in the others' processes most of the time would be imports.
+ALIKE = (
     *("preamble inspect ", "preamble convert ", "preamble verify ", "preamble tune --check "),
+    "preamble plan ",
 )
 
 
@@ -110,7 +116,7 @@ def named(command: Command) -> str:
 
 
 RUN = [command for command in commands() if not command.listed]
-LOADING = [command for command in RUN if command.line.startswith(LOADS_TORCH)]
+LOADING = [command for command in RUN if command.line.startswith(ALIKE)]
 
 
 @pytest.mark.parametrize("command", RUN, ids=named)
@@ -133,8 +139,8 @@ def test_a_command_that_is_not_run_here_exists(
         assert done.returncode == 0, f"{command.where}: {done.stderr}"
     elif program == "preamble":
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
-        # An action of `adapters` has its own flags, and so has `generate` that asks a server.
-        asked = words[: 2 if words[0] == "adapters" else 1]
+        # An action of `adapters` or `plan` has flags of its own; so has `generate`, of a server.
+        asked = words[: 2 if words[0] in ("adapters", "plan") else 1]
         server = ["--server", "x"] if "--server" in flags else []
         with pytest.raises(SystemExit) as ended:
             preamble.main([*asked, *server, "--help"])

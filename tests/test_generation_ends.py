@@ -395,7 +395,8 @@ def test_a_full_queue_says_when_to_come_again(world: World) -> None:
         refused = refusal(lambda: world.ask(world.message()))
     finally:
         holding.cancel()
-    eventually(lambda: world.server.metric("preamble_requests_in_flight") == 0)
+    kept = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
+    eventually(lambda: not any(world.server.metric(f"preamble_{name}") for name in kept))
     assert (refused.code, refused.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
     said_ms = refused.details["RetryInfo"].retry_delay.ToMilliseconds()
     assert said_ms > 0
