@@ -5,6 +5,8 @@ BASE   := $(or $(PYTHON),python3)
 MINOR  := $(shell $(BASE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
 PROTOS := $(wildcard protos/preamble/v1/*.proto protos/foreign/*.proto)
+# Two at a time, file by file: what waits for a server leaves the processor to what computes.
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 # The environment in steps: an interpreter, what running needs, what developing needs; then the stubs.
 INTERPRETER := $(VENV)/bin/python$(MINOR)
 RUNTIME     := $(VENV)/.runtime
@@ -23,16 +25,16 @@ demo: $(LEARNED)  ## p-tunes the small model that comes along, serves it, and ta
 serve-demo: $(LEARNED)  ## serves that model until Ctrl-C
 	$(VENV)/bin/preamble serve examples/demo/checkpoint --adapters build/demo/adapters
 test: setup  ## runs the tests (five minutes at most on two cores)
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
 test-slow: setup tools  ## runs the long drills; prints the minutes of each
-	$(VENV)/bin/python -m pytest -m slow
+	$(PYTEST) -m slow
 test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
 soak: setup  ## runs what is longer than any suite
 	$(VENV)/bin/python -m pytest -m soak
-bench: setup  ## times generating beside transformers, converting beside cp
+bench: setup  ## measures every promise on speed and size, beside what others do
 	$(VENV)/bin/python -m bench
-bench-gpu: $(if $(PYTHON),,setup)  ## the same on a CUDA device
+bench-gpu: $(if $(PYTHON),,setup)  ## those of a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m bench --device cuda
 check: setup  ## lint, format, types, protos, house rules
 	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
@@ -45,7 +47,7 @@ peers:  ## installs the engines that `make bench-peers` compares with, under bui
 bench-peers: setup  ## times generating beside those engines
 	$(VENV)/bin/python -m bench --only peers
 tools: setup  ## installs what only the slow drills need
-	@$(PIP) --no-deps megatron-core
+	@$(PIP) --no-deps megatron-core triton==3.6.0
 	@test -d build/tgis || $(PIP) --no-deps --target build/tgis vllm-tgis-adapter==0.10.0
 	@test -d build/lm_eval || { $(BASE) -m venv build/lm_eval && build/lm_eval/bin/pip install -q 'lm_eval[api]==0.4.13' transformers; }
 	@deploy/prometheus/install.sh

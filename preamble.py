@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": Command("serving", "serve a model and its adapters over gRPC"),
     "generate": Command("serving", "complete one prompt, here or (--server) by a running server"),
     "tune": Command("ptuning", "learn an adapter for a frozen model"),
+    "plan": Command("planning", "choose a configuration: what it costs, how fast it is, what fits"),
     "adapters": Command("clients", "look at a server's adapters and change them; files in and out"),
     "bench": Command("clients", "load a running server, and tell what its calls took"),
     "convert": Command("checkpoints_tools", "write a checkpoint in another format, at any split"),
