@@ -120,7 +120,7 @@ def crash_path(folder: str | None) -> Path:
     for old in sorted(place.glob(CRASHES))[: 1 - CRASHES_MAX]:
         with suppress(OSError):  # Another user's, say.
             old.unlink()
-    return place / f"preamble-flight-{stamp}-{os.getpid()}-{secrets.token_hex(2)}.jsonl"
+    return place / f"preamble-flight-{stamp}-{os.getpid()}-{secrets.token_hex(8)}.jsonl"
 
 
 def _line(leg: _Leg, ids: bool) -> dict[str, Any]:

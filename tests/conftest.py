@@ -11,9 +11,17 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+with suppress(ImportError):  # The tests of a GPU need none of it.
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes is the machine's affair.
+    settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("ours")
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = ("slow", "gpu", "soak")

@@ -36,7 +36,7 @@ PRELOAD = (
 FORKSERVER.set_forkserver_preload(list(PRELOAD))
 
 
-def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 60.0) -> list[R]:
+def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 240.0) -> list[R]:
     """`[function(rank, *args) for rank in range(n)]`, each in its own process, all at once.
 
     `function` is a module's own (not nested), so that a process can import it. Arguments and
@@ -83,6 +83,13 @@ def _collect(
             except EOFError:
                 raise _ended(rank, processes, folder, timeout_s) from None
             if error is not None:
+                for other in wait([one for one in waiting if one is not pipe], timeout=0):
+                    assert isinstance(other, Connection)
+                    try:
+                        other.recv_bytes()
+                    except EOFError:  # Who died is why its neighbours complain.
+                        rank = pipes.index(other)
+                        raise _ended(rank, processes, folder, timeout_s) from error
                 raise error
             results[rank] = result
     return [results[rank] for rank in range(len(pipes))]

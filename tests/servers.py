@@ -8,15 +8,19 @@ import os
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Self
 
 import yaml
 
@@ -31,8 +35,9 @@ from tests.models import lively
 from tests.trained_tokenizers import sentencepiece_model
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 60.0
-WAIT_S = 20.0
+# How long to wait for what must come: the ends of hopeless waits, so far above what is usual.
+START_S = 240.0
+WAIT_S = 60.0
 
 # Rotary, so that a completion can be long enough to be caught in the middle. Stored in fp32, as
 # adapters are, and served in fp64, where tokens are the same in whatever company they are made.
@@ -123,7 +128,7 @@ class Server:
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             with suppress(OSError):  # A thread that ended meanwhile.
                 pids += map(int, children.read_text().split())
-        return sorted(pids)
+        return pids  # As they were started: by one thread, and numbers wrap.
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -143,28 +148,35 @@ def command(*words: str | Path) -> list[str]:
 def serving(
     model: Path, settings: Path | None = None, log: Path | None = None, **limits: object
 ) -> Iterator[Server]:
-    """A server of its own on free ports; `limits` are settings, written to the file `settings`."""
+    """A server of its own on free ports; `limits` are settings, written to the file `settings`.
+
+    Its ranks are not given up when a busy machine keeps them from their work, unless that is set.
+    """
+    limits = {"step_timeout_s": 60.0, **limits}
     words: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
     words += ["--dtype", "float64"]
-    if settings is not None:
-        settings.write_text(yaml.safe_dump(limits))
-        words += ["--config", settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(log, "w") if log else nullcontext() as stderr:
+    with ExitStack() as held:
+        if settings is None:
+            settings = Path(held.enter_context(TemporaryDirectory())) / "settings.yaml"
+        settings.write_text(yaml.safe_dump(limits))
+        stderr = held.enter_context(open(log, "w")) if log else None
         process = subprocess.Popen(
-            command(*words),
+            command(*words, "--config", settings),
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
         )
-    try:
+        held.callback(_ended, process)
         yield Server(process, _first_line(process))
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+
+
+def _ended(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.communicate()
 
 
 def _first_line(process: "subprocess.Popen[str]") -> str:
@@ -175,6 +187,49 @@ def _first_line(process: "subprocess.Popen[str]") -> str:
     line: str = process.stdout.readline()
     assert line.startswith("ready "), f"said {line!r}, exit code {process.poll()}"
     return line
+
+
+def free_port() -> int:
+    """One that the kernel gives to nobody meanwhile. Each process looks elsewhere at first."""
+    for number in range(20_000 + os.getpid() * 7 % 10_000, 32_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError("no port is free")
+
+
+class Stalls:
+    """How long the machine kept this process from running, which no limit in seconds is about."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(0.01):
+            now = time.monotonic()
+            self.seconds += max(0.0, now - before - 0.05)
+            before = now
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def eventually(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:

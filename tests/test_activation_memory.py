@@ -111,11 +111,12 @@ def kept(case: Case, mesh: Mesh, layers: int) -> tuple[int, int]:
     ids[0] = config.vocab_size  # So that something learns in front of the first layer.
     with Alive() as alive, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         y = model.hidden(ids, batch, None, table)
-        lefts = []
-        for _ in range(3):
-            # A thread that sums over ranks lets go of what it sent a moment after it is done.
+        # A thread that sums over ranks lets go of what it sent a moment after it is done.
+        lefts, quiet = [alive.bytes(own)], 0
+        while quiet < 8 and len(lefts) < 200:
             time.sleep(0.03)
             lefts.append(alive.bytes(own))
+            quiet = quiet + 1 if lefts[-1] == lefts[-2] else 0
     y.float().sum().backward()  # It can be done with what is kept.
     assert table.grad is not None
     return sum(found.values()), min(lefts)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite
 
 TOKENS = {name: f"{name}-token-of-enough-letters" for name in ("acme", "zeta", "guest")}
 UPLOAD_BYTES_MAX = 20_000
-UPLOAD_S = 3.0
+UPLOAD_S = 10.0
 SHORT = Options(max_new_tokens=8)
 LONG = Options(max_new_tokens=400)
 

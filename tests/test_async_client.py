@@ -127,7 +127,7 @@ def test_a_stream_that_is_left_and_a_task_that_is_cancelled_end_their_calls(
             assert (await client.load()).engine_up
 
     asyncio.run(work())
-    eventually(lambda: server.metric("preamble_requests_in_flight") == 0, within_s=5)
+    eventually(lambda: server.metric("preamble_requests_in_flight") == 0)
 
 
 def test_what_the_server_refuses_is_the_same_error(server: Server) -> None:
@@ -274,11 +274,11 @@ def test_a_token_goes_along_with_each_attempt(way: Way) -> None:
 
 
 def test_a_deadline_is_for_all_attempts_together() -> None:
-    slow = Ended(REASONS["LOADING"], "not yet", retry_s=0.3)
+    slow = Ended(REASONS["LOADING"], "not yet", retry_s=1.0)
     with ending(*[(0, slow)] * 9) as (address, service), Client(address) as client:
         started = time.monotonic()
         with pytest.raises(CallError, match="not yet"):
-            client.generate("a", timeout_s=0.5)
+            client.generate("a", timeout_s=2.9)
         assert service.calls <= 2
         assert time.monotonic() - started < 5
 

@@ -25,7 +25,7 @@ from tests.ranks import ranks
 
 STAGES = 4
 CASES = [(chunks, micros) for chunks in (1, 2) for micros in (8, 12)]
-NAPS_S = (0.03, 0.06, 0.12, 0.16)  # Of a pass, in one run after another.
+NAPS_S = (0.03, 0.06, 0.12, 0.16, 0.3, 0.5)  # Of a pass, in one run after another.
 CLOSE = 0.1
 SIZES = GPTConfig(
     num_layers=8, hidden_size=4, num_attention_heads=1, vocab_size=3, max_position_embeddings=8
@@ -118,15 +118,15 @@ def measure(rank: int) -> list[list[float]]:
             told = torch.tensor([one.seconds, one.busy], dtype=torch.float64)
             dist.all_reduce(told)
             bubbles.append(float((told[0] - told[1]) / told[1]))
-            if bubbles[-1] <= wanted(chunks, micros) * (1 + CLOSE):
+            if bubbles[-1] == pytest.approx(wanted(chunks, micros), rel=CLOSE):
                 break
     return found
 
 
 @pytest.mark.slow
 def test_stages_idle_as_long_as_the_formulas_say() -> None:
-    found = ranks(STAGES, measure, timeout_s=120)[0]
+    found = ranks(STAGES, measure, timeout_s=400)[0]
     for bubbles, (chunks, micros) in zip(found, CASES, strict=True):
-        told = ", ".join(f"{bubble:.4f}" for bubble in bubbles)
-        print(f"{chunks} chunks, {micros} micro-batches: {told}; {wanted(chunks, micros):.4f}")
-        assert min(bubbles) == pytest.approx(wanted(chunks, micros), rel=CLOSE)
+        told, want = ", ".join(f"{bubble:.4f}" for bubble in bubbles), wanted(chunks, micros)
+        print(f"{chunks} chunks, {micros} micro-batches: {told}; {want:.4f}")
+        assert bubbles[-1] == pytest.approx(want, rel=CLOSE)

@@ -119,7 +119,7 @@ def test_one_failure_ends_all_workers(tmp_path: Path) -> None:
             lay_out(source, Wish()),
             tmp_path / "m",
         )
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_budget_lets_one_through_that_is_larger_than_all() -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ from tests.triton import streaming, text_of
 pytestmark = pytest.mark.slow  # Servers of its own, and minutes.
 
 DEMO = ROOT / "examples/demo/checkpoint"
+TRIES = 8  # To have all callers there at once.
 LONG_S = 60.0  # For what waits for ranks that are started again.
 FLIP_S = 2.0
 NEW = 120
@@ -114,12 +115,21 @@ async def load_of(server: Server) -> admin_pb2.GetLoadResponse:
         return await client.load()
 
 
-async def until(server: Server, running: int, waiting: int) -> None:
+class MissedError(Exception):
+    """Some were answered before all had come: the machine was busy."""
+
+
+async def until(
+    server: Server, running: int, waiting: int, going: Iterable[asyncio.Task[Any]] = ()
+) -> None:
+    going = list(going)
     async with asyncio.timeout(WAIT_S):
         while True:
             load = await load_of(server)
             if (load.running_requests, load.waiting_requests) == (running, waiting):
                 return
+            if any(task.done() for task in going):
+                raise MissedError
             await asyncio.sleep(0.005)
 
 
@@ -158,6 +168,13 @@ class Watched:
     server: Server
     grpc: list[tuple[float, bool]] = field(default_factory=list)
     http: list[tuple[float, bool]] = field(default_factory=list)
+    late_s: float = 0.0  # How long this side was kept from looking, at most.
+
+    async def pulse(self) -> None:
+        while True:
+            at = time.monotonic()
+            await asyncio.sleep(0.02)
+            self.late_s = max(self.late_s, time.monotonic() - at - 0.02)
 
     async def by_grpc(self) -> None:
         async with apart(self.server) as channel:
@@ -200,25 +217,20 @@ async def kill_a_rank(server: Server, rank: int, expected: Mapping[str, list[int
     texts = list(expected)
     restarts = (await load_of(server)).engine_restarts
     watched = Watched(server)
-    watching = [asyncio.create_task(one) for one in (watched.by_grpc(), watched.by_http())]
+    looks = (watched.by_grpc(), watched.by_http(), watched.pulse())
+    watching = [asyncio.create_task(one) for one in looks]
 
-    streams = [Streaming(text) for text in texts[:STREAMS]]
-    reading = [asyncio.create_task(one.read(server)) for one in streams]
-    await asyncio.gather(*(one.begun.wait() for one in streams))
-    unary = [asyncio.create_task(whole(server, text)) for text in texts[STREAMS + LATE :]]
-    await until(server, RUNNING, STREAMS + UNARY - RUNNING)
-    late = [Streaming(text) for text in texts[STREAMS : STREAMS + LATE]]
-    reading_late = [asyncio.create_task(one.read(server)) for one in late]
-    await until(server, RUNNING, STREAMS + UNARY + LATE - RUNNING)
+    crowd = await crowded(server, texts)
+    streams, late = crowd.streams, crowd.late
     os.kill(server.ranks[rank], signal.SIGKILL)
     killed = time.monotonic()
 
-    await asyncio.gather(*reading)
+    await asyncio.gather(*crowd.reading)
     lost_s = time.monotonic() - killed
     await refused_for_now(server, texts[0])
     patient = asyncio.create_task(insist(server, texts[0]))
-    made = await asyncio.gather(*unary)
-    await asyncio.gather(*reading_late)
+    made = await asyncio.gather(*crowd.unary)
+    await asyncio.gather(*crowd.reading_late)
     requeued_s = time.monotonic() - killed
     assert await patient == expected[texts[0]]
     assert [await whole(server, text) for text in texts[:4]] == [expected[t] for t in texts[:4]]
@@ -243,7 +255,43 @@ async def kill_a_rank(server: Server, rank: int, expected: Mapping[str, list[int
         f"{http_back_s:.2f} s; {UNARY} calls and {LATE} streams that had not begun were answered "
         f"after {requeued_s:.2f} s"
     )
-    assert max(grpc_s, http_s) < FLIP_S and max(grpc_back_s, http_back_s) < LONG_S
+    assert max(grpc_s, http_s) < FLIP_S + watched.late_s
+    assert max(grpc_back_s, http_back_s) < LONG_S
+
+
+@dataclass
+class Crowd:
+    """Streams that have begun, whole answers, and streams that wait behind all of these."""
+
+    streams: list[Streaming]
+    late: list[Streaming]
+    reading: list[asyncio.Task[Streaming]] = field(default_factory=list)
+    unary: list[asyncio.Task[list[int]]] = field(default_factory=list)
+    reading_late: list[asyncio.Task[Streaming]] = field(default_factory=list)
+
+    async def come(self, server: Server, texts: Sequence[str]) -> None:
+        self.reading = [asyncio.create_task(one.read(server)) for one in self.streams]
+        await asyncio.gather(*(one.begun.wait() for one in self.streams))
+        self.unary = [asyncio.create_task(whole(server, text)) for text in texts]
+        begun = [*self.reading, *self.unary]
+        await until(server, RUNNING, STREAMS + UNARY - RUNNING, begun)
+        self.reading_late = [asyncio.create_task(one.read(server)) for one in self.late]
+        await until(server, RUNNING, STREAMS + UNARY + LATE - RUNNING, begun)
+
+
+async def crowded(server: Server, texts: Sequence[str]) -> Crowd:
+    """All of them there at once, sooner or later."""
+    for _ in range(TRIES):
+        early, late = texts[:STREAMS], texts[STREAMS : STREAMS + LATE]
+        crowd = Crowd([Streaming(text) for text in early], [Streaming(text) for text in late])
+        try:
+            await crowd.come(server, texts[STREAMS + LATE :])
+        except MissedError:
+            await asyncio.gather(*crowd.reading, *crowd.unary, *crowd.reading_late)
+            await freed(server)
+        else:
+            return crowd
+    raise AssertionError("never were all of them there at once")
 
 
 async def refused_for_now(server: Server, text: str) -> None:
@@ -276,16 +324,22 @@ def test_sigterm_while_many_stream_fails_nothing_that_was_accepted(tmp_path: Pat
 
 async def stop_under_load(server: Server) -> None:
     texts = prompts(56)
-    streams = [Streaming(text) for text in texts[:36]]
     calm = await asyncio.gather(*(Streaming(text).read(server) for text in texts))
     expected = {one.prompt: one for one in calm}
     assert all(len(one.token_ids) == NEW for one in calm)
 
-    reading = [asyncio.create_task(one.read(server)) for one in streams]
-    events = [asyncio.create_task(asyncio.to_thread(completed, server, t)) for t in texts[36:44]]
-    unary = [asyncio.create_task(whole(server, text)) for text in texts[44:52]]
-    triple = asyncio.create_task(asyncio.to_thread(inferred, server, texts[52:]))
-    await until(server, 32, 56 - 32)
+    for _ in range(TRIES):
+        streams = [Streaming(text) for text in texts[:36]]
+        reading = [asyncio.create_task(one.read(server)) for one in streams]
+        eventful = (asyncio.to_thread(completed, server, text) for text in texts[36:44])
+        events = [asyncio.create_task(one) for one in eventful]
+        unary = [asyncio.create_task(whole(server, text)) for text in texts[44:52]]
+        triple = asyncio.create_task(asyncio.to_thread(inferred, server, texts[52:]))
+        try:
+            await until(server, 32, 56 - 32, [*reading, *events, *unary, triple])
+            break
+        except MissedError:
+            await asyncio.gather(*reading, *events, *unary, triple)
     server.process.send_signal(signal.SIGTERM)
     started = time.monotonic()
     ends: Counter[tuple[str, str]] = Counter()

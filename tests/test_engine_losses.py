@@ -44,6 +44,7 @@ class Fragile:
     refusal: PreambleError | None = None
 
     def __init__(self, model: GPT) -> None:
+        self.pace_s = 0.0  # So much longer each step takes, for what has to happen in between.
         self._model = model
         self._receiver: Receiver | None = None
         self._inside: Inside | None = None
@@ -59,6 +60,7 @@ class Fragile:
 
     def update(self, update: Update) -> None:
         assert self._receiver is not None
+        time.sleep(self.pace_s)
         if self._inside is not None:
             self._receiver.update(update)
 
@@ -96,6 +98,7 @@ def test_what_had_told_no_token_outlives_a_loss_and_the_rest_is_told_to_try_agai
     engine.on_change = lambda: changes.append(engine.up)
 
     async def work() -> None:
+        link.pace_s = 0.02
         begun = engine.submit(one((1, 1), LONG))
         whole = engine.submit(one((1, 2), replace(LONG, logprobs=0)), whole=True)
         first = [await anext(begun), await anext(whole)]
@@ -112,6 +115,7 @@ def test_what_had_told_no_token_outlives_a_loss_and_the_rest_is_told_to_try_agai
         left.close()
         with pytest.raises(UnavailableError, match="try again in a moment"):
             await tokens(begun)
+        link.pace_s = 0.0
         link.start(engine)
         rest = await completions(whole)
         ids = (*first[1].token_ids, *rest[0].token_ids)
@@ -137,6 +141,7 @@ def test_a_request_that_was_there_at_two_losses_is_taken_for_the_cause(model: GP
     link, engine = broken_engine(model)
 
     async def work() -> None:
+        link.pace_s = 0.02
         held = [engine.submit(one((1, place), LONG)) for place in range(4)]
         for stream in held:
             await anext(stream)
@@ -144,6 +149,7 @@ def test_a_request_that_was_there_at_two_losses_is_taken_for_the_cause(model: GP
         for _ in range(2):
             await asyncio.to_thread(link.lose)
             link.start(engine)
+        link.pace_s = 0.0
         with pytest.raises(EngineFaultError, match="lost twice"):
             await tokens(suspect)
         for stream in held:
@@ -170,12 +176,11 @@ def test_in_a_storm_of_losses_cancels_and_deadlines_every_answer_ends_once_and_i
 
     async def ask() -> None:
         answers = tuple(luck.choices(wanted, k=luck.choice((1, 1, 1, 2, 4))))
-        limit_s = luck.choice((None, None, 0.02, 0.2))
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        deadline = time.monotonic() + luck.choice((1000.0, 1000.0, 0.02, 0.2))
         pieces_max = luck.choice((1, 3, 10**6, 10**6))
         try:
             stream = engine.submit(Request(answers), deadline, whole=luck.random() < 0.5)
-        except (OverloadedError, UnavailableError) as error:
+        except (OverloadedError, UnavailableError, DeadlinePassedError) as error:
             ends[type(error).__name__] = ends.get(type(error).__name__, 0) + 1
             return await asyncio.sleep(0.02)
         made: list[list[int]] = [[] for _ in answers]
@@ -200,25 +205,30 @@ def test_in_a_storm_of_losses_cancels_and_deadlines_every_answer_ends_once_and_i
         for answer, ids, end in zip(answers, made, ended, strict=True):
             assert ids == expected[answer][: None if end else len(ids)]
 
-    async def callers(until: float) -> None:
-        while time.monotonic() < until:
+    over = asyncio.Event()
+
+    async def callers() -> None:
+        while not over.is_set():
             await ask()
 
+    def enough() -> bool:
+        wanted = {"cancelled", "UnavailableError", "DeadlinePassedError"}
+        return wanted <= ends.keys() and ends.get("done", 0) > 10 and engine.restarts >= 3
+
     async def storm() -> None:
-        until = time.monotonic() + STORM_S
-        tasks = [asyncio.create_task(callers(until)) for _ in range(8)]
-        while time.monotonic() < until - 0.5:
+        began = time.monotonic()
+        tasks = [asyncio.create_task(callers()) for _ in range(8)]
+        while (took_s := time.monotonic() - began) < STORM_S or (took_s < 30 and not enough()):
             await asyncio.sleep(luck.uniform(0.1, 0.4))
             await asyncio.to_thread(link.lose)
             await asyncio.sleep(luck.uniform(0.0, 0.05))
             await asyncio.to_thread(link.start, engine)
+        over.set()
         await asyncio.gather(*tasks)
 
     try:
         run(storm)
         eventually(lambda: idle(engine))
-        assert engine.restarts >= 3
-        assert ends["done"] > 10
-        assert {"cancelled", "UnavailableError", "DeadlinePassedError"} <= ends.keys()
+        assert enough(), ends
     finally:
         engine.close()

@@ -320,7 +320,7 @@ def test_a_bad_word_is_not_made_and_an_end_grows_likelier(world: World) -> None:
 def test_a_time_limit_ends_well_with_the_text_that_there_is(world: World) -> None:
     # Nothing ends it otherwise for long.
     message = world.message(
-        max_new_tokens=4000, time_limit_ms=200, stops=pb.Stops(ignore_model_ends=True), answers=2
+        max_new_tokens=4000, time_limit_ms=1500, stops=pb.Stops(ignore_model_ends=True), answers=2
     )
     for done in (
         list(world.ask(message).completions),
@@ -333,7 +333,7 @@ def test_a_time_limit_ends_well_with_the_text_that_there_is(world: World) -> Non
 
 
 def test_pieces_of_several_answers_come_between_one_another(world: World) -> None:
-    pieces = world.pieces(world.message(answers=3, max_new_tokens=40))
+    pieces = world.pieces(world.message(answers=3, max_new_tokens=400))
     order = [piece.index for piece in pieces]
     assert set(order) == {0, 1, 2}
     assert order != sorted(order), "one after the other"

@@ -20,13 +20,21 @@ import pytest
 from serving.config import ServerConfig
 from serving.http import HttpServer
 from serving.reasons import REASONS
-from tests.servers import START_S, WAIT_S, Server, eventually, serving, write_checkpoint
+from tests.servers import (
+    START_S,
+    WAIT_S,
+    Server,
+    eventually,
+    free_port,
+    serving,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
 
 
 BODY_BYTES_MAX = 100_000
-IDLE_S = 1.5
+IDLE_S = 5.0
 LONG = {"prompt": [1, 2, 3], "max_tokens": 4000, "stream": True}
 
 
@@ -38,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "message_bytes_max": BODY_BYTES_MAX,
         "http_idle_s": IDLE_S,
         "http_connections_max": 20,
-        "slow_reader_s": 1.0,
+        "slow_reader_s": 3.0,
         "metrics_port": free_port(),
         "metrics_host": "0.0.0.0",
         "reflection": False,
@@ -86,13 +94,6 @@ def watch(port: int, seen: dict[str, str]) -> None:
 def port(server: Server) -> Iterator[int]:
     yield int(server._said("http").rpartition(":")[2])
     eventually(lambda: idle(server))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
 
 
 def idle(server: Server) -> bool:
@@ -262,7 +263,7 @@ def test_a_client_that_leaves_takes_its_request_along(server: Server, port: int)
             client.sendall(asked(record))
             eventually(lambda: server.metric("preamble_scheduler_running_requests") == 1)
 
-        eventually(lambda: idle(server), within_s=5)
+        eventually(lambda: idle(server))
     ended = 'preamble_requests_total{code="CANCELLED",method="completions",wire="openai"}'
     eventually(lambda: server.metric(ended) >= 2)
 

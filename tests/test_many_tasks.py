@@ -155,15 +155,18 @@ def test_an_adapter_that_is_unloaded_finishes_what_it_began(service: Service, wo
 def test_a_request_of_many_tasks_ends_as_a_whole_by_its_deadline(service: Service) -> None:
     async def work() -> None:
         ask = Ask({"document": DOCUMENT}, TASKS[:3], max_new_tokens=900)
-        stream = await service.start(ask, time.monotonic() + 0.3)
-        seen = set()
+        seen: set[int] = set()
 
-        async def read() -> None:
-            async for piece in stream:
+        async def read(patience_s: float) -> None:
+            async for piece in await service.start(ask, time.monotonic() + patience_s):
                 seen.add(piece.index)
 
-        with pytest.raises(DeadlinePassedError):
-            await read()
+        for patience_s in (0.3, 0.6, 1.2):  # A busy machine needs longer for first tokens.
+            seen.clear()
+            with pytest.raises(DeadlinePassedError):
+                await read(patience_s)
+            if len(seen) == 3:
+                break
         assert seen == {0, 1, 2}
 
     asyncio.run(work())

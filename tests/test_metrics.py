@@ -35,7 +35,7 @@ from tests.servers import ROOT, Server, eventually, serving, write_adapter, writ
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
 
 
-LONG_TOKENS = 800
+LONG_TOKENS = 3000
 LONG = Options(max_new_tokens=LONG_TOKENS)
 SECRET = "314 159 265 358"
 # Series that only some servers have.
@@ -71,7 +71,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     }
     log = folder / "log"
     with serving(checkpoint, folder / "settings.yaml", log, **limits) as server:
-        with server.client(timeout_s=90) as client:
+        with server.client(timeout_s=180) as client:
             client.generate(SECRET, Options(max_new_tokens=6))
             client.generate(SECRET, Options(max_new_tokens=2, adapter="sum"))
             list(client.stream(SECRET, Options(max_new_tokens=6)))
@@ -169,7 +169,7 @@ def test_calls_are_counted_by_what_became_of_them(world: World) -> None:
 def test_the_log_is_json_has_a_line_for_overload_and_no_prompt(world: World) -> None:
     text = world.log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
-    assert len(lines) > 3 and SECRET not in text and "314" not in text
+    assert len(lines) > 3 and SECRET not in text and not re.search(r"314\D{1,3}159", text)
     assert {line["rank"] for line in lines if "rank" in line} == {0}
     ended = [line for line in lines if line.get("event") == "call_ended"]
     assert {line["fields"]["reason"] for line in ended} == {"QUEUE_FULL"}

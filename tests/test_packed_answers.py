@@ -24,7 +24,7 @@ WHOLE = {
     "prefix_cache": False,
     "step_tokens_max": 600,
     "kv_tokens_max": 4000,
-    "prefill_stall_ms_max": 1000.0,
+    "prefill_stall_ms_max": 1e9,
     "running_requests_max": 32,
     "adapter_rows_max": 64,
 }

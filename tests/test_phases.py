@@ -151,10 +151,12 @@ def lost_in(model: GPT, work: Callable[[Engine], Coroutine[None, None, Stream]])
     (link, engine), lost = broken_engine(model), Lost()
 
     async def whole() -> None:
+        link.pace_s = 0.02
         lost.asked_at = time.monotonic()
         stream = await work(engine)
         lost.gone_at = time.monotonic()
         await asyncio.to_thread(link.lose)
+        link.pace_s = 0.0
         await asyncio.sleep(LOST_S)
         lost.back_at = time.monotonic()
         link.start(engine)

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ class Caller:
         self.facts: list[Ready] = []
         self.losses: list[str] = []
         self.updates: list[Update] = []
+        self.came: list[float] = []  # When each of them did.
         self.events: list[str] = []
         self._changed = threading.Condition()
         self._numbers = 0
@@ -53,6 +55,7 @@ class Caller:
     def update(self, update: Update) -> None:
         with self._changed:
             self.events.append("update")
+            self.came.append(time.monotonic())
             self.updates.append(update)
             for made in update.made:
                 self.answers[made.number].add(made)
@@ -136,19 +139,22 @@ def test_what_a_step_made_is_told_before_the_next_one_runs(caller: Caller, model
 
 
 def test_an_idle_engine_shows_each_second_that_it_lives(caller: Caller) -> None:
-    caller.until(lambda: caller.facts)
-    began = time.monotonic()
-    caller.until(lambda: len(caller.updates) >= 2)
-    assert 1.5 < time.monotonic() - began < 8
-    assert [update.made for update in caller.updates] == [[], []]
+    caller.until(lambda: len(caller.came) >= 3)
+    assert all(after - before > 0.9 for before, after in pairwise(caller.came))
+    assert not any(update.made for update in caller.updates)
 
 
 def test_what_is_cancelled_ends_and_its_mates_go_on(caller: Caller, model: GPT) -> None:
-    numbers = [caller.ask([1, 2], LONG) for _ in range(3)]
-    other = caller.ask([5, 6, 7])
-    caller.until(lambda: caller.answers[numbers[0]].tokens)
-    caller.engine.send(Cancel([*numbers, 99]))
-    assert [caller.answer(number).end for number in numbers] == ["cancelled"] * 3
+    assert model.embedding is not None
+    hook = model.embedding.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    try:  # Slow steps: there is time to cancel.
+        numbers = [caller.ask([1, 2], LONG) for _ in range(3)]
+        other = caller.ask([5, 6, 7])
+        caller.until(lambda: caller.answers[numbers[0]].tokens)
+        caller.engine.send(Cancel([*numbers, 99]))
+        assert [caller.answer(number).end for number in numbers] == ["cancelled"] * 3
+    finally:
+        hook.remove()
     assert all(len(caller.answers[number].tokens) < 60 for number in numbers)
     assert caller.answer(other).tokens == alone(model, [5, 6, 7])
 
@@ -289,6 +295,7 @@ def test_when_it_breaks_it_says_so_writes_the_ring_and_stays_lost(
     (file,) = tmp_path.glob("preamble-flight-*.jsonl")
     head, *steps = [json.loads(line) for line in file.read_text().splitlines()]
     assert "the device fell off" in head["why"]
+    steps = [step for step in steps if step["lengths"]]  # Some seconds may have been idle.
     assert [step["outcome"] is None for step in steps] == [False] * 5 + [True]
     assert (steps[-1]["lengths"], steps[-1]["begins"][0]["prompt_tokens"]) == ([2], 2)
     assert "open it again" in str(caller.engine.refusal)

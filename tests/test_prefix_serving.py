@@ -31,14 +31,14 @@ NETWORKS = ["modern", "odd"]  # Two KV heads and one; learned positions and rota
 @pytest.fixture(scope="module")
 def shelves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rows]]:
     """For each network two prefixes that are equally long, a long one, one token, and rows."""
-    made = {}
+    made, seeded = {}, torch.Generator().manual_seed(1)
     for name in NETWORKS:
         folder, config = tmp_path_factory.mktemp("adapters"), CONFIGS[name]
         made[name] = [
             prefixes.saved(folder, f"prefix-{seed}", prefixes.drawn(config, count, seed))
             for seed, count in enumerate([V, V, MANY, 1])
         ]
-        rows = build_adapter(Card("rows"), torch.randn(3, config.hidden_size))
+        rows = build_adapter(Card("rows"), torch.randn(3, config.hidden_size, generator=seeded))
         save_adapter(rows, folder / "rows.safetensors")
         made[name].append(Rows(rows.digest, 3, str(folder / "rows.safetensors")))
     return made

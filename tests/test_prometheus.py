@@ -7,7 +7,6 @@ they are not, the tests are skipped and say so.
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -22,13 +21,23 @@ import pytest
 import yaml
 
 from clients.generation import Options
-from tests.servers import ROOT, Server, eventually, serving, write_adapter, write_checkpoint
+from tests.servers import (
+    ROOT,
+    Server,
+    eventually,
+    free_port,
+    serving,
+    write_adapter,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.slow
 
 RULES = ROOT / "deploy/prometheus"
 SCRAPE_S = 1
 UP_S = 60.0
+# What a machine that is busy with other things may bring on, until it has lasted some minutes.
+BY_THE_CLOCK = {"PreambleDown", "PreambleSlowFirstToken", "PreambleSlowNextToken"}
 INSTALL = "run deploy/prometheus/install.sh (make tools)"
 
 
@@ -111,6 +120,15 @@ class Prometheus:
         return float(found[0]["value"][1]) if found else None
 
 
+def bad(prometheus: Prometheus) -> list[str]:
+    """Alerts that fire, or that may yet and are not a busy machine's."""
+    return [
+        one["labels"]["alertname"]
+        for one in prometheus.get("alerts")["alerts"]
+        if one["state"] == "firing" or one["labels"]["alertname"] not in BY_THE_CLOCK
+    ]
+
+
 @contextmanager
 def scraping(server: Server, folder: Path) -> Iterator[Prometheus]:
     """A real one, by our own configuration, but for the port and the pace."""
@@ -122,9 +140,7 @@ def scraping(server: Server, folder: Path) -> Iterator[Prometheus]:
     assert match is not None
     job["static_configs"][0]["targets"] = [match[1]]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [
         program("prometheus"),
         f"--config.file={folder / 'prometheus.yaml'}",
@@ -182,8 +198,7 @@ def test_a_real_prometheus_scrapes_a_real_run_and_every_rule_and_panel_evaluates
             )
         )
         assert len(rules) > 20
-        firing = [one["labels"]["alertname"] for one in prometheus.get("alerts")["alerts"]]
-        assert firing == []
+        eventually(lambda: not bad(prometheus))
 
         board = json.loads((ROOT / "deploy/grafana/preamble.json").read_text())
         empty = []
@@ -202,7 +217,7 @@ def test_a_server_that_is_gone_is_seen(server: Server, tmp_path: Path) -> None:
         assert server.stop() == 0
 
         def pending() -> bool:
-            found = prometheus.get("alerts")["alerts"]
-            return [one["labels"]["alertname"] for one in found] == ["PreambleDown"]
+            names = {one["labels"]["alertname"] for one in prometheus.get("alerts")["alerts"]}
+            return "PreambleDown" in names and names <= BY_THE_CLOCK
 
         eventually(pending)

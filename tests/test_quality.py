@@ -239,7 +239,7 @@ def test_one_batch_of_many_adapters_gives_each_its_own_task(lab: Lab) -> None:
         save_adapter(build_adapter(card, table), folder / f"{task}.safetensors")
     words = [record["word"] for record in toy.records("copy", count, MEASURING)]
     asks = [Ask({"word": word}, (task,), max_new_tokens=20) for word in words for task in tasks]
-    config = ServerConfig(str(lab.path), adapters=str(folder), dtype="float32")
+    config = ServerConfig(str(lab.path), adapters=str(folder), dtype="float64")
     with serving.open_engine(config) as engine:
         mixed = [one.text for one in engine.generate(asks)]
         singly = [engine.generate([ask])[0].text for ask in asks[: len(tasks) * 16]]

@@ -26,11 +26,11 @@ from serving.messages import Submission
 from serving.supervisor import Supervisor
 from tests.links import Ear, complete
 from tests.models import lively
-from tests.servers import CONFIG, eventually, write_checkpoint
+from tests.servers import CONFIG, Stalls, eventually, write_checkpoint
 
 START_S = 90.0
 NOTICED_S = 2.0
-STEP_S = 1.0
+STEP_S = 5.0
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 30]
 TOKENS = 12
 LONG_S, LONG_TOKENS = 10.0, 7000
@@ -85,10 +85,10 @@ def test_any_rank_may_be_lost_under_load(
     losses, readies, old = len(ear.losses), len(ear.readies), supervisor.pids
     hit = time.monotonic()
 
-    os.kill(old[rank], number)
-
-    ear.until(lambda: len(ear.losses) > losses, 20)
-    noticed_s = ear.losses[-1][0] - hit
+    with Stalls() as stalls:
+        os.kill(old[rank], number)
+        ear.until(lambda: len(ear.losses) > losses, 40)
+    noticed_s = ear.losses[-1][0] - hit - stalls.seconds
     ear.until(lambda: len(ear.readies) > readies, START_S)
     back_s = ear.readies[-1][0] - hit
     print(f"rank {rank} {number.name}: noticed after {noticed_s:.2f} s, back after {back_s:.1f} s")
@@ -127,7 +127,7 @@ def test_a_split_model_replays_its_proof_and_one_that_says_something_else_is_ref
         else:
             with pytest.raises(CheckpointError, match="does not give the logits that its proof"):
                 supervisor.wait_ready(START_S)
-            assert len(ear.losses) == 1
+            eventually(lambda ear=ear: len(ear.losses) == 1)  # type: ignore[misc]
         supervisor.close()
 
 

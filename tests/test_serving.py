@@ -273,8 +273,8 @@ def test_bytes_that_are_no_request_are_refused_with_a_code_and_counted(
 def test_an_adapter_that_was_just_written_is_found_and_one_that_is_wrong_is_passed_over(
     world: World, client: Client
 ) -> None:
-    (world.adapters / "broken.safetensors").write_bytes(b"not an adapter")
     failures = world.server.metric("preamble_adapter_load_failures_total")
+    (world.adapters / "broken.safetensors").write_bytes(b"not an adapter")
     foreign = world.adapters / "foreign.safetensors"
     write_adapter(foreign, world.checkpoint, world.ids("one"), base="0" * 64)
     write_adapter(world.adapters / "late.safetensors", world.checkpoint, world.ids("one"))

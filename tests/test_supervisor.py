@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -27,13 +28,14 @@ from serving.config import ServerConfig
 from serving.messages import Submission
 from serving.supervisor import Supervisor
 from tests.links import Ear, complete
-from tests.servers import ROOT, eventually, write_checkpoint
+from tests.servers import ROOT, Stalls, eventually, write_checkpoint
 
 START_S = 60.0
 NOTICED_S = 2.0
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 30]
 TOKENS = 12
 GENERATIONS = 6
+STEP_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServerConfig:
         dtype="float64",
         kv_tokens_max=8192,
         step_tokens_max=64,
-        step_timeout_s=1.0,
+        step_timeout_s=STEP_S,
         flight_dir=str(folder),
     )
 
@@ -115,18 +117,18 @@ def test_a_lost_rank_is_told_in_time_and_the_ranks_come_back(
     crashes = len(os.listdir(str(config.flight_dir)))
     hit = time.monotonic()
 
-    os.kill(old[1], number)
-
-    ear.until(lambda: len(ear.losses) > losses, 10)
-    noticed_s = ear.losses[-1][0] - hit
+    with Stalls() as stalls:
+        os.kill(old[1], number)
+        ear.until(lambda: len(ear.losses) > losses, 30)
+    noticed_s = ear.losses[-1][0] - hit - stalls.seconds
     ear.until(lambda: len(ear.readies) > readies, START_S)
     print(f"noticed after {noticed_s:.2f} s, back after {ear.readies[-1][0] - hit:.1f} s")
     # An idle engine speaks each second, and may be late by its limit.
-    assert noticed_s < (NOTICED_S if number == signal.SIGKILL else 1.0 + 1.0 + 1.0 + 1.0)
+    assert noticed_s < NOTICED_S + (0 if number == signal.SIGKILL else 1.0 + STEP_S)
     assert len(ear.losses) == losses + 1
     assert len(os.listdir(str(config.flight_dir))) <= crashes + 1
     assert not any(map(alive, old))
-    assert len(os.listdir("/proc/self/fd")) == files
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
     first = 1000 * (1 + number)
     assert complete(supervisor, ear, PROMPTS, TOKENS, first=first, within_s=20) == oracle
     if number == signal.SIGKILL:
@@ -148,7 +150,7 @@ def test_ranks_that_are_killed_leave_no_file_and_no_thread_behind(
         follow(supervisor, ear, killed=generation % 2)
 
     ear.until(lambda: len(ear.readies) > readies, START_S)
-    assert opened() == before
+    eventually(lambda: not grown(before))
 
 
 def follow(supervisor: Supervisor, ear: Ear, *, killed: int) -> None:
@@ -160,13 +162,18 @@ def follow(supervisor: Supervisor, ear: Ear, *, killed: int) -> None:
     assert not any(map(alive, old))
 
 
-def opened() -> tuple[list[str], list[str]]:
+def opened() -> Counter[str]:
     """Kinds of the files that are open here, and the names of the threads."""
-    files = []
+    found = Counter(thread.name for thread in threading.enumerate())
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # The one that lists them is gone.
-            files.append(os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
-    return sorted(files), sorted(thread.name for thread in threading.enumerate())
+            found[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
+    return found
+
+
+def grown(before: Counter[str]) -> Counter[str]:
+    """What is more than before. What others left here may go meanwhile."""
+    return opened() - before
 
 
 def test_the_last_steps_are_written_when_ranks_hang_and_when_asked_for(
@@ -235,9 +242,11 @@ def test_ranks_end_with_a_front_end_that_is_killed(config: ServerConfig, when: s
         assert not re.search(re.escape(config.model), arguments)
         hit = time.monotonic()
         front.kill()
-    eventually(lambda: not any(running(pid) for pid in pids), within_s=10)
-    print(f"ended after {time.monotonic() - hit:.2f} s")
-    assert time.monotonic() - hit < NOTICED_S
+    with Stalls() as stalls:
+        eventually(lambda: not any(running(pid) for pid in pids))
+    took_s = time.monotonic() - hit - stalls.seconds
+    print(f"ended after {took_s:.2f} s")
+    assert took_s < NOTICED_S
 
 
 def running(pid: int) -> bool:

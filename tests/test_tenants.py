@@ -59,18 +59,18 @@ def test_calls_at_once_are_bounded_but_for_those_who_look_into_the_server() -> N
 
 def test_a_part_that_is_not_taken_ends_its_call_and_slow_parts_that_are_do_not() -> None:
     async def work() -> None:
-        front = Front(Metrics(), Access(), slow_reader_s=0.1)
+        front = Front(Metrics(), Access(), slow_reader_s=1.5)
         async with front.call("w", "Slow") as call:
-            for _ in range(6):
-                await call.send(asyncio.sleep(0.05))
-            await asyncio.sleep(0.2)  # Nothing to send: nobody is slow.
-        with pytest.raises(Ended, match=r"for 0\.1 s") as told:
+            for _ in range(4):
+                await call.send(asyncio.sleep(0.5))
+            await asyncio.sleep(1.8)  # Nothing to send: nobody is slow.
+        with pytest.raises(Ended, match=r"for 1\.5 s") as told:
             async with front.call("w", "Stuck") as call:
                 await call.send(asyncio.sleep(WAIT_S))
         assert told.value.reason.name == "SLOW_READER"
         task = asyncio.current_task()
         assert task is not None and not task.cancelling()
-        await asyncio.wait_for(front.drained(), 1)
+        await asyncio.wait_for(front.drained(), WAIT_S)
 
     asyncio.run(work())
 
@@ -276,11 +276,11 @@ def test_a_client_that_reads_nothing_loses_its_call_and_its_keys_and_nobody_else
     )
     with grpc.insecure_channel(server.address, narrow) as stuck:
         stub = generation_pb2_grpc.GenerationServiceStub(stuck)
-        stream = stub.GenerateStream(message, metadata=bearer(SLOW), timeout=2 * WAIT_S)
-        next(stream)
         labels = 'code="RESOURCE_EXHAUSTED",method="GenerateStream",wire="preamble"'
         ends = f"preamble_requests_total{{{labels}}}"
         before = server.metric(ends)
+        stream = stub.GenerateStream(message, metadata=bearer(SLOW), timeout=2 * WAIT_S)
+        next(stream)
         eventually(lambda: server.metric(ends) == before + 1)
         eventually(lambda: server.metric("preamble_kv_blocks_held") == 0)
         assert server.metric("preamble_requests_in_flight") == 0

@@ -60,11 +60,13 @@ def test_which_stop_it_is_does_not_depend_on_how_tokens_cut_the_text() -> None:
 
 def test_many_long_stops_that_nearly_match_cost_little() -> None:
     stops = [" 1" * 127 + f" {end}" for end in range(2, 10)] * 2
-    text = CertainText(NullTokenizer(10), stops)
-    started = time.process_time()
-    given = "".join(text.push(1) for _ in range(2000)) + text.finish()
-    assert time.process_time() - started < 0.5
-    assert given == " 1" * 2000
+    took = []
+    for _ in range(3):
+        text, started = CertainText(NullTokenizer(10), stops), time.process_time()
+        given = "".join(text.push(1) for _ in range(2000)) + text.finish()
+        took.append(time.process_time() - started)
+        assert given == " 1" * 2000
+    assert min(took) < 0.5
 
 
 def test_half_a_character_is_never_given_out(tokenizer: Tokenizer) -> None:

@@ -199,13 +199,13 @@ def test_more_than_the_context_holds_is_cut_and_told(world: World) -> None:
 
 
 def test_a_time_limit_ends_well_and_a_deadline_does_not(world: World) -> None:
-    (answer,) = world.generate(TEXT, stopping={**LONG, "time_limit_millis": 300})
+    (answer,) = world.generate(TEXT, stopping={**LONG, "time_limit_millis": 1500})
     assert said(answer) == "TIME_LIMIT"
     assert 0 < answer.generated_token_count < 3900
     assert answer.text
     error: Any = refusal(partial(world.ask(TEXT, stopping=LONG), timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: world.idle, within_s=5)
+    eventually(lambda: world.idle)
 
 
 # ------------------------------------------------------------------------------------------ streams
@@ -371,7 +371,7 @@ def test_overload_is_refused_and_what_waits_ends_by_its_own_limit(world: World) 
 
     for stream in (*running, *waiting):
         stream.cancel()
-    eventually(lambda: world.idle, within_s=5)
+    eventually(lambda: world.idle)
     assert world.server.metric("preamble_kv_blocks_held") == 0
     ended = 'preamble_requests_total{code="CANCELLED",method="GenerateStream",wire="tgis"}'
     eventually(lambda: world.server.metric(ended) == 6)

@@ -25,7 +25,7 @@ from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
 from serving.front import Came
 from serving.logs import Sparing
-from tests.servers import START_S, Server, command, eventually, serving, write_adapter
+from tests.servers import START_S, WAIT_S, Server, command, eventually, serving, write_adapter
 from tests.servers import write_checkpoint as checkpoint_in
 
 pytest.importorskip("opentelemetry.proto", reason="the extra `traces` is not installed")
@@ -213,7 +213,7 @@ def test_time_in_the_queue_is_told_and_counted(world: World) -> None:
     }
     before = metric("preamble_queue_duration_seconds_sum")
     with Client(world.server.address, 60) as client, futures.ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(client.generate, SECRET, Options(max_new_tokens=300)) for _ in "12"]
+        long = [pool.submit(client.generate, SECRET, Options(max_new_tokens=3000)) for _ in "12"]
         eventually(lambda: metric("preamble_scheduler_running_requests") == 2)
         generate(world, "waits")
         assert all(one.result() for one in long)
@@ -280,10 +280,12 @@ def test_a_bad_end_has_its_reason_and_is_an_error_if_it_is_the_servers(world: Wo
     assert facts["error.type"] == "UNKNOWN_ADAPTER" and span.status.code == 0
     assert facts["rpc.response.status_code"] == "NOT_FOUND"
     with grpc.insecure_channel(world.server.address) as channel:
+        stub = world.stub(channel)
+        stub.Generate(pb.GenerateRequest(text=SECRET, max_new_tokens=1))  # It is connected.
         metadata = [("traceparent", SAMPLED), ("x-request-id", "late")]
-        message = pb.GenerateRequest(text=SECRET, max_new_tokens=3000)
+        message = pb.GenerateRequest(text=SECRET, max_new_tokens=4000)
         with pytest.raises(grpc.RpcError):
-            world.stub(channel).Generate(message, metadata=metadata, timeout=0.3)
+            stub.Generate(message, metadata=metadata, timeout=1.5)
     span, below = world.receiver.whole(**{"preamble.request_id": "late"})
     assert attributes(span)["error.type"] in ("DEADLINE_PASSED", "CANCELLED")
     if attributes(span)["error.type"] == "DEADLINE_PASSED":
@@ -294,7 +296,9 @@ def test_a_bad_end_has_its_reason_and_is_an_error_if_it_is_the_servers(world: Wo
 
 def test_of_an_unsampled_trace_nothing_is_told_and_of_none_by_the_share(world: World) -> None:
     """The share is 0 here, so that only what a caller has sampled is told."""
-    sent = world.server.metric("preamble_trace_spans_sent_total")
+    total = "preamble_trace_spans_sent_total"
+    eventually(lambda: world.server.metric(total) == len(world.receiver.spans))
+    sent = world.server.metric(total)
     generate(world, "unsampled", parent=UNSAMPLED)
     generate(world, "wrong parent", parent="00-zz-1-01")
     with world.server.client() as client:
@@ -304,7 +308,7 @@ def test_of_an_unsampled_trace_nothing_is_told_and_of_none_by_the_share(world: W
     labels = {attributes(span).get("preamble.request_id") for span in world.receiver.spans}
     assert not labels & {"unsampled", "wrong parent"}
     # The call, and four phases.
-    eventually(lambda: world.server.metric("preamble_trace_spans_sent_total") == sent + 5)
+    eventually(lambda: world.server.metric(total) == sent + 5)
 
 
 def test_the_log_names_the_call_as_its_caller_and_its_trace_do(world: World) -> None:
@@ -373,13 +377,14 @@ def test_what_finds_the_queue_full_is_dropped_and_counted_at_no_cost_to_the_call
         assert more <= traces.outbox.dropped <= QUEUE_SPANS_MAX + more
         began = time.monotonic()
         traces.close()
-        assert time.monotonic() - began < 2 * CLOSE_S
+        assert time.monotonic() - began < 10 * CLOSE_S
         assert not receiver.spans
         traces.begin(Came("late"), None).end(Came("late"), "", None)
-        assert traces.outbox.dropped == 2 * QUEUE_SPANS_MAX + more + 1
+        eventually(lambda: traces.outbox.dropped == 2 * QUEUE_SPANS_MAX + more + 1)
 
 
-def test_what_is_left_is_sent_when_it_is_closed() -> None:
+def test_what_is_left_is_sent_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.traces.CLOSE_S", WAIT_S)
     with receiving() as receiver:
         traces = Traces(receiver.address, 1.0, "7")
         for _ in range(1500):
@@ -403,7 +408,10 @@ def test_what_is_left_is_sent_when_it_is_closed() -> None:
         {"traceparent": "", "tracestate": "\udcff"},
     ],
 )
-def test_whatever_a_caller_sends_as_its_trace_the_call_goes_on(headers: dict[str, str]) -> None:
+def test_whatever_a_caller_sends_as_its_trace_the_call_goes_on(
+    headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.traces.CLOSE_S", WAIT_S)
     with receiving() as receiver:
         traces = Traces(receiver.address, 1.0, "0")
         trace = traces.begin(Came("a/call", headers), None)

@@ -51,7 +51,7 @@ def test_servers_are_run_and_one_starts_from_the_file_of_the_best(tmp_path: Path
     # More keys and values than any machine has: what a real server says to that is the reason.
     huge = {**plan.rows[1].settings, "kv_tokens_max": 10**12}
     rows = [plan.rows[0], replace(plan.rows[1], settings=huge, name="huge")]
-    trial = ServingTrial(asked, model, efforts=(2,), start_s=120)
+    trial = ServingTrial(asked, model, efforts=(8,), start_s=120)
     made = measure(replace(plan, rows=rows), trial, tmp_path / "plan", 2, lambda line: None)
     assert made.best is not None and made.best.measured
     figures = made.best.measured

@@ -56,7 +56,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 def test_a_run_that_is_killed_twenty_times_learns_what_it_would_have(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    settings = {"steps": 60, "method": "lstm", "encoder_dropout": 0.2, "learning_rate": 0.01}
+    settings = {"steps": 120, "method": "lstm", "encoder_dropout": 0.2, "learning_rate": 0.01}
     settings |= {"batch_examples": 2, "virtual_tokens": 4}
     assert start(made(tmp_path / "whole", checkpoint, **settings)).end() == 0
     file, dice, kills = made(tmp_path / "killed", checkpoint, **settings), random.Random(1), 0
@@ -68,15 +68,15 @@ def test_a_run_that_is_killed_twenty_times_learns_what_it_would_have(
         else:
             # A run that goes on cuts off rows first; then it makes them again.
             eventually(lambda run=run: "tuning" in run.said, END_S)  # type: ignore[misc]
-            run.reach(min((before if run.goes_on else 0) + dice.randint(0, 3), 56))
+            run.reach(min((before if run.goes_on else 0) + dice.randint(0, 3), 116))
         run.kill()
         assert run.end() == -signal.SIGKILL
         assert adapters(folder) == []
         kills += 1
-    assert 0 < count_rows(folder) < 60
+    assert 0 < count_rows(folder) < 120
     assert start(file).end() == 0
     assert logged(folder) == logged(tmp_path / "whole")
-    assert len(logged(folder)) == 60
+    assert len(logged(folder)) == 120
     assert torch.equal(table(folder), table(tmp_path / "whole"))
     assert states(folder) == []
 
@@ -124,7 +124,7 @@ def test_what_has_no_room_at_the_end_is_written_when_there_is_some(
 ) -> None:
     """Without a word of Python: one sentence, and the same command has little left to do."""
     rate = {"prompt-tuning": 0.5, "lstm": 0.01, "full": 1e-4}[method]
-    file = made(tmp_path, checkpoint, steps=30, method=method, learning_rate=rate)
+    file = made(tmp_path, checkpoint, steps=150, method=method, learning_rate=rate)
     run = start(file)
     run.reach(4)
     assert run.process.pid is not None
@@ -144,7 +144,7 @@ def test_what_has_no_room_at_the_end_is_written_when_there_is_some(
     name = "answer-1" if method == "full" else "answer@1.safetensors"
     assert adapters(tmp_path) == [name]
     assert states(tmp_path) == []
-    assert [row[0] for row in logged(tmp_path)] == [str(step) for step in range(1, 31)]
+    assert [row[0] for row in logged(tmp_path)] == [str(step) for step in range(1, 151)]
 
 
 def rewrite(checkpoint: Path, model: Checkpoint) -> None:

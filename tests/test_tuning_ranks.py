@@ -57,10 +57,10 @@ def test_splits_are_killed_and_go_on_to_the_losses_of_one_rank(
     validation = tmp_path / "validation.jsonl"
     validation.write_text("\n".join(json.dumps(record) for record in records(7)))
     settings = {
-        "steps": 30,
+        "steps": 90,
         "validation": str(validation),
         "measure": "exact_match",
-        "validate_every": 10,
+        "validate_every": 30,
         "max_new_tokens": 3,
         "batch_examples": 4,
     }
@@ -143,14 +143,14 @@ def test_a_rank_that_fails_while_it_starts_does_not_keep_the_others(
 def test_a_disk_that_is_full_on_one_of_two_ranks_ends_no_run(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    run = start(made(tmp_path, checkpoint, steps=40, tp=2))
+    run = start(made(tmp_path, checkpoint, steps=200, tp=2))
     run.reach(4)
     (other,) = run.ranks
     resource.prlimit(other, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
     assert run.end() == 0, run.said
     assert run.said.count("no state could be saved") == 1, run.said
     assert run.said.count("warning") == 1, run.said
-    assert len(logged(tmp_path)) == 40
+    assert len(logged(tmp_path)) == 200
     assert adapters(tmp_path) == ["answer@1.safetensors"]
 
 

@@ -41,7 +41,7 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 def built(home: Path, **environment: str) -> Path:
     """The wheel, from a copy without what was built: a build leaves folders behind."""
-    copy, made = home / "preamble", ("build", "dist", "*_pb2*", "*.so")
+    copy, made = home / "preamble", ("build", "dist", "*_pb2*", "*.so", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", *made))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "dist", "."]
     subprocess.run(command, cwd=copy, check=True, env=os.environ | environment)

@@ -27,7 +27,7 @@ from tests.test_ptuning import write_settings
 
 # What a run imports beside what ranks do. Only a server that starts with a run has it loaded.
 MORE = ("torch._dynamo", "preamble", "ptuning.__main__", "ptuning.learning", "ptuning.audience")
-END_S = 60.0
+END_S = 180.0
 MANY = 100_000  # Steps: it does not end by itself.
 
 Start = Callable[..., "Run"]
@@ -39,6 +39,7 @@ class Run:
 
     process: ForkServerProcess
     folder: Path
+    listener: Thread  # Until all that it has started has ended.
 
     @property
     def said(self) -> str:
@@ -51,10 +52,11 @@ class Run:
     @property
     def ranks(self) -> list[int]:
         """The processes that it has started, in that order, which those numbers may not keep."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        with suppress(OSError):
-            return [int(pid) for task in tasks for pid in task.read_text().split()]
-        return []
+        pids: list[int] = []
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # A thread that ended meanwhile.
+                pids += map(int, children.read_text().split())
+        return pids
 
     @property
     def rows(self) -> int:
@@ -74,7 +76,8 @@ class Run:
         self.process.join(timeout_s)
         code = self.process.exitcode
         assert code is not None, f"still running after {timeout_s} s; said {self.said!r}"
-        time.sleep(0.05)  # For its last words to arrive.
+        self.listener.join(timeout_s)
+        assert not self.listener.is_alive(), "somebody still holds its stderr"
         return code
 
     def reach(self, rows: int) -> None:
@@ -101,8 +104,9 @@ def starting() -> Iterator[Start]:
         process = FORKSERVER.Process(target=_command, args=arguments)
         process.start()
         theirs.close()
-        Thread(target=_keep, args=(ours, folder / "err"), daemon=True).start()
-        runs.append(Run(process, folder))
+        listener = Thread(target=_keep, args=(ours, folder / "err"), daemon=True)
+        listener.start()
+        runs.append(Run(process, folder, listener))
         return runs[-1]
 
     try:
