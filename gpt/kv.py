@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -23,7 +23,7 @@ from gpt.sharding import first_group, local_groups
 BLOCK_TOKENS = 32
 NARROW = torch.float8_e4m3fn
 # How much of a pool is taken at once, and what madvise() calls that; Python has no name for it.
-_PIECE_BYTES = 1 << 21
+_PIECE_BYTES = 1 << 23
 _POPULATE_WRITE = 23
 # How keys and values may be kept; "auto" is the model's own dtype.
 KINDS = {"fp8": NARROW}
@@ -58,22 +58,25 @@ class KVPool:
         """Keys and values of a global layer."""
         return self._memory[self._places[layer]]
 
-    def populate(self) -> None:
+    def populate(self, free_bytes: Callable[[], int]) -> None:
         """Have the system give all of this memory, in spare time; a thread of its own waits for it.
 
         Otherwise each new page is waited for by the prompt that is first to write there, which took
-        a tenth of its time and more.
+        a tenth of its time and more. As much as the pool has is left to others: where several
+        servers begin at once, each has counted the same memory as free.
         """
         if self._memory.device.type == "cpu":
-            thread = threading.Thread(target=_populate, args=(weakref.ref(self),), daemon=True)
+            arguments = (weakref.ref(self), free_bytes)
+            thread = threading.Thread(target=_populate, args=arguments, daemon=True)
             thread.name = "pool"
             thread.start()
 
-    def _take(self, start: int) -> bool:
+    def _take(self, start: int, free_bytes: Callable[[], int]) -> bool:
         """A piece of the memory; False if there is none, or the system cannot be asked."""
         length = min(_PIECE_BYTES, self._memory.nbytes - start)
-        address = self._memory.data_ptr() + start
-        return length > 0 and _madvise(address, length, _POPULATE_WRITE) == 0
+        if length <= 0 or free_bytes() < self._memory.nbytes:
+            return False
+        return _madvise(self._memory.data_ptr() + start, length, _POPULATE_WRITE) == 0
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero them in every layer: what is not finite would reach their next owner."""
@@ -102,14 +105,14 @@ class KVPool:
         self._moved.index_copy_(1, torch.tensor(targets, device=device), held)
 
 
-def _populate(pool: "weakref.ref[KVPool]") -> None:
+def _populate(pool: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) -> None:
     """As long as there is such a pool."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Of this thread, on Linux.
     start, there = 0, True
     while there:
         held = pool()
-        there = held is not None and held._take(start)
+        there = held is not None and held._take(start, free_bytes)
         start += _PIECE_BYTES
         del held
 

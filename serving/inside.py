@@ -93,7 +93,7 @@ class Inside:
                 batch_invariant=batch_invariant(model),
             )
             self._receiver.ready(ready)
-            self._runner.pool.populate()
+            self._runner.populate()
         except Exception as error:
             log.exception("event=not_ready")
             self._lose(f"{type(error).__name__}: {error}")

@@ -137,7 +137,7 @@ class Rank:
             return 1
         gc.collect()
         gc.freeze()  # What is here stays. To look through it again holds up a step for 0.1 s.
-        runner.pool.populate()
+        runner.populate()
         if self._place.rank > 0:
             return self._follow(runner)
         assert self._planner is not None

@@ -124,6 +124,10 @@ class Runner:
         """Of steps that are recorded, in rows."""
         return () if self._graphs is None else self._graphs.sizes
 
+    def populate(self) -> None:
+        """Have the pool's memory ahead, in spare time."""
+        self.pool.populate(_host_bytes)
+
     def run(self, step: Step) -> Outcome | None:
         """Do what the step says. The last stage's first tensor rank has its outcome."""
         landing = self.launch(step)

@@ -49,18 +49,34 @@ def test_all_memory_is_taken_ahead_and_what_was_written_stays() -> None:
     first[0], last[-1] = 1.0, 2.0
     few = resident(address, size)
     assert few is not None and few <= 8 << 20
-    pool.populate()
+    pool.populate(lambda: 1 << 50)
     eventually(lambda: not filling())
     assert resident(address, size) == size
     assert (first[0] == 1).all() and (last[-1] == 2).all()
     assert not first[1:].any() and not last[:-1].any()
 
 
+def test_as_much_as_the_pool_has_is_left_to_others() -> None:
+    pool = made(BLOCKS)
+    address, size = pool.layer(0).data_ptr(), bytes_of(pool)
+
+    def free_bytes() -> int:
+        """Of a machine that has twice as much, of which another has taken a quarter."""
+        held = resident(address, size)
+        assert held is not None
+        return 2 * size - held - size // 2
+
+    pool.populate(free_bytes)
+    eventually(lambda: not filling())
+    held = resident(address, size)
+    assert held is not None and 0.4 * size < held < 0.75 * size
+
+
 def test_nobody_takes_memory_for_a_pool_that_is_gone() -> None:
     pool = made(10 * BLOCKS)
     address, size = pool.layer(0).data_ptr(), bytes_of(pool)
     assert resident(address, size) is not None
-    pool.populate()
+    pool.populate(lambda: 1 << 50)
     del pool
     gc.collect()
     eventually(lambda: not filling())
@@ -68,5 +84,5 @@ def test_nobody_takes_memory_for_a_pool_that_is_gone() -> None:
 
 
 def test_other_devices_have_theirs_at_once() -> None:
-    KVPool(CLASSIC, [0], 2, device="meta", dtype=torch.bfloat16).populate()
+    KVPool(CLASSIC, [0], 2, device="meta", dtype=torch.bfloat16).populate(lambda: 1 << 50)
     eventually(lambda: not filling())
