@@ -38,17 +38,31 @@ int preamble_attend(const void *rows, const void *q, int64_t row_stride, int64_t
 int preamble_attend_runs(const void *runs, const void *q, int64_t row_stride,
                          int64_t head_stride, const void *kv, void *out);
 
+/* What is fetched while a panel is multiplied: from where, and how far with each pair of channels. */
+typedef struct {
+    const char *from;
+    int64_t stride;
+} Ahead;
+
 /* Adds to the sums of `rows` rows (`stride` numbers apart) what `pairs` pairs of channels give with
    a panel's columns. Each sum is taken channel by channel, however many rows there are. */
-BF16 INLINE void add(__m512 (*sum)[2], const uint16_t *x, int64_t stride, const uint16_t *panel,
-                     int64_t pairs, int rows)
+BF16 INLINE void add_ahead(__m512 (*sum)[2], const uint16_t *x, int64_t stride,
+                           const uint16_t *panel, int64_t pairs, int rows, Ahead ahead)
 {
-    for (int64_t k = 0; k < pairs; k++) {
-        __m512bh a = (__m512bh)_mm512_loadu_si512(panel + k * 64);
-        __m512bh b = (__m512bh)_mm512_loadu_si512(panel + k * 64 + 32);
-        /* What is read once comes from afar; past the end it is the next panel. */
-        _mm_prefetch((const char *)(panel + k * 64) + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)(panel + k * 64) + 2112, _MM_HINT_T0);
+    for (int64_t k = 0; k < pairs; k++, ahead.from += ahead.stride) {
+        const uint16_t *here = panel + k * 2 * COLUMNS;
+        __m512bh a = (__m512bh)_mm512_loadu_si512(here);
+        __m512bh b = (__m512bh)_mm512_loadu_si512(here + COLUMNS);
+        /* Few rows are through a panel before the machine itself has brought it near. */
+        if (rows <= 8) {
+            _mm_prefetch((const char *)here + 1024, _MM_HINT_T0);
+            _mm_prefetch((const char *)here + 1088, _MM_HINT_T0);
+            _mm_prefetch(ahead.from, _MM_HINT_T1);
+            _mm_prefetch(ahead.from + 64, _MM_HINT_T1);
+        } else {
+            _mm_prefetch(ahead.from, _MM_HINT_T0);
+            _mm_prefetch(ahead.from + 64, _MM_HINT_T0);
+        }
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int32_t pair;
@@ -58,6 +72,13 @@ BF16 INLINE void add(__m512 (*sum)[2], const uint16_t *x, int64_t stride, const 
             sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, b);
         }
     }
+}
+
+/* The same, while what lies behind is fetched: the rest of the panel, and perhaps the next. */
+BF16 INLINE void add(__m512 (*sum)[2], const uint16_t *x, int64_t stride, const uint16_t *panel,
+                     int64_t pairs, int rows)
+{
+    add_ahead(sum, x, stride, panel, pairs, rows, (Ahead){(const char *)panel + 2048, 128});
 }
 
 BF16 INLINE __m512 widened(const uint16_t *from, __mmask16 there)

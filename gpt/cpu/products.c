@@ -1,11 +1,13 @@
 /* Products of bf16 rows with a weight in panels.
 
-   A weight is read once, in the order in which it lies, for up to twelve rows at a time. */
+   A weight is read in the order in which it lies, a panel at a time: by each block of rows that stay
+   in a core's own cache meanwhile, up to twelve of them at once. */
 
 #include "product.h"
+#include "shares.h"
 
 #if defined(__x86_64__)
-#include <omp.h>
+#define KEPT (384 << 10) /* Bytes of rows: some of a core's own cache, beside two panels. */
 
 /* How much GELU grows with x. */
 INLINE Floats gelu_slope(Floats x, int tanh_form)
@@ -19,29 +21,41 @@ INLINE Floats gelu_slope(Floats x, int tanh_form)
 }
 
 /* One panel's columns of `rows` rows. Each sum is taken channel by channel, however many rows. */
-BF16 INLINE void tile(const Product *p, const uint16_t *panel, int64_t first, int64_t column,
-                      int rows)
+BF16 INLINE void tile(const Product *p, const uint16_t *panel, Ahead ahead, int64_t first,
+                      int64_t column, int rows)
 {
     const Weight *w = p->weight;
     __m512 sum[TILE][2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    add(sum, p->x + first * w->channels, w->channels, panel, w->channels / 2, rows);
+    add_ahead(sum, p->x + first * w->channels, w->channels, panel, w->channels / 2, rows, ahead);
     finish(p, sum, first, column, rows);
 }
 
-#define TILE_OF(n) case n: tile(p, panel, first, column, n); break;
+#define TILE_OF(n) case n: tile(p, panel, ahead, first, column, n); break;
 
-BF16 static void tiles(const Product *p, const uint16_t *panel, int64_t column)
+/* One panel's columns of the rows from `first` to `end`. */
+BF16 static void tiles(const Product *p, const uint16_t *panel, int64_t column, int64_t first,
+                       int64_t end)
 {
-    int64_t count = (p->rows + TILE - 1) / TILE;
-    int64_t size = (p->rows + count - 1) / count;
-    for (int64_t first = 0; first < p->rows; first += size)
-        switch (p->rows - first < size ? p->rows - first : size) {
+    const int64_t count = (end - first + TILE - 1) / TILE, each = (end - first + count - 1) / count;
+    const int64_t bytes = p->weight->channels * COLUMNS * sizeof *panel;
+    /* With several tiles each fetches its share of the next panel, so that memory never waits. */
+    Ahead ahead = {(const char *)panel + (count > 1 ? bytes : 2048), 128 / count};
+    for (; first < end; first += each, ahead.from += bytes / count)
+        switch (end - first < each ? end - first : each) {
             TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
             TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
         }
+}
+
+/* So many rows stay near while panels go by: whole tiles, and all blocks of about one size. */
+static int64_t rows_together(int64_t rows, int64_t channels)
+{
+    const int64_t kept = KEPT / (channels * 2) / TILE * TILE, most = kept > TILE ? kept : TILE;
+    const int64_t blocks = (rows + most - 1) / most;
+    return (rows + blocks * TILE - 1) / (blocks * TILE) * TILE;
 }
 
 /* A row of `width` numbers, normed. */
@@ -80,8 +94,11 @@ void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, co
     const Product product = {weight, read, bias, residual, out, rows, activation, NULL, bytes};
     const int64_t made = weight->columns << weight->gated, width = weight->channels;
     const int64_t panels = (made + COLUMNS - 1) / COLUMNS;
-    /* A thread that something else has kept from its core does not keep the others waiting long. */
-    const int64_t share = panels / (threads * 8) + 1;
+    /* Rows that a core keeps near go by panel after panel; then come the next ones. */
+    const int64_t together = bytes ? rows : rows_together(rows, width);
+    const int64_t blocks = (rows + together - 1) / together;
+    const int64_t lot = at_once(panels, threads), lots = (panels + lot - 1) / lot;
+    Shares shares = {0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         if (norm || bytes)
@@ -92,13 +109,16 @@ void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, co
                 if (bytes)
                     bring_to_bytes(read + row * width, width, bytes + row * groups);
             }
-#pragma omp for schedule(dynamic, share)
-        for (int64_t panel = 0; panel < panels; panel++)
-            if (bytes)
-                multiply_bytes(&product, panel);
-            else
-                tiles(&product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
-                      panel * COLUMNS);
+        for (int64_t task; (task = next_task(&shares, blocks * lots)) >= 0;) {
+            const int64_t first = task / lots * together, from = task % lots * lot;
+            const int64_t end = first + together < rows ? first + together : rows;
+            for (int64_t panel = from; panel < panels && panel < from + lot; panel++)
+                if (bytes)
+                    multiply_bytes(&product, panel);
+                else
+                    tiles(&product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
+                          panel * COLUMNS, first, end);
+        }
     }
 }
 
@@ -130,7 +150,7 @@ void preamble_multiply_by(const uint16_t *weight, int64_t channels, int64_t colu
 #pragma omp for schedule(dynamic, share)
         for (int64_t column = 0; column < columns; column += COLUMNS) {
             make_panel(weight, channels, columns, turned, column, panel);
-            tiles(&product, panel, column);
+            tiles(&product, panel, column, 0, rows);
         }
     }
 }
