@@ -138,8 +138,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """This stage without the head: ids or hidden states in, hidden states out.
 
-        The last stage may leave out what the head would not read: see `head_shard`. With a `prefix`
-        no table is read: what its virtual tokens are beside their keys and values, nobody sees.
+        The last stage leaves out what the head would not read: see `head_shard`. Over a pool the
+        rows that are not asked for stay, as they came to the last layer or to its second half. With
+        a `prefix` no table is read: what its virtual tokens are beside their keys and values,
+        nobody sees.
         """
         if self.first:
             assert self.embedding is not None
@@ -153,16 +155,18 @@ class GPT(nn.Module):
         step = Step(batch, turned, prefix=prefix)
         for place, block in enumerate(self.blocks):
             held = None if kv is None else kv.layer(self.layers[place])
-            if self.last and place == len(self.layers) - 1 and self._picks_early(batch, kv):
+            if place == len(self.layers) - 1 and self._picks_early(batch):
                 step = replace(step, rows=batch.rows)
-            x = again(block, x, step, held) if self.recompute.whole(place) else block(x, step, held)
+            y = again(block, x, step, held) if self.recompute.whole(place) else block(x, step, held)
+            some = step.rows is not None and kv is not None
+            x = x.index_copy(0, cast(Tensor, step.rows), y) if some else y
         return x
 
-    def _picks_early(self, batch: Batch, kv: KVPool | None) -> bool:
+    def _picks_early(self, batch: Batch) -> bool:
         """Whether what follows the last attention is computed for the batch's rows alone."""
         apart = self.mesh.sequence_parallel or batch.dropout is not None  # Both count all rows.
         fewer = batch.rows is not None and len(batch.rows) < batch.tokens
-        return fewer and kv is None and not apart
+        return self.last and fewer and not apart
 
     def head(self, x: Tensor, batch: Batch) -> Tensor:
         """Logits of the rows that the batch asks for."""

@@ -52,6 +52,7 @@ class _Pass(ctypes.Structure):
         *((name, POINTER) for name in ("x", "memory", "cos", "sin", "blocks", "places")),
         *(("block_tokens", INT), ("pool", POINTER), ("layer_bytes", INT)),
         *(("singles", POINTER), ("runs", POINTER)),
+        *(("asked", POINTER), ("count", INT)),
     )
 
 
@@ -59,7 +60,7 @@ class Walk:
     """The layers of a packed model, for `GPT.hidden` to call."""
 
     def __init__(self, model: GPT) -> None:
-        self.config, self._layers = model.config, model.layers
+        self.config, self._layers, self._last = model.config, model.layers, model.last
         self._kept: list[object] = []  # Numbers whose addresses the library is given.
         self._memory = torch.empty(0, dtype=torch.bfloat16)
         self._numbers = 0  # Of all weights.
@@ -80,7 +81,10 @@ class Walk:
         return not odd and not apart
 
     def __call__(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
-        """Hidden states (T, hidden) after all layers; those that come in are spoilt."""
+        """Hidden states (T, hidden) after all layers; those that come in are spoilt.
+
+        In the last layer it saves what is not read, as `GPT.hidden` says.
+        """
         config, x = self.config, x.contiguous()
         first = kv.layer(self._layers[0])
         layer_bytes = first.numel() * first.element_size()
@@ -113,7 +117,12 @@ class Walk:
         )
         if config.rotary:
             step.cos, step.sin = (one.data_ptr() for one in turns)
+        rows = batch.rows if self._last else None
         for stretch, block in self._stretches:
+            ends = block is None and stretch is self._stretches[-1][0]
+            if ends and rows is not None and len(rows) < batch.tokens:
+                rows = rows.contiguous()
+                step.asked, step.count = rows.data_ptr(), len(rows)
             step.memory = self._room(found, stretch, batch.tokens)
             if found.preamble_layers(ctypes.byref(stretch), ctypes.byref(step)):
                 raise RuntimeError("the library was asked for heads that it does not serve")

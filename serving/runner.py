@@ -9,7 +9,7 @@ draws the tokens. What was launched runs on; only whoever wants its outcome wait
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -248,10 +248,12 @@ class Runner:
     def _pass(self, step: Step) -> Landing:
         """The model, once. What it says is whole only where the sampler is."""
         flat = self._flat(step)
-        model = self.model
-        x = pipeline.take(model, flat.ids, flat.batch)
+        model, batch = self.model, flat.batch
+        x = pipeline.take(model, flat.ids, batch)
+        if len(flat.rows) < batch.tokens:
+            batch = replace(batch, rows=flat.rows if len(flat.rows) else batch.last_rows[:1])
         # Looking for virtual tokens waits for the device, so it is done only where there are some.
-        x = model.hidden(x, flat.batch, self.pool, self._rows if flat.virtual else None)
+        x = model.hidden(x, batch, self.pool, self._rows if flat.virtual else None)
         if self._sends is not None:
             self._sends.send(x)
             return partial(Outcome, step.number)

@@ -36,7 +36,7 @@ def packed(config: GPTConfig, *, int8: bool = False) -> GPT:
 
 
 def step(
-    model: GPT, lengths: list[int], past: list[int], *, walks: bool
+    model: GPT, lengths: list[int], past: list[int], *, walks: bool, rows: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits of a step over a pool that has a past, and what the pool is afterwards."""
     size, config = 8, model.config
@@ -53,7 +53,7 @@ def step(
     ids = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
     walk, model.walk = model.walk, model.walk if walks else None
     try:
-        logits = model(ids, Batch.paged(lengths, past, tables, size), kv)
+        logits = model(ids, Batch.paged(lengths, past, tables, size, rows=rows), kv)
     finally:
         model.walk = walk
     return logits, [kv.layer(layer).clone() for layer in model.layers]
@@ -65,6 +65,18 @@ STEPS = {
     "a prompt": ([37], [0]),
     "all kinds": ([1, 13, 1, 2, 25], [9, 0, 30, 4, 11]),
 }
+
+
+@pytest.mark.parametrize("walks", [True, False])
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+def test_what_nobody_reads_is_left_out_and_changes_nothing(name: str, walks: bool) -> None:
+    model, (lengths, past) = packed((CONFIGS | MORE)[name]), STEPS["all kinds"]
+    every, pool = step(model, lengths, past, walks=walks)
+    for asked in ([0, 13, 14, 16, 41], [41], [30, 2]):
+        rows = torch.tensor(asked)
+        got, same_pool = step(model, lengths, past, walks=walks, rows=rows)
+        assert torch.equal(got, every[rows])
+        assert all(torch.equal(a, b) for a, b in zip(pool, same_pool, strict=True))
 
 
 @pytest.mark.parametrize("kind", STEPS)

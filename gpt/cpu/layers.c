@@ -38,6 +38,10 @@ typedef struct {
     char *pool;
     int64_t layer_bytes;
     const void *singles, *runs; /* Rows and Runs; NULL: there are none. */
+    /* Whose results of the stretch's last layer are read, where not all are, and how many: the other
+       rows stay as they come to its second half. NULL: all. */
+    const int64_t *asked;
+    int64_t count;
 } Pass;
 
 /* Where a pass keeps what it makes on the way. */
@@ -48,7 +52,8 @@ typedef struct {
 static int64_t rooms(const Stretch *s, int64_t rows, uint16_t *memory, Rooms *to)
 {
     const int64_t heads = s->groups * s->queries * s->width;
-    const int64_t sizes[] = {s->hidden, heads + 2 * s->groups * s->width, heads, heads, s->hidden,
+    const int64_t q = heads > s->hidden ? heads : s->hidden; /* Later some rows of x lie there. */
+    const int64_t sizes[] = {s->hidden, heads + 2 * s->groups * s->width, q, heads, s->hidden,
                              s->ffn};
     uint16_t **each[] = {&to->normed, &to->qkv, &to->q, &to->y, &to->after, &to->inner};
     int64_t all = 0;
@@ -127,6 +132,33 @@ static void spread(const Stretch *s, const Pass *p, const Layer *layer, int64_t 
     }
 }
 
+/* What follows attention, for rows of x and what attention made of them; x becomes the result. */
+static void second_half(const Stretch *s, const Layer *l, const Rooms *at, uint16_t *x,
+                        const uint16_t *y, int64_t rows, int64_t threads)
+{
+    uint16_t *after = l->fc1.panels ? at->after : x;
+    preamble_multiply(&l->proj, y, rows, l->proj_bias, 0, x, after, threads, NULL, NULL);
+    if (!l->fc1.panels)
+        return;
+    preamble_multiply(&l->fc1, s->parallel ? x : after, rows, l->fc1_bias, s->activation, NULL,
+                      at->inner, threads, &l->of_mlp, at->normed);
+    preamble_multiply(&l->fc2, at->inner, rows, l->fc2_bias, 0, after, x, threads, NULL, NULL);
+}
+
+/* The same for those rows alone that are asked for. */
+static void second_half_of_some(const Stretch *s, const Pass *p, const Layer *l, const Rooms *at)
+{
+    const int64_t wide = s->groups * s->queries * s->width, hidden = s->hidden;
+    uint16_t *x = at->q, *y = at->qkv; /* Both have been read. */
+    for (int64_t i = 0; i < p->count; i++) {
+        memcpy(x + i * hidden, p->x + p->asked[i] * hidden, hidden * sizeof *x);
+        memcpy(y + i * wide, at->y + p->asked[i] * wide, wide * sizeof *y);
+    }
+    second_half(s, l, at, x, y, p->count, p->threads);
+    for (int64_t i = 0; i < p->count; i++)
+        memcpy(p->x + p->asked[i] * hidden, x + i * hidden, hidden * sizeof *x);
+}
+
 /* Rows go through all layers of a stretch. Not 0: heads that the library does not serve. */
 int preamble_layers(const Stretch *s, const Pass *p)
 {
@@ -144,15 +176,10 @@ int preamble_layers(const Stretch *s, const Pass *p)
             return 1;
         if (p->runs && preamble_attend_runs(p->runs, at.q, row, head, pool, at.y))
             return 1;
-        uint16_t *after = l->fc1.panels ? at.after : p->x;
-        preamble_multiply(&l->proj, at.y, p->rows, l->proj_bias, 0, p->x, after, threads, NULL,
-                          NULL);
-        if (!l->fc1.panels)
-            break;
-        preamble_multiply(&l->fc1, s->parallel ? p->x : after, p->rows, l->fc1_bias, s->activation,
-                          NULL, at.inner, threads, &l->of_mlp, at.normed);
-        preamble_multiply(&l->fc2, at.inner, p->rows, l->fc2_bias, 0, after, p->x, threads, NULL,
-                          NULL);
+        if (p->asked && l == s->each + s->layers - 1)
+            second_half_of_some(s, p, l, &at);
+        else
+            second_half(s, l, &at, p->x, at.y, p->rows, threads);
     }
     return 0;
 }
