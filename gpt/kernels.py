@@ -68,7 +68,7 @@ _TAKES = {
     "preamble_store": "ppp ii pp iiii",
     "preamble_attend_runs": "p p i i p p",
     "preamble_piece_queries": "i",
-    "preamble_multiply": "p pi p i p p i pp",
+    "preamble_multiply": "p pi p i p p i p",
     "preamble_best": "p iii p i",
     "preamble_multiply_by": "p iii p i p i ppp i p",
     "preamble_before_activation": "ppp iii",
@@ -76,7 +76,7 @@ _TAKES = {
     "preamble_layers": "pp",
     "preamble_layers_numbers": "pi",
     "preamble_multiplies_int8": "",
-    "preamble_shortlist": "pp i p i",
+    "preamble_shortlist": "ppp i p i",
 }
 _ANSWERS = (
     *("preamble_attend", "preamble_attend_runs"),

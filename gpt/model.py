@@ -23,6 +23,7 @@ from gpt.layers import (
     Build,
     Embedding,
     Norm,
+    Normed,
     Onto,
     Prefix,
     Product,
@@ -107,7 +108,8 @@ class GPT(nn.Module):
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleDict({str(n): Block(build, n) for n in self.layers})
         self.output_layer: nn.Module | None = None
-        self.product: Product | None = None  # The head's.
+        self.product: Product | None = None  # The head's,
+        self.whole: Normed | None = None  # and with the norm before it.
         self.walk: Walk | None = None
         self.shortlist: Shortlist | None = None
         if self.last:
@@ -178,6 +180,8 @@ class GPT(nn.Module):
         whole = len(x) == batch.tokens  # Else these are the rows already, which are fewer.
         if batch.rows is not None and whole and not apart:
             x = x.index_select(0, batch.rows)
+        if self.whole is not None:
+            return self.whole(x, None)
         x = enter(cast(Norm, self.decoder.final_layernorm)(x), self.mesh, batch.tokens)
         if batch.rows is not None and apart:
             x = x.index_select(0, batch.rows)
@@ -194,7 +198,7 @@ class GPT(nn.Module):
         """
         if self.shortlist is None or len(x) > ROWS_MAX:
             return None
-        return self.shortlist.best(cast(Norm, self.decoder.final_layernorm)(x))
+        return self.shortlist.best(x)
 
     @property
     def blocks(self) -> list[Block]:

@@ -7,11 +7,12 @@ it is looked up too.
 """
 
 import logging
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from gpt import int8_panels, panels
+from gpt import int8_panels, layers, panels
 from gpt.accuracy import Drift, Gate, judge
 from gpt.int8_panels import Int8Panels
 from gpt.kv import zeros
@@ -19,7 +20,7 @@ from gpt.layers import ACTIVATIONS, MLP, ColumnLinear, Linear, Normed, Product
 from gpt.model import GPT
 from gpt.panels import Norm, Panels
 from gpt.shortlist import Shortlist
-from gpt.walk import Walk, norm_before
+from gpt.walk import Walk, norm_before, norm_of
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +74,13 @@ def pack(model: GPT, *, int8: bool = False) -> None:
     )
     if model.last:
         model.product = product = packing.product(model.head_weight, wide=True)
-        # Beside a head in bytes there is nothing that would be quicker.
-        if model.mesh.tp == 1 and isinstance(product, Panels) and not int8:
-            tokens = model.head_weight[: model.config.vocab_size]
-            model.shortlist = Shortlist.of(tokens, product)
-            del tokens
+        if model.mesh.tp == 1 and isinstance(product, Panels):
+            last = norm_of(cast(layers.Norm, model.decoder.final_layernorm))
+            model.whole = _normed(product, last, None)
+            if not int8:  # Beside a head in bytes there is nothing that would be quicker.
+                tokens = model.head_weight[: model.config.vocab_size]
+                model.shortlist = Shortlist.of(tokens, product, last)
+                del tokens
         if model.output_layer is not None:
             _drop_weight(model.output_layer)
     for module in linears:

@@ -127,7 +127,6 @@ class Panels:
         assert bias is None or bias.dtype == x.dtype
         assert residual is None or (residual.dtype == x.dtype and residual.shape[0] == rows)
         y = torch.empty((rows, self._columns), dtype=self._dtype)
-        normed = x if norm is None else torch.empty_like(x)
         multiply = self._in_brief if rows <= BRIEF_ROWS else self._at_length
         multiply(
             ctypes.byref(weight),
@@ -136,7 +135,7 @@ class Panels:
             number(activation, gated=bool(weight.gated)),
             None if residual is None else residual.data_ptr(),
             *(y.data_ptr(), torch.get_num_threads()),
-            *((None, None) if norm is None else (ctypes.byref(norm.record), normed.data_ptr())),
+            None if norm is None else ctypes.byref(norm.record),
         )
         return y
 

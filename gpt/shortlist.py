@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt import int8_panels
 from gpt.kernels import BRIEF_NUMBERS, INT, POINTER, brief, library
 from gpt.kv import zeros
-from gpt.panels import COLUMNS, Panels
+from gpt.panels import COLUMNS, Norm, Panels
 
 ROWS_MAX = 4  # As in cpu/shortlist.c. With more it would not be quicker.
 # In which norms of a head's columns bounds are sure: floats' squares must not come to nothing.
@@ -35,13 +35,16 @@ class _Record(ctypes.Structure):
 class Shortlist:
     """Of a head in panels of bf16: `weight` is the same as it was, and is not kept."""
 
-    def __init__(self, weight: Tensor, head: Panels, mean: Tensor, norm_max: float) -> None:
+    def __init__(
+        self, weight: Tensor, head: Panels, norm: Norm | None, mean: Tensor, norm_max: float
+    ) -> None:
         """Bytes lack the `mean` of all columns, and none has a larger norm. See `of`."""
         assert head.record.scales is None and head.record.channels == weight.shape[1]
         self._memory = zeros((int8_panels.size(weight),), torch.uint8, torch.device("cpu"))
         scales, errors = int8_panels.lay(weight, self._memory, less=mean)
         # A norm may have been rounded down.
         self._kept = (head, scales, errors.mul_(1.001))
+        self._norm = norm
         self._record = _Record(
             *(self._memory.data_ptr(), scales.data_ptr(), errors.data_ptr(), head.record.panels),
             *(weight.shape[1], len(weight), norm_max),
@@ -54,8 +57,11 @@ class Shortlist:
         self.steps, self.looked = 0, 0  # That it answered, and the head's panels that it took.
 
     @classmethod
-    def of(cls, weight: Tensor, head: Panels) -> "Shortlist | None":
-        """None: this machine cannot, or there is a number in such a head that spoils all bounds."""
+    def of(cls, weight: Tensor, head: Panels, norm: Norm | None = None) -> "Shortlist | None":
+        """Of a head, and the norm that rows go through first, if any.
+
+        None: this machine cannot, or there is a number in such a head that spoils all bounds.
+        """
         if not int8_panels.multiplies():
             return None
         # What all have in common, often much, decides nothing: finer steps are left for the rest.
@@ -66,7 +72,7 @@ class Shortlist:
         # Bytes are off by half a step in each channel, and a step is at most a 127th of the norm.
         slack = 1 + weight.shape[1] ** 0.5 / (2 * int8_panels.CODE_MAX)
         most = 1.001 * slack * float(torch.stack(norms).amax())
-        return cls(weight, head, mean, most) if NORMS[0] < most < NORMS[1] else None
+        return cls(weight, head, norm, mean, most) if NORMS[0] < most < NORMS[1] else None
 
     def best(self, x: Tensor) -> Tensor | None:
         """The token of each row, the first of equals, for at most ROWS_MAX rows.
@@ -80,6 +86,7 @@ class Shortlist:
         x, places = x.contiguous(), torch.empty(len(x), dtype=torch.int64)
         looked = self._found.preamble_shortlist(
             ctypes.byref(self._record),
+            None if self._norm is None else ctypes.byref(self._norm.record),
             *(x.data_ptr(), len(x), places.data_ptr(), torch.get_num_threads()),
         )
         if looked < 0:

@@ -42,6 +42,9 @@ RETRY_S = 0.01
 # for, the longer each lets its tokens gather: messages take this part of a core at most.
 MESSAGE_S = 100e-6
 MESSAGES_SHARE = 0.4
+# Of an answer that is wanted whole, tokens may wait so long for each other: to be woken for each
+# would cost who asks, and a model in the same process, a tenth of a millisecond.
+WHOLE_S = 0.05
 LOSSES_MAX = 1  # As often may a request's ranks be lost before it is taken for the cause.
 STOPPED = "the engine stopped before the answer was done; try again"
 
@@ -60,6 +63,8 @@ class Engine:
         self._kept: list[Job] = []  # What waits for new ranks.
         self._searching: set[Job] = set()  # What has beams.
         self._unwanted: list[int] = []  # Numbers to cancel.
+        self._later: list[_News] = []  # What can wait,
+        self._given_s = 0.0  # since when.
         self._number = 0
         self._closed = False
         self._up = False
@@ -406,7 +411,13 @@ class Engine:
             self._cancel_unwanted()
 
     def _give(self, news: Sequence[_News]) -> None:
-        """Hand news to their streams, waking each event loop once."""
+        """Hand news to their streams, waking each event loop once; what can wait, with the next."""
+        now = time.monotonic()
+        with self._lock:
+            self._later += news
+            if now - self._given_s < WHOLE_S and all(_waits(*one) for one in news):
+                return
+            news, self._later, self._given_s = self._later, [], now
         loops: dict[asyncio.AbstractEventLoop, list[_News]] = {}
         for item in news:
             loops.setdefault(item[0].loop, []).append(item)
@@ -416,6 +427,15 @@ class Engine:
             except RuntimeError:  # The loop is closed: nobody listens any more.
                 for job, _, _ in theirs:
                     self._drop(job, range(len(job.request.answers)))
+
+
+def _waits(job: Job, index: int, what: Made | PreambleError) -> bool:
+    """Whether nobody can do anything with it yet: it is neither a first token nor an end, and no
+    text in it could be one.
+    """
+    if isinstance(what, PreambleError) or what.end is not None or what.phases is not None:
+        return False
+    return job.whole and not job.request.answers[index].stop_strings
 
 
 def _put(news: Sequence[_News], gather_s: float) -> None:

@@ -9,18 +9,16 @@ draws the tokens. What was launched runs on; only whoever wants its outcome wait
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gpt import pipeline
-from gpt.batch import Batch
 from gpt.costs import kv_bytes_per_token
 from gpt.errors import ConfigError
 from gpt.kv import KINDS, KVPool, prefix_part
@@ -31,13 +29,13 @@ from gpt.sampling import Sampling
 from gpt.tokenizer import Tokenizer
 from gpt.transfers import to_device
 from serving.config import ServerConfig
+from serving.flat import Flat, Ints, lay_out
 from serving.graphs import BAD_HIDDEN, Graphs, Made, Record, reserved_bytes, sizes, unfit
 from serving.messages import Begin, Fill, Outcome, Rewrite, Scored, Step, Table
 from serving.sampler import Chosen, Drawn, Sampler
 
 log = logging.getLogger(__name__)
 
-Ints = NDArray[np.int64]
 Landing = Callable[[], Outcome]  # Waits for a step that was launched.
 
 # Logits for prompt scores are made this many bytes at a time.
@@ -46,20 +44,6 @@ GREEDY = Sampling()
 # Of what the machine has free for all its ranks: the rest is for files, buffers and neighbours.
 HOST_SHARE = 0.25
 DEVICE_SHARE = 0.9
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """A step laid out for the model."""
-
-    ids: Tensor
-    batch: Batch
-    rows: Tensor  # Those that need logits: first the drawing ones, then those that are scored.
-    virtual: bool  # Whether an id names a row of the adapter pool.
-    sequence: Ints  # For each flat row, its place in the step.
-    drawing: Ints  # The place of each row after which a token is drawn,
-    positions: Ints  # and the position that the token gets.
-    scored: Ints  # Flat rows whose followers in the prompt are scored.
 
 
 class Runner:
@@ -247,13 +231,14 @@ class Runner:
 
     def _pass(self, step: Step) -> Landing:
         """The model, once. What it says is whole only where the sampler is."""
-        flat = self._flat(step)
-        model, batch = self.model, flat.batch
-        x = pipeline.take(model, flat.ids, batch)
+        flat, model = lay_out(step, self._tables, self._block_tokens, self._last), self.model
+        batch = flat.batch
         if len(flat.rows) < batch.tokens:
             batch = replace(batch, rows=flat.rows if len(flat.rows) else batch.last_rows[:1])
+        x = pipeline.take(model, flat.ids, batch)
         # Looking for virtual tokens waits for the device, so it is done only where there are some.
-        x = model.hidden(x, batch, self.pool, self._rows if flat.virtual else None)
+        virtual = flat.largest >= model.config.vocab_size
+        x = model.hidden(x, batch, self.pool, self._rows if virtual else None)
         if self._sends is not None:
             self._sends.send(x)
             return partial(Outcome, step.number)
@@ -261,51 +246,14 @@ class Runner:
         stuck = {place for place, slot in enumerate(step.slots) if slot in self._broken}
         tokens, scores = self._draw(step, flat, x, bad, stuck)
         prompt_scores = self._score(step, flat, x, bad)
-        # Last, since it waits for the device; what was drawn of such numbers is of no use.
-        _note_faults(x, flat.sequence, bad)
+        if not flat.all_draw:  # Else the logits were looked at, which are of all rows.
+            # Last, since it waits for the device; what was drawn of such numbers is of no use.
+            _note_faults(x, flat.sequence, bad)
         made = (tokens, scores, prompt_scores, sorted(bad))
         return partial(Outcome, step.number, *made, stuck=sorted(stuck - bad))
 
-    def _flat(self, step: Step) -> _Flat:
-        """The step as tensors: one array, one copy to the device."""
-        slots, lengths = np.array(step.slots), np.array(step.lengths)
-        contexts = lengths + np.array(step.past)
-        ends = lengths.cumsum()
-        drawing = np.flatnonzero(np.array(step.draws))
-        scored = np.array([], np.int64)
-        if any(step.scores):
-            pairs = zip(ends - lengths, step.scores, strict=True)
-            scored = np.concatenate([np.arange(start, start + count) for start, count in pairs])
-        width = -(-int(contexts.max()) // self._block_tokens)
-        ids = np.array(step.ids, np.int64)
-        tables = self._tables[slots, :width]
-        # One that draws has its last row, and the rows before it that its guesses need.
-        counts = 1 + np.array(step.drafts)[drawing] if step.drafts else np.ones_like(drawing)
-        before = np.repeat(counts.cumsum(), counts) - 1 - np.arange(counts.sum())
-        drawing = np.repeat(drawing, counts)
-        rows = np.concatenate([ends[drawing] - 1 - before, scored])
-        packed = torch.from_numpy(np.concatenate([ids, tables.ravel(), rows]))
-        parts = list(packed.to(self.model.mesh.device).split([len(ids), tables.size, len(rows)]))
-        sequence = np.repeat(np.arange(len(slots)), lengths)
-        if self._ahead and ids.min() < 0:
-            last = self._last[to_device(slots[sequence], parts[0].device)]
-            parts[0] = torch.where(parts[0] < 0, last, parts[0])
-        batch = Batch.paged(
-            step.lengths, step.past, parts[1].view(tables.shape), self._block_tokens
-        )
-        return _Flat(
-            ids=parts[0],
-            batch=batch,
-            rows=parts[2],
-            virtual=bool(ids.max() >= self.model.config.vocab_size),
-            sequence=sequence,
-            drawing=drawing,
-            positions=contexts[drawing] - before,
-            scored=scored,
-        )
-
     def _draw(
-        self, step: Step, flat: _Flat, x: Tensor, bad: set[int], stuck: set[int]
+        self, step: Step, flat: Flat, x: Tensor, bad: set[int], stuck: set[int]
     ) -> tuple[list[int], list[Scored]]:
         """The tokens that are drawn, row by row. Logits, if needed, all tensor ranks make."""
         count = len(flat.drawing)
@@ -314,7 +262,7 @@ class Runner:
         slots = [step.slots[place] for place in flat.drawing]
         likeliest = None
         if self._sampler is not None and self._sampler.best_alone(slots):
-            likeliest = self.model.best(x.index_select(0, flat.rows[:count]))
+            likeliest = self.model.best(_rows(x, flat, 0, count))
         if likeliest is not None:
             chosen = Chosen(likeliest.tolist())
         else:
@@ -330,7 +278,7 @@ class Runner:
             self._last[to_device(np.array(slots), device)] = tokens
         return chosen.tokens, chosen.scores
 
-    def _score(self, step: Step, flat: _Flat, x: Tensor, bad: set[int]) -> list[list[Scored]]:
+    def _score(self, step: Step, flat: Flat, x: Tensor, bad: set[int]) -> list[list[Scored]]:
         """Scores of prompt tokens, from a bounded number of logits at a time."""
         first, network = len(flat.drawing), self.model.config
         made: dict[int, list[Scored]] = {p: [] for p, wanted in enumerate(step.scores) if wanted}
@@ -355,9 +303,14 @@ class Runner:
                 )
         return list(made.values())
 
-    def _logits(self, flat: _Flat, x: Tensor, start: int, count: int) -> Tensor:
+    def _logits(self, flat: Flat, x: Tensor, start: int, count: int) -> Tensor:
         """Logits of `count` of the rows that need them."""
-        return self.model.head(x.index_select(0, flat.rows[start : start + count]), flat.batch)
+        return self.model.head(_rows(x, flat, start, count), flat.batch)
+
+
+def _rows(x: Tensor, flat: Flat, start: int, count: int) -> Tensor:
+    """Some of the rows that need logits."""
+    return x if flat.all_draw else x.index_select(0, flat.rows[start : start + count])
 
 
 def _note_faults(x: Tensor, places: Ints, bad: set[int]) -> None:

@@ -46,18 +46,17 @@ typedef struct {
 
 /* Where a pass keeps what it makes on the way. */
 typedef struct {
-    uint16_t *normed, *qkv, *q, *y, *after, *inner;
+    uint16_t *qkv, *q, *y, *after, *inner;
 } Rooms;
 
 static int64_t rooms(const Stretch *s, int64_t rows, uint16_t *memory, Rooms *to)
 {
     const int64_t heads = s->groups * s->queries * s->width;
     const int64_t q = heads > s->hidden ? heads : s->hidden; /* Later some rows of x lie there. */
-    const int64_t sizes[] = {s->hidden, heads + 2 * s->groups * s->width, q, heads, s->hidden,
-                             s->ffn};
-    uint16_t **each[] = {&to->normed, &to->qkv, &to->q, &to->y, &to->after, &to->inner};
+    const int64_t sizes[] = {heads + 2 * s->groups * s->width, q, heads, s->hidden, s->ffn};
+    uint16_t **each[] = {&to->qkv, &to->q, &to->y, &to->after, &to->inner};
     int64_t all = 0;
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 5; i++) {
         *each[i] = memory + all;
         all += (rows * sizes[i] + 31) / 32 * 32;
     }
@@ -137,12 +136,12 @@ static void second_half(const Stretch *s, const Layer *l, const Rooms *at, uint1
                         const uint16_t *y, int64_t rows, int64_t threads)
 {
     uint16_t *after = l->fc1.panels ? at->after : x;
-    preamble_multiply(&l->proj, y, rows, l->proj_bias, 0, x, after, threads, NULL, NULL);
+    preamble_multiply(&l->proj, y, rows, l->proj_bias, 0, x, after, threads, NULL);
     if (!l->fc1.panels)
         return;
     preamble_multiply(&l->fc1, s->parallel ? x : after, rows, l->fc1_bias, s->activation, NULL,
-                      at->inner, threads, &l->of_mlp, at->normed);
-    preamble_multiply(&l->fc2, at->inner, rows, l->fc2_bias, 0, after, x, threads, NULL, NULL);
+                      at->inner, threads, &l->of_mlp);
+    preamble_multiply(&l->fc2, at->inner, rows, l->fc2_bias, 0, after, x, threads, NULL);
 }
 
 /* The same for those rows alone that are asked for. */
@@ -167,8 +166,7 @@ int preamble_layers(const Stretch *s, const Pass *p)
     const int64_t head = s->width, row = s->groups * s->queries * head, threads = p->threads;
     for (const Layer *l = s->each; l < s->each + s->layers; l++) {
         char *pool = p->pool + l->place * p->layer_bytes;
-        preamble_multiply(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, at.qkv, threads, &l->norm,
-                          at.normed);
+        preamble_multiply(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, at.qkv, threads, &l->norm);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && p->rows >= LANES)
         for (int64_t i = 0; i < p->rows; i++)
             spread(s, p, l, i, at.qkv, at.q);

@@ -32,7 +32,7 @@ __attribute__((visibility("hidden"))) void norm_row(const Norm *norm, const uint
 /* In products.c, tokens.c and prompts.c. */
 void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
                        int64_t activation, const uint16_t *residual, void *out, int64_t threads,
-                       const Norm *norm, uint16_t *normed);
+                       const Norm *norm);
 int preamble_attend(const void *rows, const void *q, int64_t row_stride, int64_t head_stride,
                     const void *kv, void *out);
 int preamble_attend_runs(const void *runs, const void *q, int64_t row_stride,

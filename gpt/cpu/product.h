@@ -33,6 +33,7 @@ typedef struct {
     int64_t rows, activation;
     uint16_t *before; /* Where rows go as they are before the activation, or NULL. */
     const Group *groups; /* The rows in bytes, where the weight is in bytes. */
+    int64_t stride; /* Of rows of x, in numbers. */
 } Product;
 
 /* tanh or erf of what GELU takes it of. */

@@ -29,7 +29,7 @@ BF16 INLINE void tile(const Product *p, const uint16_t *panel, Ahead ahead, int6
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    add_ahead(sum, p->x + first * w->channels, w->channels, panel, w->channels / 2, rows, ahead);
+    add_ahead(sum, p->x + first * p->stride, p->stride, panel, w->channels / 2, rows, ahead);
     finish(p, sum, first, column, rows);
 }
 
@@ -81,39 +81,47 @@ BF16 void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t 
     }
 }
 
-/* With a norm, the rows are normed into `normed` first. */
+/* Rows whose beginnings are whole pages apart would drive each other from the nearest cache. */
+static int64_t stride_of(int64_t channels) { return channels + (channels % 2048 ? 0 : COLUMNS); }
+
+/* With a norm, rows are normed first. */
 void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
                        int64_t activation, const uint16_t *residual, void *out, int64_t threads,
-                       const Norm *norm, uint16_t *normed)
+                       const Norm *norm)
 {
     if (rows == 0)
         return;
-    const uint16_t *read = norm ? normed : x;
-    const int64_t groups = weight->scales ? groups_of(weight->channels) : 0;
-    Group *bytes = groups ? room_for(rows * groups * sizeof *bytes) : NULL;
-    const Product product = {weight, read, bias, residual, out, rows, activation, NULL, bytes};
-    const int64_t made = weight->columns << weight->gated, width = weight->channels;
+    const int64_t width = weight->channels, stride = stride_of(width);
+    const int64_t groups = weight->scales ? groups_of(width) : 0;
+    const int moved = norm || stride != width;
+    Group *bytes = room_for(rows * (groups * sizeof *bytes + moved * stride * sizeof *x));
+    uint16_t *brought = (uint16_t *)(bytes + rows * groups);
+    const Product product = {weight, moved ? brought : x, bias, residual, out, rows, activation,
+                             NULL, groups ? bytes : NULL, moved ? stride : width};
+    const int64_t made = weight->columns << weight->gated;
     const int64_t panels = (made + COLUMNS - 1) / COLUMNS;
     /* Rows that a core keeps near go by panel after panel; then come the next ones. */
-    const int64_t together = bytes ? rows : rows_together(rows, width);
+    const int64_t together = groups ? rows : rows_together(rows, width);
     const int64_t blocks = (rows + together - 1) / together;
     const int64_t lot = at_once(panels, threads), lots = (panels + lot - 1) / lot;
     Shares shares = {0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        if (norm || bytes)
+        if (moved || groups)
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++) {
                 if (norm)
-                    norm_row(norm, x + row * width, width, normed + row * width);
-                if (bytes)
-                    bring_to_bytes(read + row * width, width, bytes + row * groups);
+                    norm_row(norm, x + row * width, width, brought + row * stride);
+                else if (moved)
+                    memcpy(brought + row * stride, x + row * width, width * sizeof *x);
+                if (groups)
+                    bring_to_bytes(product.x + row * product.stride, width, bytes + row * groups);
             }
         for (int64_t task; (task = next_task(&shares, blocks * lots)) >= 0;) {
             const int64_t first = task / lots * together, from = task % lots * lot;
             const int64_t end = first + together < rows ? first + together : rows;
             for (int64_t panel = from; panel < panels && panel < from + lot; panel++)
-                if (bytes)
+                if (groups)
                     multiply_bytes(&product, panel);
                 else
                     tiles(&product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
@@ -142,7 +150,8 @@ void preamble_multiply_by(const uint16_t *weight, int64_t channels, int64_t colu
                           int64_t threads, uint16_t *memory)
 {
     const Weight shape = {NULL, channels, columns, 0, 0, NULL};
-    const Product product = {&shape, x, bias, residual, out, rows, activation, before, NULL};
+    const Product product = {&shape, x, bias, residual, out, rows, activation, before, NULL,
+                             channels};
     const int64_t share = columns / COLUMNS / (threads * 8) + 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

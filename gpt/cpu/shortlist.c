@@ -163,19 +163,25 @@ INT8 static int reaches(const float *upper, float least)
     return _mm512_cmp_ps_mask(most, _mm512_set1_ps(least), _CMP_GE_OQ) != 0;
 }
 
-/* The place of each row's largest logit, the first of equals, for at most ROWS_MAX rows. Answers
-   how many panels of the head it took; -1: of such rows nothing can be said here. */
-INT8 int64_t preamble_shortlist(const Shortlist *s, const uint16_t *rows_of, int64_t rows,
-                                int64_t *best, int64_t threads)
+/* The place of each row's largest logit, the first of equals, for at most ROWS_MAX rows, which go
+   through a norm first, if there is one. Answers how many panels of the head it took; -1: of such
+   rows nothing can be said here. */
+INT8 int64_t preamble_shortlist(const Shortlist *s, const Norm *norm, const uint16_t *rows_of,
+                                int64_t rows, int64_t *best, int64_t threads)
 {
     const int64_t groups = groups_of(s->channels), panels = (s->columns + COLUMNS - 1) / COLUMNS;
     const int64_t width = panels * COLUMNS, share = panels / (threads * 8) + 1;
-    float *upper = room_for(rows * (width * sizeof *upper + groups * sizeof(Digits)));
+    float *upper = room_for(rows * (width * sizeof *upper + groups * sizeof(Digits) +
+                                    s->channels * sizeof(uint16_t)));
     Digits *x = (Digits *)(upper + rows * width);
+    uint16_t *normed = (uint16_t *)(x + rows * groups);
     Doubt doubts[ROWS_MAX];
     Best found[ROWS_MAX];
     float most[ROWS_MAX];
     int64_t made = 0;
+    for (int64_t row = 0; norm && row < rows; row++)
+        norm_row(norm, rows_of + row * s->channels, s->channels, normed + row * s->channels);
+    rows_of = norm ? normed : rows_of;
     for (int64_t row = 0; row < rows; row++) {
         doubts[row] = bring_to_digits(rows_of + row * s->channels, s, x + row * groups);
         /* Beyond these squares are lost, or infinite; so is what is not finite. */
