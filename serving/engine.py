@@ -20,7 +20,7 @@ from gpt.errors import PreambleError, RequestError
 from gpt.tokenizer import Tokenizer
 from serving.config import ServerConfig
 from serving.flight import crash_path
-from serving.job import Job, Wanted
+from serving.job import Job, News, Wanted, gathered, waits
 from serving.link import Link
 from serving.messages import Cancel, Dump, Load, Made, Phases, Ready, Submission, Update
 from serving.request import (
@@ -44,13 +44,9 @@ MESSAGE_S = 100e-6
 MESSAGES_SHARE = 0.4
 # Of an answer that is wanted whole, tokens may wait so long for each other: to be woken for each
 # would cost who asks, and a model in the same process, a tenth of a millisecond.
-WHOLE_S = 0.05
+WHOLE_S = 0.2
 LOSSES_MAX = 1  # As often may a request's ranks be lost before it is taken for the cause.
 STOPPED = "the engine stopped before the answer was done; try again"
-
-
-# For a request's stream: what was made of the answer with an index, or the end of all.
-_News = tuple[Job, int, Made | PreambleError]
 
 
 class Engine:
@@ -63,7 +59,7 @@ class Engine:
         self._kept: list[Job] = []  # What waits for new ranks.
         self._searching: set[Job] = set()  # What has beams.
         self._unwanted: list[int] = []  # Numbers to cancel.
-        self._later: list[_News] = []  # What can wait,
+        self._later: list[News] = []  # What can wait,
         self._given_s = 0.0  # since when.
         self._number = 0
         self._closed = False
@@ -198,7 +194,7 @@ class Engine:
         self.on_change()
 
     def update(self, update: Update) -> None:
-        news: list[_News] = []
+        news: list[News] = []
         with self._lock:
             stepped, self.load = update.load.steps > self.load.steps, update.load
             for made in update.made:
@@ -218,7 +214,7 @@ class Engine:
             self._up, self.reason, self.load = False, reason, Load()
             held = list(self._kept)
             jobs = self._forget_all()
-            news: list[_News] = []
+            news: list[News] = []
             for job in jobs:
                 job.losses += job not in held
                 error = self._loss(job)
@@ -292,7 +288,7 @@ class Engine:
                 )
             )
 
-    def _made(self, sequence: Wanted, made: Made) -> list[_News]:
+    def _made(self, sequence: Wanted, made: Made) -> list[News]:
         """Take note of it. What was told before a loss is not told again."""
         job = sequence.job
         if made.end is not None:
@@ -317,7 +313,7 @@ class Engine:
         job.told = job.told or bool(made.tokens)
         return [(job, index, made) for index in sequence.indices]
 
-    def _searched(self, beam: Wanted, made: Made) -> list[_News]:
+    def _searched(self, beam: Wanted, made: Made) -> list[News]:
         """A beam's token came. With a round's last one comes the next round, or the end."""
         job, search, beam.over = beam.job, beam.search, True
         assert search is not None
@@ -410,16 +406,16 @@ class Engine:
         with self._lock:
             self._cancel_unwanted()
 
-    def _give(self, news: Sequence[_News]) -> None:
+    def _give(self, news: Sequence[News]) -> None:
         """Hand news to their streams, waking each event loop once; what can wait, with the next."""
         now = time.monotonic()
         with self._lock:
             self._later += news
-            if now - self._given_s < WHOLE_S and all(_waits(*one) for one in news):
+            if now - self._given_s < WHOLE_S and all(map(waits, news)):
                 return
             news, self._later, self._given_s = self._later, [], now
-        loops: dict[asyncio.AbstractEventLoop, list[_News]] = {}
-        for item in news:
+        loops: dict[asyncio.AbstractEventLoop, list[News]] = {}
+        for item in gathered(news):
             loops.setdefault(item[0].loop, []).append(item)
         for loop, theirs in loops.items():
             try:
@@ -429,16 +425,7 @@ class Engine:
                     self._drop(job, range(len(job.request.answers)))
 
 
-def _waits(job: Job, index: int, what: Made | PreambleError) -> bool:
-    """Whether nobody can do anything with it yet: it is neither a first token nor an end, and no
-    text in it could be one.
-    """
-    if isinstance(what, PreambleError) or what.end is not None or what.phases is not None:
-        return False
-    return job.whole and not job.request.answers[index].stop_strings
-
-
-def _put(news: Sequence[_News], gather_s: float) -> None:
+def _put(news: Sequence[News], gather_s: float) -> None:
     pause_s = max(gather_s, len(news) * MESSAGE_S / MESSAGES_SHARE)
     for job, index, what in news:
         assert job.stream is not None

@@ -5,9 +5,12 @@ in the next. Plain standing: it sends nothing and locks nothing.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gpt.errors import PreambleError
 from serving.beam import Search, searches
+from serving.messages import Made, joined
 from serving.request import Answer, Request
 from serving.stream import Stream
 
@@ -77,3 +80,29 @@ class Job:
         ]
         self.sequences = [one for one in self.sequences if one.search is not search] + beams
         return beams
+
+
+# For a request's stream: what was made of the answer with an index, or the end of all.
+News = tuple[Job, int, Made | PreambleError]
+
+
+def waits(news: News) -> bool:
+    """Whether nobody can do anything with it yet: its answer is wanted whole, it is neither a first
+    token nor an end, and no text in it could be one.
+    """
+    job, index, what = news
+    if isinstance(what, PreambleError) or what.end is not None or what.phases is not None:
+        return False
+    return job.whole and not job.request.answers[index].stop_strings
+
+
+def gathered(news: Sequence[News]) -> list[News]:
+    """Each answer's news as one; what ends a whole request comes last."""
+    made: dict[tuple[Job, int], list[Made]] = {}
+    errors: list[News] = []
+    for job, index, what in news:
+        if isinstance(what, Made):
+            made.setdefault((job, index), []).append(what)
+        else:
+            errors.append((job, index, what))
+    return [(*key, joined(parts)) for key, parts in made.items()] + errors

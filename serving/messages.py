@@ -5,6 +5,7 @@ planner hands a `Step` to every rank and gets an `Outcome` from the last stage. 
 one message a step. A step says everything that a rank must do, and nothing of why.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -125,6 +126,20 @@ class Made(_Part, frozen=True):
     reason: str = ""  # With a refusal, "fault" and "stuck": a sentence for the caller.
     cached_tokens: int = 0  # With the first token: how much of the prompt was in the prefix cache.
     phases: Phases | None = None  # With the first token too, or with the end of one without any.
+
+
+def joined(parts: Sequence[Made]) -> Made:
+    """What was made of one sequence in several steps, as if it had been one."""
+    if len(parts) == 1:
+        return parts[0]
+    return msgspec.structs.replace(
+        parts[-1],
+        tokens=[token for part in parts for token in part.tokens],
+        scores=[score for part in parts for score in part.scores],
+        prompt_scores=[score for part in parts for score in part.prompt_scores],
+        cached_tokens=max(part.cached_tokens for part in parts),
+        phases=next((part.phases for part in parts if part.phases is not None), None),
+    )
 
 
 class Load(_Part, frozen=True):

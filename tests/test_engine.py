@@ -5,7 +5,7 @@ The model is real, in a thread behind the link; the oracle is the plain loop, on
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -19,9 +19,11 @@ from gpt.generate import generate
 from gpt.model import GPT
 from gpt.sampling import Sampling
 from gpt.tokenizer import NullTokenizer
+from serving import engine as engine_module
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
+from serving.job import News
 from serving.messages import Guide, Made, Rows
 from serving.request import (
     Answer,
@@ -374,6 +376,28 @@ def test_a_list_may_be_longer_than_the_queue_and_the_caller_may_have_a_loop(
     run(work)
     late = engine.generate(requests[:3], deadline=time.monotonic() - 1)
     assert all(isinstance(completion.error, DeadlinePassedError) for completion in late)
+
+
+def test_tokens_of_whole_answers_wait_for_each_other_and_are_all_given(
+    engine: Engine, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[int] = []
+    put = engine_module._put
+
+    def counted(news: Sequence[News], gather_s: float) -> None:
+        woken.append(len(news))
+        put(news, gather_s)
+
+    monkeypatch.setattr(engine_module, "_put", counted)
+    requests = [one((1, place), VARIED) for place in range(3)]
+    started_s = time.monotonic()
+    made = engine.generate(requests)
+    portions = (time.monotonic() - started_s) / engine_module.WHOLE_S
+    assert [list(completion.token_ids) for completion in made] == [
+        alone(model, request.answers[0]) for request in requests
+    ]
+    # First tokens and ends are told at once, each step's together.
+    assert len(woken) <= 2 * len(requests) + portions + 1
 
 
 def test_what_runs_when_the_engine_ends_is_told_so(model: GPT) -> None:
