@@ -70,6 +70,7 @@ _TAKES = {
     "preamble_piece_queries": "i",
     "preamble_multiply": "p pi p i p p i p",
     "preamble_best": "p iii p i",
+    "preamble_best_of": "pp i pp i",
     "preamble_multiply_by": "p iii p i p i ppp i p",
     "preamble_before_activation": "ppp iii",
     "preamble_attend_families": "pp",
@@ -79,7 +80,7 @@ _TAKES = {
     "preamble_shortlist": "ppp i p i",
 }
 _ANSWERS = (
-    *("preamble_attend", "preamble_attend_runs"),
+    *("preamble_attend", "preamble_attend_runs", "preamble_best_of"),
     *("preamble_piece_queries", "preamble_attend_families", "preamble_layers"),
     "preamble_multiplies_int8",
 )
@@ -175,7 +176,7 @@ class Paged:
         self._window, self._contexts = window or 0, sum(contexts)
         # Kept, since the library is given their addresses.
         self._tables = tables.long().contiguous()
-        self._numbers = torch.tensor([rows, sequences, contexts])
+        self._numbers = torch.from_numpy(np.array([rows, sequences, contexts], np.int64))
         self._plan: _Rows | None = None
 
     def plan(self, heads: int, kv: Tensor) -> ctypes.Structure:

@@ -46,17 +46,17 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._places = {layer: place for place, layer in enumerate(layers)}
         self.block_tokens = block_tokens
         groups = local_groups(config, tp)
         shape = (len(layers), blocks, 2, groups, block_tokens, config.kv_channels)
         self._memory = zeros(shape, dtype, torch.device(device))
         # The same as what torch can index: of numbers of eight bits, bytes.
         self._moved = self._memory.view(torch.uint8) if dtype == NARROW else self._memory
+        self._layers: dict[int, Tensor] = dict(zip(layers, self._memory, strict=True))
 
     def layer(self, layer: int) -> Tensor:
         """Keys and values of a global layer."""
-        return self._memory[self._places[layer]]
+        return self._layers[layer]
 
     def populate(self, free_bytes: Callable[[], int]) -> None:
         """Have the system give all of this memory, in spare time; a thread of its own waits for it.

@@ -39,6 +39,8 @@ from gpt.shortlist import ROWS_MAX, Shortlist
 
 # Rows through all layers of this stage at once, by another. See gpt/walk.py.
 Walk = Callable[[Tensor, Batch, KVPool], Tensor]
+# The best token of each row; None: not every logit is finite.
+Likeliest = Callable[[Tensor], Tensor | None]
 
 
 class Block(nn.Module):
@@ -109,7 +111,8 @@ class GPT(nn.Module):
         self.decoder.layers = nn.ModuleDict({str(n): Block(build, n) for n in self.layers})
         self.output_layer: nn.Module | None = None
         self.product: Product | None = None  # The head's,
-        self.whole: Normed | None = None  # and with the norm before it.
+        self.whole: Normed | None = None  # and with the norm before it,
+        self.likeliest: Likeliest | None = None  # of which only the best are wanted.
         self.walk: Walk | None = None
         self.shortlist: Shortlist | None = None
         if self.last:
@@ -192,13 +195,16 @@ class GPT(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def best(self, x: Tensor) -> Tensor | None:
-        """The likeliest token of each of these rows, as `hidden` gave them, without all logits.
+        """The likeliest token of each of these rows, as `hidden` gave them, without their logits.
 
-        None: they would be no slower, or not every number is finite. Look at `head` then.
+        None: there is no such way here, or not every logit is finite. Look at `head` then.
         """
-        if self.shortlist is None or len(x) > ROWS_MAX:
-            return None
-        return self.shortlist.best(x)
+        found: Tensor | None = None
+        if self.shortlist is not None and len(x) <= ROWS_MAX:
+            found = self.shortlist.best(x)
+        if found is None and self.likeliest is not None:
+            found = self.likeliest(x)
+        return found
 
     @property
     def blocks(self) -> list[Block]:

@@ -7,6 +7,7 @@ it is looked up too.
 """
 
 import logging
+from functools import partial
 from typing import cast
 
 import torch
@@ -77,6 +78,7 @@ def pack(model: GPT, *, int8: bool = False) -> None:
         if model.mesh.tp == 1 and isinstance(product, Panels):
             last = norm_of(cast(layers.Norm, model.decoder.final_layernorm))
             model.whole = _normed(product, last, None)
+            model.likeliest = partial(product.best, norm=last, columns=model.config.vocab_size)
             if not int8:  # Beside a head in bytes there is nothing that would be quicker.
                 tokens = model.head_weight[: model.config.vocab_size]
                 model.shortlist = Shortlist.of(tokens, product, last)

@@ -109,6 +109,7 @@ class Panels:
         self._at_length = found.preamble_multiply
         small = memory.numel() <= BRIEF_NUMBERS
         self._in_brief = brief().preamble_multiply if small else self._at_length
+        self._best_of = found.preamble_best_of
 
     def __call__(
         self,
@@ -138,6 +139,24 @@ class Panels:
             None if norm is None else ctypes.byref(norm.record),
         )
         return y
+
+    def best(self, x: Tensor, norm: Norm | None, columns: int) -> Tensor | None:
+        """The place of each row's largest result among the first `columns`, the first of equals.
+
+        None: not every result is finite.
+        """
+        x, rows = x.contiguous(), x.shape[0]
+        places = torch.empty(rows, dtype=torch.int64)
+        whole = self.record
+        weight = Weight(
+            *(whole.panels, whole.channels, columns, whole.wide, whole.gated), whole.scales
+        )
+        odd = self._best_of(
+            *(ctypes.byref(weight), x.data_ptr(), rows),
+            None if norm is None else ctypes.byref(norm.record),
+            *(places.data_ptr(), torch.get_num_threads()),
+        )
+        return None if odd else places
 
 
 def number(activation: str | None, *, gated: bool) -> int:

@@ -259,7 +259,7 @@ class Runner:
         count = len(flat.drawing)
         if not count:
             return [], []
-        slots = [step.slots[place] for place in flat.drawing]
+        slots = [step.slots[place] for place in flat.drawing.tolist()]
         likeliest = None
         if self._sampler is not None and self._sampler.best_alone(slots):
             likeliest = self.model.best(_rows(x, flat, 0, count))
@@ -271,7 +271,8 @@ class Runner:
                 return [], []
             chosen = self._sampler.choose(logits, slots, flat.positions.tolist())
             _note_faults(logits, flat.drawing, bad)
-        stuck |= set(flat.drawing[chosen.broken].tolist())
+        if chosen.broken:
+            stuck |= set(flat.drawing[chosen.broken].tolist())
         if self._ahead:
             device = self._last.device
             tokens = to_device(np.array(chosen.tokens), device)

@@ -75,6 +75,7 @@ class Sampler:
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._tops = np.full(slots, -1)  # -1: no scores.
         self._plain = np.ones(slots, dtype=np.bool_)
+        self._asks_more = set[int]()  # Slots that want more than the likeliest token of all.
         self._bans: dict[int, Bans] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
         self._decays: dict[int, _Decay] = {}
@@ -110,6 +111,8 @@ class Sampler:
             self._decays[slot] = _Decay(rule, len(begin.prompt), ids)
         if Bans.needed(rule, len(begin.made)):
             self._bans[slot] = Bans(rule, begin.prompt, begin.made, self._vocab_size)
+        alone = self._plain[slot] and rule.logprobs is None and slot not in self._bans
+        (self._asks_more.discard if alone else self._asks_more.add)(slot)
         if begin.guide is not None:
             self._guides.begin(slot, begin.guide, rule.stop_token_ids, begin.made)
 
@@ -119,9 +122,7 @@ class Sampler:
 
     def best_alone(self, slots: Sequence[int]) -> bool:
         """Whether the likeliest token of each one's logits is all that is wanted of them."""
-        at = np.asarray(slots, dtype=np.int64)
-        plain = bool(self._plain[at].all() and (self._tops[at] < 0).all())
-        return plain and self._bans.keys().isdisjoint(slots)
+        return self._asks_more.isdisjoint(slots)
 
     def draw(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Drawn:
         """The choice, which a device may still be making when this returns."""

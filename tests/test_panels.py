@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -123,7 +124,7 @@ def test_threads_with_little_stack_attend_as_well() -> None:
 
 @given(
     st.sampled_from([0, 1, 2, 11, 12, 13, 31, 100]),
-    st.sampled_from([(2, 1), (6, 31), (64, 32), (96, 33), (130, 100)]),
+    st.sampled_from([(2, 1), (6, 31), (64, 32), (96, 33), (130, 100), (2048, 40)]),
     st.sampled_from([None, *ACTIVATIONS]),
     st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
@@ -146,11 +147,30 @@ def test_products_with_panels_are_the_plain_ones(
     y = y if activation is None else ACTIVATIONS[activation](y)
     y = y if residual is None else y + residual.double()
     assert got.dtype == (torch.float32 if wide else torch.bfloat16)
-    assert torch.allclose(got.double(), y, rtol=1e-4 if wide else 1e-2, atol=1e-3)
+    near = max(1e-3, 3e-6 * channels)
+    assert torch.allclose(got.double(), y, rtol=1e-4 if wide else 1e-2, atol=near)
     if rows == 0:
         return
     alone = product(x[-1:], bias, activation, residual if residual is None else residual[-1:])
     assert torch.equal(alone[0], got[-1])
+
+
+@pytest.mark.parametrize("channels", [768, 3072, 4096])
+def test_many_rows_are_multiplied_as_each_is_alone(channels: int) -> None:
+    """They go in blocks, each past all panels; a thread takes panels of another's share as well."""
+    generator, threads = torch.Generator().manual_seed(channels), torch.get_num_threads()
+    weight = torch.randn(650, channels, generator=generator).bfloat16()
+    x = torch.randn(601, channels, generator=generator).bfloat16()
+    product = panels.Panels(weight, torch.empty(panels.size(weight)).bfloat16())
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            got = product(x, None, None, None)
+            for row in (0, 11, 12, 251, 252, 299, 300, 600):
+                assert torch.equal(product(x[row : row + 1], None, None, None)[0], got[row])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.allclose(got.float(), x.float() @ weight.float().t(), rtol=1e-2, atol=0.1)
 
 
 @given(st.integers(1, 5), st.sampled_from([1, 15, 64, 130, 515]), st.integers(0, 4), st.booleans())
@@ -164,6 +184,37 @@ def test_the_best_is_the_first_of_the_largest(
     assert torch.equal(panels.best(x[:, :width]), x[:, :width].argmax(-1))
     x[0, -1] = float("nan")
     assert 0 <= int(panels.best(x[:, :width])[0]) < width
+
+
+@given(
+    st.sampled_from([1, 4, 12, 13, 40]),
+    st.sampled_from([(1, 1), (33, 20), (100, 100), (700, 650)]),
+    st.sampled_from([0, 1, 200]),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_best_without_logits_is_the_first_of_the_largest(
+    rows: int, columns: tuple[int, int], kinds: int, threads: int
+) -> None:
+    padded, real = columns
+    generator, before = torch.Generator().manual_seed(rows * padded), torch.get_num_threads()
+    whole = partial(torch.randint, -kinds, kinds + 1, generator=generator)
+    weight, x = whole((padded, 16)).bfloat16(), whole((rows, 16)).bfloat16()
+    weight[real:] = 99  # Which nobody may choose.
+    head = panels.Panels(weight, torch.empty(panels.size(weight)).bfloat16(), wide=True)
+    norm = panels.Norm(torch.ones(16), None, 1e-5, rms=True)
+    torch.set_num_threads(threads)
+    try:
+        for one in (None, norm):
+            got = head.best(x, one, real)
+            logits = head(x, None, None, None, norm=one)[:, :real]
+            assert got is not None and torch.equal(got, logits.argmax(-1))
+        for wrong in ("nan", "inf", "-inf"):
+            spoilt = x.clone()
+            spoilt[-1, 3] = float(wrong)
+            assert head.best(spoilt, None, real) is None
+    finally:
+        torch.set_num_threads(before)
 
 
 @given(st.sampled_from([2, 6, 32, 80, 130]), st.booleans(), st.booleans())

@@ -14,14 +14,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt import kernels
 from gpt.choice import Score
 from gpt.generate import Completion, generate
+from gpt.layers import Linear
 from gpt.model import GPT
+from gpt.packed import Packed, pack
 from gpt.sampling import Sampling
 from serving.messages import Scored, Submission
 from tests.models import CONFIGS, MARGIN, build
 from tests.ranks import ranks
-from tests.scenes import Answer, Played, Scene, Shelf, drawn, play, poisoned, squeezed, studied
+from tests.scenes import (
+    Answer,
+    Played,
+    Scene,
+    Shelf,
+    drawn,
+    lead,
+    play,
+    poisoned,
+    squeezed,
+    studied,
+)
 
 # Sums in another order: logits of about 10 in fp64 and in fp32.
 EXACT = {"float64": 1e-9, "float32": 1e-3}
@@ -213,6 +227,59 @@ def test_in_fp32_only_what_rounding_decides_may_differ(
     played = [drawn(name, 0, shelf, dtype="float32") for name in names]
     tally = run(played, split, tmp_path, shelf)
     assert tally.ties <= tally.requests // 10
+
+
+def forced(backend: str, name: str, patch: pytest.MonkeyPatch) -> GPT:
+    """A model in fp32 that answers by this alone, whatever this machine would take by itself."""
+    model = build(CONFIGS[name], dtype=torch.float32)
+    if backend == "torch":
+        patch.setattr(kernels, "library", lambda: None)
+    elif backend == "packed":
+        pack(model)
+        assert any(isinstance(one, Packed) for one in products_of(model))
+    else:
+        kernels.choose_machine(backend)
+        if kernels.machine() != backend:
+            pytest.skip(f"this machine is less than {backend}, or the library was not built")
+    return model
+
+
+def products_of(model: GPT) -> list[object]:
+    return [module.product for module in model.modules() if isinstance(module, Linear)]
+
+
+def answered_by(
+    backend: str, names: list[str], seeds: range, shelf: Shelf, patch: pytest.MonkeyPatch
+) -> Tally:
+    tally = Tally()
+    try:
+        for name in names:
+            model = forced(backend, name, patch)
+            for seed in seeds:
+                scene = drawn(name, seed, shelf, dtype="float32")
+                check(scene, lead(model, scene), shelf, tally)
+    finally:
+        kernels.choose_machine(None)
+    assert tally.ties <= tally.requests // 10
+    return tally
+
+
+BACKENDS = ["torch", *kernels.MACHINES, "packed"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_by_every_backend_a_request_gets_what_it_gets_alone(
+    backend: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered_by(backend, ["modern"], range(1), shelf, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_scenes_by_every_backend(
+    backend: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_hard(answered_by(backend, list(CONFIGS), range(400, 404), shelf, monkeypatch))
 
 
 @pytest.mark.parametrize("split", [(1, 1), (2, 1), (1, 2)])

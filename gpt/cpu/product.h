@@ -25,6 +25,12 @@ INLINE int64_t groups_of(int64_t channels)
 
 enum { NOTHING, GELU, GELU_TANH, SILU, RELU2 };
 
+/* The largest of a row's results so far, lane by lane, where nothing else is wanted of them. */
+typedef struct {
+    float most[LANES], odd[LANES]; /* `odd` is NaN once some result was not finite. */
+    int32_t place[LANES];
+} Top;
+
 /* Rows (bf16) times a weight, and what comes after it. */
 typedef struct {
     const Weight *weight;
@@ -34,7 +40,13 @@ typedef struct {
     uint16_t *before; /* Where rows go as they are before the activation, or NULL. */
     const Group *groups; /* The rows in bytes, where the weight is in bytes. */
     int64_t stride; /* Of rows of x, in numbers. */
+    Top *tops;      /* Each thread's, row by row: results go nowhere else. Or NULL. */
 } Product;
+
+/* In products.c: x is brought to where the product reads it, normed if there is a norm, and
+   multiplied. In choice.c: what becomes of sums of which only the largest are wanted. */
+HIDDEN void multiply(Product product, const uint16_t *x, const Norm *norm, int64_t threads);
+HIDDEN void note(const Product *p, const __m512 (*sum)[2], int64_t first, int64_t column, int rows);
 
 /* tanh or erf of what GELU takes it of. */
 INLINE Floats bend(Floats x, int tanh_form)
@@ -99,6 +111,14 @@ BF16 INLINE void finish(const Product *p, __m512 (*sum)[2], int64_t first, int64
                         int rows)
 {
     const Weight *w = p->weight;
+    if (p->tops) {
+        __m512 made[12][2]; /* `sum` itself would leave its registers, for good. */
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++)
+            made[i][0] = sum[i][0], made[i][1] = sum[i][1];
+        note(p, made, first, column, rows);
+        return;
+    }
     if (w->gated) { /* One half of the panel are gates, the other what they let through. */
         int64_t at = column / 2;
         __mmask16 there = first_lanes(w->columns - at);

@@ -84,20 +84,17 @@ BF16 void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t 
 /* Rows whose beginnings are whole pages apart would drive each other from the nearest cache. */
 static int64_t stride_of(int64_t channels) { return channels + (channels % 2048 ? 0 : COLUMNS); }
 
-/* With a norm, rows are normed first. */
-void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
-                       int64_t activation, const uint16_t *residual, void *out, int64_t threads,
-                       const Norm *norm)
+void multiply(Product product, const uint16_t *x, const Norm *norm, int64_t threads)
 {
-    if (rows == 0)
-        return;
-    const int64_t width = weight->channels, stride = stride_of(width);
+    const Weight *weight = product.weight;
+    const int64_t rows = product.rows, width = weight->channels, stride = stride_of(width);
     const int64_t groups = weight->scales ? groups_of(width) : 0;
     const int moved = norm || stride != width;
     Group *bytes = room_for(rows * (groups * sizeof *bytes + moved * stride * sizeof *x));
     uint16_t *brought = (uint16_t *)(bytes + rows * groups);
-    const Product product = {weight, moved ? brought : x, bias, residual, out, rows, activation,
-                             NULL, groups ? bytes : NULL, moved ? stride : width};
+    product.x = moved ? brought : x;
+    product.stride = moved ? stride : width;
+    product.groups = groups ? bytes : NULL;
     const int64_t made = weight->columns << weight->gated;
     const int64_t panels = (made + COLUMNS - 1) / COLUMNS;
     /* Rows that a core keeps near go by panel after panel; then come the next ones. */
@@ -130,6 +127,17 @@ void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, co
     }
 }
 
+/* With a norm, rows are normed first. */
+void preamble_multiply(const Weight *weight, const uint16_t *x, int64_t rows, const uint16_t *bias,
+                       int64_t activation, const uint16_t *residual, void *out, int64_t threads,
+                       const Norm *norm)
+{
+    const Product product = {.weight = weight, .bias = bias, .residual = residual, .out = out,
+                             .rows = rows, .activation = activation};
+    if (rows)
+        multiply(product, x, norm, threads);
+}
+
 BF16 static void make_panel(const uint16_t *weight, int64_t channels, int64_t columns,
                             int64_t turned, int64_t column, uint16_t *to)
 {
@@ -150,8 +158,9 @@ void preamble_multiply_by(const uint16_t *weight, int64_t channels, int64_t colu
                           int64_t threads, uint16_t *memory)
 {
     const Weight shape = {NULL, channels, columns, 0, 0, NULL};
-    const Product product = {&shape, x, bias, residual, out, rows, activation, before, NULL,
-                             channels};
+    const Product product = {.weight = &shape, .x = x, .bias = bias, .residual = residual,
+                             .out = out, .rows = rows, .activation = activation,
+                             .before = before, .stride = channels};
     const int64_t share = columns / COLUMNS / (threads * 8) + 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
