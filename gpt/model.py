@@ -7,7 +7,7 @@ forward serves training, prefill and decoding.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,16 @@ from gpt.recompute import NOTHING, Recompute, again
 from gpt.sharding import check_split
 from gpt.shortlist import ROWS_MAX, Shortlist
 
-# Rows through all layers of this stage at once, by another. See gpt/walk.py.
-Walk = Callable[[Tensor, Batch, KVPool], Tensor]
 # The best token of each row; None: not every logit is finite.
 Likeliest = Callable[[Tensor], Tensor | None]
+
+
+class Walk(Protocol):
+    """Rows through all layers of this stage at once. See gpt/walk.py."""
+
+    def takes(self, batch: Batch) -> bool: ...
+
+    def __call__(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -152,7 +158,7 @@ class GPT(nn.Module):
             assert self.embedding is not None
             x = x if prefix is None else x.index_fill(0, prefix.places, 0)
             x = self.embedding(x, batch, table)
-        if self.walk is not None and kv is not None:
+        if self.walk is not None and kv is not None and self.walk.takes(batch):
             return self.walk(x, batch, kv)
         turned = None
         if self.config.rotary:

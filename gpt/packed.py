@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpt import int8_panels, layers, panels
 from gpt.accuracy import Drift, Gate, judge
 from gpt.int8_panels import Int8Panels
+from gpt.kernels import MACHINES, machine
 from gpt.kv import zeros
 from gpt.layers import ACTIVATIONS, MLP, ColumnLinear, Linear, Normed, Product
 from gpt.model import GPT
@@ -124,9 +125,9 @@ def batch_invariant(model: GPT) -> bool:
     A runner of experts' rows takes them in lots that depend on the batch.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    return model.config.num_experts == 0 and all(
-        isinstance(module.product, Panels) for module in linears
-    )
+    ours = all(isinstance(module.product, Panels) for module in linears)
+    # A machine with less has torch attend to prompts, some together.
+    return ours and model.config.num_experts == 0 and machine() == MACHINES[-1]
 
 
 def _normed(product: Panels, norm: Norm, bias: Tensor | None) -> Normed:
@@ -178,4 +179,7 @@ def _unfit(model: GPT) -> str | None:
         return "this torch has no oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this torch cannot pack weights"
+    bf16 = dtype == torch.bfloat16 and machine() not in MACHINES[1:]
+    if bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this machine has no products of bf16, and the library in C none for it"
     return None

@@ -1,8 +1,8 @@
 """Products of bf16 rows with weights in panels, the order in which a CPU of today reads them best.
 
-Written in C (cpu/products.c), for machines that multiply bf16: whoever asks hears from `multiplies`
-whether this one does. A product ends with a bias, an activation and what is to be added while its
-sums are in registers, and may begin with a norm.
+Written in C, for machines that multiply bf16 (cpu/products.c) and for those that have AVX2 alone
+(cpu/avx2.c): whoever asks hears from `multiplies` whether this is one. A product ends with a bias,
+an activation and what is to be added while its sums are in registers, and may begin with a norm.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def multiplies(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and weight.shape[1] % 2 == 0
-        and machine() == MACHINES[-1]
+        and machine() in MACHINES[1:]
     )
 
 

@@ -10,10 +10,21 @@ import ctypes
 import torch
 from torch import Tensor
 
-from gpt.attention import Shape, planned
+from gpt.attention import SHORT_TOKENS, Shape, planned
 from gpt.batch import Batch
 from gpt.config import GPTConfig
-from gpt.kernels import BRIEF_NUMBERS, INT, POINTER, WIDTH_MAX, Paged, Runs, brief, library
+from gpt.kernels import (
+    BRIEF_NUMBERS,
+    INT,
+    MACHINES,
+    POINTER,
+    WIDTH_MAX,
+    Paged,
+    Runs,
+    brief,
+    library,
+    machine,
+)
 from gpt.kv import KVPool
 from gpt.layers import MLP, ColumnLinear, Linear, Step, activation_of, rotation
 from gpt.layers import Norm as NormLayer
@@ -79,6 +90,10 @@ class Walk:
         odd = config.kv_channels % 2 or config.kv_channels > WIDTH_MAX
         apart = config.parallel_residual and config.num_experts  # Experts would read what is gone.
         return not odd and not apart
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether the library can attend to all of a batch: to prompts not on every machine."""
+        return machine() == MACHINES[-1] or max(batch.lengths) <= SHORT_TOKENS
 
     def __call__(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
         """Hidden states (T, hidden) after all layers; those that come in are spoilt.

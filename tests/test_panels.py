@@ -19,8 +19,10 @@ from gpt.batch import Batch
 from gpt.layers import ACTIVATIONS
 from tests.paged import case
 
-if kernels.machine() != kernels.MACHINES[-1]:
-    pytest.skip("torch does this on a machine without AVX512-bf16", allow_module_level=True)
+pytestmark = pytest.mark.skipif(
+    kernels.machine() != kernels.MACHINES[-1],
+    reason="torch does this on a machine without AVX512-bf16",
+)
 
 
 def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_on_any_number_of_threads() -> None:

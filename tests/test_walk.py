@@ -14,8 +14,10 @@ from gpt.model import GPT
 from gpt.packed import pack
 from tests.models import CONFIGS, EXPERTS, MODERN, build
 
-if kernels.machine() != kernels.MACHINES[-1]:
-    pytest.skip("modules do this on a machine without AVX512-bf16", allow_module_level=True)
+pytestmark = pytest.mark.skipif(
+    kernels.machine() != kernels.MACHINES[-1],
+    reason="modules do this on a machine without AVX512-bf16",
+)
 
 MORE = {
     "wide": MODERN.with_fields(kv_channels=64, hidden_size=96, window_size=None),

@@ -60,7 +60,7 @@ BF16 void note(const Product *p, const __m512 (*sum)[2], int64_t first, int64_t 
 
 /* The place of each row's largest logit, the first of equals. Not 0: some logit is not finite, and
    nothing is said. */
-BF16 int preamble_best_of(const Weight *weight, const uint16_t *x, int64_t rows, const Norm *norm,
+int preamble_best_of(const Weight *weight, const uint16_t *x, int64_t rows, const Norm *norm,
                           int64_t *best, int64_t threads)
 {
     const int64_t all = threads * rows;
@@ -72,7 +72,8 @@ BF16 int preamble_best_of(const Weight *weight, const uint16_t *x, int64_t rows,
             tops[i].most[lane] = -INFINITY, tops[i].odd[lane] = 0;
             tops[i].place[lane] = INT32_MAX;
         }
-    multiply((Product){.weight = weight, .rows = rows, .tops = tops}, x, norm, threads);
+    if (rows)
+        multiply((Product){.weight = weight, .rows = rows, .tops = tops}, x, norm, threads);
     int odd = 0;
     for (int64_t row = 0; row < rows; row++) {
         float most = -INFINITY;

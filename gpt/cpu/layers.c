@@ -100,6 +100,19 @@ BF16 static void turn_head(uint16_t *x, const float *cos, const float *sin, int6
     }
 }
 
+/* The same on a machine with less. */
+static void turn_head_plain(uint16_t *x, const float *cos, const float *sin, int64_t pairs,
+                            int64_t interleaved)
+{
+    for (int64_t c = 0; c < pairs; c++) {
+        uint16_t *first = x + (interleaved ? 2 * c : c);
+        uint16_t *second = x + (interleaved ? 2 * c + 1 : pairs + c);
+        const float a = of_bf16(*first), b = of_bf16(*second);
+        *first = to_bf16(a * cos[c] - b * sin[c]);
+        *second = to_bf16(b * cos[c] + a * sin[c]);
+    }
+}
+
 /* One head of queries or keys, normed and turned, to where it belongs. */
 static void bring(const Stretch *s, const Pass *p, const Norm *norm, int64_t row,
                   const uint16_t *from, uint16_t *to)
@@ -109,8 +122,9 @@ static void bring(const Stretch *s, const Pass *p, const Norm *norm, int64_t row
     else
         memcpy(to, from, s->width * sizeof *to);
     if (s->turned)
-        turn_head(to, p->cos + row * s->turned / 2, p->sin + row * s->turned / 2, s->turned / 2,
-                  s->interleaved);
+        (machine < AVX512_BF16 ? turn_head_plain : turn_head)(
+            to, p->cos + row * s->turned / 2, p->sin + row * s->turned / 2, s->turned / 2,
+            s->interleaved);
 }
 
 /* A row's queries, side by side; its keys and values, into the pool. */

@@ -53,14 +53,26 @@ INLINE Floats wide(const void *from, int bf16, int half)
     return (Floats)(words << 16);
 }
 
+INLINE float of_bf16(uint16_t x)
+{
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
 INLINE float number(const void *from, int64_t at, int bf16)
 {
-    float x;
-    if (!bf16)
-        return ((const float *)from)[at];
-    uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
-    memcpy(&x, &bits, 4);
-    return x;
+    return bf16 ? of_bf16(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+/* To bf16: the nearest, of two the even one; what is not a number stays so. */
+INLINE uint16_t to_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
+    return bits >> 16;
 }
 
 /* The sum of a vector's lanes. */

@@ -153,6 +153,11 @@ BF16 INLINE void finish(const Product *p, __m512 (*sum)[2], int64_t first, int64
     }
 }
 
+/* In avx2.c: a panel's columns of the rows from `first` to `end`; a row, normed. */
+HIDDEN void tiles_avx2(const Product *p, const uint16_t *panel, int64_t column, int64_t first,
+                       int64_t end);
+HIDDEN void norm_row_avx2(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out);
+
 /* In int8.c: memory of this thread's, good until it asks again; a row in bytes; one panel's columns
    of all rows. */
 HIDDEN void *room_for(int64_t bytes);

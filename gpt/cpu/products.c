@@ -58,8 +58,8 @@ static int64_t rows_together(int64_t rows, int64_t channels)
     return (rows + blocks * TILE - 1) / (blocks * TILE) * TILE;
 }
 
-/* A row of `width` numbers, normed. */
-BF16 void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
+BF16 static void norm_row_wide(const Norm *norm, const uint16_t *x, int64_t width,
+                               uint16_t *out)
 {
     __m512 sum = _mm512_setzero_ps(), squares = sum;
     for (int64_t c = 0; !norm->rms && c < width; c += LANES)
@@ -79,6 +79,12 @@ BF16 void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t 
             y += _mm512_maskz_loadu_ps(there, norm->shift + c);
         _mm256_mask_storeu_epi16(out + c, there, (__m256i)_mm512_cvtneps_pbh(y));
     }
+}
+
+/* A row of `width` numbers, normed. */
+void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
+{
+    (machine < AVX512_BF16 ? norm_row_avx2 : norm_row_wide)(norm, x, width, out);
 }
 
 /* Rows whose beginnings are whole pages apart would drive each other from the nearest cache. */
@@ -121,8 +127,9 @@ void multiply(Product product, const uint16_t *x, const Norm *norm, int64_t thre
                 if (groups)
                     multiply_bytes(&product, panel);
                 else
-                    tiles(&product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
-                          panel * COLUMNS, first, end);
+                    (machine < AVX512_BF16 ? tiles_avx2 : tiles)(
+                        &product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
+                        panel * COLUMNS, first, end);
         }
     }
 }

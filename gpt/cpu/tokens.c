@@ -104,11 +104,8 @@ static void finish(const Rows *r, const Part *part, int queries, char *out)
             float x = made[c] * share;
             if (r->bf16) {
                 int64_t place = c % 32, channel = c - place + place % 16 * 2 + place / 16;
-                uint32_t bits;
-                memcpy(&bits, &x, 4);
-                bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
                 ((uint16_t *)out)[i * r->width + (c < r->width / 32 * 32 ? channel : c)] =
-                    bits >> 16;
+                    to_bf16(x);
             } else
                 ((float *)out)[i * r->width + c] = x;
         }
