@@ -6,7 +6,7 @@
 
 #include "library.h"
 
-#define AHEAD 8192 /* Bytes that are asked for before they are read: memory is far. */
+#define AHEAD 2048 /* Bytes that are asked for before they are read: memory is far. */
 
 /* The rows of one step that have their keys in the pool; the same for every layer. */
 typedef struct {
@@ -67,7 +67,7 @@ static void attend(const Rows *r, const Ops *ops, const char *q, int64_t stride,
                 if (asked == high)
                     asked = low, asked_which++;
                 if (asked_which == 2)
-                    soon(next_keys, AHEAD / 4);
+                    soon(next_keys, 2 * AHEAD);
             }
             if (which == 0)
                 ops->scores(q, stride, queries, here, tokens, r->width, scores + (key - low));
