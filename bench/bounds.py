@@ -79,6 +79,15 @@ class Model:
             tables += config.max_position_embeddings * config.hidden_size
         return parameter_count(config) - tables
 
+    @property
+    def unread(self) -> int:
+        """Weights of the last layer that only each sequence's last token needs: all but those of
+        keys and values.
+        """
+        config = self.config
+        kept = 2 * config.num_query_groups * config.kv_channels * config.hidden_size
+        return self.layers // config.num_layers - kept
+
     def cost(self, contexts: Sequence[int], new: Sequence[int]) -> Cost:
         """Of a pass with so many `new` tokens for each sequence, behind `contexts` tokens.
 
@@ -87,16 +96,18 @@ class Model:
         config = self.config
         each = self.weight_bytes or DTYPE_BYTES[config.dtype]
         kv_bytes = kv_bytes_per_token(config, config.num_layers)
-        width = 4 * config.num_layers * config.num_attention_heads * config.kv_channels
-        # The token at a place attends to all before it, and to itself.
-        attended = sum(
-            count * before + count * (count + 1) / 2
-            for before, count in zip(contexts, new, strict=True)
-        )
+        width = 4 * config.num_attention_heads * config.kv_channels
         head_bytes = self.head * (min(1.0, each) if len(new) <= self.few_rows else each)
+        rows, last = sum(new), len(new)
+        products = self.layers * rows - self.unread * (rows - last) + self.head * last
+        # The token at a place attends to all before it, and to itself.
+        pairs = list(zip(contexts, new, strict=True))
+        attended = sum(count * before + count * (count + 1) / 2 for before, count in pairs)
+        seen_last = sum(before + count for before, count in pairs)
+        attended = (config.num_layers - 1) * attended + seen_last
         return Cost(
             read_bytes=self.layers * each + head_bytes + sum(contexts) * kv_bytes,
-            operations=2 * (self.layers * sum(new) + self.head * len(new)) + width * attended,
+            operations=2 * products + width * attended,
         )
 
     def prefill_s(self, prompts: int, tokens: int, peaks: Peaks) -> float:
