@@ -58,7 +58,7 @@ def test_a_prompt_attends_to_what_is_before_each_of_its_tokens() -> None:
     last = 2 * (2 * 64 + 3 * 128 + 8)
     spared = 3 * (head + last) + 2 * 2 * 8 * 6
     assert alone.operations == pytest.approx(
-        sum(one.operations for one in steps) - spared, rel=2e-3
+        sum(one.operations for one in steps) - spared, rel=0.02
     )
 
 

@@ -87,6 +87,22 @@ BF16 INLINE __m512 widened(const uint16_t *from, __mmask16 there)
     return (__m512)_mm512_slli_epi32(x, 16);
 }
 
+/* e to the x, to 1e-7 of it; what is not a number stays so. */
+BF16 INLINE __m512 exponential(__m512 x)
+{
+    /* Of two the instruction takes the second where one is not a number. */
+    const __m512 least = _mm512_set1_ps(-150.0f), turns = x * 1.44269504f;
+    const __m512 t = _mm512_max_ps(least, _mm512_min_ps(_mm512_set1_ps(126.0f), turns));
+    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = t - whole;
+    __m512 y = f * 0.00132764711f + 0.00967554133f;
+    y = y * f + 0.0555071328f;
+    y = y * f + 0.240221197f;
+    y = y * f + 0.693146967f;
+    y = y * f + 1.0f;
+    return _mm512_scalef_ps(y, whole);
+}
+
 /* The first `count` of 16 lanes. */
 INLINE __mmask16 first_lanes(int64_t count)
 {

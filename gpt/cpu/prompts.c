@@ -108,7 +108,7 @@ BF16 INLINE float weigh_row(const float *scores, uint16_t *weights, int begin, i
     best = best > *most ? best : *most;
     for (int c = begin; c < end; c += LANES) {
         __mmask16 lanes = first_lanes(high - c) & ~first_lanes(low - c);
-        __m512 x = (__m512)power(*(const Floats *)(scores + c) * scale - best);
+        __m512 x = exponential(_mm512_loadu_ps(scores + c) * scale - best);
         x = _mm512_maskz_mov_ps(lanes, x);
         total += x;
         _mm256_storeu_si256((__m256i *)(weights + c), (__m256i)_mm512_cvtneps_pbh(x));
