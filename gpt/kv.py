@@ -52,7 +52,7 @@ class KVPool:
         self._memory = zeros(shape, dtype, torch.device(device))
         # The same as what torch can index: of numbers of eight bits, bytes.
         self._moved = self._memory.view(torch.uint8) if dtype == NARROW else self._memory
-        self._layers: dict[int, Tensor] = dict(zip(layers, self._memory, strict=True))
+        self._layers = {layer: self._memory[place] for place, layer in enumerate(layers)}
 
     def layer(self, layer: int) -> Tensor:
         """Keys and values of a global layer."""

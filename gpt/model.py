@@ -166,18 +166,21 @@ class GPT(nn.Module):
         step = Step(batch, turned, prefix=prefix)
         for place, block in enumerate(self.blocks):
             held = None if kv is None else kv.layer(self.layers[place])
-            if place == len(self.layers) - 1 and self._picks_early(batch):
+            if place == len(self.layers) - 1 and self._picks_early(batch, kv):
                 step = replace(step, rows=batch.rows)
             y = again(block, x, step, held) if self.recompute.whole(place) else block(x, step, held)
             some = step.rows is not None and kv is not None
             x = x.index_copy(0, cast(Tensor, step.rows), y) if some else y
         return x
 
-    def _picks_early(self, batch: Batch) -> bool:
+    def _picks_early(self, batch: Batch, kv: KVPool | None) -> bool:
         """Whether what follows the last attention is computed for the batch's rows alone."""
         apart = self.mesh.sequence_parallel or batch.dropout is not None  # Both count all rows.
+        # There the last keys may overflow where nothing before them does: who reads them must tell
+        # before others find them in the pool.
+        narrow = kv is not None and self.dtype == torch.float16
         fewer = batch.rows is not None and len(batch.rows) < batch.tokens
-        return self.last and fewer and not apart
+        return self.last and fewer and not apart and not narrow
 
     def head(self, x: Tensor, batch: Batch) -> Tensor:
         """Logits of the rows that the batch asks for."""

@@ -179,7 +179,8 @@ def _unfit(model: GPT) -> str | None:
         return "this torch has no oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this torch cannot pack weights"
-    bf16 = dtype == torch.bfloat16 and machine() not in MACHINES[1:]
-    if bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    weights = (module.weight for module in model.modules() if isinstance(module, Linear))
+    theirs = dtype == torch.bfloat16 and not all(map(panels.multiplies, weights))
+    if theirs and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this machine has no products of bf16, and the library in C none for it"
     return None

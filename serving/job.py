@@ -88,12 +88,13 @@ News = tuple[Job, int, Made | PreambleError]
 
 def waits(news: News) -> bool:
     """Whether nobody can do anything with it yet: its answer is wanted whole, it is neither a first
-    token nor an end, and no text in it could be one.
+    token nor an end, and neither its text nor its time can end the answer before the planner does.
     """
     job, index, what = news
     if isinstance(what, PreambleError) or what.end is not None or what.phases is not None:
         return False
-    return job.whole and not job.request.answers[index].stop_strings
+    timed = job.deadline is not None or job.request.time_limit_s is not None
+    return job.whole and not timed and not job.request.answers[index].stop_strings
 
 
 def gathered(news: Sequence[News]) -> list[News]:

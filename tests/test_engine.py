@@ -23,7 +23,7 @@ from serving import engine as engine_module
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.inside import Inside
-from serving.job import News
+from serving.job import Job, News, waits
 from serving.messages import Guide, Made, Rows
 from serving.request import (
     Answer,
@@ -398,6 +398,19 @@ def test_tokens_of_whole_answers_wait_for_each_other_and_are_all_given(
     ]
     # First tokens and ends are told at once, each step's together.
     assert len(woken) <= 2 * len(requests) + portions + 1
+
+
+def test_an_answer_whose_time_may_be_over_is_told_of_each_token() -> None:
+    """What came before the end is given, to the last token."""
+    timed = Request((Answer((1, 2), VARIED),), time_limit_s=60.0)
+    for request, deadline in ((one((1, 2), VARIED), time.monotonic() + 60), (timed, None)):
+        job = Job(request, deadline, True, asyncio.new_event_loop())
+        assert not waits((job, 0, Made(1, tokens=[5])))
+        job.loop.close()
+    plain = Job(one((1, 2), VARIED), None, True, asyncio.new_event_loop())
+    assert waits((plain, 0, Made(1, tokens=[5])))
+    assert not waits((plain, 0, Made(1, tokens=[5], end="length")))
+    plain.loop.close()
 
 
 def test_what_runs_when_the_engine_ends_is_told_so(model: GPT) -> None:

@@ -96,6 +96,18 @@ def packed(table: Tensor) -> bytes:
     return table.float().numpy().tobytes()
 
 
+def test_last_values_that_overflow_are_seen_before_others_can_find_them() -> None:
+    """In a chunk that draws nothing: only the last layer's rows themselves tell of them."""
+    model = build(CLASSIC, dtype=torch.float16)
+    qkv = model.blocks[-1].self_attention.linear_qkv
+    with torch.no_grad():
+        heads = qkv.weight.unflatten(0, (CLASSIC.num_query_groups, -1, CLASSIC.kv_channels))
+        heads[:, -1] = 6e4
+    desk = Desk(model)
+    desk.run(desk.begin(2, PROMPT))
+    assert desk.run(one(2, 0, PROMPT[:4], draws=False)).faults == [0]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 10])
 def test_a_prompt_in_chunks_gives_the_tokens_of_a_whole_one(name: str, chunk: int) -> None:
