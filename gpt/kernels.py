@@ -201,10 +201,15 @@ class Paged:
         _attend(found.preamble_attend, self.plan(q.shape[1], kv), q, kv, out)
 
 
+def attends_prompts() -> bool:
+    """Whether the library has attention for `Runs` on this machine."""
+    return machine() == MACHINES[-1]
+
+
 def attends_runs(x: Tensor) -> bool:
-    """Whether the library, which serves for such, has also attention for `Runs`."""
+    """Whether the library, which serves for such, attends to runs of them as well."""
     even = x.shape[-1] % 2 == 0
-    return even and x.dtype == torch.bfloat16 and machine() == MACHINES[-1]
+    return even and x.dtype == torch.bfloat16 and attends_prompts()
 
 
 class Runs:

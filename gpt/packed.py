@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpt import int8_panels, layers, panels
 from gpt.accuracy import Drift, Gate, judge
 from gpt.int8_panels import Int8Panels
-from gpt.kernels import MACHINES, machine
+from gpt.kernels import attends_prompts
 from gpt.kv import zeros
 from gpt.layers import ACTIVATIONS, MLP, ColumnLinear, Linear, Normed, Product
 from gpt.model import GPT
@@ -127,7 +127,7 @@ def batch_invariant(model: GPT) -> bool:
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     ours = all(isinstance(module.product, Panels) for module in linears)
     # A machine with less has torch attend to prompts, some together.
-    return ours and model.config.num_experts == 0 and machine() == MACHINES[-1]
+    return ours and model.config.num_experts == 0 and attends_prompts()
 
 
 def _normed(product: Panels, norm: Norm, bias: Tensor | None) -> Normed:

@@ -16,14 +16,13 @@ from gpt.config import GPTConfig
 from gpt.kernels import (
     BRIEF_NUMBERS,
     INT,
-    MACHINES,
     POINTER,
     WIDTH_MAX,
     Paged,
     Runs,
+    attends_prompts,
     brief,
     library,
-    machine,
 )
 from gpt.kv import KVPool
 from gpt.layers import MLP, ColumnLinear, Linear, Step, activation_of, rotation
@@ -93,7 +92,7 @@ class Walk:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the library can attend to all of a batch: to prompts not on every machine."""
-        return machine() == MACHINES[-1] or max(batch.lengths) <= SHORT_TOKENS
+        return attends_prompts() or max(batch.lengths) <= SHORT_TOKENS
 
     def __call__(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
         """Hidden states (T, hidden) after all layers; those that come in are spoilt.

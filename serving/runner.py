@@ -262,7 +262,7 @@ class Runner:
         slots = [step.slots[place] for place in flat.drawing.tolist()]
         likeliest = None
         if self._sampler is not None and self._sampler.best_alone(slots):
-            likeliest = self.model.best(_rows(x, flat, 0, count))
+            likeliest = self.model.best(_asked(x, flat, 0, count))
         if likeliest is not None:
             chosen = Chosen(likeliest.tolist())
         else:
@@ -306,10 +306,10 @@ class Runner:
 
     def _logits(self, flat: Flat, x: Tensor, start: int, count: int) -> Tensor:
         """Logits of `count` of the rows that need them."""
-        return self.model.head(_rows(x, flat, start, count), flat.batch)
+        return self.model.head(_asked(x, flat, start, count), flat.batch)
 
 
-def _rows(x: Tensor, flat: Flat, start: int, count: int) -> Tensor:
+def _asked(x: Tensor, flat: Flat, start: int, count: int) -> Tensor:
     """Some of the rows that need logits."""
     return x if flat.all_draw else x.index_select(0, flat.rows[start : start + count])
 

@@ -125,7 +125,7 @@ BF16 INLINE void finish(const Product *p, __m512 (*sum)[2], int64_t first, int64
 {
     const Weight *w = p->weight;
     if (p->tops) {
-        __m512 made[12][2]; /* `sum` itself would leave its registers, for good. */
+        __m512 made[TILE][2]; /* `sum` itself would leave its registers, for good. */
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++)
             made[i][0] = sum[i][0], made[i][1] = sum[i][1];
