@@ -44,9 +44,10 @@ typedef struct {
     int64_t stride;
 } Ahead;
 
-/* Adds to the sums of `rows` rows (`stride` numbers apart) what `pairs` pairs of channels give with
-   a panel's columns. Each sum is taken channel by channel, however many rows there are. */
-BF16 INLINE void add_ahead(__m512 (*sum)[2], const uint16_t *x, int64_t stride,
+/* Adds to the sums of `rows` rows what `pairs` pairs of channels give with a panel's columns. A row
+   is `stride` numbers from the next, a pair `step`. Each sum is taken channel by channel, however
+   many rows there are. */
+BF16 INLINE void add_ahead(__m512 (*sum)[2], const uint16_t *x, int64_t stride, int64_t step,
                            const uint16_t *panel, int64_t pairs, int rows, Ahead ahead)
 {
     for (int64_t k = 0; k < pairs; k++, ahead.from += ahead.stride) {
@@ -66,7 +67,7 @@ BF16 INLINE void add_ahead(__m512 (*sum)[2], const uint16_t *x, int64_t stride,
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int32_t pair;
-            memcpy(&pair, x + i * stride + k * 2, 4);
+            memcpy(&pair, x + i * stride + k * step, 4);
             __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
             sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, a);
             sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, b);
@@ -78,7 +79,7 @@ BF16 INLINE void add_ahead(__m512 (*sum)[2], const uint16_t *x, int64_t stride,
 BF16 INLINE void add(__m512 (*sum)[2], const uint16_t *x, int64_t stride, const uint16_t *panel,
                      int64_t pairs, int rows)
 {
-    add_ahead(sum, x, stride, panel, pairs, rows, (Ahead){(const char *)panel + 2048, 128});
+    add_ahead(sum, x, stride, 2, panel, pairs, rows, (Ahead){(const char *)panel + 2048, 128});
 }
 
 BF16 INLINE __m512 widened(const uint16_t *from, __mmask16 there)

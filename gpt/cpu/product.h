@@ -38,8 +38,12 @@ typedef struct {
     void *out;
     int64_t rows, activation;
     uint16_t *before; /* Where rows go as they are before the activation, or NULL. */
-    const Group *groups; /* The rows in bytes, where the weight is in bytes. */
+    Group *groups; /* The rows in bytes, where the weight is in bytes. */
     int64_t stride; /* Of rows of x, in numbers. */
+    /* Where rows are put on their way in, if x is not where they come from; as many as `beside` are
+       read there, tile by tile: a pair of channels of each row, then the next pair. */
+    uint16_t *brought;
+    int64_t beside;
     Top *tops;      /* Each thread's, row by row: results go nowhere else. Or NULL. */
 } Product;
 

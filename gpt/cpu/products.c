@@ -7,6 +7,7 @@
 #include "shares.h"
 
 #if defined(__x86_64__)
+#define MANY (2 * TILE)  /* From so many rows on it pays to put them side by side. */
 #define KEPT (384 << 10) /* Bytes of rows: some of a core's own cache, beside two panels. */
 
 /* How much GELU grows with x. */
@@ -22,27 +23,31 @@ INLINE Floats gelu_slope(Floats x, int tanh_form)
 
 /* One panel's columns of `rows` rows. Each sum is taken channel by channel, however many rows. */
 BF16 INLINE void tile(const Product *p, const uint16_t *panel, Ahead ahead, int64_t first,
-                      int64_t column, int rows)
+                      int64_t column, int rows, int beside)
 {
-    const Weight *w = p->weight;
+    const uint16_t *x = (beside ? p->brought : p->x) + first * p->stride;
     __m512 sum[TILE][2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    add_ahead(sum, p->x + first * p->stride, p->stride, panel, w->channels / 2, rows, ahead);
+    add_ahead(sum, x, beside ? 2 : p->stride, beside ? 2 * rows : 2, panel,
+              p->weight->channels / 2, rows, ahead);
     finish(p, sum, first, column, rows);
 }
 
-#define TILE_OF(n) case n: tile(p, panel, ahead, first, column, n); break;
+#define TILE_OF(n) case n: tile(p, panel, ahead, first, column, n, 0); break;
 
 /* One panel's columns of the rows from `first` to `end`. */
 BF16 static void tiles(const Product *p, const uint16_t *panel, int64_t column, int64_t first,
                        int64_t end)
 {
-    const int64_t count = (end - first + TILE - 1) / TILE, each = (end - first + count - 1) / count;
+    const int64_t count = (end - first + TILE - 1) / TILE;
+    const int64_t each = p->beside ? TILE : (end - first + count - 1) / count;
     const int64_t bytes = p->weight->channels * COLUMNS * sizeof *panel;
     /* With several tiles each fetches its share of the next panel, so that memory never waits. */
     Ahead ahead = {(const char *)panel + (count > 1 ? bytes : 2048), 128 / count};
+    for (; first < p->beside && first < end; first += TILE, ahead.from += bytes / count)
+        tile(p, panel, ahead, first, column, TILE, 1);
     for (; first < end; first += each, ahead.from += bytes / count)
         switch (end - first < each ? end - first : each) {
             TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
@@ -90,45 +95,85 @@ void norm_row(const Norm *norm, const uint16_t *x, int64_t width, uint16_t *out)
 /* Rows whose beginnings are whole pages apart would drive each other from the nearest cache. */
 static int64_t stride_of(int64_t channels) { return channels + (channels % 2048 ? 0 : COLUMNS); }
 
+/* A tile's rows, side by side. */
+BF16 static void put_beside(const uint16_t *from, int64_t channels, uint16_t *to)
+{
+    for (int64_t c = 0; c < channels; c += 2 * LANES) {
+        const int64_t left = (channels - c) / 2, pairs = left < LANES ? left : LANES;
+        Ints x[LANES] = {0};
+#pragma GCC unroll 12
+        for (int64_t i = 0; i < TILE; i++)
+            x[i] = (Ints)_mm512_maskz_loadu_epi32(first_lanes(left), from + i * channels + c);
+        turn(x);
+        for (int64_t k = 0; k < pairs; k++, to += 2 * TILE)
+            _mm512_mask_storeu_epi32(to, first_lanes(TILE), (__m512i)x[k]);
+    }
+}
+
+/* Says of a product where its rows go on their way in, which come from x and through a norm, if
+   there is one. */
+static void make_way(Product *p, const uint16_t *x, const Norm *norm, int64_t threads)
+{
+    const int64_t width = p->weight->channels, bytes = p->weight->scales ? p->rows : 0;
+    const int many = !bytes && p->rows >= MANY && machine == AVX512_BF16;
+    p->stride = stride_of(width);
+    p->beside = many ? p->rows / TILE * TILE : 0;
+    const int moved = norm || p->stride != width;
+    const int64_t desks = norm && many ? threads * TILE * width : 0;
+    const int64_t numbers = (moved || many ? p->rows * p->stride : 0) + desks;
+    p->groups = room_for(bytes * groups_of(width) * sizeof(Group) + numbers * sizeof *x);
+    p->brought = (uint16_t *)(p->groups + bytes * groups_of(width));
+    p->x = moved ? p->brought : x;
+}
+
+/* Brings rows to where a product reads them. All threads of it come here together. */
+static void bring(const Product *p, const uint16_t *x, const Norm *norm)
+{
+    const int64_t width = p->weight->channels;
+    uint16_t *desk = p->brought + p->rows * p->stride + omp_get_thread_num() * TILE * width;
+    if (!p->beside && p->x == x && !p->weight->scales)
+        return;
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < p->beside; row += TILE) {
+        for (int64_t i = 0; norm && i < TILE; i++)
+            norm_row(norm, x + (row + i) * width, width, desk + i * width);
+        put_beside(norm ? desk : x + row * width, width, p->brought + row * p->stride);
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = p->beside; row < p->rows; row++) {
+        const uint16_t *from = x + row * width, *here = p->x + row * p->stride;
+        if (norm)
+            norm_row(norm, from, width, p->brought + row * p->stride);
+        else if (here != from)
+            memcpy(p->brought + row * p->stride, from, width * sizeof *x);
+        if (p->weight->scales)
+            bring_to_bytes(here, width, p->groups + row * groups_of(width));
+    }
+}
+
 void multiply(Product product, const uint16_t *x, const Norm *norm, int64_t threads)
 {
     const Weight *weight = product.weight;
-    const int64_t rows = product.rows, width = weight->channels, stride = stride_of(width);
-    const int64_t groups = weight->scales ? groups_of(width) : 0;
-    const int moved = norm || stride != width;
-    Group *bytes = room_for(rows * (groups * sizeof *bytes + moved * stride * sizeof *x));
-    uint16_t *brought = (uint16_t *)(bytes + rows * groups);
-    product.x = moved ? brought : x;
-    product.stride = moved ? stride : width;
-    product.groups = groups ? bytes : NULL;
-    const int64_t made = weight->columns << weight->gated;
-    const int64_t panels = (made + COLUMNS - 1) / COLUMNS;
+    const int64_t rows = product.rows, size = weight->channels * COLUMNS;
+    const int64_t panels = ((weight->columns << weight->gated) + COLUMNS - 1) / COLUMNS;
     /* Rows that a core keeps near go by panel after panel; then come the next ones. */
-    const int64_t together = groups ? rows : rows_together(rows, width);
+    const int64_t together = weight->scales ? rows : rows_together(rows, weight->channels);
     const int64_t blocks = (rows + together - 1) / together;
     const int64_t lot = at_once(panels, threads), lots = (panels + lot - 1) / lot;
     Shares shares = {0};
+    make_way(&product, x, norm, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        if (moved || groups)
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++) {
-                if (norm)
-                    norm_row(norm, x + row * width, width, brought + row * stride);
-                else if (moved)
-                    memcpy(brought + row * stride, x + row * width, width * sizeof *x);
-                if (groups)
-                    bring_to_bytes(product.x + row * product.stride, width, bytes + row * groups);
-            }
+        bring(&product, x, norm);
         for (int64_t task; (task = next_task(&shares, blocks * lots)) >= 0;) {
             const int64_t first = task / lots * together, from = task % lots * lot;
             const int64_t end = first + together < rows ? first + together : rows;
             for (int64_t panel = from; panel < panels && panel < from + lot; panel++)
-                if (groups)
+                if (weight->scales)
                     multiply_bytes(&product, panel);
                 else
                     (machine < AVX512_BF16 ? tiles_avx2 : tiles)(
-                        &product, (const uint16_t *)weight->panels + panel * width * COLUMNS,
+                        &product, (const uint16_t *)weight->panels + panel * size,
                         panel * COLUMNS, first, end);
         }
     }
@@ -165,13 +210,14 @@ void preamble_multiply_by(const uint16_t *weight, int64_t channels, int64_t colu
                           int64_t threads, uint16_t *memory)
 {
     const Weight shape = {NULL, channels, columns, 0, 0, NULL};
-    const Product product = {.weight = &shape, .x = x, .bias = bias, .residual = residual,
-                             .out = out, .rows = rows, .activation = activation,
-                             .before = before, .stride = channels};
     const int64_t share = columns / COLUMNS / (threads * 8) + 1;
+    Product product = {.weight = &shape, .bias = bias, .residual = residual, .out = out,
+                       .rows = rows, .activation = activation, .before = before};
+    make_way(&product, x, NULL, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         uint16_t *panel = memory + omp_get_thread_num() * channels * COLUMNS;
+        bring(&product, x, NULL);
 #pragma omp for schedule(dynamic, share)
         for (int64_t column = 0; column < columns; column += COLUMNS) {
             make_panel(weight, channels, columns, turned, column, panel);
