@@ -99,17 +99,39 @@ INLINE Floats activated(Floats x, int64_t activation)
     return activation ? gelu(x, activation == GELU_TANH) : x;
 }
 
+/* 1 / x, but for 0 and what is not finite. */
+BF16 INLINE __m512 inverse(__m512 x)
+{
+    const __m512 guess = _mm512_rcp14_ps(x);
+    return guess * (2.0f - x * guess);
+}
+
+/* GELU by erf: Abramowitz and Stegun 7.1.26. */
+BF16 INLINE __m512 gelu_wide(__m512 x)
+{
+    const __m512 size = _mm512_abs_ps(x) * 0.70710678118654752f;
+    const __m512 z = _mm512_min_ps(_mm512_set1_ps(9.0f), size); /* There it is 1, or not a number. */
+    const __m512 t = inverse(z * 0.3275911f + 1.0f);
+    __m512 p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const __m512 half = p * t * exponential(-z * z) * 0.5f;
+    return x * _mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)x), 1.0f - half, half);
+}
+
 /* The same in this machine's own words, where there are any. */
 BF16 INLINE __m512 bent(__m512 x, int64_t activation)
 {
+    if (activation == GELU)
+        return gelu_wide(x);
     if (activation != SILU && activation != GELU_TANH)
         return (__m512)activated((Floats)x, activation);
     /* Both are x / (1 + e to the -y). */
     __m512 y = x;
     if (activation == GELU_TANH)
         y = (x + x * x * x * 0.044715f) * 1.59576912160573072f;
-    const __m512 d = exponential(-y) + 1.0f, guess = _mm512_rcp14_ps(d);
-    return x * (guess * (2.0f - d * guess));
+    return x * inverse(exponential(-y) + 1.0f);
 }
 
 /* What was made for some columns of a row, from `place` on. */
