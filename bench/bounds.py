@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs import kv_bytes_per_token, parameter_count
 
+# Of a product's time, where it is one of bytes and not of bf16: a vector holds twice as many.
+BYTE_WORK = 0.5
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -97,9 +100,11 @@ class Model:
         each = self.weight_bytes or DTYPE_BYTES[config.dtype]
         kv_bytes = kv_bytes_per_token(config, config.num_layers)
         width = 4 * config.num_attention_heads * config.kv_channels
-        head_bytes = self.head * (min(1.0, each) if len(new) <= self.few_rows else each)
         rows, last = sum(new), len(new)
-        products = self.layers * rows - self.unread * (rows - last) + self.head * last
+        by_bytes = last <= self.few_rows and each > 1
+        head_bytes = self.head * (1 if by_bytes else each)
+        products: float = self.layers * rows - self.unread * (rows - last)
+        products += self.head * last * (BYTE_WORK if by_bytes else 1)
         # The token at a place attends to all before it, and to itself.
         pairs = list(zip(contexts, new, strict=True))
         attended = sum(count * before + count * (count + 1) / 2 for before, count in pairs)

@@ -1,21 +1,24 @@
-"""The likeliest token of a few rows without the whole head: by its bytes, then some of itself.
+"""The likeliest token of some rows without the whole head: by its bytes, then some of itself.
 
-Bytes take half of the memory that the head has, and say in which bounds each logit lies. Only
-panels with a token that can be the likeliest are then computed from the head, as its product would:
-the token is that product's, to the last tie (cpu/shortlist.c). It is for a few rows, and no more.
+Bytes take half of the memory that the head has, are multiplied in half of the time, and say in
+which bounds each logit lies. Only panels with a token that can be the likeliest are then computed
+from the head, as its product would: the token is that product's, to the last tie
+(cpu/shortlist.c).
 """
 
 import ctypes
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gpt import int8_panels
-from gpt.kernels import BRIEF_NUMBERS, INT, POINTER, brief, library
+from gpt.kernels import BRIEF_NUMBERS, POINTER, brief, library
 from gpt.kv import zeros
-from gpt.panels import COLUMNS, Norm, Panels
+from gpt.panels import COLUMNS, Norm, Panels, Weight
 
-ROWS_MAX = 4  # As in cpu/shortlist.c. With more it would not be quicker.
+ROWS_MAX = 256  # As in cpu/shortlist.c.
+ROWS_READ = 12  # So many are multiplied while memory brings what they are multiplied by.
 # In which norms of a head's columns bounds are sure: floats' squares must not come to nothing.
 NORMS = (1e-10, 1e10)
 ROWS_AT_ONCE = 4096  # Of a head, while it is read.
@@ -27,8 +30,9 @@ class _Record(ctypes.Structure):
     """As in cpu/shortlist.c."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("panels", "scales", "errors", "exact")),
-        *(("channels", INT), ("columns", INT), ("norm_max", ctypes.c_double)),
+        ("bytes", Weight),
+        *((name, POINTER) for name in ("errors", "norms", "mean", "exact")),
+        ("norm_max", ctypes.c_double),
     )
 
 
@@ -36,18 +40,26 @@ class Shortlist:
     """Of a head in panels of bf16: `weight` is the same as it was, and is not kept."""
 
     def __init__(
-        self, weight: Tensor, head: Panels, norm: Norm | None, mean: Tensor, norm_max: float
+        self,
+        weight: Tensor,
+        head: Panels,
+        norm: Norm | None,
+        mean: Tensor,
+        norms: Tensor,
+        norm_max: float,
     ) -> None:
-        """Bytes lack the `mean` of all columns, and none has a larger norm. See `of`."""
+        """Bytes lack the `mean` of all columns, whose `norms` without it are these. See `of`."""
         assert head.record.scales is None and head.record.channels == weight.shape[1]
         self._memory = zeros((int8_panels.size(weight),), torch.uint8, torch.device("cpu"))
         scales, errors = int8_panels.lay(weight, self._memory, less=mean)
-        # A norm may have been rounded down.
-        self._kept = (head, scales, errors.mul_(1.001))
-        self._norm = norm
+        # A norm may have been rounded down. What bytes are has one of no more than both together.
+        errors *= 1.001
+        norms = F.pad(norms * 1.001, (0, len(errors) - len(norms))) + errors
+        self._kept, self._norm = (head, scales, errors, norms, mean), norm
+        memory, (columns, channels) = self._memory.data_ptr(), weight.shape
         self._record = _Record(
-            *(self._memory.data_ptr(), scales.data_ptr(), errors.data_ptr(), head.record.panels),
-            *(weight.shape[1], len(weight), norm_max),
+            Weight(memory, channels, columns, True, False, scales.data_ptr()),
+            *(errors.data_ptr(), norms.data_ptr(), mean.data_ptr(), head.record.panels, norm_max),
         )
         found = brief() if self._memory.numel() <= BRIEF_NUMBERS else library()
         assert found is not None
@@ -67,12 +79,12 @@ class Shortlist:
         # What all have in common, often much, decides nothing: finer steps are left for the rest.
         parts = weight.detach().split(ROWS_AT_ONCE)
         mean = torch.stack([part.float().sum(0) for part in parts]).sum(0) / len(weight)
-        norms = [part.float().norm(dim=1).amax() for part in parts]
-        norms += [(part.float() - mean).norm(dim=1).amax() for part in parts]
+        largest = torch.stack([part.float().norm(dim=1).amax() for part in parts]).amax()
+        norms = torch.cat([(part.float() - mean).norm(dim=1) for part in parts])
         # Bytes are off by half a step in each channel, and a step is at most a 127th of the norm.
         slack = 1 + weight.shape[1] ** 0.5 / (2 * int8_panels.CODE_MAX)
-        most = 1.001 * slack * float(torch.stack(norms).amax())
-        return cls(weight, head, norm, mean, most) if NORMS[0] < most < NORMS[1] else None
+        most = 1.001 * slack * float(torch.maximum(largest, norms.amax()))
+        return cls(weight, head, norm, mean, norms, most) if NORMS[0] < most < NORMS[1] else None
 
     def best(self, x: Tensor) -> Tensor | None:
         """The token of each row, the first of equals, for at most ROWS_MAX rows.
@@ -92,7 +104,8 @@ class Shortlist:
         if looked < 0:
             return None
         self.steps, self.looked = self.steps + 1, self.looked + looked
-        if 2 * looked > self._panels:  # A panel of the head is twice one of bytes.
+        # A panel of the head is twice one of bytes, and that is what many rows take in work, too.
+        if 2 * looked > self._panels * max(1, len(x) / ROWS_READ):
             self._pause, self._again = self._again, min(2 * self._again, PAUSE_MAX)
         else:
             self._again = PAUSE_MIN

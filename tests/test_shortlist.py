@@ -30,7 +30,7 @@ def both(weight: Tensor) -> tuple[Panels, Shortlist | None]:
 @given(
     st.integers(0, 1 << 30),
     st.sampled_from([(2, 1), (64, 33), (70, 100), (130, 700), (514, 320)]),
-    st.integers(1, ROWS_MAX),
+    st.one_of(st.integers(1, 14), st.integers(1, ROWS_MAX)),
     st.sampled_from(["alike", "twice", "one bit", "far apart", "whole numbers", "outliers"]),
     st.sampled_from([1, 2]),
 )
@@ -73,17 +73,18 @@ def test_it_is_the_first_of_the_largest_logits(
     assert torch.equal(got, head(x, None, None, None).argmax(-1))
 
 
-def test_of_many_tokens_few_are_looked_at() -> None:
+@pytest.mark.parametrize("rows", [2, 40])
+def test_of_many_tokens_few_are_looked_at(rows: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(20_000, 768, generator=generator).bfloat16()
     head, short = both(weight)
     assert short is not None
     for _ in range(5):
-        x = torch.randn(2, 768, generator=generator).bfloat16()
+        x = torch.randn(rows, 768, generator=generator).bfloat16()
         got = short.best(x)
         assert got is not None
         assert torch.equal(got, head(x, None, None, None).argmax(-1))
-    assert short.looked / short.steps < 0.1 * 20_000 / panels.COLUMNS
+    assert short.looked / short.steps / rows < 0.02 * 20_000 / panels.COLUMNS
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, 1e-30, 1e20])

@@ -91,8 +91,8 @@ INT8 INLINE void tile(const Product *p, const Panel *at, int64_t first, int rows
                 int32_t four;
                 memcpy(&four, x[i * groups + g].codes + k, 4);
                 __m512i all = _mm512_set1_epi32(four);
-                whole[i][0] = _mm512_dpbusd_epi32(whole[i][0], a, all);
-                whole[i][1] = _mm512_dpbusd_epi32(whole[i][1], b, all);
+                add_bytes(&whole[i][0], a, all);
+                add_bytes(&whole[i][1], b, all);
             }
         }
 #pragma GCC unroll 6

@@ -8,15 +8,22 @@
 
 #define GROUP 64 /* Channels of a row that share a scale, where a weight is in bytes. */
 
+#define HIDDEN __attribute__((visibility("hidden")))
+#define INT8 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")))
+
+/* Adds the products of unsigned bytes with signed ones, four by four. The compilers' own word for it
+   comes with a copy of the sums each time. */
+INT8 INLINE void add_bytes(__m512i *sum, __m512i bytes, __m512i codes)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(bytes), "v"(codes));
+}
+
 /* Some of a row in bytes. */
 typedef struct {
     int8_t codes[GROUP];
     float scale;
     int32_t offset; /* What sums of 0 would come to, as bytes of weights are 128 too large. */
 } Group;
-
-#define HIDDEN __attribute__((visibility("hidden")))
-#define INT8 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")))
 
 INLINE int64_t groups_of(int64_t channels)
 {
@@ -31,6 +38,8 @@ typedef struct {
     int32_t place[LANES];
 } Top;
 
+typedef struct Bounds Bounds; /* In shortlist.c. */
+
 /* Rows (bf16) times a weight, and what comes after it. */
 typedef struct {
     const Weight *weight;
@@ -44,13 +53,17 @@ typedef struct {
        read there, tile by tile: a pair of channels of each row, then the next pair. */
     uint16_t *brought;
     int64_t beside;
-    Top *tops;      /* Each thread's, row by row: results go nowhere else. Or NULL. */
+    /* Either is NULL, or all that becomes of the results. */
+    Top *tops; /* Each thread's, row by row. */
+    Bounds *bounds;
 } Product;
 
 /* In products.c: x is brought to where the product reads it, normed if there is a norm, and
-   multiplied. In choice.c: what becomes of sums of which only the largest are wanted. */
+   multiplied. In choice.c and shortlist.c: what becomes of sums of which only the largest are
+   wanted. */
 HIDDEN void multiply(Product product, const uint16_t *x, const Norm *norm, int64_t threads);
 HIDDEN void note(const Product *p, const __m512 (*sum)[2], int64_t first, int64_t column, int rows);
+HIDDEN void bound(const Product *p, const __m512 (*sum)[2], int64_t first, int64_t column, int rows);
 
 /* tanh or erf of what GELU takes it of. */
 INLINE Floats bend(Floats x, int tanh_form)
@@ -150,12 +163,12 @@ BF16 INLINE void finish(const Product *p, __m512 (*sum)[2], int64_t first, int64
                         int rows)
 {
     const Weight *w = p->weight;
-    if (p->tops) {
+    if (p->tops || p->bounds) {
         __m512 made[TILE][2]; /* `sum` itself would leave its registers, for good. */
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++)
             made[i][0] = sum[i][0], made[i][1] = sum[i][1];
-        note(p, made, first, column, rows);
+        (p->tops ? note : bound)(p, made, first, column, rows);
         return;
     }
     if (w->gated) { /* One half of the panel are gates, the other what they let through. */

@@ -1,230 +1,232 @@
-/* The likeliest token of a few rows by half of what the head weighs.
+/* The likeliest token of some rows by half of what the head weighs, and by half of the work.
 
    Bytes say of each token where its logit can lie; of those that can be the likeliest the logits
    are made from the head itself, as products.c makes them, to the bit. */
+
+#include <omp.h>
 
 #include "product.h"
 
 #if defined(__x86_64__)
 
-#define ROWS_MAX 4 /* As in gpt/shortlist.py. */
-#define HIGHEST (127 * 128)
+#define ROWS_MAX 256 /* As in gpt/shortlist.py. */
 
 typedef struct {
-    const uint8_t *panels;  /* As int8.c reads them. */
-    const float *scales;    /* Of each column, */
-    const float *errors;    /* and the norm of what its bytes lack, or more. */
-    const uint16_t *exact;  /* The same columns in panels of bf16. */
-    int64_t channels, columns;
-    double norm_max; /* No column's bytes have a larger norm. */
+    Weight bytes;         /* As int8.c reads them. */
+    const float *errors;  /* The norm of what a column's bytes lack, or more, */
+    const float *norms;   /* and of what they are. */
+    const float *mean;    /* What all columns have in common, which the bytes lack. */
+    const uint16_t *exact; /* The same columns in panels of bf16. */
+    double norm_max; /* Of all of them. */
 } Shortlist;
 
-/* Some of a row in two digits, so that hardly anything is lost of the row. */
+/* By how much a logit that bytes say may be wrong: what a row is times what a column lacks, what
+   the row lacks times what the column is, and what is rounded on the way. What a row's logits have
+   in common bytes leave out. */
 typedef struct {
-    int8_t high[GROUP], low[GROUP];
-    float scale;
-    int32_t offset;
-} Digits;
-
-/* By how much a logit that bytes say may be wrong: `norm` times the column's error, and `slack`. */
-typedef struct {
-    float norm, slack;
+    float norm, gone, slack, common;
 } Doubt;
+
+/* What a row's largest logit must be, and in which panel there is such a one. */
+typedef struct {
+    float least;
+    int32_t panel;
+} Known;
+
+struct Bounds {
+    const Shortlist *list;
+    const Doubt *doubts; /* Of rows. */
+    float *upper; /* The most that any logit of a panel's can be, panel by panel, row by row. */
+    Known *known; /* Of each row, thread by thread. */
+};
 
 typedef struct {
     float logit;
     int64_t column;
 } Best;
 
-/* A row in digits. Its doubt has all that floats round on the way, here and in products.c. */
-INT8 static Doubt bring_to_digits(const uint16_t *x, const Shortlist *s, Digits *to)
+/* What is in doubt of a row in bytes, with all that floats round on the way, here and in
+   products.c. */
+INT8 static Doubt doubt_of(const uint16_t *x, const Shortlist *s, const Group *bytes)
 {
-    const __m512i size = _mm512_set1_epi32(0x7fffffff);
-    __m512 squares = _mm512_setzero_ps(), lost = squares;
-    for (int64_t c = 0; c < s->channels; c += GROUP, to++) {
-        __m512 y[GROUP / LANES];
-        __m512i most = _mm512_setzero_si512(), total = most;
-        for (int i = 0; i < GROUP / LANES; i++) {
-            y[i] = widened(x + c + i * LANES, first_lanes(s->channels - c - i * LANES));
-            most = _mm512_max_epi32(most, _mm512_and_si512((__m512i)y[i], size));
-        }
-        const int32_t bits = _mm512_reduce_max_epi32(most);
-        float largest;
-        memcpy(&largest, &bits, 4);
-        const float by = largest > 1e-30f ? HIGHEST / largest : 0;
-        to->scale = largest / HIGHEST;
-        for (int i = 0; i < GROUP / LANES; i++) {
-            __m512i codes = _mm512_cvtps_epi32(y[i] * by);
-            __m512i high = _mm512_srai_epi32(_mm512_add_epi32(codes, _mm512_set1_epi32(64)), 7);
-            __m512i low = _mm512_sub_epi32(codes, _mm512_slli_epi32(high, 7));
-            _mm_storeu_si128((__m128i *)(to->high + i * LANES), _mm512_cvtsepi32_epi8(high));
-            _mm_storeu_si128((__m128i *)(to->low + i * LANES), _mm512_cvtsepi32_epi8(low));
-            total = _mm512_add_epi32(total, codes);
-            __m512 gone = y[i] - _mm512_cvtepi32_ps(codes) * to->scale;
-            squares += y[i] * y[i];
-            lost += gone * gone;
-        }
-        to->offset = (int32_t)(-128u * (uint32_t)_mm512_reduce_add_epi32(total));
+    const int64_t channels = s->bytes.channels;
+    __m512 squares = _mm512_setzero_ps(), lost = squares, common = squares;
+    for (int64_t c = 0; c < channels; c += LANES) {
+        const __mmask16 there = first_lanes(channels - c);
+        const Group *group = bytes + c / GROUP;
+        const __m128i codes = _mm_loadu_si128((const __m128i *)(group->codes + c % GROUP));
+        const __m512 said = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)) * group->scale;
+        const __m512 y = widened(x + c, there);
+        squares += y * y;
+        lost += (y - said) * (y - said);
+        common += y * _mm512_maskz_loadu_ps(there, s->mean + c);
     }
     const float norm = sqrtf(_mm512_reduce_add_ps(squares)) * 1.001f;
     const float gone = sqrtf(_mm512_reduce_add_ps(lost)) * 1.001f + norm * 0x1p-20f;
     /* Each of so many roundings is off by at most 2^-24 of what the norms allow. */
-    const float rounded = norm * (2 * s->channels + 256) * 0x1p-24f;
-    return (Doubt){norm, (float)s->norm_max * (gone + rounded) * 1.001f + 1e-22f};
+    const float rounded = norm * (2 * channels + 256) * 0x1p-24f;
+    const float slack = (float)s->norm_max * rounded * 1.001f + 1e-22f;
+    return (Doubt){norm, gone, slack, _mm512_reduce_add_ps(common)};
 }
 
-/* What bytes say of one panel's columns and `rows` rows: the most that each logit can be, to
-   `upper`, and in `least` the most that any logit must be. */
-INT8 INLINE void bound(const Shortlist *s, const Digits *x, const Doubt *doubts, int64_t panel,
-                       float *upper, int64_t width, __m512 *least, int rows)
+/* What bytes say of one panel's columns and some rows. */
+INT8 void bound(const Product *p, const __m512 (*sum)[2], int64_t first, int64_t column, int rows)
 {
-    const int64_t groups = groups_of(s->channels);
-    const uint8_t *bytes = s->panels + panel * groups * GROUP * COLUMNS;
-    __m512 sum[ROWS_MAX][2];
-#pragma GCC unroll 4
-    for (int i = 0; i < rows; i++)
-        sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i high[ROWS_MAX][2], low[ROWS_MAX][2];
-#pragma GCC unroll 4
-        for (int i = 0; i < rows; i++) {
-            high[i][0] = high[i][1] = _mm512_setzero_si512();
-            low[i][0] = low[i][1] = _mm512_set1_epi32(x[i * groups + g].offset);
-        }
-#pragma GCC unroll 2
-        for (int k = 0; k < GROUP; k += 4, bytes += 4 * COLUMNS) {
-            __m512i a = _mm512_loadu_si512(bytes), b = _mm512_loadu_si512(bytes + 2 * COLUMNS);
-            _mm_prefetch((const char *)bytes + 2048, _MM_HINT_T0);
-            _mm_prefetch((const char *)bytes + 2112, _MM_HINT_T0);
-#pragma GCC unroll 4
-            for (int i = 0; i < rows; i++) {
-                int32_t four[2];
-                memcpy(four, x[i * groups + g].high + k, 4);
-                memcpy(four + 1, x[i * groups + g].low + k, 4);
-                __m512i up = _mm512_set1_epi32(four[0]), down = _mm512_set1_epi32(four[1]);
-                high[i][0] = _mm512_dpbusd_epi32(high[i][0], a, up);
-                high[i][1] = _mm512_dpbusd_epi32(high[i][1], b, up);
-                low[i][0] = _mm512_dpbusd_epi32(low[i][0], a, down);
-                low[i][1] = _mm512_dpbusd_epi32(low[i][1], b, down);
-            }
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < rows; i++)
-            for (int half = 0; half < 2; half++) {
-                __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[i][half], 7), low[i][half]);
-                __m512 scale = _mm512_set1_ps(x[i * groups + g].scale);
-                sum[i][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), scale, sum[i][half]);
-            }
-    }
-    for (int i = 0; i < rows; i++)
+    const Bounds *b = p->bounds;
+    const Shortlist *s = b->list;
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    float *upper = b->upper + column / COLUMNS * p->rows + first;
+    Known *known = b->known + omp_get_thread_num() * p->rows + first;
+    for (int i = 0; i < rows; i++) {
+        const Doubt doubt = b->doubts[first + i];
+        __m512 most = none, must = none;
         for (int half = 0; half < 2; half++) {
-            const int64_t column = panel * COLUMNS + half * LANES;
-            const __mmask16 there = first_lanes(s->columns - column);
-            __m512 y = sum[i][half] * _mm512_loadu_ps(s->scales + column);
-            __m512 doubt = _mm512_loadu_ps(s->errors + column) * doubts[i].norm + doubts[i].slack;
-            __m512 most = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), there, y + doubt);
-            _mm512_storeu_ps(upper + i * width + column, most);
-            least[i] = _mm512_mask_max_ps(least[i], there, least[i], y - doubt);
+            const int64_t at = column + half * LANES;
+            const __mmask16 there = first_lanes(s->bytes.columns - at);
+            __m512 by = _mm512_loadu_ps(s->errors + at) * doubt.norm + doubt.slack;
+            by = _mm512_loadu_ps(s->norms + at) * doubt.gone + by;
+            most = _mm512_mask_max_ps(most, there, most, sum[i][half] + by);
+            must = _mm512_mask_max_ps(must, there, must, sum[i][half] - by);
         }
-}
-
-#define BOUND_OF(n) case n: bound(s, x, doubts, panel, upper, width, least, n); break;
-
-INT8 static void bounds(const Shortlist *s, const Digits *x, const Doubt *doubts, int64_t rows,
-                        int64_t panel, float *upper, int64_t width, __m512 *least)
-{
-    switch (rows) {
-        BOUND_OF(1) BOUND_OF(2) BOUND_OF(3) BOUND_OF(4)
+        /* Mostly there is nothing to see: a better logit is known. */
+        upper[i] = -INFINITY;
+        if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(known[i].least), _CMP_GE_OQ)) {
+            const float sure = _mm512_reduce_max_ps(must);
+            upper[i] = _mm512_reduce_max_ps(most);
+            if (sure > known[i].least)
+                known[i] = (Known){sure, column / COLUMNS};
+        }
     }
 }
 
-/* The best column of a panel of the head, of a row's. */
+static const Best NONE = {-INFINITY, INT64_MAX};
+
+INLINE int better(Best a, Best b)
+{
+    return a.logit > b.logit || (a.logit == b.logit && a.column < b.column);
+}
+
+/* The best column of a panel of the head, of a row's, if it is better than the best so far. */
 INT8 static void look(const Shortlist *s, const uint16_t *x, int64_t panel, Best *best)
 {
+    const int64_t channels = s->bytes.channels;
     __m512 logits[1][2] = {{_mm512_setzero_ps(), _mm512_setzero_ps()}};
-    const uint16_t *from = s->exact + panel * s->channels * COLUMNS;
-    add(logits, x, s->channels, from, s->channels / 2, 1);
+    add(logits, x, channels, s->exact + panel * channels * COLUMNS, channels / 2, 1);
     for (int half = 0; half < 2; half++) {
         const int64_t column = panel * COLUMNS + half * LANES;
-        const __mmask16 there = first_lanes(s->columns - column);
-        float largest = _mm512_mask_reduce_max_ps(there, logits[0][half]);
-        if (there && largest > best->logit) {
-            __mmask16 where = _mm512_mask_cmp_ps_mask(there, logits[0][half],
-                                                      _mm512_set1_ps(largest), _CMP_EQ_OQ);
-            *best = (Best){largest, column + __builtin_ctz(where)};
-        }
+        const __mmask16 there = first_lanes(s->bytes.columns - column);
+        const float largest = _mm512_mask_reduce_max_ps(there, logits[0][half]);
+        const __mmask16 where = _mm512_mask_cmp_ps_mask(there, logits[0][half],
+                                                        _mm512_set1_ps(largest), _CMP_EQ_OQ);
+        const Best found = {largest, column + __builtin_ctz(where | 1 << LANES)};
+        if (where && better(found, *best))
+            *best = found;
     }
 }
 
-/* Whether a panel has a column whose logit can reach `least`. */
-INT8 static int reaches(const float *upper, float least)
+/* Some rows' largest logits, while they are sought. */
+typedef struct {
+    Product product; /* Of the bytes. */
+    const uint16_t *x;
+    uint16_t *normed;
+    Best best[ROWS_MAX];
+    Known known[ROWS_MAX];
+} Search;
+
+/* A row in bytes; normed first, if there is a norm. */
+INT8 static Doubt begin(const Search *search, const Norm *norm, const uint16_t *from, int64_t row)
 {
-    const __m512 most = _mm512_max_ps(_mm512_loadu_ps(upper), _mm512_loadu_ps(upper + LANES));
-    return _mm512_cmp_ps_mask(most, _mm512_set1_ps(least), _CMP_GE_OQ) != 0;
+    const Product *p = &search->product;
+    const int64_t channels = p->weight->channels;
+    Group *bytes = p->groups + row * groups_of(channels);
+    const uint16_t *x = search->x + row * channels;
+    if (norm)
+        norm_row(norm, from + row * channels, channels, search->normed + row * channels);
+    bring_to_bytes(x, channels, bytes);
+    return doubt_of(x, p->bounds->list, bytes);
+}
+
+/* Looks where a row's largest logit likely is: then few others can be larger. */
+INT8 static void look_first(Search *search, int64_t row, int64_t threads)
+{
+    const Bounds *bounds = search->product.bounds;
+    const Doubt *doubt = bounds->doubts + row;
+    Known *known = search->known + row;
+    *known = bounds->known[row];
+    for (int64_t i = 1; i < threads; i++)
+        if (bounds->known[i * search->product.rows + row].least > known->least)
+            *known = bounds->known[i * search->product.rows + row];
+    if (known->panel < 0)
+        return;
+    Best *best = search->best + row;
+    look(bounds->list, search->x + row * bounds->list->bytes.channels, known->panel, best);
+    known->least = fmaxf(known->least, best->logit - doubt->common - 2 * doubt->slack);
+}
+
+/* Looks at a panel for each row of which it can have the largest logit; for how many. */
+INT8 static int64_t look_on(const Search *search, int64_t panel, Best *best)
+{
+    const Shortlist *s = search->product.bounds->list;
+    const int64_t rows = search->product.rows;
+    const float *upper = search->product.bounds->upper + panel * rows;
+    int64_t count = 0;
+    for (int64_t row = 0; row < rows; row++)
+        if (upper[row] >= search->known[row].least && search->known[row].panel != panel)
+            look(s, search->x + row * s->bytes.channels, panel, best + row), count++;
+    return count;
 }
 
 /* The place of each row's largest logit, the first of equals, for at most ROWS_MAX rows, which go
    through a norm first, if there is one. Answers how many panels of the head it took; -1: of such
    rows nothing can be said here. */
-INT8 int64_t preamble_shortlist(const Shortlist *s, const Norm *norm, const uint16_t *rows_of,
+INT8 int64_t preamble_shortlist(const Shortlist *s, const Norm *norm, const uint16_t *x,
                                 int64_t rows, int64_t *best, int64_t threads)
 {
-    const int64_t groups = groups_of(s->channels), panels = (s->columns + COLUMNS - 1) / COLUMNS;
-    const int64_t width = panels * COLUMNS, share = panels / (threads * 8) + 1;
-    float *upper = room_for(rows * (width * sizeof *upper + groups * sizeof(Digits) +
-                                    s->channels * sizeof(uint16_t)));
-    Digits *x = (Digits *)(upper + rows * width);
-    uint16_t *normed = (uint16_t *)(x + rows * groups);
+    const int64_t channels = s->bytes.channels;
+    const int64_t panels = (s->bytes.columns + COLUMNS - 1) / COLUMNS;
+    const int64_t share = panels / (threads * 8) + 1;
+    const int64_t known = threads * rows * sizeof(Known), upper = panels * rows * sizeof(float);
+    const int64_t bytes = rows * groups_of(channels) * sizeof(Group);
+    char *room = room_for(known + upper + bytes + (norm ? rows * channels * sizeof *x : 0));
     Doubt doubts[ROWS_MAX];
-    Best found[ROWS_MAX];
-    float most[ROWS_MAX];
-    int64_t made = 0;
-    for (int64_t row = 0; norm && row < rows; row++)
-        norm_row(norm, rows_of + row * s->channels, s->channels, normed + row * s->channels);
-    rows_of = norm ? normed : rows_of;
-    for (int64_t row = 0; row < rows; row++) {
-        doubts[row] = bring_to_digits(rows_of + row * s->channels, s, x + row * groups);
-        /* Beyond these squares are lost, or infinite; so is what is not finite. */
-        if (!(doubts[row].norm > 1e-10f && doubts[row].norm < 1e10f))
-            return -1;
-        found[row] = (Best){-INFINITY, 0};
-        most[row] = -INFINITY;
-    }
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    Bounds bounds = {s, doubts, (float *)(room + known), (Known *)room};
+    Search search = {.product = {.weight = &s->bytes, .rows = rows, .bounds = &bounds}};
+    search.product.groups = (Group *)(room + known + upper);
+    search.normed = (uint16_t *)(room + known + upper + bytes);
+    search.x = norm ? search.normed : x;
+    int64_t looked = rows, odd = 0;
+    for (int64_t row = 0; row < rows; row++)
+        search.best[row] = NONE;
+    for (int64_t i = 0; i < threads * rows; i++)
+        bounds.known[i] = (Known){-INFINITY, -1};
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : looked, odd)
     {
-        __m512 least[ROWS_MAX];
-        Best mine[ROWS_MAX];
-        int64_t count = 0;
-        for (int i = 0; i < ROWS_MAX; i++)
-            least[i] = _mm512_set1_ps(-INFINITY);
-#pragma omp for schedule(dynamic, share) nowait
-        for (int64_t panel = 0; panel < panels; panel++)
-            bounds(s, x, doubts, rows, panel, upper, width, least);
-#pragma omp critical
-        for (int64_t row = 0; row < rows; row++)
-            most[row] = fmaxf(most[row], _mm512_reduce_max_ps(least[row]));
-#pragma omp barrier
-        for (int64_t row = 0; row < rows; row++)
-            mine[row] = found[row];
-#pragma omp for schedule(dynamic, share) nowait
-        for (int64_t panel = 0; panel < panels; panel++)
-            for (int64_t row = 0; row < rows; row++)
-                if (reaches(upper + row * width + panel * COLUMNS, most[row])) {
-                    look(s, rows_of + row * s->channels, panel, &mine[row]);
-                    count++;
-                }
-#pragma omp critical
-        {
-            for (int64_t row = 0; row < rows; row++)
-                if (mine[row].logit > found[row].logit ||
-                    (mine[row].logit == found[row].logit && mine[row].column < found[row].column))
-                    found[row] = mine[row];
-            made += count;
+        Best mine[ROWS_MAX]; /* Of this thread. */
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            doubts[row] = begin(&search, norm, x, row);
+            /* Beyond these squares are lost, or infinite; so is what is not finite. */
+            odd += !(doubts[row].norm > 1e-10f && doubts[row].norm < 1e10f);
         }
+#pragma omp for schedule(dynamic, share)
+        for (int64_t panel = 0; panel < panels; panel++)
+            multiply_bytes(&search.product, panel);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < rows; row++)
+            look_first(&search, row, threads);
+        for (int64_t row = 0; row < rows; row++)
+            mine[row] = NONE;
+#pragma omp for schedule(dynamic, share) nowait
+        for (int64_t panel = 0; panel < panels; panel++)
+            looked += look_on(&search, panel, mine);
+#pragma omp critical
+        for (int64_t row = 0; row < rows; row++)
+            if (better(mine[row], search.best[row]))
+                search.best[row] = mine[row];
     }
     for (int64_t row = 0; row < rows; row++)
-        best[row] = found[row].column;
-    return made;
+        best[row] = odd ? 0 : search.best[row].column;
+    return odd ? -1 : looked;
 }
 
 #endif
