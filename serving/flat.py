@@ -32,11 +32,7 @@ class Flat:
     drawing: Ints  # The place of each row after which a token is drawn,
     positions: Ints  # and the position that the token gets.
     scored: Ints  # Rows whose followers in the prompt are scored.
-
-    @property
-    def all_draw(self) -> bool:
-        """Whether all that is wanted is a token after each row: then `rows` are all, in order."""
-        return len(self.drawing) == len(self.rows) == self.batch.tokens
+    all_draw: bool  # All that is wanted is a token after each row: `rows` are all, in order.
 
 
 def lay_out(step: Step, tables: Ints, block_tokens: int, last: Tensor) -> Flat:
@@ -69,7 +65,7 @@ def _alone(step: Step, ids: Ints, tables: Ints, block_tokens: int, device: torch
         slots=(slots, at),
         tables=of_tables.view(tables.shape),
     )
-    return Flat(of_ids, int(ids.max()), batch, of_rows, rows, rows, past + 1, NOBODY)
+    return Flat(of_ids, int(ids.max()), batch, of_rows, rows, rows, past + 1, NOBODY, True)
 
 
 def _mixed(step: Step, ids: Ints, tables: Ints, block_tokens: int, device: torch.device) -> Flat:
@@ -89,4 +85,6 @@ def _mixed(step: Step, ids: Ints, tables: Ints, block_tokens: int, device: torch
     of_ids, of_rows, of_tables = packed.to(device).split([len(ids), len(rows), tables.size])
     batch = Batch.paged(step.lengths, step.past, of_tables.view(tables.shape), block_tokens)
     sequence, positions = np.repeat(np.arange(len(lengths)), lengths), contexts[drawing] - before
-    return Flat(of_ids, int(ids.max()), batch, of_rows, sequence, drawing, positions, scored)
+    all_draw = len(drawing) == len(rows) == len(ids)
+    facts = (sequence, drawing, positions, scored, all_draw)
+    return Flat(of_ids, int(ids.max()), batch, of_rows, *facts)

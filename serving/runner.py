@@ -217,7 +217,7 @@ class Runner:
         best, faults = made.told.read()[:, : len(step.slots)].numpy()
         bad = set(np.flatnonzero(faults & BAD_HIDDEN).tolist())
         bad |= set(places[faults[places] != 0].tolist())
-        stuck = {place for place, slot in enumerate(step.slots) if slot in self._broken}
+        stuck = self._stuck(step)
         tokens, scores = best[places].tolist(), list[Scored]()
         if drawn is not None:
             chosen = self._sampler.read(drawn)
@@ -233,7 +233,7 @@ class Runner:
         """The model, once. What it says is whole only where the sampler is."""
         flat, model = lay_out(step, self._tables, self._block_tokens, self._last), self.model
         batch = flat.batch
-        if len(flat.rows) < batch.tokens:
+        if not flat.all_draw and len(flat.rows) < batch.tokens:
             batch = replace(batch, rows=flat.rows if len(flat.rows) else batch.last_rows[:1])
         x = pipeline.take(model, flat.ids, batch)
         # Looking for virtual tokens waits for the device, so it is done only where there are some.
@@ -243,14 +243,20 @@ class Runner:
             self._sends.send(x)
             return partial(Outcome, step.number)
         bad: set[int] = set()
-        stuck = {place for place, slot in enumerate(step.slots) if slot in self._broken}
+        stuck = self._stuck(step)
         tokens, scores = self._draw(step, flat, x, bad, stuck)
-        prompt_scores = self._score(step, flat, x, bad)
+        prompt_scores = self._score(step, flat, x, bad) if len(flat.scored) else []
         if not flat.all_draw:  # Else the logits were looked at, which are of all rows.
             # Last, since it waits for the device; what was drawn of such numbers is of no use.
             _note_faults(x, flat.sequence, bad)
         made = (tokens, scores, prompt_scores, sorted(bad))
         return partial(Outcome, step.number, *made, stuck=sorted(stuck - bad))
+
+    def _stuck(self, step: Step) -> set[int]:
+        """The places of those whose guide could not be used."""
+        if not self._broken:
+            return set()
+        return {place for place, slot in enumerate(step.slots) if slot in self._broken}
 
     def _draw(
         self, step: Step, flat: Flat, x: Tensor, bad: set[int], stuck: set[int]
