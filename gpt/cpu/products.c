@@ -213,6 +213,8 @@ void preamble_multiply_by(const uint16_t *weight, int64_t channels, int64_t colu
     const int64_t share = columns / COLUMNS / (threads * 8) + 1;
     Product product = {.weight = &shape, .bias = bias, .residual = residual, .out = out,
                        .rows = rows, .activation = activation, .before = before};
+    if (!rows)
+        return;
     make_way(&product, x, NULL, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
