@@ -22,7 +22,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 13
+ABI = 14
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH_MAX = 512
 # What the machine can do best, as the library counts it.

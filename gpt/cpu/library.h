@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ABI 13           /* What gpt/kernels.py expects. */
+#define ABI 14           /* What gpt/kernels.py expects. */
 #define LANES 16
 #define SEGMENT 256      /* Keys whose scores are held at once; also how long contexts are split. */
 #define QUERIES 8        /* Queries of a group that read a key together. */
