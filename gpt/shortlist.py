@@ -61,9 +61,6 @@ class Shortlist:
             Weight(memory, channels, columns, True, False, scales.data_ptr()),
             *(errors.data_ptr(), norms.data_ptr(), mean.data_ptr(), head.record.panels, norm_max),
         )
-        found = brief() if self._memory.numel() <= BRIEF_NUMBERS else library()
-        assert found is not None
-        self._found = found
         self._panels = -(-len(weight) // COLUMNS)
         self._pause, self._again = 0, PAUSE_MIN
         self.steps, self.looked = 0, 0  # That it answered, and the head's panels that it took.
@@ -96,7 +93,10 @@ class Shortlist:
             self._pause -= 1
             return None
         x, places = x.contiguous(), torch.empty(len(x), dtype=torch.int64)
-        looked = self._found.preamble_shortlist(
+        short = self._memory.numel() * len(x) <= BRIEF_NUMBERS
+        found = brief() if short else library()
+        assert found is not None
+        looked = found.preamble_shortlist(
             ctypes.byref(self._record),
             None if self._norm is None else ctypes.byref(self._norm.record),
             *(x.data_ptr(), len(x), places.data_ptr(), torch.get_num_threads()),

@@ -133,7 +133,7 @@ BF16 INLINE __m512 gelu_wide(__m512 x)
     return x * _mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)x), 1.0f - half, half);
 }
 
-/* The same in this machine's own words, where there are any. */
+/* What `activated` gives, in this machine's own words, where there are any. */
 BF16 INLINE __m512 bent(__m512 x, int64_t activation)
 {
     if (activation == GELU)

@@ -130,9 +130,9 @@ static void make_way(Product *p, const uint16_t *x, const Norm *norm, int64_t th
 static void bring(const Product *p, const uint16_t *x, const Norm *norm)
 {
     const int64_t width = p->weight->channels;
-    uint16_t *desk = p->brought + p->rows * p->stride + omp_get_thread_num() * TILE * width;
     if (!p->beside && p->x == x && !p->weight->scales)
         return; /* They are read where they are. */
+    uint16_t *desk = p->brought + p->rows * p->stride + omp_get_thread_num() * TILE * width;
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < p->beside; row += TILE) {
         for (int64_t i = 0; norm && i < TILE; i++)

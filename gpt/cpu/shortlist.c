@@ -12,12 +12,12 @@
 #define ROWS_MAX 256 /* As in gpt/shortlist.py. */
 
 typedef struct {
-    Weight bytes;         /* As int8.c reads them. */
-    const float *errors;  /* The norm of what a column's bytes lack, or more, */
-    const float *norms;   /* and of what they are. */
-    const float *mean;    /* What all columns have in common, which the bytes lack. */
+    Weight bytes;          /* As int8.c reads them. */
+    const float *errors;   /* The norm of what a column's bytes lack, or more, */
+    const float *norms;    /* and of what they are. */
+    const float *mean;     /* What all columns have in common, which the bytes lack. */
     const uint16_t *exact; /* The same columns in panels of bf16. */
-    double norm_max; /* Of all of them. */
+    double norm_max;       /* No column has a larger norm, with what is common or without it. */
 } Shortlist;
 
 /* By how much a logit that bytes say may be wrong: what a row is times what a column lacks, what
