@@ -13,8 +13,8 @@ RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 STUBS       := protos/preamble/v1/generation_pb2.py
 LEARNED     := build/demo/learned
-# What is written in C, for CPUs; without it the same is done in torch. gpt/build.py says how.
-KERNELS     := gpt/libkernels.so
+# What is written in C, for CPUs; without it the same is done in torch. gpt/cpu/build.py says how.
+KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
 .PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
@@ -41,7 +41,7 @@ check: setup  ## lint, format, types, protos, house rules
 	$(VENV)/bin/mypy
 	$(VENV)/bin/buf lint protos
 	$(VENV)/bin/buf breaking protos --against tests/golden/preamble_v1.binpb  # As they were released.
-	$(VENV)/bin/python -m pytest -q tests/test_tidy.py
+	$(VENV)/bin/python -m pytest -q tests/repository/test_tidy.py
 peers:  ## installs the engines that `make bench-peers` compares with, under build/peers
 	bench/peers_install.sh
 bench-peers: setup  ## times generating beside those engines
@@ -73,8 +73,8 @@ $(DEVELOPMENT): $(RUNTIME)
 	@$(PIP) -e '.[dev]' && touch $@
 $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
-$(KERNELS): $(wildcard gpt/cpu/*) gpt/build.py
-	@$(BASE) gpt/build.py || :
+$(KERNELS): $(wildcard gpt/cpu/src/*) gpt/cpu/build.py
+	@$(BASE) gpt/cpu/build.py || :
 $(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl

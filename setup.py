@@ -23,7 +23,7 @@ class Modules(build_py):
             sys.exit("the protos do not compile")
         super().run()
         folder = ROOT if self.editable_mode else Path(self.build_lib).resolve()
-        _run("gpt/build.py", str(folder / "gpt"))
+        _run("gpt/cpu/build.py", str(folder / "gpt" / "cpu"))
 
 
 class Wheel(bdist_wheel):
@@ -32,7 +32,7 @@ class Wheel(bdist_wheel):
     def run(self) -> None:
         self.run_command("build")
         build = self.get_finalized_command("build_py")
-        if any(Path(build.build_lib).glob("gpt/*.so")):
+        if any(Path(build.build_lib).glob("gpt/cpu/*.so")):
             self.root_is_pure = False
             self.distribution.has_ext_modules = lambda: True
         super().run()

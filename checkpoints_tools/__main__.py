@@ -21,7 +21,7 @@ from checkpoints_tools.flags import (
 from gpt.errors import PreambleError
 
 if TYPE_CHECKING:
-    from checkpoints_tools.convert import Plan, Result
+    from checkpoints_tools.conversion.convert import Plan, Result
 
 FILES_SHOWN = 24
 LINE_SECONDS = 5.0  # Between lines of progress where there is no terminal.
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
 
 
 def _adapters(argv: list[str]) -> int:
-    from checkpoints_tools.adapter_check import check_command
-    from checkpoints_tools.adapter_exchange import export_command, import_command
+    from checkpoints_tools.adapters.check import check_command
+    from checkpoints_tools.adapters.exchange import export_command, import_command
 
     actions = {"check": check_command, "import": import_command, "export": export_command}
     if not argv or argv[0] not in actions:
@@ -63,11 +63,11 @@ def _convert(argv: list[str]) -> int:
         parser.error(f"{flags.target} does not end in .nemo, by which such a file is known")
     changes = source_changes(flags)
 
-    from checkpoints_tools.convert import convert, plan
-    from checkpoints_tools.layout import Division
-    from checkpoints_tools.target import check_place
-    from checkpoints_tools.writers import Wish
-    from gpt.checkpoint import open_checkpoint
+    from checkpoints_tools.conversion.convert import convert, plan
+    from checkpoints_tools.conversion.target_directory import check_place
+    from checkpoints_tools.layout.layout import Division
+    from checkpoints_tools.writers.registry import Wish
+    from gpt.formats.registry import open_checkpoint
 
     wish = Wish(
         to=flags.to,
@@ -107,14 +107,14 @@ def _convert(argv: list[str]) -> int:
 
 def _inspect(argv: list[str]) -> int:
     flags = inspect_parser().parse_args(argv)
-    from checkpoints_tools.inspection import inspect
+    from checkpoints_tools.inspection.report import inspect
 
     return inspect(flags, print, _progress)
 
 
 def _verify(argv: list[str]) -> int:
     flags = verify_parser().parse_args(argv)
-    from checkpoints_tools.verification import verify
+    from checkpoints_tools.inspection.verify import verify
 
     return verify(flags, print, _progress)
 

@@ -9,7 +9,7 @@ import math
 import os
 from typing import Any
 
-from gpt.overrides import read_overrides
+from gpt.formats.overrides import read_overrides
 
 FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from clients.adapters_command import adapters_command
-from clients.bench_command import bench_command
-from clients.flags import add_server_flags, open_client
-from clients.generation import CallError, Client, Completion, Guide, Options, Prompt
+from clients.cli.adapters import adapters_command
+from clients.cli.bench import bench_command
+from clients.cli.flags import add_server_flags, open_client
+from clients.client import CallError, Client, Completion, Guide, Options, Prompt
 
 
 def main(argv: list[str]) -> int:

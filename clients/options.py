@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from clients.calling import CallError
+from clients.transport import CallError
 from protos.preamble.v1 import generation_pb2 as pb
 
 Prompt = str | Sequence[int] | Mapping[str, str]  # A text, token ids, or a template's fields.

@@ -44,13 +44,13 @@ class Batch:
     tables: Tensor | None = None  # (B, blocks) the pool blocks of each sequence, in order.
     rows: Tensor | None = None  # Which tokens need logits; None means all.
     # (B,) int32: what `contexts` has, where only the device knows. `past` is a bound then, and all
-    # lengths are 1: see serving/graphs.py.
+    # lengths are 1: see serving/worker/cuda_graphs.py.
     ends: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
     # Training only: the earlier sequence whose tokens stand before each one's own, seen by it as
     # its past; None: nobody's. A parent has no parent. Empty: nobody has one.
     parents: tuple[int | None, ...] = ()
-    # What the first layer finds out and the others use: see gpt/attention.py.
+    # What the first layer finds out and the others use: see gpt/attention/paged.py.
     kept: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt.errors import PreambleError
+from planning.cli.result import Told
 from planning.figures import finite
-from planning.told import Told
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,12 @@ class Command:
 
 
 COMMANDS = {
-    "estimate": Command("command_estimate", "what one configuration costs, and how fast it is"),
-    "train": Command("command_train", "the fastest way to train a model, or an adapter for it"),
-    "serve": Command("command_serve", "the best way to serve a model, within limits"),
-    "calibrate": Command(
-        "command_calibrate", "measure this machine, so that plans for it are near"
-    ),
-    "validate": Command("command_validate", "predict every published table again, and tell errors"),
-    "plot": Command("command_plot", "draw a plan's candidates again, from its CSV"),
+    "estimate": Command("estimate", "what one configuration costs, and how fast it is"),
+    "train": Command("train", "the fastest way to train a model, or an adapter for it"),
+    "serve": Command("serve", "the best way to serve a model, within limits"),
+    "calibrate": Command("calibrate", "measure this machine, so that plans for it are near"),
+    "validate": Command("validate", "predict every published table again, and tell errors"),
+    "plot": Command("plot", "draw a plan's candidates again, from its CSV"),
 }
 USAGE = "usage: preamble plan COMMAND ...   (preamble plan COMMAND --help says more)"
 
@@ -51,7 +49,7 @@ def main(argv: list[str]) -> int:
         way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(COMMANDS)}"
         print(f"preamble plan: no command {words[0]!r}; {way}", file=sys.stderr)
         return 2
-    command: Any = importlib.import_module(f"planning.{COMMANDS[words[0]].module}")
+    command: Any = importlib.import_module(f"planning.cli.{COMMANDS[words[0]].module}")
     args: argparse.Namespace = command.make_parser().parse_args(words[1:])
     try:
         told: Told = command.run(args, _say)

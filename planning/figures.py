@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planning.ledger import Ledger
+from planning.memory_ledger import Ledger
 from planning.plan import Plan, Row
 
 ACCEPTABLE = ("best", "fits", "tight")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planning.ledger import Ledger
+from planning.memory_ledger import Ledger
 
 # From spec sheets and constants fitted to published tables; from microbenchmarks on the machine at
 # hand; from running the very thing.

@@ -20,13 +20,13 @@ from gpt.errors import PreambleError
 from ptuning.config import TuneConfig
 
 if TYPE_CHECKING:
-    from gpt.parallel import Mesh
-    from ptuning.facts import RunFacts
-    from ptuning.learning import Listener
-    from ptuning.outcome import Outcome
-    from ptuning.records import Reading
-    from ptuning.run import Prepared
-    from ptuning.train import Trainer
+    from gpt.parallel.mesh import Mesh
+    from ptuning.data.records import Reading
+    from ptuning.run.artifacts import Outcome
+    from ptuning.run.preparation import Prepared
+    from ptuning.run.training_loop import Listener
+    from ptuning.run_facts import RunFacts
+    from ptuning.training.trainer import Trainer
 
 INTERRUPTED = 130
 ALONE_S = 5.0  # In which torchrun ends a rank, if rank 0 has failed.
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             if args.sweep and (args.check or args.evaluate):
                 tune_parser().error("--check and --evaluate are of one run; leave --sweep out")
             if args.evaluate is not None:
-                from ptuning.evaluation import evaluate_command
+                from ptuning.evaluation.evaluate import evaluate_command
 
                 return evaluate_command(args)
             if args.config is None:
@@ -134,8 +134,8 @@ def tune_parser() -> argparse.ArgumentParser:
 
 def _check(config: TuneConfig, args: argparse.Namespace) -> int:
     """What the model would be shown, before anything is spent."""
-    from ptuning.checking import check_facts, check_lines
-    from ptuning.run import prepare
+    from ptuning.data.preflight import check_facts, check_lines
+    from ptuning.run.preparation import prepare
 
     prepared = prepare(config)
     told = prepared.tasks, prepared.tokenizer, config
@@ -148,7 +148,7 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
 
 def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
     from ptuning.launch import is_first
-    from ptuning.run import prepare
+    from ptuning.run.preparation import prepare
 
     if not is_first():
         return _tune_silently(config, args)
@@ -158,10 +158,10 @@ def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
 
 def _run(prepared: "Prepared", restart: bool) -> "tuple[Outcome, RunFacts]":
     """Be the first rank of a run, and its people's."""
-    from ptuning.audience import Audience
     from ptuning.launch import joined
-    from ptuning.learning import run_folder
-    from ptuning.state import hold
+    from ptuning.reporting.observer import Audience
+    from ptuning.run.training_loop import run_folder
+    from ptuning.run.training_state import hold
 
     audience, config = Audience(prepared, sys.stderr), prepared.config
     with hold(run_folder(config)), joined(config, restart) as mesh:
@@ -175,7 +175,7 @@ def _run(prepared: "Prepared", restart: bool) -> "tuple[Outcome, RunFacts]":
 def _sweep(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ptuning.sweep import read_sweep, run_sweep, summary, table
+    from ptuning.run.sweep import read_sweep, run_sweep, summary, table
 
     swept = run_sweep(read_sweep(args.config, args.sweep), _run, _say, restart=args.restart)
     if swept.best is None:
@@ -192,9 +192,9 @@ def _sweep(args: argparse.Namespace) -> int:
 
 def _tune_silently(config: TuneConfig, args: argparse.Namespace) -> int:
     """Be another rank than the first one of torchrun's."""
-    from ptuning.audience import Nobody
     from ptuning.launch import LOST, LostError, joined
-    from ptuning.run import prepare
+    from ptuning.reporting.observer import Nobody
+    from ptuning.run.preparation import prepare
 
     prepared, trouble = None, None
     try:
@@ -215,7 +215,7 @@ def _tune_silently(config: TuneConfig, args: argparse.Namespace) -> int:
 
 def _learn(prepared: "Prepared", mesh: "Mesh", listener: "Listener", *, restart: bool) -> "Outcome":
     from ptuning.launch import is_first
-    from ptuning.learning import Learning, load_trainer
+    from ptuning.run.training_loop import Learning, load_trainer
 
     trainer = load_trainer(prepared, mesh)
     learning = Learning(prepared, trainer, listener, restart=restart)
@@ -243,8 +243,8 @@ def _stopping(trainer: "Trainer", *, silently: bool) -> Iterator[None]:
 
 
 def _told(outcome: "Outcome", facts: "RunFacts", args: argparse.Namespace) -> int:
-    from ptuning.logs import REPORT
-    from ptuning.verdict import summary
+    from ptuning.reporting.run_logs import REPORT
+    from ptuning.reporting.verdict import summary
 
     if outcome.state == "interrupted":
         _say(f"saved at step {outcome.step}; the same command goes on from there")
@@ -274,10 +274,10 @@ def _reading() -> "Reading":
 
 
 def _rank() -> int:
-    from ptuning.audience import Nobody
     from ptuning.launch import LOST, follow, lost, report_trouble
-    from ptuning.learning import Learning, load_trainer
-    from ptuning.run import prepare
+    from ptuning.reporting.observer import Nobody
+    from ptuning.run.preparation import prepare
+    from ptuning.run.training_loop import Learning, load_trainer
 
     charge = follow(sys.stdin)
     try:

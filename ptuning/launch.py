@@ -24,9 +24,9 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from gpt.children import child_environment, end_with
+from gpt.child_processes import child_environment, end_with
 from gpt.errors import ConfigError
-from gpt.parallel import Mesh
+from gpt.parallel.mesh import Mesh
 from ptuning.config import OF_ALL_TASKS, TuneConfig
 
 LOST = 3  # The exit code of a rank that has nothing to tell but that another one has gone.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from serving.config import ServerConfig
 
 if TYPE_CHECKING:
-    from serving.service import Service
+    from serving.service.service import Service
 
 __all__ = ["open_engine"]
 
@@ -17,6 +17,6 @@ __all__ = ["open_engine"]
 def open_engine(config: ServerConfig) -> "Service":
     """A service that answers, with its model in this process on one rank; close it."""
     # What takes seconds to import is imported only when it is asked for.
-    from serving.service import open_inside
+    from serving.service.service import open_inside
 
     return open_inside(config)

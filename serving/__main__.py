@@ -158,13 +158,13 @@ def _serve(argv: list[str]) -> int:
     config = ServerConfig.read(file, flags, profile=profile, note=notes.append)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Started by torchrun: this is one of the ranks, and one of them starts the front end.
-        from serving.joining import work
+        from serving.ranks.torchrun_worker import work
 
         work(config, argv)
     log_to_stderr(config.log_format)
     for note in notes:
         log.info("%s", note)
-    from serving.lifecycle import serve
+    from serving.server import serve
 
     return asyncio.run(serve(config, lambda line: print(line, flush=True)))
 
@@ -213,8 +213,8 @@ def _generate(argv: list[str]) -> int:
 
 
 async def _stream(config: ServerConfig, ask: "Ask") -> int:
-    from serving.admission import check_ask
-    from serving.service import Found, Service, inside
+    from serving.admission.admission import check_ask
+    from serving.service.service import Found, Service, inside
 
     found = Found.at(config)
     # Weights take long to load, so first all that can be wrong without them.

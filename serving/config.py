@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt.errors import ConfigError
-from gpt.sampling import LOGPROBS_MAX
+from gpt.sampling_params import LOGPROBS_MAX
 from gpt.settings import read_yaml, settings
 from serving.logs import FORMATS
 from serving.profiles import find_profile

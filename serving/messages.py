@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from gpt.sampling import Sampling
+from gpt.sampling_params import Sampling
 
 ServiceClass = Literal["latency", "throughput"]
 # Why a sequence never ran. "refused": what it asks cannot; "adapter": its adapter cannot be used;

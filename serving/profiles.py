@@ -68,7 +68,7 @@ def find_profile(name: str, given: Mapping[str, Any]) -> Profile:
 
 
 def _kept(name: str, given: Mapping[str, Any]) -> Path:
-    from gpt.overrides import open_overridden, read_overrides
+    from gpt.formats.overrides import open_overridden, read_overrides
 
     words = [given.get(key) for key in ("model", "dtype", "device", "config_json")]
     size = given.get("true_vocab_size")
@@ -81,7 +81,7 @@ def _kept(name: str, given: Mapping[str, Any]) -> Path:
 
 def plan_file(config: GPTConfig, dtype: str, device: str, name: str) -> Path:
     """Where a plan is kept that was made here for such a model."""
-    from gpt.digest import cache_folder, function
+    from gpt.checkpoint.digest import cache_folder, function
 
     facts = [function(config), dtype, machine(device)]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,9 @@
 """What passes between a surface, the admission and the engine: plain data.
 
 An `Ask` is what a caller wants, in the caller's words; a `Request` is what the engine runs, checked
-and all ids: one `Answer` for each completion. Between them stands `serving.admission`, the same for
-every surface. Here are also the ways in which a request can end badly. No torch, no gRPC.
+and all ids: one `Answer` for each completion. Between them stands `serving.admission.admission`,
+the same for every surface. Here are also the ways in which a request can end badly. No torch, no
+gRPC.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpt.errors import PreambleError, RequestError
-from gpt.sampling import Sampling, uniform
+from gpt.sampling_params import Sampling, uniform
 from serving.messages import Guide, Rows, Scored, ServiceClass
 
 # "scored": no token was asked for, only what the prompt's own are worth. "time": the caller's own
@@ -172,7 +173,7 @@ class UnknownAdapterError(RequestError):
 
 
 class RefusedError(PreambleError):
-    """A surface refuses a call, for a reason of its own: a name from serving/reasons.py."""
+    """A surface refuses a call, for a reason of its own (serving/service/error_reasons.py)."""
 
     def __init__(
         self, reason: str, message: str, field: str | None = None, retry_s: float | None = None

@@ -1,5 +1,6 @@
-"""The tests, flat: one file per module name.
+"""The tests: a folder for each package of the product, in it a file for each module.
 
-A package, so that a test's import path is its file's path (`tests.ranks`) and no installed
+Beside those are `e2e` (whole programs), `equivalence`, `gpu`, `repository`, `support`.
+A package, so that a test's import path is its file's path (`tests.support.ranks`) and no installed
 package of the same name can take its place. Never shipped in the wheel.
 """

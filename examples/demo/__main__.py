@@ -15,9 +15,9 @@ from pathlib import Path
 
 from examples.demo.tasks import MARK, plain_records
 from examples.demo.words import INSTRUCTIONS
-from gpt.adapter import latest_adapter
-from gpt.checkpoint import open_checkpoint
-from gpt.digest import base_digest
+from gpt.adapters.adapter_file import latest_adapter
+from gpt.checkpoint.digest import base_digest
+from gpt.formats.registry import open_checkpoint
 
 MODEL = "examples/demo/checkpoint"
 ADAPTERS = "build/demo/adapters"

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from examples.demo.tasks import CHANCE, CONTROLS, FORM_OF, TASKS, Record, held_out_records
-from gpt.answers import write_answers
-from gpt.checkpoint import open_checkpoint
-from gpt.loading import load_model
-from gpt.model import GPT
-from gpt.parallel import Mesh
-from gpt.tokenizer import Tokenizer, open_tokenizer
+from gpt.formats.registry import open_checkpoint
+from gpt.generation.completions import write_answers
+from gpt.model.gpt_model import GPT
+from gpt.model.loading import load_model
+from gpt.parallel.mesh import Mesh
+from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 RECORDS = 200  # Of each task, for each column.
 SEED = 1  # Not the training's; held-out inputs are others than training inputs anyway.

@@ -17,22 +17,22 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_tools.convert import convert, plan, write_native
-from checkpoints_tools.layout import Division
-from checkpoints_tools.writers import Wish
+from checkpoints_tools.conversion.convert import convert, plan, write_native
+from checkpoints_tools.layout.layout import Division
+from checkpoints_tools.writers.registry import Wish
 from examples.demo.evaluate import evaluate, report
 from examples.demo.tasks import training_records
 from examples.demo.vocabulary import VOCABULARY_SIZE, train_vocabulary
-from gpt.checkpoint import open_checkpoint
+from gpt.checkpoint.random_init import fresh
 from gpt.config import GPTConfig
-from gpt.fresh import fresh
-from gpt.loading import load
-from gpt.parallel import Mesh
-from gpt.tokenizer import open_tokenizer
-from ptuning.audience import Audience
+from gpt.formats.registry import open_checkpoint
+from gpt.model.loading import load
+from gpt.parallel.mesh import Mesh
+from gpt.tokenizers.tokenizer import open_tokenizer
 from ptuning.config import TuneConfig
-from ptuning.learning import Learning, load_trainer
-from ptuning.run import prepare
+from ptuning.reporting.observer import Audience
+from ptuning.run.preparation import prepare
+from ptuning.run.training_loop import Learning, load_trainer
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 # As a training cluster would leave it: four ranks' files, the vocabulary padded. The bf16 model is

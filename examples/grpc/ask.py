@@ -8,8 +8,8 @@ It needs the clients and the protos only: no model and no torch.
 import asyncio
 import sys
 
-from clients.aio import AsyncClient
-from clients.generation import CallError, Client, Options
+from clients.async_client import AsyncClient
+from clients.client import CallError, Client, Options
 
 PROMPT = "One and two is"
 

@@ -1,0 +1,121 @@
+"""Published speeds and memory of static batches, row by row, each with what it is compared to.
+
+The file says what was measured; this says which job that was. A row that did not fit into memory is
+a case too: what is published of it is that it did not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from gpt.config import GPTConfig
+from planning.hardware import Cluster, find_device
+from planning.published.faster_transformer import FITTED, Constants
+from planning.published.static_batch import StaticJob, estimate_static
+
+ROWS = Path(__file__).with_name("inference.yaml")
+GPU = "a100-80g"
+GPUS_PER_NODE = 8
+VOCABULARY = 51200
+POSITIONS = 2048
+
+Figure = Literal["request_ms", "prefill_ms", "decode_ms_per_token", "memory_gb"]
+TIMES: tuple[Figure, ...] = ("request_ms", "prefill_ms", "decode_ms_per_token")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published number. GB are 1e9 bytes."""
+
+    table: str
+    source: str
+    model: str
+    gpu: str
+    job: StaticJob
+    figure: Figure
+    published: float | None  # None: out of memory.
+
+    @property
+    def name(self) -> str:
+        job = self.job
+        split = f"TP{job.tp}" + (f" PP{job.pp}" if job.pp > 1 else "")
+        return f"{self.model} {split} {job.input_tokens}/{job.output_tokens} batch {job.batch}"
+
+    @property
+    def cluster(self) -> Cluster:
+        ranks = self.job.tp * self.job.pp
+        return Cluster(find_device(self.gpu), max(ranks, GPUS_PER_NODE), GPUS_PER_NODE)
+
+    def predicted(self, constants: Constants = FITTED) -> float:
+        estimate = estimate_static(self.job, self.cluster, constants)
+        if self.figure == "memory_gb":
+            return estimate.memory.total / 1e9
+        return float(getattr(estimate, self.figure))
+
+    def error(self, constants: Constants = FITTED) -> float:
+        """Signed: 0.05 is 5 % too much."""
+        assert self.published is not None, "nothing ran"
+        return self.predicted(constants) / self.published - 1
+
+
+def times() -> list[Case]:
+    return [case for case in cases() if case.figure in TIMES and case.published is not None]
+
+
+def memories() -> list[Case]:
+    return [case for case in cases() if case.figure == "memory_gb"]
+
+
+def out_of_memory() -> list[Case]:
+    return [case for case in cases() if case.published is None]
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    file = yaml.safe_load(ROWS.read_text("utf-8"))
+    models = {name: _model(widths) for name, widths in file["models"].items()}
+    return tuple(
+        case
+        for table in file["tables"]
+        for row in table["rows"]
+        for case in _row(table, row, models)
+    )
+
+
+def _model(widths: Mapping[str, int]) -> GPTConfig:
+    return GPTConfig(
+        num_layers=widths["layers"],
+        hidden_size=widths["hidden"],
+        num_attention_heads=widths["heads"],
+        vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS,
+    )
+
+
+def _row(
+    table: Mapping[str, Any], row: Mapping[str, Any], models: Mapping[str, GPTConfig]
+) -> Iterator[Case]:
+    for figure in get_args(Figure):
+        for batch, value in zip(table["batch"], row.get(figure, table["batch"]), strict=True):
+            if figure not in row or value is None:
+                continue
+            yield Case(
+                table=table["name"],
+                source=table["source"],
+                model=table["model"],
+                gpu=table.get("gpu", GPU),
+                job=StaticJob(
+                    model=models[table["model"]],
+                    input_tokens=row["input"],
+                    output_tokens=row["output"],
+                    batch=batch,
+                    tp=row["tp"],
+                    pp=row.get("pp", 1),
+                ),
+                figure=figure,
+                published=None if value == "oom" else float(value),
+            )

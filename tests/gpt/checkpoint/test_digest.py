@@ -1,0 +1,180 @@
+"""The same model has the same digest, whatever its files are like; another one has another."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints_tools.conversion.convert import write_native
+from gpt.checkpoint.digest import Identity, base_digest, cache_folder, fingerprint, glance, identify
+from gpt.checkpoint.logical_tensor import Checkpoint, in_memory
+from gpt.config import GPTConfig, RopeScaling
+from gpt.formats.huggingface.reader import open_huggingface
+from gpt.formats.native import open_native
+from tests.support.checkpoints.hf_models import edit_json, model_of
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, lively
+
+SMALL = GPTConfig(
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=2,
+    vocab_size=5,
+    max_position_embeddings=4,
+)
+
+
+def weights(source: Checkpoint) -> dict[str, Tensor]:
+    return {name: tensor.read() for name, tensor in source.tensors.items()}
+
+
+def plain_digest(tensors: dict[str, Tensor]) -> str:
+    """The definition, the slow way."""
+    lines = ""
+    for name, value in sorted(tensors.items()):
+        data = value.contiguous().view(torch.uint8).numpy().tobytes()
+        dtype, shape = str(value.dtype).removeprefix("torch."), "x".join(map(str, value.shape))
+        lines += f"{name} {dtype} {shape} {hashlib.sha256(data).hexdigest()}\n"
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_digest_is_a_hash_of_the_tensors_hashes(name: str) -> None:
+    source = lively(CONFIGS[name])
+    assert base_digest(source) == plain_digest(weights(source))
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama, multi-head"])
+def test_format_and_files_do_not_matter(case: str, tmp_path: Path) -> None:
+    model_of(case).save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    source = open_huggingface(tmp_path / "sharded")
+    write_native(source, tmp_path / "one")
+    write_native(source, tmp_path / "many", shard_bytes_max=5000)
+    copies = [source, open_native(tmp_path / "one"), open_native(tmp_path / "many")]
+    assert len({base_digest(copy) for copy in copies}) == 1
+    assert len({fingerprint(copy) for copy in copies}) == 1
+    assert len({identify(copy).digest for copy in copies}) == 1
+
+
+def test_one_bit_matters() -> None:
+    for name, value in weights(lively(SMALL)).items():
+        tensors = weights(lively(SMALL))
+        value.view(torch.uint8).view(-1)[-1] ^= 1
+        tensors[name] = value
+        changed = in_memory(SMALL, tensors)
+        assert base_digest(changed) != base_digest(lively(SMALL)), name
+
+
+def test_training_a_little_changes_the_fingerprint() -> None:
+    tensors = weights(lively(MODERN))
+    before = fingerprint(in_memory(MODERN, tensors))
+    tensors["decoder.layers.2.mlp.linear_fc2.weight"] *= 1.001
+    assert fingerprint(in_memory(MODERN, tensors)) != before
+
+
+# Fields that change what is computed, and some that another reader may fill otherwise.
+MATTERS: list[tuple[GPTConfig, dict[str, Any]]] = [
+    (MODERN, {"rotary_base": 500.0}),
+    (MODERN, {"rope_scaling": RopeScaling("linear", 2.0)}),
+    (MODERN, {"rotary_interleaved": True}),
+    (MODERN, {"layernorm_epsilon": 1e-6}),
+    (MODERN, {"window_size": None}),
+    (MODERN, {"activation": "gelu"}),
+    (CLASSIC, {"activation": "gelu"}),
+    (CLASSIC, {"parallel_residual": True}),
+    (CLASSIC, {"layernorm_zero_centered_gamma": True}),
+    (EXPERTS, {"moe_router_topk": 1}),
+    (EXPERTS, {"moe_router_pre_softmax": True}),
+]
+IDLE: list[tuple[GPTConfig, dict[str, Any]]] = [
+    (MODERN, {"rotary_base": int(MODERN.rotary_base)}),
+    (MODERN, {"max_position_embeddings": 4096}),
+    (MODERN, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    (MODERN, {"moe_router_topk": 7, "moe_router_pre_softmax": True}),
+    (CLASSIC, {"rotary_base": 500.0, "rotary_percent": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("config", "fields"), MATTERS)
+def test_a_field_that_changes_the_function_changes_the_fingerprint(
+    config: GPTConfig, fields: dict[str, Any]
+) -> None:
+    source = lively(config)
+    changed = replace(source, config=config.with_fields(**fields))
+    assert fingerprint(changed) != fingerprint(source)
+    assert base_digest(changed) == base_digest(source)
+
+
+@pytest.mark.parametrize(("config", "fields"), IDLE)
+def test_a_field_that_changes_nothing_leaves_the_fingerprint(
+    config: GPTConfig, fields: dict[str, Any]
+) -> None:
+    source = lively(config)
+    changed = replace(source, config=config.with_fields(**fields))
+    assert fingerprint(changed) == fingerprint(source)
+
+
+def saved(folder: Path) -> Checkpoint:
+    if not folder.exists():
+        model_of("gpt2").save_pretrained(folder)
+    return open_huggingface(folder)
+
+
+def poison(folder: Path) -> None:
+    for entry in folder.glob("*.json"):
+        edit_json(entry, lambda record: record.update(digest="from the cache"))
+
+
+def test_a_digest_is_computed_once_and_kept_outside_the_source(tmp_path: Path) -> None:
+    source, cache = saved(tmp_path / "m"), tmp_path / "cache"
+    before = sorted((tmp_path / "m").iterdir())
+    assert glance(source, cache) == Identity("", fingerprint(source), "", fingerprint(source))
+    first = identify(source, cache)
+    assert glance(source, cache) == first
+    assert first == Identity(base_digest(source), fingerprint(source), "", fingerprint(source))
+    assert sorted((tmp_path / "m").iterdir()) == before and len(list(cache.iterdir())) == 1
+    poison(cache)
+    assert identify(saved(tmp_path / "m"), cache).digest == "from the cache"
+
+
+def test_a_replaced_file_is_hashed_anew(tmp_path: Path) -> None:
+    identify(saved(tmp_path / "m"), tmp_path / "cache")
+    poison(tmp_path / "cache")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = model_of("gpt2").state_dict()
+    tensors.pop("lm_head.weight", None)
+    save_file({key: value * 2 for key, value in tensors.items()}, file)
+    again = identify(saved(tmp_path / "m"), tmp_path / "cache")
+    assert again.digest == base_digest(saved(tmp_path / "m"))
+
+
+def test_a_cache_that_is_broken_or_cannot_be_written_only_costs_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = saved(tmp_path / "m")
+    identify(source, tmp_path / "cache")
+    for entry in (tmp_path / "cache").iterdir():
+        entry.write_text("{")
+    assert identify(source, tmp_path / "cache").digest == base_digest(source)
+    (tmp_path / "file").write_text("in the way")
+    assert identify(source, tmp_path / "file" / "cache").digest == base_digest(source)
+    assert "event=digest_not_cached" in caplog.text
+
+
+def test_the_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    identify(saved(tmp_path / "m"))
+    (entry,) = (tmp_path / "xdg" / "preamble" / "digests").iterdir()
+    assert json.loads(entry.read_text())["path"] == str(tmp_path / "m")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "preamble" / "digests"
+
+
+def test_a_model_in_memory_is_not_cached(tmp_path: Path) -> None:
+    assert identify(lively(SMALL), tmp_path / "cache").digest == base_digest(lively(SMALL))
+    assert not (tmp_path / "cache").exists()

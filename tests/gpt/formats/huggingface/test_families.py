@@ -1,0 +1,312 @@
+"""config.json of the Hugging Face families: every spelling of it, its defaults, what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt.errors import CheckpointError
+from gpt.formats.registry import open_checkpoint
+from tests.support.checkpoints.hf_models import (
+    CASES,
+    HEADED,
+    WINDOW,
+    edit_json,
+    model_of,
+    random_model,
+    sizes_of,
+)
+
+CONFIG = "config.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder where transformers saved a case. Do not write into it."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def folder(case: str) -> Path:
+        path = root / case.replace(", ", "-").replace(" ", "-")
+        if not path.exists():
+            model_of(case).save_pretrained(path)
+        return path
+
+    return folder
+
+
+def to_version_4(record: dict[str, Any]) -> None:
+    """config.json as transformers 4 wrote it."""
+    rope = record.pop("rope_parameters", None)
+    neox = record["model_type"] == "gpt_neox"
+    if rope:
+        record["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            percent = rope.pop("partial_rotary_factor")
+            record["rotary_pct" if neox else "partial_rotary_factor"] = percent
+        record["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    record["torch_dtype"] = record.pop("dtype")
+    record.pop("layer_types", None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_of_transformers_4_reads_the_same_here_and_there(
+    case: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    folder = Path(shutil.copytree(saved(case), tmp_path / "old"))
+    edit_json(folder / CONFIG, to_version_4)
+    assert open_checkpoint(folder).config == open_checkpoint(saved(case)).config
+    theirs = [AutoConfig.from_pretrained(path) for path in (folder, saved(case))]
+    ropes = [getattr(one, "rope_parameters", None) for one in theirs]
+    assert ropes[0] == ropes[1]
+
+
+def test_the_oldest_spelling_of_rope_scaling_reads_too(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def change(record: dict[str, Any]) -> None:
+        record.pop("rope_parameters")
+        record.update(rope_theta=10000, rope_scaling={"type": "linear", "factor": 2})
+
+    folder = Path(shutil.copytree(saved("llama, multi-head"), tmp_path / "llama"))
+    edit_json(folder / CONFIG, change)
+    config = open_checkpoint(folder).config
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 2.0
+    assert config.rotary_base == 10000.0
+
+
+def test_without_query_groups_every_head_of_nemotron_has_its_own(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved("nemotron"), tmp_path / "nemotron"))
+    edit_json(folder / CONFIG, lambda record: record.pop("num_key_value_heads"))
+    with pytest.raises(CheckpointError, match=r"k_proj.weight: found \(24, 48\), need \(48, 48\)"):
+        open_checkpoint(folder)
+
+
+OPTIONAL = {
+    *("num_key_value_heads", "max_position_embeddings", "n_positions", "bos_token_id"),
+    "eos_token_id",
+}
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_where_config_is_silent_the_familys_default_holds(family: str, tmp_path: Path) -> None:
+    needed = {key: value for key, value in sizes_of(family).items() if key not in OPTIONAL}
+    needed["num_attention_heads" if family != "gpt2" else "n_head"] = 32
+    needed["hidden_size" if family != "gpt2" else "n_embd"] = 256
+    if family == "nemotron":
+        needed["num_key_value_heads"] = 4  # Its class defaults to none, and its model needs some.
+    spoken, silent = tmp_path / "spoken", tmp_path / "silent"
+    random_model(family, needed).save_pretrained(spoken)
+    shutil.copytree(spoken, silent)
+    (silent / CONFIG).write_text(json.dumps({"model_type": family, **needed}))
+    assert open_checkpoint(silent).config == open_checkpoint(spoken).config
+
+
+# What a config.json can ask for that the model does not compute, or does not say.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown architecture": (
+        "llama, multi-head",
+        {"model_type": "falcon"},
+        "'falcon' is not a family .* known are gpt2, gpt_neox, llama, mistral, mixtral, ",
+    ),
+    "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
+    "yarn": (
+        "llama, multi-head",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        "rope type 'yarn' is not one that Preamble computes; known are default, linear, llama3",
+    ),
+    "dynamic": (
+        "qwen2",
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic"}},
+        "rope type 'dynamic'",
+    ),
+    "positions by layer": (
+        "qwen3, wide heads",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters differ by layer",
+    ),
+    "partial positions": (
+        "llama, multi-head",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5, which Preamble does not compute",
+    ),
+    "attention scaled by layer": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx is true, which Preamble does not compute",
+    ),
+    "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
+    "unknown activation": ("gpt2", {"activation_function": "mish"}, 'is "mish"; it must be one of'),
+    "quantized": (
+        "llama, multi-head",
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quantization_config .*gptq",
+    ),
+    "mixed windows by number": (
+        "qwen2",
+        {**WINDOW, "max_window_layers": 1, "layer_types": None},
+        "max_window_layers 1 of 3 layers mixes",
+    ),
+    "mixed windows by name": (
+        "qwen2",
+        {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types mixes full_attention, sliding_attention",
+    ),
+    "a number for kinds of layers": (
+        "qwen2",
+        {**WINDOW, "layer_types": 0},
+        "layer_types is 0; it must be a list of names",
+    ),
+    "numbers for kinds of layers": (
+        "mixtral",
+        {"layer_types": [[1]]},
+        r"layer_types is \[\[1\]\]; it must be a list of names",
+    ),
+    "a number of 400 digits": (
+        "llama, multi-head",
+        {"rms_norm_eps": 10**400},
+        "rms_norm_eps is 10{59}; it must be a finite number",
+    ),
+    "layers of 400 digits": (
+        "mixtral",
+        {"num_hidden_layers": 10**400},
+        "num_hidden_layers is 10{59}; it must be a whole number below",
+    ),
+    "layers without number": (
+        "mixtral",
+        {"num_hidden_layers": 1 << 30},
+        "num_hidden_layers is 1073741824; it must be a whole number below 65536",
+    ),
+    "no number": (
+        "llama, multi-head",
+        {"rms_norm_eps": float("nan")},
+        "rms_norm_eps is NaN; it must be a finite number",
+    ),
+    "a missing field": ("llama, multi-head", {"hidden_size": None}, "hidden_size .*whole number"),
+    "a text for a number": ("gpt2", {"n_head": "4"}, 'n_head is "4"; it must be a whole number'),
+    "a number for a flag": ("llama, multi-head", {"mlp_bias": 1}, "mlp_bias is 1; .*true or false"),
+    "heads that do not divide": (
+        "llama, multi-head",
+        {"num_key_value_heads": 3},
+        "4 attention heads do not divide into 3",
+    ),
+    "another width": (
+        "llama, multi-head",
+        {"intermediate_size": 96},
+        r"gate_proj.weight: found \(80, 48\), need \(96, 48\) for .*the weights disagree",
+    ),
+    "another vocabulary": (
+        "gpt2",
+        {"vocab_size": 90},
+        r"wte.weight: found \(101, 48\), need \(90, 48\)",
+    ),
+    "more layers": (
+        "llama, multi-head",
+        {"num_hidden_layers": 4},
+        "none of the weights is 'model.layers.3.*download is incomplete",
+    ),
+    "fewer layers": (
+        "llama, multi-head",
+        {"num_hidden_layers": 2},
+        "no place for 9 of the weights: model.layers.2.*so the model is not read",
+    ),
+    "heads of another width": (
+        "qwen3, wide heads",
+        {"head_dim": 24},
+        r"q_proj.weight: found \(80, 48\), need \(96, 48\)",
+    ),
+    "tied, with a head of its own": (
+        "llama, multi-head",
+        {"tie_word_embeddings": True},
+        "lm_head.weight is not equal to .*set tie_word_embeddings to false",
+    ),
+    "partial positions of a family that turns whole heads": (
+        "starcoder2",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5, which Preamble does not compute",
+    ),
+    "an odd share of a head": (
+        "gpt_neox, parallel residual",
+        {"rope_parameters": None},
+        "rotary_percent 0.25 of 12 channels rotates 3; it must be an even number",
+    ),
+    "no share of a head": (
+        "nemotron",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.0}},
+        "rotary_percent is 0.0; it must be in",
+    ),
+    "a share that is no number": (
+        "nemotron",
+        {"rope_parameters": None, "partial_rotary_factor": "half"},
+        'partial_rotary_factor is "half"; it must be a number',
+    ),
+    "heads of a width of their own": (
+        "gpt_neox, parallel residual",
+        {"head_dim": 16},
+        "head_dim is 16, which Preamble does not compute; it reads only models where it is 12",
+    ),
+    "a word for a residual": (
+        "gpt_neox, parallel residual",
+        {"use_parallel_residual": "yes"},
+        'use_parallel_residual is "yes"; it must be true or false',
+    ),
+    "positions that depend on the length": (
+        "gpt_neox, parallel residual",
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope type 'dynamic' is not one that Preamble computes",
+    ),
+    "biases of an MLP that are not there": (
+        "nemotron",
+        {"mlp_bias": True},
+        "none of the weights is 'model.layers.0.mlp.up_proj.bias'",
+    ),
+    "biases that config.json does not have": (
+        "starcoder2",
+        {"use_bias": False},
+        "no place for 18 of the weights: model.layers.0.mlp.c_fc.bias",
+    ),
+    "mixed windows of experts": (
+        "mixtral",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types mixes full_attention, sliding_attention",
+    ),
+    "more experts per token than experts": (
+        "mixtral",
+        {"num_experts_per_tok": 6},
+        "moe_router_topk is 6; with 5 experts it must be from 1 to 5",
+    ),
+    "no experts": ("mixtral", {"num_local_experts": 0}, "moe_router_topk is 2; with 0 experts"),
+    "more experts": (
+        "mixtral",
+        {"num_local_experts": 6},
+        r"block_sparse_moe.gate.weight: found \(5, 48\), need \(6, 48\)",
+    ),
+    "wider experts": (
+        "mixtral",
+        {"intermediate_size": 96},
+        r"experts.0.w1.weight: found \(80, 48\), need \(96, 48\)",
+    ),
+    "biases that are not there": (
+        "llama, multi-head",
+        {"attention_bias": True},
+        "none of the weights is 'model.layers.0.self_attn.q_proj.bias'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_config_that_cannot_be_is_one_sentence(
+    what: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case, fields, message = REFUSED[what]
+    folder = Path(shutil.copytree(saved(case), tmp_path / "model"))
+    edit_json(folder / CONFIG, lambda record: record.update(fields))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(folder)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)

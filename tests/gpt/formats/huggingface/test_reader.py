@@ -1,0 +1,381 @@
+"""Hugging Face checkpoints: what transformers saved is what we read, and compute."""
+
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gpt
+from gpt.checkpoint.digest import base_digest
+from gpt.checkpoint.files.torch_save import open_torch
+from gpt.errors import CheckpointError
+from gpt.formats.registry import open_checkpoint
+from gpt.generation.generate import generate
+from gpt.sampling_params import Sampling
+from tests.support.checkpoints.hf_models import CASES, edit_json, ids, logits_of, model_of, packed
+from tests.support.models import first_tie, recompute_greedy
+
+LOGITS_ATOL = 1e-4  # fp32 sums in another order, over logits of a few tens.
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder where transformers saved a case, in several shards. Do not write into it."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def folder(case: str) -> Path:
+        path = root / case.replace(", ", "-").replace(" ", "-")
+        if not path.exists():
+            model_of(case).save_pretrained(path, max_shard_size="60KB")
+        return path
+
+    return folder
+
+
+@pytest.fixture
+def llama(saved: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a sharded Llama, to be broken."""
+    return Path(shutil.copytree(saved("llama, multi-head"), tmp_path / "llama"))
+
+
+def single(folder: Path) -> Path:
+    """The same checkpoint in one file."""
+    if (folder / INDEX).exists():
+        tensors = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+        for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+            file.unlink()
+        save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, saved: Callable[[str], Path]) -> None:
+    theirs = logits_of(model_of(case), ids())
+    ours = gpt.load(saved(case)).logits(ids())
+    assert float(theirs.std()) >= 5
+    assert ours.shape == theirs.shape and ours.dtype == torch.float32
+    assert float((ours - theirs).abs().max()) <= LOGITS_ATOL
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sixteen_tokens_through_the_cache_are_what_recomputing_all_gives_here_and_there(
+    case: str, saved: Callable[[str], Path]
+) -> None:
+    theirs, ours = model_of(case), gpt.load(saved(case))
+    prompts = [row[:length].tolist() for row, length in zip(ids(3), (20, 3, 9), strict=True)]
+    completions = generate(ours, prompts, Sampling(max_new_tokens=16))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        here = recompute_greedy(ours, prompt, 16)
+        until = first_tie(here)
+        assert completion.token_ids[:until] == here.tokens[:until]
+        there = logits_of(theirs, torch.tensor([prompt + here.tokens]))[0].argmax(-1).tolist()
+        assert there[len(prompt) - 1 :][:until] == here.tokens[:until]
+
+
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_packed_bit_for_bit(case: str, saved: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(saved(case))
+    expected = packed(model_of(case), checkpoint.config)
+    assert set(checkpoint.tensors) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(checkpoint.read(name), value), name
+
+
+def test_shards_one_file_and_pickles_are_the_same_model(llama: Path, tmp_path: Path) -> None:
+    digests = {base_digest(open_checkpoint(llama))}
+    tensors = load_file(single(llama) / WEIGHTS)
+    digests.add(base_digest(open_checkpoint(llama)))
+    (llama / WEIGHTS).unlink()
+    torch.save(tensors, llama / "pytorch_model.bin")
+    digests.add(base_digest(open_checkpoint(llama)))
+    torch.save(tensors, llama / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    digests.add(base_digest(open_checkpoint(llama)))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_read_as_it_is(dtype: str, tmp_path: Path) -> None:
+    model = model_of("gpt2", getattr(torch, dtype))
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.dtype == dtype
+    words = checkpoint.read("embedding.word_embeddings.weight")
+    assert words.dtype == getattr(torch, dtype)
+    assert torch.equal(words, model.state_dict()["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2",
+        "llama, tied, all biases, wide heads",
+        "mixtral, tied, window, three experts of four, wide heads",
+        "gpt_neox, tied, no attention bias, linear positions",
+    ],
+)
+def test_files_of_the_bare_model_are_read(
+    case: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    bare: Any = model_of(case).base_model
+    bare.save_pretrained(tmp_path)
+    assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("mixtral", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("gpt_neox, parallel residual", "lm_head.weight"),
+    ],
+)
+def test_keys_as_transformers_5_has_them_in_memory_are_read(
+    case: str, key: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model_of(case).save_pretrained(tmp_path, save_original_format=False)
+    assert key in load_file(tmp_path / WEIGHTS)
+    assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
+
+
+def doubled_head(tensors: dict[str, Tensor]) -> None:
+    tensors["embed_out.weight"] = tensors["lm_head.weight"].clone()
+
+
+def odd_row(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.ones(5, 161, 48)
+
+
+def extra_expert(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.ones(6, 48, 80)
+
+
+def flat_experts(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.ones(5 * 48, 80)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("gpt_neox, parallel residual", doubled_head, "no place for 1 of the weights: lm_head"),
+        (
+            "mixtral",
+            odd_row,
+            r"experts.gate_up_proj\[0, 80:161\]: found \(81, 48\), need \(80, 48\)",
+        ),
+        ("mixtral", extra_expert, r"no place for 1 of .*block_sparse_moe.experts.5.w2.weight"),
+        ("mixtral", flat_experts, r"none of the weights is '.*experts.0.w2.weight'"),
+    ],
+)
+def test_such_keys_are_held_to_the_config_too(
+    case: str, change: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    model_of(case).save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def remove_weights(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+
+
+def first_shard(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+def reword(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    edit_json(folder / name, change)
+
+
+def retype(folder: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(first_shard(folder))
+    save_file({key: value.to(dtype) for key, value in tensors.items()}, first_shard(folder))
+
+
+def swap_pickle(folder: Path, value: object) -> None:
+    (single(folder) / WEIGHTS).unlink()
+    torch.save(value, folder / "pytorch_model.bin")
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('the pickle was executed')",)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing shard": (
+        lambda folder: first_shard(folder).unlink(),
+        r"names \d+ shards, 1 of them missing: model-00001-of-.*; fetch the missing",
+    ),
+    "a truncated shard": (
+        lambda folder: os.truncate(first_shard(folder), 20000),
+        "model-00001-of-.* is truncated: .*fetch or copy it again",
+    ),
+    "a shard that is a pointer": (
+        lambda folder: first_shard(folder).write_text("version https://git-lfs.github.com/spec/v1"),
+        "is a git-lfs pointer, not the weights; run `git lfs pull`",
+    ),
+    "a shard of another version": (
+        lambda folder: save_file({"x": torch.ones(1)}, first_shard(folder)),
+        "index.json places '.*' in model-00001-of-.*, which does not hold it",
+    ),
+    "no index": (
+        lambda folder: (folder / INDEX).unlink(),
+        "shards as .*but not model.safetensors.i",
+    ),
+    "an index without a map": (
+        lambda folder: (folder / INDEX).write_text("{}"),
+        "has no weight_map",
+    ),
+    "an index that leaves the folder": (
+        partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x="../x.safetensors")),
+        "names '../x.safetensors', which is not a file beside it",
+    ),
+    "an index of a name too long": (
+        partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x="a" * 256)),
+        "names 'a{60}', which is not a file beside it; fetch it again",
+    ),
+    "an index of numbers": (
+        partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x=1)),
+        "has no weight_map of keys to files",
+    ),
+    "an index that lacks a key": (
+        partial(reword, name=INDEX, change=lambda r: r["weight_map"].update(x="model-00001-of-0")),
+        "1 of them missing",
+    ),
+    "no weights": (
+        remove_weights,
+        "has config.json but no weights; model.safetensors, or",
+    ),
+    "a config that is no JSON": (
+        lambda folder: (folder / CONFIG).write_text("{"),
+        "config.json is not JSON",
+    ),
+    "a config that is a list": (
+        lambda folder: (folder / CONFIG).write_text("[]"),
+        "config.json is not a JSON object",
+    ),
+    "whole numbers": (
+        partial(retype, dtype=torch.int8),
+        "is torch.int8, not one of float64, float32, bfloat16, float16",
+    ),
+    "a pickle that runs code": (
+        partial(swap_pickle, value={"a": Hostile()}),
+        "holds more than tensors: it asks to run .*exec; save it again as safetensors",
+    ),
+    "a pickle of something else": (partial(swap_pickle, value=[1]), "is not a plain state dict"),
+    "a sparse pickle": (
+        partial(swap_pickle, value={"a": torch.eye(3).to_sparse()}),
+        "pytorch_model.bin: a is torch.sparse_coo on cpu; it must be a dense tensor",
+    ),
+    "a pickle without numbers": (
+        partial(swap_pickle, value={"a": torch.empty(3, device="meta")}),
+        "pytorch_model.bin: a is torch.strided on meta; it must be a dense tensor",
+    ),
+    "a pickle in a pickle": (
+        partial(swap_pickle, value={"model": {"a": torch.ones(1)}}),
+        "is not a plain state dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Sparse tensors warn when they are loaded.
+def test_broken_files_are_one_sentence(what: str, llama: Path) -> None:
+    change, message = BROKEN[what]
+    change(llama)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(llama)
+    assert str(llama) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_truncated_pickle_is_one_sentence(llama: Path) -> None:
+    swap_pickle(llama, load_file(single(llama) / WEIGHTS))
+    os.truncate(llama / "pytorch_model.bin", 50000)
+    with pytest.raises(CheckpointError, match="it has 50000 bytes and is truncated or broken"):
+        open_checkpoint(llama)
+    (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile(), protocol=2))
+    with pytest.raises(CheckpointError, match="is not a readable torch file"):
+        open_checkpoint(llama)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Types of storage that are not of today.
+def test_any_flipped_byte_of_a_pickle_is_one_sentence_or_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3, 4), "b": torch.ones(2)}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        record = next(i for i in archive.infolist() if i.filename.endswith("data.pkl"))
+        begin = whole.index(archive.read(record))
+    refusals: list[str] = []
+    for place in range(begin, begin + record.file_size):
+        for flip in (0x01, 0xFF):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+            try:
+                open_torch(path)
+            except CheckpointError as error:
+                refusals.append(str(error))
+    assert len(refusals) > record.file_size
+    assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
+
+
+def test_the_folder_is_the_tokenizers_if_it_has_one(llama: Path) -> None:
+    assert open_checkpoint(llama).tokenizer is None
+    for name in ("tokenizer.model", "gpt2-vocab.json"):
+        (llama / name).write_bytes(b"")
+        assert open_checkpoint(llama).tokenizer == llama
+        (llama / name).unlink()
+
+
+def test_buffers_that_are_no_weights_are_left_alone(llama: Path) -> None:
+    before = base_digest(open_checkpoint(llama))
+    tensors = load_file(single(llama) / WEIGHTS)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+    save_file(tensors, llama / WEIGHTS)
+    assert base_digest(open_checkpoint(llama)) == before
+
+
+def test_buffers_of_old_gpt_neox_are_left_alone(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    neox = single(Path(shutil.copytree(saved("gpt_neox, parallel residual"), tmp_path / "neox")))
+    before = base_digest(open_checkpoint(neox))
+    tensors = load_file(neox / WEIGHTS)
+    attention = "gpt_neox.layers.0.attention."
+    tensors[f"{attention}bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    tensors[f"{attention}masked_bias"] = torch.tensor(-1e9)
+    tensors[f"{attention}rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(tensors, neox / WEIGHTS)
+    assert base_digest(open_checkpoint(neox)) == before
+
+
+def test_a_tied_model_may_repeat_its_embedding_as_the_head(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = single(Path(shutil.copytree(saved("gpt2"), tmp_path / "gpt2")))
+    before = base_digest(open_checkpoint(folder))
+    tensors = load_file(folder / WEIGHTS)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, folder / WEIGHTS)
+    assert base_digest(open_checkpoint(folder)) == before
+
+
+def test_the_true_vocabulary_can_be_told(llama: Path) -> None:
+    model, whole = gpt.load(llama, config={"vocab_size": 90}), gpt.load(llama)
+    assert torch.equal(model.logits(ids() % 90), whole.logits(ids() % 90)[..., :90])
+    with pytest.raises(CheckpointError, match="overridden with 102, but the embedding has 101"):
+        open_checkpoint(llama, {"vocab_size": 102})

@@ -1,0 +1,220 @@
+"""Arguments of every version of Megatron say the same architecture, or are refused by name."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt.checkpoint.digest import base_digest
+from gpt.config import GPTConfig, RopeScaling
+from gpt.errors import CheckpointError
+from gpt.formats.megatron.reader import open_megatron
+from tests.support.checkpoints.megatron_writer import DENSE, GATED, MIXED, ROTARY, Layout, saved
+
+DEFAULTS = Layout(tp=2)
+HISTORY: dict[str, tuple[GPTConfig, Layout, dict[str, Any]]] = {
+    "epsilon of 0.4 to 0.15": (DENSE, DEFAULTS, {"layernorm_epsilon": None, "norm_epsilon": 1e-5}),
+    "zero-centred norms since 0.16": (
+        DENSE.with_fields(layernorm_zero_centered_gamma=True),
+        DEFAULTS,
+        {"apply_layernorm_1p": None, "layernorm_zero_centered_gamma": True},
+    ),
+    "groups before there were groups": (
+        DENSE,
+        DEFAULTS,
+        {"group_query_attention": None, "num_query_groups": None},
+    ),
+    "groups as a converter writes them": (GATED, DEFAULTS, {"group_query_attention": None}),
+    "one group by default": (
+        DENSE,
+        DEFAULTS,
+        {"group_query_attention": None, "num_query_groups": 1},
+    ),
+    "rotary base before it was an argument": (
+        GATED.with_fields(rotary_base=10000.0),
+        DEFAULTS,
+        {"rotary_base": None},
+    ),
+    "rotary positions of early 2023": (
+        ROTARY,
+        Layout(names="2021"),
+        {"position_embedding_type": None, "use_rotary_position_embeddings": True},
+    ),
+    "base and pairs, which older classes ignore": (
+        ROTARY,
+        Layout(names="2023"),
+        {"rotary_base": 5, "rotary_interleaved": True},
+    ),
+    "no biases, by the oldest name": (GATED, DEFAULTS, {"disable_bias_linear": True}),
+    "erf": (DENSE.with_fields(activation="gelu"), DEFAULTS, {}),
+    "the kernel that needs a bias": (
+        GATED.with_fields(gated=False, activation="gelu"),
+        DEFAULTS,
+        {"bias_gelu_fusion": True},
+    ),
+    "OpenAI's form in older classes": (
+        DENSE,
+        Layout(names="2021"),
+        {"bias_gelu_fusion": False, "openai_gelu": True},
+    ),
+    "torch's own GELU of 2020, before there was a kernel": (
+        DENSE.with_fields(activation="gelu"),
+        Layout(names="2020", version=None),
+        {"bias_gelu_fusion": None, "openai_gelu": False},
+    ),
+    "OpenAI's form in 2020": (
+        DENSE,
+        Layout(names="2020", version=None),
+        {"bias_gelu_fusion": None, "openai_gelu": True},
+    ),
+    "the tanh form of 2019, which had no name": (
+        DENSE,
+        Layout(names="2020", version=None),
+        {"bias_gelu_fusion": None},
+    ),
+    "Transformer Engine's only GELU, in its own layers": (
+        DENSE,
+        Layout(names="full te"),
+        {"transformer_impl": "transformer_engine", "bias_gelu_fusion": False},
+    ),
+    "what its first layers did not obey": (
+        DENSE,
+        Layout(names="full te"),
+        {"transformer_impl": "transformer_engine", "squared_relu": True, "swiglu": True},
+    ),
+    "its function of its own in newer classes": (
+        DENSE,
+        DEFAULTS,
+        {"use_te_activation_func": True, "bias_gelu_fusion": False},
+    ),
+    "all groups of experts": (
+        MIXED,
+        DEFAULTS,
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 2},
+    ),
+    "OpenAI's form, which newer classes ignore": (
+        DENSE.with_fields(activation="gelu"),
+        DEFAULTS,
+        {"openai_gelu": True},
+    ),
+    "a window as text": (GATED, DEFAULTS, {"window_size": "(6, 0)"}),
+    "split of 2020": (
+        DENSE,
+        DEFAULTS,
+        {"tensor_model_parallel_size": None, "model_parallel_size": 2},
+    ),
+    "llama3 positions": (
+        GATED.with_fields(rope_scaling=RopeScaling("llama3", 8.0)),
+        DEFAULTS,
+        {},
+    ),
+    "a tokenizer of plain numbers": (
+        DENSE,
+        DEFAULTS,
+        {"tokenizer_type": "NullTokenizer", "vocab_size": DENSE.vocab_size - 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HISTORY)
+def test_arguments_of_every_time_give_the_same_architecture(case: str, tmp_path: Path) -> None:
+    config, layout, changes = HISTORY[case]
+    if "disable_bias_linear" in changes:
+        changes = {**changes, "add_bias_linear": None}
+    source = saved(config, replace(layout, changes=changes), tmp_path)
+    assert open_megatron(tmp_path).config == source.config
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("multi_latent_attention", True),
+        ("softmax_type", "learnable"),
+        ("attention_output_gate", True),
+        ("hybrid_override_pattern", "M*-"),
+        ("apply_residual_connection_post_layernorm", True),
+        ("position_embedding_type", "yarn"),
+        ("qk_l2_norm", True),
+        ("window_attn_skip_freq", 2),
+        ("no_rope_freq", 4),
+        ("quick_geglu", True),
+        ("activation_func_clamp_value", 7.0),
+        ("window_size", (6, 6)),
+        ("glu_linear_offset", 1.0),
+        ("spec", ["examples.custom", "layer"]),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused_by_its_name(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    saved(DENSE, Layout(changes={name: value}), tmp_path)
+    with pytest.raises(CheckpointError, match=f"args.{name} is .*does not compute"):
+        open_megatron(tmp_path)
+
+
+def test_some_of_the_groups_of_experts_are_refused(tmp_path: Path) -> None:
+    changes = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    saved(MIXED, Layout(changes=changes), tmp_path)
+    with pytest.raises(CheckpointError, match=r"args\.moe_router_group_topk is 2"):
+        open_megatron(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["padded_vocab_size", "hidden_size", "softmax_type"])
+def test_a_tensor_among_the_arguments_is_one_sentence(name: str, tmp_path: Path) -> None:
+    saved(DENSE, Layout(changes={name: torch.ones(3)}), tmp_path)
+    with pytest.raises(CheckpointError, match=rf"args\.{name} is tensor"):
+        open_megatron(tmp_path)
+
+
+def test_a_norm_that_only_some_of_the_layers_obey_is_refused(tmp_path: Path) -> None:
+    changes = {"transformer_impl": "transformer_engine", "apply_layernorm_1p": True}
+    saved(DENSE, Layout(names="full te", changes=changes), tmp_path)
+    with pytest.raises(CheckpointError, match=r"args\.apply_layernorm_1p is True"):
+        open_megatron(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ignored"),
+    [
+        ({"rotary_seq_len_interpolation_factor": 2}, "scaled by 2 .* trained with 1"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "scaled by 32 .* with 8"),
+    ],
+)
+def test_a_scaling_that_training_may_have_ignored_is_noted(
+    changes: dict[str, Any], ignored: str, tmp_path: Path
+) -> None:
+    saved(GATED, Layout(changes=changes), tmp_path)
+    (note,) = open_megatron(tmp_path).notes
+    assert re.search(ignored, note)
+    checkpoint = open_megatron(tmp_path, {"rope_scaling": None})
+    assert checkpoint.config == GATED and checkpoint.notes == ()
+
+
+def test_a_file_without_arguments_asks_for_the_heads_by_name(tmp_path: Path) -> None:
+    layout = Layout(names="2020", version=None, args=False, zipped=False, iteration=None)
+    source = saved(DENSE, layout, tmp_path)
+    with pytest.raises(CheckpointError, match="does not say num_attention_heads"):
+        open_megatron(tmp_path)
+    heads = {"num_attention_heads": DENSE.num_attention_heads}
+    checkpoint = open_megatron(tmp_path, {**heads, "vocab_size": DENSE.vocab_size})
+    assert checkpoint.config == source.config
+    assert base_digest(checkpoint) == base_digest(source)
+    assert any("vocabulary" in note for note in open_megatron(tmp_path, heads).notes)
+
+
+def test_the_vocabulary_is_overridden_else_recorded_else_padded(tmp_path: Path) -> None:
+    saved(DENSE, Layout(tp=2, changes={"vocab_size": None}), tmp_path)
+    padded = open_megatron(tmp_path)
+    assert padded.config.vocab_size == 112 and "all 112 rows" in padded.notes[0]
+    given = open_megatron(tmp_path, {"vocab_size": 90})
+    assert given.read("embedding.word_embeddings.weight").shape == (90, 32) and not given.notes
+    with pytest.raises(CheckpointError, match="the embedding has 112 rows"):
+        open_megatron(tmp_path, {"vocab_size": 113})
+
+
+def test_a_whole_config_replaces_what_the_arguments_say(tmp_path: Path) -> None:
+    source = saved(DENSE, Layout(tp=2, changes={"softmax_type": "learnable"}), tmp_path)
+    assert open_megatron(tmp_path, source.config).config == source.config

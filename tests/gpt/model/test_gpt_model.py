@@ -1,0 +1,155 @@
+"""The model: its parameters are the table's, its cache changes nothing, its one seam is exact."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt.attention.kv_cache import KVPool
+from gpt.batch import Batch, Dropout
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+from gpt.generation.generate import generate
+from gpt.model.gpt_model import GPT
+from gpt.parallel.sharding import parameters
+from gpt.sampling_params import Sampling
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build, recompute_greedy
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_holds_exactly_the_tables_parameters(name: str) -> None:
+    model = GPT(CONFIGS[name], device="meta")
+    held = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    assert held == {p.name: p.shape for p in parameters(CONFIGS[name]).values()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_spread_enough_to_decide_tests(name: str) -> None:
+    ids = torch.arange(24).view(2, 12)
+    assert build(CONFIGS[name]).logits(ids).std() >= 5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sixteen_greedy_tokens_through_the_cache_equal_full_recomputation(name: str) -> None:
+    model = build(CONFIGS[name])
+    prompts = [[5, 6, 7], [1], list(range(30, 50))]
+    completions = generate(model, prompts, Sampling(max_new_tokens=16))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == recompute_greedy(model, prompt, 16).tokens
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(sorted(CONFIGS)),
+    st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=20), min_size=1, max_size=4),
+    st.lists(st.integers(1, 7), min_size=1, max_size=20),
+)
+def test_prefill_in_any_chunks_gives_the_logits_of_the_whole(
+    name: str, prompts: list[list[int]], chunks: list[int]
+) -> None:
+    config = CONFIGS[name]
+    model = build(config)
+    pool = KVPool(config, model.layers, 2 * len(prompts), dtype=torch.float64)
+    tables = torch.arange(2 * len(prompts)).view(-1, 2)
+    past = [0] * len(prompts)
+    for size in chunks * 20:
+        rows = [row for row, prompt in enumerate(prompts) if past[row] < len(prompt)]
+        if not rows:
+            break
+        pieces = [prompts[row][past[row] : past[row] + size] for row in rows]
+        lengths = [len(piece) for piece in pieces]
+        past_of = [past[row] for row in rows]
+        batch = Batch.paged(lengths, past_of, tables[rows], pool.block_tokens)
+        with torch.inference_mode():
+            logits = model(torch.tensor([t for piece in pieces for t in piece]), batch, pool)
+        for row, line, length in zip(rows, logits.split(lengths), lengths, strict=True):
+            past[row] += length
+            whole = model.logits(torch.tensor([prompts[row][: past[row]]]))[0, -length:]
+            assert (line - whole).abs().max() <= 1e-10
+
+
+def test_virtual_tokens_made_of_embedding_rows_are_the_tokens_themselves() -> None:
+    for config in CONFIGS.values():
+        model = build(config)
+        assert model.embedding is not None
+        text = [9, 8, 7, 6, 5]
+        table = model.embedding.rows[torch.tensor([8, 6])]
+        virtual = [9, config.vocab_size, 7, config.vocab_size + 1, 5]
+        assert torch.equal(
+            model.logits(torch.tensor([text])), model.logits(torch.tensor([virtual]), table)
+        )
+
+
+def test_any_mix_of_adapters_in_a_batch_answers_as_each_alone() -> None:
+    model = build(MODERN)
+    table = torch.randn(6, MODERN.hidden_size, dtype=torch.float64)
+    v = MODERN.vocab_size
+    prompts = [[v, v + 1, 5, 6], [5, 6], [v + 2, 5, v + 3, v + 4], [v + 5, 5, 6]]
+    together = generate(model, prompts, Sampling(max_new_tokens=8), table=table)
+    for prompt, completion in zip(prompts, together, strict=True):
+        alone = generate(model, [prompt], Sampling(max_new_tokens=8), table=table)[0]
+        assert completion.token_ids == alone.token_ids
+        assert completion.token_ids == recompute_greedy(model, prompt, 8, table).tokens
+
+
+def test_dropout_keeps_the_mean_and_differs_by_seed_and_site_only() -> None:
+    like = torch.zeros(1)
+    keep = Dropout(1).keep((200, 200), 0.1, (0, 1), like)
+    assert abs(keep.float().mean().item() - 0.9) < 0.01
+    assert torch.equal(keep, Dropout(1).keep((200, 200), 0.1, (0, 1), like))
+    assert not torch.equal(keep, Dropout(2).keep((200, 200), 0.1, (0, 1), like))
+    assert not torch.equal(keep, Dropout(1).keep((200, 200), 0.1, (1, 0), like))
+
+
+def test_bf16_stays_near_fp64() -> None:
+    ids = torch.arange(24).view(2, 12)
+    for config in (CLASSIC, MODERN, EXPERTS):
+        exact = build(config).logits(ids)
+        narrow = build(config, dtype=torch.bfloat16).logits(ids)
+        assert narrow.dtype == torch.float32
+        # bf16 has 8 bits: an error of a tenth of the spread would be a wrong formula.
+        assert (narrow - exact).std() < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_layers": 0}, "num_layers is 0; it must be a whole number of at least 1"),
+        ({"num_layers": 10**400}, "num_layers is a huge number; it must be a whole number"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000; at most 65535 can be"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": -4}, "hidden_size is -4; it must be a whole number of at least 0"),
+        ({"qkv_bias": "x"}, "qkv_bias is 'x'; it must be true or false"),
+        ({"rotary_base": float("nan")}, "rotary_base is nan; it must be a number"),
+        ({"rotary_base": -1}, "rotary_base is -1; it must be above 0"),
+        ({"layernorm_epsilon": []}, r"layernorm_epsilon is \[\]; it must be a number"),
+        ({"layernorm_epsilon": 0.0}, "layernorm_epsilon is 0.0; it must be above 0"),
+        ({"hidden_dropout": 1.0}, r"hidden_dropout is 1.0; it must be in \[0, 1\)"),
+        ({"num_experts": -1}, "num_experts is -1"),
+        ({"moe_layers": None}, "moe_layers is None; it must be a list of true and false"),
+        ({"moe_layers": [1, 0, 1, 0, 1]}, "moe_layers is .*; it must be a list of true and false"),
+        ({"normalization": 3}, "normalization is 3; it must be a word"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be a table or null"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.kind is 'yarn'"),
+        ({"rope_scaling": {"kind": "linear", "factor": 0}}, "rope_scaling has factor 0"),
+        ({"rope_scaling": {"kind": "linear", "factor": float("nan")}}, "factor is nan"),
+        ({"rope_scaling": {"kind": "linear"}}, "rope_scaling: .*factor"),
+        ({"activation": "tanh"}, "activation is 'tanh'; known are: gelu, gelu_tanh, silu, relu2"),
+        ({"num_query_groups": 3}, "4 attention heads do not divide into 3 query groups"),
+        ({"rotary_percent": 1.5}, r"rotary_percent is 1.5; it must be in \(0, 1\]"),
+        ({"window_size": 0}, "window_size is 0"),
+        ({"num_experts": 2, "moe_layers": [True]}, "moe_layers names 1 layers, the model has 5"),
+        ({"moe_layers": (True,) * 5}, "moe_router_topk is 2; with 0 experts"),
+        ({"nun_layers": 3}, "unknown key 'nun_layers'"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_its_field(
+    change: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        GPTConfig.from_dict(CLASSIC.to_dict() | change)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_survives_its_dictionary(name: str) -> None:
+    assert GPTConfig.from_dict(CONFIGS[name].to_dict()) == CONFIGS[name]

@@ -1,0 +1,177 @@
+"""Writes `torch_dist` checkpoints with PyTorch's own distributed checkpointing, in one process.
+
+Nothing here is shared with the reader: whole tensors are stacked and named, a planner cuts them in
+the chunks that ranks would have had, and torch's FileSystemWriter lays them out and indexes them.
+"""
+
+import io
+import json
+import re
+import warnings
+from argparse import Namespace
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gpt.checkpoint.logical_tensor import Checkpoint
+from gpt.config import GPTConfig
+from tests.support.checkpoints.megatron_writer import Layout, args_of
+from tests.support.models import lively
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is keyed and cut."""
+
+    tp: int = 1
+    stacked: bool = True  # One key for all layers.
+    lump: bool = False  # One chunk for each key.
+    singleton: bool = False  # Gates, ups and experts under keys of their own.
+    prefix: str = ""
+    local: bool = False  # An expert layer's norm is named as a dense one's.
+    folded: bool = False  # Arguments inside, as since 0.19.
+    args: bool = True
+
+
+def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> Checkpoint:
+    """A lively model, written to an iteration under `root`; returned is what was cut."""
+    source = lively(config).in_dtype(getattr(torch, dtype))
+    whole = {name: source.read(name) for name in source.tensors}
+    rows = -(-config.vocab_size // 16) * 16
+    for table in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if table in whole:
+            filler = torch.full((rows - config.vocab_size, config.hidden_size), 7.0)
+            whole[table] = torch.cat([whole[table], filler.to(whole[table])])
+    folder = root / "iter_0000100"
+    folder.mkdir(parents=True)
+    args = Namespace(**args_of(config, whole, Layout(tp=form.tp)))
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 100}
+    record: dict[str, Any] = dict(_keyed(config, whole, form))
+    name = f"{form.prefix}decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"
+    record[name] = [None]
+    record["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(3)
+    if form.args and form.folded:
+        record["common_state/shard_0_1"] = [common]
+    elif form.args:
+        torch.save(common, folder / "common.pt")
+    writer = FileSystemWriter(folder, thread_count=2)
+    with warnings.catch_warnings(action="ignore"):  # It warns that one process writes alone.
+        save(record, storage_writer=writer, planner=_Cutter(config, form), no_dist=True)
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))
+    (root / "latest_checkpointed_iteration.txt").write_text("100")
+    return source
+
+
+def _keyed(config: GPTConfig, whole: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
+    if form.local:
+        whole = {
+            name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"): value
+            for name, value in whole.items()
+        }
+    if form.singleton:
+        whole = _singletons(config, whole)
+    else:
+        whole = _stacked(whole, r"\.local_experts\.\d+\.", ".experts.")
+    if form.stacked:
+        whole = _stacked(whole, r"^decoder\.layers\.\d+\.", "decoder.layers.")
+    return {f"{form.prefix}{name}": value for name, value in whole.items()}
+
+
+def _stacked(whole: dict[str, Tensor], number: str, without: str) -> dict[str, Tensor]:
+    groups: dict[str, list[Tensor]] = {}
+    for name, value in whole.items():
+        groups.setdefault(re.sub(number, without, name), []).append(value)
+    return {
+        name: torch.stack(values) if name not in whole else values[0]
+        for name, values in groups.items()
+    }
+
+
+def _singletons(config: GPTConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    made = {}
+    for name, value in whole.items():
+        name = name.replace(".local_experts.", ".experts.")
+        if config.gated and re.search(r"linear_fc1\.(weight|bias)$", name):
+            made[f"{name}_w"], made[f"{name}_v"] = value.chunk(2)
+        else:
+            made[name] = value
+    return made
+
+
+class _Cutter(DefaultSavePlanner):
+    """Plans a write for every chunk, as all ranks' plans together would."""
+
+    def __init__(self, config: GPTConfig, form: Form) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.config, self.form = config, form
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key, value in self.state_dict.items():
+            if not isinstance(value, Tensor):
+                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+                continue
+            for number, (offsets, sizes) in enumerate(self._boxes(key, value)):
+                where = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                about = TensorProperties.create_from_tensor(value)
+                items.append(
+                    WriteItem(
+                        MetadataIndex(key, offsets, number),
+                        WriteItemType.SHARD,
+                        tensor_data=TensorWriteData(where, about, value.size()),
+                    )
+                )
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        value = self.state_dict[write_item.index.fqn]
+        if write_item.tensor_data is None:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            return stream
+        chunk: Tensor = value
+        box = write_item.tensor_data.chunk
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            chunk = chunk.narrow(dim, offset, size)
+        return chunk.clone()
+
+    def _boxes(self, key: str, value: Tensor) -> list[tuple[list[int], list[int]]]:
+        if self.form.lump or key.startswith("optimizer."):
+            return [([0] * value.dim(), list(value.shape))]
+        bias = key.endswith(("bias", "bias_w", "bias_v"))
+        matrix = not bias and "norm" not in key
+        leading = value.dim() - (2 if matrix and "expert_bias" not in key else 1)
+        counts = [*value.shape[:leading]] + [1] * (value.dim() - leading)
+        fc1 = re.search(r"linear_fc1\.(weight|bias)(_[wv])?$", key)
+        if fc1:
+            joined = self.config.gated and not fc1[2]
+            counts[leading] = self.form.tp * (2 if joined else 1)
+        elif re.search(r"linear_qkv\.(weight|bias)$|word_embeddings|output_layer", key):
+            counts[leading] = self.form.tp
+        elif re.search(r"linear_(proj|fc2)\.weight$", key):
+            counts[leading + 1] = self.form.tp
+        sizes = [size // count for size, count in zip(value.shape, counts, strict=True)]
+        return [
+            ([at * size for at, size in zip(place, sizes, strict=True)], sizes)
+            for place in product(*map(range, counts))
+        ]

@@ -1,0 +1,156 @@
+"""Distributed checkpoints that the real Megatron-Core saves, and those of others that it loads.
+
+Every rank gives its chunks' sharded state dict, and `dist_checkpointing.save` writes them as a
+training run does: one save of all ranks, arguments in the common state, metadata.json last. For
+loading, a model is built from nothing but the arguments that a checkpoint keeps, at any split.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.checkpoints import mcore_models
+from tests.support.checkpoints.mcore_models import EXPERTS, LENGTH, MODERN, Case
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model and its split, and how its layers are keyed on disk."""
+
+    case: Case
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+PER_LAYER = {"non_homogeneous_layers": True}
+SINGLETON = {"singleton_local_shards": True}
+SHARDED = {
+    "classic, TP 2 x PP 2 x VPP 2": Sharded(Case(2, 2, 2)),
+    "classic, per layer, TP 2 x PP 2": Sharded(Case(2, 2), PER_LAYER),
+    "modern, TP 2 x PP 2": Sharded(Case(2, 2, args=MODERN)),
+    "modern, fewer groups than ranks, TP 4": Sharded(Case(4, args=MODERN)),
+    "modern, singletons, TP 2": Sharded(Case(2, args=MODERN), SINGLETON),
+    "experts, TP 2 x EP 2": Sharded(Case(2, ep=2, args=EXPERTS)),
+    "experts, singletons, EP 2": Sharded(Case(ep=2, args=EXPERTS), SINGLETON),
+    "experts, PP 2 x EP 2, some layers dense": Sharded(
+        Case(
+            pp=2,
+            ep=2,
+            args={
+                **EXPERTS,
+                "moe_layer_freq": [0, 1, 1, 0],
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_shared_expert_intermediate_size": 20,
+            },
+        )
+    ),
+}
+
+
+def save_and_run(rank: int, sharded: Sharded, root: Path) -> tuple[Tensor, Tensor] | None:
+    """As that of mcore_models, but what the ranks save together is one distributed checkpoint."""
+    _write_in_threads()
+
+    def save(chunks: list[Any], case: Case, root: Path) -> None:
+        _save(chunks, case, root, sharded.metadata)
+
+    mcore_models._save = save
+    return mcore_models.save_and_run(rank, sharded.case, root)
+
+
+def _write_in_threads() -> None:
+    """Its writers are processes, which a daemon may not start, and which wait for CUDA before."""
+    cuda: Any = torch.cuda
+    cuda.synchronize = lambda: None
+    writer: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    context = SimpleNamespace(Queue=Queue, JoinableQueue=Queue, Process=Thread)
+    writer.mp = SimpleNamespace(get_context=lambda _kind: context, Queue=Queue)
+    writer._get_write_results_queue = Queue
+
+
+def _save(chunks: list[Any], case: Case, root: Path, metadata: dict[str, Any]) -> None:
+    path = root / "iter_0000007"
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        path.mkdir(parents=True)
+    torch.distributed.barrier()
+    record: dict[str, Any] = {
+        "args": Namespace(**mcore_models.arguments(case)),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+    }
+    for number, chunk in enumerate(chunks):
+        key = f"model{number}" if case.vpp else "model"
+        record[key] = chunk.sharded_state_dict(metadata=metadata)
+    saving: Any = import_module("megatron.core.dist_checkpointing")
+    saving.save(record, path, content_metadata=metadata)
+    if rank == 0:
+        (root / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a model computes from a checkpoint, and the keys on which the two do not agree."""
+
+    ids: Tensor
+    logits: Tensor  # Of the last stage.
+    missing: set[str]  # The checkpoint has them; the model did not ask.
+    unexpected: set[str]  # The model asked; the checkpoint has none.
+
+
+# A split, by its parallel sizes; ranks that are left replicate.
+Split = tuple[int, int, int]  # Tensor, pipeline, expert.
+PARALLEL = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "pipeline_model_parallel_layout",
+)
+
+
+def load_and_run(
+    rank: int, folders: Sequence[Path], splits: Sequence[Sequence[Split]]
+) -> list[list[Loaded]]:
+    """Every rank, for each folder and split: build what its arguments say, load, go forward."""
+    mcore_models._without_cuda()
+    return [
+        [_load(folder, split) for split in some]
+        for folder, some in zip(folders, splits, strict=True)
+    ]
+
+
+def _load(folder: Path, split: Split) -> Loaded:
+    parallel = mcore_models._core("parallel_state")
+    tp, pp, ep = split
+    parallel.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    loading: Any = import_module("megatron.core.dist_checkpointing")
+    common = loading.load_common_state_dict(str(folder))
+    assert common["checkpoint_version"] == 3.0
+    saved = {name: value for name, value in vars(common["args"]).items() if name not in PARALLEL}
+    # As Megatron-LM pads the vocabulary for the ranks that it has, whoever saved for how many.
+    step = saved["make_vocab_size_divisible_by"] * tp
+    saved["padded_vocab_size"] = -(-saved["vocab_size"] // step) * step
+    case = Case(tp, pp, ep=ep, layers=saved["num_layers"], args=saved)
+    chunk = mcore_models._build(case, 0)
+    metadata = loading.load_content_metadata(preloaded_state_dict=common)
+
+    def asked() -> dict[str, Any]:
+        return {"model": chunk.sharded_state_dict(metadata=dict(metadata))}
+
+    _, missing, unexpected = loading.load(asked(), str(folder), strict="return_all")
+    record = loading.load(asked(), str(folder))  # Its default, and Megatron-LM's.
+    chunk.load_state_dict(record["model"], strict=True)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, saved["vocab_size"], (2, LENGTH), generator=generator)
+    logits = mcore_models._forward([chunk], case, ids)
+    parallel.destroy_model_parallel()
+    return Loaded(ids, logits, missing, unexpected)

@@ -1,0 +1,89 @@
+"""Networks that Megatron's arguments can describe."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from gpt.config import GPTConfig, RopeScaling
+from tests.support.models import EXPERTS
+
+SPARSE = EXPERTS.with_fields(
+    num_experts=4, activation="silu", proj_bias=False, mlp_bias=False, qkv_bias=True
+)
+
+
+@st.composite
+def expressible(draw: st.DrawFn) -> GPTConfig:
+    """Any model that Megatron's GPT can be; what a trait leaves without use is as by default."""
+    layers, groups = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
+    share = draw(st.sampled_from([1, 2]))
+    sparse = draw(st.booleans())
+    biases = "none" if sparse else draw(st.sampled_from(["all", "none"]))
+    qkv = biases == "all" or draw(st.booleans())
+    kinds = ["silu", "gelu", "relu2"] + (["gelu_tanh"] if biases == "all" else [])
+    activation = draw(st.sampled_from(kinds))
+    fields: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": 8 * draw(st.integers(1, 4)),
+        "num_attention_heads": groups * share,
+        "num_query_groups": groups,
+        "kv_channels": draw(st.sampled_from([4, 8, 12])),
+        "ffn_hidden_size": draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(1, 300)),
+        "max_position_embeddings": draw(st.integers(1, 64)),
+        "normalization": draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
+        "layernorm_epsilon": draw(st.sampled_from([1e-5, 1e-6, 0.25])),
+        "activation": activation,
+        "gated": activation == "silu",
+        "qkv_bias": qkv,
+        "proj_bias": biases == "all",
+        "mlp_bias": biases == "all",
+        "window_size": draw(st.none() | st.integers(1, 50)),
+        "hidden_dropout": draw(st.sampled_from([0.0, 0.1])),
+        "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
+        "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+    }
+    for name in (
+        *("layernorm_zero_centered_gamma", "untie_embeddings_and_output_weights"),
+        "qk_layernorm",
+    ):
+        fields[name] = draw(st.booleans())
+    fields |= draw(positions())
+    return GPTConfig(**fields, **(draw(experts(layers)) if sparse else {}))
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(["learned_absolute", "rope", "none"]))
+    if kind != "rope":
+        return {"position_embedding_type": kind}
+    linear = st.builds(RopeScaling, st.just("linear"), st.sampled_from([2.0, 1.5, 8.0]))
+    llama3 = st.builds(RopeScaling, st.just("llama3"), st.sampled_from([8.0, 32.0]))
+    return {
+        "position_embedding_type": "rope",
+        "rotary_percent": draw(st.sampled_from([1.0, 0.5])),
+        "rotary_base": draw(st.sampled_from([10000.0, 500000.0, 1234.5])),
+        "rotary_interleaved": draw(st.booleans()),
+        "rope_scaling": draw(st.none() | linear | llama3),
+    }
+
+
+@st.composite
+def experts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    count = draw(st.integers(2, 8))
+    where = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
+    sigmoid = draw(st.booleans())
+    first = draw(st.booleans())
+    shared = draw(st.sampled_from([0, 12]))
+    return {
+        "num_experts": count,
+        "moe_layers": tuple(where),
+        "moe_router_topk": draw(st.integers(1 if sigmoid or first else 2, count)),
+        "moe_ffn_hidden_size": draw(st.integers(1, 40)),
+        "moe_router_pre_softmax": first,
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_expert_bias": sigmoid and draw(st.booleans()),
+        "moe_router_topk_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": bool(shared) and draw(st.booleans()),
+    }

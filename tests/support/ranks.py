@@ -1,0 +1,157 @@
+"""Runs one function as n ranks: n gloo processes on loopback, results in rank order.
+
+Each process is forked from a server that has torch loaded already, so a start costs tens of
+milliseconds instead of seconds. A rank that has finished or failed waits to be ended, so its
+neighbours never report a lost connection in place of the first real error.
+It knows nothing of meshes: a rank finds a default process group, and builds what it needs.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import TypeVar
+
+R = TypeVar("R")
+
+# A rank past its limit dumps its stack and ends; the caller waits this much longer to read it.
+GRACE_S = 5.0
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+# What tests import at their head, so that a rank need not import it again, and what torch imports
+# at a first backward. A name that cannot be imported is skipped. The server starts at the first
+# call of `ranks`.
+PRELOAD = (
+    *("torch.distributed", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis"),
+    *("gpt.model.gpt_model", "gpt.model.loading", "gpt.generation.generate"),
+)
+FORKSERVER.set_forkserver_preload(list(PRELOAD))
+
+
+def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 240.0) -> list[R]:
+    """`[function(rank, *args) for rank in range(n)]`, each in its own process, all at once.
+
+    `function` is a module's own (not nested), so that a process can import it. Arguments and
+    results are pickled. An exception in a rank is raised here, with that rank's stack as a note.
+    """
+    call = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        pipes: list[Connection] = []
+        processes: list[ForkServerProcess] = []
+        try:
+            for rank in range(n):
+                ours, theirs = FORKSERVER.Pipe()
+                arguments = (theirs, call, rank, n, folder, timeout_s)
+                process = FORKSERVER.Process(target=_run, args=arguments, daemon=True)
+                process.start()
+                theirs.close()  # Else the end of the process would not end the pipe.
+                pipes.append(ours)
+                processes.append(process)
+            return _collect(pipes, processes, Path(folder), timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+
+
+def _collect(
+    pipes: list[Connection], processes: list[ForkServerProcess], folder: Path, timeout_s: float
+) -> list[R]:
+    """One result per rank; the first failure, in time, is raised."""
+    results: dict[int, R] = {}
+    deadline = time.monotonic() + timeout_s + GRACE_S
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks did not start within {timeout_s:g} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            try:
+                result, error = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise _ended(rank, processes, folder, timeout_s) from None
+            if error is not None:
+                for other in wait([one for one in waiting if one is not pipe], timeout=0):
+                    assert isinstance(other, Connection)
+                    try:
+                        other.recv_bytes()
+                    except EOFError:  # Who died is why its neighbours complain.
+                        rank = pipes.index(other)
+                        raise _ended(rank, processes, folder, timeout_s) from error
+                raise error
+            results[rank] = result
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _ended(
+    rank: int, processes: list[ForkServerProcess], folder: Path, timeout_s: float
+) -> Exception:
+    """Why a rank ended without a word: it overran (then all did: show every stack), or it died."""
+    processes[rank].join(GRACE_S)
+    if not (folder / f"stack-{rank}").read_text():
+        return RuntimeError(f"rank {rank} died, exit code {processes[rank].exitcode}")
+    for process in processes:
+        process.join(1.0)
+    stacks = [path.read_text() for path in sorted(folder.glob("stack-*"))]
+    late = TimeoutError(f"ranks were still running after {timeout_s:g} s")
+    for index, stack in enumerate(stacks):
+        late.add_note(f"rank {index}: {stack}" if stack else f"rank {index}: had finished")
+    return late
+
+
+def _run(
+    pipe: Connection, call: bytes, rank: int, size: int, folder: str, timeout_s: float
+) -> None:
+    """The body of one rank's process: sends (result, error), then waits to be ended."""
+    with open(f"{folder}/stack-{rank}", "w") as stack:
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=stack)
+        try:
+            answer = pickle.dumps((_call(call, rank, size, folder, timeout_s), None))
+        except BaseException as error:
+            answer = pickle.dumps((None, _portable(error, rank)))
+        pipe.send_bytes(answer)
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)  # The test is gone. Nothing here is worth an orderly goodbye.
+
+
+def _call(call: bytes, rank: int, size: int, folder: str, timeout_s: float) -> object:
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may resolve to nothing.
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    function, args = pickle.loads(call)
+    return function(rank, *args)
+
+
+def _portable(error: BaseException, rank: int) -> BaseException:
+    """The error itself if it survives pickling, else its text; the stack goes along as a note."""
+    stack = "".join(traceback.format_exception(error))
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"rank {rank}:\n{stack}")
+    return copy

@@ -1,0 +1,240 @@
+"""Real servers for tests: a tiny checkpoint, the command in a process of its own, ports of the OS.
+
+A server is asked what it is by the line that it prints when it is ready. Every wait has an end, and
+a process that outlives its test is ended by its number.
+"""
+
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Self
+
+import yaml
+
+from checkpoints_tools.conversion.convert import write_native
+from clients.client import Client, Retries
+from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
+from gpt.adapters.prompt_template import Template
+from gpt.checkpoint.digest import identify
+from gpt.config import GPTConfig
+from gpt.formats.registry import open_checkpoint
+from tests.support.models import lively
+from tests.support.trained_tokenizers import sentencepiece_model
+
+ROOT = Path(__file__).resolve().parents[2]
+# How long to wait for what must come: the ends of hopeless waits, so far above what is usual.
+START_S = 240.0
+WAIT_S = 60.0
+
+# Rotary, so that a completion can be long enough to be caught in the middle. Stored in fp32, as
+# adapters are, and served in fp64, where tokens are the same in whatever company they are made.
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=640,
+    max_position_embeddings=4096,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="silu",
+    gated=True,
+    untie_embeddings_and_output_weights=True,
+    dtype="float32",
+)
+
+
+def write_checkpoint(folder: Path, *, tokenizer: bool = True) -> Path:
+    """A lively model; without a tokenizer its texts are numbers, and nothing ends them early."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = None
+    if tokenizer:
+        source = folder / "tokenizer.model"
+        source.write_bytes(sentencepiece_model(model_type="bpe", byte_fallback=True))
+    write_native(lively(CONFIG), folder / "checkpoint", tokenizer=source)
+    return folder / "checkpoint"
+
+
+def write_adapter(
+    path: Path,
+    checkpoint: Path,
+    token_ids: list[int],
+    *,
+    template: Template | None = None,
+    base: str | None = None,
+) -> None:
+    """An adapter that says what these tokens say: their own embeddings. `base` is a lie, if any."""
+    opened = open_checkpoint(checkpoint)
+    words = opened.read("embedding.word_embeddings.weight")
+    digest = base or identify(opened).digest
+    card = Card("instruction", base_digest=digest, template=template, method="instruction")
+    save_adapter(build_adapter(card, words[token_ids]), path)
+
+
+@dataclass
+class Server:
+    """`preamble serve`, running."""
+
+    process: "subprocess.Popen[str]"
+    ready: str  # The line it printed.
+
+    @property
+    def address(self) -> str:
+        return self._said("grpc")
+
+    @property
+    def http_address(self) -> str:
+        return self._said("http")
+
+    def client(self, timeout_s: float = WAIT_S) -> Client:
+        """One that tells of a refusal, and does not try again by itself."""
+        return Client(self.address, timeout_s, retries=Retries(attempts_max=1))
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of a page on the HTTP port."""
+        address = f"http://{self._said('http')}{path}"
+        try:
+            with urllib.request.urlopen(address, timeout=WAIT_S) as page:
+                return page.status, page.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metric(self, series: str) -> float:
+        """A series of the scrape by its name, with its labels if it has some; 0 if absent."""
+        for line in self.get("/metrics")[1].splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == series:
+                return float(value)
+        return 0.0
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that it has started, by whichever thread."""
+        pids: list[int] = []
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # A thread that ended meanwhile.
+                pids += map(int, children.read_text().split())
+        return pids  # As they were started: by one thread, and numbers wrap.
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def _said(self, key: str) -> str:
+        match = re.search(rf"\b{key}=(\S+)", self.ready)
+        assert match is not None, self.ready
+        return match[1]
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "preamble", *map(str, words)]
+
+
+@contextmanager
+def serving(
+    model: Path, settings: Path | None = None, log: Path | None = None, **limits: object
+) -> Iterator[Server]:
+    """A server of its own on free ports; `limits` are settings, written to the file `settings`.
+
+    Its ranks are not given up when a busy machine keeps them from their work, unless that is set.
+    """
+    limits = {"step_timeout_s": 60.0, **limits}
+    words: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
+    words += ["--dtype", "float64"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ExitStack() as held:
+        if settings is None:
+            settings = Path(held.enter_context(TemporaryDirectory())) / "settings.yaml"
+        settings.write_text(yaml.safe_dump(limits))
+        stderr = held.enter_context(open(log, "w")) if log else None
+        process = subprocess.Popen(
+            command(*words, "--config", settings),
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        held.callback(_ended, process)
+        yield Server(process, _first_line(process))
+
+
+def _ended(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.communicate()
+
+
+def _first_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        assert selector.select(START_S), f"no line within {START_S} s"
+    line: str = process.stdout.readline()
+    assert line.startswith("ready "), f"said {line!r}, exit code {process.poll()}"
+    return line
+
+
+def free_port() -> int:
+    """One that the kernel gives to nobody meanwhile. Each process looks elsewhere at first."""
+    for number in range(20_000 + os.getpid() * 7 % 10_000, 32_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError("no port is free")
+
+
+class Stalls:
+    """How long the machine kept this process from running, which no limit in seconds is about."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(0.01):
+            now = time.monotonic()
+            self.seconds += max(0.0, now - before - 0.05)
+            before = now
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def eventually(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
+    """Wait until something holds; it is a failure if it does not in time."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, f"still not so after {within_s} s"
+        time.sleep(0.02)

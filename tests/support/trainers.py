@@ -1,0 +1,41 @@
+"""Small trainers, and examples for them to learn."""
+
+from gpt.model.gpt_model import GPT
+from ptuning.config import TuneConfig
+from ptuning.data.dataset import Example
+from ptuning.prompt.prefix_tuning import build_prefix
+from ptuning.prompt.prompt_encoder import build_encoder
+from ptuning.run_facts import Progress
+from ptuning.training.trainer import Trainer
+
+SETTINGS = {"model": "m", "data": "d", "name": "n", "virtual_tokens": 2}
+
+
+def examples(vocab_size: int) -> list[Example]:
+    """Two rows in front, answers of unequal lengths, none as long as another."""
+    v = vocab_size
+    return [
+        Example([v, v + 1, 5, 6, 7], 4),
+        Example([v, v + 1, 9, 3, 1, 2, 8], 3),
+        Example([v, v + 1, 9, 3, 4, 11, 12, 13, 14], 7),
+        Example([v, v + 1, 30, 31, 32, 33], 3),
+    ]
+
+
+def settings(**changes: object) -> TuneConfig:
+    return TuneConfig.of({**SETTINGS, **changes}, "here")
+
+
+def trainer(model: GPT, **changes: object) -> Trainer:
+    config = settings(**changes)
+    encoder = None
+    if config.method == "prefix":
+        return Trainer([model], config, prefix=build_prefix(config, config.wanted, [model], [[]]))
+    if config.method != "full":
+        encoder = build_encoder(config, config.wanted, model, [[]])
+    return Trainer([model], config, encoder)
+
+
+def learn(made: Trainer, steps: int) -> list[Progress]:
+    batch = examples(made.sizes.vocab_size)
+    return [made.step(batch) for _ in range(steps)]
