@@ -1,7 +1,7 @@
-"""The one command: finds the folder that a word belongs to, and hands the line over to it.
+"""The `preamble` command: passes the command line to the package that implements the subcommand.
 
-A folder is imported only when its command is asked for, so that help and mistakes cost nothing.
-Each folder says itself what went wrong. Exit codes: 0 done, 1 failed, 2 misused, 130 interrupted.
+A package is imported only when its subcommand runs, so that help and usage errors are fast. Each
+package reports its own errors. Exit codes: 0 done, 1 failed, 2 misused, 130 interrupted.
 """
 
 import difflib
@@ -17,96 +17,101 @@ from typing import Any, TextIO
 
 @dataclass(frozen=True)
 class Command:
-    folder: str
-    line: str
+    package: str
+    summary: str
 
 
 COMMANDS = {
     "serve": Command("serving", "serve a model and its adapters over gRPC"),
-    "generate": Command("serving", "complete one prompt, here or (--server) by a running server"),
+    "generate": Command(
+        "serving", "complete one prompt, locally or (--server) on a running server"
+    ),
     "tune": Command("ptuning", "learn an adapter for a frozen model"),
-    "plan": Command("planning", "choose a configuration: what it costs, how fast it is, what fits"),
-    "adapters": Command("clients", "look at a server's adapters and change them; files in and out"),
-    "bench": Command("clients", "load a running server, and tell what its calls took"),
-    "convert": Command("checkpoints_tools", "write a checkpoint in another format, at any split"),
-    "inspect": Command("checkpoints_tools", "say what a checkpoint is, and what looks wrong"),
-    "verify": Command("checkpoints_tools", "tell whether two checkpoints are the same model"),
+    "plan": Command("planning", "find a configuration that fits, and estimate its speed and cost"),
+    "adapters": Command("clients", "manage a server's adapters; check, import and export files"),
+    "bench": Command("clients", "put load on a running server and report latencies"),
+    "convert": Command("checkpoints_tools", "write a checkpoint in another format or split"),
+    "inspect": Command("checkpoints_tools", "describe a checkpoint and report problems"),
+    "verify": Command("checkpoints_tools", "compare two checkpoints: are they the same model?"),
 }
 
-# Of `adapters`: about a file, which takes no server, but what reads it.
-FILE_ACTIONS = ("check", "import", "export")
+# Actions of `adapters` that work on files and need no server.
+ADAPTER_FILE_ACTIONS = ("check", "import", "export")
 
-USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help says more)"
+USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help describes a command)"
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
-        print(_help(), file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    if words[0] == "--version":
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help_text(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
         print(f"preamble {_version()}")
         return 0
-    if words[0] not in COMMANDS:
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(COMMANDS)}"
-        print(f"preamble: no command {words[0]!r}; {way}", file=sys.stderr)
+    if arguments[0] not in COMMANDS:
+        matches = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        choices = f"choose one of {', '.join(COMMANDS)}"
+        hint = f"did you mean {matches[0]!r}?" if matches else choices
+        print(f"preamble: no command {arguments[0]!r}; {hint}", file=sys.stderr)
         return 2
-    return _run(_folder(words), words)
+    return _run_command(_command_package(arguments), arguments)
 
 
 def _version() -> str:
     try:
         return importlib.metadata.version("preamble")
     except importlib.metadata.PackageNotFoundError:
-        return "0+checkout"  # Run from a checkout that was never installed.
+        return "0+checkout"  # A checkout that is not installed.
 
 
-def _help() -> str:
+def _help_text() -> str:
     width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {word:{width}}{command.line}" for word, command in COMMANDS.items()]
+    lines = [f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([USAGE, "", *lines])
 
 
-def _folder(words: list[str]) -> str:
-    """Where the command lives; asking a running server needs no model, and so no serving."""
-    asks_server = any(word == "--server" or word.startswith("--server=") for word in words)
-    if words[0] == "generate" and asks_server:
+def _command_package(arguments: list[str]) -> str:
+    """The package of the command; a client of a running server does not import `serving`."""
+    uses_server = any(
+        argument == "--server" or argument.startswith("--server=") for argument in arguments
+    )
+    if arguments[0] == "generate" and uses_server:
         return "clients"
-    if words[0] == "adapters" and words[1:2] and words[1] in FILE_ACTIONS:
+    if arguments[0] == "adapters" and arguments[1:2] and arguments[1] in ADAPTER_FILE_ACTIONS:
         return "checkpoints_tools"
-    return COMMANDS[words[0]].folder
+    return COMMANDS[arguments[0]].package
 
 
-def _run(folder: str, words: list[str]) -> int:
-    def failed(reason: str) -> int:
-        print(f"preamble {words[0]}: stdout {reason}", file=sys.stderr)
+def _run_command(package: str, arguments: list[str]) -> int:
+    def fail(reason: str) -> int:
+        print(f"preamble {arguments[0]}: stdout {reason}", file=sys.stderr)
         return 1
 
-    if sys.stdout is None:  # So Python has it where descriptor 1 is closed.
-        return failed("is closed, and the answer goes there; send it to a file or to /dev/null")
+    if sys.stdout is None:  # File descriptor 1 is closed.
+        return fail("is closed, and the result goes there; redirect it to a file or to /dev/null")
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _guarded(sys.__stdout__)
+        sys.stdout = _guard_stdout(sys.__stdout__)
     try:
-        code = int(importlib.import_module(f"{folder}.__main__").main(words))
+        exit_code = int(importlib.import_module(f"{package}.__main__").main(arguments))
         sys.stdout.flush()
-        return code
+        return exit_code
     except KeyboardInterrupt:
-        print(f"\npreamble {words[0]}: interrupted", file=sys.stderr)
+        print(f"\npreamble {arguments[0]}: interrupted", file=sys.stderr)
         return 130
     except _StdoutError as error:
-        # Python would try again at its exit, and complain.
+        # Python would flush again at exit, and report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
-            return 1  # Whoever read our output has gone, as `head` does.
-        return failed(f"cannot be written ({error.strerror}); send it where there is room")
+            return 1  # The reader of the pipe has exited, as `head` does.
+        return fail(f"cannot be written ({error.strerror}); redirect it to a disk with space")
 
 
 class _StdoutError(OSError):
-    """Stdout does not take what it is given. Any other OSError that gets here is a bug."""
+    """Writing to stdout failed. Any other OSError that reaches `_run_command` is a bug."""
 
 
-class _Stdout(io.FileIO):
+class _StdoutFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
@@ -114,11 +119,11 @@ class _Stdout(io.FileIO):
             raise _StdoutError(error.errno, error.strerror) from None
 
 
-def _guarded(stdout: TextIO) -> TextIO:
-    """The same stdout, whose errors are its own, and that shows ? for what it cannot show."""
+def _guard_stdout(stdout: TextIO) -> TextIO:
+    """`stdout` with errors raised as `_StdoutError`, and `?` for characters it cannot encode."""
     assert isinstance(stdout, io.TextIOWrapper)
     return io.TextIOWrapper(
-        io.BufferedWriter(_Stdout(stdout.fileno(), "w", closefd=False)),
+        io.BufferedWriter(_StdoutFile(stdout.fileno(), "w", closefd=False)),
         encoding=stdout.encoding,
         errors="replace",
         line_buffering=stdout.line_buffering,

@@ -1,7 +1,7 @@
-"""What an install has and a checkout lacks: the stubs of the protos, and the library in C.
+"""Build steps beyond pyproject.toml: generates the gRPC stubs and compiles the CPU kernels.
 
-All else stands in pyproject.toml. A wheel with the library is for one kind of machine, and says so
-in its name; it serves every Python, as the library knows nothing of Python.
+A wheel with the compiled library has a platform tag. It works with every supported Python version,
+since the library does not use Python's C API.
 """
 
 import subprocess
@@ -15,19 +15,19 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 
 
-class Modules(build_py):
-    """The step that collects the modules: stubs first, then the library beside what was copied."""
+class BuildModules(build_py):
+    """Generates the stubs, copies the modules, then compiles the kernels into the copy."""
 
     def run(self) -> None:
-        if _run("protos/build.py") != 0:
+        if _run_script("protos/build.py") != 0:
             sys.exit("the protos do not compile")
         super().run()
-        folder = ROOT if self.editable_mode else Path(self.build_lib).resolve()
-        _run("gpt/cpu/build.py", str(folder / "gpt" / "cpu"))
+        package_root = ROOT if self.editable_mode else Path(self.build_lib).resolve()
+        _run_script("gpt/cpu/build.py", str(package_root / "gpt" / "cpu"))
 
 
-class Wheel(bdist_wheel):
-    """The wheel, named after what was built."""
+class PlatformWheel(bdist_wheel):
+    """A platform wheel if the kernels were compiled, else a pure one."""
 
     def run(self) -> None:
         self.run_command("build")
@@ -41,9 +41,9 @@ class Wheel(bdist_wheel):
         return (self.python_tag, "none", super().get_tag()[2])
 
 
-def _run(*words: str) -> int:
-    # Not imported: an isolated build does not find our folders, and must not load torch.
-    return subprocess.run([sys.executable, ROOT / words[0], *words[1:]], check=False).returncode
+def _run_script(script: str, *arguments: str) -> int:
+    # A child process: an isolated build cannot import these packages, and must not load torch.
+    return subprocess.run([sys.executable, ROOT / script, *arguments], check=False).returncode
 
 
-setup(cmdclass={"build_py": Modules, "bdist_wheel": Wheel})
+setup(cmdclass={"build_py": BuildModules, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,1 @@
+"""Benchmarks: suites, a harness and peer engines that measure the performance targets."""

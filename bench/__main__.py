@@ -1,8 +1,8 @@
-"""`python -m bench`: every promise on speed and size beside what is measured, in one run.
+"""`python -m bench`: measures every performance target and prints the table of results.
 
-Parts print what they have when they have it, and a file keeps it: build/bench/, one for each run,
-from which `python -m bench graph` draws how figures went. Both sides of a comparison take turns, so
-a noisy machine is noisy for both. A timing never fails anything.
+Suites print each result as soon as they have it, and each run is recorded in a file under
+build/bench/, from which `python -m bench graph` plots past runs. Both sides of a comparison run in
+turn, so that noise of the machine affects both. A missed target never fails the command.
 """
 
 import argparse
@@ -10,10 +10,13 @@ import sys
 
 import torch
 
-from bench import catalog
+from bench import against, catalog
 from bench.harness import history, offline_engine
-from bench.harness.record import FOLDER, Record
+from bench.harness.record import RECORD_FOLDER, RunRecord
+from bench.regression import speed_measurements
 from gpt.errors import PreambleError
+
+ROUNDS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     try:
         if flags.command == "graph":
-            print(history.draw())
+            print(history.plot_history())
             return 0
-        return bench(parser, flags, sys.argv[1:] if argv is None else argv)
+        return run_bench(parser, flags, sys.argv[1:] if argv is None else argv)
     except PreambleError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -31,38 +34,72 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("command", nargs="?", choices=["graph"], help="draw past runs, and leave")
+    parser.add_argument("command", nargs="?", choices=["graph"], help="plot past runs and exit")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="bfloat16", help="of --only engine")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=list(catalog.PARTS), help="one")
-    known = "; ".join(
-        f"{name}: {', '.join(part.pieces)}" for name, part in catalog.PARTS.items() if part.pieces
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of --only engine")
+    parser.add_argument(
+        "--rounds", type=int, help="number of rounds (default: 5; with --against 7)"
     )
-    parser.add_argument("--parts", nargs="*", default=[], help=f"of --only, some. {known}")
-    parser.add_argument("--disk", metavar="FOLDER", help="where checkpoints are converted")
-    parser.add_argument("--peers", nargs="*", help="which engines; see bench/peers_install.sh")
-    parser.add_argument("--requests", nargs="*", type=int, help="rows of peers, or of engine")
+    parser.add_argument("--only", choices=list(catalog.SUITES), help="run one suite")
+    parts_help = "; ".join(
+        f"{name}: {', '.join(suite.parts)}" for name, suite in catalog.SUITES.items() if suite.parts
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="*",
+        default=[],
+        help=f"run some parts of the suite of --only. {parts_help}",
+    )
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="folder in which checkpoints are converted"
+    )
+    parser.add_argument(
+        "--peers", nargs="*", help="engines to compare with; see bench/peers_install.sh"
+    )
+    parser.add_argument(
+        "--requests", nargs="*", type=int, help="numbers of requests of the suite peers or engine"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="CHECKOUT",
+        help="compare the speed of our engine in this checkout and in another one",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="with --against: file for the samples and verdicts"
+    )
     offline_engine.add_flags(parser)
     return parser
 
 
-def bench(parser: argparse.ArgumentParser, flags: argparse.Namespace, words: list[str]) -> int:
-    pieces = catalog.PARTS[flags.only].pieces if flags.only else ()
-    if set(flags.parts) - set(pieces):
-        parser.error(f"--parts goes with --only, and is of: {', '.join(pieces) or 'nothing'}")
+def run_bench(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, arguments: list[str]
+) -> int:
+    parts = catalog.SUITES[flags.only].parts if flags.only else ()
+    if set(flags.parts) - set(parts):
+        parser.error(f"--parts requires --only and takes {', '.join(parts) or 'nothing'}")
+    if flags.rounds is not None and flags.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    if flags.json and not flags.against:
+        parser.error("--json requires --against")
+    if flags.against:
+        if flags.only and flags.only not in speed_measurements.SUITES:
+            parser.error(
+                f"--against measures {', '.join(speed_measurements.SUITES)}, not {flags.only}"
+            )
+        return against.run_against(flags, lambda line: print(line, flush=True))
+    flags.rounds = flags.rounds or ROUNDS
     if (flags.device == "cuda" or flags.only == "gpu") and not torch.cuda.is_available():
-        print("bench: no CUDA device is visible to torch; without --device cuda the CPU is timed")
+        print("bench: torch sees no CUDA device; without --device cuda the CPU is measured")
         return 1
-    names = [flags.only] if flags.only else catalog.usual(flags.device)
-    record = Record.begun(words)
-    print(", ".join(f"{name} {what}" for name, what in record.facts["machine"].items()))
-    bad = catalog.run(names, flags, record, lambda line: print(line, flush=True))
-    for line in ("--- the table", *catalog.table(names, record.rows, flags.device)):
+    suites = [flags.only] if flags.only else catalog.default_suites(flags.device)
+    record = RunRecord.create(arguments)
+    print(", ".join(f"{name} {text}" for name, text in record.header["machine"].items()))
+    failed = catalog.run_suites(suites, flags, record, lambda line: print(line, flush=True))
+    for line in ("--- the table", *catalog.format_table(suites, record.rows, flags.device)):
         print(line)
     if record.path.exists():
-        print(f"{record.path}; python -m bench graph draws what stands in {FOLDER}")
-    return 1 if bad else 0
+        print(f"{record.path}; python -m bench graph plots the runs in {RECORD_FOLDER}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

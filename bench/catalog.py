@@ -1,7 +1,7 @@
-"""What the bench consists of: its parts in the order in which they run, and the run of them.
+"""Benchmark catalogue: the suites, the order in which they run, and the table of results.
 
-A part gives rows and talk as it goes. One that ends badly costs only its own rows, and these say
-why; the next one runs. At the end every promise has a line, whatever became of it.
+A suite yields rows and lines of text while it runs. If a suite fails, its missing rows give the
+reason and the next suite runs. The final table has a line for every target.
 """
 
 import argparse
@@ -10,169 +10,183 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from bench.harness.record import Item, Record
-from bench.harness.targets import PROMISES, Row, not_run, said
+from bench.harness.record import RunRecord, SuiteOutput
+from bench.harness.targets import TARGETS, Row, format_figure, not_run_row
 
 
 @dataclass(frozen=True)
-class Part:
-    """`lines` gives it; the flags say how much of it."""
+class Suite:
+    """A group of measurements; `run` yields its output, and the flags select what it measures."""
 
-    lines: Callable[[argparse.Namespace], Iterator[Item]]
-    pieces: Sequence[str] = ()  # Any of which can be asked for alone.
-    usual: Sequence[str] = ()  # Those that have rows in the table; none: all.
-    extra: bool = False  # Runs only if it is asked for.
-
-
-# Modules are imported when their part runs: each takes seconds, and some need what may be absent.
+    run: Callable[[argparse.Namespace], Iterator[SuiteOutput]]
+    parts: Sequence[str] = ()  # Parts that can be selected individually.
+    default_parts: Sequence[str] = ()  # Parts of a run of several suites; empty: all parts.
+    on_request: bool = False  # Runs only if it is selected explicitly.
 
 
-def _start(flags: argparse.Namespace) -> Iterator[Item]:
+# Each suite imports its modules when it runs: imports take seconds, and some dependencies are
+# optional.
+
+
+def _startup_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import startup
 
-    return startup.lines(startup.Sizes(min(flags.rounds, 3)))  # Each takes half a minute.
+    # A round takes half a minute, so there are at most three.
+    return startup.run_suite(startup.StartupSizes(min(flags.rounds, 3)))
 
 
-def _planner(flags: argparse.Namespace) -> Iterator[Item]:
+def _plan_validation_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import plan_validation
 
-    return plan_validation.lines()
+    return plan_validation.run_suite()
 
 
-def _peers(flags: argparse.Namespace) -> Iterator[Item]:
+def _peers_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.peers import compare
 
-    tables = [one for one in compare.TABLES if not flags.parts or one.name in flags.parts]
-    named = compare.NAMES if flags.peers is None else flags.peers
-    return compare.lines(compare.Asked(flags.rounds, tables, named, flags.requests or ()))
+    tables = [table for table in compare.TABLES if not flags.parts or table.name in flags.parts]
+    engine_names = compare.ENGINE_NAMES if flags.peers is None else flags.peers
+    return compare.run_suite(
+        compare.PeerSelection(flags.rounds, tables, engine_names, flags.requests or ())
+    )
 
 
-def _convert(flags: argparse.Namespace) -> Iterator[Item]:
+def _conversion_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import conversion
 
-    return conversion.lines(flags.rounds, disk=flags.disk)
+    return conversion.run_suite(flags.rounds, disk=flags.disk)
 
 
-def _front(flags: argparse.Namespace) -> Iterator[Item]:
+def _frontend_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import frontend
 
-    return frontend.lines(flags.parts)
+    return frontend.run_suite(flags.parts)
 
 
-def _adapters(flags: argparse.Namespace) -> Iterator[Item]:
+def _adapters_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import adapters
 
-    return adapters.lines(flags.parts)
+    return adapters.run_suite(flags.parts)
 
 
-def _tuning(flags: argparse.Namespace) -> Iterator[Item]:
+def _prompt_tuning_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.peers import prompt_tuning
 
-    return prompt_tuning.lines(flags.parts, prompt_tuning.Sizes(rounds=flags.rounds))
+    return prompt_tuning.run_suite(flags.parts, prompt_tuning.TuningSizes(rounds=flags.rounds))
 
 
-def _gpu(flags: argparse.Namespace) -> Iterator[Item]:
-    """Rows of promises that begin with `gpu/`; so many rounds of each."""
-    lines: Iterator[Item] = import_module("bench.suites.gpu").lines(flags.rounds)
-    return lines
+def _gpu_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    outputs: Iterator[SuiteOutput] = import_module("bench.suites.gpu").run_suite(flags.rounds)
+    return outputs
 
 
-def _engine(flags: argparse.Namespace) -> Iterator[Item]:
+def _offline_engine_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.harness import offline_engine
 
-    yield from offline_engine.asked(flags)
+    yield from offline_engine.run_from_flags(flags)
 
 
-def _planning(flags: argparse.Namespace) -> Iterator[Item]:
+def _plan_accuracy_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import plan_accuracy
 
-    yield from plan_accuracy.lines(tuple(flags.parts), plan_accuracy.Sizes(flags.rounds))
+    yield from plan_accuracy.run_suite(
+        tuple(flags.parts), plan_accuracy.PlanAccuracySizes(flags.rounds)
+    )
 
 
-# Every row of the table, what takes least first; the pieces are those of bench/suites/frontend.py
-# and so on.
-PARTS: Mapping[str, Part] = {
-    "planner": Part(_planner),
-    "start": Part(_start),
-    "peers": Part(_peers, ("gpt2", "int8", "llama")),
-    "convert": Part(_convert),
-    "front": Part(
-        _front,
+# The suites in the order in which they run, roughly the shortest first. `parts` repeats the
+# constant `PARTS` of the suite's module, because the modules are not imported at the start.
+SUITES: Mapping[str, Suite] = {
+    "planner": Suite(_plan_validation_suite),
+    "start": Suite(_startup_suite),
+    "peers": Suite(_peers_suite, ("gpt2", "int8", "llama")),
+    "convert": Suite(_conversion_suite),
+    "front": Suite(
+        _frontend_suite,
         ("tokens", "first", "share", "profiles", "overload"),
         ("tokens", "share", "profiles"),
     ),
-    "adapters": Part(
-        _adapters,
+    "adapters": Suite(
+        _adapters_suite,
         ("mixed", "first", "registry", "mixed-32", "first-32", "arrivals", "tasks", "equal"),
         ("mixed", "first", "registry"),
     ),
-    "tuning": Part(_tuning, ("speed", "memory", "losses")),
-    "gpu": Part(_gpu),
-    "engine": Part(_engine, extra=True),
-    "planning": Part(_planning, ("gpt2-small", "modern", "choice"), extra=True),
+    "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
+    "gpu": Suite(_gpu_suite),
+    "engine": Suite(_offline_engine_suite, on_request=True),
+    "planning": Suite(_plan_accuracy_suite, ("gpt2-small", "modern", "choice"), on_request=True),
 }
-# Where a CUDA device is benched: all others are of the CPU.
-ON_CUDA = ("gpu",)
-NO_CUDA = "it needs a CUDA device: make bench-gpu"
+# Suites that need a CUDA device; all others run on the CPU.
+CUDA_SUITES = ("gpu",)
+CUDA_HINT = "needs a CUDA device; run: make bench-gpu"
 
 
-def usual(device: str) -> list[str]:
-    """What runs if nothing is asked for."""
+def default_suites(device: str) -> list[str]:
+    """Return the suites that run if none is selected."""
     if device == "cuda":
-        return list(ON_CUDA)
-    return [name for name, part in PARTS.items() if not part.extra and name not in ON_CUDA]
-
-
-def run(
-    names: Sequence[str], flags: argparse.Namespace, record: Record, say: Callable[[str], None]
-) -> int:
-    """Says what each part gives, and notes it; returns how many ended badly."""
-    bad = 0
-    for name in names:
-        part = PARTS[name]
-        asked = argparse.Namespace(**vars(flags))
-        asked.parts = tuple(flags.parts or (part.usual if len(names) > 1 else ()))
-        say(f"--- {name} {' '.join(asked.parts)}".rstrip())
-        try:
-            for item in part.lines(asked):
-                record.note(item)
-                say(str(item))
-        except Exception as error:
-            bad += 1
-            say(traceback.format_exc().rstrip())
-            why = f"{name} ended: {type(error).__name__}: {error}"
-            for row in _absent(name, record.rows, why.splitlines()[0][:200]):
-                record.note(row)
-    return bad
-
-
-def _absent(part: str, rows: Mapping[str, Row], why: str) -> list[Row]:
-    """What this part has promised for the table, and not given."""
+        return list(CUDA_SUITES)
     return [
-        not_run(one.name, why)
-        for one in PROMISES.values()
-        if one.part == part and not one.extra and one.name not in rows
+        name for name, suite in SUITES.items() if not suite.on_request and name not in CUDA_SUITES
     ]
 
 
-def table(names: Sequence[str], rows: Mapping[str, Row], device: str) -> Iterator[str]:
-    """Every promise of these parts, with its figure and verdict; and how many of each verdict."""
-    shown = dict(rows)
-    for part in names:
-        shown |= {row.promise.name: row for row in _absent(part, rows, "it was not asked for")}
+def run_suites(
+    names: Sequence[str],
+    flags: argparse.Namespace,
+    record: RunRecord,
+    print_line: Callable[[str], None],
+) -> int:
+    """Run the suites, print and record their output; return the number of suites that failed."""
+    failed = 0
+    for name in names:
+        suite = SUITES[name]
+        suite_flags = argparse.Namespace(**vars(flags))
+        suite_flags.parts = tuple(flags.parts or (suite.default_parts if len(names) > 1 else ()))
+        print_line(f"--- {name} {' '.join(suite_flags.parts)}".rstrip())
+        try:
+            for output in suite.run(suite_flags):
+                record.add(output)
+                print_line(str(output))
+        except Exception as error:
+            failed += 1
+            print_line(traceback.format_exc().rstrip())
+            reason = f"suite {name} failed: {type(error).__name__}: {error}"
+            for row in _missing_rows(name, record.rows, reason.splitlines()[0][:200]):
+                record.add(row)
+    return failed
+
+
+def _missing_rows(suite: str, rows: Mapping[str, Row], reason: str) -> list[Row]:
+    """Return a row with the verdict "not run" for each default target that has no row yet."""
+    return [
+        not_run_row(target.name, reason)
+        for target in TARGETS.values()
+        if target.suite == suite and not target.on_request and target.name not in rows
+    ]
+
+
+def format_table(names: Sequence[str], rows: Mapping[str, Row], device: str) -> Iterator[str]:
+    """Yield a line per target of the suites, with figure and verdict, and a count of verdicts."""
+    row_by_target = dict(rows)
+    for suite in names:
+        row_by_target |= {
+            row.target.name: row for row in _missing_rows(suite, rows, "it was not selected")
+        }
     if device != "cuda" and len(names) > 1:
-        shown |= {row.promise.name: row for row in _absent("gpu", rows, NO_CUDA)}
-    order = [name for name in PROMISES if name in shown]
-    wide = max((len(PROMISES[name].what) for name in order), default=0)
+        row_by_target |= {row.target.name: row for row in _missing_rows("gpu", rows, CUDA_HINT)}
+    target_names = [name for name in TARGETS if name in row_by_target]
+    width = max((len(TARGETS[name].title) for name in target_names), default=0)
     counts: dict[str, int] = {}
-    for name in order:
-        row, promise = shown[name], PROMISES[name]
+    for name in target_names:
+        row, target = row_by_target[name], TARGETS[name]
         counts[row.verdict] = counts.get(row.verdict, 0) + 1
-        value = "" if row.missing else said(row.value, promise.unit)
-        bound = "" if row.share is None else f"{100 * row.share:.0f} % of the bound"
-        why = f": {row.missing}" if row.missing else ""
-        yield (
-            f"{promise.what:{wide}}  {value:>15}  {promise.wanted:>18}  {bound:>19}  "
-            f"{row.verdict}{why}"
+        value = "" if row.not_run_reason else format_figure(row.value, target.unit)
+        share_text = (
+            "" if row.bound_share is None else f"{100 * row.bound_share:.0f} % of the bound"
         )
-    yield ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no row"
+        reason = f": {row.not_run_reason}" if row.not_run_reason else ""
+        yield (
+            f"{target.title:{width}}  {value:>15}  {target.criterion:>18}  {share_text:>19}  "
+            f"{row.verdict}{reason}"
+        )
+    yield ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no rows"

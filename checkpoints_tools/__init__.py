@@ -1,5 +1,6 @@
-"""Checkpoints in and out: `convert`, `inspect` and `verify`.
+"""Checkpoint tools: convert, inspect and verify checkpoints; check and exchange adapters.
 
-A reader of `gpt/` gives whole logical tensors; a layout says which part of which goes to which byte
-of which file; copying is one loop from the one to the other. So a format's writer only plans.
+A reader in `gpt/formats/` opens the source as logical (unsharded) tensors. A writer plans a layout:
+the target files, and the byte offset of every tensor part in these files. The copy engine then
+reads the tensors and writes the files of any layout, so a writer only plans.
 """

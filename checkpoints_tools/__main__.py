@@ -1,7 +1,7 @@
-"""`preamble convert`, `inspect` and `verify`; and `preamble adapters check`, `import`, `export`.
+"""Commands `preamble convert`, `inspect`, `verify` and `adapters check`, `import`, `export`.
 
-Flags become a wish, the wish a plan; the plan is printed, and carried out unless it was only asked
-for. Results go to stdout, talk and progress to stderr.
+`convert` makes a conversion plan from its flags, prints the plan, and executes it unless
+`--dry-run` is given. Results are printed to stdout, messages and progress to stderr.
 """
 
 import signal
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 from checkpoints_tools.flags import (
     convert_parser,
     inspect_parser,
-    source_changes,
+    source_overrides,
     verify_parser,
 )
 from gpt.errors import PreambleError
 
 if TYPE_CHECKING:
-    from checkpoints_tools.conversion.convert import Plan, Result
+    from checkpoints_tools.conversion.convert import ConversionPlan, ConversionResult
 
-FILES_SHOWN = 24
-LINE_SECONDS = 5.0  # Between lines of progress where there is no terminal.
+FILES_SHOWN_MAX = 24
+PROGRESS_LINE_SECONDS = 5.0  # Interval between progress lines if stderr is not a terminal.
 
 
 def main(argv: list[str]) -> int:
-    """`argv` begins with the command's own word."""
+    """Run the command named by `argv[0]`, and return the exit status."""
     commands = {
         "convert": _convert,
         "inspect": _inspect,
@@ -60,48 +60,59 @@ def _convert(argv: list[str]) -> int:
     parser = convert_parser()
     flags = parser.parse_args(argv)
     if flags.to == "nemo" and not flags.target.endswith(".nemo"):
-        parser.error(f"{flags.target} does not end in .nemo, by which such a file is known")
-    changes = source_changes(flags)
+        parser.error(
+            f"--to nemo writes one .nemo file, but the target is {flags.target}; give a name that "
+            "ends in .nemo"
+        )
+    overrides = source_overrides(flags)
 
     from checkpoints_tools.conversion.convert import convert, plan
-    from checkpoints_tools.conversion.target_directory import check_place
-    from checkpoints_tools.layout.layout import Division
-    from checkpoints_tools.writers.registry import Wish
+    from checkpoints_tools.conversion.target_directory import check_target
+    from checkpoints_tools.layout.layout import ParallelSplit
+    from checkpoints_tools.writers.registry import ConversionOptions
     from gpt.formats.registry import open_checkpoint
 
-    wish = Wish(
-        to=flags.to,
+    options = ConversionOptions(
+        target_format=flags.to,
         dtype=flags.dtype,
         tokenizer=Path(flags.tokenizer).expanduser() if flags.tokenizer else None,
         prove=flags.prove,
-        division=Division(flags.tp, flags.pp, flags.vpp, flags.ep),
+        division=ParallelSplit(flags.tp, flags.pp, flags.vpp, flags.ep),
         vocabulary_multiple=flags.make_vocab_size_divisible_by,
         spec=flags.megatron_spec,
         family=flags.family,
         shard_bytes_max=int(flags.shard_gb * 1e9) if flags.shard_gb is not None else None,
     )
-    made = plan(open_checkpoint(flags.source, changes), Path(flags.target).expanduser(), wish)
-    for line in _described(made):
+    conversion = plan(
+        open_checkpoint(flags.source, overrides), Path(flags.target).expanduser(), options
+    )
+    for line in _describe_plan(conversion):
         print(line, file=sys.stdout if flags.dry_run else sys.stderr)
     if flags.dry_run:
-        check_place(made.source, made.target, made.layout, flags.resume)
+        check_target(conversion.source, conversion.target, conversion.layout, flags.resume)
         return 0
     started = time.monotonic()
     try:
-        with _progress(sum(tensor.nbytes for tensor in made.source.tensors.values())) as report:
+        with _progress_bar(
+            sum(tensor.nbytes for tensor in conversion.source.tensors.values())
+        ) as report_progress:
             result = convert(
-                made,
+                conversion,
                 resume=flags.resume,
                 workers=flags.workers,
-                memory=flags.memory_mb << 20,
+                memory_bytes=flags.memory_mb << 20,
                 refuse_nan=flags.refuse_nan,
-                report=report,
+                report_progress=report_progress,
             )
     except KeyboardInterrupt:
-        if made.partial.exists():
-            print(f"what is done lies in {made.partial}; --resume goes on", file=sys.stderr)
+        if conversion.partial_dir.exists():
+            print(
+                f"interrupted; {conversion.partial_dir} has the tensors copied so far; run again "
+                "with --resume to continue",
+                file=sys.stderr,
+            )
         raise
-    _tell(made, result, time.monotonic() - started)
+    _print_conversion(conversion, result, time.monotonic() - started)
     return 0
 
 
@@ -109,86 +120,97 @@ def _inspect(argv: list[str]) -> int:
     flags = inspect_parser().parse_args(argv)
     from checkpoints_tools.inspection.report import inspect
 
-    return inspect(flags, print, _progress)
+    return inspect(flags, print, _progress_bar)
 
 
 def _verify(argv: list[str]) -> int:
     flags = verify_parser().parse_args(argv)
     from checkpoints_tools.inspection.verify import verify
 
-    return verify(flags, print, _progress)
+    return verify(flags, print, _progress_bar)
 
 
-def _described(plan: "Plan") -> Iterator[str]:
-    config, layout = plan.made.config, plan.layout
-    weights = sum(tensor.nbytes for tensor in plan.source.tensors.values())
+def _describe_plan(plan: "ConversionPlan") -> Iterator[str]:
+    config, layout = plan.converted.config, plan.layout
+    weight_bytes = sum(tensor.nbytes for tensor in plan.source.tensors.values())
     yield (
-        f"{plan.source.path} ({plan.source.format}, {config.num_layers} layers, {weights:,} bytes "
-        f"of {plan.source.config.dtype}) -> {plan.target} ({layout.format}, {config.dtype}, "
-        f"{len(layout.files) + len(layout.last)} files, {layout.nbytes:,} bytes)"
+        f"{plan.source.path} ({plan.source.format}, {config.num_layers} layers, {weight_bytes:,} "
+        f"bytes of {plan.source.config.dtype}) -> {plan.target} ({layout.format}, {config.dtype}, "
+        f"{len(layout.files) + len(layout.last_files)} files, {layout.nbytes:,} bytes)"
     )
-    for file in (*layout.files, *layout.last)[:FILES_SHOWN]:
-        held = f"{len(file.placements)} tensors" if file.placements else ""
-        yield f"  {file.path}  {file.size:,} bytes  {held}".rstrip()
-    if len(layout.files) > FILES_SHOWN:
-        yield f"  and {len(layout.files) - FILES_SHOWN} more files"
-    if layout.vocabulary_rows not in (None, config.vocab_size):
-        yield f"  {config.vocab_size:,} tokens, padded to {layout.vocabulary_rows:,} rows"
+    for file in (*layout.files, *layout.last_files)[:FILES_SHOWN_MAX]:
+        contents = f"{len(file.placements)} tensors" if file.placements else ""
+        yield f"  {file.path}  {file.size:,} bytes  {contents}".rstrip()
+    if len(layout.files) > FILES_SHOWN_MAX:
+        yield f"  and {len(layout.files) - FILES_SHOWN_MAX} more files"
+    if layout.padded_vocab_size not in (None, config.vocab_size):
+        yield f"  {config.vocab_size:,} tokens, padded to {layout.padded_vocab_size:,} rows"
     for note in (*plan.source.notes, *layout.notes):
         yield f"note: {note}"
 
 
-def _tell(plan: "Plan", result: "Result", seconds: float) -> None:
-    if result.was_complete:
-        print(f"{plan.target} was complete already", file=sys.stderr)
+def _print_conversion(plan: "ConversionPlan", result: "ConversionResult", seconds: float) -> None:
+    if result.already_complete:
+        print(f"{plan.target} is already complete", file=sys.stderr)
     else:
         speed = plan.layout.nbytes / max(seconds, 1e-9) / 1e9
         print(f"{plan.layout.nbytes:,} bytes in {seconds:.1f} s, {speed:.2f} GB/s", file=sys.stderr)
-    for names, what in (
-        (result.not_finite, "hold values that are not finite"),
-        (result.overflown, f"hold values that became infinite in {plan.made.config.dtype}"),
+    for names, problem in (
+        (result.nonfinite_tensors, "contain NaN or infinite values"),
+        (
+            result.overflowed_tensors,
+            f"contain finite values that overflow in {plan.converted.config.dtype}",
+        ),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            print(f"warning: {', '.join(names[:3])}{more} {what}", file=sys.stderr)
+            print(f"warning: {', '.join(names[:3])}{more} {problem}", file=sys.stderr)
     print(f"{plan.target}  digest {result.identity.digest}")
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line now and then elsewhere."""
+def _progress_bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr: a bar on a terminal, else a line every PROGRESS_LINE_SECONDS.
+
+    While the display is open, SIGTERM raises KeyboardInterrupt, so that cleanup code runs.
+    """
     from rich import progress
     from rich.console import Console
 
     console = Console(stderr=True)
     columns = (
-        *(progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    started = said = time.monotonic()
+    started = last_line_at = time.monotonic()
     bar = progress.Progress(*columns, console=console, disable=not console.is_terminal)
-    before = signal.signal(signal.SIGTERM, _interrupted)
+    previous_handler = signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     with bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=total_bytes)
 
-        def report(passed: int) -> None:
-            nonlocal said
-            bar.update(task, completed=passed)
+        def update_bar(done_bytes: int) -> None:
+            nonlocal last_line_at
+            bar.update(task, completed=done_bytes)
             now = time.monotonic()
-            if not console.is_terminal and now - said > LINE_SECONDS:
-                said = now
-                speed = passed / (now - started) / 1e9
-                left = (total - passed) / max(passed, 1) * (now - started)
-                line = f"{passed:,} of {total:,} bytes, {speed:.2f} GB/s, {left:.0f} s left"
+            if not console.is_terminal and now - last_line_at > PROGRESS_LINE_SECONDS:
+                last_line_at = now
+                speed = done_bytes / (now - started) / 1e9
+                remaining_s = (total_bytes - done_bytes) / max(done_bytes, 1) * (now - started)
+                line = (
+                    f"{done_bytes:,} of {total_bytes:,} bytes, {speed:.2f} GB/s, {remaining_s:.0f} "
+                    "s left"
+                )
                 print(line, file=sys.stderr, flush=True)
 
         try:
-            yield report
+            yield update_bar
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _interrupted(number: int, frame: object) -> None:
+def _raise_keyboard_interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 

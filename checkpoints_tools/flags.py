@@ -1,7 +1,7 @@
-"""The flags of `convert`, `inspect` and `verify`.
+"""Command-line flags of `preamble convert`, `inspect` and `verify`.
 
-Those that tell what a checkpoint's files do not are the same for all three, and for `serve`.
-Nothing that takes long is imported.
+`preamble adapters` takes from here the flags for config fields that are missing in a checkpoint's
+files; `preamble serve` has the same flags. The module does not import torch, so `--help` is fast.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from gpt.formats.overrides import read_overrides
 
 FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Beyond it the disk is the limit.
-WORKERS = min(8, os.cpu_count() or 1)
-HELP_WORKERS = f"threads (default: one for each processor, at most 8; here {WORKERS})"
+# With more than 8 threads the disk is the bottleneck.
+DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
+WORKERS_HELP = f"worker threads (default: one per CPU, at most 8; here {DEFAULT_WORKERS})"
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,119 +23,174 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
         "--true-vocab-size",
         metavar="N",
         type=int,
-        help="tokens of the vocabulary without the rows that pad it, where the files do not say",
+        help="vocabulary size without padding rows, if the checkpoint does not record it",
     )
     parser.add_argument(
         "--config-json",
         metavar="FILE",
-        help="a JSON object of the model's fields that the files lack or have wrong",
+        help="JSON object of config fields that the checkpoint lacks or records wrongly",
     )
 
 
 def convert_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble convert",
-        description="Write a checkpoint of any format and split in another. Memory stays small "
-        "whatever the model's size; the target appears when all of it is on the disk.",
+        description="Convert a checkpoint of any format and parallel split into another. Memory "
+        "use does not grow with the model. The target appears only when it is complete on disk.",
     )
     add = parser.add_argument
-    add("source", help="the checkpoint, as the training cluster left it")
-    add("target", help="a directory that is not there yet; for --to nemo a file, x.nemo")
-    add("--to", choices=FORMATS, required=True,
-        help="the target's format; nemo is read back by Preamble only")  # fmt: skip
+    add("source", help="checkpoint to convert, as the training cluster wrote it")
+    add("target", help="new directory, or for --to nemo a new .nemo file")
+    add(
+        "--to",
+        choices=FORMATS,
+        required=True,
+        help="target format; nemo was tested only with Preamble's reader, not with NeMo",
+    )
     add(
         "--tp",
         metavar="N",
-        type=at_least_one,
+        type=positive_int,
         default=1,
-        help="tensor ranks of the target (default: 1)",
+        help="tensor-parallel size of the target (default: 1)",
     )
-    add("--pp", metavar="N", type=at_least_one, default=1, help="pipeline ranks (default: 1)")
+    add(
+        "--pp",
+        metavar="N",
+        type=positive_int,
+        default=1,
+        help="pipeline-parallel size of the target (default: 1)",
+    )
     add(
         "--vpp",
         metavar="N",
-        type=at_least_one,
+        type=positive_int,
         default=1,
-        help="virtual stages of each (default: 1)",
+        help="virtual pipeline stages per pipeline rank (default: 1)",
     )
-    add("--ep", metavar="N", type=at_least_one, default=1, help="expert ranks (default: 1)")
-    add("--dtype", choices=DTYPES, help="of the target's weights (default: as stored)")
-    add("--make-vocab-size-divisible-by", metavar="N", type=at_least_one,
-        help="pad the vocabulary to a multiple of this times --tp (default: 128)")  # fmt: skip
-    add("--megatron-spec", choices=("te", "local"),
-        help="names as in Transformer Engine's layers, or in local ones (default: te)")  # fmt: skip
-    add("--family", metavar="NAME", help="the model_type for --to hf (default: what fits)")
-    add("--shard-gb", metavar="X", type=above_zero, help="size of one file (default: 4; hf: 5)")
-    add("--tokenizer", metavar="PATH", help="a file or directory (default: the source's)")
+    add(
+        "--ep",
+        metavar="N",
+        type=positive_int,
+        default=1,
+        help="expert-parallel size of the target (default: 1)",
+    )
+    add("--dtype", choices=DTYPES, help="dtype of the target's weights (default: as stored)")
+    add(
+        "--make-vocab-size-divisible-by",
+        metavar="N",
+        type=positive_int,
+        help="pad the vocabulary to a multiple of N times --tp (default: 128)",
+    )
+    add(
+        "--megatron-spec",
+        choices=("te", "local"),
+        help="layer spec of Megatron-Core whose tensor names are used: Transformer Engine or local "
+        "(default: te)",
+    )
+    add(
+        "--family",
+        metavar="NAME",
+        help="model_type for --to hf (default: a model_type that expresses the model exactly, "
+        "preferably one whose published models have the same activation)",
+    )
+    add(
+        "--shard-gb",
+        metavar="X",
+        type=positive_float,
+        help="largest size of one weight file in GB (default: 4.3, for hf 5); a larger tensor has "
+        "its own file",
+    )
+    add("--tokenizer", metavar="PATH", help="tokenizer file or directory (default: the source's)")
     add_source_flags(parser)
-    add("--dry-run", action="store_true", help="print the plan and stop")
-    add("--resume", action="store_true", help="go on where a killed run stopped")
-    add("--refuse-nan", action="store_true", help="stop at weights that are not finite")
-    add("--prove", action="store_true",
-        help="store a few logits, which serve and verify --prove replay")  # fmt: skip
-    add("--workers", metavar="N", type=at_least_one, default=WORKERS, help=HELP_WORKERS)
-    add("--memory-mb", metavar="N", type=at_least_one, default=1024,
-        help="for tensors that are turned on the way (default: 1024)")  # fmt: skip
+    add("--dry-run", action="store_true", help="print the plan and exit")
+    add("--resume", action="store_true", help="continue an interrupted run")
+    add("--refuse-nan", action="store_true", help="fail if a weight is NaN or infinite")
+    add(
+        "--prove",
+        action="store_true",
+        help="store a proof: reference logits that `serve` and `verify --prove` recompute and "
+        "compare",
+    )
+    add("--workers", metavar="N", type=positive_int, default=DEFAULT_WORKERS, help=WORKERS_HELP)
+    add(
+        "--memory-mb",
+        metavar="N",
+        type=positive_int,
+        default=1024,
+        help="memory for tensors that must be read completely, such as transposed tensors "
+        "(default: 1024)",
+    )
     return parser
 
 
 def inspect_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble inspect",
-        description="Say what a checkpoint is: its format, architecture, size and split, what it "
-        "takes to serve it, and what looks wrong. Without --deep no more than headers is read.",
+        description="Report a checkpoint's format, architecture, size and parallel split, the "
+        "memory needed to serve it, and problems. Without --deep, only headers, small files and a "
+        "few rows of the weights are read.",
     )
-    parser.add_argument("source", help="the checkpoint, as the training cluster left it")
+    parser.add_argument("source", help="checkpoint to inspect, as the training cluster wrote it")
     add_source_flags(parser)
-    _add_reading_flags(parser)
+    _add_report_flags(parser)
     return parser
 
 
 def verify_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble verify",
-        description="Hold two checkpoints of any format and split against each other, bit for bit; "
-        "or one against the checksums that Preamble wrote beside it. 0: equal, 1: different.",
+        description="Compare two checkpoints of any format and parallel split bit by bit, or "
+        "compare one checkpoint with the checksums in its manifest. Exit status: 0 if no "
+        "difference and no fault was found, else 1.",
     )
-    parser.add_argument("a", metavar="A", help="a checkpoint")
-    parser.add_argument("b", metavar="B", nargs="?", help="another (default: A's own checksums)")
+    parser.add_argument("a", metavar="A", help="checkpoint to verify")
+    parser.add_argument(
+        "b",
+        metavar="B",
+        nargs="?",
+        help="checkpoint to compare A with (default: compare A with its own checksums)",
+    )
     add_source_flags(parser)
-    _add_reading_flags(parser)
+    _add_report_flags(parser)
     parser.add_argument(
         "--prove",
         action="store_true",
-        help="compute the logits that A's proof has, with A and with B, and compare them",
+        help="recompute the reference logits that A stores as its proof, with A and with B, and "
+        "compare them with the stored logits",
     )
     return parser
 
 
-def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
+def _add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--deep",
         action="store_true",
-        help="read every byte: values that are not finite, copies that are not equal, checksums",
+        help="read every byte, and report NaN and infinite values, unequal replicas and bad "
+        "checksums",
     )
     parser.add_argument(
-        "--workers", metavar="N", type=at_least_one, default=WORKERS, help=HELP_WORKERS
+        "--workers", metavar="N", type=positive_int, default=DEFAULT_WORKERS, help=WORKERS_HELP
     )
 
 
-def at_least_one(word: str) -> int:
-    """A number of things that cannot be none, for argparse."""
-    number = int(word)
+def positive_int(text: str) -> int:
+    """Parse an integer of at least 1, for argparse."""
+    number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
 
 
-def above_zero(word: str) -> float:
-    number = float(word)
+def positive_float(text: str) -> float:
+    """Parse a finite number above 0, for argparse."""
+    number = float(text)
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{word} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
     return number
 
 
-def source_changes(flags: argparse.Namespace) -> dict[str, Any]:
-    """The fields of GPTConfig that the flags give; empty where they give none."""
+def source_overrides(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the GPTConfig fields that the flags of `add_source_flags` set, by name."""
     return read_overrides(flags.config_json, flags.true_vocab_size)

@@ -1,0 +1,21 @@
+"""Python clients of a Preamble server: sync and asyncio clients, commands and load generator.
+
+The public names are imported on first use, so that importing a module of this package that needs no
+gRPC does not load gRPC.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clients.async_client import AsyncClient
+    from clients.client import CallError, Client, Guide, Options
+
+__all__ = ["AsyncClient", "CallError", "Client", "Guide", "Options"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        module = "clients.async_client" if name == "AsyncClient" else "clients.client"
+        return getattr(import_module(module), name)
+    raise AttributeError(f"module 'clients' has no attribute '{name}'")

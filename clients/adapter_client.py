@@ -1,7 +1,7 @@
-"""The adapters of a running server, from a program: which there are, and changing that.
+"""Adapter client: show, upload, load, unload, promote and roll back a server's adapters.
 
-Goes over a `Client`, with its timeout, token and retries; what the server refuses is a `CallError`.
-A file is sent in parts, and becomes an adapter only when the server has found it good.
+The calls use the timeout, token and retries of a `Client`; a refused call raises a `CallError`. A
+file is uploaded in chunks, and becomes an adapter after the server has checked the file.
 """
 
 from collections.abc import Iterator
@@ -12,58 +12,66 @@ from clients.client import Client
 from protos.preamble.v1 import adapters_pb2 as pb
 from protos.preamble.v1 import adapters_pb2_grpc
 
-PART_BYTES = 1 << 20
+UPLOAD_CHUNK_BYTES = 1 << 20
 
 
 class AdapterCalls:
-    """What `client`'s server has of adapters; the client stays the caller's to close."""
+    """Calls of the adapter service through `client`, which the caller must close."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._stub = adapters_pb2_grpc.AdapterServiceStub(client.channel)
 
     def show(self, name: str) -> pb.Adapter:
-        """`name` (its current version) or `name@version`."""
-        return self._adapter(self._stub.GetAdapter, pb.GetAdapterRequest(name=name))
+        """Get an adapter: `name` (the current version) or `name@version`."""
+        return self._call_for_adapter(self._stub.GetAdapter, pb.GetAdapterRequest(name=name))
 
     def load(self, name: str) -> pb.Adapter:
-        """Have the server look at its directory now, for this adapter."""
-        return self._adapter(self._stub.LoadAdapter, pb.LoadAdapterRequest(name=name))
+        """Rescan the server's adapter directory immediately, and return the adapter `name`.
+
+        Raises CallError with the reason if the adapter's file is unusable.
+        """
+        return self._call_for_adapter(self._stub.LoadAdapter, pb.LoadAdapterRequest(name=name))
 
     def unload(self, name: str) -> None:
-        """Take `name@version` away, from the server's directory too."""
+        """Unload `name@version`, and remove its file from the server's adapter directory."""
         self._client.call(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     def promote(self, name: str) -> pb.Adapter:
-        """From now on the name alone means `name@version`."""
-        return self._adapter(self._stub.PromoteAdapter, pb.PromoteAdapterRequest(name=name))
+        """Make `name@version` the current version of its name."""
+        return self._call_for_adapter(
+            self._stub.PromoteAdapter, pb.PromoteAdapterRequest(name=name)
+        )
 
     def rollback(self, name: str) -> pb.Adapter:
-        """Take the last promotion of `name` back."""
-        return self._adapter(self._stub.RollbackAdapter, pb.RollbackAdapterRequest(name=name))
+        """Undo the last promotion of `name`."""
+        return self._call_for_adapter(
+            self._stub.RollbackAdapter, pb.RollbackAdapterRequest(name=name)
+        )
 
     def upload(self, name: str, file: Path) -> pb.Adapter:
-        """A file becomes the next version of `name`, or `name@version`.
+        """Upload a file as the next version of `name`, or as `name@version`.
 
-        An OSError if it cannot be opened.
+        Raises OSError if the file cannot be opened.
         """
+        # Checked first, because an error during the call would look like a lost connection.
         with open(file, "rb"):
-            pass  # In the midst of a call it would look like a server that is lost.
+            pass
 
-        def send(message: object, **how: Any) -> Any:
-            # Each attempt sends the file from its beginning.
-            return self._stub.UploadAdapter(_parts(name, file), **how)
+        def send_file(message: object, **call_options: Any) -> Any:
+            # Each attempt sends the whole file again.
+            return self._stub.UploadAdapter(_upload_requests(name, file), **call_options)
 
-        return self._adapter(send, None)
+        return self._call_for_adapter(send_file, None)
 
-    def _adapter(self, method: Any, message: object) -> pb.Adapter:
+    def _call_for_adapter(self, method: Any, message: object) -> pb.Adapter:
         adapter = self._client.call(method, message).adapter
         assert isinstance(adapter, pb.Adapter)
         return adapter
 
 
-def _parts(name: str, file: Path) -> Iterator[pb.UploadAdapterRequest]:
+def _upload_requests(name: str, file: Path) -> Iterator[pb.UploadAdapterRequest]:
     yield pb.UploadAdapterRequest(name=name)
     with open(file, "rb") as source:
-        while data := source.read(PART_BYTES):
+        while data := source.read(UPLOAD_CHUNK_BYTES):
             yield pb.UploadAdapterRequest(data=data)

@@ -1,7 +1,7 @@
-"""AsyncClient: the same as `clients.client.Client`, for asyncio.
+"""AsyncClient: the asyncio client, with the same methods as `clients.client.Client`.
 
-Messages, answers, retries and errors are the other client's; only waiting differs. One client, in
-one event loop, is good for as many calls at once as the server takes.
+Arguments, responses, retries and errors are the same as in `Client`. A client belongs to one event
+loop; its calls can run concurrently.
 """
 
 import asyncio
@@ -12,25 +12,25 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from clients.client import PAGE
-from clients.options import DEFAULTS, Options, Prompt, request, score_request
+from clients.client import PAGE_SIZE
+from clients.options import DEFAULT_OPTIONS, Options, Prompt, build_score_request, fill_request
 from clients.responses import (
     Completion,
     Piece,
     Scores,
-    completions_of,
-    first_of,
-    piece_of,
-    scores_of,
+    read_completions,
+    read_first_completion,
+    read_piece,
+    read_scores,
 )
 from clients.transport import (
-    RETRIES,
+    DEFAULT_RETRIES,
     Attempts,
     Retries,
     Tls,
-    call_error,
+    call_metadata,
     channel_options,
-    metadata_of,
+    read_call_error,
 )
 from protos.preamble.v1 import (
     adapters_pb2,
@@ -43,9 +43,9 @@ from protos.preamble.v1 import generation_pb2 as pb
 
 
 class AsyncClient:
-    """Calls the server at `address`, HOST:PORT; close it, or use it in an `async with`.
+    """Asyncio client of the server at `address` (HOST:PORT). Close it, or use it in `async with`.
 
-    To be made where its event loop runs. A task that is cancelled cancels its call.
+    Create it inside a running event loop. A cancelled task cancels its call.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class AsyncClient:
         *,
         token: str | None = None,
         tls: Tls | None = None,
-        retries: Retries = RETRIES,
+        retries: Retries = DEFAULT_RETRIES,
     ) -> None:
-        self.timeout_s, self.retries = timeout_s, retries
-        self.metadata = metadata_of(token)
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.metadata = call_metadata(token)
         options = channel_options(tls)
         self.channel = (
             grpc.aio.insecure_channel(address, options)
@@ -70,42 +71,42 @@ class AsyncClient:
         self._admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     async def generate(
-        self, prompt: Prompt, options: Options = DEFAULTS, timeout_s: float | None = None
+        self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Completion:
-        """The first completion: the only one, unless the options ask for more."""
-        message = request(pb.GenerateRequest(), prompt, options)
-        return first_of(await self.call(self._generation.Generate, message, timeout_s))
+        """Return the first completion; use `completions` if the options request several."""
+        message = fill_request(pb.GenerateRequest(), prompt, options)
+        return read_first_completion(await self.call(self._generation.Generate, message, timeout_s))
 
     async def completions(
         self, prompt: Prompt, options: Options, timeout_s: float | None = None
     ) -> list[Completion]:
-        """All of them: all answers of the first adapter, then of the next one."""
-        message = request(pb.GenerateRequest(), prompt, options)
-        return completions_of(await self.call(self._generation.Generate, message, timeout_s))
+        """Return all completions, ordered by adapter."""
+        message = fill_request(pb.GenerateRequest(), prompt, options)
+        return read_completions(await self.call(self._generation.Generate, message, timeout_s))
 
     async def stream(
-        self, prompt: Prompt, options: Options = DEFAULTS, timeout_s: float | None = None
+        self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come. To leave early, `aclose` the iterator: that cancels the call."""
-        message = request(pb.GenerateStreamRequest(), prompt, options)
+        """Yield pieces as they arrive. To cancel the call early, `aclose` the generator."""
+        message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
-        begun = False
+        has_started = False
         while True:
             call = self._generation.GenerateStream(
-                message, timeout=attempts.left_s, metadata=self.metadata
+                message, timeout=attempts.remaining_s, metadata=self.metadata
             )
             try:
                 async for response in call:
-                    begun = True
-                    yield piece_of(response)
+                    has_started = True
+                    yield read_piece(response)
                 return
             except grpc.aio.AioRpcError as error:
-                failure = call_error(error)
+                failure = read_call_error(error)
             finally:
                 call.cancel()
-            if begun:  # Another attempt would say again what was said.
+            if has_started:  # A retry would repeat pieces that the caller has received.
                 raise failure
-            await asyncio.sleep(attempts.after(failure))
+            await asyncio.sleep(attempts.next_wait_s(failure))
 
     async def score(
         self,
@@ -116,9 +117,9 @@ class AsyncClient:
         logprobs: int = 0,
         timeout_s: float | None = None,
     ) -> Scores:
-        """How likely each continuation of the prompt is; without any, the prompt itself."""
-        message = score_request(prompt, continuations, adapter, logprobs)
-        return scores_of(await self.call(self._generation.Score, message, timeout_s))
+        """Return the log-probability of each continuation, or of the prompt if none is given."""
+        message = build_score_request(prompt, continuations, adapter, logprobs)
+        return read_scores(await self.call(self._generation.Score, message, timeout_s))
 
     async def tokenize(self, text: str) -> list[int]:
         message = pb.TokenizeRequest(text=text)
@@ -129,11 +130,11 @@ class AsyncClient:
         return str((await self.call(self._generation.Detokenize, message)).text)
 
     async def adapters(self) -> list[adapters_pb2.Adapter]:
-        """All of them, as many pages as there are."""
+        """Return all adapters that the caller can use, with one call per page of PAGE_SIZE."""
         adapters: list[adapters_pb2.Adapter] = []
         token = ""
         while True:
-            message = adapters_pb2.ListAdaptersRequest(page_size=PAGE, page_token=token)
+            message = adapters_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
             page = await self.call(self._adapters.ListAdapters, message)
             adapters += page.adapters
             token = page.next_page_token
@@ -146,7 +147,7 @@ class AsyncClient:
         return response
 
     async def load(self) -> admin_pb2.GetLoadResponse:
-        """How busy the server is now."""
+        """Return the current load of the server: requests, KV blocks, engine state."""
         response = await self.call(self._admin.GetLoad, admin_pb2.GetLoadRequest())
         assert isinstance(response, admin_pb2.GetLoadResponse)
         return response
@@ -166,11 +167,11 @@ class AsyncClient:
         await self.close()
 
     async def call(self, method: Any, message: object, timeout_s: float | None = None) -> Any:
-        """A stub's unary method, for what has no method here."""
+        """Call a unary method of a gRPC stub directly, with deadline and retries."""
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         while True:
             try:
-                return await method(message, timeout=attempts.left_s, metadata=self.metadata)
+                return await method(message, timeout=attempts.remaining_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
-                failure = call_error(error)
-            await asyncio.sleep(attempts.after(failure))
+                failure = read_call_error(error)
+            await asyncio.sleep(attempts.next_wait_s(failure))

@@ -1,8 +1,8 @@
-"""Client: a running server, called from a program.
+"""Client: synchronous Python gRPC client of a Preamble server, with deadlines and retries.
 
-Synchronous and typed: plain values in, plain values out, every call under a deadline, and tried
-again where the server says that it may be. What ends badly comes back as a `CallError`. It knows
-the protos, and nothing of the server's insides; `clients.async_client` is the same for asyncio.
+Arguments and results are typed Python values. Every call has a deadline, and is retried if the
+server's error permits a retry. A failed call raises a `CallError`. The client imports the protos,
+but no other code of the server; `clients.async_client` has the same methods for asyncio.
 """
 
 import time
@@ -12,7 +12,15 @@ from typing import Any, Self
 
 import grpc
 
-from clients.options import DEFAULTS, Beams, Guide, Options, Prompt, request, score_request
+from clients.options import (
+    DEFAULT_OPTIONS,
+    Beams,
+    Guide,
+    Options,
+    Prompt,
+    build_score_request,
+    fill_request,
+)
 from clients.responses import (
     Completion,
     Failure,
@@ -22,20 +30,20 @@ from clients.responses import (
     TextScore,
     TokenScore,
     Usage,
-    completions_of,
-    first_of,
-    piece_of,
-    scores_of,
+    read_completions,
+    read_first_completion,
+    read_piece,
+    read_scores,
 )
 from clients.transport import (
-    RETRIES,
+    DEFAULT_RETRIES,
     Attempts,
     CallError,
     Retries,
     Tls,
-    call_error,
+    call_metadata,
     channel_options,
-    metadata_of,
+    read_call_error,
 )
 from protos.preamble.v1 import (
     adapters_pb2,
@@ -65,14 +73,15 @@ __all__ = [
     "Usage",
 ]
 
-PAGE = 1000
+PAGE_SIZE = 1000
 
 
 class Client:
-    """Calls the server at `address`, HOST:PORT; close it, or use it in a `with`.
+    """Synchronous client of the server at `address` (HOST:PORT). Close it, or use it in a `with`.
 
-    `timeout_s` is for each call, its retries and a stream as a whole included; each method takes
-    another. `token` is sent as a bearer token; `tls` makes the channel a secure one.
+    `timeout_s` limits each call, including its retries, and each stream as a whole; `generate`,
+    `completions`, `stream`, `score` and `call` accept another value. `token` is sent as a bearer
+    token; with `tls` the channel is encrypted.
     """
 
     def __init__(
@@ -82,10 +91,11 @@ class Client:
         *,
         token: str | None = None,
         tls: Tls | None = None,
-        retries: Retries = RETRIES,
+        retries: Retries = DEFAULT_RETRIES,
     ) -> None:
-        self.timeout_s, self.retries = timeout_s, retries
-        self.metadata = metadata_of(token)
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.metadata = call_metadata(token)
         options = channel_options(tls)
         self.channel = (
             grpc.insecure_channel(address, options)
@@ -97,42 +107,42 @@ class Client:
         self._admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     def generate(
-        self, prompt: Prompt, options: Options = DEFAULTS, timeout_s: float | None = None
+        self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Completion:
-        """The first completion: the only one, unless the options ask for more."""
-        message = request(pb.GenerateRequest(), prompt, options)
-        return first_of(self.call(self._generation.Generate, message, timeout_s))
+        """Return the first completion; use `completions` if the options request several."""
+        message = fill_request(pb.GenerateRequest(), prompt, options)
+        return read_first_completion(self.call(self._generation.Generate, message, timeout_s))
 
     def completions(
         self, prompt: Prompt, options: Options, timeout_s: float | None = None
     ) -> list[Completion]:
-        """All of them: all answers of the first adapter, then of the next one."""
-        message = request(pb.GenerateRequest(), prompt, options)
-        return completions_of(self.call(self._generation.Generate, message, timeout_s))
+        """Return all completions, ordered by adapter."""
+        message = fill_request(pb.GenerateRequest(), prompt, options)
+        return read_completions(self.call(self._generation.Generate, message, timeout_s))
 
     def stream(
-        self, prompt: Prompt, options: Options = DEFAULTS, timeout_s: float | None = None
+        self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Generator[Piece, None, None]:
-        """Pieces as they come. To leave early, close the iterator: that cancels the call."""
-        message = request(pb.GenerateStreamRequest(), prompt, options)
+        """Yield pieces as they arrive. To cancel the call early, close the generator."""
+        message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
-        begun = False
+        has_started = False
         while True:
             call = self._generation.GenerateStream(
-                message, timeout=attempts.left_s, metadata=self.metadata
+                message, timeout=attempts.remaining_s, metadata=self.metadata
             )
             try:
                 for response in call:
-                    begun = True
-                    yield piece_of(response)
+                    has_started = True
+                    yield read_piece(response)
                 return
             except grpc.RpcError as error:
-                failure = call_error(error)
+                failure = read_call_error(error)
             finally:
                 call.cancel()
-            if begun:  # Another attempt would say again what was said.
+            if has_started:  # A retry would repeat pieces that the caller has received.
                 raise failure
-            time.sleep(attempts.after(failure))
+            time.sleep(attempts.next_wait_s(failure))
 
     def score(
         self,
@@ -143,9 +153,9 @@ class Client:
         logprobs: int = 0,
         timeout_s: float | None = None,
     ) -> Scores:
-        """How likely each continuation of the prompt is; without any, the prompt itself."""
-        message = score_request(prompt, continuations, adapter, logprobs)
-        return scores_of(self.call(self._generation.Score, message, timeout_s))
+        """Return the log-probability of each continuation, or of the prompt if none is given."""
+        message = build_score_request(prompt, continuations, adapter, logprobs)
+        return read_scores(self.call(self._generation.Score, message, timeout_s))
 
     def tokenize(self, text: str) -> list[int]:
         message = pb.TokenizeRequest(text=text)
@@ -156,11 +166,11 @@ class Client:
         return str(self.call(self._generation.Detokenize, message).text)
 
     def adapters(self) -> list[adapters_pb2.Adapter]:
-        """All of them, as many pages as there are."""
+        """Return all adapters that the caller can use, with one call per page of PAGE_SIZE."""
         adapters: list[adapters_pb2.Adapter] = []
         token = ""
         while True:
-            message = adapters_pb2.ListAdaptersRequest(page_size=PAGE, page_token=token)
+            message = adapters_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
             page = self.call(self._adapters.ListAdapters, message)
             adapters += page.adapters
             token = page.next_page_token
@@ -173,7 +183,7 @@ class Client:
         return response
 
     def load(self) -> admin_pb2.GetLoadResponse:
-        """How busy the server is now."""
+        """Return the current load of the server: requests, KV blocks, engine state."""
         response = self.call(self._admin.GetLoad, admin_pb2.GetLoadRequest())
         assert isinstance(response, admin_pb2.GetLoadResponse)
         return response
@@ -193,11 +203,11 @@ class Client:
         self.close()
 
     def call(self, method: Any, message: object, timeout_s: float | None = None) -> Any:
-        """A stub's unary method, for what has no method here."""
+        """Call a unary method of a gRPC stub directly, with deadline and retries."""
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         while True:
             try:
-                return method(message, timeout=attempts.left_s, metadata=self.metadata)
+                return method(message, timeout=attempts.remaining_s, metadata=self.metadata)
             except grpc.RpcError as error:
-                failure = call_error(error)
-            time.sleep(attempts.after(failure))
+                failure = read_call_error(error)
+            time.sleep(attempts.next_wait_s(failure))

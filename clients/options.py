@@ -1,7 +1,7 @@
-"""What a program asks of a server: a prompt and how to complete it, as plain values.
+"""Client options: builds gRPC requests from a prompt and the options of its completion.
 
-Both clients make their messages here, so they ask alike. What is None or empty is not sent, and is
-the server's choice. Knows no connection, and checks nothing that the server checks.
+Both clients use this module. An unset option (see `Options`) is not sent, and the server's default
+applies. The server validates values; this module does not repeat the server's checks.
 """
 
 import json
@@ -17,11 +17,11 @@ ServiceClass = Literal["latency", "throughput"]
 EarlyStopping = bool | Literal["never"]
 M = TypeVar("M", pb.GenerateRequest, pb.GenerateStreamRequest)
 
-CLASSES: Mapping[ServiceClass, pb.ServiceClass] = {
+SERVICE_CLASSES: Mapping[ServiceClass, pb.ServiceClass] = {
     "latency": pb.SERVICE_CLASS_LATENCY,
     "throughput": pb.SERVICE_CLASS_THROUGHPUT,
 }
-EARLY: Mapping[EarlyStopping, pb.EarlyStopping] = {
+EARLY_STOPPING: Mapping[EarlyStopping, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_UNSPECIFIED,
     True: pb.EARLY_STOPPING_FIRST,
     "never": pb.EARLY_STOPPING_NEVER,
@@ -30,17 +30,17 @@ EARLY: Mapping[EarlyStopping, pb.EarlyStopping] = {
 
 @dataclass(frozen=True)
 class Guide:
-    """What a completion must match: one of these."""
+    """Guided decoding: the pattern that a completion must match. Set exactly one field."""
 
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choices: Sequence[str] | None = None
-    grammar: str | None = None  # EBNF, as Lark has it.
+    grammar: str | None = None  # EBNF in Lark's syntax.
 
 
 @dataclass(frozen=True)
 class Beams:
-    """Search for the likeliest completions; the answers are the best, best first."""
+    """Beam search; the completions are the best beams, best first."""
 
     width: int
     length_penalty: float | None = None
@@ -49,11 +49,14 @@ class Beams:
 
 @dataclass(frozen=True)
 class Options:
-    """How to complete a prompt. None, 0 where nothing else is said, or empty: not sent."""
+    """Options of a completion.
+
+    A field with its default value here is unset: the server's default applies.
+    """
 
     adapter: str = ""  # `name` or `name@version`.
-    adapters: Sequence[str] = ()  # Many tasks on one prompt, instead; "" is the model alone.
-    answers: int = 1  # To each task; they differ by their seeds.
+    adapters: Sequence[str] = ()  # Several adapters for one prompt; "" is the base model.
+    answers: int = 1  # Completions per adapter, each with its own seed.
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     temperature: float | None = None  # 0: greedy.
@@ -68,47 +71,63 @@ class Options:
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     no_repeat_ngram_size: int = 0
-    # After so many new tokens, the stop tokens' logits grow by this factor with each more.
+    # (start, factor): n tokens after `start`, |logit| * (factor**n - 1) is added to the logit of
+    # each stop token.
     length_decay: tuple[int, float] | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     stop_in_text: bool = False
-    ignore_ends: bool = False  # The tokens that end the model's texts are like any others.
+    ignore_ends: bool = False  # Do not stop at the model's end tokens.
     guide: Guide | None = None
     beams: Beams | None = None
-    logprobs: int | None = None  # With each token its log-probability and so many alternatives.
+    logprobs: int | None = None  # Alternatives per token; 0: only the token's own log-probability.
     prompt_logprobs: int | None = None
     service_class: ServiceClass | None = None
     priority: int = 0
-    truncate_prompt_tokens: int = 0  # Keep so many of the prompt, the last ones.
-    time_limit_ms: int = 0  # Then the answers end well, with what there is of them.
+    truncate_prompt_tokens: int = 0  # Keep only this many tokens at the end of the prompt.
+    time_limit_ms: int = 0  # After this time, return the unfinished completions.
 
 
-DEFAULTS = Options()
+DEFAULT_OPTIONS = Options()
 
-# Fields whose names and values are the message's own.
-_REQUEST = (
-    *("max_new_tokens", "min_new_tokens", "priority", "answers"),
-    *("truncate_prompt_tokens", "time_limit_ms"),
+# Options that are copied to a message field of the same name.
+_REQUEST_FIELDS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "priority",
+    "answers",
+    "truncate_prompt_tokens",
+    "time_limit_ms",
 )
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "no_repeat_ngram_size"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "no_repeat_ngram_size",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
 )
 
 
-def request(message: M, prompt: Prompt, options: Options) -> M:
-    """A message filled in. What no message can hold is refused as the server would refuse it."""
+def fill_request(message: M, prompt: Prompt, options: Options) -> M:
+    """Set the fields of a request message.
+
+    A value of the wrong type raises a CallError like the server's for an invalid field.
+    """
     try:
-        _fill(message, options)
+        _set_options(message, options)
         add_prompt(message, prompt)
     except (ValueError, TypeError, KeyError) as error:
         raise CallError("INVALID_ARGUMENT", str(error), "INVALID_FIELD") from None
     return message
 
 
-def score_request(
+def build_score_request(
     prompt: Prompt, continuations: Sequence[str], adapter: str, logprobs: int
 ) -> pb.ScoreRequest:
     try:
@@ -130,11 +149,11 @@ def add_prompt(message: Any, prompt: Prompt) -> None:
         message.token_ids.ids.extend(prompt)
 
 
-def _fill(message: Any, options: Options) -> None:
+def _set_options(message: Any, options: Options) -> None:
     message.adapter = options.adapter
     message.adapters.extend(options.adapters)
-    _copy(options, _REQUEST, message)
-    _copy(options, _SAMPLING, message.sampling)
+    _copy_fields(options, _REQUEST_FIELDS, message)
+    _copy_fields(options, _SAMPLING_FIELDS, message.sampling)
     sampling = message.sampling
     sampling.logit_bias.update(options.logit_bias)
     sampling.allowed_token_ids.extend(options.allowed_token_ids)
@@ -145,28 +164,32 @@ def _fill(message: Any, options: Options) -> None:
     message.stops.token_ids.extend(options.stop_token_ids)
     message.stops.include_in_text = options.stop_in_text
     message.stops.ignore_model_ends = options.ignore_ends
-    _copy(options, ("logprobs", "prompt_logprobs"), message.details)
+    _copy_fields(options, ("logprobs", "prompt_logprobs"), message.details)
     if options.service_class is not None:
-        message.service_class = CLASSES[options.service_class]
+        message.service_class = SERVICE_CLASSES[options.service_class]
     if options.guide is not None:
-        _guide(message.guide, options.guide)
+        _set_guide(message.guide, options.guide)
     if options.beams is not None:
         message.beams.width = options.beams.width
-        message.beams.early_stopping = EARLY[options.beams.early_stopping]
-        _copy(options.beams, ("length_penalty",), message.beams)
+        message.beams.early_stopping = EARLY_STOPPING[options.beams.early_stopping]
+        _copy_fields(options.beams, ("length_penalty",), message.beams)
 
 
-def _copy(source: Any, names: Sequence[str], message: Any) -> None:
+def _copy_fields(source: Any, names: Sequence[str], message: Any) -> None:
     for name in names:
         if getattr(source, name) is not None:
             setattr(message, name, getattr(source, name))
 
 
-def _guide(message: pb.Guide, guide: Guide) -> None:
-    said = [one.name for one in fields(guide) if getattr(guide, one.name) is not None]
-    if len(said) != 1:
+def _set_guide(message: pb.Guide, guide: Guide) -> None:
+    guide_kinds = [
+        guide_field.name
+        for guide_field in fields(guide)
+        if getattr(guide, guide_field.name) is not None
+    ]
+    if len(guide_kinds) != 1:
         raise ValueError(
-            f"a guide is one of its kinds; this one has {' and '.join(said) or 'none'}"
+            f"guide sets {' and '.join(guide_kinds) or 'no field'}; set exactly one field"
         )
     message.SetInParent()
     match guide:
@@ -176,4 +199,4 @@ def _guide(message: pb.Guide, guide: Guide) -> None:
         case Guide(json_schema=Mapping() as schema):
             message.json_schema = json.dumps(schema)
         case _:
-            _copy(guide, said, message)
+            _copy_fields(guide, guide_kinds, message)

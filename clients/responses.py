@@ -1,7 +1,6 @@
-"""What a server answers, as plain values: completions, pieces of them, scores.
+"""Client responses: converts gRPC messages to completions, stream pieces, scores and usage.
 
-Both clients read their messages here, so they answer alike. Enums become words, what is unset None.
-Knows no connection.
+Both clients use this module. Enum values become strings; an unset optional field becomes None.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from protos.preamble.v1 import generation_pb2 as pb
 
 FinishReason = Literal["stop", "length", "time_limit"]
 
-FINISH: Mapping[int, FinishReason | None] = {
+FINISH_REASONS: Mapping[int, FinishReason | None] = {
     pb.FINISH_REASON_UNSPECIFIED: None,
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -23,26 +22,28 @@ FINISH: Mapping[int, FinishReason | None] = {
 
 @dataclass(frozen=True)
 class Usage:
-    prompt_tokens: int  # Of the prompt's text,
-    virtual_tokens: int  # and the adapter's.
+    """Token counts of a completion or a call."""
+
+    prompt_tokens: int  # Text tokens of the prompt, without virtual tokens.
+    virtual_tokens: int  # Virtual tokens of the adapter.
     completion_tokens: int
-    cached_tokens: int = 0  # Of both parts of the prompt, what needed no computing.
+    cached_tokens: int = 0  # Prompt and virtual tokens found in the prefix cache.
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """What the model thought of a token."""
+    """Log-probability, rank and alternatives of a token."""
 
     token_id: int
-    logprob: float | None  # None: a prompt's first token, or a virtual one.
-    rank: int  # 1: none was likelier. 0: not told.
-    tops: list[tuple[int, float]]  # The likeliest and their log-probabilities, best first.
+    logprob: float | None  # None for a prompt's first token and for virtual tokens.
+    rank: int  # 1: the most likely token. 0: unknown.
+    tops: list[tuple[int, float]]  # Most likely tokens: (id, logprob), best first.
     virtual: bool = False
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one answer failed, where others of its call went on."""
+    """The error of one completion; other completions of the call may have succeeded."""
 
     reason: str
     message: str
@@ -50,13 +51,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Completion:
+    """One finished completion."""
+
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None  # None: it failed.
+    finish_reason: FinishReason | None  # None: the completion failed.
     usage: Usage
     seed: int
-    adapter: str  # As `name@version`; empty: none.
-    stop: str | int | None  # The stop string or token that ended it.
+    adapter: str  # `name@version`; empty for the base model.
+    stop: str | int | None  # The stop string or stop token that ended the text.
     scores: list[TokenScore]
     prompt_scores: list[TokenScore]
     beam_score: float | None
@@ -65,15 +68,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a completion; the last has a finish reason, or a failure, and the usage."""
+    """A part of a streamed completion. The last part has usage and finish reason, or a failure."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
     usage: Usage | None
-    index: int  # Which completion it is a part of.
-    seed: int  # In the first piece of each; 0 elsewhere.
-    adapter: str  # In the first piece of each; empty elsewhere.
+    index: int  # Index of the completion to which this piece belongs.
+    seed: int  # Set in a completion's first piece, else 0.
+    adapter: str  # Set in a completion's first piece, else empty.
     stop: str | int | None
     scores: list[TokenScore]
     prompt_scores: list[TokenScore]
@@ -83,90 +86,97 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextScore:
-    """How likely a text is."""
+    """The score of a continuation or a prompt."""
 
-    logprob: float  # The sum of its tokens'.
-    greedy: bool  # Whether each of its tokens was the likeliest.
+    logprob: float  # Sum of the log-probabilities of its tokens.
+    greedy: bool  # Whether each token was the most likely token at its position.
     tokens: list[TokenScore]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One for each continuation; without any, one for the prompt."""
+    """The scores of all continuations, or of the prompt if there are no continuations."""
 
     texts: list[TextScore]
     usage: Usage
     adapter: str
 
 
-def completions_of(response: pb.GenerateResponse) -> list[Completion]:
+def read_completions(response: pb.GenerateResponse) -> list[Completion]:
     return [
         Completion(
-            one.text,
-            list(one.token_ids),
-            FINISH.get(one.finish_reason),
-            _usage(one.usage),
-            one.seed,
-            one.adapter,
-            **_rest(one),
+            completion.text,
+            list(completion.token_ids),
+            FINISH_REASONS.get(completion.finish_reason),
+            _read_usage(completion.usage),
+            completion.seed,
+            completion.adapter,
+            **_read_shared_fields(completion),
         )
-        for one in response.completions
+        for completion in response.completions
     ]
 
 
-def first_of(response: pb.GenerateResponse) -> Completion:
-    """The first, which must not have failed."""
-    first = completions_of(response)[0]
-    if first.failure is not None:
-        raise CallError("UNKNOWN", first.failure.message, first.failure.reason)
-    return first
+def read_first_completion(response: pb.GenerateResponse) -> Completion:
+    """Return the first completion; raise a CallError if it failed."""
+    completion = read_completions(response)[0]
+    if completion.failure is not None:
+        raise CallError("UNKNOWN", completion.failure.message, completion.failure.reason)
+    return completion
 
 
-def piece_of(response: pb.GenerateStreamResponse) -> Piece:
+def read_piece(response: pb.GenerateStreamResponse) -> Piece:
     return Piece(
         response.text,
         list(response.token_ids),
-        FINISH.get(response.finish_reason),
-        _usage(response.usage) if response.HasField("usage") else None,
+        FINISH_REASONS.get(response.finish_reason),
+        _read_usage(response.usage) if response.HasField("usage") else None,
         response.index,
         response.seed,
         response.adapter,
-        **_rest(response),
+        **_read_shared_fields(response),
     )
 
 
-def scores_of(response: pb.ScoreResponse) -> Scores:
-    texts = [TextScore(one.logprob, one.greedy, _scores(one.tokens)) for one in response.scores]
-    return Scores(texts, _usage(response.usage), response.adapter)
+def read_scores(response: pb.ScoreResponse) -> Scores:
+    texts = [
+        TextScore(score.logprob, score.greedy, _read_token_scores(score.tokens))
+        for score in response.scores
+    ]
+    return Scores(texts, _read_usage(response.usage), response.adapter)
 
 
-def _rest(one: pb.Completion | pb.GenerateStreamResponse) -> dict[str, Any]:
-    """What a completion and its last piece have alike."""
-    stop = one.WhichOneof("stop")
-    failure = Failure(one.failure.reason, one.failure.message) if one.HasField("failure") else None
+def _read_shared_fields(message: pb.Completion | pb.GenerateStreamResponse) -> dict[str, Any]:
+    """Read the fields that completions and pieces share."""
+    stop = message.WhichOneof("stop")
+    failure = (
+        Failure(message.failure.reason, message.failure.message)
+        if message.HasField("failure")
+        else None
+    )
     return {
-        "stop": None if stop is None else getattr(one, stop),
-        "scores": _scores(one.scores),
-        "prompt_scores": _scores(one.prompt_scores),
-        "beam_score": one.beam_score if one.HasField("beam_score") else None,
+        "stop": None if stop is None else getattr(message, stop),
+        "scores": _read_token_scores(message.scores),
+        "prompt_scores": _read_token_scores(message.prompt_scores),
+        "beam_score": message.beam_score if message.HasField("beam_score") else None,
         "failure": failure,
     }
 
 
-def _scores(scores: Iterable[pb.TokenScore]) -> list[TokenScore]:
+def _read_token_scores(scores: Iterable[pb.TokenScore]) -> list[TokenScore]:
     return [
         TokenScore(
-            one.token_id,
-            one.logprob if one.HasField("logprob") else None,
-            one.rank,
-            [(top.token_id, top.logprob) for top in one.top_tokens],
-            one.virtual,
+            score.token_id,
+            score.logprob if score.HasField("logprob") else None,
+            score.rank,
+            [(top.token_id, top.logprob) for top in score.top_tokens],
+            score.virtual,
         )
-        for one in scores
+        for score in scores
     ]
 
 
-def _usage(usage: pb.Usage) -> Usage:
+def _read_usage(usage: pb.Usage) -> Usage:
     return Usage(
         usage.prompt_tokens,
         usage.virtual_tokens,

@@ -1,8 +1,7 @@
-"""A call's ways: how it reaches a server, how it ends badly, and when it is tried again.
+"""Client transport: gRPC channel options, TLS, call errors and retries with backoff.
 
-The same for both clients; only who waits differs. A server says itself, with each refusal, whether
-and when the same call may succeed (RetryInfo, `grpc-retry-pushback-ms`); what it does not say is
-not guessed. Knows no method.
+Both clients use this module. An error of the server states whether and when the call may be retried
+(RetryInfo, `grpc-retry-pushback-ms`). A call that fails without such a statement is not retried.
 """
 
 import random
@@ -16,18 +15,20 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-# Scores of a long prompt are many more bytes than gRPC's default of 4 MiB.
-ANSWER_BYTES_MAX = 256 << 20
-# With each failure the next wait doubles, and no two clients wait equally long.
-WAIT_GROWTH, WAIT_JITTER = 2.0, 0.25
+# The scores of a long prompt exceed gRPC's default limit of 4 MiB.
+RESPONSE_BYTES_MAX = 256 << 20
+# The wait doubles after each failure; random jitter spreads the retries of many clients.
+BACKOFF_FACTOR, BACKOFF_JITTER = 2.0, 0.25
 
 
 class CallError(Exception):
-    """A call that did not end well.
+    """A failed call.
 
-    `code` is gRPC's name for why, `reason` the server's own, on which a program can branch
-    (docs/operations.md has them all; empty: the call never got to a Preamble server). `field` is
-    the part of the request at fault, `retry_s` when the same call may well succeed.
+    `code` is the name of the gRPC status code. `reason` is the server's own error code, on which
+    programs can branch (docs/operations.md lists all codes); it is empty if no Preamble server
+    answered. `field` is the request field that caused the error. `retry_s` is the server's
+    suggested wait before the first retry. None: the server suggested no retry, so the call is not
+    retried.
     """
 
     def __init__(
@@ -39,36 +40,43 @@ class CallError(Exception):
         retry_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.code, self.reason, self.field, self.retry_s = code, reason, field, retry_s
+        self.code = code
+        self.reason = reason
+        self.field = field
+        self.retry_s = retry_s
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a call is tried, where the server says that it may be; never beyond its timeout."""
+    """Limits of a client's retries. Retries also end at the call's timeout."""
 
-    attempts_max: int = 4  # 1: never again.
-    wait_s_max: float = 30.0  # A longer wait is left to the caller.
+    attempts_max: int = 4  # 1: no retries.
+    wait_s_max: float = 30.0  # If the next wait would be longer, the call fails.
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What a secure channel needs, in PEM. None: the system's roots, and no certificate of ours."""
+    """TLS credentials in PEM.
+
+    `root_certificates` None: gRPC's default roots. `private_key` and `certificate_chain` None: no
+    client certificate.
+    """
 
     root_certificates: bytes | None = None
     private_key: bytes | None = None
     certificate_chain: bytes | None = None
-    server_name: str = ""  # What the server's certificate says, if it is not the address.
+    server_name: str = ""  # Expected name in the server's certificate; empty: the host's name.
 
     @classmethod
     def read(
         cls, roots: str | None = None, key: str | None = None, chain: str | None = None
     ) -> Self:
-        """From files."""
+        """Read the PEM files; if a path is None, its field is None."""
 
-        def content(path: str | None) -> bytes | None:
+        def read_pem(path: str | None) -> bytes | None:
             return Path(path).read_bytes() if path else None
 
-        return cls(content(roots), content(key), content(chain))
+        return cls(read_pem(roots), read_pem(key), read_pem(chain))
 
     @property
     def credentials(self) -> grpc.ChannelCredentials:
@@ -77,78 +85,85 @@ class Tls:
         )
 
 
-RETRIES = Retries()
+DEFAULT_RETRIES = Retries()
 
 
 class Attempts:
-    """One call's attempts, all of which together have `timeout_s`."""
+    """The attempts of one call; `timeout_s` limits all of them together."""
 
     def __init__(self, retries: Retries, timeout_s: float) -> None:
-        self._retries, self._end = retries, time.monotonic() + timeout_s
-        self._failed = 0
+        self._retries = retries
+        self._deadline = time.monotonic() + timeout_s
+        self._failures = 0
 
     @property
-    def left_s(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+    def remaining_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
-    def after(self, error: CallError) -> float:
-        """How long to wait before the next attempt; raises the error if there is to be none."""
-        self._failed += 1
-        if error.retry_s is None or self._failed >= self._retries.attempts_max:
+    def next_wait_s(self, error: CallError) -> float:
+        """Return the wait before the next attempt, in seconds, or raise `error` if it is final."""
+        self._failures += 1
+        if error.retry_s is None or self._failures >= self._retries.attempts_max:
             raise error
-        wait_s = error.retry_s * WAIT_GROWTH ** (self._failed - 1)
-        wait_s *= 1 + WAIT_JITTER * random.random()
-        if wait_s > min(self._retries.wait_s_max, self.left_s):
+        wait_s = error.retry_s * BACKOFF_FACTOR ** (self._failures - 1)
+        wait_s *= 1 + BACKOFF_JITTER * random.random()
+        if wait_s > min(self._retries.wait_s_max, self.remaining_s):
             raise error
         return wait_s
 
 
 def channel_options(tls: Tls | None) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
-        ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
-        ("grpc.lb_policy_name", "round_robin"),  # Of a name that stands for many servers, all.
+        ("grpc.max_receive_message_length", RESPONSE_BYTES_MAX),
+        ("grpc.lb_policy_name", "round_robin"),  # Use all servers to which the name resolves.
     ]
     if tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
 
 
-def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What goes along with each call."""
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the gRPC metadata of each call: the bearer token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def call_error(error: Any) -> CallError:
-    """Of either library's error: they have the same methods, and no class in common."""
+def read_call_error(error: Any) -> CallError:
+    """Convert a grpc or grpc.aio error, which share methods but no base class, to a CallError."""
     code = error.code()
     if code is grpc.StatusCode.CANCELLED:
-        # Whoever cancels here does not listen any more. So the server's gRPC did it, which ends
-        # calls so that reach it in the instant in which it stops.
-        return CallError("UNAVAILABLE", "the server has stopped; try again, or try another")
-    reason, field, retry_s = "", "", None
+        # This is not a cancellation by this client: those never reach this function. The server's
+        # gRPC library cancels calls that arrive while the server stops.
+        return CallError("UNAVAILABLE", "the server has stopped; try again, or try another server")
+    reason = ""
+    field = ""
+    retry_s = None
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            reason, field, said_s = _details(value)
-            retry_s = said_s if retry_s is None else retry_s
+            reason, field, retry_info_s = _read_error_details(value)
+            retry_s = retry_info_s if retry_s is None else retry_s
         elif key == "grpc-retry-pushback-ms" and str(value).isdecimal():
             retry_s = int(value) / 1000
     message = error.details() or "the server gave no reason"
     return CallError(code.name, message, reason, field, retry_s)
 
 
-def _details(data: Any) -> tuple[str, str, float | None]:
-    """Reason, field, and when to try again, of google.rpc's details."""
+def _read_error_details(details: Any) -> tuple[str, str, float | None]:
+    """Read reason, field and retry delay from google.rpc error details."""
     try:
-        status = Status.FromString(data)
+        status = Status.FromString(details)
     except DecodeError:
-        return "", "", None  # Of some proxy's; the code and the message say what there is to say.
-    reason, field, retry_s = "", "", None
-    info, bad, retry = ErrorInfo(), BadRequest(), RetryInfo()
+        return "", "", None  # Not google.rpc details; a proxy may send others.
+    reason = ""
+    field = ""
+    retry_s = None
+    info = ErrorInfo()
+    bad_request = BadRequest()
+    retry = RetryInfo()
     for detail in status.details:
         if detail.Unpack(info):
             reason = info.reason
-        elif detail.Unpack(bad) and bad.field_violations:
-            field = bad.field_violations[0].field
+        elif detail.Unpack(bad_request) and bad_request.field_violations:
+            field = bad_request.field_violations[0].field
         elif detail.Unpack(retry):
             retry_s = retry.retry_delay.ToNanoseconds() / 1e9
     return reason, field, retry_s

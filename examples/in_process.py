@@ -1,7 +1,7 @@
-"""The engine from a program: the model in this process, no server, no asyncio.
+"""The in-process engine: batch generation without a server and without asyncio.
 
-`python -m examples.in_process [CHECKPOINT]` asks the demo's model, or another one: a list of
-prompts at once, several answers to one of them, and what a text itself is worth to the model.
+`python -m examples.in_process [CHECKPOINT]` loads the demo model or another checkpoint, completes a
+list of prompts in one batch, samples several completions of one prompt, and scores the prompt.
 """
 
 import sys
@@ -27,12 +27,12 @@ def main(argv: list[str]) -> int:
 
         ask = Ask(prompts[0], answers=3, temperature=1.0, seed=7, max_new_tokens=8, logprobs=0)
         for answer in engine.generate([ask]):
-            worth = sum(score.logprob for score in answer.scores)
-            print(f"seed {answer.seed}: log-probability {worth:.1f},{answer.text}")
+            logprob = sum(score.logprob for score in answer.scores)
+            print(f"seed {answer.seed}: log-probability {logprob:.1f},{answer.text}")
 
         (scored,) = engine.generate([Ask(prompts[0], max_new_tokens=0, prompt_logprobs=0)])
-        known = [score.logprob for score in scored.prompt_scores if score is not None]
-        print(f"the prompt itself: {sum(known):.1f} over {len(known)} tokens")
+        logprobs = [score.logprob for score in scored.prompt_scores if score is not None]
+        print(f"the prompt: log-probability {sum(logprobs):.1f} over {len(logprobs)} tokens")
     return 0
 
 

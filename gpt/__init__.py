@@ -1,7 +1,7 @@
-"""The model that serving and tuning share, and the checkpoints it is read from.
+"""GPT model, checkpoints and adapters, shared by serving, tuning and the checkpoint tools.
 
-The two public names load lazily, so that `gpt.config` and `gpt.costs.inference` can be used without
-torch.
+The two public names, `load` and `open_checkpoint`, are imported on first use, so that `gpt.config`
+and `gpt.costs.inference` can be imported without torch.
 """
 
 from typing import TYPE_CHECKING, Any

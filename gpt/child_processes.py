@@ -1,34 +1,142 @@
-"""Processes that a process of ours starts: they find our modules, and end with it.
+"""Child processes: start, time-outs, termination with all descendants, and with the parent.
 
-Nothing here takes time to import, so that a child can see to its end before it does anything else.
+A child runs in a session of its own, so Ctrl-C reaches only the parent, which then decides how the
+child ends. The module imports only the standard library, so that a child can call `die_with_parent`
+before any slow import.
 """
 
 import ctypes
 import os
+import selectors
 import signal
 import site
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 PR_SET_PDEATHSIG = 1
+TAIL_BYTES = 64 << 10
+# Runs a module after the call to `die_with_parent`, because the module's imports may take seconds.
+BOOTSTRAP_CODE = (
+    "import os, runpy, sys; from gpt.child_processes import die_with_parent; "
+    "die_with_parent(int(sys.argv[1])); sys.argv = sys.argv[2:]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+class ChildProcess(subprocess.Popen[str]):
+    """A running child process with text pipes. Each wait raises TimeoutExpired after its time-out.
+
+    `environment` replaces the default, `child_environment` of this process. `inherited` are file
+    descriptors that stay open in the child.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = None,
+        stderr: int | IO[str] | None = None,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        super().__init__(
+            [str(word) for word in command],
+            env=child_environment(os.environ) if environment is None else environment,
+            cwd=folder,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=inherited,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def read_line(self, timeout_s: float) -> str:
+        """Wait for the next line of stdout; it is empty if the child has closed its stdout.
+
+        The wait does not detect a line that an earlier read has already moved into the buffer of
+        `stdout`, so the child should write one line for each call.
+        """
+        assert self.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise subprocess.TimeoutExpired(self.args, timeout_s)
+        return self.stdout.readline()
+
+    def wait_or_kill(self, timeout_s: float) -> int:
+        """Wait for the end of the child, and kill it after the time-out; return its exit code."""
+        try:
+            return self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.wait()
+
+    def stop(self, timeout_s: float) -> None:
+        """Send SIGTERM, and after the time-out SIGKILL; kill the process group; close the pipes."""
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                self.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self.wait(timeout_s)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.close_pipes()
+        self.wait()
+
+    def close_pipes(self) -> None:
+        """Close the pipes on this side; unsent input is lost if the child has closed its stdin."""
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+
+def module_command(module_args: Sequence[str | Path]) -> list[str]:
+    """Return the command line that runs a Python module, given by its name and its arguments.
+
+    The kernel kills the module's process when the thread that started the process ends.
+    """
+    return [sys.executable, "-c", BOOTSTRAP_CODE, str(os.getpid()), *map(str, module_args)]
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with the way to our own modules, wherever they were started from."""
-    made = dict(environment)
+    """Return `environment` with the folder of this package added to PYTHONPATH if necessary.
+
+    A child process can then import the package in any working directory. It imports no modules from
+    that directory.
+    """
+    variables = dict(environment)
     root = str(Path(__file__).resolve().parent.parent)
     if root not in site.getsitepackages():
-        ways = [root, *filter(None, [made.get("PYTHONPATH")])]
-        made["PYTHONPATH"] = os.pathsep.join(ways)
-    # Else `-m` looks for modules where the program was started first: in a model's directory, say.
-    made["PYTHONSAFEPATH"] = "1"
-    return made
+        paths = [root, *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    # Without this variable, `-m` searches the working directory first, which may be a model's
+    # directory with untrusted files.
+    variables["PYTHONSAFEPATH"] = "1"
+    return variables
 
 
-def end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent does."""
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when the parent's thread that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG is not to be had")
-    if os.getppid() != parent:  # It ended before.
+        raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG is unavailable")
+    if os.getppid() != parent_pid:  # The parent ended before the call to prctl.
         os._exit(1)
+
+
+def read_log_tail(log: Path, bytes_max: int = TAIL_BYTES) -> str:
+    """Return the last `bytes_max` bytes of a child's log as text; empty if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - bytes_max))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,7 +1,8 @@
-"""Numbers between the host and a device, without waiting for what the device does meanwhile.
+"""Non-blocking copies between host and device; only PendingHostCopy.wait blocks.
 
-A copy takes its turn behind the work that was asked for before it, and whoever asks goes on. Only
-`Coming.read` waits, and for no more than its own copy. On a CPU nothing moves.
+A copy is queued on the CUDA stream after the work that was launched earlier, and the caller
+continues. PendingHostCopy.wait blocks only until its own copy is complete. On a CPU, `to_device`
+shares the array's memory.
 """
 
 from typing import Any
@@ -11,27 +12,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """On the device; on a CPU it is the same memory.
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the array as a tensor on the device; on a CPU it shares the array's memory.
 
-    What is not pinned is staged by the driver before it comes back, and may change from then on.
+    The CUDA driver stages unpinned memory before the call returns, so the caller may change an
+    unpinned array afterwards.
     """
-    x = torch.from_numpy(numbers)
+    x = torch.from_numpy(array)
     return x if device.type == "cpu" else x.to(device, non_blocking=True)
 
 
-class Coming:
-    """A tensor on its way to the host. It may be overwritten by work that is asked for later."""
+class PendingHostCopy:
+    """A pending copy of a tensor to the host. Work that is launched later may overwrite `x`."""
 
     def __init__(self, x: Tensor) -> None:
-        # Where the source is another's memory on the host, it must not change under the reader.
-        self._x = x.to("cpu", non_blocking=True) if x.is_cuda else x.clone()
-        self._there: torch.cuda.Event | None = None
+        # A host tensor is cloned too, because the caller may change `x` while the copy is in use.
+        self._host_tensor = x.to("cpu", non_blocking=True) if x.is_cuda else x.clone()
+        self._copy_event: torch.cuda.Event | None = None
         if x.is_cuda:
-            self._there = torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(x.device))
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record(torch.cuda.current_stream(x.device))
 
-    def read(self) -> Tensor:
-        if self._there is not None:
-            self._there.synchronize()
-        return self._x
+    def wait(self) -> Tensor:
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+        return self._host_tensor

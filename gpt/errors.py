@@ -1,15 +1,16 @@
-"""What can go wrong that a person can put right.
+"""Exceptions that a user can act on: checkpoint, adapter, configuration and request errors.
 
-Each message is one sentence: what was found, what is needed, what to do next. A command prints it
-and exits 1; a server maps the class to a status code. Everything else is a bug and may crash.
+Each message is one sentence: what was found, what is needed, what to do next. A command prints the
+message and exits with status 1; a server maps the class to a status code. Any other exception is a
+bug and may crash.
 """
 
 
 class PreambleError(Exception):
-    """The base of every error whose text is meant for a user.
+    """The base class of all errors whose message is written for a user.
 
-    Names in a message come from files that anyone wrote: what would break the line, or speak to the
-    terminal, is shown as an escape.
+    A message may contain names from untrusted files, so characters that are not printable (line
+    breaks, terminal control sequences) are shown as escapes.
     """
 
     def __str__(self) -> str:
@@ -18,19 +19,19 @@ class PreambleError(Exception):
 
 
 class CheckpointError(PreambleError):
-    """The files of a checkpoint are broken, missing, foreign, or disagree with each other."""
+    """Checkpoint files are damaged, missing, of an unknown format, or contradict one another."""
 
 
 class AdapterError(PreambleError):
-    """An adapter is broken, or belongs to another base."""
+    """An adapter is damaged, or was trained on another base model."""
 
 
 class ConfigError(PreambleError):
-    """A flag, a key of a configuration file, or a parallel split that cannot be."""
+    """An invalid flag, key of a configuration file, or parallel split."""
 
 
 class RequestError(PreambleError):
-    """A request that its caller can fix; `field` names the part at fault."""
+    """An invalid request; `field` names the request field that the caller must change."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -38,4 +39,4 @@ class RequestError(PreambleError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for an answer."""
+    """The prompt has more tokens than its limit, so the context has no position for a new token."""

@@ -1,17 +1,17 @@
-"""A program's settings: one frozen dataclass, filled from one YAML file.
+"""Settings files: one YAML mapping, type-checked and converted into a frozen dataclass.
 
-The dataclass is the schema: its fields are the keys, their types are checked, their defaults hold.
-An unknown key is an error that names the nearest known one. What a value means, and whether it is
-in range, is the dataclass's own business.
+The dataclass is the schema: its field names are the keys, values are checked against the field
+types, and missing keys get the fields' defaults. The error for an unknown key names the nearest
+valid key. The dataclass itself checks the meaning and range of values.
 """
 
 import difflib
 import reprlib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -20,32 +20,32 @@ from gpt.errors import ConfigError
 S = TypeVar("S")
 
 YAML_BYTES_MAX = 1 << 20
-SHOWN_CHARACTERS_MAX = 80
+REPR_CHARACTERS_MAX = 80
 
-# What a file says can be of any size and depth, and aliases can make it grow as it is printed.
+# Values from a file can have any size and depth, and YAML aliases can expand when printed.
 _repr = reprlib.Repr()
 _repr.maxlevel = 2
-_repr.maxstring = _repr.maxother = SHOWN_CHARACTERS_MAX
+_repr.maxstring = _repr.maxother = REPR_CHARACTERS_MAX
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence: what was perhaps meant, else all that is known."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else "known are: " + ", ".join(names)
+def suggest_nearest(name: str, choices: Iterable[str]) -> str:
+    """Return the end of an error message: the choice most similar to `name`, else all choices."""
+    names = sorted(choices)
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {matches[0]!r}?" if matches else "choose one of: " + ", ".join(names)
 
 
-def shown(value: object) -> str:
-    """A value as a message can hold it: on one line, and short whatever it is."""
+def short_repr(value: object) -> str:
+    """Format a value for an error message, as one line of limited length."""
     try:
         text = _repr.repr(value)
-    except ValueError:  # Python does not write numbers of thousands of digits.
+    except ValueError:  # Python refuses to print numbers with thousands of digits.
         text = "a value with too many digits"
-    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[:SHOWN_CHARACTERS_MAX] + "..."
+    return text if len(text) <= REPR_CHARACTERS_MAX else text[:REPR_CHARACTERS_MAX] + "..."
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    """Read the mapping in a YAML file; an empty file is an empty mapping."""
     try:
         with path.open("rb") as file:
             raw = file.read(YAML_BYTES_MAX + 1)
@@ -54,60 +54,123 @@ def read_yaml(path: Path) -> dict[str, object]:
             f"{path} cannot be read: {error.strerror}; give the path of a YAML file"
         ) from None
     if len(raw) > YAML_BYTES_MAX:
-        raise ConfigError(f"{path} is over {YAML_BYTES_MAX} bytes; that is no settings file")
+        raise ConfigError(f"{path} is over {YAML_BYTES_MAX} bytes; give a settings file")
     try:
-        record = yaml.safe_load(raw.decode())
+        mapping = yaml.safe_load(raw.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; each line must be `key: value`") from None
     except Exception as error:
-        # PyYAML lets through whatever Python says to a bad date or number, by any name.
+        # PyYAML does not catch the various exceptions that Python raises for bad dates or numbers.
         raise ConfigError(
-            f"{path} has a value that YAML cannot hold ({' '.join(str(error).split())[:100]}); "
-            "put quotes around it if it is a text"
+            f"{path} has an invalid value ({' '.join(str(error).split())[:100]}); "
+            "put quotes around the value if it is text"
         ) from None
-    if record is None:
+    if mapping is None:
         return {}
-    if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
-        raise ConfigError(f"{path} holds no settings; each line of it must be `key: value`")
-    return record
+    if not isinstance(mapping, dict) or not all(isinstance(key, str) for key in mapping):
+        raise ConfigError(f"{path} contains no settings; each line must be `key: value`")
+    return mapping
 
 
-def settings(kind: type[S], values: Mapping[str, object], where: str) -> S:
-    """Build the dataclass `kind`; `where` says in messages where the values come from."""
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+class ComposedSettings:
+    """Base of a frozen dataclass of parts, whose constructor takes the keys of one settings file.
+
+    The parts are frozen dataclasses. Each key is the name of a field of exactly one part.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        for key in settings:
+            if key not in setting_fields(type(self)):
+                name = type(self).__name__
+                raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
+        for part_name, part_type in _part_types(type(self)).items():
+            keys = [key for key in setting_fields(part_type) if key in settings]
+            part = part_type(**{key: settings[key] for key in keys})
+            object.__setattr__(self, part_name, part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings by key, in the order of the parts and their fields."""
+        parts = [getattr(self, part_name) for part_name in _part_types(type(self))]
+        return {key: getattr(part, key) for part in parts for key in setting_fields(type(part))}
+
+    def with_fields(self, **settings: Any) -> Self:
+        """Return the settings with changes; they are checked again."""
+        return type(self)(**{**self.to_dict(), **settings})
+
+
+def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
+    """Return the field of each key of a settings dataclass; `ComposedSettings`: of all parts."""
+    if issubclass(settings_type, ComposedSettings):
+        return {
+            key: field
+            for part_type in _part_types(settings_type).values()
+            for key, field in setting_fields(part_type).items()
+        }
+    return {field.name: field for field in fields(settings_type)}
+
+
+def setting_types(settings_type: type[Any]) -> dict[str, Any]:
+    """Return the type of each key of a settings dataclass; `ComposedSettings`: of all parts."""
+    if issubclass(settings_type, ComposedSettings):
+        return {
+            key: key_type
+            for part_type in _part_types(settings_type).values()
+            for key, key_type in setting_types(part_type).items()
+        }
+    return get_type_hints(settings_type)
+
+
+def _part_types(settings_type: type[ComposedSettings]) -> dict[str, type[Any]]:
+    return get_type_hints(settings_type)
+
+
+def parse_settings(settings_type: type[S], values: Mapping[str, object], source: str) -> S:
+    """Build `settings_type` from `values`; error messages begin with `source`."""
+    fields_by_name = setting_fields(settings_type)
     for key in values:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {shown(key)}; {nearest(key, known)}")
-    for name, field in known.items():
+        if key not in fields_by_name:
+            raise ConfigError(
+                f"{source}: unknown key {short_repr(key)}; {suggest_nearest(key, fields_by_name)}"
+            )
+    for name, field in fields_by_name.items():
         required = field.default is MISSING and field.default_factory is MISSING
         if required and name not in values:
-            raise ConfigError(f"{where}: {name!r} is missing; it has no default")
-    hints = get_type_hints(kind)
-    return kind(**{key: _checked(value, hints[key], key, where) for key, value in values.items()})
+            raise ConfigError(f"{source}: {name!r} is missing; add it, since it has no default")
+    hints = setting_types(settings_type)
+    return settings_type(
+        **{key: _convert_setting(value, hints[key], key, source) for key, value in values.items()}
+    )
 
 
-def _checked(value: object, hint: Any, key: str, where: str) -> Any:
+def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
-        kinds = get_args(hint)
-        if value is None and type(None) in kinds:
+        union_types = get_args(hint)
+        if value is None and type(None) in union_types:
             return None
-        (hint,) = (kind for kind in kinds if kind is not type(None))
+        (hint,) = (member for member in union_types if member is not type(None))
     if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
-        # YAML 1.1 reads `1e-3`, which has no dot, as a text.
+        # YAML 1.1 parses `1e-3`, which has no dot, as a string.
         try:
             return float(value)
         except (ValueError, OverflowError):
             pass
     if get_origin(hint) is tuple and isinstance(value, list):
-        element = get_args(hint)[0]
-        return tuple(_checked(item, element, key, where) for item in value)
-    kind = get_origin(hint) or hint
-    if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
-        if kind is int and not -(2**63) <= value < 2**63:
-            raise ConfigError(f"{where}: {key} is {shown(value)}; it must fit into 64 bits")
+        element_type = get_args(hint)[0]
+        return tuple(_convert_setting(item, element_type, key, source) for item in value)
+    expected_type = get_origin(hint) or hint
+    if isinstance(value, expected_type) and not (
+        isinstance(value, bool) and expected_type is not bool
+    ):
+        if expected_type is int and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{source}: {key} is {short_repr(value)}; it must fit into 64 bits")
         return value
-    words = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
-    wanted = words.get(kind.__name__, f"a list, as is {hint}")
-    raise ConfigError(f"{where}: {key} is {shown(value)}; it must be {wanted}")
+    type_descriptions = {
+        "str": "a text",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+    }
+    requirement = type_descriptions.get(expected_type.__name__, f"a list of the type {hint}")
+    raise ConfigError(f"{source}: {key} is {short_repr(value)}; it must be {requirement}")

@@ -1,5 +1,5 @@
-"""Planning: what a model costs to train or to serve, and the configuration that suits a wish.
+"""Planning: cost estimates and best configurations for training and serving a model.
 
-It stands on top of everything and nothing stands on it. Arithmetic needs no torch; only
-calibrating and measuring run the model.
+`gpt`, `serving` and `ptuning` do not import this package. Estimates are arithmetic and do not
+import torch; only calibration and measurement run a model.
 """

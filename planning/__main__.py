@@ -1,8 +1,8 @@
-"""`preamble plan ...`: estimate, train, serve, calibrate, validate, plot.
+"""The `preamble plan` command: runs a subcommand and prints its result as text or JSON.
 
-Each subcommand is a module that parses and returns what it came to; here it is printed, as text or
-as JSON. Results go to stdout, talk to stderr. Exit codes: 0 done, 1 failed or nothing fits, 2
-misused.
+Each subcommand (estimate, train, serve, calibrate, validate, plot) is a module that parses its
+arguments and returns a `CommandResult`, which this module prints. Results go to stdout, progress
+and warnings to stderr. Exit codes: 0 success, 1 failure or no plan fits, 2 wrong arguments.
 """
 
 import argparse
@@ -15,57 +15,57 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt.errors import PreambleError
-from planning.cli.result import Told
-from planning.figures import finite
+from gpt.json_output import nonfinite_to_none
+from planning.cli.result import CommandResult
 
 
 @dataclass(frozen=True)
 class Command:
     module: str
-    line: str
+    summary: str
 
 
 COMMANDS = {
-    "estimate": Command("estimate", "what one configuration costs, and how fast it is"),
-    "train": Command("train", "the fastest way to train a model, or an adapter for it"),
-    "serve": Command("serve", "the best way to serve a model, within limits"),
-    "calibrate": Command("calibrate", "measure this machine, so that plans for it are near"),
-    "validate": Command("validate", "predict every published table again, and tell errors"),
-    "plot": Command("plot", "draw a plan's candidates again, from its CSV"),
+    "estimate": Command("estimate", "estimate memory and speed of one configuration"),
+    "train": Command("train", "find the fastest configuration to train a model or an adapter"),
+    "serve": Command("serve", "find the best configuration to serve a model within limits"),
+    "calibrate": Command("calibrate", "measure the speed of this machine, to plan for it"),
+    "validate": Command("validate", "compare predictions with every published table"),
+    "plot": Command("plot", "redraw a plan's plots from its candidates.csv"),
 }
-USAGE = "usage: preamble plan COMMAND ...   (preamble plan COMMAND --help says more)"
+USAGE = "usage: preamble plan COMMAND ...   (for details: preamble plan COMMAND --help)"
 
 
 def main(argv: list[str]) -> int:
-    """`argv` begins with the command's own word, `plan`."""
-    words = argv[1:]
-    if not words or words[0] in ("-h", "--help"):
+    """Run the command. `argv[0]` is the command name, `plan`."""
+    command_args = argv[1:]
+    if not command_args or command_args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS)) + 2
-        lines = [f"  {word:{width}}{command.line}" for word, command in COMMANDS.items()]
-        print("\n".join([USAGE, "", *lines]), file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    if words[0] not in COMMANDS:
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(COMMANDS)}"
-        print(f"preamble plan: no command {words[0]!r}; {way}", file=sys.stderr)
+        lines = [f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()]
+        print("\n".join([USAGE, "", *lines]), file=sys.stdout if command_args else sys.stderr)
+        return 0 if command_args else 2
+    if command_args[0] not in COMMANDS:
+        close = difflib.get_close_matches(command_args[0], COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(COMMANDS)}"
+        print(f"preamble plan: unknown command {command_args[0]!r}; {hint}", file=sys.stderr)
         return 2
-    command: Any = importlib.import_module(f"planning.cli.{COMMANDS[words[0]].module}")
-    args: argparse.Namespace = command.make_parser().parse_args(words[1:])
+    command: Any = importlib.import_module(f"planning.cli.{COMMANDS[command_args[0]].module}")
+    args: argparse.Namespace = command.make_parser().parse_args(command_args[1:])
     try:
-        told: Told = command.run(args, _say)
+        result: CommandResult = command.run(args, _log_to_stderr)
     except PreambleError as error:
-        _say(f"preamble plan {words[0]}: {error}")
+        _log_to_stderr(f"preamble plan {command_args[0]}: {error}")
         return 1
     if args.json:
-        print(json.dumps(finite(told.values), indent=2, allow_nan=False))
+        print(json.dumps(nonfinite_to_none(result.values), indent=2, allow_nan=False))
     else:
-        print(told.text.rstrip("\n"))
-    return told.code
+        print(result.text.rstrip("\n"))
+    return result.exit_code
 
 
-def _say(line: str) -> None:
-    """On stderr, if anybody listens."""
-    if sys.stderr is not None:  # Else `print` takes stdout, where results go.
+def _log_to_stderr(line: str) -> None:
+    """Print a line to stderr, if stderr is open."""
+    if sys.stderr is not None:  # print(file=None) would write to stdout, among the results.
         with suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 

@@ -1,7 +1,8 @@
-"""What there is to compute on: a kind of GPU, how many, and how they are joined.
+"""Hardware specifications: GPU data sheets (Device) and a Cluster of GPUs in nodes.
 
-The numbers are spec sheets'; how much of them a program gets is the business of whoever predicts
-its time. A name that is not known is refused with the nearest one that is.
+The numbers are the peak values of the specification sheets. The modules that predict time decide
+which fraction of a peak a program reaches. The error for an unknown GPU name suggests the nearest
+known name.
 """
 
 from collections.abc import Mapping
@@ -10,22 +11,22 @@ from functools import cache
 from math import isqrt
 
 from gpt.errors import ConfigError
-from gpt.settings import nearest, shown
+from gpt.settings import short_repr, suggest_nearest
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, by its spec sheet. Speeds are a second's, each link's is of one direction."""
+    """The specification sheet of one GPU model. Link speeds count one direction."""
 
     name: str
-    flops: float  # Dense, of 16-bit matrices.
+    flops: float  # FLOP/s of dense 16-bit matrix products.
     memory_bytes: int
-    bandwidth_bytes: float
-    link_bytes: float  # To its neighbours in the node.
-    network_bytes: float  # Its share of what leaves the node.
-    flops_fp8: float = 0.0  # 0: it has none.
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # Bandwidth to the other GPUs of the node (NVLink, PCIe).
+    network_bytes_per_s: float  # This GPU's share of the node's network bandwidth.
+    flops_fp8: float = 0.0  # FLOP/s of dense FP8 matrix products; 0: no FP8 support.
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,22 @@ DEVICES: Mapping[str, Device] = {
         Device("b200", 2250e12, 180 * GIB, 7.7e12, 900e9, 50e9, 4500e12),
     )
 }
-OTHER_NAMES = {"a100": "a100-80g", "h100-sxm": "h100", "h100-80g": "h100", "h200-sxm": "h200"}
+DEVICE_ALIASES = {"a100": "a100-80g", "h100-sxm": "h100", "h100-80g": "h100", "h200-sxm": "h200"}
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """How many alike parts it can have: a node's GPUs, a model's layers, a batch."""
+    """Return the divisors of a number in ascending order."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def find_device(name: str) -> Device:
-    """By its name, however it is written."""
-    plain = name.lower().replace("_", "-").replace(" ", "-")
-    plain = OTHER_NAMES.get(plain, plain)
-    if plain not in DEVICES:
-        raise ConfigError(f"no GPU {shown(name)} is known; {nearest(plain, DEVICES)}")
-    return DEVICES[plain]
+    """Look up a GPU by name. Case is ignored; `_` and spaces mean the same as `-`."""
+    normalized_name = name.lower().replace("_", "-").replace(" ", "-")
+    normalized_name = DEVICE_ALIASES.get(normalized_name, normalized_name)
+    if normalized_name not in DEVICES:
+        raise ConfigError(
+            f"unknown GPU {short_repr(name)}; {suggest_nearest(normalized_name, DEVICES)}"
+        )
+    return DEVICES[normalized_name]

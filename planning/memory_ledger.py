@@ -1,7 +1,8 @@
-"""What the fullest device holds, item by item, and whether that is too much.
+"""Memory ledger of one GPU: weights, KV cache, activations and so on, and whether they fit.
 
-A bare sum is never the gate: allocators fragment and libraries take what nobody counted, so a plan
-fits up to nine tenths of the memory, is tight up to 0.97, and is not tried above.
+The estimate leaves a reserve, because allocators fragment and libraries allocate memory that no
+formula counts: a plan fits if it needs at most 0.90 of the memory, is tight up to 0.97, and is
+rejected above that.
 """
 
 from dataclasses import dataclass
@@ -13,22 +14,25 @@ FITS_SHARE = 0.90
 TIGHT_SHARE = 0.97
 
 
-def tight_share(allowed: float) -> float:
-    """Of the memory, where that share of it may be used: who allows less than is usual means it."""
-    return TIGHT_SHARE if allowed >= FITS_SHARE else allowed
+def tight_share(memory_fraction: float) -> float:
+    """Return the largest share of the memory that a tight plan may use with `memory_fraction`.
+
+    A `memory_fraction` below the default is a strict limit.
+    """
+    return TIGHT_SHARE if memory_fraction >= FITS_SHARE else memory_fraction
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """Bytes on the device that holds most."""
+class MemoryLedger:
+    """Bytes by purpose, on the device that needs the most memory."""
 
     capacity: int
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    activations: int = 0  # Training: of the first stage, which keeps most micro-batches.
+    activations: int = 0  # Training: activations of stage 0, which stores the most micro-batches.
     kv: int = 0
-    workspace: int = 0  # Context, communication buffers, temporary results.
+    workspace: int = 0  # CUDA context, communication buffers, temporary tensors.
 
     @property
     def total(self) -> int:

@@ -1,7 +1,7 @@
-"""Models by the names that the field has for them: what a plan needs, where there is no checkpoint.
+"""Model presets: GPTConfigs of GPT-3 and LLaMA sizes by name, for plans without a checkpoint.
 
-GPT-3's sizes as Megatron and NeMo train them, and the LLaMA sizes that tables are published for. A
-checkpoint knows better what it is; this knows nothing of files.
+The presets are the GPT-3 sizes that Megatron and NeMo train, and the LLaMA sizes that occur in
+published tables. This module reads no files.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from functools import cache
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.settings import nearest, shown
+from gpt.settings import short_repr, suggest_nearest
 
-# What is unlike GPT-3 in LLaMA's kind of network.
-LLAMA: Mapping[str, object] = {
+# The fields in which the LLaMA architecture differs from GPT-3.
+LLAMA_FIELDS: Mapping[str, object] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "activation": "silu",
@@ -36,15 +36,15 @@ def _llama(layers: int, hidden: int, heads: int, groups: int, **sizes: int) -> G
         "num_query_groups": groups,
         "dtype": "bfloat16",
         **sizes,
-        **LLAMA,
+        **LLAMA_FIELDS,
     }
     return GPTConfig.from_dict(record)
 
 
 @cache
 def presets() -> Mapping[str, GPTConfig]:
-    second = {"vocab_size": 32000, "max_position_embeddings": 4096}
-    third = {"vocab_size": 128256, "max_position_embeddings": 8192}
+    llama2_sizes = {"vocab_size": 32000, "max_position_embeddings": 4096}
+    llama3_sizes = {"vocab_size": 128256, "max_position_embeddings": 8192}
     return {
         "gpt3-5b": _gpt3(24, 4096, 32),
         "gpt3-20b": _gpt3(44, 6144, 48),
@@ -53,27 +53,36 @@ def presets() -> Mapping[str, GPTConfig]:
         "gpt3-175b": _gpt3(96, 12288, 96),
         "gpt3-530b": _gpt3(105, 20480, 128),
         "gpt3-1t": _gpt3(128, 25600, 160),
-        "llama2-7b": _llama(32, 4096, 32, 32, ffn_hidden_size=11008, **second),
-        "llama2-13b": _llama(40, 5120, 40, 40, ffn_hidden_size=13824, **second),
-        "llama2-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **second),
-        "llama3-8b": _llama(32, 4096, 32, 8, ffn_hidden_size=14336, **third),
-        "llama3-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **third),
+        "llama2-7b": _llama(32, 4096, 32, 32, ffn_hidden_size=11008, **llama2_sizes),
+        "llama2-13b": _llama(40, 5120, 40, 40, ffn_hidden_size=13824, **llama2_sizes),
+        "llama2-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **llama2_sizes),
+        "llama3-8b": _llama(32, 4096, 32, 8, ffn_hidden_size=14336, **llama3_sizes),
+        "llama3-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **llama3_sizes),
     }
 
 
 def preset(name: str) -> GPTConfig | None:
-    """By its name, however it is written; GPT-3's also by size alone, as 175B. None: no preset."""
-    plain = name.lower().replace("_", "-").replace(" ", "-").replace("gpt-3", "gpt3")
-    known = presets()
-    return known.get(plain) or known.get(f"gpt3-{plain.removeprefix('gpt-')}")
+    """Look up a preset by name, in any case; a GPT-3 preset also by its size, such as 175B.
+
+    Return None if there is no such preset.
+    """
+    normalized_name = name.lower().replace("_", "-").replace(" ", "-").replace("gpt-3", "gpt3")
+    configs = presets()
+    return configs.get(normalized_name) or configs.get(
+        f"gpt3-{normalized_name.removeprefix('gpt-')}"
+    )
 
 
 def find_preset(name: str) -> GPTConfig:
-    found = preset(name)
-    if found is None:
-        sizes = [one.removeprefix("gpt3-") for one in presets() if one.startswith("gpt3-")]
+    config = preset(name)
+    if config is None:
+        sizes = [
+            preset_name.removeprefix("gpt3-")
+            for preset_name in presets()
+            if preset_name.startswith("gpt3-")
+        ]
         raise ConfigError(
-            f"no model {shown(name)} is known, nor is there a checkpoint of that path; "
-            f"{nearest(name.lower(), [*presets(), *sizes])}"
+            f"{short_repr(name)} is neither a preset nor the path of a checkpoint; "
+            f"{suggest_nearest(name.lower(), [*presets(), *sizes])}"
         )
-    return found
+    return config

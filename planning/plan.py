@@ -1,22 +1,22 @@
-"""A plan as it is told and written: what was asked, what is best and why, and all that was tried.
+"""Plan data structures: the request, the ranked candidates with figures, and the settings file.
 
-Whoever searches fills it; whoever prints, draws or writes it needs to know no more than this. Every
-figure says where it comes from and how far it may be off.
+The searches create plans; the output modules need only this module to print, draw and write them.
+Each candidate states the source of its figures and their error bar.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planning.memory_ledger import Ledger
+from planning.memory_ledger import MemoryLedger
 
-# From spec sheets and constants fitted to published tables; from microbenchmarks on the machine at
-# hand; from running the very thing.
+# The source of figures. spec-sheet: specification sheets, and constants fitted to published tables.
+# calibrated: microbenchmarks on this machine. measured: a run of the configuration.
 Source = Literal["spec-sheet", "calibrated", "measured"]
-Standing = Literal["best", "fits", "tight", "rejected", "failed"]
-Cell = str | int | float
+Feasibility = Literal["best", "fits", "tight", "rejected", "failed"]
+SettingValue = str | int | float
 
-# What the settings file is called beside a plan of that title; commands name it.
+# The file name of a plan's settings file, by `Plan.title`.
 SETTINGS_FILES: Mapping[str, str] = {
     "training": "train_config.yaml",
     "serving": "serve_config.yaml",
@@ -24,12 +24,12 @@ SETTINGS_FILES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Trust:
-    """Where figures come from, and their error bar: 0.09 is +-9 %."""
+class Confidence:
+    """The source of predicted figures and their error bar: an `error` of 0.09 means ±9 %."""
 
     source: Source
     error: float
-    note: str = ""  # Such as: outside of what was calibrated.
+    note: str = ""  # A reason for the error bar, such as "nothing was measured".
 
     def __str__(self) -> str:
         return f"{self.source}, ±{100 * self.error:.0f} %" + (f"; {self.note}" if self.note else "")
@@ -37,17 +37,18 @@ class Trust:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate. Columns are alike in all rows of a plan; a rejected one may lack figures."""
+    """A candidate. All rows of a plan have the same columns; a rejected row may lack figures."""
 
-    name: str  # As people say it: TP4 PP1 x2.
-    standing: Standing
-    settings: Mapping[str, Cell]
-    figures: Mapping[str, float] = field(default_factory=dict)  # The unit is the name's end.
-    measured: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""  # Why it is rejected, or has failed; or what is worth knowing.
-    trust: Trust | None = None
-    group: str = ""  # Its curve in a plot, such as "8 GPUs".
-    memory: Ledger | None = None  # Of the fullest device, where it is known.
+    name: str  # Short name for display, such as TP4 PP1 x2.
+    feasibility: Feasibility
+    settings: Mapping[str, SettingValue]
+    # Predicted figures, keyed by their names; a name ends with its unit.
+    figures: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)  # Measured figures, by name.
+    reason: str = ""  # Why the candidate was rejected or failed; otherwise a remark.
+    confidence: Confidence | None = None
+    group: str = ""  # The curve in a plot that the row belongs to, such as "8 GPUs".
+    memory: MemoryLedger | None = None  # Of the device that needs the most memory; None: unknown.
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,24 @@ class Axis:
     figure: str  # A key of `Row.figures`.
     label: str
     better: Literal["low", "high"]
-    limit: float | None = None  # What was asked for, with its margin: a line in a plot.
+    limit: float | None = None  # The requested limit minus its margin, drawn as a line in plots.
 
 
 @dataclass(frozen=True)
 class Plan:
-    title: str  # "training", "serving".
-    asked: Sequence[str]  # The request, in lines of words.
+    title: str  # "training" or "serving".
+    request: Sequence[str]  # The request as lines of text.
     objective: str
-    rows: Sequence[Row]  # The best ones first.
+    rows: Sequence[Row]  # Best first.
     x: Axis
     y: Axis
-    binding: Sequence[str] = ()
-    why_not: Sequence[str] = ()
-    advice: Sequence[str] = ()  # Where nothing fits: what would. Else: what else is worth knowing.
-    command: str = ""  # That starts the best.
-    settings_yaml: str = ""  # The file that `tune` or `serve --config` starts from.
+    binding: Sequence[str] = ()  # The limits that prevent a better candidate.
+    why_not: Sequence[str] = ()  # Why other candidates are worse than the best.
+    # If no candidate fits, changes with which one would fit; otherwise, remarks on the best.
+    advice: Sequence[str] = ()
+    command: str = ""  # Shell command that starts the best candidate.
+    settings_yaml: str = ""  # The settings file for `preamble tune` or `preamble serve --config`.
 
     @property
     def best(self) -> Row | None:
-        return next((row for row in self.rows if row.standing == "best"), None)
+        return next((row for row in self.rows if row.feasibility == "best"), None)

@@ -1,9 +1,9 @@
-"""Compiles the protos into Python stubs, beside them. `make protos` and the wheel build run it.
+"""Compiles the protos into Python stubs next to them. `make protos` and the wheel build run it.
 
-Ours are compiled under their canonical names (`preamble/v1/x.proto`): a descriptor's name is the
-same in every language and in server reflection. But Python's module `preamble` is our command, so
-the imports that protoc writes are turned to where the stubs are: `protos.preamble.v1`. Other wires'
-protos become descriptors, not stubs: see protos/foreign.
+The protos are compiled under their canonical names (`preamble/v1/x.proto`), which descriptors
+have in every language and in server reflection. Python's module `preamble` is the command, so the
+imports that protoc generates are rewritten to `protos.preamble.v1`. Protos of other APIs
+(protos/foreign) become descriptor sets, not stubs.
 """
 
 import re
@@ -20,7 +20,7 @@ IMPORT = re.compile(r"^from preamble\.v1 import", re.MULTILINE)
 
 
 def main() -> int:
-    """Replaces all stubs; 0, or protoc's exit code after protoc has said what is wrong."""
+    """Replaces all stubs; returns 0, or protoc's exit code after protoc has printed its errors."""
     for stub in STUBS.glob("*_pb2*"):
         stub.unlink()
     options = [f"-I{PROTOS}", f"-I{files('grpc_tools') / '_proto'}"]

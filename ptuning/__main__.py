@@ -1,8 +1,9 @@
-"""`preamble tune`: a YAML file in, an adapter out.
+"""`preamble tune` command: trains, sweeps, checks or evaluates an adapter from a YAML file.
 
-Settings become a TuneConfig, and one function is called with it. Talk and progress go to stderr; on
-stdout stands the path of what was written. A run that was interrupted goes on when it is started
-again. `python -m ptuning rank` is what this starts for its other ranks.
+The command reads the settings into a TuneConfig and passes it to one function. Messages and
+progress go to stderr; the paths of the written files go to stdout. An interrupted run resumes when
+the same command is started again. Without torchrun, rank 0 starts the other ranks on this machine
+with the internal command `python -m ptuning rank`.
 """
 
 import argparse
@@ -21,65 +22,73 @@ from ptuning.config import TuneConfig
 
 if TYPE_CHECKING:
     from gpt.parallel.mesh import Mesh
-    from ptuning.data.records import Reading
-    from ptuning.run.artifacts import Outcome
-    from ptuning.run.preparation import Prepared
-    from ptuning.run.training_loop import Listener
+    from ptuning.data.records import ProgressCallback
+    from ptuning.run.artifacts import RunOutcome
+    from ptuning.run.preparation import PreparedRun
+    from ptuning.run.training_loop import RunCallback
     from ptuning.run_facts import RunFacts
     from ptuning.training.trainer import Trainer
 
 INTERRUPTED = 130
-ALONE_S = 5.0  # In which torchrun ends a rank, if rank 0 has failed.
-RECORDS_SHOWN = 100_000  # Between two lines, while records are read.
+TORCHRUN_STOP_WAIT_S = 5.0  # After rank 0 fails, torchrun ends the other ranks within this time.
+RECORDS_PER_PROGRESS_LINE = 100_000
 
 
 def main(argv: list[str]) -> int:
-    """`argv` begins with the command's own word."""
+    """Run `tune` or the internal command `rank`; `argv` begins with the command's name."""
     if argv == ["rank"]:
-        return _rank()
+        return _run_rank_process()
     if not argv or argv[0] != "tune":
         print("usage: python -m ptuning tune CONFIG.yaml", file=sys.stderr)
         return 2
     args = tune_parser().parse_args(argv[1:])
-    with _some_stderr():
+    with _ensure_stderr():
         try:
             if args.sweep and (args.check or args.evaluate):
-                tune_parser().error("--check and --evaluate are of one run; leave --sweep out")
+                tune_parser().error("--sweep cannot be used with --check or --evaluate; remove it")
             if args.evaluate is not None:
-                from ptuning.evaluation.evaluate import evaluate_command
+                from ptuning.evaluation.adapter_evaluation import evaluate_command
 
                 return evaluate_command(args)
             if args.config is None:
                 tune_parser().error("give a CONFIG.yaml, or --evaluate ADAPTER FILE")
             if args.sweep:
                 return _sweep(args)
-            config = TuneConfig.read(args.config)
+            config = TuneConfig.from_yaml(args.config)
             return _check(config, args) if args.check else _tune(config, args)
         except PreambleError as error:
-            return _failed(error)
+            return _report_error(error)
 
 
-def _failed(error: PreambleError) -> int:
-    """Tell it once: what one rank of torchrun's has found, mostly all have."""
+def _report_error(error: PreambleError) -> int:
+    """Print an error once, although most errors occur on every torchrun rank."""
     rank = int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if rank:
-        # Rank 0 has told it, and torchrun ends this process now; else it is this rank's alone.
-        time.sleep(ALONE_S)
-    _say(f"preamble tune: {f'rank {rank}: ' if rank else ''}{error}")
+        # If rank 0 has the same error, it prints the error and torchrun ends this process during
+        # the sleep. If the sleep ends, only this rank has the error.
+        time.sleep(TORCHRUN_STOP_WAIT_S)
+    _print_stderr(f"preamble tune: {f'rank {rank}: ' if rank else ''}{error}")
     return 1
 
 
-def _say(line: str) -> None:
-    """On stderr, if anybody listens, and if a signal's handler has not come into a write there."""
+def _print_stderr(line: str) -> None:
+    """Print to stderr; ignore a closed stderr, and a print that interrupts another print.
+
+    A print in a signal handler raises RuntimeError if the main thread is inside a print.
+    """
     with suppress(OSError, RuntimeError):
         print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _some_stderr() -> Iterator[None]:
-    """Where it is closed, print would take stdout instead, and the next file its place."""
+def _ensure_stderr() -> Iterator[None]:
+    """Open /dev/null as stderr if stderr is closed.
+
+    While sys.stderr is None, print(file=sys.stderr) writes to stdout, and the next file that is
+    opened gets descriptor 2.
+    """
     if sys.stderr is None:
-        _drop_stderr()
+        _redirect_stderr_to_null()
         sys.stderr = os.fdopen(2, "w", errors="replace", closefd=False)
     try:
         yield
@@ -87,210 +96,229 @@ def _some_stderr() -> Iterator[None]:
         try:
             sys.stderr.flush()
         except OSError:
-            _drop_stderr()  # Else Python tries again at its end, and says that this has failed.
+            # Otherwise Python flushes again at exit and reports the failure.
+            _redirect_stderr_to_null()
 
 
-def _drop_stderr() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != 2:
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+def _redirect_stderr_to_null() -> None:
+    null_fd = os.open(os.devnull, os.O_WRONLY)
+    if null_fd != 2:
+        os.dup2(null_fd, 2)
+        os.close(null_fd)
 
 
 def tune_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble tune",
-        description="Learn an adapter for a frozen model from examples, and write it as the next "
-        "version of its name. Started again after an interruption, a run goes on.",
+        description="Train an adapter for a frozen model on examples, and write it as NAME@N, "
+        "where N is the next free version number. The same command resumes an interrupted run.",
     )
     parser.add_argument(
-        "config", metavar="CONFIG.yaml", nargs="?", help="what to learn, and from what"
+        "config",
+        metavar="CONFIG.yaml",
+        nargs="?",
+        help="settings of the run: model, records, method",
     )
     parser.add_argument(
-        "--check", action="store_true", help="show rendered examples; train and write nothing"
+        "--check",
+        action="store_true",
+        help="show rendered examples, token counts and memory, without training or writing files",
     )
     parser.add_argument(
-        "--restart", action="store_true", help="begin anew, whatever an unfinished run has saved"
+        "--restart",
+        action="store_true",
+        help="start from step 0; ignore the saved state of an unfinished run",
     )
     parser.add_argument(
         "--sweep",
         action="append",
         metavar="KEY=VALUE,VALUE",
-        help="a run for each value, or for each combination if given several times; the best is "
-        "published. Those that have ended are not run again",
+        help="train once per value (with several --sweep, once per combination) and publish the "
+        "best adapter; runs that have already finished are skipped",
     )
-    parser.add_argument("--json", action="store_true", help="write what came of it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "--evaluate",
         nargs=2,
         metavar=("ADAPTER", "FILE"),
-        help="score an adapter by the records of a file instead",
+        help="do not train; score ADAPTER on the records in FILE",
     )
     parser.add_argument(
-        "--model", metavar="PATH", help="with --evaluate: the checkpoint, if no CONFIG.yaml says it"
+        "--model",
+        metavar="PATH",
+        help="with --evaluate: the checkpoint (default: `model` in CONFIG.yaml)",
     )
     return parser
 
 
 def _check(config: TuneConfig, args: argparse.Namespace) -> int:
-    """What the model would be shown, before anything is spent."""
-    from ptuning.data.preflight import check_facts, check_lines
+    """Print rendered examples, token counts and memory of the run, without training."""
+    from ptuning.data.preflight import preflight_lines, preflight_report
     from ptuning.run.preparation import prepare
 
     prepared = prepare(config)
-    told = prepared.tasks, prepared.tokenizer, config
+    check_inputs = prepared.tasks, prepared.tokenizer, config
     if args.json:
-        print(json.dumps(asdict(check_facts(*told))))
+        print(json.dumps(asdict(preflight_report(*check_inputs))))
     else:
-        print("\n".join(check_lines(*told, prepared.checkpoint.config)))
+        print("\n".join(preflight_lines(*check_inputs, prepared.checkpoint.config)))
     return 0
 
 
 def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
-    from ptuning.launch import is_first
+    from ptuning.launch import is_rank_zero
     from ptuning.run.preparation import prepare
 
-    if not is_first():
-        return _tune_silently(config, args)
-    outcome, facts = _run(prepare(config, _reading()), restart=args.restart)
-    return _told(outcome, facts, args)
+    if not is_rank_zero():
+        return _tune_on_torchrun_worker(config, args)
+    outcome, facts = _run_on_rank_zero(prepare(config, _progress_printer()), restart=args.restart)
+    return _print_summary(outcome, facts, args)
 
 
-def _run(prepared: "Prepared", restart: bool) -> "tuple[Outcome, RunFacts]":
-    """Be the first rank of a run, and its people's."""
-    from ptuning.launch import joined
-    from ptuning.reporting.observer import Audience
+def _run_on_rank_zero(prepared: "PreparedRun", restart: bool) -> "tuple[RunOutcome, RunFacts]":
+    """Train as rank 0, which also starts the local ranks and reports progress."""
+    from ptuning.launch import join_mesh
+    from ptuning.reporting.observer import RunObserver
     from ptuning.run.training_loop import run_folder
-    from ptuning.run.training_state import hold
+    from ptuning.run.training_state import lock_folder
 
-    audience, config = Audience(prepared, sys.stderr), prepared.config
-    with hold(run_folder(config)), joined(config, restart) as mesh:
+    observer, config = RunObserver(prepared, sys.stderr), prepared.config
+    with lock_folder(run_folder(config)), join_mesh(config, restart) as mesh:
         try:
-            outcome = _learn(prepared, mesh, audience, restart=restart)
+            outcome = _train(prepared, mesh, observer, restart=restart)
         finally:
-            audience.close()
-    return outcome, audience.facts
+            observer.close()
+    return outcome, observer.facts
 
 
 def _sweep(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ptuning.run.sweep import read_sweep, run_sweep, summary, table
+    from ptuning.run.sweep import read_sweep, render_table, run_sweep, summary
 
-    swept = run_sweep(read_sweep(args.config, args.sweep), _run, _say, restart=args.restart)
-    if swept.best is None:
-        _say("the same command goes on from there")
+    sweep_result = run_sweep(
+        read_sweep(args.config, args.sweep), _run_on_rank_zero, _print_stderr, restart=args.restart
+    )
+    if sweep_result.best is None:
+        _print_stderr("the same command resumes the sweep")
         return INTERRUPTED
     with suppress(OSError):
-        Console(file=sys.stderr).print(table(swept))
+        Console(file=sys.stderr).print(render_table(sweep_result))
     if args.json:
-        print(json.dumps(summary(swept)))
+        print(json.dumps(summary(sweep_result)))
     else:
-        print("\n".join(str(path) for path in swept.paths))
+        print("\n".join(str(path) for path in sweep_result.paths))
     return 0
 
 
-def _tune_silently(config: TuneConfig, args: argparse.Namespace) -> int:
-    """Be another rank than the first one of torchrun's."""
-    from ptuning.launch import LOST, LostError, joined
-    from ptuning.reporting.observer import Nobody
+def _tune_on_torchrun_worker(config: TuneConfig, args: argparse.Namespace) -> int:
+    """Train as a torchrun rank other than rank 0."""
+    from ptuning.launch import EXIT_PEER_LOST, PeerLostError, join_mesh
+    from ptuning.reporting.observer import NullObserver
     from ptuning.run.preparation import prepare
 
-    prepared, trouble = None, None
+    prepared, prepare_error = None, None
     try:
         prepared = prepare(config)
     except PreambleError as error:
-        trouble = error
+        prepare_error = error
     try:
-        # Where rank 0 has found the same, it has told it, and does not come.
-        with joined(config, args.restart) as mesh:
+        # Join even after an error. If rank 0 has the same error, rank 0 prints it and never joins,
+        # and torchrun ends this rank while it waits here, so the error is printed once. If rank 0
+        # joins, only this rank has the error and raises it below.
+        with join_mesh(config, args.restart) as mesh:
             if prepared is None:
-                assert trouble is not None
-                raise trouble
-            outcome = _learn(prepared, mesh, Nobody(), restart=args.restart)
-    except LostError:
-        return LOST
+                assert prepare_error is not None
+                raise prepare_error
+            outcome = _train(prepared, mesh, NullObserver(), restart=args.restart)
+    except PeerLostError:
+        return EXIT_PEER_LOST
     return INTERRUPTED if outcome.state == "interrupted" else 0
 
 
-def _learn(prepared: "Prepared", mesh: "Mesh", listener: "Listener", *, restart: bool) -> "Outcome":
-    from ptuning.launch import is_first
-    from ptuning.run.training_loop import Learning, load_trainer
+def _train(
+    prepared: "PreparedRun", mesh: "Mesh", callback: "RunCallback", *, restart: bool
+) -> "RunOutcome":
+    from ptuning.launch import is_rank_zero
+    from ptuning.run.training_loop import TrainingLoop, load_trainer
 
     trainer = load_trainer(prepared, mesh)
-    learning = Learning(prepared, trainer, listener, restart=restart)
-    with _stopping(trainer, silently=not is_first()):
-        return learning.run()
+    loop = TrainingLoop(prepared, trainer, callback, restart=restart)
+    with _stop_on_signals(trainer, quiet=not is_rank_zero()):
+        return loop.run()
 
 
 @contextmanager
-def _stopping(trainer: "Trainer", *, silently: bool) -> Iterator[None]:
-    """Ctrl-C, or a kind kill, ends a run after the step that it is in, with its state saved."""
+def _stop_on_signals(trainer: "Trainer", *, quiet: bool) -> Iterator[None]:
+    """Make SIGINT and SIGTERM save the run's state after the current step and end the run."""
 
-    def ask(number: int, frame: object) -> None:
-        if trainer.stop_asked:  # A second time: at once.
+    def request_stop(signum: int, frame: object) -> None:
+        if trainer.stop_requested:  # The second signal ends the run at once.
             raise KeyboardInterrupt
-        trainer.stop_asked = True
-        if not silently:
-            _say("\nsaving, after this step (again: ends at once)")
+        trainer.stop_requested = True
+        if not quiet:
+            _print_stderr("\nsaving, after this step (repeat the signal to stop at once)")
 
-    before = {one: signal.signal(one, ask) for one in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, request_stop)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-def _told(outcome: "Outcome", facts: "RunFacts", args: argparse.Namespace) -> int:
-    from ptuning.reporting.run_logs import REPORT
-    from ptuning.reporting.verdict import summary
+def _print_summary(outcome: "RunOutcome", facts: "RunFacts", args: argparse.Namespace) -> int:
+    from ptuning.reporting.run_logs import REPORT_FILE
+    from ptuning.reporting.verdict import run_summary
 
     if outcome.state == "interrupted":
-        _say(f"saved at step {outcome.step}; the same command goes on from there")
+        _print_stderr(f"saved at step {outcome.step}; the same command resumes from there")
         return INTERRUPTED
     examples = sum(task.examples for task in facts.tasks)
     losses = f"loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"
-    _say(f"{losses} on {examples} examples; see {outcome.folder / REPORT}")
+    _print_stderr(f"{losses} on {examples} examples; see {outcome.folder / REPORT_FILE}")
     if args.json:
-        print(json.dumps(summary(facts)))
+        print(json.dumps(run_summary(facts)))
     else:
         print("\n".join(str(path) for path in outcome.paths))
     return 0
 
 
-def _reading() -> "Reading":
-    """Lines on stderr while a large file is read."""
-    last = 0
+def _progress_printer() -> "ProgressCallback":
+    """Return a callback that prints lines to stderr while a large file is read."""
+    last_count = 0
 
-    def report(count: int, total: int | None) -> None:
-        nonlocal last
-        if count - last >= RECORDS_SHOWN:
-            last = count
-            share = f" of about {total:,}" if total else ""
-            _say(f"read {count:,}{share} records")
+    def print_progress(count: int, total: int | None) -> None:
+        nonlocal last_count
+        if count - last_count >= RECORDS_PER_PROGRESS_LINE:
+            last_count = count
+            total_suffix = f" of about {total:,}" if total else ""
+            _print_stderr(f"read {count:,}{total_suffix} records")
 
-    return report
+    return print_progress
 
 
-def _rank() -> int:
-    from ptuning.launch import LOST, follow, lost, report_trouble
-    from ptuning.reporting.observer import Nobody
+def _run_rank_process() -> int:
+    from ptuning.launch import EXIT_PEER_LOST, is_peer_lost, report_rank_error, start_child_rank
+    from ptuning.reporting.observer import NullObserver
     from ptuning.run.preparation import prepare
-    from ptuning.run.training_loop import Learning, load_trainer
+    from ptuning.run.training_loop import TrainingLoop, load_trainer
 
-    charge = follow(sys.stdin)
+    spec = start_child_rank(sys.stdin)
     try:
-        prepared = prepare(charge.config)
-        trainer = load_trainer(prepared, charge.join())
-        Learning(prepared, trainer, Nobody(), restart=charge.restart).run()
+        prepared = prepare(spec.config)
+        trainer = load_trainer(prepared, spec.join())
+        TrainingLoop(prepared, trainer, NullObserver(), restart=spec.restart).run()
     except PreambleError as error:
-        report_trouble(charge.folder, charge.rank, str(error))
+        report_rank_error(spec.folder, spec.rank, str(error))
         return 1
     except RuntimeError as error:
-        if not lost(error):
+        if not is_peer_lost(error):
             raise
-        return LOST
+        return EXIT_PEER_LOST
     return 0
 
 

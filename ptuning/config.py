@@ -1,7 +1,8 @@
-"""TuneConfig: what to learn, from which examples, and how, with a unit and a default for each.
+"""TuneConfig: settings of a tuning run, with units and defaults, read from a YAML file.
 
-Built once from a YAML file. What the model is comes from its checkpoint, never from here. The
-settings of a run's one task stand beside those of the run; several tasks stand under `tasks`.
+The YAML file is read once. The settings of the model come from its checkpoint, never from this
+file. If a run has one task, the settings of that task are top-level keys; if it has several tasks,
+they are the list `tasks`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -9,161 +10,209 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt.errors import ConfigError
-from gpt.settings import nearest, read_yaml, settings, shown
-from ptuning.task import PLAIN, Task, tasks_of_nemo
+from gpt.settings import parse_settings, read_yaml, short_repr, suggest_nearest
+from ptuning.task import DEFAULT_TEMPLATE, Task, parse_nemo_tasks
 
-# What stands for P while it is learned, and the learning rate that suits it: a bare table needs
-# far larger steps than a network that makes one.
-METHODS = {
-    "prompt-tuning": 1e-2,  # The table itself.
-    "mlp": 3e-4,  # NeMo's linears over a table.
-    "lstm": 3e-4,  # NeMo's and PEFT's LSTM and head.
-    "tpmlp": 3e-4,  # NeMo's two linears, split over the tensor ranks.
-    "peft-mlp": 3e-4,  # PEFT's three linears.
-    "prefix": 3e-2,  # No table of rows: keys and values of every layer.
-    "full": 1e-4,  # No virtual tokens: the model itself, all of it.
+# The tuning methods, each with its default learning rate. A virtual-token table that is trained
+# directly needs far larger steps than a prompt encoder that produces the table.
+METHOD_LEARNING_RATES = {
+    "prompt-tuning": 1e-2,  # Trains the table directly.
+    "mlp": 3e-4,  # NeMo's MLP over a table.
+    "lstm": 3e-4,  # The LSTM and head of NeMo and PEFT.
+    "tpmlp": 3e-4,  # NeMo's two linear layers, sharded over the tensor-parallel ranks.
+    "peft-mlp": 3e-4,  # PEFT's three linear layers.
+    "prefix": 3e-2,  # Trains keys and values of every layer, without a table of rows.
+    "full": 1e-4,  # Trains all weights of the model, without virtual tokens.
 }
-ENCODERS = tuple(one for one in METHODS if one not in ("prompt-tuning", "prefix", "full"))
-# Whose parameters the tensor ranks share out.
-SPLIT = ("tpmlp", "prefix", "full")
-# Rows of random tokens, of the records' or of all; or random ones of the same size. Of a large
-# vocabulary many rows may never have been trained, and learning goes badly from such.
-INITIAL = ("records", "vocabulary", "random")
-# Lester's, of steps that are not relative to the table's size; for a network as with AdamW.
-ADAFACTOR = {"prompt-tuning": 0.3}
+ENCODER_METHODS = tuple(
+    method for method in METHOD_LEARNING_RATES if method not in ("prompt-tuning", "prefix", "full")
+)
+# Methods whose trainable parameters are sharded over the tensor-parallel ranks.
+TENSOR_PARALLEL_METHODS = ("tpmlp", "prefix", "full")
+# Initial rows: embeddings of random tokens of the records, embeddings of random tokens of the
+# vocabulary, or random numbers with the standard deviation of the embedding. In a large vocabulary
+# many embeddings may never have been trained; such rows are a bad start.
+INITIALIZATIONS = ("records", "vocabulary", "random")
+# Lester et al. use the learning rate 0.3, without scaling the steps by the RMS of the table.
+# Methods that are not listed here have the same default rate as with AdamW.
+ADAFACTOR_LEARNING_RATES = {"prompt-tuning": 0.3}
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("cosine", "constant", "inverse-sqrt")
-RECOMPUTE = ("none", "selective", "block", "full")
+RECOMPUTE_MODES = ("none", "selective", "block", "full")
 MEASURES = ("loss", "exact_match", "accuracy", "f1")
 
-# Of a task's settings, those that may stand at the top for all tasks that do not say.
-OF_ALL_TASKS = {"data", "validation", "answer_only_loss"}
-POSITIVE = (
-    *("tokens_max", "encoder_hidden", "encoder_layers", "steps", "batch_examples"),
-    *("micro_batch_examples", "micro_batch_tokens", "learning_rate", "gradient_norm_max"),
-    *("validate_every", "validation_examples", "save_every", "patience"),
-    *("tp", "pp", "dp", "virtual_stages", "recompute_layers"),
+# Task settings that may be top-level keys beside `tasks`; there they are defaults for all tasks.
+SHARED_TASK_SETTINGS = {"data", "validation", "answer_only_loss"}
+POSITIVE_SETTINGS = (
+    "tokens_max",
+    "encoder_hidden",
+    "encoder_layers",
+    "steps",
+    "batch_examples",
+    "micro_batch_examples",
+    "micro_batch_tokens",
+    "learning_rate",
+    "gradient_norm_max",
+    "validate_every",
+    "validation_examples",
+    "save_every",
+    "patience",
+    "tp",
+    "pp",
+    "dp",
+    "virtual_stages",
+    "recompute_layers",
 )
-NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed", "golden_examples", "minimum_rate")
+NON_NEGATIVE_SETTINGS = ("warmup_steps", "weight_decay", "seed", "golden_examples", "minimum_rate")
 CHOICES = {
-    "method": tuple(METHODS),
-    "initial": INITIAL,
+    "method": tuple(METHOD_LEARNING_RATES),
+    "initial": INITIALIZATIONS,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
-    "recompute": RECOMPUTE,
+    "recompute": RECOMPUTE_MODES,
     "measure": MEASURES,
 }
 
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """What `preamble tune` needs to know. A relative path starts at the working directory."""
+    """Settings of one tuning run. Relative paths are resolved against the working directory."""
 
-    model: str  # The checkpoint's path.
-    data: str = ""  # Records to learn from: jsonl, CSV, TSV or Parquet.
-    name: str = ""  # The adapter's.
-    output: str = "adapters"  # The directory for it, made if need be; a server's may be one.
-    run: str | None = None  # The directory for logs, report and states; None: beside the output.
+    model: str  # Path of the checkpoint.
+    data: str = ""  # File of training records: jsonl, CSV, TSV or Parquet.
+    name: str = ""  # Name of the adapter.
+    # Directory for the adapter, created if it does not exist; may be a server's adapter directory.
+    output: str = "adapters"
+    # Directory for logs, report and states; None: `runs/NAME` beside the output directory.
+    run: str | None = None
 
-    validation: str = ""  # Records that only measure; empty: none.
-    task: str = ""  # What it is for, in a few words.
-    template: str = PLAIN  # Its fields are the records' keys.
-    answer_field: str = "completion"  # What is learned; it must end the template.
-    truncate_field: str | None = None  # Is cut in what is too long; None: that is left out.
-    stop: tuple[str, ...] = ()  # Texts that end an answer, beside the model's own end.
-    max_new_tokens: int | None = None  # Of an answer, if a request does not say.
+    validation: str = ""  # File of held-out records, which are never trained on; empty: none.
+    task: str = ""  # Purpose of the adapter in a few words.
+    template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
+    answer_field: str = "completion"  # Field with the answer; the template must end with it.
+    # Field to truncate in examples that are too long; None: such examples are dropped.
+    truncate_field: str | None = None
+    stop: tuple[str, ...] = ()  # Stop strings of an answer, in addition to the end-of-text token.
+    max_new_tokens: int | None = None  # Default length limit of an answer.
     virtual_tokens: int = 20
-    splits: tuple[int, ...] = ()  # Of them, for each of the template's places; empty: it has one.
-    initial_text: str = ""  # The table starts as its rows; empty: as `initial` says.
-    oracle: str = ""  # An instruction, whose own score is measured beside the adapter's.
-    tasks: tuple[Task, ...] = ()  # Several at once instead of the one that is told above.
-    tokens_max: int | None = None  # Of an example; None, or more than it: the model's context.
-    answer_only_loss: bool = True  # Else all tokens of the text are learned.
+    # Number of virtual tokens at each marker <|VIRTUAL_PROMPT_i|> of the template, in order; empty:
+    # all virtual tokens are at one marker.
+    splits: tuple[int, ...] = ()
+    # Text whose token embeddings are the initial virtual-token rows; empty: `initial` selects the
+    # initial rows.
+    initial_text: str = ""
+    # Instruction text that is evaluated as a baseline in place of the virtual tokens.
+    oracle: str = ""
+    tasks: tuple[Task, ...] = ()  # Several tasks, in place of the top-level task settings.
+    # Token limit of an example; None: the model's context length, which is also the maximum.
+    tokens_max: int | None = None
+    answer_only_loss: bool = True  # Whether only answer tokens have a loss; False: all text tokens.
 
-    method: str = "prompt-tuning"  # What makes the table: see METHODS.
-    initial: str = "records"  # How its rows start where no text says.
-    encoder_hidden: int | None = None  # Width of an encoder; None: the model's, of `lstm` half.
-    encoder_layers: int = 2  # Linears of `mlp`, layers of `lstm`.
-    encoder_dropout: float = 0.0  # Between the layers of `lstm`.
-    encoder_from: str | None = None  # An earlier run, whose encoder this one starts from.
+    method: str = "prompt-tuning"  # A key of METHOD_LEARNING_RATES.
+    initial: str = "records"  # Initial rows of tasks without `initial_text`: see INITIALIZATIONS.
+    # Hidden size of the prompt encoder; None: the model's hidden size, half of it for `lstm`.
+    encoder_hidden: int | None = None
+    encoder_layers: int = 2  # Number of linear layers of `mlp`, or of LSTM layers of `lstm`.
+    encoder_dropout: float = 0.0  # Dropout rate between the layers of `lstm`.
+    # Directory of an earlier run, whose encoder network is the initial network of this run.
+    encoder_from: str | None = None
 
     steps: int = 200
-    batch_examples: int = 16  # Of one step; all of them, if they are fewer.
-    micro_batch_examples: int | None = None  # Of a step's, that one pass computes; None: all.
-    micro_batch_tokens: int | None = None  # As many examples in a pass as have these tokens.
+    batch_examples: int = 16  # Examples per step; reduced to the number of training examples.
+    micro_batch_examples: int | None = None  # Example limit of a micro-batch; None: no limit.
+    # Token limit of a micro-batch; None: no limit. A longer example is a micro-batch of its own.
+    micro_batch_tokens: int | None = None
     optimizer: str = "adamw"
-    learning_rate: float | None = None  # None: what suits the method and the optimizer.
-    schedule: str = "cosine"  # Down to `minimum_rate`, after the warm-up.
-    minimum_rate: float = 0.0  # The share of the learning rate that a cosine ends with.
+    learning_rate: float | None = None  # None: the default of the method and the optimizer.
+    # Learning rate schedule after the warm-up; `cosine` decays to `minimum_rate`.
+    schedule: str = "cosine"
+    minimum_rate: float = 0.0  # Final learning rate of `cosine` as a share of the peak.
     warmup_steps: int = 20
-    weight_decay: float = 0.0  # It would pull towards zero, not towards words.
+    weight_decay: float = 0.0  # Decay pulls rows towards zero, not towards token embeddings.
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-8
     gradient_norm_max: float = 1.0
-    hidden_dropout: float = 0.0  # Only of `full`: a frozen model has none.
+    # Dropout rates of the model, only for `full`: a frozen model runs without dropout.
+    hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     seed: int = 0
 
-    validate_every: int | None = None  # Steps; None: at the end alone. Of `full` the last is kept.
-    validation_examples: int = 200  # Of them are measured.
-    measure: str = "loss"  # What the best table is chosen by, and early stopping.
-    patience: int | None = None  # Validations without a better measure, until the run ends.
-    save_every: int = 100  # Steps between states to go on from.
-    golden_examples: int = 0  # Of the validation's, with answers, that travel in the card.
-    tensorboard: bool = False
+    # Number of steps between validations; None: only at the end. With `full`, the last weights are
+    # written, even if an earlier validation was better.
+    validate_every: int | None = None
+    # Number of records per task that are evaluated, from the start of the validation file.
+    validation_examples: int = 200
+    measure: str = "loss"  # Metric that selects the best table and decides early stopping.
+    # Number of validations without improvement after which the run stops early; None: never.
+    patience: int | None = None
+    save_every: int = 100  # Number of steps between saved states.
+    # Number of validation records stored in the card, with the answers that the adapter generates.
+    golden_examples: int = 0
+    tensorboard: bool = False  # Whether the run also writes TensorBoard event files.
 
-    tp: int = 1  # Tensor-parallel ranks.
-    pp: int = 1  # Stages of the pipeline.
-    dp: int = 1  # Copies of all that, each with its share of every batch.
-    virtual_stages: int = 1  # Pieces of a stage; more than 1: the interleaved schedule.
-    sequence_parallel: bool = False  # Of tensor ranks, if there are several.
-    recompute: str = "none"  # What is computed again in the backward pass instead of kept.
-    recompute_layers: int = 1  # Layers of a stage that `block` recomputes.
+    tp: int = 1  # Number of tensor-parallel ranks.
+    pp: int = 1  # Number of pipeline stages.
+    dp: int = 1  # Number of data-parallel replicas; each computes a share of every batch.
+    # Number of model chunks per stage; values above 1 select the interleaved schedule.
+    virtual_stages: int = 1
+    sequence_parallel: bool = False  # Only has an effect if tp is more than 1.
+    recompute: str = "none"  # Activation checkpointing: one of RECOMPUTE_MODES.
+    recompute_layers: int = 1  # Number of layers per model chunk that `block` recomputes.
 
-    tokenizer: str | None = None  # A file or a directory; None: what lies beside the weights.
-    true_vocab_size: int | None = None  # Where the checkpoint does not tell it from the padding.
-    config_json: str | None = None  # Fields of the model that the checkpoint lacks or has wrong.
+    # Tokenizer file or directory; None: the tokenizer beside the weights.
+    tokenizer: str | None = None
+    # Needed if the vocabulary is padded and the checkpoint does not record its true size.
+    true_vocab_size: int | None = None
+    # Path of a JSON file with model settings that are missing or wrong in the checkpoint.
+    config_json: str | None = None
     device: str = "cpu"
-    dtype: str | None = None  # What to compute in; None: as stored. The table is always fp32.
+    # Compute dtype; None: the dtype of the stored weights. The virtual-token table is written in
+    # fp32 in any case.
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "output"):
             _check_path(name, getattr(self, name))
-        for name in POSITIVE:
+        for name in POSITIVE_SETTINGS:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} is {value}; it must be more than 0, and finite")
-        for name in NOT_NEGATIVE:
+                raise ConfigError(f"{name} is {value}; it must be more than 0 and finite")
+        for name in NON_NEGATIVE_SETTINGS:
             value = getattr(self, name)
             if not 0 <= value < 2**63:
-                way = "must not be negative" if value < 0 else "must be less than 2^63"
-                raise ConfigError(f"{name} is {value}; it {way}")
-        for name, known in CHOICES.items():
+                requirement = "must not be negative" if value < 0 else "must be less than 2^63"
+                raise ConfigError(f"{name} is {value}; it {requirement}")
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"{name} is {shown(value)}; {nearest(value, known)}")
+            if value not in choices:
+                raise ConfigError(
+                    f"{name} is {short_repr(value)}; {suggest_nearest(value, choices)}"
+                )
         for name in ("hidden_dropout", "attention_dropout", "encoder_dropout", "beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 0 and less than 1")
         if self.minimum_rate > 1:
             raise ConfigError(
-                f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate, so at "
-                "most 1"
+                f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate and "
+                "must be at most 1"
             )
-        self._check_idle()
-        if self.optimizer == "adafactor" and self.tp > 1 and self.method in SPLIT:
+        self._check_unused_settings()
+        if self.optimizer == "adafactor" and self.tp > 1 and self.method in TENSOR_PARALLEL_METHODS:
             raise ConfigError(
-                f"adafactor learns from whole rows and columns, and {self.method} shares them out "
-                f"over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
+                f"adafactor needs whole rows and columns of each matrix, but {self.method} shards "
+                f"them over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
             )
         self._check_tasks()
 
-    def _check_idle(self) -> None:
-        """Refuse what would do nothing: who sets it believes that it does something."""
-        uses = {
-            "encoder_hidden": (self.method in ENCODERS, f"method is one of: {', '.join(ENCODERS)}"),
+    def _check_unused_settings(self) -> None:
+        """Raise for a changed setting that has no effect with the other settings."""
+        conditions = {
+            "encoder_hidden": (
+                self.method in ENCODER_METHODS,
+                f"method is one of: {', '.join(ENCODER_METHODS)}",
+            ),
             "encoder_layers": (self.method in ("mlp", "lstm"), "method is mlp or lstm"),
             "minimum_rate": (self.schedule == "cosine", "schedule is cosine"),
             "beta1": (self.optimizer == "adamw", "optimizer is adamw"),
@@ -171,29 +220,29 @@ class TuneConfig:
             "epsilon": (self.optimizer == "adamw", "optimizer is adamw"),
             "recompute_layers": (self.recompute == "block", "recompute is block"),
             "patience": (self.validate_every is not None, "validate_every is set"),
-            "golden_examples": (self.method != "full", "an adapter is learned, not method: full"),
+            "golden_examples": (self.method != "full", "method is not full"),
         }
-        defaults = {one.name: one.default for one in fields(self)}
-        for name, (used, when) in uses.items():
+        defaults = {setting.name: setting.default for setting in fields(self)}
+        for name, (applies, condition) in conditions.items():
             value = getattr(self, name)
-            if not used and value != defaults[name]:
+            if not applies and value != defaults[name]:
                 raise ConfigError(
-                    f"{name} is {value}, and does nothing here: it is for where {when}; take it out"
+                    f"{name} is {value}, but has an effect only if {condition}; remove it"
                 )
 
     def _check_tasks(self) -> None:
-        names = [task.name for task in self.wanted]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"two tasks are named {twice!r}; each needs a name of its own")
-        for task in self.wanted:
+        names = [task.name for task in self.resolved_tasks]
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ConfigError(f"two tasks are named {duplicate!r}; give each task a unique name")
+        for task in self.resolved_tasks:
             if not task.name and self.method != "full":
                 raise ConfigError("'name' is missing; it has no default")
             _check_path("data", task.data or "")
 
     @property
-    def wanted(self) -> tuple[Task, ...]:
-        """The run's tasks; each knows its records."""
+    def resolved_tasks(self) -> tuple[Task, ...]:
+        """The run's tasks; a shared setting that a task lacks has the top-level value."""
         if self.tasks:
             return tuple(
                 replace(
@@ -208,46 +257,61 @@ class TuneConfig:
                 )
                 for task in self.tasks
             )
-        own = {one.name: getattr(self, one.name) for one in fields(Task)}
-        return (Task(**{**own, "validation": self.validation or None}),)
+        task_settings = {setting.name: getattr(self, setting.name) for setting in fields(Task)}
+        return (Task(**{**task_settings, "validation": self.validation or None}),)
 
     @property
-    def kind(self) -> str:
-        """What an adapter's table is, as its card says it."""
+    def adapter_kind(self) -> str:
+        """The `kind` in the adapter's card: "prefix", or "rows" for a virtual-token table."""
         return "prefix" if self.method == "prefix" else "rows"
 
     @property
-    def rate(self) -> float:
+    def peak_learning_rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
-        suits = METHODS | ADAFACTOR if self.optimizer == "adafactor" else METHODS
-        return suits[self.method]
+        method_rates = (
+            METHOD_LEARNING_RATES | ADAFACTOR_LEARNING_RATES
+            if self.optimizer == "adafactor"
+            else METHOD_LEARNING_RATES
+        )
+        return method_rates[self.method]
 
     @classmethod
-    def read(cls, path: str) -> Self:
-        return cls.of(read_yaml(Path(path)), path)
+    def from_yaml(cls, path: str) -> Self:
+        return cls.from_dict(read_yaml(Path(path)), path)
 
     @classmethod
-    def of(cls, record: dict[str, Any], where: str) -> Self:
+    def from_dict(cls, record: dict[str, Any], source: str) -> Self:
         record = dict(record)
         if "task_templates" in record:
             if "tasks" in record:
-                raise ConfigError(f"{where}: task_templates stands beside tasks; keep one of them")
-            record["tasks"] = tasks_of_nemo(record.pop("task_templates"), where)
+                raise ConfigError(
+                    f"{source}: both task_templates and tasks are set; remove one of them"
+                )
+            record["tasks"] = parse_nemo_tasks(record.pop("task_templates"), source)
         tasks = record.get("tasks")
         if isinstance(tasks, list):
             if not all(isinstance(task, dict | Task) for task in tasks):
-                raise ConfigError(f"{where}: tasks is {shown(tasks)}; each must be `key: value`s")
+                raise ConfigError(
+                    f"{source}: tasks is {short_repr(tasks)}; each task must be a mapping of "
+                    "`key: value`"
+                )
             record["tasks"] = [
-                task if isinstance(task, Task) else settings(Task, task, f"{where}: task {number}")
+                task
+                if isinstance(task, Task)
+                else parse_settings(Task, task, f"{source}: task {number}")
                 for number, task in enumerate(tasks, 1)
             ]
-            beside = sorted({one.name for one in fields(Task)} & set(record) - OF_ALL_TASKS)
-            if tasks and beside:
-                raise ConfigError(f"{where}: {beside[0]} stands beside tasks; put it into each")
-        return settings(cls, record, where)
+            conflicting = sorted(
+                {setting.name for setting in fields(Task)} & set(record) - SHARED_TASK_SETTINGS
+            )
+            if tasks and conflicting:
+                raise ConfigError(
+                    f"{source}: {conflicting[0]} is set beside tasks; move it into each task"
+                )
+        return parse_settings(cls, record, source)
 
 
 def _check_path(name: str, path: str) -> None:
     if not path or "\0" in path or path != path.encode(errors="replace").decode():
-        raise ConfigError(f"{name} is {shown(path)}; it must be a path")
+        raise ConfigError(f"{name} is {short_repr(path)}; it must be a path")

@@ -1,8 +1,8 @@
-"""The ranks of a run: this process alone, processes of our own on one machine, or torchrun's.
+"""Launches and joins a run's ranks: a single process, local child processes, or torchrun.
 
-This process is rank 0 and starts the others, which are told all by their standard input and end
-with it. Who talks to people is rank 0; another rank's trouble is told by it. Knows nothing of what
-the ranks do.
+Without torchrun, this process is rank 0 and starts the other ranks as child processes. They read
+all settings from their standard input and end when rank 0 ends. Only rank 0 writes to the terminal;
+it also reports the errors of the other ranks. This module is independent of the training code.
 """
 
 import json
@@ -24,225 +24,241 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from gpt.child_processes import child_environment, end_with
+from gpt.atomic_files import write_atomic
+from gpt.child_processes import ChildProcess, die_with_parent
 from gpt.errors import ConfigError
+from gpt.host_limits import usable_cores
 from gpt.parallel.mesh import Mesh
-from ptuning.config import OF_ALL_TASKS, TuneConfig
+from ptuning.config import SHARED_TASK_SETTINGS, TuneConfig
 
-LOST = 3  # The exit code of a rank that has nothing to tell but that another one has gone.
-LOST_WORDS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
-LOST_S = 5.0  # For rank 0 to notice by itself that another has failed, and for that to say why.
-WATCH_S = 0.2  # Between two looks at whether the others are there.
-END_S = 20.0  # For ranks to end by themselves, once rank 0 has.
-COLLECTIVE_S = 1800.0  # The longest that a rank may wait for another, as in a validation.
+# Exit code of a rank whose only error is a lost connection to another rank.
+EXIT_PEER_LOST = 3
+PEER_LOST_MESSAGES = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
+# Time that rank 0 waits for a failed rank to end and to report its error.
+PEER_FAILURE_WAIT_S = 5.0
+WATCH_INTERVAL_S = 0.2  # Time between two checks of the child processes.
+SHUTDOWN_WAIT_S = 20.0  # Time for the other ranks to end after rank 0 has finished.
+COLLECTIVE_TIMEOUT_S = 1800.0  # Limit of one collective; a rank may wait for a whole validation.
 
 
-class LostError(ConfigError):
-    """Ranks have lost each other. Why, another one knows."""
+class PeerLostError(ConfigError):
+    """This rank lost its connection to another rank; the cause is on the other rank."""
 
 
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_first() -> bool:
-    """Whether this process is the rank that talks to people."""
+def is_rank_zero() -> bool:
+    """Return whether this process is rank 0, the only rank that writes to the terminal."""
     return not under_torchrun() or int(os.environ["RANK"]) == 0
 
 
-def lost(error: RuntimeError) -> bool:
-    """Whether it says that another rank has gone, and is no trouble of this rank's own."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in LOST_WORDS)
+def is_peer_lost(error: RuntimeError) -> bool:
+    """Return whether the error is a lost connection to another rank, not an error of this rank."""
+    return isinstance(error, dist.DistError) or any(
+        message in str(error) for message in PEER_LOST_MESSAGES
+    )
 
 
 @contextmanager
-def joined(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
-    """The mesh, with this process in it; whoever was started here has ended after it."""
-    count = config.tp * config.pp * config.dp
+def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
+    """Join this process to the mesh and yield the mesh; on exit, all child ranks have ended."""
+    world_size = config.tp * config.pp * config.dp
     if under_torchrun():
         try:
-            yield _join_torchrun(config, count)
+            yield _join_torchrun(config, world_size)
         except RuntimeError as error:
-            if not lost(error):
+            if not is_peer_lost(error):
                 raise
-            raise LostError(_lost(str(error))) from error
+            raise PeerLostError(_peer_lost_message(str(error))) from error
         dist.destroy_process_group()
-    elif count == 1:
+    elif world_size == 1:
         yield Mesh.single(config.device)
     else:
-        _check_devices(config, count)
+        _check_devices(config, world_size)
         with (
             tempfile.TemporaryDirectory(prefix="preamble-tune-") as folder,
-            _others(config, count, Path(folder), restart=restart),
+            _child_ranks(config, world_size, Path(folder), restart=restart),
         ):
-            yield _join(config, 0, count, Path(folder))
+            yield _join_local(config, 0, world_size, Path(folder))
             dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class Charge:
-    """What a rank that was started here is told."""
+class RankSpec:
+    """Settings that rank 0 sends to a child rank."""
 
     config: TuneConfig
     restart: bool
     rank: int
-    ranks: int
-    folder: Path  # Where the ranks meet, and leave word of their trouble.
+    world_size: int
+    folder: Path  # Contains the rendezvous store and the error files of the ranks.
 
     def join(self) -> Mesh:
-        return _join(self.config, self.rank, self.ranks, self.folder)
+        return _join_local(self.config, self.rank, self.world_size, self.folder)
 
 
-def follow(stdin: TextIO) -> Charge:
-    """Be a rank of a run whose first rank has started this process."""
-    told = json.loads(stdin.read())
-    end_with(told["parent"])
-    for one in (signal.SIGINT, signal.SIGTERM):  # Rank 0 hears them, and tells.
-        signal.signal(one, signal.SIG_IGN)
-    config = TuneConfig.of(told["config"], "the run's settings")
-    return Charge(config, told["restart"], told["rank"], told["ranks"], Path(told["folder"]))
+def start_child_rank(stdin: TextIO) -> RankSpec:
+    """Set up this process as a child rank and return the settings that rank 0 has sent."""
+    message = json.loads(stdin.read())
+    die_with_parent(message["parent"])
+    # Rank 0 handles these signals and stops all ranks.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    config = TuneConfig.from_dict(message["config"], "the run's settings")
+    return RankSpec(
+        config, message["restart"], message["rank"], message["ranks"], Path(message["folder"])
+    )
 
 
-def report_trouble(folder: Path, rank: int, words: str) -> None:
-    """Leave a sentence where rank 0 looks for it."""
-    part = folder / f".trouble-{rank}"
-    part.write_text(words)
-    part.rename(folder / f"trouble-{rank}")
+def report_rank_error(folder: Path, rank: int, message: str) -> None:
+    """Write a rank's error message to the file that rank 0 reads."""
+    write_atomic(folder / f"trouble-{rank}", message.encode(), durable=False)
 
 
 @contextmanager
-def _others(config: TuneConfig, count: int, folder: Path, *, restart: bool) -> Iterator[None]:
-    processes: list[subprocess.Popen[str]] = []
-    over = threading.Event()
+def _child_ranks(
+    config: TuneConfig, world_size: int, folder: Path, *, restart: bool
+) -> Iterator[None]:
+    processes: list[ChildProcess] = []
+    stopped = threading.Event()
     try:
-        for rank in range(1, count):
-            process = subprocess.Popen(
+        for rank in range(1, world_size):
+            process = ChildProcess(
                 [sys.executable, "-m", "ptuning", "rank"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                text=True,
-                env=child_environment(os.environ),
-                start_new_session=True,  # So that Ctrl-C does not reach it while it starts.
             )
             processes.append(process)
             assert process.stdin is not None
-            told = {
-                "config": plain(config),
+            message = {
+                "config": config_to_dict(config),
                 "restart": restart,
                 "rank": rank,
-                "ranks": count,
+                "ranks": world_size,
                 "folder": str(folder),
                 "parent": os.getpid(),
             }
-            with suppress(BrokenPipeError):  # It has gone already; that is noticed below.
-                process.stdin.write(json.dumps(told))
+            with suppress(BrokenPipeError):  # The child has ended; the watcher reports the failure.
+                process.stdin.write(json.dumps(message))
                 process.stdin.close()
-        watch = threading.Thread(target=_watch, args=(processes, folder, over), daemon=True)
-        watch.start()
+        watcher = threading.Thread(
+            target=_watch_children, args=(processes, folder, stopped), daemon=True
+        )
+        watcher.start()
         try:
             yield
         except RuntimeError as error:
-            over.set()
-            if not lost(error):
+            stopped.set()
+            if not is_peer_lost(error):
                 raise
-            # Why a rank has gone is told better by itself.
-            raise LostError(_why(processes, folder, str(error))) from error
+            # The error message of the lost rank is more useful than the message of this rank.
+            raise PeerLostError(failure_reason(processes, folder, str(error))) from error
     finally:
-        over.set()
-        _end(processes)
+        stopped.set()
+        _stop_children(processes)
 
 
-def _watch(
-    processes: Sequence["subprocess.Popen[str]"], folder: Path, over: threading.Event
+def _watch_children(
+    processes: Sequence[ChildProcess], folder: Path, stopped: threading.Event
 ) -> None:
-    """End this process if it still waits for a rank that has failed.
+    """End this process if a child rank has failed while rank 0 is still blocked.
 
-    Where ranks meet first, and in NCCL, that would last as long as a collective may; and what waits
-    there hears no exception. It is no worse than being killed: what was saved is whole.
+    In the rendezvous and in NCCL, rank 0 would stay blocked until the timeout of the collective,
+    and a blocked thread cannot receive an exception. os._exit loses no work, because a saved state
+    is complete from the moment it has its name.
     """
-    while not over.wait(WATCH_S):
-        if any(process.poll() for process in processes) and not over.wait(LOST_S):
-            words = _why(processes, folder, "a rank has failed")
+    while not stopped.wait(WATCH_INTERVAL_S):
+        if any(process.poll() for process in processes) and not stopped.wait(PEER_FAILURE_WAIT_S):
+            reason = failure_reason(processes, folder, "a rank has failed")
             with suppress(OSError):
-                os.write(2, f"preamble tune: {words}\n".encode(errors="replace"))
+                os.write(2, f"preamble tune: {reason}\n".encode(errors="replace"))
             for process in processes:
                 process.kill()
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
 
-def _why(processes: Sequence["subprocess.Popen[str]"], folder: Path, said: str) -> str:
-    """What the first rank with a trouble of its own says, or how it ended."""
-    end = time.monotonic() + LOST_S
+def failure_reason(processes: Sequence[ChildProcess], folder: Path, fallback: str) -> str:
+    """Return the first error message that a rank has written.
+
+    If there is none, tell how the first failed rank ended.
+    """
+    deadline = time.monotonic() + PEER_FAILURE_WAIT_S
     codes: list[int | None] = []
     for process in processes:
         try:
-            codes.append(process.wait(max(0.0, end - time.monotonic())))
+            codes.append(process.wait(max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             codes.append(None)
     for path in sorted(folder.glob("trouble-*")):
-        return path.read_text()
-    for rank, code in enumerate(codes, 1):
-        if code not in (None, 0, LOST):
-            assert code is not None
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            more = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
-            return (
-                f"rank {rank} {how}{more}; the last state that was saved is good: the same "
-                "command goes on from it"
-            )
-    return _lost(said)
+        return path.read_text("utf-8")
+    failures = [
+        (rank, code)
+        for rank, code in enumerate(codes, 1)
+        if code is not None and code not in (0, EXIT_PEER_LOST)
+    ]
+    if not failures:
+        return _peer_lost_message(fallback)
+    # gloo may abort a rank that loses its peer, so an abort is named only if nothing else failed.
+    rank, code = min(failures, key=lambda failure: failure[1] == -signal.SIGABRT)
+    exit_description = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    memory_hint = ", perhaps out of memory" if code == -signal.SIGKILL else ""
+    return (
+        f"rank {rank} {exit_description}{memory_hint}; the last saved state is intact, "
+        "and the same command resumes from it"
+    )
 
 
-def _lost(said: str) -> str:
-    return f"the ranks lost each other ({' '.join(said.split())[:200]}); run it again to go on"
+def _peer_lost_message(details: str) -> str:
+    return (
+        f"a rank lost its connection to another rank ({' '.join(details.split())[:200]}); "
+        "run the same command again to resume"
+    )
 
 
-def _end(processes: Sequence["subprocess.Popen[str]"]) -> None:
+def _stop_children(processes: Sequence[ChildProcess]) -> None:
     for process in processes:
-        try:
-            process.wait(END_S if sys.exc_info()[0] is None else 1.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait_or_kill(SHUTDOWN_WAIT_S if sys.exc_info()[0] is None else 1.0)
 
 
-def plain(config: TuneConfig) -> dict[str, Any]:
-    """The settings as a YAML file would hold them."""
+def config_to_dict(config: TuneConfig) -> dict[str, Any]:
+    """Return the settings as a mapping that TuneConfig.from_dict accepts."""
     record = json.loads(json.dumps(asdict(config)))
     if record["tasks"]:
-        own = set(record["tasks"][0]) - OF_ALL_TASKS
-        record = {key: value for key, value in record.items() if key not in own}
+        task_settings = set(record["tasks"][0]) - SHARED_TASK_SETTINGS
+        record = {key: value for key, value in record.items() if key not in task_settings}
     return dict(record)
 
 
-def _join(config: TuneConfig, rank: int, ranks: int, folder: Path) -> Mesh:
+def _join_local(config: TuneConfig, rank: int, world_size: int, folder: Path) -> Mesh:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
-    return _mesh(config, local=rank, store=store, rank=rank, world_size=ranks)
+    torch.set_num_threads(max(1, usable_cores(within_quota=False) // world_size))
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
+    return _create_mesh(config, local_rank=rank, store=store, rank=rank, world_size=world_size)
 
 
-def _join_torchrun(config: TuneConfig, count: int) -> Mesh:
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if world != count:
+def _join_torchrun(config: TuneConfig, world_size: int) -> Mesh:
+    torchrun_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if torchrun_size != world_size:
         raise ConfigError(
-            f"tp {config.tp} x pp {config.pp} x dp {config.dp} is {count} ranks, torchrun has "
-            f"started {world}; let nnodes x nproc-per-node be {count}"
+            f"tp {config.tp} x pp {config.pp} x dp {config.dp} needs {world_size} ranks, but "
+            f"torchrun has started {torchrun_size}; set nnodes x nproc-per-node to {world_size}"
         )
     torch.set_num_threads(
-        max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+        max(1, usable_cores(within_quota=False) // int(os.environ["LOCAL_WORLD_SIZE"]))
     )
-    return _mesh(config, local=local)
+    return _create_mesh(config, local_rank=local_rank)
 
 
-def _mesh(config: TuneConfig, *, local: int, **how: Any) -> Mesh:
+def _create_mesh(config: TuneConfig, *, local_rank: int, **init_options: Any) -> Mesh:
     cuda = config.device.startswith("cuda")
-    device = torch.device("cuda", local) if cuda else torch.device(config.device)
+    device = torch.device("cuda", local_rank) if cuda else torch.device(config.device)
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=timedelta(seconds=COLLECTIVE_S), **how
+        "nccl" if cuda else "gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), **init_options
     )
     return Mesh.create(
         config.tp,
@@ -253,9 +269,10 @@ def _mesh(config: TuneConfig, *, local: int, **how: Any) -> Mesh:
     )
 
 
-def _check_devices(config: TuneConfig, count: int) -> None:
-    if config.device.startswith("cuda") and torch.cuda.device_count() < count:
+def _check_devices(config: TuneConfig, world_size: int) -> None:
+    if config.device.startswith("cuda") and torch.cuda.device_count() < world_size:
         raise ConfigError(
-            f"tp {config.tp} x pp {config.pp} x dp {config.dp} needs {count} GPUs, this machine "
-            f"has {torch.cuda.device_count()}; ask for fewer, or start it by torchrun on several"
+            f"tp {config.tp} x pp {config.pp} x dp {config.dp} needs {world_size} GPUs, but this "
+            f"machine has {torch.cuda.device_count()}; reduce tp, pp or dp, or use torchrun on "
+            "several machines"
         )

@@ -1,16 +1,17 @@
-"""What a run tells of itself: its steps, its validations, its answers, and all of it together.
+"""Facts of a run as plain values: metrics per step, validations, sample answers, tasks.
 
-Plain values that the loop makes and that the bar, the logs, and the report take, so that none of
-these knows a model, and a report can be made again from numbers alone. Knows no torch and no files.
+The training loop produces the facts; the progress display, the logs and the report read them. None
+of these readers needs a model, so a report can be regenerated from the facts alone. This module
+does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The rows of the table that a report compares, in its order. Each has measures of its own.
+# The rows of the report's comparison table, in this order. Each row has its own metrics.
 NO_PROMPT = "no prompt"  # The template without its virtual tokens.
-ORACLE = "oracle"  # A written instruction in their place.
+ORACLE = "oracle"  # The task's instruction text in place of the virtual tokens.
 ADAPTER = "adapter"
 FULL = "full fine-tuning"
 BASELINES = (NO_PROMPT, ORACLE, ADAPTER, FULL)
@@ -19,73 +20,75 @@ State = Literal["running", "finished", "stopped early", "interrupted"]
 
 
 @dataclass(frozen=True)
-class Progress:
-    """One step that was made."""
+class StepMetrics:
+    """Metrics of one training step."""
 
-    step: int  # From 1.
-    steps: int  # That the run will make, if nothing ends it early.
-    loss: float  # Of the answers' tokens, the mean.
-    tokens: int  # Text and virtual tokens that went through the model.
-    text_tokens: int  # Of them, those that are text.
-    seconds: float  # That this step took.
-    rate: float  # The learning rate that it used.
-    gradient_norm: float  # Before clipping.
-    skipped: bool = False  # Its gradients overflowed, so nothing was learned.
+    step: int  # Number of the step, from 1.
+    steps: int  # Total number of steps of the run, unless the run stops early.
+    loss: float  # Mean loss over the tokens that have a loss.
+    tokens: int  # Number of text and virtual tokens in the batch.
+    text_tokens: int  # Number of text tokens in the batch.
+    seconds: float  # Duration of this step.
+    rate: float  # Learning rate of this step.
+    gradient_norm: float  # Norm of all gradients before clipping.
+    skipped: bool = False  # Whether the gradients overflowed, so that the optimizer made no step.
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out record, its right answer, and what the model wrote."""
+    """A held-out record with its expected answer and the generated answers."""
 
     inputs: Mapping[str, str]
     expected: str
-    before: str  # Without the adapter.
-    after: str
-    cut: bool = False  # What it wrote after was ended by max_new_tokens.
+    before: str  # Answer generated without the adapter.
+    after: str  # Answer generated with the adapter.
+    cut: bool = False  # Whether the answer `after` ended because it reached max_new_tokens.
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What was measured on held-out records after a step; 0: before the first."""
+    """Metrics on held-out records after a step (step 0: before training)."""
 
     step: int
     loss: float | None = None
-    measures: Mapping[str, float] = field(default_factory=dict)  # Shares, from 0 to 1.
+    measures: Mapping[str, float] = field(default_factory=dict)  # Metrics from 0 to 1.
+    # The loss and the metrics of each task, keyed by its name.
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """One adapter: what it was learned from, and what it is worth."""
+    """One adapter: its records, its file and its metrics."""
 
     name: str
-    task: str = ""  # What it is for, in a few words.
-    path: str = ""  # Of the adapter's file; empty: it is not written yet.
+    task: str = ""  # Purpose of the adapter in a few words.
+    path: str = ""  # Path of the adapter file; empty: not written yet.
     card: Mapping[str, Any] = field(default_factory=dict)
-    fields: Sequence[str] = ()  # Of its template, those that a request gives.
-    data: str = ""  # Where its records are from.
-    validation: str = ""  # Where the held-out ones are from; empty: there are none.
-    examples: int = 0  # That it learns from.
-    validation_examples: int = 0  # That are measured.
-    shared: int = 0  # Of the held-out records, those that are also learned from.
-    truncated: int = 0
-    dropped: Sequence[str] = ()  # A reason for each record that was left out.
-    lengths: Sequence[int] = ()  # In tokens, of the examples.
-    answers_cut: int = 0  # Of the measured answers, those that max_new_tokens ended.
-    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # See BASELINES.
+    fields: Sequence[str] = ()  # Template fields that a request must give.
+    data: str = ""  # File of the training records.
+    validation: str = ""  # File of the held-out records; empty: none.
+    examples: int = 0  # Number of training examples.
+    validation_examples: int = 0  # Number of held-out examples that are evaluated.
+    overlapping_examples: int = 0  # Number of held-out examples that are also training examples.
+    truncated: int = 0  # Number of truncated training examples.
+    dropped: Sequence[str] = ()  # The reason for each dropped record.
+    lengths: Sequence[int] = ()  # Length of each training example in tokens.
+    answers_cut: int = 0  # Number of evaluated answers that reached max_new_tokens.
+    # Metrics keyed by the row of the comparison table (BASELINES).
+    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run so far, or all of it."""
+    """All facts of a run, which may still be in progress."""
 
     name: str
     tasks: Sequence[TaskFacts]
     state: State = "running"
-    model: Mapping[str, Any] = field(default_factory=dict)  # What a person would ask of it.
-    config: Mapping[str, Any] = field(default_factory=dict)  # The settings, by their names.
-    progress: Sequence[Progress] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)  # Model sizes for the report.
+    config: Mapping[str, Any] = field(default_factory=dict)  # The settings, keyed by name.
+    progress: Sequence[StepMetrics] = ()
     validations: Sequence[Validation] = ()
-    best_step: int | None = None  # Whose state the adapter is; None: the last one.
+    best_step: int | None = None  # Step after which the adapter was best; None: the last step.
     notes: Sequence[str] = ()

@@ -1,38 +1,48 @@
-"""Task: one adapter to learn: its name, its records, its template, its virtual tokens.
+"""Task: settings of one adapter: name, records, prompt template and virtual tokens.
 
-A run has one task, whose settings stand at the top of its file, or several under `tasks`, which
-share an encoder; NeMo's `task_templates` are another way to write these. Knows no tokenizer and no
-model.
+A run trains one task or several. The settings of a single task are top-level keys of the YAML file.
+Several tasks are entries of the list `tasks` and share a prompt encoder. NeMo's `task_templates`
+are accepted in place of `tasks`. This module uses neither the tokenizer nor the model.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt.errors import ConfigError
-from gpt.settings import settings, shown
+from gpt.settings import parse_settings, short_repr
 
-PLAIN = "<|VIRTUAL_PROMPT_0|>{prompt}{completion}"
+DEFAULT_TEMPLATE = "<|VIRTUAL_PROMPT_0|>{prompt}{completion}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one adapter is learned from. Where a field is None, the run's own stands for it."""
+    """Settings of one adapter.
 
-    name: str  # The adapter's; in records with a `taskname`, the one that is this task's.
-    data: str | None = None  # Records to learn from: jsonl, CSV, TSV or Parquet.
-    validation: str | None = None  # Records that only measure.
-    task: str = ""  # What it is for, in a few words.
-    template: str = PLAIN  # Its fields are the records' keys.
-    answer_field: str = "completion"  # What is learned; it must end the template.
-    answer_only_loss: bool | None = None  # Else all tokens of the text are learned.
-    truncate_field: str | None = None  # Is cut in what is too long; None: that is left out.
-    stop: tuple[str, ...] = ()  # Texts that end an answer, beside the model's own end.
-    max_new_tokens: int | None = None  # Of an answer, if a request does not say.
+    If `data`, `validation` or `answer_only_loss` is None, the run's top-level setting applies.
+    """
+
+    name: str  # Name of the adapter, and the value of `taskname` in the task's records.
+    data: str | None = None  # File of training records: jsonl, CSV, TSV or Parquet.
+    validation: str | None = None  # File of held-out records, which are never trained on.
+    task: str = ""  # Purpose of the adapter in a few words.
+    template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
+    answer_field: str = "completion"  # Field with the answer; the template must end with it.
+    # Whether only answer tokens have a loss; False: all text tokens.
+    answer_only_loss: bool | None = None
+    # Field to truncate in examples that are too long; None: such examples are dropped.
+    truncate_field: str | None = None
+    stop: tuple[str, ...] = ()  # Stop strings of an answer, in addition to the end-of-text token.
+    max_new_tokens: int | None = None  # Default length limit of an answer.
 
     virtual_tokens: int = 20
-    splits: tuple[int, ...] = ()  # Of them, for each of the template's places; empty: it has one.
-    oracle: str = ""  # An instruction, whose own score is measured beside the adapter's.
-    initial_text: str = ""  # The table starts as its rows; empty: as `initial` says.
+    # Number of virtual tokens at each marker <|VIRTUAL_PROMPT_i|> of the template, in order; empty:
+    # all virtual tokens are at one marker.
+    splits: tuple[int, ...] = ()
+    # Instruction text that is evaluated as a baseline in place of the virtual tokens.
+    oracle: str = ""
+    # Text whose token embeddings are the initial virtual-token rows; empty: the run's setting
+    # `initial` selects the initial rows.
+    initial_text: str = ""
 
     def __post_init__(self) -> None:
         for name in ("virtual_tokens", "max_new_tokens"):
@@ -41,14 +51,14 @@ class Task:
                 raise ConfigError(f"{name} is {value}; it must be more than 0")
         if self.splits and sum(self.splits) != self.virtual_tokens:
             raise ConfigError(
-                f"splits are {list(self.splits)}, {sum(self.splits)} in all; "
+                f"splits are {list(self.splits)}, with the sum {sum(self.splits)}; "
                 f"they must sum to virtual_tokens, {self.virtual_tokens}"
             )
 
 
 @dataclass(frozen=True)
 class NemoTask:
-    """One of NeMo's `task_templates`, with its names and its defaults."""
+    """One entry of NeMo's `task_templates`, with NeMo's keys and defaults."""
 
     taskname: str
     prompt_template: str
@@ -58,40 +68,47 @@ class NemoTask:
     answer_only_loss: bool = False
     answer_field: str | None = None
 
-    def task(self, where: str) -> Task:
-        answer = self.answer_field
-        if answer is None:
-            # NeMo needs none where all is learned. A server must know where its prompt ends.
-            begin = self.prompt_template.rfind("{")
-            answer = self.prompt_template[begin + 1 : -1]
-            if begin < 0 or not self.prompt_template.endswith("}") or not answer:
+    def to_task(self, source: str) -> Task:
+        answer_field = self.answer_field
+        if answer_field is None:
+            # NeMo needs no answer field if the loss covers the whole text. A server needs it to
+            # know where the prompt ends.
+            field_start = self.prompt_template.rfind("{")
+            answer_field = self.prompt_template[field_start + 1 : -1]
+            if field_start < 0 or not self.prompt_template.endswith("}") or not answer_field:
                 raise ConfigError(
-                    f"{where}: answer_field is missing, and prompt_template does not end with a "
-                    "field; name the field that is the answer, and move it to the end"
+                    f"{source}: answer_field is missing, and prompt_template does not end with a "
+                    "field; set answer_field to the answer's field, and move that field to the end"
                 )
         try:
             return Task(
                 self.taskname,
                 template=self.prompt_template,
-                answer_field=answer,
+                answer_field=answer_field,
                 answer_only_loss=self.answer_only_loss,
                 truncate_field=self.truncate_field,
                 virtual_tokens=self.total_virtual_tokens,
                 splits=self.virtual_token_splits or (),
             )
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{source}: {error}") from None
 
 
-def tasks_of_nemo(templates: object, where: str) -> list[Task]:
-    """What NeMo's `task_templates` mean; the records of all of them have a `taskname`."""
-    where = f"{where}: task_templates"
+def parse_nemo_tasks(templates: object, source: str) -> list[Task]:
+    """Convert NeMo's `task_templates` to tasks.
+
+    Each training record names its task in the key `taskname`.
+    """
+    source = f"{source}: task_templates"
     if not isinstance(templates, list) or not templates:
-        raise ConfigError(f"{where} is {shown(templates)}; it must be a list of templates")
+        raise ConfigError(f"{source} is {short_repr(templates)}; it must be a list of templates")
     tasks = []
-    for number, one in enumerate(templates, 1):
-        if not isinstance(one, Mapping) or not all(isinstance(key, str) for key in one):
-            raise ConfigError(f"{where}, number {number} is {shown(one)}; it must be `key: value`s")
-        place = f"{where}, number {number}"
-        tasks.append(settings(NemoTask, one, place).task(place))
+    for number, template in enumerate(templates, 1):
+        if not isinstance(template, Mapping) or not all(isinstance(key, str) for key in template):
+            raise ConfigError(
+                f"{source}, number {number} is {short_repr(template)}; it must be a mapping of "
+                "`key: value`"
+            )
+        location = f"{source}, number {number}"
+        tasks.append(parse_settings(NemoTask, template, location).to_task(location))
     return tasks

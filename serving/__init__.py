@@ -1,7 +1,7 @@
-"""Serving: a model and its adapters, over gRPC or from a program.
+"""Serving: serves a model and its adapters over gRPC and HTTP, or in process to Python code.
 
-A program opens a service with its model in the same process, and asks it: `open_engine(config)`,
-then `generate([Ask("One and two is")])`, or `start` for a stream.
+In process: `open_engine(config)` returns a service whose model is loaded in the calling process;
+`generate([Ask("One and two is")])` returns completions, and `start` returns a stream.
 """
 
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ __all__ = ["open_engine"]
 
 
 def open_engine(config: ServerConfig) -> "Service":
-    """A service that answers, with its model in this process on one rank; close it."""
-    # What takes seconds to import is imported only when it is asked for.
-    from serving.service.service import open_inside
+    """Open a service with its model in this process, on one rank. The caller closes the service."""
+    # Imported here because the import of torch takes seconds.
+    from serving.service.service import open_in_process
 
-    return open_inside(config)
+    return open_in_process(config)

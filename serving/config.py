@@ -1,11 +1,13 @@
-"""ServerConfig: every limit of a server, with its unit and its default.
+"""ServerConfig: every setting and limit of a server, with unit and default, in parts.
 
-Built once, from a YAML file and the flags that override it, then passed down in parts. The model's
-own shape is not here: that comes from its checkpoint.
+A package receives only the parts that it reads. A check of settings of several parts is a method of
+`ServerConfig`; every other check is in the part. The configuration is built once at start, from a
+YAML file and the flags that override the file. The model's shape (layers, hidden size) is not a
+setting: it comes from the checkpoint.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,247 +15,309 @@ from typing import Any, Self
 
 from gpt.errors import ConfigError
 from gpt.sampling_params import LOGPROBS_MAX
-from gpt.settings import read_yaml, settings
-from serving.logs import FORMATS
+from gpt.settings import ComposedSettings, parse_settings, read_yaml
+from serving.logs import LOG_FORMATS
+from serving.memory_budget import ADAPTER_ROWS_MAX, KV_BLOCK_TOKENS, check_step_tokens
 from serving.profiles import find_profile
 
-GOLDEN = ("ignore", "warn", "strict")
-ATTENTION, KV_DTYPES = ("auto", "torch", "triton", "flashinfer"), ("auto", "fp8")
-GRAPHS, AHEAD = ("auto", "off"), ("auto", "on", "off")
-LINEARS, TE_RECIPES = ("auto", "torch", "fp8", "te"), ("none", "current", "delayed", "block")
-WEIGHTS = ("auto", "int8")
-_SAFETY = {"tls_cert": "encryption", "tokens": "tokens"}
+GOLDEN_MODES = ("ignore", "warn", "strict")
+ATTENTION_BACKENDS, KV_DTYPES = ("auto", "torch", "triton", "flashinfer"), ("auto", "fp8")
+CUDA_GRAPH_MODES, STEP_AHEAD_MODES = ("auto", "off"), ("auto", "on", "off")
+LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
+TE_RECIPES = ("none", "current", "delayed", "block")
+WEIGHT_FORMATS = ("auto", "int8")
+_SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """What `preamble serve` needs to know. A relative path starts at the working directory."""
+class ModelConfig:
+    """Settings of the model: its checkpoint, tokenizer, device and linear layers."""
 
-    model: str  # The checkpoint's path.
-    tokenizer: str | None = None  # A file or a directory; None: what lies beside the weights.
-    true_vocab_size: int | None = None  # Where the checkpoint does not tell it from the padding.
-    config_json: str | None = None  # Fields of the model that the checkpoint lacks or has wrong.
-    chat_template: str | None = None  # A file; None: what lies beside the tokenizer.
-    adapters: str | None = None  # A directory of adapters; None: the server has none.
+    model: str  # Path of the checkpoint.
+    tokenizer: str | None = None  # File or directory; None: the tokenizer beside the weights.
+    true_vocab_size: int | None = None  # Vocabulary size without padding rows; None: as stored.
+    config_json: str | None = None  # JSON file of model fields that are missing or wrong.
+    chat_template: str | None = None  # Jinja2 file; None: the template beside the tokenizer.
     device: str = "cpu"
-    dtype: str | None = None  # What to compute in; None: as stored.
-    # What attends on a CUDA device: triton, flashinfer or torch; auto: the first that works there.
+    dtype: str | None = None  # Compute dtype; None: the checkpoint's dtype.
+    # Attention backend on a CUDA device: triton, flashinfer or torch; auto: the first available.
     attention_backend: str = "auto"
-    kv_dtype: str = "auto"  # fp8: keys and values in eight bits, on a CUDA device; auto: as dtype.
-    # What multiplies by weights: fp8 (narrow weights, on a CUDA device), te (Transformer Engine) or
-    # torch alone; auto: the quickest with weights as they are.
+    # Backend of the linear layers: fp8 (8-bit weights, CUDA only), te (Transformer Engine) or
+    # torch; auto: the fastest backend that does not quantize the weights.
     linear_backend: str = "auto"
-    te_recipe: str = "none"  # How Transformer Engine narrows numbers; none: not at all.
-    weights: str = "auto"  # int8: of one byte each, on a CPU, with dtype bfloat16; auto: as dtype.
-    # How far narrow weights may change the next token, in nats; None: 0.005, of experts 0.05.
+    te_recipe: str = "none"  # FP8 scaling recipe of Transformer Engine; none: no FP8.
+    weights: str = "auto"  # int8: 8-bit weights, on a CPU with dtype bfloat16; auto: same as dtype.
+    # Largest divergence of the next-token distribution that quantized weights may cause, in nats.
+    # None: 0.005, and 0.05 for mixture-of-experts models.
     divergence_max: float | None = None
-    prove: bool = True  # Replay the checkpoint's proof, if it has one, before it is served.
-
-    host: str = "127.0.0.1"
-    port: int = 9000  # gRPC; 0: any that is free.
-    http_port: int = 9001  # OpenAI's API, the page, metrics and health; 0: any.
-    metrics_host: str | None = None  # Where metrics and health have an address of their own, which
-    metrics_port: int | None = None  # needs no token and has no TLS. None: they are on http_port.
-    http_connections_max: int = 4096
-    http_idle_s: float = 75.0  # How long a connection may say nothing, or not all of a request.
-    insecure: bool = False  # Whether an address beyond loopback may be without TLS or tokens.
-    tls_cert: str | None = None  # A file in PEM, the whole chain; None: nothing is encrypted.
-    tls_key: str | None = None  # Its key, without a password.
-    tls_client_ca: str | None = None  # Who signs the certificates that clients must show; None: no.
-    tokens: str | None = None  # A file of tenants and their tokens; None: anyone may call.
-    secrets_poll_s: float = 2.0  # How often those files are looked at.
-    reflection: bool = True  # Whether clients may ask which services and messages there are.
-    page: bool = True  # Whether there is a page for people at / of http_port.
-    calls_max: int = 4096  # At once, of all callers.
-    connections_max: int = 4096  # Of gRPC clients; one more is closed at once.
-    connection_calls_max: int = 1024  # At once, on one connection.
-    connection_age_s: float = 1800.0  # Then a connection takes no new calls, and clients make one.
-    connection_grace_s: float = 3600.0  # How long calls may run on there.
-    connection_idle_s: float = 900.0  # A connection without calls is closed after that.
-    handshake_s: float = 10.0  # How long one may take to come about.
-    client_ping_s: float = 5.0  # Who pings more often again and again loses the connection.
-    slow_reader_s: float = 30.0  # How long a client may take none of an answer that is there.
-
-    tp: int = 1  # Tensor ranks.
-    pp: int = 1  # Pipeline stages.
-    running_requests_max: int = 64  # Sequences that run, over all stages.
-    queue_requests_max: int = 1024  # Sequences that wait.
-    step_tokens_max: int = 512  # New tokens in a step: those of prompts come in chunks.
-    # How much longer than its decoding alone a prompt may make a step, while a request of the
-    # latency class waits for its next token; for each of that class that waits for its first.
-    prefill_stall_ms_max: float = 15.0
-    # Tokens that a step may guess ahead of each that decodes, and verify; 0: none. Greedy and
-    # seeded answers stay the same. On a CPU each one over 3 costs more.
-    speculate_tokens_max: int = 0
-    speculate_rows_max: int = 8  # Rows of a step that decode, guesses included, while it guesses.
-    # Whether steps in which all decode are recorded and replayed (auto: on a CUDA device), and for
-    # how many sequences at most.
-    cuda_graphs: str = "auto"
-    cuda_graph_rows_max: int = 256
-    # Whether a step begins before the tokens of the last one are known. auto: on a CUDA device.
-    step_ahead: str = "auto"
-    priority_age_s: float = 10.0  # Waiting this long counts like one priority more.
-    kv_tokens_max: int | None = None  # Tokens whose keys and values fit; None: what memory allows.
-    kv_block_tokens: int = 16
-    prefix_cache: bool = True  # Whether prompts that begin alike share keys and values.
-    shared_prefix_cache: bool = (
-        False  # Those of different tenants too, who can then time each other.
-    )
-    adapter_rows_max: int = 4096  # Rows of adapters that are on the device at once.
-    adapter_bytes_max: int = 1 << 30  # Of adapters in host memory; others are read again.
-    load_s: float = 1800.0  # How long the ranks may take to load.
-    warmup_s: float = 300.0  # And to run their first steps.
-    step_timeout_s: float | None = None  # None: 10 times what such steps took lately, at least 2 s.
-    flight_steps_max: int = 1000  # The last steps are kept in memory,
-    flight_dir: str | None = None  # and written here on a crash; None: the system's own for such.
-    flight_ids: bool = False  # With token ids, which may tell what was asked.
-    gather_ms: float = 0.0  # Tokens of a stream gather at least so long before they are sent.
-    new_tokens_default: int = 128
-    text_bytes_max: int = 1 << 20  # Of a prompt's text, all fields together.
-    message_bytes_max: int = 16 << 20  # Of a gRPC message.
-    stops_max: int = 16  # Stop strings, and stop token ids, of a request.
-    stop_bytes_max: int = 256  # Of one stop string, or of one bad word.
-    prompts_max: int = 128  # Of a request that has a list of them.
-    messages_max: int = 1024  # Of a chat.
-    answers_max: int = 64  # Of a request: what it asks of each task, times its tasks.
-    stream_requests_max: int = 128  # At once on one stream that carries many (ModelStreamInfer).
-    stream_idle_s: float = 900.0  # How long such a stream may have none of them.
-    beam_width_max: int = 16  # Beams of a task; in all bounds a beam counts like an answer.
-    bias_max: int = 1024  # Tokens that a request may favour or disfavour.
-    allowed_max: int = 4096  # Tokens that a request may name as the only ones.
-    bad_words_max: int = 128
-    logprobs_max: int = 20  # Alternatives that a request may have told with each token.
-    guide_bytes_max: int = 64 << 10  # Of what a completion must match.
-    adapters_max: int = 10_000
-    adapters_poll_s: float = 2.0  # How often the directory is looked at.
-    upload_bytes_max: int = 256 << 20  # Of an adapter's file that comes over the wire.
-    uploads_max: int = 2  # At once.
-    upload_s: float = 600.0  # How long one may take.
-    row_norm_max: float = 1e4  # Of a virtual token that comes over the wire.
-    # What golden examples are for that adapters bring along. "ignore": nothing; "warn": they are
-    # replayed, and the log tells; "strict": an adapter is not served before its own have passed.
-    golden: str = "warn"
-    # Where to send traces: an OTLP receiver (gRPC), as http://HOST:PORT or https://. None: nowhere.
-    traces: str | None = None
-    traces_share: float = 1.0  # Of the calls that bring no trace of their own, to be told.
-    drain_s: float = 30.0  # How long accepted requests may run on after SIGTERM.
-    log_format: str = "text"  # Or json: one object for each line.
+    prove: bool = True  # At start, compare the model's logits with the checkpoint's proof, if any.
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
-            # None: nobody said, and something else decides.
-            bounded &= field.name != "speculate_tokens_max"
-            if bounded and value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{field.name} is {value}; it must be more than 0")
+        _check_bounds(self)
+        _check_choice(self, "attention_backend", ATTENTION_BACKENDS)
+        _check_choice(self, "linear_backend", LINEAR_BACKENDS)
+        _check_choice(self, "te_recipe", TE_RECIPES)
+        _check_choice(self, "weights", WEIGHT_FORMATS)
+        if self.weights == "int8" and self.linear_backend != "auto":
+            raise ConfigError(
+                f"weights is int8 and linear_backend is {self.linear_backend!r}, but each selects "
+                "the kernels of the linear layers; remove one of them"
+            )
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """Whether weights are quantized; the proof is then verified before quantization."""
+        eight_bits = self.linear_backend == "fp8" or self.weights == "int8"
+        return eight_bits or self.te_recipe != "none"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Split of the model over ranks, and time limits of the ranks."""
+
+    tp: int = 1  # Tensor-parallel ranks.
+    pp: int = 1  # Pipeline-parallel stages.
+    load_s: float = 1800.0  # Time limit for the ranks to load the model.
+    warmup_s: float = 300.0  # Time limit for the ranks to run their warm-up steps.
+    # A step that takes longer counts as hung. None: 10 times the duration of recent similar steps,
+    # at least 2 s.
+    step_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
         for name in ("tp", "pp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("port", "http_port", "metrics_port"):
-            if not 0 <= (getattr(self, name) or 0) <= 65535:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 65535")
-        if self.log_format not in FORMATS:
-            raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
-        for name, words in (
-            ("attention_backend", ATTENTION),
-            ("kv_dtype", KV_DTYPES),
-            ("cuda_graphs", GRAPHS),
-            ("step_ahead", AHEAD),
-            ("linear_backend", LINEARS),
-            ("te_recipe", TE_RECIPES),
-            ("weights", WEIGHTS),
-        ):
-            if getattr(self, name) not in words:
-                known = ", ".join(words)
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; known are: {known}")
-        if self.golden not in GOLDEN:
-            raise ConfigError(f"golden is {self.golden!r}; known are: {', '.join(GOLDEN)}")
-        self._check_engine()
-        self._check_safety()
-        self._check_traces()
 
-    def _check_safety(self) -> None:
-        for name, other in (
-            ("tls_cert", "tls_key"),
-            ("tls_key", "tls_cert"),
-            ("tls_client_ca", "tls_cert"),
-            ("metrics_host", "metrics_port"),
-        ):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ConfigError(f"{name} is set and {other} is not; they go together")
-        lacking = [name for name in ("tls_cert", "tokens") if getattr(self, name) is None]
-        if lacking and not self.insecure and not loopback(self.host):
-            raise ConfigError(
-                f"host {self.host!r} can be reached from outside, without "
-                f"{' or '.join(_SAFETY[name] for name in lacking)}; set {' and '.join(lacking)} in "
-                "the --config file, bind 127.0.0.1, or say --insecure if that is meant"
-            )
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
 
-    def _check_traces(self) -> None:
-        if not 0 <= self.traces_share <= 1:
-            raise ConfigError(f"traces_share is {self.traces_share}; it must be from 0 to 1")
-        shape = r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}/?"
-        if self.traces is not None and not re.fullmatch(shape, self.traces):
-            raise ConfigError(
-                f"traces is {self.traces!r}; it must be http://HOST:PORT or https://HOST:PORT, "
-                "where an OTLP receiver takes gRPC (4317 as a rule)"
-            )
 
-    def _check_engine(self) -> None:
-        # Prompts come in whole blocks, so a step that holds none would never begin one.
-        for name in ("step_tokens_max", "kv_tokens_max"):
-            value = getattr(self, name)
-            if value is not None and value < self.kv_block_tokens:
-                raise ConfigError(
-                    f"{name} is {value}, less than a block of {self.kv_block_tokens} "
-                    "(kv_block_tokens); give it at least that"
-                )
-        if self.running_requests_max > self.step_tokens_max:
-            raise ConfigError(
-                f"running_requests_max is {self.running_requests_max}, and a step has "
-                f"{self.step_tokens_max} tokens (step_tokens_max); each that runs needs one"
-            )
-        if self.weights == "int8" and self.linear_backend != "auto":
-            raise ConfigError(
-                f"weights is int8, and linear_backend is {self.linear_backend!r}: each says what "
-                "multiplies; leave one of them out"
-            )
-        if self.step_ahead == "on" and self.tp * self.pp > 1:
-            raise ConfigError(
-                f"step_ahead is on, and there are {self.tp * self.pp} ranks (tp {self.tp}, pp "
-                f"{self.pp}): only one rank knows by itself what was drawn; leave it at auto"
-            )
+@dataclass(frozen=True)
+class CacheConfig:
+    """Settings of the KV cache and of the adapter cache."""
+
+    kv_dtype: str = "auto"  # KV cache dtype. fp8: on a CUDA device only; auto: same as dtype.
+    kv_tokens_max: int | None = None  # KV cache capacity in tokens; None: as memory permits.
+    kv_block_tokens: int = KV_BLOCK_TOKENS
+    prefix_cache: bool = True  # Reuse KV blocks between prompts with a common prefix.
+    # Also reuse KV blocks across tenants. Tenants can then detect each other's prompts by timing.
+    shared_prefix_cache: bool = False
+    # Adapter rows (virtual tokens) on the device at once.
+    adapter_rows_max: int = ADAPTER_ROWS_MAX
+    adapter_bytes_max: int = 1 << 30  # Adapters cached in host memory; others are read from disk.
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        _check_choice(self, "kv_dtype", KV_DTYPES)
+        _check_holds_block("kv_tokens_max", self.kv_tokens_max, self.kv_block_tokens)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes of steps and queues, speculative decoding, asynchronous steps and CUDA graphs."""
+
+    running_requests_max: int = 64  # Running sequences, over all pipeline stages.
+    queue_requests_max: int = 1024  # Waiting sequences.
+    step_tokens_max: int = 512  # Token budget of a step; longer prompts are prefilled in chunks.
+    # Extra time of a step for prefill while sequences of the latency class decode. The limit is
+    # this value times the number of sequences of that class that wait for their first token.
+    prefill_stall_ms_max: float = 15.0
+    # Tokens to propose per decoding sequence and step (n-gram speculative decoding); 0: off.
+    # Greedy and seeded answers do not change. On a CPU, each token over 3 takes more time per step.
+    speculate_tokens_max: int = 0
+    # Speculate only if the step has at most this many decode rows, proposed tokens included.
+    speculate_rows_max: int = 8
+    cuda_graphs: str = "auto"  # Run decode-only steps as CUDA graphs. auto: on a CUDA device.
+    cuda_graph_rows_max: int = 256  # Maximum number of sequences of a CUDA graph.
+    # Asynchronous scheduling: launch a step before the tokens of the previous step are known.
+    # auto: on a CUDA device.
+    step_ahead: str = "auto"
+    priority_age_s: float = 10.0  # A waiting request gains one priority level per this time.
+    gather_ms: float = 0.0  # Minimum interval between two messages of a stream.
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        _check_choice(self, "cuda_graphs", CUDA_GRAPH_MODES)
+        _check_choice(self, "step_ahead", STEP_AHEAD_MODES)
         if self.speculate_tokens_max < 0:
             raise ConfigError(
                 f"speculate_tokens_max is {self.speculate_tokens_max}; it must be 0 (off) or more"
             )
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Settings of the adapter directory, uploads and golden examples."""
+
+    adapters: str | None = None  # Directory of adapters; None: serve the base model only.
+    adapters_max: int = 10_000
+    adapters_poll_s: float = 2.0  # Interval between scans of the adapter directory.
+    upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
+    uploads_max: int = 2  # Concurrent uploads.
+    upload_s: float = 600.0  # Time limit of an upload.
+    row_norm_max: float = 1e4  # Largest L2 norm of a virtual token of an uploaded adapter.
+    # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
+    # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
+    golden: str = "warn"
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        _check_choice(self, "golden", GOLDEN_MODES)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """Limits of a request, and defaults of its fields."""
+
+    new_tokens_default: int = 128
+    text_bytes_max: int = 1 << 20  # Bytes of a prompt's text, all input fields together.
+    message_bytes_max: int = 16 << 20  # Bytes of a gRPC message or an HTTP body.
+    stops_max: int = 16  # Stop strings of a request; the same limit for stop token ids.
+    stop_bytes_max: int = 256  # Bytes of one stop string or one bad word.
+    prompts_max: int = 128  # Prompts of a request that has a list of prompts.
+    messages_max: int = 1024  # Messages of a chat.
+    answers_max: int = 64  # Answers of a request: answers per adapter times adapters.
+    stream_requests_max: int = 128  # Concurrent requests on one ModelStreamInfer stream.
+    stream_idle_s: float = 900.0  # A ModelStreamInfer stream without requests ends after this.
+    beam_width_max: int = 16  # Beams per adapter; every limit counts a beam as an answer.
+    bias_max: int = 1024  # Logit-bias entries of a request.
+    allowed_max: int = 4096  # Allowed token ids of a request.
+    bad_words_max: int = 128
+    logprobs_max: int = 20  # Alternative tokens reported per position.
+    guide_bytes_max: int = 64 << 10  # Bytes of a request's schema, regex, choices or grammar.
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
         if self.logprobs_max > LOGPROBS_MAX:
-            raise ConfigError(f"logprobs_max is {self.logprobs_max}; at most {LOGPROBS_MAX} can be")
+            raise ConfigError(
+                f"logprobs_max is {self.logprobs_max}; it must be at most {LOGPROBS_MAX}"
+            )
 
-    def steps_ahead(self, device: str) -> bool:
-        """Whether steps begin before the last one's tokens are known, on a device of such a type.
 
-        Guesses are made from tokens, so whoever guesses waits for them.
-        """
-        wanted = self.step_ahead == "on" or (self.step_ahead == "auto" and device == "cuda")
-        return wanted and self.tp * self.pp == 1 and self.speculate_tokens_max == 0
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Addresses, connections and calls of the front end."""
+
+    host: str = "127.0.0.1"
+    port: int = 9000  # gRPC port; 0: any free port.
+    http_port: int = 9001  # Port of OpenAI's API, the web page, metrics, health; 0: any free port.
+    # Separate address for metrics and health, without tokens and TLS. None: use http_port.
+    metrics_host: str | None = None
+    metrics_port: int | None = None
+    http_connections_max: int = 4096
+    # An HTTP connection without a complete request is closed after this time.
+    http_idle_s: float = 75.0
+    reflection: bool = True  # Enable gRPC server reflection.
+    page: bool = True  # Serve the web page at / of http_port.
+    calls_max: int = 4096  # Concurrent calls of all clients.
+    connections_max: int = 4096  # gRPC connections; further connections are closed at once.
+    connection_calls_max: int = 1024  # Concurrent calls on one gRPC connection.
+    connection_age_s: float = 1800.0  # Age at which a gRPC connection accepts no more calls.
+    connection_grace_s: float = 3600.0  # After connection_age_s, open calls may take this long.
+    connection_idle_s: float = 900.0  # A gRPC connection without calls is closed after this time.
+    handshake_s: float = 10.0  # Time limit of a connection's handshake.
+    # Minimum interval of a client's HTTP/2 pings; repeated faster pings close the connection.
+    client_ping_s: float = 5.0
+    slow_reader_s: float = 30.0  # A call ends if its client reads nothing for this time.
+    drain_s: float = 30.0  # Time that accepted requests have to finish after SIGTERM.
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        for name in ("port", "http_port", "metrics_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 65535")
+        _check_requires(self, "metrics_host", "metrics_port")
 
     @property
-    def narrow(self) -> bool:
-        """Whether weights lose digits, so that what they say is proved before they do."""
-        eight_bits = self.linear_backend == "fp8" or self.weights == "int8"
-        return eight_bits or self.te_recipe != "none"
-
-    @property
-    def metrics_exposed(self) -> str | None:
-        """Where metrics and health can be read from outside, in the clear; None: nowhere."""
+    def exposed_metrics_host(self) -> str | None:
+        """The address at which other machines can read metrics and health without TLS, or None."""
         host = self.metrics_host or self.host
-        return None if self.metrics_port is None or loopback(host) else host
+        return None if self.metrics_port is None or is_loopback(host) else host
 
     def address(self, port: int) -> str:
-        """The host and a port, as one word."""
+        """Return `host:port`, with brackets around an IPv6 address."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+
+@dataclass(frozen=True)
+class SecurityConfig:
+    """TLS and authentication."""
+
+    insecure: bool = False  # Allow a non-loopback address without TLS or tokens.
+    tls_cert: str | None = None  # PEM file with the full certificate chain; None: no TLS.
+    tls_key: str | None = None  # PEM file with the private key of tls_cert, without a password.
+    tls_client_ca: str | None = None  # PEM file of the CA of client certificates; None: no mTLS.
+    tokens: str | None = None  # YAML file of tenants and their tokens; None: no authentication.
+    secrets_poll_s: float = 2.0  # Interval between checks of the TLS and tokens files for changes.
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        _check_requires(self, "tls_cert", "tls_key")
+        _check_requires(self, "tls_key", "tls_cert")
+        _check_requires(self, "tls_client_ca", "tls_cert")
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    """Logs, flight recordings and traces."""
+
+    log_format: str = "text"  # text, or json: one JSON object per line.
+    flight_steps_max: int = 1000  # Steps kept in memory by the flight recorder.
+    # Directory for flight recordings, written on a crash; None: the system's temporary directory.
+    flight_dir: str | None = None
+    flight_ids: bool = False  # Include token ids in flight recordings; they can reveal prompts.
+    # OTLP receiver (gRPC) for traces, as http://HOST:PORT or https://HOST:PORT. None: no tracing.
+    traces: str | None = None
+    traces_share: float = 1.0  # Of the calls without a trace context, this fraction is traced.
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
+        if not 0 <= self.traces_share <= 1:
+            raise ConfigError(f"traces_share is {self.traces_share}; it must be from 0 to 1")
+        pattern = r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}/?"
+        if self.traces is not None and not re.fullmatch(pattern, self.traces):
+            raise ConfigError(
+                f"traces is {self.traces!r}; it must be http://HOST:PORT or https://HOST:PORT, "
+                "the address of an OTLP gRPC receiver (usual port: 4317)"
+            )
+
+
+@dataclass(frozen=True, init=False)
+class ServerConfig(ComposedSettings):
+    """Settings of `preamble serve`. Relative paths are resolved against the working directory.
+
+    The names of the parts' fields are the keys of the configuration file.
+    """
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    adapter_config: AdapterConfig
+    limits_config: LimitsConfig
+    network_config: NetworkConfig
+    security_config: SecurityConfig
+    observability_config: ObservabilityConfig
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """`settings`: the keys of the configuration file; a missing key has its default."""
+        super().__init__(model=model, **settings)
+        self._check_step_sizes()
+        self._check_async_scheduling()
+        self._check_exposure()
+
+    def uses_async_scheduling(self, device: str) -> bool:
+        """Return whether steps on this device start before the previous step's tokens are known.
+
+        False with several ranks, and with speculative decoding, which needs the previous tokens.
+        """
+        config = self.scheduler_config
+        is_enabled = config.step_ahead == "on" or (config.step_ahead == "auto" and device == "cuda")
+        return is_enabled and self.parallel_config.ranks == 1 and config.speculate_tokens_max == 0
 
     @classmethod
     def read(
@@ -262,25 +326,84 @@ class ServerConfig:
         flags: Mapping[str, Any],
         *,
         profile: str | None = None,
-        note: Callable[[str], object] = lambda line: None,
+        on_note: Callable[[str], object] = lambda line: None,
     ) -> Self:
-        """From the flags that were given; what they leave open from a YAML file, if there is one;
-        then from a profile; then the defaults. `note` is told where a profile comes from.
+        """Build the settings. Precedence: flags, YAML file, profile, defaults.
+
+        `on_note` receives a log line with the source of the profile.
         """
-        given = {name: value for name, value in flags.items() if value is not None}
-        values = {**(read_yaml(Path(path)) if path else {}), **given}
+        flags_set = {name: value for name, value in flags.items() if value is not None}
+        values = {**(read_yaml(Path(path)) if path else {}), **flags_set}
         if profile:
-            found = find_profile(profile, values)
-            note(found.note)
-            values = {**found.values, **values}
-        return settings(cls, values, path or "the flags")
+            profile_settings = find_profile(profile, values)
+            on_note(profile_settings.note)
+            values = {**profile_settings.values, **values}
+        return parse_settings(cls, values, path or "the flags")
+
+    def _check_step_sizes(self) -> None:
+        config = self.scheduler_config
+        # Prefill chunks are whole blocks, so a smaller step could never start a prompt.
+        _check_holds_block(
+            "step_tokens_max", config.step_tokens_max, self.cache_config.kv_block_tokens
+        )
+        check_step_tokens(config.running_requests_max, config.step_tokens_max)
+
+    def _check_async_scheduling(self) -> None:
+        parallel = self.parallel_config
+        if self.scheduler_config.step_ahead == "on" and parallel.ranks > 1:
+            raise ConfigError(
+                f"step_ahead is on with {parallel.ranks} ranks (tp {parallel.tp}, pp "
+                f"{parallel.pp}), but asynchronous scheduling needs a single rank; set "
+                "step_ahead: auto"
+            )
+
+    def _check_exposure(self) -> None:
+        security, host = self.security_config, self.network_config.host
+        missing = [name for name in ("tls_cert", "tokens") if getattr(security, name) is None]
+        if missing and not security.insecure and not is_loopback(host):
+            raise ConfigError(
+                f"host {host!r} is reachable from other machines without "
+                f"{' or '.join(_SAFEGUARD_NAMES[name] for name in missing)}; "
+                f"set {' and '.join(missing)} in the --config file, bind 127.0.0.1, or allow it "
+                "with --insecure"
+            )
 
 
-def loopback(host: str) -> bool:
-    """Whether only processes of this machine reach it."""
+def is_loopback(host: str) -> bool:
+    """Return whether only processes on this machine can reach the host."""
     if host == "localhost":
         return True
     try:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _check_bounds(part: Any) -> None:
+    """Raise if a limit, default or time of a part is not positive and finite."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
+        bounded &= field.name != "speculate_tokens_max"  # 0 turns speculation off.
+        if bounded and value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{field.name} is {value}; it must be more than 0, and finite")
+
+
+def _check_choice(part: Any, name: str, choices: Sequence[str]) -> None:
+    if getattr(part, name) not in choices:
+        choices_text = ", ".join(choices)
+        raise ConfigError(f"{name} is {getattr(part, name)!r}; choose one of: {choices_text}")
+
+
+def _check_requires(part: Any, name: str, other: str) -> None:
+    """Raise if the setting `name` is set without the setting `other`."""
+    if getattr(part, name) is not None and getattr(part, other) is None:
+        raise ConfigError(f"{name} is set, but {other} is not; set both or neither")
+
+
+def _check_holds_block(name: str, tokens: int | None, kv_block_tokens: int) -> None:
+    if tokens is not None and tokens < kv_block_tokens:
+        raise ConfigError(
+            f"{name} is {tokens}, less than a block of {kv_block_tokens} "
+            "(kv_block_tokens); raise it to at least one block"
+        )

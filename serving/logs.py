@@ -1,8 +1,8 @@
-"""Logs: one line for each event, as text or as JSON, from the front end and from every rank.
+"""Logging: writes one line per event, as text or JSON, in the front end and the ranks.
 
-A message is `event=NAME key=value ...`, and a JSON line has the same words as fields, so that what
-is written is written once. No prompt and no answer is ever in one. What may happen a thousand times
-a second is said once a second, with how often it was not said.
+A message is `event=NAME key=value ...`. The JSON formatter parses this text into fields, so that
+one log call serves both formats. No line contains a prompt or a completion. An event that can occur
+a thousand times a second is logged once a second, with the number of suppressed lines.
 """
 
 import json
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TextIO
 
-FORMATS = ("text", "json")
+LOG_FORMATS = ("text", "json")
 
-_WORD = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\S+)""")
+_FIELD_PATTERN = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\S+)""")
 
 
-class _Json(logging.Formatter):
-    """A line as one object; the time is UTC, as logs of many machines are compared."""
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line; times are UTC, since logs of several machines are compared."""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__()
@@ -28,60 +28,62 @@ class _Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
-        words = {key: _bare(value) for key, value in _WORD.findall(message)}
+        fields = {key: _unquote(value) for key, value in _FIELD_PATTERN.findall(message)}
         line: dict[str, object] = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
         }
         if self._rank is not None:
             line["rank"] = self._rank
-        if "event" in words:
-            line |= {"event": words.pop("event"), "fields": words}
-        else:  # Another library's.
+        if "event" in fields:
+            line |= {"event": fields.pop("event"), "fields": fields}
+        else:  # Logged by another library.
             line["message"] = message
         if record.exc_info:
             line["stack"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
-    """Ours, and nobody else's."""
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """The handler that `log_to_stderr` installs; the type distinguishes it from other handlers."""
 
 
-def log_to_stderr(form: str, rank: int | None = None) -> None:
-    """Have this process log from now on, each line with its rank if it is one.
+def log_to_stderr(log_format: str, rank: int | None = None) -> None:
+    """Configure logging of this process to stderr; `rank` is added to each line.
 
-    A program that runs us inside it, and logs already, goes on as it does.
+    Does nothing if the application that embeds Preamble has configured logging already.
     """
     root = logging.getLogger()
-    if any(not isinstance(handler, _Stderr) for handler in root.handlers):
+    if any(not isinstance(handler, _StderrHandler) for handler in root.handlers):
         return
-    handler = _Stderr(sys.stderr)
-    if form == "json":
-        handler.setFormatter(_Json(rank))
+    handler = _StderrHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter(rank))
     else:
-        who = "" if rank is None else f"rank={rank} "
-        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}%(message)s"))
+        rank_prefix = "" if rank is None else f"rank={rank} "
+        handler.setFormatter(
+            logging.Formatter(f"%(asctime)s %(levelname)s {rank_prefix}%(message)s")
+        )
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 @dataclass
-class Sparing:
-    """Says when a line is due: of each kind one in so many seconds."""
+class LogThrottle:
+    """Rate limit for log lines: one line of each kind per `period_s`."""
 
     period_s: float = 1.0
-    _said: dict[str, float] = field(default_factory=dict)  # When each kind was said last.
-    _unsaid: dict[str, int] = field(default_factory=dict)
+    _last_logged_at: dict[str, float] = field(default_factory=dict)  # Time, by kind.
+    _suppressed_counts: dict[str, int] = field(default_factory=dict)
 
-    def due(self, kind: str) -> int | None:
-        """How many were not said since the last one; None: this is one of them."""
+    def claim_line(self, kind: str) -> int | None:
+        """Return the number of lines suppressed since the last one; None: suppress this line."""
         now = time.monotonic()
-        if now - self._said.get(kind, -self.period_s) < self.period_s:
-            self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
+        if now - self._last_logged_at.get(kind, -self.period_s) < self.period_s:
+            self._suppressed_counts[kind] = self._suppressed_counts.get(kind, 0) + 1
             return None
-        self._said[kind] = now
-        return self._unsaid.pop(kind, 0)
+        self._last_logged_at[kind] = now
+        return self._suppressed_counts.pop(kind, 0)
 
 
-def _bare(word: str) -> str:
-    return word[1:-1] if word[0] in "'\"" and word[-1] == word[0] and len(word) > 1 else word
+def _unquote(text: str) -> str:
+    return text[1:-1] if text[0] in "'\"" and text[-1] == text[0] and len(text) > 1 else text

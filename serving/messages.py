@@ -1,8 +1,9 @@
-"""What passes between the front end, the planner and the ranks: plain data, packed, never pickled.
+"""Messages between front end, engine loop and ranks: msgpack structs (Submission, Step, Outcome).
 
-Three pairs of hands: the front end hands `Submission`s to the planner and gets `Update`s; the
-planner hands a `Step` to every rank and gets an `Outcome` from the last stage. Both directions are
-one message a step. A step says everything that a rank must do, and nothing of why.
+The front end sends `Submission`s to the engine loop and receives `Update`s; the engine loop sends
+each `Step` to every rank and receives its `Outcome` from the last pipeline stage: one message per
+step in each direction. A step describes all work of a rank, and contains no scheduling policy.
+Messages are plain data: nothing is pickled.
 """
 
 from collections.abc import Sequence
@@ -10,91 +11,100 @@ from typing import Literal
 
 import msgspec
 
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 
 ServiceClass = Literal["latency", "throughput"]
-# Why a sequence never ran. "refused": what it asks cannot; "adapter": its adapter cannot be used;
-# "full": more wait and run than may, and later there may be fewer.
-Refusal = Literal["refused", "adapter", "full"]
-# Why a sequence ended. "cancelled" answers a cancel; "fault": its numbers were not finite; "stuck":
-# its guide lets no token follow.
-End = Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "stuck"] | Refusal
+# Why the engine loop rejected a submission. "refused": this server can never run the submission;
+# "adapter": the adapter is unusable; "full": the queue is at its limit, and a later attempt may
+# succeed.
+RejectionReason = Literal["refused", "adapter", "full"]
+# Why a sequence ended. "cancelled": a `Cancel` named the sequence; "fault": its logits or KV were
+# not finite; "stuck": its guide allows no next token.
+EndReason = (
+    Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "stuck"] | RejectionReason
+)
+
+
+# An idle engine loop runs a step without sequences, and sends an `Update`, at this interval.
+HEARTBEAT_INTERVAL_S = 1.0
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of the kinds of message; the tag tells which."""
+    """Base of all messages; the tag identifies the type."""
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a message."""
+    """Base of the structs inside messages; they have no tag."""
 
 
-# ---------------------------------------------------------------------------- front end -> planner
+# ------------------------------------------------------------------------ front end -> engine loop
 
 
 class Guide(_Part, frozen=True):
-    """What a completion must match."""
+    """Guided decoding: the format that a completion must match."""
 
     kind: Literal["json", "regex", "choice", "grammar"]
-    text: str  # A JSON schema, a pattern, a JSON list of texts, or a grammar (EBNF).
+    text: str  # By kind: a JSON schema, a regex, a JSON list of strings, or a grammar (EBNF).
 
 
-class Rows(_Part, frozen=True):
-    """An adapter's table: which, how many rows, where to read it, and what its rows are."""
+class AdapterRef(_Part, frozen=True):
+    """Reference to an adapter's table: digest, row count, file and kind of rows."""
 
     digest: str
-    count: int
+    row_count: int
     file: str
-    kind: str = "rows"  # As a card says it.
+    kind: str = "rows"  # The `kind` of the adapter's card.
 
     @property
-    def prefix(self) -> bool:
-        """Whether it goes into blocks of keys and values, and not into the adapter pool."""
+    def is_prefix(self) -> bool:
+        """Whether the rows are keys and values for KV blocks instead of adapter pool rows."""
         return self.kind == "prefix"
 
 
 class Submission(_Message, frozen=True):
-    """One sequence to complete. A request for n answers, or for many tasks, is many of these."""
+    """One sequence to complete. A request for several answers or tasks is several submissions."""
 
-    number: int  # The caller's name for it; never used twice.
-    prompt: list[int]  # An id at or above the vocabulary is a row of `rows`: vocabulary + row.
-    sampling: Sampling
-    rows: Rows | None = None
-    tenant: str = ""  # Who shares the prefix cache with whom, and whose turn it is.
+    sequence_id: int  # Chosen by the sender; never reused.
+    prompt: list[int]  # An id >= vocabulary size is a virtual token: vocabulary size + adapter row.
+    sampling: SamplingParams
+    adapter_ref: AdapterRef | None = None
+    tenant: str = ""  # Unit of fair scheduling, and of prefix caching unless the cache is shared.
     service: ServiceClass = "latency"
-    priority: int = 0  # Higher goes first.
+    priority: int = 0  # Higher runs first.
     deadline: float | None = None  # On the monotonic clock, which all processes of a node share.
     guide: Guide | None = None
-    made: list[int] = []  # Tokens that were made before, by ranks that are gone: it goes on after.
-    unscored: int = 0  # If prompts are scored: its first tokens, whose scores nobody wants.
+    # Tokens that were generated before the ranks were lost; generation continues after them.
+    output_tokens: list[int] = []
+    # With prompt_logprobs: number of leading prompt tokens without reported scores.
+    unscored_tokens: int = 0
 
 
 class Cancel(_Message, frozen=True):
-    """End these, whether they wait or run; each gets its `Made` with the end "cancelled"."""
+    """End these waiting or running sequences; the last output of each has the end "cancelled"."""
 
-    numbers: list[int]
+    sequence_ids: list[int]
 
 
-class Dump(_Message, frozen=True):
-    """Write down the last steps. `ids`: with token ids, which may tell what was asked."""
+class DumpFlightRecorder(_Message, frozen=True):
+    """Write the recent steps to `path`. `with_token_ids` includes ids, which reveal prompts."""
 
     path: str
-    ids: bool = False
+    with_token_ids: bool = False
 
 
 class Close(_Message, frozen=True):
-    """End at once what runs, and the ranks."""
+    """End all running sequences and the ranks at once."""
 
 
-ToPlanner = Submission | Cancel | Dump | Close
+ToEngineLoop = Submission | Cancel | DumpFlightRecorder | Close
 
-# ---------------------------------------------------------------------------- planner -> front end
+# ------------------------------------------------------------------------ engine loop -> front end
 
 
-class Scored(_Part, frozen=True):
-    """A token's log-probability, its rank among all (1: the best), and the best ones, best first.
+class TokenScore(_Part, frozen=True):
+    """A token's log-probability, its rank in the vocabulary (1 = best) and the top alternatives.
 
-    `rank` and `tops` are there if alternatives were asked for.
+    `rank` and `tops` are set only if alternatives were requested. `tops` is sorted, best first.
     """
 
     logprob: float
@@ -103,198 +113,227 @@ class Scored(_Part, frozen=True):
 
 
 class Phases(_Part, frozen=True):
-    """Where the time went until a sequence's first token, by the clock of who plans.
+    """Time until a sequence's first token, split into phases by the engine loop's clock.
 
-    What is computed again for a preemption before that token is in `prefill_s`.
+    If a sequence is preempted before that token, its repeated prefill counts in `prefill_s`.
     """
 
-    queue_s: float  # It waited: for its adapter, for its turn, for an equal prompt; each time.
-    prefill_s: float  # The rest: its prompt was computed.
-    decode_s: float = 0.0  # Of tokens that are told together with the first: a search's.
+    queue_s: float  # All waits: for the adapter, for admission, for an equal prompt's prefill.
+    prefill_s: float  # The remaining time, in which the prompt was computed.
+    # Beam search only: decode time of the tokens that are delivered together with the first token.
+    decode_s: float = 0.0
 
 
-class Made(_Part, frozen=True):
-    """What a step made for one sequence."""
+class SequenceOutput(_Part, frozen=True):
+    """The output of a step for one sequence."""
 
-    number: int
+    sequence_id: int
     tokens: list[int] = []
-    scores: list[Scored] = []  # One for each token, if they were asked for.
-    # For each token of the prompt from the first on, as they become known, in order; None where
-    # there is none: for the first token, and for virtual ones.
-    prompt_scores: list[Scored | None] = []
-    end: End | None = None
-    reason: str = ""  # With a refusal, "fault" and "stuck": a sentence for the caller.
-    cached_tokens: int = 0  # With the first token: how much of the prompt was in the prefix cache.
-    phases: Phases | None = None  # With the first token too, or with the end of one without any.
+    scores: list[TokenScore] = []  # One per token, if logprobs were requested.
+    # Scores of the prompt's tokens from `Submission.unscored` on, in order, each sent once. None
+    # for a token without a score: the prompt's first token and virtual tokens.
+    prompt_scores: list[TokenScore | None] = []
+    end: EndReason | None = None
+    reason: str = ""  # For a rejection, "fault" or "stuck": a sentence for the caller.
+    cached_tokens: int = 0  # With the first token: prompt tokens found in the prefix cache.
+    phases: Phases | None = None  # With the first token, or with the end if there is no token.
 
 
-def joined(parts: Sequence[Made]) -> Made:
-    """What was made of one sequence in several steps, as if it had been one."""
-    if len(parts) == 1:
-        return parts[0]
+def merge_outputs(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
+    """Merge the outputs of one sequence from several steps into one output."""
+    if len(outputs) == 1:
+        return outputs[0]
     return msgspec.structs.replace(
-        parts[-1],
-        tokens=[token for part in parts for token in part.tokens],
-        scores=[score for part in parts for score in part.scores],
-        prompt_scores=[score for part in parts for score in part.prompt_scores],
-        cached_tokens=max(part.cached_tokens for part in parts),
-        phases=next((part.phases for part in parts if part.phases is not None), None),
+        outputs[-1],
+        tokens=[token for output in outputs for token in output.tokens],
+        scores=[score for output in outputs for score in output.scores],
+        prompt_scores=[score for output in outputs for score in output.prompt_scores],
+        cached_tokens=max(output.cached_tokens for output in outputs),
+        phases=next((output.phases for output in outputs if output.phases is not None), None),
     )
 
 
-class Load(_Part, frozen=True):
-    """How busy the engine is. Blocks are of KV memory; `held` ones belong to sequences."""
+class EngineStats(_Part, frozen=True):
+    """Load of the engine. Blocks are KV blocks; `blocks_held` are in use by sequences."""
 
     waiting: int = 0
     running: int = 0
     blocks: int = 0
     blocks_held: int = 0
     blocks_cached: int = 0
-    prompt_tokens: int = 0  # All counts are since the start.
+    # All counts from here on are totals since the start of the ranks, except `adapters_resident`.
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     made_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-    adapters_resident: int = 0  # On the device.
-    adapter_loads: int = 0  # Onto the device, since the start.
-    drafted_tokens: int = 0  # Tokens that were guessed and verified,
-    accepted_tokens: int = 0  # and those that were right.
-    replayed_steps: int = 0  # Of these, those whose work was recorded before,
-    early_steps: int = 0  # and those that began before the tokens of the last one were known.
+    adapters_resident: int = 0  # Adapters on the device now.
+    adapter_loads: int = 0  # Copies of adapters onto the device.
+    drafted_tokens: int = 0  # Draft tokens that were verified.
+    accepted_tokens: int = 0  # Draft tokens that were accepted.
+    replayed_steps: int = 0  # Steps that replayed a CUDA graph.
+    early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
 
 
 class Ready(_Message, frozen=True):
-    """The ranks have the model and answer from now on."""
+    """The ranks have loaded the model and accept submissions."""
 
-    kv_tokens: int  # What the pool of keys and values holds.
-    weight_bytes: int  # Of all ranks together.
+    kv_tokens: int  # Capacity of the KV cache, in tokens.
+    weight_bytes: int  # Sum over all ranks.
     dtype: str
-    proof: list[float] | None = None  # A replayed proof's difference, limit, best and places.
-    batch_invariant: bool = False  # A row's numbers are the same to the bit in whatever batch.
-    notes: list[str] = []  # For the log: which fast paths are not there, and why.
-    # What narrow weights have changed: divergence, share of places with the same best, places.
-    drift: list[float] | None = None
+    # Comparison with the checkpoint's proof: difference, limit, number of positions with the same
+    # best token, number of all positions.
+    proof: list[float] | None = None
+    batch_invariant: bool = False  # A sequence's results are bit-identical in every batch.
+    notes: list[str] = []  # Log texts that say which fast paths are unavailable, and why.
+    # Effect of quantized weights: divergence, share of positions with the same best token, number
+    # of all positions.
+    divergence: list[float] | None = None
+
+
+class StepSize(_Part, frozen=True):
+    """The size of a step: its new tokens, and the context tokens of its sequences."""
+
+    tokens: int = 0
+    context_tokens: int = 0
+
+
+class StepTime(_Part, frozen=True):
+    """The size of a completed step, and its duration."""
+
+    tokens: int
+    context_tokens: int
+    seconds: float
 
 
 class Update(_Message, frozen=True):
-    """What the last step made, and how large the step is that runs from now on (0: none does)."""
+    """Outputs and statistics, and the steps that were completed and that are in flight.
 
-    made: list[Made]
-    load: Load
-    step_tokens: int = 0  # New tokens in the step that begins now.
-    step_context: int = 0  # And those that they look back at, in all.
-    seconds: float = 0.0  # What the last step took.
+    Both lists are in the order of the launches and leave out steps without new tokens (heartbeats).
+    """
+
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+    completed_steps: list[StepTime] = []  # Since the last update.
+    steps_in_flight: list[StepSize] = []  # With the step that is launched next, if any.
 
 
-class Warming(_Message, frozen=True):
-    """The ranks have the weights, and run their first steps."""
+class WarmingUp(_Message, frozen=True):
+    """The ranks have loaded the weights and run warm-up steps."""
 
 
 class Failed(_Message, frozen=True):
-    """The ranks end, because of this."""
+    """The ranks end for this reason."""
 
     reason: str
-    refused: bool = False  # A person must put it right: the same again would end the same.
+    is_permanent: bool = False  # A restart would fail the same way; an operator must fix the cause.
 
 
-FromPlanner = Warming | Ready | Update | Failed
+FromEngineLoop = WarmingUp | Ready | Update | Failed
 
-# --------------------------------------------------------------------------------- planner -> ranks
+# ----------------------------------------------------------------------------- engine loop -> ranks
 
 
-class Begin(_Part, frozen=True):
-    """A sequence takes a slot; whatever was in it is over."""
+class SlotInit(_Part, frozen=True):
+    """A sequence takes a slot; the slot's previous state is discarded."""
 
     slot: int
-    sampling: Sampling
-    prompt: list[int]  # Ids of the vocabulary; -1 where the prompt has a virtual token.
-    made: list[int]  # Tokens made before: it was preempted, or its ranks are gone.
+    sampling: SamplingParams
+    prompt: list[int]  # Vocabulary ids; -1 for a virtual token.
+    output_tokens: list[int]  # Tokens generated before a preemption or before ranks were lost.
     guide: Guide | None = None
 
 
-class Table(_Part, frozen=True):
-    """More blocks of a sequence: `blocks` are those from place `start` of its table on."""
+class BlockTableUpdate(_Part, frozen=True):
+    """Write `blocks` into the block table of a slot, from index `start` on."""
 
     slot: int
     start: int
     blocks: list[int]
 
 
-class Rewrite(_Part, frozen=True):
-    """Rows of an adapter go onto the device: fp32, packed, one after another."""
+class AdapterRowsWrite(_Part, frozen=True):
+    """Copy an adapter's rows into the device's adapter pool: fp32, contiguous."""
 
-    start: int  # The first row of the pool.
+    start: int  # First row of the pool to write.
     digest: str
-    data: bytes = b""  # Filled in by who has the adapter.
+    data: bytes = b""  # The rows, which the engine loop reads from the adapter file.
 
 
-class Fill(_Part, frozen=True):
-    """Keys and values of a prefix go into blocks: some of the table's rows, fp32, packed.
+class PrefixKVWrite(_Part, frozen=True):
+    """Copy `count` rows of a prefix adapter's keys and values into KV blocks: fp32, contiguous.
 
-    Every rank writes those of its own layers and KV heads.
+    Each rank writes the part of its own layers and KV heads.
     """
 
     digest: str
-    start: int  # The first row, and its place in the sequence.
+    start: int  # First row; row i of a prefix adapter has position i in the sequence.
     count: int
-    blocks: list[int]  # The sequence's, from the one that has that row on.
-    data: bytes = b""  # Filled in by who has the adapter.
+    blocks: list[int]  # The sequence's blocks, from the block of position `start` on.
+    data: bytes = b""  # The rows, which the engine loop reads from the adapter file.
 
 
 class Step(_Message, frozen=True):
-    """What every rank does next. Lists of one length belong together, a place for each sequence.
+    """The work of one step. Every rank receives the same message.
 
-    In this order: `clears`, `copies`, `rewrites`, `fills`, `begins`, `tables`, then one pass of the
-    model.
-    An id at or above the vocabulary is vocabulary + row of the adapter pool; -1: what its slot drew
-    last. A step without sequences is a sign of life, and is answered.
+    `slots`, `past`, `lengths`, `draws`, `prompt_score_counts` and a non-empty `draft_counts` have
+    one entry per sequence. Before the forward pass, ranks apply `block_clears`, `block_copies`,
+    `adapter_writes`, `prefix_writes`, `slot_inits` and `block_table_updates`, in this order: a
+    cleared block may be the target of a copy, the source of a copy may be a block to write, and
+    `slot_inits` empty the block tables of their slots.
+
+    A token id >= the vocabulary size is vocabulary size + row of the adapter pool; -1 is the token
+    that the slot sampled last. A step without sequences is a heartbeat; it has an `Outcome` too.
     """
 
-    number: int
+    step_id: int
     slots: list[int] = []
-    past: list[int] = []  # Tokens of each that are in the KV pool already.
-    lengths: list[int] = []  # New tokens of each.
-    ids: list[int] = []  # All new tokens, one sequence after another.
-    # Whether a token is drawn after each one's last new token, and after those before it that
-    # `drafts` counts.
+    past: list[int] = []  # For each sequence, the number of its tokens in the KV cache.
+    lengths: list[int] = []  # For each sequence, the number of its new tokens.
+    token_ids: list[int] = []  # All new tokens, concatenated in sequence order.
+    # For each sequence, whether a token is sampled after its last new token. If so, a token is also
+    # sampled before each of its draft tokens (`draft_counts`).
     draws: list[bool] = []
-    # For each: how many of its new tokens, from the first on, are wanted scores for the token that
-    # follows them in the prompt (which `Begin.prompt` has). 0: none.
-    scores: list[int] = []
-    begins: list[Begin] = []
-    tables: list[Table] = []
-    copies: list[tuple[int, int]] = []  # Block from, block to; all are read before any is written.
-    clears: list[int] = []  # Blocks that held what is not finite, to be zeroed.
-    rewrites: list[Rewrite] = []
-    # How many of each one's new tokens, the last ones, are guesses: a token is drawn after the one
-    # before them and after each. Empty: nothing is guessed.
-    drafts: list[int] = []
-    fills: list[Fill] = []
+    # For each sequence, the number of its first new tokens whose logits score the prompt token that
+    # follows them (taken from `SlotInit.prompt`). 0: no scores.
+    prompt_score_counts: list[int] = []
+    slot_inits: list[SlotInit] = []
+    block_table_updates: list[BlockTableUpdate] = []
+    # (source, target) blocks; all sources are read before any target is written.
+    block_copies: list[tuple[int, int]] = []
+    block_clears: list[int] = []  # Blocks to zero, because they may hold NaN or infinity.
+    adapter_writes: list[AdapterRowsWrite] = []
+    # For each sequence, how many of its last new tokens are draft tokens. A token is sampled after
+    # each draft token, and after the token before the first. Empty: no sequence has draft tokens.
+    draft_counts: list[int] = []
+    prefix_writes: list[PrefixKVWrite] = []
 
 
 class Halt(_Message, frozen=True):
-    """The end."""
+    """Tells a rank to end."""
 
 
 ToRank = Step | Halt
 
 
 class Outcome(_Message, frozen=True):
-    """What the last stage says of a step."""
+    """The result of a step, from the last pipeline stage."""
 
-    number: int
-    # One for each sequence that draws, and one for each of its guesses, in the step's order.
+    step_id: int
+    # For each sequence whose `draws` is true, in the step's order: one token, and one more for each
+    # of its draft tokens.
     tokens: list[int] = []
-    scores: list[Scored] = []  # One for each token, if any sequence of the step asked.
-    prompt_scores: list[list[Scored]] = []  # For each sequence whose `scores` is not 0, in order.
-    faults: list[int] = []  # Places in the step of sequences whose numbers are not finite.
+    scores: list[TokenScore] = []  # One per token, if any sequence of the step requested logprobs.
+    # One list for each sequence whose `prompt_score_counts` is not 0, in order.
+    prompt_scores: list[list[TokenScore]] = []
+    faults: list[int] = []  # Sequences (indices in the step) with NaN or infinite logits or KV.
     seconds: float = 0.0  # From the step's arrival to its end on the last stage.
-    stuck: list[int] = []  # Places of sequences whose guide lets no token follow.
-    replayed: bool = False  # Its work was recorded before: a CUDA graph.
+    stuck: list[int] = []  # Sequences (indices in the step) whose guide allows no next token.
+    replayed: bool = False  # The step replayed a CUDA graph.
 
 
 encode = msgspec.msgpack.Encoder().encode
-to_planner = msgspec.msgpack.Decoder(ToPlanner).decode
-from_planner = msgspec.msgpack.Decoder(FromPlanner).decode
-to_rank = msgspec.msgpack.Decoder(ToRank).decode
-outcome = msgspec.msgpack.Decoder(Outcome).decode
+decode_to_engine_loop = msgspec.msgpack.Decoder(ToEngineLoop).decode
+decode_from_engine_loop = msgspec.msgpack.Decoder(FromEngineLoop).decode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_outcome = msgspec.msgpack.Decoder(Outcome).decode

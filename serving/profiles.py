@@ -1,13 +1,12 @@
-"""Profiles: settings that belong together, for short waits or for many tokens.
+"""Profiles: preset or planned server settings for low latency or high throughput.
 
-One that `preamble plan serve` has made for such a model on this machine goes before the preset that
-comes along. Where those are kept is said here alone; how they are made is not known here. A model
-is known by its shape, so what was planned for one holds for all that were tuned from it.
+A profile that `preamble plan serve` has saved for a model on this machine takes precedence over the
+preset of that name. This module defines the path of a saved profile; `planning` computes its
+settings. A profile applies to a model shape, so models that are tuned from the same base share it.
 """
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,92 +16,107 @@ from typing import Any
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError, PreambleError
+from gpt.host_limits import usable_cores
 from gpt.settings import read_yaml
 
 PROFILES = ("latency", "throughput")
-# An installed preamble has them at the same place.
-PROFILE_FILES = Path(__file__).resolve().parent.parent / "deploy" / "config"
+# The same relative path in a checkout and in an installation.
+PRESETS_FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "config"
 
-# What a plan says of a server. How much memory there is for keys and values it finds itself: at
-# another start there may be less.
-PLANNED = (
-    *("tp", "pp", "running_requests_max", "step_tokens_max", "prefill_stall_ms_max"),
-    *("queue_requests_max", "gather_ms"),
+# The settings that a plan contains. The KV cache capacity is not planned: the server measures the
+# free memory at each start, since it may differ.
+PLANNED_SETTINGS = (
+    "tp",
+    "pp",
+    "running_requests_max",
+    "step_tokens_max",
+    "prefill_stall_ms_max",
+    "queue_requests_max",
+    "gather_ms",
 )
-SPLIT = {"tp": 1, "pp": 1}
+DEFAULT_SPLIT = {"tp": 1, "pp": 1}
 
 
 @dataclass(frozen=True)
 class Profile:
+    """The settings of a profile, and where they come from."""
+
     values: Mapping[str, Any]
-    note: str  # For the log: where they come from.
+    note: str  # Log line that names the source of the values.
 
 
-def find_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """`given`: what the settings file and the flags say; of which model, and how it is split."""
-    preset = read_yaml(PROFILE_FILES / f"{name}.yaml")
+def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
+    """Return the saved profile for a model, or the preset if there is none.
+
+    `settings`: the values of the YAML file and the flags, with the model and its split.
+    """
+    preset = read_yaml(PRESETS_FOLDER / f"{name}.yaml")
     try:
-        file = _kept(name, given)
-    except PreambleError:  # There is no such model: whoever opens it next says so.
+        plan_path = _plan_file_for(name, settings)
+    except PreambleError:  # The model cannot be opened; the server reports that error later.
         return Profile(preset, f"event=profile name={name} from=preset")
-    words = f"{given.get('model', 'MODEL')} --calibration FILE --objective {name}"
-    way = f"`preamble plan serve {words}`"
-    if not file.exists():
-        why = f"no plan is known for such a model on this machine; {way} makes one"
-        return Profile(preset, f"event=profile name={name} from=preset note={why!r}")
+    command_flags = f"{settings.get('model', 'MODEL')} --calibration FILE --objective {name}"
+    plan_command = f"`preamble plan serve {command_flags}`"
+    if not plan_path.exists():
+        reason = f"no plan is saved for this model shape and machine; {plan_command} makes one"
+        return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
     try:
-        found = read_yaml(file)
+        plan_settings = read_yaml(plan_path)
     except ConfigError:
-        why = f"{file} cannot be read; {way} makes it anew"
-        return Profile(preset, f"event=profile name={name} from=preset note={why!r}")
-    planned = {key: found[key] for key in PLANNED if key in found}
-    other = [
+        reason = f"{plan_path} cannot be read; {plan_command} replaces it"
+        return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
+    planned = {key: plan_settings[key] for key in PLANNED_SETTINGS if key in plan_settings}
+    split_conflicts = [
         f"{key} {value}"
-        for key, usual in SPLIT.items()
-        if (value := given.get(key)) not in (None, planned.get(key, usual))
+        for key, default in DEFAULT_SPLIT.items()
+        if (value := settings.get(key)) not in (None, planned.get(key, default))
     ]
-    if other:
-        why = f"what is planned is for another split than {' and '.join(other)}"
-        return Profile(preset, f"event=profile name={name} from=preset note={why!r}")
-    return Profile({**preset, **planned}, f"event=profile name={name} from=plan file={str(file)!r}")
+    if split_conflicts:
+        reason = f"the saved plan is for another split than {' and '.join(split_conflicts)}"
+        return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
+    return Profile(
+        {**preset, **planned}, f"event=profile name={name} from=plan file={str(plan_path)!r}"
+    )
 
 
-def _kept(name: str, given: Mapping[str, Any]) -> Path:
-    from gpt.formats.overrides import open_overridden, read_overrides
+def _plan_file_for(name: str, settings: Mapping[str, Any]) -> Path:
+    from gpt.formats.overrides import open_with_overrides, read_overrides
 
-    words = [given.get(key) for key in ("model", "dtype", "device", "config_json")]
-    size = given.get("true_vocab_size")
-    if not all(isinstance(word, str | None) for word in words) or not isinstance(size, int | None):
-        raise ConfigError("not settings")  # Of which kind each must be is said where they are read.
-    model, dtype, device, changes = words
-    config = open_overridden(model or "", read_overrides(changes, size)).config
+    texts = [settings.get(key) for key in ("model", "dtype", "device", "config_json")]
+    vocab_size = settings.get("true_vocab_size")
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(
+        vocab_size, int | None
+    ):
+        raise ConfigError("invalid types")  # `ServerConfig.read` reports which setting is wrong.
+    model, dtype, device, overrides_path = texts
+    config = open_with_overrides(model or "", read_overrides(overrides_path, vocab_size)).config
     return plan_file(config, dtype or config.dtype, device or "cpu", name)
 
 
 def plan_file(config: GPTConfig, dtype: str, device: str, name: str) -> Path:
-    """Where a plan is kept that was made here for such a model."""
-    from gpt.checkpoint.digest import cache_folder, function
+    """Return the path of the saved profile `name` for a model shape, a dtype and this machine."""
+    from gpt.checkpoint.digest import digest_cache_folder, functional_config
 
-    facts = [function(config), dtype, machine(device)]
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return cache_folder().parent / "plans" / key / f"{name}.yaml"
+    key_parts = [functional_config(config), dtype, describe_machine(device)]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()
+    return digest_cache_folder().parent / "plans" / key / f"{name}.yaml"
 
 
-def machine(device: str) -> str:
-    """What there is to compute on, in words that differ where a plan would."""
+def describe_machine(device: str) -> str:
+    """Return a text with this machine's GPUs or CPU cores; machines with equal text share plans."""
     if device.startswith("cuda"):
         import torch
 
-        found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        kinds = {_line_of(file, "Model") for file in found}
-        # Asked of the driver; a context would take memory of the device.
-        return f"{torch.cuda.device_count()} x {', '.join(sorted(kinds)) or 'CUDA device'}"
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of {_line_of(Path('/proc/cpuinfo'), 'model name') or 'a CPU'}"
+        information_files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        gpu_names = {_read_field(file, "Model") for file in information_files}
+        # torch gets the count from the driver without a CUDA context, which would use memory.
+        return f"{torch.cuda.device_count()} x {', '.join(sorted(gpu_names)) or 'CUDA device'}"
+    cores = usable_cores(within_quota=False)
+    return f"{cores} cores of {_read_field(Path('/proc/cpuinfo'), 'model name') or 'a CPU'}"
 
 
-def _line_of(file: Path, name: str) -> str:
-    """The value of the first line `name: value`."""
+def _read_field(file: Path, name: str) -> str:
+    """Return the value of the first line `name: value` in `file`, or an empty text."""
     with suppress(OSError):
         match = re.search(rf"^{name}\s*:\s*(.+?)\s*$", file.read_text("utf-8", "replace"), re.M)
         return match[1] if match else ""

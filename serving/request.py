@@ -1,9 +1,9 @@
-"""What passes between a surface, the admission and the engine: plain data.
+"""Requests: Ask (from the caller), Request (for the engine), Completion, Piece and errors.
 
-An `Ask` is what a caller wants, in the caller's words; a `Request` is what the engine runs, checked
-and all ids: one `Answer` for each completion. Between them stands `serving.admission.admission`,
-the same for every surface. Here are also the ways in which a request can end badly. No torch, no
-gRPC.
+An `Ask` has the fields that the caller set. A `Request` has validated token ids, with one
+`AnswerSpec` for each completion; the engine runs it. `serving.admission.admission` converts an
+`Ask` to a `Request`, in the same way for every protocol. The errors that end a request are also
+defined here. The module imports neither torch nor gRPC.
 """
 
 from collections.abc import Mapping
@@ -11,29 +11,31 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpt.errors import PreambleError, RequestError
-from gpt.sampling_params import Sampling, uniform
-from serving.messages import Guide, Rows, Scored, ServiceClass
+from gpt.sampling_params import SamplingParams, uniform_draw
+from serving.messages import AdapterRef, Guide, ServiceClass, TokenScore
 
-# "scored": no token was asked for, only what the prompt's own are worth. "time": the caller's own
-# limit, `time_limit_s`, came first.
-Finish = Literal["stop", "length", "scored", "time"]
-# Whether a beam search ends as soon as it has its hypotheses; "never": not before none can improve.
+# "scored": only prompt scores were requested, and no new token. "time": `time_limit_s` of the
+# request was reached.
+FinishReason = Literal["stop", "length", "scored", "time"]
+# True: beam search ends as soon as it has enough hypotheses. False: it ends when a heuristic finds
+# no likely improvement. "never": it ends only when no live beam can improve the result.
 EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a caller wants. None means: not said."""
+    """The fields that a caller set for a generation. None: the caller did not set the field."""
 
     # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
-    # Many tasks on one prompt: each is answered by itself. "": the model alone. None: that.
+    # The prompt is completed once with each adapter (a task). "" and an empty tuple mean the base
+    # model.
     adapters: tuple[str, ...] = ()
-    # Texts behind the prompt, to be scored: an answer for each, in place of `answers`.
+    # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
-    answers: int = 1  # To each task; they differ by their seeds.
+    answers: int = 1  # Number of answers per task; each has its own seed.
     max_new_tokens: int | None = None
-    fit_new_tokens: bool = False  # Whether that is cut to the room there is, instead of refused.
+    fit_new_tokens: bool = False  # Reduce max_new_tokens to the free context instead of refusing.
     min_new_tokens: int = 0
     temperature: float | None = None
     top_k: int = 0
@@ -47,20 +49,20 @@ class Ask:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     no_repeat_ngram_size: int = 0
-    # So many new tokens, after which the stop tokens' logits grow by that factor with each more.
+    # (start, factor): after `start` new tokens, the stop tokens' logits grow by `factor` per token.
     length_decay: tuple[int, float] | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # How many alternatives are told with each token.
+    logprobs: int | None = None  # Number of alternatives to report with each token.
     prompt_logprobs: int | None = None
     guide: Guide | None = None
-    ignore_ends: bool = False  # Whether the tokens that end the model's texts are like any others.
-    stop_in_text: bool = False  # Whether the stop string that ended an answer is part of its text.
-    truncate_tokens: int | None = None  # Keep so many of a text's or of given ids, the last ones.
-    time_limit_s: float | None = None  # Then an answer ends well, with what there is of it.
-    beam_width: int = 1  # 1: no beams. Else the best of them are the answers, best first.
-    length_penalty: float = 1.0  # A beam's score is its log-probability / length ** this.
+    ignore_ends: bool = False  # Do not stop at the model's end-of-text tokens.
+    stop_in_text: bool = False  # Include the matched stop string in the answer's text.
+    truncate_tokens: int | None = None  # Keep the last tokens of the prompt, at most this many.
+    time_limit_s: float | None = None  # After this time the answer ends without an error.
+    beam_width: int = 1  # 1: no beam search; more: the answers are the best beams, best first.
+    length_penalty: float = 1.0  # A beam's score is its log-probability / length ** this value.
     early_stopping: EarlyStopping = False
     service: ServiceClass = "latency"
     priority: int = 0
@@ -68,8 +70,8 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class BeamRule:
-    """How each task's beams are searched, and how many are answers."""
+class BeamSearchParams:
+    """Parameters of the beam search of each task; the best `answers` beams are returned."""
 
     width: int
     answers: int = 1
@@ -78,19 +80,20 @@ class BeamRule:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One completion that a request wants."""
+class AnswerSpec:
+    """One completion of a request."""
 
-    prompt: tuple[int, ...]  # An id at or above the vocabulary is a row of the adapter's table.
-    sampling: Sampling
+    prompt: tuple[int, ...]  # A virtual token has the id vocabulary size + adapter row.
+    sampling: SamplingParams
     stop_strings: tuple[str, ...] = ()
     stop_in_text: bool = False
     adapter: str = ""  # As `name@version`; empty: none.
-    private: bool = False  # Whether that is its tenant's alone, whose name nobody else may learn.
-    rows: Rows | None = None  # The adapter's.
-    virtual_tokens: int = 0  # How many of the prompt's ids are rows.
-    # How many of them, the last ones, are a continuation's: then only these are scored.
-    continued: int = 0
+    is_private: bool = False  # Whether other tenants must not see the adapter's name.
+    adapter_ref: AdapterRef | None = None
+    virtual_tokens: int = 0  # Number of virtual tokens in `prompt`.
+    # Number of tokens at the end of the prompt that are a continuation; if not 0, only they are
+    # scored.
+    continuation_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -99,19 +102,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """What the engine runs. An answer's place is its index: all of the first task come first."""
+    """A validated request for the engine. Answers are identified by index, in order of tasks."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[AnswerSpec, ...]
     guide: Guide | None = None
-    beams: BeamRule | None = None
+    beams: BeamSearchParams | None = None
     service: ServiceClass = "latency"
     priority: int = 0
     tenant: str = ""
     time_limit_s: float | None = None
 
     @property
-    def places(self) -> int:
-        """How many sequences it may have at once."""
+    def sequences_max(self) -> int:
+        """Number of sequences that the request may have at once."""
         if self.beams is None:
             return len(self.answers)
         return len(self.answers) // self.beams.answers * self.beams.width
@@ -119,75 +122,78 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a stream gives: tokens of one answer, and the text of it that is certain by now."""
+    """A part of a stream: new tokens of one answer, and the new text that cannot change later."""
 
     token_ids: tuple[int, ...]
     text: str
-    finish: Finish | None
+    finish: FinishReason | None
     index: int = 0
-    scores: tuple[Scored, ...] = ()  # One for each token, if they were asked for.
-    # Of the prompt's tokens from the first on, or of its continuation's; None where one has none.
-    prompt_scores: tuple[Scored | None, ...] = ()
-    cached_tokens: int = 0  # Of the prompt; told once, with the first token.
-    beam_score: float | None = None  # With the last piece of an answer that beams found.
-    stop: str | int | None = None  # With the last piece: the stop string or token that ended it.
-    # Why this answer ends, where another of its request goes on. It is the answer's last piece.
+    scores: tuple[TokenScore, ...] = ()  # One per token, if logprobs were requested.
+    # Scores of the prompt's (or the continuation's) tokens, in order; None: a token has no score.
+    prompt_scores: tuple[TokenScore | None, ...] = ()
+    cached_tokens: int = 0  # Prompt tokens from the prefix cache; only with the first token.
+    beam_score: float | None = None  # Beam search only, with the last piece.
+    stop: str | int | None = None  # In the last piece: the stop string or token that was matched.
+    # Set on the last piece of an answer that failed while other answers of the request continue.
     error: PreambleError | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer, whole."""
+    """One complete answer."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
-    finish: Finish | None  # None: it failed, and `error` says why.
+    finish: FinishReason | None  # None: the answer failed, and `error` is set.
     seed: int
     prompt: tuple[int, ...] = ()
     adapter: str = ""
     prompt_tokens: int = 0
     virtual_tokens: int = 0
     cached_tokens: int = 0
-    scores: tuple[Scored, ...] = ()
-    prompt_scores: tuple[Scored | None, ...] = ()
-    beam_score: float | None = None  # What it is worth among the beams.
-    stop: str | int | None = None  # What ended it, if it is a stop string or a stop token.
+    scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore | None, ...] = ()
+    beam_score: float | None = None  # Beam search only.
+    stop: str | int | None = None  # The stop string or stop token that ended the answer.
     error: PreambleError | None = None
 
 
-def seed_of(seed: int, answer: int) -> int:
-    """The first answer has the request's own seed; answer i the i-th number that follows from it.
+def answer_seed(seed: int, index: int) -> int:
+    """Return the seed of an answer: the request's seed for answer 0, else a derived seed.
 
-    The numbers are 53 bits wide, so that any surface can say them back, and are taken from the
-    seed's complement, so that they are none of those that the first answer's draws use.
+    Derived seeds have 53 bits, so that every protocol can report them (JSON numbers are doubles).
+    They are drawn from the seed's complement, so that they are independent of the random numbers
+    that answer 0 uses.
     """
-    return seed if answer == 0 else int(uniform(~seed % 2**64, answer) * 2**53)
+    return seed if index == 0 else int(uniform_draw(~seed % 2**64, index) * 2**53)
 
 
 class UnknownAdapterError(RequestError):
-    """No adapter has that name."""
+    """No adapter has the requested name."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "adapter")
 
 
 class RefusedError(PreambleError):
-    """A surface refuses a call, for a reason of its own (serving/service/error_reasons.py)."""
+    """A call is refused; `reason` is a name in `serving.service.error_reasons.REASONS`."""
 
     def __init__(
         self, reason: str, message: str, field: str | None = None, retry_s: float | None = None
     ) -> None:
         super().__init__(message)
-        self.reason, self.field, self.retry_s = reason, field, retry_s
+        self.reason = reason
+        self.field = field
+        self.retry_s = retry_s
 
 
 class OverloadedError(PreambleError):
-    """The queue is full; later there will be room."""
+    """The queue is full; the caller may try again later."""
 
 
 class UnavailableError(PreambleError):
-    """This server takes no requests now, or stopped before it could finish one."""
+    """This server accepts no requests now, or stopped before the request was finished."""
 
     def __init__(self, message: str, reason: str = "ENGINE_LOST") -> None:
         super().__init__(message)
@@ -195,8 +201,8 @@ class UnavailableError(PreambleError):
 
 
 class DeadlinePassedError(PreambleError):
-    """The caller's time was over before the answer was."""
+    """The deadline passed before the answer was finished."""
 
 
 class EngineFaultError(PreambleError):
-    """A bug or a fault in the machine ended the request; the log has the cause."""
+    """A bug or a hardware fault ended the request; the server log contains the cause."""

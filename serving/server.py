@@ -1,7 +1,8 @@
-"""The life of a server: refuse early, bind, load, serve, drain.
+"""Server lifecycle: checks settings, binds ports, loads the model, serves, reports health, drains.
 
-Health tells it to whoever watches: not serving until the model answers, while its ranks are lost,
-and from the first SIGTERM on, when what was accepted is finished. A second signal ends at once.
+Health is NOT_SERVING until the model is loaded, while ranks are lost, and from the first SIGTERM
+on. The first SIGTERM starts the drain: the server refuses new calls and finishes accepted ones. A
+second signal ends the process at once.
 """
 
 import asyncio
@@ -21,85 +22,108 @@ import grpc
 import grpc.aio
 
 from gpt.errors import ConfigError
-from serving.admission.auth import Access
-from serving.config import ServerConfig
-from serving.engine.transport import Link
-from serving.frontend.call import Front
-from serving.frontend.health_reflection import Health, reflect
-from serving.frontend.http_transport import HttpServer, Page, Routes, family, paged
-from serving.frontend.tls import Tls
-from serving.protocols.grpc_services import handlers, wires
+from serving.admission.auth import Authenticator
+from serving.config import (
+    LimitsConfig,
+    NetworkConfig,
+    ObservabilityConfig,
+    SecurityConfig,
+    ServerConfig,
+)
+from serving.engine.transport import EngineTransport
+from serving.frontend.call import Frontend
+from serving.frontend.health_reflection import HealthService, add_reflection
+from serving.frontend.http_transport import (
+    HttpServer,
+    Routes,
+    TextPage,
+    address_family,
+    page_handlers,
+)
+from serving.frontend.tls import TlsCertificates
+from serving.protocols.grpc_services import all_services, handlers
 from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
-from serving.ranks.launcher import open_link
+from serving.ranks.launcher import open_transport
 from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
-from serving.service.service import Found, Service
+from serving.service.service import ServableCheckpoint, Service
 
 log = logging.getLogger(__name__)
 
-SERVICES = [wire.service for wire in wires()]
+SERVICES = [protocol.service for protocol in all_services()]
 
-# Names of no service that health can be asked for, as kubelets do.
+# Names that health probes, such as those of Kubernetes, request besides the names of services.
 LIVENESS, READINESS = "liveness", "readiness"
 
-# Connections that are still open when the last call has ended get this long to notice.
-GOODBYE_S = 1.0
+# Time for open connections to close after the last call has ended.
+CLOSE_GRACE_S = 1.0
 
-# Looking at the adapters' directory may take this share of a thread's time.
+# Largest share of a thread's time that scans of the adapter directory may take.
 SCAN_SHARE = 0.02
 
 
-async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
-    """Serve until a signal says otherwise; `ready` is told the one line that says where."""
+async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
+    """Serve until a signal; `on_ready` receives one line with the addresses and memory sizes."""
     started = time.monotonic()
-    tls, access = Tls.of(config), Access(config.tokens)
-    service = Service(Found.at(config))
+    network, security = config.network_config, config.security_config
+    tls, access = TlsCertificates.from_config(security), Authenticator(security.tokens)
+    service = Service(ServableCheckpoint.from_config(config))
     metrics = Metrics()
-    front = Front(metrics, access, calls_max=config.calls_max, slow_reader_s=config.slow_reader_s)
-    said = "Which of these states it is in."
-    metrics.watch_state("engine_state", said, ENGINE_STATES, partial(_state, front))
+    frontend = Frontend(
+        metrics, access, calls_max=network.calls_max, slow_reader_s=network.slow_reader_s
+    )
+    help_text = "Engine state; 1 for the current state."
+    metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
     if tls is not None:
-        said = "When the certificate that is served expires, since 1970."
-        metrics.watch("tls_certificate_expiry_timestamp_seconds", said, lambda: tls.expires)
-    checks = Health()
-    await _tell(checks, up=False)
-    server, port = _bind(config, tls)
-    server.add_generic_rpc_handlers(tuple(handlers(front)))
-    checks.serve(server)
-    if config.reflection:
-        reflect(SERVICES, server)
-    aside = _aside(config, front)
-    secret = None if tls is None else tls.context
-    http = HttpServer(config, _routes(config, front), tls=secret)
-    async with _traced(config, front), http, aside:
-        link = open_link(config)
+        help_text = "Unix time at which the TLS certificate expires."
+        metrics.watch_gauge(
+            "tls_certificate_expiry_timestamp_seconds", help_text, lambda: tls.expires_at
+        )
+    health = HealthService()
+    await _set_health(health, is_ready=False)
+    server, port = _bind_grpc(network, config.limits_config, tls)
+    server.add_generic_rpc_handlers(tuple(handlers(frontend)))
+    health.add_to_server(server)
+    if network.reflection:
+        add_reflection(SERVICES, server)
+    metrics_server = _open_metrics_server(network, frontend)
+    tls_context = None if tls is None else tls.context
+    http = HttpServer(network, _http_routes(network, frontend), tls=tls_context)
+    async with _tracing(config.observability_config, frontend), http, metrics_server:
+        link = open_transport(config)
         await server.start()
-        hurry = _signals(front)
+        stop_now = _install_signal_handlers(frontend)
         try:
-            loading = _load(service, link)
-            if not await _first(loading, front.stop):
+            loading = _load_in_thread(service, link)
+            if not await _finishes_first(loading, frontend.stop_requested):
                 loading.cancel()
                 log.info("event=stopped while=loading")
                 return 0
             loading.result()
             gc.collect()
-            gc.freeze()  # What is here stays. To look through it again holds up all for 0.1 s.
-            _watch(metrics, service)
-            front.open(service)
-            replays = service.replays.begin(
-                service.adapters, service.admission, service.engine, metrics.replayed
+            # A garbage collection that visits all long-lived objects takes 0.1 s; exclude them.
+            gc.freeze()
+            _watch_engine(metrics, service)
+            frontend.attach_service(service)
+            golden_replays = service.golden_checker.start(
+                service.adapters, service.admission, service.engine, metrics.record_golden_check
             )
-            works = (_poll(service), _heed(service, checks), _reread(config, access, tls), replays)
-            tasks = [asyncio.create_task(work) for work in works]
-            ready(
-                f"ready grpc={config.address(port)} http={config.address(http.port)} "
-                f"model={service.name} {service.ledger.line()} adapters={len(service.adapters)} "
-                f"start_s={time.monotonic() - started:.2f}"
+            coroutines = (
+                _poll_adapters(service),
+                _report_health(service, health),
+                _reload_secrets(security, access, tls),
+                golden_replays,
             )
-            await front.stop.wait()
+            tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+            on_ready(
+                f"ready grpc={network.address(port)} http={network.address(http.port)} "
+                f"model={service.name} {service.memory_report.log_line()} "
+                f"adapters={len(service.adapters)} start_s={time.monotonic() - started:.2f}"
+            )
+            await frontend.stop_requested.wait()
             for task in tasks:
                 task.cancel()
-            await _drain(server, front, checks, hurry)
+            await _drain(server, frontend, health, stop_now)
         finally:
             await asyncio.to_thread(service.close)
             await asyncio.to_thread(link.close)
@@ -108,44 +132,44 @@ async def serve(config: ServerConfig, ready: Callable[[str], None]) -> int:
 
 
 @asynccontextmanager
-async def _traced(config: ServerConfig, front: Front) -> AsyncIterator[None]:
-    """Traces of all calls, if they are wanted; sent on until the block ends."""
+async def _tracing(config: ObservabilityConfig, frontend: Frontend) -> AsyncIterator[None]:
+    """Trace calls if `traces` is configured; export the remaining spans when the block ends."""
     if config.traces is None:
         yield
         return
     try:
-        from serving.frontend.tracing import Traces
+        from serving.frontend.tracing import CallTracer
     except ImportError as error:
         raise ConfigError(
-            f"traces are to go to {config.traces}, and {error.name or 'a package'} is not "
-            "installed; pip install 'preamble[traces]', or leave traces out"
+            f"traces is {config.traces}, but {error.name or 'a package'} is not installed; "
+            "run pip install 'preamble[traces]', or remove traces"
         ) from None
-    traces = Traces(config.traces, config.traces_share, version())
-    outbox, watch = traces.outbox, front.metrics.watch_count
-    watch("trace_spans_sent", "Spans that a receiver took.", lambda: outbox.sent)
-    watch("trace_spans_dropped", "Spans that nobody got.", lambda: outbox.dropped)
-    front.traces = traces
+    traces = CallTracer(config.traces, config.traces_share, version())
+    outbox, watch = traces.processor, frontend.metrics.watch_counter
+    watch("trace_spans_sent", "Trace spans exported.", lambda: outbox.exported)
+    watch("trace_spans_dropped", "Trace spans dropped.", lambda: outbox.dropped)
+    frontend.tracer = traces
     try:
         yield
     finally:
         await asyncio.to_thread(traces.close)
 
 
-def _load(service: Service, link: Link) -> "asyncio.Future[None]":
-    """In a thread that is left behind if a signal comes first: a big model takes minutes."""
+def _load_in_thread(service: Service, link: EngineTransport) -> "asyncio.Future[None]":
+    """Load the model in a daemon thread, so that a signal can end the process during the load."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[None] = loop.create_future()
 
-    def load() -> None:
+    def open_service() -> None:
         failure = None
         try:
             service.open(link)
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # The loop is closed if a signal came first.
-            loop.call_soon_threadsafe(tell, failure)
+        with suppress(RuntimeError):  # The loop is closed already if a signal came first.
+            loop.call_soon_threadsafe(resolve_future, failure)
 
-    def tell(failure: BaseException | None) -> None:
+    def resolve_future(failure: BaseException | None) -> None:
         if loaded.cancelled():
             return
         if failure is None:
@@ -153,44 +177,46 @@ def _load(service: Service, link: Link) -> "asyncio.Future[None]":
         else:
             loaded.set_exception(failure)
 
-    threading.Thread(target=load, name="load", daemon=True).start()
+    threading.Thread(target=open_service, name="load", daemon=True).start()
     return loaded
 
 
-def _bind(config: ServerConfig, tls: Tls | None) -> tuple[grpc.aio.Server, int]:
+def _bind_grpc(
+    config: NetworkConfig, limits: LimitsConfig, tls: TlsCertificates | None
+) -> tuple[grpc.aio.Server, int]:
     try:
-        # The library would say on stderr, in its own words, that a port is taken. Ask first.
-        with socket.socket(family(config.host)) as probe:
+        # Bind a probe socket first: gRPC would print its own error text to stderr.
+        with socket.socket(address_family(config.host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((config.host, config.port))
     except OSError as error:
         raise ConfigError(
             f"port {config.port} of {config.host} cannot be bound ({error.strerror}); "
-            "choose another, or 0 for any that is free"
+            "choose another port, or 0 for any free port"
         ) from None
-    server = grpc.aio.server(options=_options(config))
+    server = grpc.aio.server(options=_grpc_options(config, limits))
     address = config.address(config.port)
     if tls is None:
         return server, server.add_insecure_port(address)
     return server, server.add_secure_port(address, tls.credentials())
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
+def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str, int]]:
     def ms(seconds: float) -> int:
         return round(1000 * seconds)
 
     return [
-        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.max_receive_message_length", limits.message_bytes_max),
         ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.so_reuseport", 0),  # So that a second server on the port fails, not shares.
+        ("grpc.so_reuseport", 0),  # A second server on the same port must fail, not share it.
         ("grpc.max_allowed_incoming_connections", config.connections_max),
         ("grpc.max_concurrent_streams", config.connection_calls_max),
-        # The library varies the age by a tenth, so that connections do not all end together.
+        # gRPC adds 10% jitter to the age, so that connections do not all end together.
         ("grpc.max_connection_age_ms", ms(config.connection_age_s)),
         ("grpc.max_connection_age_grace_ms", ms(config.connection_grace_s)),
         ("grpc.max_connection_idle_ms", ms(config.connection_idle_s)),
         ("grpc.server_handshake_timeout_ms", ms(config.handshake_s)),
-        # Our pings find clients that are gone. Theirs are welcome, on a silent call too.
+        # Server pings detect lost clients. Client pings are allowed, also without open calls.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -198,82 +224,87 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _signals(front: Front) -> asyncio.Event:
-    """Set by a signal to end that is not the first. SIGUSR2 asks what the engine was doing."""
-    hurry = asyncio.Event()
+def _install_signal_handlers(frontend: Frontend) -> asyncio.Event:
+    """Handle SIGTERM and SIGINT: the first drains, the second sets the returned event.
+
+    SIGUSR2 writes the flight recorder to a file.
+    """
+    stop_now = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def end() -> None:
-        (hurry if front.stop.is_set() else front.stop).set()
+    def request_stop() -> None:
+        (stop_now if frontend.stop_requested.is_set() else frontend.stop_requested).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, request_stop)
 
     def dump() -> None:
-        if front.service is not None:
-            log.info("event=flight_asked path=%s", front.service.engine.dump())
+        if frontend.service is not None:
+            log.info("event=flight_asked path=%s", frontend.service.engine.dump())
 
     loop.add_signal_handler(signal.SIGUSR2, dump)
-    return hurry
+    return stop_now
 
 
-async def _first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
-    """Whether the future is done before the event is set."""
-    waiting: asyncio.Future[Any] = asyncio.create_task(event.wait())
-    await asyncio.wait([future, waiting], return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
+async def _finishes_first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
+    """Wait for the future or the event; return whether the future is done."""
+    event_task: asyncio.Future[Any] = asyncio.create_task(event.wait())
+    await asyncio.wait([future, event_task], return_when=asyncio.FIRST_COMPLETED)
+    event_task.cancel()
     return future.done()
 
 
 async def _drain(
     server: grpc.aio.Server,
-    front: Front,
-    checks: Health,
-    hurry: asyncio.Event,
+    frontend: Frontend,
+    health: HealthService,
+    stop_now: asyncio.Event,
 ) -> None:
-    """Refuse what is new, finish what was accepted, within the time there is."""
-    assert front.service is not None
-    log.info("event=draining drain_s=%g", front.service.config.drain_s)
-    await _tell(checks, up=False)
-    drained: asyncio.Task[Any] = asyncio.create_task(front.drained())
-    hurried: asyncio.Task[Any] = asyncio.create_task(hurry.wait())
+    """Refuse new calls and finish accepted ones, within `drain_s` or until a second signal."""
+    assert frontend.service is not None
+    log.info("event=draining drain_s=%g", frontend.service.config.network_config.drain_s)
+    await _set_health(health, is_ready=False)
+    drained_task: asyncio.Task[Any] = asyncio.create_task(frontend.drain())
+    stop_now_task: asyncio.Task[Any] = asyncio.create_task(stop_now.wait())
     done, _ = await asyncio.wait(
-        [drained, hurried],
-        timeout=front.service.config.drain_s,
+        [drained_task, stop_now_task],
+        timeout=frontend.service.config.network_config.drain_s,
         return_when=asyncio.FIRST_COMPLETED,
     )
-    for task in (drained, hurried):
+    for task in (drained_task, stop_now_task):
         task.cancel()
-    # What arrives right now gRPC ends as CANCELLED, in none of our hands; our client understands.
-    await server.stop(GOODBYE_S if drained in done else 0)
-    log.info("event=stopped drained=%s", drained in done)
+    # gRPC ends calls that arrive now with CANCELLED; `clients` reports that as UNAVAILABLE.
+    await server.stop(CLOSE_GRACE_S if drained_task in done else 0)
+    log.info("event=stopped drained=%s", drained_task in done)
 
 
-async def _poll(service: Service) -> None:
-    """Look at the adapters' directory, the longer it takes the more seldom."""
-    took_s = 0.0
+async def _poll_adapters(service: Service) -> None:
+    """Scan the adapter directory periodically; less often if a scan takes long."""
+    scan_s = 0.0
     while True:
-        await asyncio.sleep(max(service.config.adapters_poll_s, took_s / SCAN_SHARE))
+        await asyncio.sleep(max(service.config.adapter_config.adapters_poll_s, scan_s / SCAN_SHARE))
         started = time.monotonic()
         try:
             await asyncio.to_thread(service.adapters.scan)
-        except Exception:  # A network file system may be away for a while; look again later.
+        except Exception:  # For example, a network file system is away; the next scan retries.
             log.exception("event=adapters_not_scanned")
-        took_s = time.monotonic() - started
+        scan_s = time.monotonic() - started
 
 
-async def _heed(service: Service, checks: Health) -> None:
-    """Tell by health whether the engine answers, as soon as that changes."""
+async def _report_health(service: Service, health: HealthService) -> None:
+    """Update the health status whenever the ranks become ready, are lost, or fail permanently."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
     service.engine.on_change = partial(loop.call_soon_threadsafe, changed.set)
     while True:
         changed.clear()
-        await _tell(checks, up=service.engine.up, live=not service.engine.gone)
+        await _set_health(health, is_ready=service.engine.up, is_live=not service.engine.has_failed)
         await changed.wait()
 
 
-async def _reread(config: ServerConfig, access: Access, tls: Tls | None) -> None:
-    """Look at the files of tokens and certificates; what is wrong with them is logged there."""
+async def _reload_secrets(
+    config: SecurityConfig, access: Authenticator, tls: TlsCertificates | None
+) -> None:
+    """Reload the tokens and TLS files periodically if they changed; `refresh` logs errors."""
     while True:
         await asyncio.sleep(config.secrets_poll_s)
         await asyncio.to_thread(access.refresh)
@@ -281,118 +312,173 @@ async def _reread(config: ServerConfig, access: Access, tls: Tls | None) -> None
             await asyncio.to_thread(tls.refresh)
 
 
-async def _tell(checks: Health, *, up: bool, live: bool = True) -> None:
-    """Readiness, by every service's name and that of none; apart from it, whether to restart us."""
+async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = True) -> None:
+    """Set readiness for the empty name and every service, and liveness separately.
+
+    A failed liveness probe restarts the server.
+    """
     for name in ("", READINESS, *SERVICES):
-        await checks.tell(name, up=up)
-    await checks.tell(LIVENESS, up=live)
+        await health.set_status(name, up=is_ready)
+    await health.set_status(LIVENESS, up=is_live)
 
 
-def _routes(config: ServerConfig, front: Front) -> Routes:
-    """What the HTTP port has."""
-    pages = dict(_pages(front))
+def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
+    """Return all routes of the HTTP port."""
+    pages = dict(_monitoring_routes(frontend))
     if config.metrics_port is not None:
         del pages["/metrics"]
-    return {**pages, **routes.routes(front), **web_page.routes(front, page=config.page)}
+    return {**pages, **routes.routes(frontend), **web_page.routes(frontend, page=config.page)}
 
 
-def _aside(config: ServerConfig, front: Front) -> AbstractAsyncContextManager[object]:
-    """The pages at an address of their own, if they are to have one."""
+def _open_metrics_server(
+    config: NetworkConfig, frontend: Frontend
+) -> AbstractAsyncContextManager[object]:
+    """Open an HTTP server for metrics and health on `metrics_port`, if that is set."""
     if config.metrics_port is None:
         return nullcontext()
-    if config.metrics_exposed is not None:
+    if config.exposed_metrics_host is not None:
         log.warning(
             "event=metrics_exposed host=%s port=%d note=%r",
-            *(config.metrics_exposed, config.metrics_port),
-            "no TLS, no token: let only probes and scrapes reach it",
+            config.exposed_metrics_host,
+            config.metrics_port,
+            "no TLS, no token: allow only probes and scrapes to reach this port",
         )
     address = (config.metrics_host or config.host, config.metrics_port)
-    return HttpServer(config, _pages(front), address=address, setting="metrics_port")
+    return HttpServer(config, _monitoring_routes(frontend), address=address, setting="metrics_port")
 
 
-def _pages(front: Front) -> Routes:
-    # A scrape takes milliseconds in which no token would go out. One thread: they take turns.
-    scraping = ThreadPoolExecutor(1, "scrape")
+def _monitoring_routes(frontend: Frontend) -> Routes:
+    # A scrape takes milliseconds, which would delay tokens if it ran on the event loop. A single
+    # thread runs one scrape at a time.
+    scrape_executor = ThreadPoolExecutor(1, "scrape")
 
-    def live() -> Page:
-        # A loss that mends itself is none of the watcher's business.
-        gone = front.service is not None and front.service.engine.gone
-        return Page(503, b"the engine has stopped\n") if gone else Page(200, b"live\n")
+    def liveness() -> TextPage:
+        # While lost ranks are restarted, the liveness probe still passes.
+        is_gone = frontend.service is not None and frontend.service.engine.has_failed
+        return TextPage(503, b"the engine has stopped\n") if is_gone else TextPage(200, b"live\n")
 
-    def ready() -> Page:
-        if front.state != "serving" or front.service is None:
-            return Page(503, f"{front.state}\n".encode())
-        if not front.service.engine.up:
-            return Page(503, b"the engine is lost\n")
-        return Page(200, b"ready\n")
+    def readiness() -> TextPage:
+        if frontend.state != "serving" or frontend.service is None:
+            return TextPage(503, f"{frontend.state}\n".encode())
+        if not frontend.service.engine.up:
+            return TextPage(503, b"the engine is lost\n")
+        return TextPage(200, b"ready\n")
 
-    async def metrics() -> Page:
+    async def metrics() -> TextPage:
         loop = asyncio.get_running_loop()
-        return Page(200, await loop.run_in_executor(scraping, front.metrics.text), CONTENT_TYPE)
+        return TextPage(
+            200, await loop.run_in_executor(scrape_executor, frontend.metrics.render), CONTENT_TYPE
+        )
 
     return {
-        "/metrics": paged(metrics),
-        "/health/live": paged(live),
-        "/health/ready": paged(ready),
+        "/metrics": page_handlers(metrics),
+        "/health/live": page_handlers(liveness),
+        "/health/ready": page_handlers(readiness),
     }
 
 
-def _state(front: Front) -> str:
-    """Of `ENGINE_STATES`, the one that holds."""
-    if front.service is None or front.state == "draining":
-        return front.state
-    engine = front.service.engine
-    if engine.gone:
+def _engine_state(frontend: Frontend) -> str:
+    """Return the current state, one of `ENGINE_STATES`."""
+    if frontend.service is None or frontend.state == "draining":
+        return frontend.state
+    engine = frontend.service.engine
+    if engine.has_failed:
         return "dead"
     return "serving" if engine.up else "restarting"
 
 
-def _watch(metrics: Metrics, service: Service) -> None:
-    """Have the scrape read the engine's state."""
+def _watch_engine(metrics: Metrics, service: Service) -> None:
+    """Register gauges and counters that read the engine's state at each scrape."""
     engine, adapters = service.engine, service.adapters
-    engine.on_step = metrics.stepped
-    for name, text, read in (
-        ("scheduler_running_requests", "Requests that run.", lambda: engine.load.running),
-        ("scheduler_waiting_requests", "Requests that wait.", lambda: engine.waiting),
-        ("kv_blocks", "Blocks of memory for keys and values.", lambda: engine.load.blocks),
-        ("kv_blocks_held", "Those that requests hold.", lambda: engine.load.blocks_held),
-        ("kv_blocks_cached", "Those kept for later prompts.", lambda: engine.load.blocks_cached),
-        ("adapters_resident", "On the device.", lambda: engine.load.adapters_resident),
-        ("adapters_loaded", "Adapters that can be asked for.", lambda: len(adapters)),
-        ("engine_up", "Whether the ranks answer.", lambda: engine.up),
+    engine.on_step = metrics.record_step
+    for name, help_text, read in (
+        ("scheduler_running_requests", "Running sequences.", lambda: engine.stats.running),
+        ("scheduler_waiting_requests", "Waiting sequences.", lambda: engine.waiting_sequences),
+        ("kv_blocks", "KV cache blocks in total.", lambda: engine.stats.blocks),
+        ("kv_blocks_held", "KV cache blocks held by requests.", lambda: engine.stats.blocks_held),
+        (
+            "kv_blocks_cached",
+            "KV cache blocks kept by the prefix cache.",
+            lambda: engine.stats.blocks_cached,
+        ),
+        ("adapters_resident", "Adapters on the device.", lambda: engine.stats.adapters_resident),
+        ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
+        ("engine_up", "1 if the ranks answer, else 0.", lambda: engine.up),
         (
             "kv_usage_ratio",
-            "Of those blocks, the part that requests hold.",
-            lambda: engine.load.blocks_held / max(1, engine.load.blocks),
+            "Fraction of KV cache blocks held by requests.",
+            lambda: engine.stats.blocks_held / max(1, engine.stats.blocks),
         ),
         (
             "engine_last_step_timestamp_seconds",
-            "When a step last ended, since 1970; 0: none has.",
-            lambda: metrics.last_step,
+            "Unix time at which the last step ended; 0 before the first step.",
+            lambda: metrics.last_step_at,
         ),
-        ("weight_bytes", "Memory of the weights.", lambda: service.ledger.weight_bytes),
+        (
+            "weight_bytes",
+            "Memory of the weights on all ranks, in bytes.",
+            lambda: service.memory_report.weight_bytes,
+        ),
     ):
-        metrics.watch(name, text, read)
-    for name, text, count in (
-        ("engine_steps", "Steps since the ranks started.", lambda: engine.load.steps),
-        ("engine_restarts", "Times that the ranks were lost.", lambda: engine.restarts),
-        ("engine_preemptions", "Requests put back for memory.", lambda: engine.load.preemptions),
-        ("engine_prompt_tokens", "Of prompts that ran.", lambda: engine.load.prompt_tokens),
-        ("engine_cached_tokens", "Those found in the cache.", lambda: engine.load.cached_tokens),
-        ("engine_drafted_tokens", "Guessed ahead.", lambda: engine.load.drafted_tokens),
-        ("engine_accepted_tokens", "Guessed right.", lambda: engine.load.accepted_tokens),
-        ("engine_replayed_steps", "CUDA graphs.", lambda: engine.load.replayed_steps),
-        ("engine_early_steps", "Begun before tokens.", lambda: engine.load.early_steps),
-        ("adapter_loads", "Adapters put on the device.", lambda: engine.load.adapter_loads),
-        ("adapter_load_failures", "Adapter files refused.", lambda: adapters.failures),
+        metrics.watch_gauge(name, help_text, read)
+    for name, help_text, read_count in (
+        ("engine_steps", "Engine steps since the ranks started.", lambda: engine.stats.steps),
+        (
+            "engine_restarts",
+            "Times that the ranks were lost.",
+            lambda: engine.restarts,
+        ),
+        (
+            "engine_preemptions",
+            "Requests preempted for lack of KV blocks.",
+            lambda: engine.stats.preemptions,
+        ),
+        (
+            "engine_prompt_tokens",
+            "Prompt tokens of requests that started.",
+            lambda: engine.stats.prompt_tokens,
+        ),
+        (
+            "engine_cached_tokens",
+            "Prompt tokens reused from the prefix cache.",
+            lambda: engine.stats.cached_tokens,
+        ),
+        (
+            "engine_drafted_tokens",
+            "Draft tokens verified (speculative decoding).",
+            lambda: engine.stats.drafted_tokens,
+        ),
+        (
+            "engine_accepted_tokens",
+            "Draft tokens accepted (speculative decoding).",
+            lambda: engine.stats.accepted_tokens,
+        ),
+        (
+            "engine_replayed_steps",
+            "Steps replayed as CUDA graphs.",
+            lambda: engine.stats.replayed_steps,
+        ),
+        (
+            "engine_early_steps",
+            "Steps launched before the previous step's tokens were known.",
+            lambda: engine.stats.early_steps,
+        ),
+        ("adapter_loads", "Adapters loaded onto the device.", lambda: engine.stats.adapter_loads),
+        (
+            "adapter_load_failures",
+            "Adapter files that could not be used.",
+            lambda: adapters.failures,
+        ),
     ):
-        metrics.watch_count(name, text, count)
-    if (proved := service.proved) is not None:
-        text = "A logit's largest distance from the proof's, in standard deviations."
-        metrics.watch("proof_difference", text, lambda: proved)
-    if (drift := service.drift) is not None:
-        text = "By how much narrow weights change the next token, in nats."
-        metrics.watch("weights_divergence", text, lambda: drift[0])
-        text = "In how many places narrow weights leave the likeliest token as it was."
-        metrics.watch("weights_agreement_ratio", text, lambda: drift[1])
-    metrics.build(version=version(), model=service.name, dtype=service.dtype)
+        metrics.watch_counter(name, help_text, read_count)
+    if (proof_difference := service.proof_difference) is not None:
+        help_text = "Largest logit difference from the proof, in standard deviations."
+        metrics.watch_gauge("proof_difference", help_text, lambda: proof_difference)
+    if (divergence := service.divergence) is not None:
+        help_text = (
+            "KL divergence of the next-token distribution due to quantized weights, in nats."
+        )
+        metrics.watch_gauge("weights_divergence", help_text, lambda: divergence[0])
+        help_text = "Fraction of positions where quantized weights keep the most likely token."
+        metrics.watch_gauge("weights_agreement_ratio", help_text, lambda: divergence[1])
+    metrics.set_build_info(version=version(), model=service.name, dtype=service.dtype)

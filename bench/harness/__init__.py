@@ -1,0 +1,1 @@
+"""Benchmark harness: targets, records, machine limits, model shapes, server and engine runs."""

@@ -1,9 +1,9 @@
-"""`python -m bench graph`: past runs as a picture, a small panel for each row.
+"""Benchmark history: `python -m bench graph` plots past runs, one panel per target and per limit.
 
-Each point is a row's figure in one run, oldest first, one colour for each machine; the line is what
-is promised, and a ring marks a figure that counts as met because the machine can do no more. Knows
-only the files that `bench/harness/record.py` writes. matplotlib draws it, and is imported only
-here.
+Each point is the figure of one run, oldest first, one colour per machine. The dashed line is the
+target. A ring marks a figure that counts as met because it is close to the roofline bound of the
+machine. The only input is the JSON files of `bench/harness/record.py`. matplotlib is imported only
+here, inside the function that plots.
 """
 
 import importlib.util
@@ -13,92 +13,117 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.record import FOLDER, runs
-from bench.harness.targets import PROMISES
+from bench.harness.record import RECORD_FOLDER, read_runs
+from bench.harness.targets import TARGETS
 from gpt.errors import ConfigError
 
 COLOURS = ("#0f6b5c", "#b4560b", "#2f62b5", "#8a3f93", "#7a6a00")
 GREY, RED = "#8d897f", "#b3261e"
-ACROSS, INCHES, DOTS = 4, (4.2, 2.4), 110
-TICKS = 6  # Runs that are named below a panel, at most.
+COLUMNS = 4
+PANEL_INCHES = (4.2, 2.4)
+DPI = 110
+TICKS_MAX = 6  # Maximum number of runs labelled on the x axis of a panel.
 
 
 @dataclass
 class Panel:
-    """One row over the runs."""
+    """The figures of one target or machine limit in all runs."""
 
-    what: str
+    title: str
     unit: str
-    target: float | None = None
-    # By machine: the place of the run, the figure, and whether the bound made it count as met.
+    threshold: float | None = None
+    # Per machine: (index of the run, figure, whether its verdict is "met by the bound").
     points: dict[str, list[tuple[int, float, bool]]] = field(default_factory=dict)
 
 
-def panels(past: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
-    """Of every row and limit that any run has a figure of; the latest words and target count."""
-    found: dict[str, Panel] = {}
-    for place, run in enumerate(past):
-        where = f"{run['machine']['processor']}, {run['machine']['cores']} cores"
+def build_panels(past_runs: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
+    """Build one panel per row and limit that has a figure in any run.
+
+    Title, unit and target are those of the latest run.
+    """
+    panels_by_name: dict[str, Panel] = {}
+    for run_index, run in enumerate(past_runs):
+        machine = f"{run['machine']['processor']}, {run['machine']['cores']} cores"
         for limit in run["limits"]:
-            panel = found.setdefault(f"limit/{limit['name']}", Panel("", ""))
-            panel.what, panel.unit = limit["name"], f"G{limit['unit']}"
-            panel.points.setdefault(where, []).append((place, limit["value"] / 1e9, False))
+            panel = panels_by_name.setdefault(f"limit/{limit['name']}", Panel("", ""))
+            panel.title = limit["name"]
+            panel.unit = f"G{limit['unit']}"
+            panel.points.setdefault(machine, []).append((run_index, limit["value"] / 1e9, False))
         for row in run["rows"]:
             if row.get("value") is None:
                 continue
-            panel = found.setdefault(row["name"], Panel("", ""))
-            panel.what, panel.unit, panel.target = row["what"], row["unit"], row["target"]
+            panel = panels_by_name.setdefault(row["name"], Panel("", ""))
+            panel.title = row["what"]
+            panel.unit = row["unit"]
+            panel.threshold = row["target"]
             bounded = row["verdict"] == "met by the bound"
-            panel.points.setdefault(where, []).append((place, row["value"], bounded))
-    # Limits first, then as the table has them; what is promised no more comes last.
-    order = [*(name for name in found if name.startswith("limit/")), *PROMISES]
-    return {name: found[name] for name in (*order, *found) if name in found}
+            panel.points.setdefault(machine, []).append((run_index, row["value"], bounded))
+    # Limits first, then rows in the order of `TARGETS`; rows without a current target come last.
+    order = [*(name for name in panels_by_name if name.startswith("limit/")), *TARGETS]
+    return {
+        name: panels_by_name[name] for name in (*order, *panels_by_name) if name in panels_by_name
+    }
 
 
-def draw(folder: Path = FOLDER) -> Path:
-    """The picture's path."""
-    past = runs(folder)
-    if not past:
-        raise ConfigError(f"no run stands in {folder}; python -m bench makes one")
+def plot_history(folder: Path = RECORD_FOLDER) -> Path:
+    """Plot all runs of `folder` into `history.png` and return the path of that file."""
+    past_runs = read_runs(folder)
+    if not past_runs:
+        raise ConfigError(f"{folder} contains no benchmark run; run `python -m bench` first")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a graph needs matplotlib; pip install 'preamble[plots]'")
+        raise ConfigError(
+            "plotting needs matplotlib, which is not installed; run: pip install 'preamble[plots]'"
+        )
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
-    drawn = panels(past)
-    down = -(-len(drawn) // ACROSS)
-    figure = Figure(figsize=(ACROSS * INCHES[0], down * INCHES[1]), layout="constrained")
-    axes: Any = figure.subplots(down, ACROSS, squeeze=False)
-    machines = sorted({where for panel in drawn.values() for where in panel.points})
-    colours = {where: COLOURS[n % len(COLOURS)] for n, where in enumerate(machines)}
-    for place, (name, panel) in zip(axes.flat, drawn.items(), strict=False):
-        _draw(place, name, panel, colours)
-        place.set_xlim(-0.5, len(past) - 0.5)
-        some = range(0, len(past), -(-len(past) // TICKS))
-        names = [f"{past[at]['begun'][5:10]} {past[at]['commit']}" for at in some]
-        place.set_xticks(some, names)
-        place.tick_params(axis="x", labelrotation=30, labelsize=6)
-    for place in axes.flat[len(drawn) :]:
-        place.set_visible(False)
-    marks = [axes.flat[0].plot([], [], "o-", color=colours[one], label=one)[0] for one in machines]
-    figure.legend(handles=marks, loc="outside lower center", frameon=False, fontsize=8)
+    panels_by_name = build_panels(past_runs)
+    row_count = -(-len(panels_by_name) // COLUMNS)
+    figure = Figure(
+        figsize=(COLUMNS * PANEL_INCHES[0], row_count * PANEL_INCHES[1]), layout="constrained"
+    )
+    axes: Any = figure.subplots(row_count, COLUMNS, squeeze=False)
+    machines = sorted({machine for panel in panels_by_name.values() for machine in panel.points})
+    colours = {machine: COLOURS[index % len(COLOURS)] for index, machine in enumerate(machines)}
+    for axis, (name, panel) in zip(axes.flat, panels_by_name.items(), strict=False):
+        _plot_panel(axis, name, panel, colours)
+        axis.set_xlim(-0.5, len(past_runs) - 0.5)
+        tick_indices = range(0, len(past_runs), -(-len(past_runs) // TICKS_MAX))
+        labels = [
+            f"{past_runs[run_index]['begun'][5:10]} {past_runs[run_index]['commit']}"
+            for run_index in tick_indices
+        ]
+        axis.set_xticks(tick_indices, labels)
+        axis.tick_params(axis="x", labelrotation=30, labelsize=6)
+    for axis in axes.flat[len(panels_by_name) :]:
+        axis.set_visible(False)
+    legend_handles = [
+        axes.flat[0].plot([], [], "o-", color=colours[machine], label=machine)[0]
+        for machine in machines
+    ]
+    figure.legend(handles=legend_handles, loc="outside lower center", frameon=False, fontsize=8)
     path = folder / "history.png"
-    figure.savefig(path, dpi=DOTS)
+    figure.savefig(path, dpi=DPI)
     return path
 
 
-def _draw(place: Any, name: str, panel: Panel, colours: Mapping[str, str]) -> None:
-    place.set_title(f"{name}\n{panel.what}", loc="left", fontsize=7)
-    place.set_ylabel(panel.unit, fontsize=7)
-    place.tick_params(axis="y", labelsize=7)
-    place.spines[["top", "right"]].set_visible(False)
-    for where, points in panel.points.items():
-        runs_, values = [at for at, _, _ in points], [value for _, value, _ in points]
-        place.plot(runs_, values, "o-", color=colours[where], markersize=3, linewidth=1)
-        rings = [(at, value) for at, value, bounded in points if bounded]
-        if rings:
-            place.plot(*zip(*rings, strict=True), "o", color=GREY, markersize=8, fillstyle="none")
-    if panel.target is not None:
-        place.axhline(panel.target, color=RED, linestyle="--", linewidth=0.8)
-    low, high = place.get_ylim()
-    place.set_ylim(min(low, 0.0), high * 1.05)
+def _plot_panel(axis: Any, name: str, panel: Panel, colours: Mapping[str, str]) -> None:
+    axis.set_title(f"{name}\n{panel.title}", loc="left", fontsize=7)
+    axis.set_ylabel(panel.unit, fontsize=7)
+    axis.tick_params(axis="y", labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    for machine, points in panel.points.items():
+        run_indices, values = (
+            [run_index for run_index, _, _ in points],
+            [value for _, value, _ in points],
+        )
+        axis.plot(run_indices, values, "o-", color=colours[machine], markersize=3, linewidth=1)
+        bounded_points = [(run_index, value) for run_index, value, bounded in points if bounded]
+        if bounded_points:
+            axis.plot(
+                *zip(*bounded_points, strict=True), "o", color=GREY, markersize=8, fillstyle="none"
+            )
+    if panel.threshold is not None:
+        axis.axhline(panel.threshold, color=RED, linestyle="--", linewidth=0.8)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0.0), high * 1.05)

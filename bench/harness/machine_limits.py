@@ -1,8 +1,8 @@
-"""What this machine can do at best, measured in the same run as what is held against it.
+"""Machine limits: measured memory bandwidth and bf16 and int8 matmul throughput.
 
-How fast all cores read from memory, and multiply matrices in bf16 and int8. Each limit is tried in
-several ways, taken in turn, and is what the best of them does in its median round: a program that
-comes closer than any of these would raise the limit. Knows nothing of models.
+The limits are measured on all cores, in the same run as the figures that are compared with them.
+Several methods measure each limit in interleaved rounds; the limit is the median of the fastest
+method. A limit is therefore a lower bound of what the hardware can do.
 """
 
 import ctypes
@@ -17,142 +17,159 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.roofline import Limit, Peaks
-from gpt.backends.cpu_packing import Packed
+from bench.harness.roofline import MeasuredLimit, Peaks
 from gpt.cpu import int8_linear
-from gpt.cpu.huge_pages import zeros
-from gpt.cpu.int8_linear import Int8Panels
-from gpt.cpu.packed_linear import Panels, multiplies, size
+from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.cpu.int8_linear import Int8PackedLinear
+from gpt.cpu.packed_linear import PackedLinear, packed_numel, supports_weight
+from gpt.linear.cpu_linear import OneDnnLinear
 
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is read and multiplied; a test does less."""
+class MicrobenchmarkSizes:
+    """Sizes of the buffers and matrices; tests use smaller ones."""
 
-    read_bytes: int = 1 << 29  # Far more than any cache holds.
-    channels: int = 4096  # Of a weight that is read by a single row.
-    side: int = 2048  # Of large matrices.
-    rows: int = 512  # Behind a weight that a cache holds,
-    near: int = 1024  # which has so many columns and channels.
+    read_bytes: int = 1 << 29  # Much larger than the caches.
+    channels: int = 4096  # Input channels of the weight in the matrix-vector product.
+    side: int = 2048  # Side of the large square matrices.
+    rows: int = 512  # Rows of the activations multiplied by the cached weight.
+    cached_side: int = 1024  # Side of a square weight that fits in the cache.
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of all cores together."""
+class MachineLimits:
+    """Measured limits of all cores together."""
 
-    read: Limit
-    bf16: Limit
-    int8: Limit
+    read_bandwidth: MeasuredLimit
+    bf16: MeasuredLimit
+    int8: MeasuredLimit
 
     def peaks(self, weights: str) -> Peaks:
-        """For a model whose weights are `bf16` or `int8`."""
-        return Peaks(self.read.value, (self.int8 if weights == "int8" else self.bf16).value)
+        """Return the peaks for a model with `bf16` or `int8` weights."""
+        return Peaks(
+            self.read_bandwidth.value, (self.int8 if weights == "int8" else self.bf16).value
+        )
 
     @property
-    def all(self) -> tuple[Limit, ...]:
-        return self.read, self.bf16, self.int8
+    def as_tuple(self) -> tuple[MeasuredLimit, ...]:
+        return self.read_bandwidth, self.bf16, self.int8
 
 
-Ways = dict[str, tuple[float, Callable[[], object]]]  # What one call of it does, and the call.
+# Maps a method's name to the bytes or operations of one call, and to the call.
+Methods = dict[str, tuple[float, Callable[[], object]]]
 
 
-def measure(rounds: int = ROUNDS, sizes: Sizes = Sizes()) -> Limits:
-    """Takes seconds, and all cores that torch was given."""
-    return Limits(
-        _taken("read bandwidth", "B", _reads(sizes), rounds),
-        _taken("bf16 products", "FLOP", _products(sizes), rounds),
-        _taken("int8 products", "OP", _int8_products(sizes), rounds),
+def measure_limits(
+    rounds: int = ROUNDS, sizes: MicrobenchmarkSizes = MicrobenchmarkSizes()
+) -> MachineLimits:
+    """Measure all limits with all threads of torch; takes a few seconds."""
+    return MachineLimits(
+        _measure_limit("read bandwidth", "B", _read_methods(sizes), rounds),
+        _measure_limit("bf16 products", "FLOP", _bf16_matmul_methods(sizes), rounds),
+        _measure_limit("int8 products", "OP", _int8_matmul_methods(sizes), rounds),
     )
 
 
-def _taken(name: str, unit: str, ways: Ways, rounds: int) -> Limit:
-    """Rounds in turn, after one that is not counted; a way that this machine lacks is left out."""
-    found: dict[str, list[float]] = {}
-    for turn in range(rounds + 1):
-        for way, (amount, run) in list(ways.items()):
+def _measure_limit(name: str, unit: str, methods: Methods, rounds: int) -> MeasuredLimit:
+    """Time all methods in interleaved rounds after a warm-up round; drop unsupported methods."""
+    rates: dict[str, list[float]] = {}
+    for round_index in range(rounds + 1):
+        for method, (amount, call) in list(methods.items()):
             start = time.perf_counter()
             try:
-                run()
-            except RuntimeError:  # This torch, or this machine, has no such product.
-                del ways[way]
-                found.pop(way, None)
+                call()
+            except RuntimeError:  # This torch build or CPU does not support the method.
+                del methods[method]
+                rates.pop(method, None)
                 continue
-            if turn:
-                found.setdefault(way, []).append(amount / (time.perf_counter() - start))
-    return Limit(name, unit, found)
+            if round_index:
+                rates.setdefault(method, []).append(amount / (time.perf_counter() - start))
+    return MeasuredLimit(name, unit, rates)
 
 
-def _reads(sizes: Sizes) -> Ways:
-    """Of huge pages where the system gives them."""
+def _read_methods(sizes: MicrobenchmarkSizes) -> Methods:
+    """Return methods that read a large buffer, in huge pages where the system provides them."""
     count = sizes.read_bytes // 2
-    memory = zeros((count,), torch.bfloat16, torch.device("cpu"))
-    memory.fill_(0.5)  # Pages that were never written to are all one.
+    memory = huge_page_zeros((count,), torch.bfloat16, torch.device("cpu"))
+    memory.fill_(0.5)  # Untouched pages would all map to the kernel's single zero page.
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)
-    each = sizes.read_bytes // threads
-    search = ctypes.CDLL(None).memchr
-    search.argtypes, search.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), None
+    thread_bytes = sizes.read_bytes // threads
+    memchr = ctypes.CDLL(None).memchr
+    memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    memchr.restype = None
 
-    def searched() -> None:
-        """For a byte that is not there: reading, and hardly anything else."""
-        places = [memory.data_ptr() + part * each for part in range(threads)]
-        list(pool.map(lambda place: search(place, 0x7F, each), places))
+    def search_all() -> None:
+        """Search for a byte that does not occur: almost pure memory reads."""
+        addresses = [memory.data_ptr() + thread * thread_bytes for thread in range(threads)]
+        list(pool.map(lambda address: memchr(address, 0x7F, thread_bytes), addresses))
 
-    ways: Ways = {
-        "memchr": (each * threads, searched),
+    methods: Methods = {
+        "memchr": (thread_bytes * threads, search_all),
         "torch's sum": (sizes.read_bytes, memory.view(torch.float32).sum),
     }
     weight = memory.view(-1, sizes.channels)
-    if multiplies(weight):
+    if supports_weight(weight):
         row = torch.full((1, sizes.channels), 0.01, dtype=torch.bfloat16)
-        ways["our product with one row"] = (sizes.read_bytes, _ours(weight, row))
-    return ways
+        methods["our product with one row"] = (sizes.read_bytes, _packed_matmul(weight, row))
+    return methods
 
 
-def _products(sizes: Sizes) -> Ways:
-    ways: Ways = {}
-    for rows, side in ((sizes.side, sizes.side), (sizes.rows, sizes.near)):
+def _bf16_matmul_methods(sizes: MicrobenchmarkSizes) -> Methods:
+    methods: Methods = {}
+    for rows, side in ((sizes.side, sizes.side), (sizes.rows, sizes.cached_side)):
         x = torch.full((rows, side), 0.01, dtype=torch.bfloat16)
         weight = torch.full((side, side), 0.01, dtype=torch.bfloat16)
-        # A small one several times, or it is over before the clock has seen it.
-        times = max(1, sizes.side**3 // (rows * side * side))
-        amount, shape = 2.0 * times * rows * side * side, f"{rows} x {side} x {side}"
-        if torch.backends.mkldnn.is_available():
-            multiply = partial(Packed(weight), x, None, None, None)
-            ways[f"oneDNN, {shape}"] = amount, partial(_often, multiply, times)
-        if multiplies(weight):
-            ways[f"ours, {shape}"] = amount, partial(_often, _ours(weight, x), times)
-        ways[f"torch, {shape}"] = amount, partial(_often, partial(torch.mm, x, weight), times)
-    return ways
+        # Repeat small products, so that one timing is long enough for the clock.
+        repeats = max(1, sizes.side**3 // (rows * side * side))
+        operations, shape = 2.0 * repeats * rows * side * side, f"{rows} x {side} x {side}"
+        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            matmul = partial(OneDnnLinear(weight).forward, x, None, None, None)
+            methods[f"oneDNN, {shape}"] = operations, partial(_repeat, matmul, repeats)
+        if supports_weight(weight):
+            methods[f"ours, {shape}"] = (
+                operations,
+                partial(_repeat, _packed_matmul(weight, x), repeats),
+            )
+        methods[f"torch, {shape}"] = (
+            operations,
+            partial(_repeat, partial(torch.mm, x, weight), repeats),
+        )
+    return methods
 
 
-def _int8_products(sizes: Sizes) -> Ways:
+def _int8_matmul_methods(sizes: MicrobenchmarkSizes) -> Methods:
     side = sizes.side
     x = torch.ones((side, side), dtype=torch.int8)
-    amount, shape = 2.0 * side**3, f"{side} x {side} x {side}"
-    ways: Ways = {f"torch, {shape}": (amount, partial(torch._int_mm, x, x))}
-    with suppress(RuntimeError, AttributeError):  # Where torch was built without it.
+    operations, shape = 2.0 * side**3, f"{side} x {side} x {side}"
+    methods: Methods = {f"torch, {shape}": (operations, partial(torch._int_mm, x, x))}
+    with suppress(RuntimeError, AttributeError):  # torch was built without oneDNN's int8 linear.
         packed = torch.ops.onednn.qlinear_prepack(x, None)
-        scales, nothing = torch.full((side,), 0.01), torch.zeros(side, dtype=torch.int32)
-        rows = torch.ones((side, side), dtype=torch.uint8)
-        multiply = partial(torch.ops.onednn.qlinear_pointwise, rows, 0.01, 0, packed, scales)
-        after: Any = (None, 1.0, 0, torch.float32, "none", [], "")
-        ways[f"oneDNN, {shape}"] = amount, partial(multiply, nothing, *after)
-    if int8_linear.multiplies():
+        scales, weight_zero_points = torch.full((side,), 0.01), torch.zeros(side, dtype=torch.int32)
+        activations = torch.ones((side, side), dtype=torch.uint8)
+        matmul = partial(torch.ops.onednn.qlinear_pointwise, activations, 0.01, 0, packed, scales)
+        epilogue_args: Any = (None, 1.0, 0, torch.float32, "none", [], "")
+        methods[f"oneDNN, {shape}"] = (
+            operations,
+            partial(matmul, weight_zero_points, *epilogue_args),
+        )
+    if int8_linear.has_int8_gemm():
         weight = torch.full((side, side), 0.01, dtype=torch.bfloat16)
-        memory = zeros((int8_linear.size(weight),), torch.uint8, torch.device("cpu"))
-        ours = partial(Int8Panels(weight, memory), weight, None, None, None)
-        ways[f"ours, {shape}"] = amount, ours
-    return ways
+        memory = huge_page_zeros(
+            (int8_linear.packed_bytes(weight),), torch.uint8, torch.device("cpu")
+        )
+        matmul_ours = partial(Int8PackedLinear(weight, memory), weight, None, None, None)
+        methods[f"ours, {shape}"] = operations, matmul_ours
+    return methods
 
 
-def _ours(weight: Tensor, x: Tensor) -> Callable[[], object]:
-    memory = zeros((size(weight),), torch.bfloat16, torch.device("cpu"))
-    return partial(Panels(weight, memory), x, None, None, None)
+def _packed_matmul(weight: Tensor, x: Tensor) -> Callable[[], object]:
+    memory = huge_page_zeros((packed_numel(weight),), torch.bfloat16, torch.device("cpu"))
+    return partial(PackedLinear(weight, memory), x, None, None, None)
 
 
-def _often(run: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        run()
+def _repeat(call: Callable[[], object], repeats: int) -> None:
+    for _ in range(repeats):
+        call()

@@ -1,7 +1,8 @@
-"""The models that are timed beside others' engines, with random weights, as all of them read it.
+"""Model shapes for comparisons with other engines: transformers configs with random weights.
 
-What a number is does not change how long it takes, so nothing has to be downloaded. A model is what
-transformers builds from these settings; ours is read from the files that it saves.
+The duration of a forward pass does not depend on the values of the weights, so nothing is
+downloaded. transformers builds and saves a model from these configs; every engine loads that
+checkpoint.
 """
 
 from collections.abc import Mapping
@@ -14,34 +15,34 @@ import torch
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A network, by the names that transformers has for its settings."""
+class ModelShape:
+    """A model architecture, described by the arguments of its transformers config."""
 
     title: str
-    kind: str  # Of transformers' classes, a model and its config.
+    model_class: str  # Model class in transformers; it names its own config class.
     settings: Mapping[str, Any]
 
-    def random(self, dtype: str, **settings: float | None) -> Any:
-        """Their model; `settings` are what is to be otherwise."""
+    def build_random(self, dtype: str, **overrides: float | None) -> Any:
+        """Build the transformers model with random weights; `overrides` replace config values."""
         import transformers
 
         torch.manual_seed(0)
-        model = getattr(transformers, self.kind)
+        model = getattr(transformers, self.model_class)
         return (
-            model(model.config_class(**{**self.settings, **settings}))
+            model(model.config_class(**{**self.settings, **overrides}))
             .to(getattr(torch, dtype))
             .eval()
         )
 
-    def write(self, folder: Path, **settings: float | None) -> None:
-        talk: Any = import_module("transformers.utils.logging")
-        talk.disable_progress_bar()
-        self.random("bfloat16", **settings).save_pretrained(folder)
+    def save_random(self, folder: Path, **overrides: float | None) -> None:
+        transformers_logging: Any = import_module("transformers.utils.logging")
+        transformers_logging.disable_progress_bar()
+        self.build_random("bfloat16", **overrides).save_pretrained(folder)
 
 
-# Random weights end nothing, so no token may.
-ENDLESS = {"bos_token_id": None, "eos_token_id": None}
-GPT2 = Shape(
+# With random weights an end token could appear at any step, so the models have none.
+NO_END_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+GPT2 = ModelShape(
     "GPT-2 small (12 x 768, V 50304)",
     "GPT2LMHeadModel",
     {
@@ -50,11 +51,11 @@ GPT2 = Shape(
         "n_head": 12,
         "vocab_size": 50304,
         "n_positions": 1024,
-        **ENDLESS,
+        **NO_END_TOKENS,
     },
 )
-# As its family's small ones are today: four heads share keys and values, the head is not tied.
-LLAMA = Shape(
+# Like current small Llama models: four query heads per KV head, and an untied LM head.
+LLAMA = ModelShape(
     "a Llama-shaped 350M (24 x 1024, 16 heads, 4 of KV, feed-forward 2816, V 32000)",
     "LlamaForCausalLM",
     {
@@ -67,6 +68,6 @@ LLAMA = Shape(
         "max_position_embeddings": 1024,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        **ENDLESS,
+        **NO_END_TOKENS,
     },
 )

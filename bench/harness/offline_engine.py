@@ -1,19 +1,19 @@
-"""The engine without a server: a list of requests through the Python API, and what became of them.
+"""Offline engine benchmark: throughput, step times, cache hits through the Python API.
 
-The same engine that serves, with its model in this process, or in rank processes where the model is
-split. Every prompt is random and every token that is asked for is made. A first round is not
-counted; of the others each has new prompts, so that only what they are told to share is cached.
+It measures the serving engine without the front end. The model runs in this process, or in rank
+processes if it is split. Prompts are random, and every requested token is generated. The first
+round is a warm-up. Each round has new prompts, so only the configured shared prefix hits the prefix
+cache.
 """
 
 import argparse
-import math
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -21,22 +21,23 @@ import torch
 
 from bench.harness.model_shapes import GPT2
 from checkpoints_tools.conversion.convert import write_native
+from clients.load.generator import quantile
 from gpt.checkpoint.logical_tensor import Checkpoint
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.model.gpt_model import GPT
-from gpt.model.loading import device_of
+from gpt.model.loading import parse_device
 from gpt.parallel.mesh import Mesh
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import NullTokenizer
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.messages import ServiceClass
-from serving.ranks.in_process import Inside
-from serving.ranks.rank import arrange, load
-from serving.ranks.supervisor import Supervisor
-from serving.request import Answer, Completion, Request
-from serving.service.service import Found, Service
+from serving.ranks.in_process import InProcessTransport
+from serving.ranks.supervisor import LocalSupervisor
+from serving.request import AnswerSpec, Completion, Request
+from serving.service.service import ServableCheckpoint, Service
+from serving.worker.startup import load_worker_model, prepare_weights
 
 GPT2_SMALL = GPTConfig(
     num_layers=GPT2.settings["n_layer"],
@@ -46,192 +47,231 @@ GPT2_SMALL = GPTConfig(
     max_position_embeddings=GPT2.settings["n_positions"],
     dtype="bfloat16",
 )
-# Whatever the machine, so that its memory does not decide what is preempted.
+# KV-cache tokens: fixed, so that preemptions do not depend on the memory of the machine.
 KV_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is asked in a round, all at once."""
+class OfflineWorkload:
+    """The requests of one round, all submitted at once."""
 
     requests: int = 32
-    prompt: int = 128  # Tokens of each, and
-    shared: int = 0  # how many of them all begin with.
-    new: int = 128
-    service: ServiceClass = "latency"
+    prompt_tokens: int = 128  # Per request, shared prefix included.
+    shared_tokens: int = 0  # Length of the prefix that all prompts share.
+    new_tokens: int = 128
+    service_class: ServiceClass = "latency"
 
 
 @dataclass
-class Watched:
-    """What the engine said of itself after each step."""
+class StepStats:
+    """Engine statistics, sampled after each step."""
 
     step_s: list[float] = field(default_factory=list)
-    blocks_held: int = 0  # At most.
-    blocks: int = 0
+    blocks_used_max: int = 0  # Peak number of KV blocks in use.
+    blocks: int = 0  # Size of the block pool.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Beside --requests, --rounds, --dtype and --device, which other tables have, too."""
+    """Add the flags of this suite; --requests, --rounds, --dtype and --device are shared ones."""
     group = parser.add_argument_group("--only engine")
     group.add_argument("--model", metavar="PATH", help="default: GPT-2 small, random weights")
-    group.add_argument("--prompt", type=int, default=Work.prompt, help="tokens of each prompt")
-    group.add_argument("--shared", type=int, default=0, help="of these, which all begin with")
-    group.add_argument("--new", type=int, default=Work.new, help="tokens of each answer")
-    group.add_argument("--service", choices=get_args(ServiceClass), default=Work.service)
-    group.add_argument("--tp", type=int, help="tensor ranks, in processes of their own")
-    group.add_argument("--pp", type=int, help="pipeline stages, likewise")
-    group.add_argument("--config", metavar="F", help="a YAML file with limits of the server's")
+    group.add_argument(
+        "--prompt", type=int, default=OfflineWorkload.prompt_tokens, help="tokens per prompt"
+    )
+    group.add_argument("--shared", type=int, default=0, help="prompt tokens that all share")
+    group.add_argument(
+        "--new", type=int, default=OfflineWorkload.new_tokens, help="new tokens per request"
+    )
+    group.add_argument(
+        "--service", choices=get_args(ServiceClass), default=OfflineWorkload.service_class
+    )
+    group.add_argument("--tp", type=int, help="tensor-parallel ranks, one process each")
+    group.add_argument("--pp", type=int, help="pipeline stages, one process each")
+    group.add_argument("--config", metavar="F", help="YAML file with server settings")
 
 
-def asked(flags: argparse.Namespace) -> Iterator[str]:
-    """The report that flags ask for."""
-    given = {name: getattr(flags, name) for name in ("dtype", "device", "tp", "pp")}
-    config = ServerConfig.read(flags.config, {"model": flags.model or "", **given})
-    if config.kv_tokens_max is None:
-        config = replace(config, kv_tokens_max=KV_TOKENS)
-    requests = flags.requests[0] if flags.requests else Work.requests
-    work = Work(requests, flags.prompt, flags.shared, flags.new, flags.service)
-    return lines(config, work, flags.rounds)
+def run_from_flags(flags: argparse.Namespace) -> Iterator[str]:
+    """Run the workload that the flags describe and yield the lines of its report."""
+    overrides = {name: getattr(flags, name) for name in ("dtype", "device", "tp", "pp")}
+    config = ServerConfig.read(flags.config, {"model": flags.model or "", **overrides})
+    if config.cache_config.kv_tokens_max is None:
+        config = config.with_fields(kv_tokens_max=KV_TOKENS)
+    requests = flags.requests[0] if flags.requests else OfflineWorkload.requests
+    workload = OfflineWorkload(requests, flags.prompt, flags.shared, flags.new, flags.service)
+    return run_suite(config, workload, flags.rounds)
 
 
-def lines(
-    config: ServerConfig, work: Work, rounds: int = 3, network: GPTConfig = GPT2_SMALL
+def run_suite(
+    config: ServerConfig,
+    workload: OfflineWorkload,
+    rounds: int = 3,
+    network: GPTConfig = GPT2_SMALL,
 ) -> Iterator[str]:
-    """The report. A config without a model means one with random weights."""
-    split = config.tp * config.pp > 1
-    ranks = f"tp {config.tp} x pp {config.pp}" if split else f"{torch.get_num_threads()} threads"
-    with _engine(config, network) as (engine, vocab_size):
-        facts = engine.wait()
-        model = Path(config.model).name or "random weights"
-        yield f"{model}, {facts.dtype}, {ranks}, torch {torch.__version__}"
+    """Yield the lines of the report; a config without a model uses random weights."""
+    is_split = config.parallel_config.tp * config.parallel_config.pp > 1
+    ranks_text = (
+        f"tp {config.parallel_config.tp} x pp {config.parallel_config.pp}"
+        if is_split
+        else f"{torch.get_num_threads()} threads"
+    )
+    with _open_engine(config, network) as (engine, vocab_size):
+        ready = engine.wait()
+        model = Path(config.model_config.model).name or "random weights"
+        yield f"{model}, {ready.dtype}, {ranks_text}, torch {torch.__version__}"
         yield (
-            f"{work.requests} requests of {work.prompt} tokens ({work.shared} shared) + "
-            f"{work.new} new ones, {work.service} class"
+            f"{workload.requests} requests of {workload.prompt_tokens} tokens "
+            f"({workload.shared_tokens} shared) + "
+            f"{workload.new_tokens} new tokens, {workload.service_class} class"
         )
-        yield from report(engine, vocab_size, work, rounds)
+        yield from measure_rounds(engine, vocab_size, workload, rounds)
 
 
 @contextmanager
-def _engine(config: ServerConfig, network: GPTConfig) -> Iterator[tuple[Engine, int]]:
-    """And the size of its model's vocabulary."""
-    if not config.model and config.tp * config.pp == 1:
-        with engine_of(loaded(fresh(network, 0), config), config) as engine:
+def _open_engine(config: ServerConfig, network: GPTConfig) -> Iterator[tuple[Engine, int]]:
+    """Yield the engine and the vocabulary size of its model."""
+    if not config.model_config.model and config.parallel_config.tp * config.parallel_config.pp == 1:
+        with running_engine(
+            load_for_serving(random_init_checkpoint(network, 0), config), config
+        ) as engine:
             yield engine, network.vocab_size
         return
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        if not config.model:
-            write_native(fresh(network, 0), Path(folder) / "model")
-            config = replace(config, model=str(Path(folder) / "model"))
-        with service_of(config) as service:
+        if not config.model_config.model:
+            write_native(random_init_checkpoint(network, 0), Path(folder) / "model")
+            config = config.with_fields(model=str(Path(folder) / "model"))
+        with open_service(config) as service:
             yield service.engine, service.checkpoint.config.vocab_size
 
 
-def report(engine: Engine, vocab_size: int, work: Work, rounds: int) -> Iterator[str]:
-    draw = random.Random(0)
-    spent: list[float] = []
-    watched = Watched()
-    for turn in range(rounds + 1):
-        if turn == 1:
-            before = engine.load
-            watch(engine, watched)
-        requests = drawn(draw, vocab_size, work)
+def measure_rounds(
+    engine: Engine, vocab_size: int, workload: OfflineWorkload, rounds: int
+) -> Iterator[str]:
+    rng = random.Random(0)
+    round_s: list[float] = []
+    step_stats = StepStats()
+    for round_index in range(rounds + 1):
+        if round_index == 1:
+            stats_before = engine.stats
+            record_steps(engine, step_stats)
+        requests = random_requests(rng, vocab_size, workload)
         start = time.perf_counter()
-        made = answered(engine, requests)
-        if turn:
-            spent.append(time.perf_counter() - start)
-        assert sum(len(one.token_ids) for one in made) == work.requests * work.new
+        completions = generate_all(engine, requests)
+        if round_index:
+            round_s.append(time.perf_counter() - start)
+        assert (
+            sum(len(completion.token_ids) for completion in completions)
+            == workload.requests * workload.new_tokens
+        )
     engine.on_step = lambda seconds: None
-    after, whole = engine.load, sum(spent)
-    seconds = statistics.median(spent)
-    prompt_tokens = work.requests * work.prompt
+    stats_after, total_s = engine.stats, sum(round_s)
+    seconds = statistics.median(round_s)
+    prompt_tokens = workload.requests * workload.prompt_tokens
     yield f"prompt tokens/s    {prompt_tokens / seconds:10,.0f}"
-    yield f"new tokens/s       {work.requests * work.new / seconds:10,.0f}"
-    yield f"requests/s         {work.requests / seconds:10.2f}"
-    low, high = min(spent), max(spent)
-    yield f"seconds            {seconds:10.2f}  of {len(spent)} rounds from {low:.2f} to {high:.2f}"
-    steps = after.steps - before.steps
-    ms = [1e3 * quantile(watched.step_s, part) for part in (0.5, 0.9, 0.99, 1.0)]
+    yield f"new tokens/s       {workload.requests * workload.new_tokens / seconds:10,.0f}"
+    yield f"requests/s         {workload.requests / seconds:10.2f}"
+    low, high = min(round_s), max(round_s)
+    yield (
+        f"seconds            {seconds:10.2f}  of {len(round_s)} rounds from {low:.2f} to {high:.2f}"
+    )
+    steps = stats_after.steps - stats_before.steps
+    ms = [1e3 * quantile(step_stats.step_s, fraction) for fraction in (0.5, 0.9, 0.99, 1.0)]
     yield f"steps              {steps:10,}  ms: " + ", ".join(
         f"{name} {value:.1f}" for name, value in zip(("p50", "p90", "p99", "max"), ms, strict=True)
     )
-    outside = max(0.0, 1 - sum(watched.step_s) / whole)
-    yield f"between the steps  {100 * outside:9.1f}%  of the time"
-    asked = after.prompt_tokens - before.prompt_tokens
-    hits = after.cached_tokens - before.cached_tokens
-    yield f"prefix hits        {100 * hits / asked:9.1f}%  of {asked:,} prompt tokens"
-    yield f"preemptions        {after.preemptions - before.preemptions:10,}"
-    drafted = after.drafted_tokens - before.drafted_tokens
+    idle_share = max(0.0, 1 - sum(step_stats.step_s) / total_s)
+    yield f"between the steps  {100 * idle_share:9.1f}%  of the time"
+    scheduled_tokens = stats_after.prompt_tokens - stats_before.prompt_tokens
+    hits = stats_after.cached_tokens - stats_before.cached_tokens
+    yield (
+        f"prefix hits        {100 * hits / scheduled_tokens:9.1f}%  of {scheduled_tokens:,} "
+        "prompt tokens"
+    )
+    yield f"preemptions        {stats_after.preemptions - stats_before.preemptions:10,}"
+    drafted = stats_after.drafted_tokens - stats_before.drafted_tokens
     if drafted:
-        # Models with random weights repeat themselves, which flatters guessing ahead.
-        right = after.accepted_tokens - before.accepted_tokens
-        plain = after.made_tokens - before.made_tokens - right
+        # Random models repeat themselves, which inflates the acceptance of n-gram drafts.
+        accepted = stats_after.accepted_tokens - stats_before.accepted_tokens
+        decoded = stats_after.made_tokens - stats_before.made_tokens - accepted
         yield (
-            f"guessed right      {100 * right / drafted:9.1f}%  of {drafted:,} tokens; "
-            f"{1 + right / plain:.2f} new ones at a time"
+            f"draft acceptance   {100 * accepted / drafted:9.1f}%  of {drafted:,} drafted tokens; "
+            f"{1 + accepted / decoded:.2f} new tokens per decode"
         )
-    held = 100 * watched.blocks_held / max(1, watched.blocks)
-    yield f"KV memory          {held:9.1f}%  held at most, of {watched.blocks:,} blocks"
+    kv_percent = 100 * step_stats.blocks_used_max / max(1, step_stats.blocks)
+    yield f"KV memory          {kv_percent:9.1f}%  peak use of {step_stats.blocks:,} blocks"
 
 
-def watch(engine: Engine, watched: Watched) -> None:
-    def note(seconds: float) -> None:
-        load = engine.load
-        watched.step_s.append(seconds)
-        watched.blocks_held = max(watched.blocks_held, load.blocks_held)
-        watched.blocks = load.blocks
+def record_steps(engine: Engine, step_stats: StepStats) -> None:
+    def record_step(seconds: float) -> None:
+        stats = engine.stats
+        step_stats.step_s.append(seconds)
+        step_stats.blocks_used_max = max(step_stats.blocks_used_max, stats.blocks_held)
+        step_stats.blocks = stats.blocks
 
-    engine.on_step = note
+    engine.on_step = record_step
 
 
-def drawn(draw: random.Random, vocab_size: int, work: Work) -> list[Request]:
-    beginning = ids(draw, vocab_size, work.shared)
+def random_requests(
+    rng: random.Random, vocab_size: int, workload: OfflineWorkload
+) -> list[Request]:
+    shared_prefix = random_ids(rng, vocab_size, workload.shared_tokens)
     return [
-        asking(beginning + ids(draw, vocab_size, work.prompt - work.shared), work.new, work.service)
-        for _ in range(work.requests)
+        greedy_request(
+            shared_prefix
+            + random_ids(rng, vocab_size, workload.prompt_tokens - workload.shared_tokens),
+            workload.new_tokens,
+            workload.service_class,
+        )
+        for _ in range(workload.requests)
     ]
 
 
-def asking(prompt: tuple[int, ...], new: int, service: ServiceClass = "latency") -> Request:
-    """One greedy answer that nothing ends before its last token."""
-    return Request((Answer(prompt, Sampling(new)),), service=service)
+def greedy_request(
+    prompt: tuple[int, ...], new_tokens: int, service_class: ServiceClass = "latency"
+) -> Request:
+    """Build a greedy request that generates exactly `new_tokens` tokens (no end token)."""
+    return Request((AnswerSpec(prompt, SamplingParams(new_tokens)),), service=service_class)
 
 
-def ids(draw: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
-    return tuple(draw.choices(range(vocab_size), k=count))
+def random_ids(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
+    return tuple(rng.choices(range(vocab_size), k=count))
 
 
-def answered(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """All of them at once; a bench has no use for a part of them."""
-    made = engine.generate(requests)
-    for one in made:
-        if one.error is not None:
-            raise one.error
-    return made
+def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Generate all requests at once; raise the error of the first that failed."""
+    completions = engine.generate(requests)
+    for completion in completions:
+        if completion.error is not None:
+            raise completion.error
+    return completions
 
 
-def quantile(values: Sequence[float], part: float) -> float:
-    """The value that so large a part of them does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
-
-
-# ------------------------------------------------------------------------------------- the engine
+# ------------------------------------------------------------------------------------------ engine
 
 
 @contextmanager
-def service_of(config: ServerConfig) -> Iterator[Service]:
-    """All that serving has but the surfaces."""
-    found = Found.at(config)
-    split = config.tp * config.pp > 1
-    link = Supervisor(config) if split else Inside(loaded(found.checkpoint, config), config)
-    with Service(found).open(link) as service:
+def open_service(config: ServerConfig) -> Iterator[Service]:
+    """Open a service (model, adapters, engine) without gRPC or HTTP front end."""
+    servable = ServableCheckpoint.from_config(config)
+    is_split = config.parallel_config.tp * config.parallel_config.pp > 1
+    transport = (
+        LocalSupervisor(config)
+        if is_split
+        else InProcessTransport(load_for_serving(servable.checkpoint, config), config)
+    )
+    with Service(servable).open(transport) as service:
         yield service
 
 
 @contextmanager
-def engine_of(model: GPT, config: ServerConfig) -> Iterator[Engine]:
-    """An engine alone, for a model that is there."""
-    engine = Engine(Inside(model, config), NullTokenizer(model.config.vocab_size), config)
+def running_engine(model: GPT, config: ServerConfig) -> Iterator[Engine]:
+    """Run an engine for a model that is already loaded in this process."""
+    engine = Engine(
+        InProcessTransport(model, config),
+        NullTokenizer(model.config.vocab_size),
+        config.scheduler_config,
+        config.parallel_config,
+        config.observability_config,
+    )
     engine.start()
     try:
         engine.wait()
@@ -240,8 +280,13 @@ def engine_of(model: GPT, config: ServerConfig) -> Iterator[Engine]:
         engine.close()
 
 
-def loaded(checkpoint: Checkpoint, config: ServerConfig) -> GPT:
-    """On one rank, as a rank that serves has it."""
-    model = load(checkpoint, Mesh.single(device_of(config.device)), config)
-    arrange(model, config)
+def load_for_serving(checkpoint: Checkpoint, config: ServerConfig) -> GPT:
+    """Load and prepare the model as a serving rank does, unsplit, in this process."""
+    model = load_worker_model(
+        checkpoint,
+        Mesh.single(parse_device(config.model_config.device)),
+        config.model_config,
+        config.cache_config,
+    )
+    prepare_weights(model, config.model_config)
     return model

@@ -1,12 +1,11 @@
-"""A run of the bench as a file: what ran where, every row with its samples, and what is missing.
+"""Bench record: one JSON file per run with machine, settings, limits, rows and samples.
 
-It is written anew after each thing that was measured, so a run that is killed loses nothing. The
-folder's files, one for each run, are what a graph of them is drawn from. Judges nothing.
+The file is rewritten after each measurement, so a killed run keeps the measurements made so far.
+`bench/harness/history.py` plots the files of the folder.
 """
 
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -16,102 +15,112 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.roofline import Limit
+from bench.harness.roofline import MeasuredLimit
 from bench.harness.targets import Row, Settings
+from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError
+from gpt.host_limits import total_memory_bytes, usable_cores
+from gpt.json_output import nonfinite_to_none
 
-FOLDER = Path("build/bench")
-VERSION = 1
+RECORD_FOLDER = Path("build/bench")
+FORMAT_VERSION = 1
 
-# What a part of the bench gives, one after another: rows, what they stand on, and talk.
-Item = str | Row | Settings | Limit
+# A suite yields result rows, settings of the compared engines, machine limits and lines of text.
+SuiteOutput = str | Row | Settings | MeasuredLimit
 
 
 @dataclass
-class Record:
-    """One run. What is told is kept, and written at once."""
+class RunRecord:
+    """The record of one run; every output added to it is written to the file at once."""
 
     path: Path
-    facts: Mapping[str, Any]
+    header: Mapping[str, Any]
     settings: list[Mapping[str, Any]] = field(default_factory=list)
     limits: list[Mapping[str, Any]] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
 
     @classmethod
-    def begun(cls, asked: Sequence[str], folder: Path = FOLDER) -> "Record":
-        """`asked`: the words of the command."""
-        when, what = time.strftime("%Y-%m-%dT%H:%M:%S"), commit()
-        name = f"{when.replace(':', '').replace('T', '-')}-{what.replace('+', '-changed')}.json"
-        facts = {
-            "version": VERSION,
-            "begun": when,
-            "commit": what,
-            "asked": list(asked),
-            "machine": machine(),
+    def create(cls, arguments: Sequence[str], folder: Path = RECORD_FOLDER) -> "RunRecord":
+        """Start a record; `arguments` are the command-line arguments of the run."""
+        started_at, commit_id = time.strftime("%Y-%m-%dT%H:%M:%S"), git_commit()
+        time_name = started_at.replace(":", "").replace("T", "-")
+        name = f"{time_name}-{commit_id.replace('+', '-changed')}.json"
+        header = {
+            "version": FORMAT_VERSION,
+            "begun": started_at,
+            "commit": commit_id,
+            "asked": list(arguments),
+            "machine": describe_machine(),
         }
-        return cls(folder / name, facts)
+        return cls(folder / name, header)
 
-    def note(self, item: Item) -> None:
-        match item:
+    def add(self, output: SuiteOutput) -> None:
+        match output:
             case Row():
-                self.rows[item.promise.name] = item
+                self.rows[output.target.name] = output
             case Settings():
-                self.settings.append({"title": item.title, "sides": dict(item.sides)})
-            case Limit():
-                some = {way: list(samples) for way, samples in item.ways.items()}
-                limit = {"name": item.name, "unit": f"{item.unit}/s", "value": item.value}
-                self.limits.append({**limit, "way": item.best, "samples": some})
+                self.settings.append({"title": output.title, "sides": dict(output.sides)})
+            case MeasuredLimit():
+                samples = {method: list(rates) for method, rates in output.rates_by_method.items()}
+                limit = {"name": output.name, "unit": f"{output.unit}/s", "value": output.value}
+                self.limits.append({**limit, "way": output.best_method, "samples": samples})
             case str():
                 return
         self._write()
 
     def _write(self) -> None:
-        whole = {
-            **self.facts,
+        document = {
+            **self.header,
             "settings": self.settings,
             "limits": self.limits,
-            "rows": [_figures(row) for row in self.rows.values()],
+            "rows": [_row_record(row) for row in self.rows.values()],
         }
-        half = self.path.with_suffix(".part")
         try:
-            half.parent.mkdir(parents=True, exist_ok=True)
-            half.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
-            half.replace(self.path)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+            write_atomic(self.path, text.encode(), durable=False)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written ({error.strerror}); run it where that can be"
+                f"cannot write the benchmark record {self.path} ({error.strerror}); "
+                "run the benchmark from a writable directory"
             ) from None
 
 
-def _figures(row: Row) -> dict[str, Any]:
-    promise = row.promise
-    told: dict[str, Any] = {
-        "name": promise.name,
-        "what": promise.what,
-        "unit": promise.unit,
-        "target": promise.target,
-        "at_most": promise.at_most,
+def _row_record(row: Row) -> dict[str, Any]:
+    target = row.target
+    record: dict[str, Any] = {
+        "name": target.name,
+        "what": target.title,
+        "unit": target.unit,
+        "target": target.threshold,
+        "at_most": target.is_maximum,
         "verdict": row.verdict,
     }
-    if row.missing:
-        return told | {"missing": row.missing}
-    samples = {side: [x for x in some if math.isfinite(x)] for side, some in row.samples.items()}
-    medians = {side: statistics.median(some) for side, some in samples.items() if some}
-    told |= {"value": _finite(row.value), "told": row.told, "medians": medians, "samples": samples}
-    return told | {"share_of_bound": None if row.share is None else _finite(row.share)}
+    if row.not_run_reason:
+        return record | {"missing": row.not_run_reason}
+    samples = {
+        side: [x for x in values if math.isfinite(x)] for side, values in row.samples.items()
+    }
+    medians = {side: statistics.median(values) for side, values in samples.items() if values}
+    record |= {
+        "value": nonfinite_to_none(row.value),
+        "told": row.summary,
+        "medians": medians,
+        "samples": samples,
+    }
+    return record | {"share_of_bound": nonfinite_to_none(row.bound_share)}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def git_commit() -> str:
+    """Return the short commit id of this checkout, with `+` if files differ from the commit.
 
-
-def commit() -> str:
-    """Of this checkout, `+` where files differ from it; `none` where it is none."""
+    Returns `none` outside a git checkout.
+    """
     root = Path(__file__).resolve().parents[2]
 
-    def git(*words: str) -> str:
-        line = ["git", "-C", str(root), *words]
-        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain"))
@@ -119,20 +128,22 @@ def commit() -> str:
         return "none"
 
 
-def machine() -> dict[str, str]:
-    """What this runs on, in words."""
+def describe_machine() -> dict[str, str]:
+    """Describe the hardware and software that the benchmark runs on."""
     import torch
 
-    from gpt.cpu.kernels import machine as kind
+    from gpt.cpu.kernels import isa_level as kind
 
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text() if cpus.exists() else ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    numbers = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    model_names = [
+        line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line
+    ]
+    memory_bytes = total_memory_bytes(within_limit=False)
     return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{numbers / (1 << 30):.0f} GiB",
+        "processor": model_names[0] if model_names else platform.processor() or platform.machine(),
+        "cores": str(usable_cores(within_quota=False)),
+        "memory": f"{memory_bytes / (1 << 30):.0f} GiB",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -141,20 +152,21 @@ def machine() -> dict[str, str]:
     }
 
 
-def runs(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Every run that stands in the folder, the oldest first."""
-    found = []
+def read_runs(folder: Path = RECORD_FOLDER) -> list[dict[str, Any]]:
+    """Read all runs of the folder, oldest first."""
+    past_runs = []
     for path in sorted(folder.glob("*.json")):
         try:
             run = json.loads(path.read_text())
             version = run["version"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is not a run of the bench ({error!r}); move it away"
+                f"{path} is not a benchmark record ({error!r}); move it out of the folder"
             ) from None
-        if version != VERSION:
+        if version != FORMAT_VERSION:
             raise ConfigError(
-                f"{path} has version {version}, and this reads {VERSION}; move it away"
+                f"{path} has format version {version}; only version {FORMAT_VERSION} is supported; "
+                "move it out of the folder"
             )
-        found.append(run)
-    return sorted(found, key=lambda run: str(run["begun"]))
+        past_runs.append(run)
+    return sorted(past_runs, key=lambda run: str(run["begun"]))

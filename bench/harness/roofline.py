@@ -1,8 +1,9 @@
-"""How fast a machine could be at best: a model's bytes and operations against measured limits.
+"""Roofline model: the least time a pass can take, from its bytes and operations.
 
-A pass through the model reads each weight once, and the keys and values of every token before; it
-multiplies and adds twice per weight and row. It can take no less than the longer of both. What else
-there is to do counts as nothing, so no engine gets quite there. Measures nothing itself.
+A forward pass reads each weight once, and the keys and values of every earlier token. It performs
+two operations (multiply and add) per weight and row. The bound is the larger of two times: bytes at
+the measured memory bandwidth, and operations at the measured matmul throughput. All other work is
+ignored, so no engine quite reaches the bound.
 """
 
 import statistics
@@ -12,115 +13,134 @@ from dataclasses import dataclass, field
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import kv_bytes_per_token, parameter_count
 
-# Of a product's time, where it is one of bytes and not of bf16: a vector holds twice as many.
-BYTE_WORK = 0.5
+# Time of an int8 product relative to bf16: a vector register holds twice as many values.
+INT8_TIME_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Limit:
-    """One of them, with every way's median and samples, in `unit` a second."""
+class MeasuredLimit:
+    """A measured machine limit: the rates of every method, in `unit` per second."""
 
     name: str
     unit: str
-    ways: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    rates_by_method: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
-    def best(self) -> str:
-        return max(self.ways, key=lambda way: statistics.median(self.ways[way]))
+    def best_method(self) -> str:
+        return max(
+            self.rates_by_method, key=lambda method: statistics.median(self.rates_by_method[method])
+        )
 
     @property
     def value(self) -> float:
-        return statistics.median(self.ways[self.best])
+        return statistics.median(self.rates_by_method[self.best_method])
 
     def __str__(self) -> str:
-        others = sorted(self.ways.items(), key=lambda one: -statistics.median(one[1]))[1:]
-        also = ", ".join(f"{way} {statistics.median(some) / 1e9:.1f}" for way, some in others)
-        one = self.ways[self.best]
-        spread = f"{min(one) / 1e9:.1f} to {max(one) / 1e9:.1f}"
-        told = f"{self.name}: {self.value / 1e9:.1f} G{self.unit}/s ({self.best}; {spread}"
-        return f"{told}; {also})" if also else f"{told})"
+        other_methods = sorted(
+            self.rates_by_method.items(), key=lambda pair: -statistics.median(pair[1])
+        )[1:]
+        others_text = ", ".join(
+            f"{method} {statistics.median(rates) / 1e9:.1f}" for method, rates in other_methods
+        )
+        best_rates = self.rates_by_method[self.best_method]
+        spread = f"{min(best_rates) / 1e9:.1f} to {max(best_rates) / 1e9:.1f}"
+        text = f"{self.name}: {self.value / 1e9:.1f} G{self.unit}/s ({self.best_method}; {spread}"
+        return f"{text}; {others_text})" if others_text else f"{text})"
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a machine does in a second at best; as the bench's limits are, or made up."""
+    """Peak rates of a machine, measured or assumed."""
 
-    read_bytes: float
-    operations: float  # Of the dtype that is multiplied in.
+    read_bytes_per_s: float
+    operations_per_s: float  # For the dtype of the matmuls.
 
-    def seconds(self, cost: "Cost") -> float:
-        return max(cost.read_bytes / self.read_bytes, cost.operations / self.operations)
+    def seconds(self, cost: "PassCost") -> float:
+        return max(cost.read_bytes / self.read_bytes_per_s, cost.operations / self.operations_per_s)
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of one pass."""
+class PassCost:
+    """Bytes read and operations performed in one forward pass."""
 
     read_bytes: float
     operations: float
 
 
 @dataclass(frozen=True)
-class Model:
-    """A network whose weights take so many bytes each; keys and values are as its dtype."""
+class RooflineModel:
+    """The cost of forward passes through a model; the KV cache has the dtype of the model."""
 
     config: GPTConfig
-    weight_bytes: float = 0.0  # 0: as its dtype.
-    # For so many rows at most, the best token is found by a byte of each of the head's weights.
-    few_rows: int = 0
+    bytes_per_weight: float = 0.0  # 0: the bytes of the model's dtype.
+    # Up to this batch size the argmax reads an int8 copy of the LM head.
+    int8_head_rows_max: int = 0
 
     @property
-    def head(self) -> int:
+    def head_weights(self) -> int:
         return self.config.vocab_size * self.config.hidden_size
 
     @property
-    def layers(self) -> int:
-        """Weights that a pass multiplies by, but for the head; tables are looked up."""
+    def layer_weights(self) -> int:
+        """Return the number of matmul weights without the LM head.
+
+        Embedding tables do not count, because a pass looks up only a few of their rows.
+        """
         config = self.config
-        tables = self.head * (1 + config.untie_embeddings_and_output_weights)
-        if config.learned_positions:
+        tables = self.head_weights * (1 + config.untie_embeddings_and_output_weights)
+        if config.has_learned_positions:
             tables += config.max_position_embeddings * config.hidden_size
         return parameter_count(config) - tables
 
     @property
-    def unread(self) -> int:
-        """Weights of the last layer that only each sequence's last token needs: all but those of
-        keys and values.
+    def last_token_weights(self) -> int:
+        """Return the number of last-layer weights that only each sequence's last token uses.
+
+        Every token needs the key and value projections; the other weights only produce the output.
         """
         config = self.config
-        kept = 2 * config.num_query_groups * config.kv_channels * config.hidden_size
-        return self.layers // config.num_layers - kept
+        kv_weights = 2 * config.num_query_groups * config.kv_channels * config.hidden_size
+        return self.layer_weights // config.num_layers - kv_weights
 
-    def cost(self, contexts: Sequence[int], new: Sequence[int]) -> Cost:
-        """Of a pass with so many `new` tokens for each sequence, behind `contexts` tokens.
+    def cost(self, contexts: Sequence[int], new_tokens: Sequence[int]) -> PassCost:
+        """Return the cost of one forward pass over a batch of sequences.
 
-        Each sequence's last one is scored against the vocabulary.
+        Sequence i has `contexts[i]` cached tokens and `new_tokens[i]` new ones. Logits are computed
+        for the last token of each sequence only.
         """
         config = self.config
-        each = self.weight_bytes or DTYPE_BYTES[config.dtype]
+        bytes_per_weight = self.bytes_per_weight or DTYPE_BYTES[config.dtype]
         kv_bytes = kv_bytes_per_token(config, config.num_layers)
-        width = 4 * config.num_attention_heads * config.kv_channels
-        rows, last = sum(new), len(new)
-        by_bytes = last <= self.few_rows and each > 1
-        head_bytes = self.head * (1 if by_bytes else each)
-        products: float = self.layers * rows - self.unread * (rows - last)
-        products += self.head * last * (BYTE_WORK if by_bytes else 1)
-        # The token at a place attends to all before it, and to itself.
-        pairs = list(zip(contexts, new, strict=True))
-        attended = sum(count * before + count * (count + 1) / 2 for before, count in pairs)
-        seen_last = sum(before + count for before, count in pairs)
-        attended = (config.num_layers - 1) * attended + seen_last
-        return Cost(
-            read_bytes=self.layers * each + head_bytes + sum(contexts) * kv_bytes,
-            operations=2 * products + width * attended,
+        attention_operations = 4 * config.num_attention_heads * config.kv_channels
+        rows, sequences = sum(new_tokens), len(new_tokens)
+        uses_int8_head = sequences <= self.int8_head_rows_max and bytes_per_weight > 1
+        head_bytes = self.head_weights * (1 if uses_int8_head else bytes_per_weight)
+        multiplications: float = self.layer_weights * rows - self.last_token_weights * (
+            rows - sequences
+        )
+        multiplications += (
+            self.head_weights * sequences * (INT8_TIME_SHARE if uses_int8_head else 1)
+        )
+        # Causal attention: each token attends to all earlier tokens and to itself.
+        pairs = list(zip(contexts, new_tokens, strict=True))
+        attended_keys = sum(
+            new_count * context + new_count * (new_count + 1) / 2 for context, new_count in pairs
+        )
+        last_layer_keys = sum(context + new_count for context, new_count in pairs)
+        attended_keys = (config.num_layers - 1) * attended_keys + last_layer_keys
+        return PassCost(
+            read_bytes=self.layer_weights * bytes_per_weight
+            + head_bytes
+            + sum(contexts) * kv_bytes,
+            operations=2 * multiplications + attention_operations * attended_keys,
         )
 
     def prefill_s(self, prompts: int, tokens: int, peaks: Peaks) -> float:
-        """Seconds for the first tokens of as many prompts."""
+        """Return the seconds to prefill `prompts` prompts of `tokens` tokens in one pass."""
         return peaks.seconds(self.cost([0] * prompts, [tokens] * prompts))
 
     def decode_s(self, sequences: int, context: int, steps: int, peaks: Peaks) -> float:
-        """Seconds for so many further tokens of each, the first of them behind `context`."""
+        """Return the seconds for `steps` decode steps; the first has `context` cached tokens."""
         return sum(
             peaks.seconds(self.cost([context + step] * sequences, [1] * sequences))
             for step in range(steps)

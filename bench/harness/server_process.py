@@ -1,7 +1,7 @@
-"""`preamble serve` in a process of its own, for what is measured from outside of it.
+"""Server process: runs `preamble serve` in a child and reads its CPU time and memory.
 
-Where it listens is what its first line says; what it and its ranks spend is what the system says.
-Knows no load and no verdict.
+The address of the server is read from the first line that it prints. The CPU time and the memory of
+the front end and of its rank processes are read from /proc.
 """
 
 import os
@@ -15,49 +15,49 @@ from pathlib import Path
 import yaml
 
 from checkpoints_tools.conversion.convert import write_native
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
-from planning.measurement.child_command import server
+from planning.measurement.child_command import run_server
 
 START_S = 180.0
-TICKS = os.sysconf("SC_CLK_TCK")
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Spent:
-    """CPU seconds since the start."""
+class CpuTime:
+    """CPU seconds of the front end and of its rank processes since they started."""
 
-    front_s: float
+    frontend_s: float
     ranks_s: float
 
-    def since(self, before: "Spent") -> "Spent":
-        return Spent(self.front_s - before.front_s, self.ranks_s - before.ranks_s)
+    def since(self, earlier: "CpuTime") -> "CpuTime":
+        return CpuTime(self.frontend_s - earlier.frontend_s, self.ranks_s - earlier.ranks_s)
 
 
 @dataclass(frozen=True)
-class Served:
-    """A server that answers at `address`."""
+class ServerProcess:
+    """A running server that accepts requests at `address`."""
 
     pid: int
     address: str
 
     @property
-    def spent(self) -> Spent:
+    def cpu_time(self) -> CpuTime:
         ranks = [pid for child in _children(self.pid) for pid in (child, *_children(child))]
-        return Spent(cpu_s(self.pid), sum(map(cpu_s, ranks)))
+        return CpuTime(cpu_s(self.pid), sum(map(cpu_s, ranks)))
 
     @property
-    def front_bytes(self) -> int:
-        """Anonymous memory of the front end."""
+    def frontend_bytes(self) -> int:
+        """Bytes of anonymous memory of the front-end process."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         match = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
         return int(match[1]) << 10 if match else 0
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process with all its threads, in user and system mode."""
+    """Return the CPU seconds of a process: all threads, user and system time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
 
 def _children(pid: int) -> list[int]:
@@ -66,23 +66,26 @@ def _children(pid: int) -> list[int]:
 
 
 @contextmanager
-def served(
-    model: Path, words: Sequence[str] = (), limits: Mapping[str, object] | None = None
-) -> Iterator[Served]:
-    """On free ports; `words` are flags of the command, `limits` settings."""
+def running_server(
+    model: Path, arguments: Sequence[str] = (), settings: Mapping[str, object] | None = None
+) -> Iterator[ServerProcess]:
+    """Run `preamble serve` on free ports.
+
+    `arguments` are command-line flags; `settings` is the content of the config file.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        line: list[str | Path] = [model, *words]
-        if limits:
-            settings = Path(folder) / "limits.yaml"
-            settings.write_text(yaml.safe_dump(dict(limits)))
-            line += ["--config", settings]
-        with server(line, Path(folder) / "log", START_S) as (started, address):
-            yield Served(started.process.pid, address)
+        command: list[str | Path] = [model, *arguments]
+        if settings:
+            settings_file = Path(folder) / "limits.yaml"
+            settings_file.write_text(yaml.safe_dump(dict(settings)))
+            command += ["--config", settings_file]
+        with run_server(command, Path(folder) / "log", START_S) as (started, address):
+            yield ServerProcess(started.process.pid, address)
 
 
 @contextmanager
-def random_checkpoint(network: GPTConfig) -> Iterator[Path]:
-    """Without a tokenizer, so that texts are numbers and nothing ends them early."""
+def saved_random_checkpoint(network: GPTConfig) -> Iterator[Path]:
+    """Save a random model without a tokenizer: prompts are token ids and there is no end token."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        write_native(fresh(network, 0), Path(folder) / "model")
+        write_native(random_init_checkpoint(network, 0), Path(folder) / "model")
         yield Path(folder) / "model"

@@ -1,0 +1,1 @@
+"""Peer comparison: our generation and prompt tuning compared with other engines and trainers."""

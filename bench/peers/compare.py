@@ -1,9 +1,10 @@
-"""`python -m bench --only peers`: our generation beside other engines, taken in turn in one run.
+"""Peer comparison: our generation speed compared with other engines, in interleaved rounds.
 
-Models have random weights, the same files for all. Each engine is a process in an environment of
-its own (`bench/peers_install.sh`), and gets work by a pipe, one engine at a time. Prompts are new
-in every round, so no cache of prefixes helps. Figures are medians, beside the bound that this
-machine's limits give; a peer that is not there, or fails, is a line that says so.
+For `python -m bench --only peers`. All engines load the same checkpoint with random weights. Each
+engine is a process in its own virtual environment (`bench/peers_install.sh`) and receives requests
+through a pipe; only one engine works at a time. Prompts are new in every round, so no prefix cache
+helps. Figures are medians and are compared with the roofline bound of the measured machine limits.
+The rows of an engine that is not installed, or fails, give the reason.
 """
 
 import json
@@ -20,288 +21,320 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.machine_limits import Limits, measure
-from bench.harness.model_shapes import GPT2, LLAMA, Shape
-from bench.harness.record import Item
-from bench.harness.roofline import Model, Peaks
-from bench.harness.targets import PROMISES, Settings, judged, not_run
+from bench.harness.machine_limits import MachineLimits, measure_limits
+from bench.harness.model_shapes import GPT2, LLAMA, ModelShape
+from bench.harness.record import SuiteOutput
+from bench.harness.roofline import Peaks, RooflineModel
+from bench.harness.targets import TARGETS, Settings, measured_row, not_run_row
+from gpt.child_processes import ChildProcess
 from gpt.cpu import int8_linear
 from gpt.cpu.exact_argmax import ROWS_MAX
 from gpt.formats.registry import open_checkpoint
 
-FOLDER = Path("build/peers")
-NAMES = ("vllm", "zentorch", "llama", "transformers", "ctranslate2")
-# An engine's threads may go on spinning for a while after its work.
-REST_SECONDS = 0.3
+PEERS_FOLDER = Path("build/peers")
+ENGINE_NAMES = ("vllm", "zentorch", "llama", "transformers", "ctranslate2")
+# OpenMP threads of an engine can spin for a while after a request; wait before the next timing.
+COOLDOWN_SECONDS = 0.3
+STOP_SECONDS = 30.0  # Time that an engine gets to end after SIGTERM.
 
 
 @dataclass(frozen=True)
-class Work:
-    """Requests at once. Of `decoding`, the time to the first tokens is taken off."""
+class PeerWorkload:
+    """Requests submitted at once. With `decode_only`, the time of the prefill is subtracted."""
 
     requests: int
-    prompt: int
-    new: int
-    decoding: bool = False
+    prompt_tokens: int
+    new_tokens: int
+    decode_only: bool = False
 
     @property
     def name(self) -> str:
-        """As promises call it."""
-        return str(self.requests if self.new > 1 else self.prompt)
+        """The part of the target's name that identifies the workload."""
+        return str(self.requests if self.new_tokens > 1 else self.prompt_tokens)
 
     @property
-    def tokens(self) -> int:
-        """What is counted: new tokens, or those of the prompt where only one is new."""
-        new = self.new - self.decoding
-        return self.requests * (new if self.new > 1 else self.prompt)
+    def counted_tokens(self) -> int:
+        """Tokens that the speed counts: new tokens, or prompt tokens if only one token is new."""
+        decoded = self.new_tokens - self.decode_only
+        return self.requests * (decoded if self.new_tokens > 1 else self.prompt_tokens)
 
-    def bound(self, model: Model, peaks: Peaks) -> float:
-        """As many of them as there could be in a second, at best."""
-        first = model.prefill_s(self.requests, self.prompt, peaks)
-        rest = model.decode_s(self.requests, self.prompt, self.new - 1, peaks)
-        return self.tokens / (rest if self.decoding else first + rest)
+    def bound_tokens_per_s(self, model: RooflineModel, peaks: Peaks) -> float:
+        """Return the counted tokens per second at the roofline bound."""
+        prefill_s = model.prefill_s(self.requests, self.prompt_tokens, peaks)
+        decode_s = model.decode_s(self.requests, self.prompt_tokens, self.new_tokens - 1, peaks)
+        return self.counted_tokens / (decode_s if self.decode_only else prefill_s + decode_s)
 
 
-ONE, EIGHT, MANY = Work(1, 128, 128, True), Work(8, 128, 128), Work(32, 128, 128)
-LONG = Work(1, 960, 1)
+SINGLE_DECODE = PeerWorkload(1, 128, 128, True)
+BATCH_OF_8 = PeerWorkload(8, 128, 128)
+BATCH_OF_32 = PeerWorkload(32, 128, 128)
+LONG_PREFILL = PeerWorkload(1, 960, 1)
 
 
 @dataclass(frozen=True)
-class Table:
-    """One model, in one kind of weights."""
+class PeerTable:
+    """A comparison of engines on one model with one weight dtype."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     weights: str
     peers: Sequence[str]
-    works: Sequence[Work]
+    workloads: Sequence[PeerWorkload]
 
-    def promised(self, work: Work, peer: str) -> str | None:
-        """The name of what is promised of us beside this peer; None: nothing is."""
-        name = f"peers/{self.name}/{work.name}/{peer}"
-        return name if name in PROMISES else None
+    def target_name(self, workload: PeerWorkload, peer: str) -> str | None:
+        """Return the name of the target for this peer and workload, or None if there is none."""
+        name = f"peers/{self.name}/{workload.name}/{peer}"
+        return name if name in TARGETS else None
 
 
 TABLES = (
-    Table("gpt2", GPT2, "bf16", NAMES, (ONE, EIGHT, MANY, LONG)),
-    Table("int8", GPT2, "int8", ("llama", "ctranslate2"), (ONE, EIGHT, MANY)),
-    Table("llama", LLAMA, "bf16", ("vllm", "zentorch"), (EIGHT, MANY)),
+    PeerTable(
+        "gpt2", GPT2, "bf16", ENGINE_NAMES, (SINGLE_DECODE, BATCH_OF_8, BATCH_OF_32, LONG_PREFILL)
+    ),
+    PeerTable(
+        "int8", GPT2, "int8", ("llama", "ctranslate2"), (SINGLE_DECODE, BATCH_OF_8, BATCH_OF_32)
+    ),
+    PeerTable("llama", LLAMA, "bf16", ("vllm", "zentorch"), (BATCH_OF_8, BATCH_OF_32)),
 )
 PARTS = tuple(table.name for table in TABLES)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Which of it, and how often."""
+class PeerSelection:
+    """The selected tables, peers and batch sizes, and the number of rounds."""
 
     rounds: int = 5
-    tables: Sequence[Table] = TABLES
-    peers: Sequence[str] = NAMES
-    requests: Sequence[int] = ()  # Of the rows; none: all.
+    tables: Sequence[PeerTable] = TABLES
+    peers: Sequence[str] = ENGINE_NAMES
+    requests: Sequence[int] = ()  # Selected batch sizes; empty: all.
 
 
-class Engine:
-    """One engine's process."""
+class EngineProcess:
+    """A child process that runs one engine; see bench/peers/engine_process.py."""
 
     def __init__(self, name: str, python: Path, model: Path, weights: str = "bf16") -> None:
-        self.name, self.failure = name, ""
+        self.name = name
+        self.failure = ""
         if not python.exists():
-            raise OSError(f"{python} is missing; make peers installs it")
+            raise OSError(
+                f"the environment of {name} is not installed ({python} does not exist); "
+                "run: make peers"
+            )
         self._log = (model.parent / f"{name}.log").open("w+")
-        self._process = subprocess.Popen(
-            [
-                str(python),
-                str(Path(__file__).with_name("engine_process.py")),
-                name,
-                str(model),
-                weights,
-            ],
+        self._process = ChildProcess(
+            [python, Path(__file__).with_name("engine_process.py"), name, model, weights],
+            environment=os.environ | _engine_environment(),  # Without this checkout's modules.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
-            env=os.environ | _around(),
         )
         try:
-            self.about = str(self._answer()["about"])
+            self.description = str(self._read_reply()["about"])
         except RuntimeError:
             self.close()
             raise
 
-    def run(self, prompts: list[list[int]], new: int) -> float:
-        """Seconds that it took; not a number once it has failed, which `failure` then tells."""
+    def time_generation(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Return the seconds of a generation, or NaN once the engine has failed (see `failure`)."""
         if self.failure:
             return math.nan
-        time.sleep(REST_SECONDS)
+        time.sleep(COOLDOWN_SECONDS)
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+            self._process.stdin.write(json.dumps({"prompts": prompts, "new": new_tokens}) + "\n")
             self._process.stdin.flush()
-            answer = self._answer()
+            reply = self._read_reply()
         except (RuntimeError, OSError) as error:
             self.failure = f"at {len(prompts)} requests: {error}"
             return math.nan
-        if answer["made"] != len(prompts) * new:
-            self.failure = f"made {answer['made']} of {len(prompts) * new} tokens"
+        if reply["made"] != len(prompts) * new_tokens:
+            self.failure = (
+                f"because it generated {reply['made']} of {len(prompts) * new_tokens} tokens"
+            )
             return math.nan
-        return float(answer["seconds"])
+        return float(reply["seconds"])
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.communicate()  # Which closes the pipes as well.
+        self._process.stop(STOP_SECONDS)
         self._log.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._log.seek(0)
             lines = self._log.read().strip().splitlines()
-            raise RuntimeError(f"{self.name} ended: {lines[-1] if lines else 'no word'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise RuntimeError(
+                f"the {self.name} process exited: {lines[-1] if lines else 'without any output'}"
+            )
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
-def _around() -> dict[str, str]:
-    """Variables of all engines: each looks at its own."""
+def _engine_environment() -> dict[str, str]:
+    """Return the environment variables of all engines; each engine reads its own."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
-        # Huge pages for whoever allocates by malloc, ours and theirs.
+        # Huge pages for malloc, in our engine and in the others.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        # All cores for computing, of which vLLM would keep one for itself.
+        # By default vLLM reserves one core; give it all cores for compute, like the other engines.
         "VLLM_CPU_OMP_THREADS_BIND": cores,
     }
 
 
-def lines(asked: Asked = Asked()) -> Iterator[Item]:
-    """Each table, line by line as it is measured."""
-    for table in asked.tables:
-        works = [w for w in table.works if not asked.requests or w.requests in asked.requests]
+def run_suite(selection: PeerSelection = PeerSelection()) -> Iterator[SuiteOutput]:
+    """Run the selected tables; yield each line as soon as it is measured."""
+    for table in selection.tables:
+        workloads = [
+            workload
+            for workload in table.workloads
+            if not selection.requests or workload.requests in selection.requests
+        ]
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             model = Path(name) / "model"
-            table.shape.write(model)
-            yield from _table(table, works, model, asked)
+            table.shape.save_random(model)
+            yield from _run_table(table, workloads, model, selection)
 
 
-def _table(table: Table, works: Sequence[Work], model: Path, asked: Asked) -> Iterator[Item]:
-    engines: list[Engine] = []
-    absent: dict[str, str] = {}
+def _run_table(
+    table: PeerTable, workloads: Sequence[PeerWorkload], model: Path, selection: PeerSelection
+) -> Iterator[SuiteOutput]:
+    engines: list[EngineProcess] = []
+    unavailable: dict[str, str] = {}
     try:
-        for peer in ("ours", *(one for one in table.peers if one in asked.peers)):
-            python = FOLDER / peer / "bin" / "python"
+        for peer in ("ours", *(name for name in table.peers if name in selection.peers)):
+            python = PEERS_FOLDER / peer / "bin" / "python"
             if peer == "ours":
                 python = Path(sys.executable)
-            yield f"starting {peer}"  # Some compile for minutes.
+            yield f"starting {peer}"  # Some engines compile for minutes at start.
             try:
-                engines.append(Engine(peer, python, model, table.weights))
+                engines.append(EngineProcess(peer, python, model, table.weights))
             except (RuntimeError, OSError) as error:
-                absent[peer] = str(error)
-        sides = {one.name: one.about for one in engines}
-        left_out = {peer: f"left out: {why}" for peer, why in absent.items()}
+                unavailable[peer] = str(error)
+        sides = {engine.name: engine.description for engine in engines}
+        left_out = {peer: f"not run: {reason}" for peer, reason in unavailable.items()}
         yield Settings(f"{table.shape.title}, {table.weights}", sides | left_out)
-        if "ours" in absent:
-            for work in works:
-                yield from _refused(table, work, dict.fromkeys(table.peers, absent["ours"]))
+        if "ours" in unavailable:
+            for workload in workloads:
+                yield from _unavailable_rows(
+                    table, workload, dict.fromkeys(table.peers, unavailable["ours"])
+                )
             return
-        # With the engines there, and idle, as they are in each other's rounds.
-        limits = measure()
-        yield from limits.all
-        each = 1.0 if table.weights == "int8" else 0.0
-        few = ROWS_MAX if int8_linear.multiplies() else 0
-        network = Model(open_checkpoint(model).config, each, few)
-        for work in works:
-            yield from _refused(table, work, absent)
-        yield from measured(table, works, engines, network, limits, asked.rounds)
+        # Measured with all engines loaded and idle, as during the rounds of another engine.
+        limits = measure_limits()
+        yield from limits.as_tuple
+        bytes_per_weight = 1.0 if table.weights == "int8" else 0.0
+        int8_head_rows_max = ROWS_MAX if int8_linear.has_int8_gemm() else 0
+        roofline = RooflineModel(
+            open_checkpoint(model).config, bytes_per_weight, int8_head_rows_max
+        )
+        for workload in workloads:
+            yield from _unavailable_rows(table, workload, unavailable)
+        yield from measure_table(table, workloads, engines, roofline, limits, selection.rounds)
     finally:
         for engine in engines:
             engine.close()
 
 
-def _refused(table: Table, work: Work, absent: Mapping[str, str]) -> Iterator[Item]:
-    for peer, why in absent.items():
-        name = table.promised(work, peer)
+def _unavailable_rows(
+    table: PeerTable, workload: PeerWorkload, unavailable: Mapping[str, str]
+) -> Iterator[SuiteOutput]:
+    for peer, reason in unavailable.items():
+        name = table.target_name(workload, peer)
         if name is not None:
-            yield not_run(name, why)
+            yield not_run_row(name, reason)
 
 
 @dataclass
-class Speeds:
-    """Tokens a second of one engine, round by round."""
+class EngineSpeeds:
+    """Tokens per second of one engine, one sample per round."""
 
     samples: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        """Not a number where it has failed in every round."""
+        """The median, or NaN if the engine failed in every round."""
         return statistics.median(self.samples) if self.samples else math.nan
 
     @property
     def spread(self) -> float:
-        """Half of what lies between the slowest and the fastest, of the median."""
+        """Half the range between slowest and fastest round, relative to the median."""
         return (max(self.samples) - min(self.samples)) / 2 / self.median
 
 
-def measured(
-    table: Table,
-    works: Sequence[Work],
-    engines: Sequence[Engine],
-    network: Model,
-    limits: Limits,
+def measure_table(
+    table: PeerTable,
+    workloads: Sequence[PeerWorkload],
+    engines: Sequence[EngineProcess],
+    roofline: RooflineModel,
+    limits: MachineLimits,
     rounds: int,
-) -> Iterator[Item]:
-    heads = "".join(f"{one.name:>24}" for one in engines)
-    yield f"{'requests':>8} {'prompt':>6} {'new':>4}{heads}{'bound (ours of it)':>22}"
-    for work in works:
-        found = timed(engines, work, rounds, network.config.vocab_size)
-        ours = found["ours"]
-        bound = work.bound(network, limits.peaks(table.weights))
-        share = ours.median / bound
-        title = f"{work.requests:8} {work.prompt:6} {work.new:4}"
-        if work.decoding:
-            title = f"{'1, decoding only':>20}"
-        cells = "".join(_cell(one, ours).rjust(24) for one in found.values())
-        yield f"{title}{cells}{f'{bound:,.0f} ({100 * share:.0f} %)':>22}"
+) -> Iterator[SuiteOutput]:
+    """Time the workloads on all engines; `engines[0]` is ours."""
+    header = "".join(f"{engine.name:>24}" for engine in engines)
+    yield f"{'requests':>8} {'prompt':>6} {'new':>4}{header}{'bound (our share)':>22}"
+    for workload in workloads:
+        speeds_by_engine = time_rounds(engines, workload, rounds, roofline.config.vocab_size)
+        ours = speeds_by_engine["ours"]
+        bound = workload.bound_tokens_per_s(roofline, limits.peaks(table.weights))
+        bound_share = ours.median / bound
+        title = f"{workload.requests:8} {workload.prompt_tokens:6} {workload.new_tokens:4}"
+        if workload.decode_only:
+            title = f"{'1, decode only':>20}"
+        cells = "".join(
+            _format_speed(speeds, ours).rjust(24) for speeds in speeds_by_engine.values()
+        )
+        yield f"{title}{cells}{f'{bound:,.0f} ({100 * bound_share:.0f} %)':>22}"
         for engine in engines:
-            name = table.promised(work, engine.name)
+            name = table.target_name(workload, engine.name)
             if name is None:
                 continue
             if engine.failure or engines[0].failure:
-                yield not_run(name, f"{engine.name} failed {engine.failure or engines[0].failure}")
+                yield not_run_row(
+                    name, f"{engine.name} failed {engine.failure or engines[0].failure}"
+                )
                 continue
-            theirs = found[engine.name]
+            theirs = speeds_by_engine[engine.name]
             ratio = ours.median / theirs.median
-            told = f"{ratio:.2f} x ({ours.median:,.1f} to {theirs.median:,.1f} tokens/s)"
+            summary = f"{ratio:.2f} x ({ours.median:,.1f} vs {theirs.median:,.1f} tokens/s)"
             samples = {"ours": ours.samples, engine.name: theirs.samples, "bound": [bound]}
-            yield judged(name, ratio, told, share=share, samples=samples)
-    yield from (f"{one.name} failed {one.failure}" for one in engines if one.failure)
-    yield "tokens/s: new ones, prompts included in the time; of the prompt where one is new"
-    yield f"(ours / theirs), +- half of the spread; {rounds} rounds in turn; load {_load()}"
+            yield measured_row(name, ratio, summary, bound_share=bound_share, samples=samples)
+    yield from (f"{engine.name} failed {engine.failure}" for engine in engines if engine.failure)
+    yield "tokens/s: new tokens, prefill included in the time; prompt tokens if one token is new"
+    yield f"(ours / theirs), +- half the range; {rounds} interleaved rounds; load {_load_average()}"
 
 
-def _load() -> str:
+def _load_average() -> str:
     return f"{os.getloadavg()[0]:.1f}"
 
 
-def _cell(one: Speeds, ours: Speeds) -> str:
-    said = f"{one.median:,.0f} +-{100 * one.spread:.0f}%" if one.samples else "failed"
-    if one is ours or not one.samples:
-        return said
-    return f"{said} ({ours.median / one.median:.2f})"
+def _format_speed(speeds: EngineSpeeds, ours: EngineSpeeds) -> str:
+    text = f"{speeds.median:,.0f} +-{100 * speeds.spread:.0f}%" if speeds.samples else "failed"
+    if speeds is ours or not speeds.samples:
+        return text
+    return f"{text} ({ours.median / speeds.median:.2f})"
 
 
-def timed(engines: Sequence[Engine], work: Work, rounds: int, vocab_size: int) -> dict[str, Speeds]:
-    """Rounds in turn, after one that is not counted; each begins with another engine."""
-    found = {engine.name: Speeds() for engine in engines}
-    for turn in range(rounds + 1):
-        prompts = [random.sample(range(vocab_size), work.prompt) for _ in range(work.requests)]
-        for at in range(len(engines)):
-            engine = engines[(at + turn) % len(engines)]
-            seconds = engine.run(prompts, work.new)
-            if work.decoding:
-                # What is left of a round without its prompt and first token, of other prompts.
-                others = [random.sample(range(vocab_size), work.prompt) for _ in prompts]
-                seconds -= engine.run(others, 1)
-            if turn and math.isfinite(seconds):
-                found[engine.name].samples.append(work.tokens / seconds)
-    return found
+def time_rounds(
+    engines: Sequence[EngineProcess], workload: PeerWorkload, rounds: int, vocab_size: int
+) -> dict[str, EngineSpeeds]:
+    """Time interleaved rounds after a warm-up round; each round starts with another engine."""
+    speeds_by_engine = {engine.name: EngineSpeeds() for engine in engines}
+    for round_index in range(rounds + 1):
+        prompts = [
+            random.sample(range(vocab_size), workload.prompt_tokens)
+            for _ in range(workload.requests)
+        ]
+        for position in range(len(engines)):
+            engine = engines[(position + round_index) % len(engines)]
+            seconds = engine.time_generation(prompts, workload.new_tokens)
+            if workload.decode_only:
+                # Subtract the time of a prefill and its first token, measured with other prompts.
+                other_prompts = [
+                    random.sample(range(vocab_size), workload.prompt_tokens) for _ in prompts
+                ]
+                seconds -= engine.time_generation(other_prompts, 1)
+            if round_index and math.isfinite(seconds):
+                speeds_by_engine[engine.name].samples.append(workload.counted_tokens / seconds)
+    return speeds_by_engine

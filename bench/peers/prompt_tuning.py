@@ -1,9 +1,10 @@
-"""`python -m bench --only tuning`: learning a prompt, beside HF PEFT, taken in turn in one run.
+"""Prompt-tuning benchmark: training speed, memory and losses compared with Hugging Face PEFT.
 
-GPT-2 small with random weights, the same file for both, each in a process of its own. Both get the
-same batches in the same order. Text tokens a second are medians of rounds in turn, and CPU seconds
-stand beside them, which other work on the machine hardly moves. Each line has its target and a
-verdict; none fails anything.
+For `python -m bench --only tuning`. Both trainers load the same checkpoint, GPT-2 small with random
+weights, each in its own process, and receive the same batches in the same order. Text tokens per
+second are medians of interleaved rounds. CPU time per token is reported as well, because other
+programs on the machine hardly change it. A missed target is reported as a verdict and does not
+change the exit status.
 """
 
 import json
@@ -23,130 +24,134 @@ from typing import Any
 import torch
 
 from bench.harness.model_shapes import GPT2
-from bench.harness.record import Item
-from bench.harness.targets import Settings, judged
+from bench.harness.record import SuiteOutput
+from bench.harness.targets import Settings, measured_row
 from bench.peers.peft_process import Batches
-from bench.suites.conversion import own_memory
+from bench.suites.conversion import process_memory_kib
+from gpt.child_processes import ChildProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("speed", "memory", "losses")
-# Theirs comes with some, and ours has none in front of a frozen model.
+# transformers' GPT-2 has dropout by default; our trainer has none in a frozen model.
 NO_DROPOUT: dict[str, float | None] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 SAMPLE_S = 0.003
-# A thread of a process may go on spinning for a while after its work.
-REST_S = 0.3
-# So many batches' examples are sorted at once where batches are of alike lengths.
+# OpenMP threads can spin for a while after their work; wait before the next timing.
+COOLDOWN_S = 0.3
+# Batches grouped by length are cut from the sorted examples of this many batches.
 GROUPED_BATCHES = 50
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is learned from."""
+class TuningCase:
+    """The shape of the training examples of one case."""
 
-    name: str  # In the names of what is promised.
+    name: str  # Last part of the target's name.
     title: str
-    virtual: int
-    low: int  # Text tokens of an example, at least
-    high: int  # and at most, the answer's counted.
+    virtual_tokens: int
+    text_tokens_min: int  # Shortest example, answer included.
+    text_tokens_max: int  # Longest example, answer included.
 
     @property
-    def mixed(self) -> bool:
-        return self.low < self.high
+    def is_mixed(self) -> bool:
+        return self.text_tokens_min < self.text_tokens_max
 
 
 CASES = (
-    Case("20", "8 x 128 text tokens, 20 virtual", 20, 128, 128),
-    Case("100", "8 x 128 text tokens, 100 virtual", 100, 128, 128),
-    Case("mixed", "8 x 16-256 text tokens, 20 virtual", 20, 16, 256),
+    TuningCase("20", "8 x 128 text tokens, 20 virtual", 20, 128, 128),
+    TuningCase("100", "8 x 128 text tokens, 100 virtual", 100, 128, 128),
+    TuningCase("mixed", "8 x 16-256 text tokens, 20 virtual", 20, 16, 256),
 )
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is asked; a test asks for less."""
+class TuningSizes:
+    """Sizes of batches and rounds; tests use smaller ones."""
 
-    cases: tuple[Case, ...] = CASES
-    batch: int = 8
-    answer: int = 8  # Tokens at the end of each example that are learned.
+    cases: tuple[TuningCase, ...] = CASES
+    batch_size: int = 8
+    answer_tokens: int = 8  # Tokens at the end of each example that the loss covers.
     rounds: int = 5
-    steps: int = 4  # Of a round; lengths differ from step to step, so
-    mixed_steps: int = 8  # there are more of them where they are mixed.
+    steps: int = 4  # Per round, if all examples have one length.
+    mixed_steps: int = 8  # Per round with mixed lengths; more, because step times differ.
     memory_steps: int = 3
     losses_steps: int = 6
     threads: int = 2
-    vocabulary: int = GPT2.settings["vocab_size"]
+    vocab_size: int = GPT2.settings["vocab_size"]
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What a round took."""
+class TrainingRound:
+    """Time and losses of one round."""
 
     seconds: float
     cpu_s: float
     losses: list[float]
 
 
-class Side:
-    """One trainer's process."""
+class TrainerProcess:
+    """A child process that runs one trainer; see bench/peers/peft_process.py."""
 
     def __init__(self, name: str, threads: int, log: Path) -> None:
-        self.name, self._log = name, log.open("w+")
-        self._process = subprocess.Popen(
+        self.name = name
+        self._log = log.open("w+")
+        self._process = ChildProcess(
             [sys.executable, "-m", "bench.peers.peft_process", name, str(threads)],
+            folder=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
-            cwd=ROOT,
         )
-        self._answer()  # It has imported what it needs.
-        self.idle_kib = self.kib()
+        self._read_reply()  # The process has finished its imports.
+        self.idle_kib = self.memory_kib()
 
-    def load(self, model: Path, dtype: str) -> str:
-        return str(self._ask({"model": str(model), "dtype": dtype})["about"])
+    def load_model(self, model: Path, dtype: str) -> str:
+        return str(self._request({"model": str(model), "dtype": dtype})["about"])
 
-    def begin(self, virtual: int) -> None:
-        self._ask({"virtual": virtual})
+    def start_training(self, virtual_tokens: int) -> None:
+        self._request({"virtual": virtual_tokens})
 
-    def learn(self, batches: Batches, answer: int) -> Spent:
-        time.sleep(REST_S)
-        return Spent(**self._ask({"batches": batches, "answer": answer}))
+    def train(self, batches: Batches, answer_tokens: int) -> TrainingRound:
+        time.sleep(COOLDOWN_S)
+        return TrainingRound(**self._request({"batches": batches, "answer": answer_tokens}))
 
-    def kib(self) -> int:
-        return own_memory(self._process.pid)
+    def memory_kib(self) -> int:
+        return process_memory_kib(self._process.pid)
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()  # Which closes the pipes as well.
+        self._process.communicate()  # Also closes the pipes.
         self._log.close()
 
-    def _ask(self, work: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self._read_reply()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._log.seek(0)
             lines = self._log.read().strip().splitlines()
-            raise RuntimeError(f"{self.name} ended: {lines[-1] if lines else 'no word'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise RuntimeError(
+                f"the {self.name} process exited: {lines[-1] if lines else 'without any output'}"
+            )
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
-class Watch:
-    """The most memory that a process has held inside a `with`, sampled from outside of it."""
+class PeakMemory:
+    """Context manager that samples the peak memory of a trainer process."""
 
-    def __init__(self, side: Side) -> None:
-        self.kib, self._side = 0, side
+    def __init__(self, trainer: TrainerProcess) -> None:
+        self.peak_kib = 0
+        self._trainer = trainer
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "PeakMemory":
         self._thread.start()
         return self
 
@@ -156,139 +161,169 @@ class Watch:
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            self.kib = max(self.kib, self._side.kib())
+            self.peak_kib = max(self.peak_kib, self._trainer.memory_kib())
 
 
-def lines(
-    parts: Sequence[str] = (), sizes: Sizes = Sizes(), **network: float | None
-) -> Iterator[Item]:
-    """The parts that are asked for; none: all. `network` is what is not as in GPT-2 small."""
+def run_suite(
+    parts: Sequence[str] = (), sizes: TuningSizes = TuningSizes(), **network: float | None
+) -> Iterator[SuiteOutput]:
+    """Run the selected parts, or all parts; `network` overrides config values of GPT-2 small."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        GPT2.write(folder / "model", **NO_DROPOUT | network)
+        GPT2.save_random(folder / "model", **NO_DROPOUT | network)
         yield f"GPT-2 small, {sizes.threads} threads each, torch {torch.__version__}"
         for part in parts or PARTS:
-            yield from {"speed": speed, "memory": memory, "losses": losses}[part](folder, sizes)
+            yield from {"speed": measure_speed, "memory": measure_memory, "losses": measure_losses}[
+                part
+            ](folder, sizes)
 
 
 @contextmanager
-def sides(folder: Path, sizes: Sizes, names: Sequence[str]) -> Iterator[list[Side]]:
+def start_trainers(
+    folder: Path, sizes: TuningSizes, names: Sequence[str]
+) -> Iterator[list[TrainerProcess]]:
     with ExitStack() as stack:
-        made = []
+        trainers = []
         for name in names:
-            side = Side(name, sizes.threads, folder / f"{name}.log")
-            stack.callback(side.close)
-            made.append(side)
-        yield made
+            trainer = TrainerProcess(name, sizes.threads, folder / f"{name}.log")
+            stack.callback(trainer.close)
+            trainers.append(trainer)
+        yield trainers
 
 
-def speed(folder: Path, sizes: Sizes) -> Iterator[Item]:
-    with sides(folder, sizes, ("ours", "peft")) as (ours, peft):
-        about = {side.name: side.load(folder / "model", "bfloat16") for side in (ours, peft)}
-        yield Settings("learning, bfloat16", about)
+def measure_speed(folder: Path, sizes: TuningSizes) -> Iterator[SuiteOutput]:
+    with start_trainers(folder, sizes, ("ours", "peft")) as (ours, peft):
+        descriptions = {
+            trainer.name: trainer.load_model(folder / "model", "bfloat16")
+            for trainer in (ours, peft)
+        }
+        yield Settings("prompt tuning, bfloat16", descriptions)
         yield f"{'text tokens/s (CPU ms per token)':36}{'ours':>16}{'PEFT':>16}{'ratio':>7}"
         for case in sizes.cases:
-            for side in (ours, peft):
-                side.begin(case.virtual)
-            yield from timed(ours, peft, case, sizes)
+            for trainer in (ours, peft):
+                trainer.start_training(case.virtual_tokens)
+            yield from time_rounds(ours, peft, case, sizes)
 
 
-def timed(ours: Side, peft: Side, case: Case, sizes: Sizes) -> Iterator[Item]:
-    """Rounds in turn, after one that is not counted."""
-    made: dict[str, list[tuple[float, float]]] = {}
-    draw = random.Random(0)
-    steps = sizes.mixed_steps if case.mixed else sizes.steps
-    for turn in range(sizes.rounds + 1):
-        batches = drawn(draw, case, sizes, steps)
-        asked = [("ours", ours, batches), ("PEFT", peft, batches)]
-        if case.mixed:
-            asked.append(("PEFT by length", peft, grouped(draw, case, sizes, steps)))
-        for title, side, some in asked:
-            spent = side.learn(some, sizes.answer)
-            tokens = sum(len(example) for batch in some for example in batch)
-            if turn:
-                each = tokens / spent.seconds, 1000 * spent.cpu_s / tokens
-                made.setdefault(title, []).append(each)
-    found = {
-        title: tuple(statistics.median(one) for one in zip(*some, strict=True))
-        for title, some in made.items()
+def time_rounds(
+    ours: TrainerProcess, peft: TrainerProcess, case: TuningCase, sizes: TuningSizes
+) -> Iterator[SuiteOutput]:
+    """Time interleaved rounds after a warm-up round."""
+    rates_by_side: dict[str, list[tuple[float, float]]] = {}
+    rng = random.Random(0)
+    steps = sizes.mixed_steps if case.is_mixed else sizes.steps
+    for round_index in range(sizes.rounds + 1):
+        batches = random_batches(rng, case, sizes, steps)
+        sides_with_batches = [("ours", ours, batches), ("PEFT", peft, batches)]
+        if case.is_mixed:
+            sides_with_batches.append(
+                ("PEFT by length", peft, length_sorted_batches(rng, case, sizes, steps))
+            )
+        for title, trainer, side_batches in sides_with_batches:
+            training_round = trainer.train(side_batches, sizes.answer_tokens)
+            tokens = sum(len(example) for batch in side_batches for example in batch)
+            if round_index:
+                rates = tokens / training_round.seconds, 1000 * training_round.cpu_s / tokens
+                rates_by_side.setdefault(title, []).append(rates)
+    medians = {
+        title: tuple(statistics.median(column) for column in zip(*rates, strict=True))
+        for title, rates in rates_by_side.items()
     }
-    mine = found.pop("ours")
-    for title, theirs in found.items():
-        ratio = mine[0] / theirs[0]
-        named = case.title if title == "PEFT" else f"  {title}"
+    our_rates = medians.pop("ours")
+    for title, peer_rates in medians.items():
+        ratio = our_rates[0] / peer_rates[0]
+        label = case.title if title == "PEFT" else f"  {title}"
         yield (
-            f"{named:36}{_figure(mine):>16}{_figure(theirs):>16}{ratio:7.2f}"
-            f" ({theirs[1] / mine[1]:.2f} of CPU)"
+            f"{label:36}{_format_rates(our_rates):>16}{_format_rates(peer_rates):>16}{ratio:7.2f}"
+            f" (CPU ratio {peer_rates[1] / our_rates[1]:.2f})"
         )
-    ratio = mine[0] / found["PEFT"][0]
-    samples = {title: [speed for speed, _ in some] for title, some in made.items()}
-    told = f"{ratio:.2f} x ({mine[0]:,.0f} to {found['PEFT'][0]:,.0f} text tokens/s)"
-    yield judged(f"tuning/speed-{case.name}", ratio, told, samples=samples)
+    ratio = our_rates[0] / medians["PEFT"][0]
+    samples = {title: [speed for speed, _ in rates] for title, rates in rates_by_side.items()}
+    summary = f"{ratio:.2f} x ({our_rates[0]:,.0f} vs {medians['PEFT'][0]:,.0f} text tokens/s)"
+    yield measured_row(f"tuning/speed-{case.name}", ratio, summary, samples=samples)
 
 
-def _figure(one: tuple[float, ...]) -> str:
-    return f"{one[0]:,.0f} ({one[1]:.2f})"
+def _format_rates(rates: tuple[float, ...]) -> str:
+    return f"{rates[0]:,.0f} ({rates[1]:.2f})"
 
 
-def memory(folder: Path, sizes: Sizes) -> Iterator[Item]:
-    """Each case and side in a process of its own, from before the model is loaded."""
+def measure_memory(folder: Path, sizes: TuningSizes) -> Iterator[SuiteOutput]:
+    """Measure peak memory in a new process per case and trainer, model loading included."""
     for case in sizes.cases:
-        batches = drawn(random.Random(0), case, sizes, sizes.memory_steps)
-        # Lengths are drawn, but a peak is the longest's.
-        batches[0][0] = _text(random.Random(1), case.high, sizes)
-        peaks = []
+        batches = random_batches(random.Random(0), case, sizes, sizes.memory_steps)
+        # Lengths are random, and the peak depends on the longest: include the maximum length.
+        batches[0][0] = _random_ids(random.Random(1), case.text_tokens_max, sizes)
+        peak_mib = []
         for name in ("ours", "peft"):
-            with sides(folder, sizes, (name,)) as (side,), Watch(side) as watch:
-                side.load(folder / "model", "bfloat16")
-                side.begin(case.virtual)
-                side.learn(batches, sizes.answer)
-            peaks.append((watch.kib - side.idle_kib) / 1024)
-        share = peaks[0] / peaks[1]
-        yield judged(
+            with (
+                start_trainers(folder, sizes, (name,)) as (trainer,),
+                PeakMemory(trainer) as peak_memory,
+            ):
+                trainer.load_model(folder / "model", "bfloat16")
+                trainer.start_training(case.virtual_tokens)
+                trainer.train(batches, sizes.answer_tokens)
+            peak_mib.append((peak_memory.peak_kib - trainer.idle_kib) / 1024)
+        share = peak_mib[0] / peak_mib[1]
+        yield measured_row(
             f"tuning/memory-{case.name}",
             share,
-            f"ours {peaks[0]:,.0f} MiB, PEFT {peaks[1]:,.0f} MiB: {share:.2f} x",
-            samples={"ours": peaks[:1], "PEFT": peaks[1:]},
+            f"ours {peak_mib[0]:,.0f} MiB, PEFT {peak_mib[1]:,.0f} MiB: {share:.2f} x",
+            samples={"ours": peak_mib[:1], "PEFT": peak_mib[1:]},
         )
 
 
-def losses(folder: Path, sizes: Sizes) -> Iterator[Item]:
-    """The same steps in fp32: what is faster is no other training."""
-    with sides(folder, sizes, ("ours", "peft")) as both:
-        for side in both:
-            side.load(folder / "model", "float32")
+def measure_losses(folder: Path, sizes: TuningSizes) -> Iterator[SuiteOutput]:
+    """Compare losses step by step in fp32: both trainers must do the same training."""
+    with start_trainers(folder, sizes, ("ours", "peft")) as trainers:
+        for trainer in trainers:
+            trainer.load_model(folder / "model", "float32")
         for case in sizes.cases:
-            batches = drawn(random.Random(0), case, sizes, sizes.losses_steps)
-            curves = []
-            for side in both:
-                side.begin(case.virtual)
-                curves.append(side.learn(batches, sizes.answer).losses)
+            batches = random_batches(random.Random(0), case, sizes, sizes.losses_steps)
+            loss_curves = []
+            for trainer in trainers:
+                trainer.start_training(case.virtual_tokens)
+                loss_curves.append(trainer.train(batches, sizes.answer_tokens).losses)
             yield f"losses in fp32, {case.title}:"
-            for side, curve in zip(both, curves, strict=True):
-                yield f"  {side.name} " + " ".join(f"{loss:.5f}" for loss in curve)
-            apart = max(abs(a - b) for a, b in zip(*curves, strict=True))
-            yield judged(f"tuning/loss-{case.name}", apart, f"{apart:.1e} at most")
+            for trainer, curve in zip(trainers, loss_curves, strict=True):
+                yield f"  {trainer.name} " + " ".join(f"{loss:.5f}" for loss in curve)
+            loss_gap_max = max(abs(a - b) for a, b in zip(*loss_curves, strict=True))
+            yield measured_row(
+                f"tuning/loss-{case.name}", loss_gap_max, f"at most {loss_gap_max:.1e}"
+            )
 
 
-def drawn(draw: random.Random, case: Case, sizes: Sizes, steps: int) -> Batches:
-    """Batches in random order."""
+def random_batches(rng: random.Random, case: TuningCase, sizes: TuningSizes, steps: int) -> Batches:
+    """Draw batches of examples with random lengths in random order."""
     return [
-        [_text(draw, draw.randint(case.low, case.high), sizes) for _ in range(sizes.batch)]
+        [
+            _random_ids(rng, rng.randint(case.text_tokens_min, case.text_tokens_max), sizes)
+            for _ in range(sizes.batch_size)
+        ]
         for _ in range(steps)
     ]
 
 
-def grouped(draw: random.Random, case: Case, sizes: Sizes, steps: int) -> Batches:
-    """Batches of alike lengths: some of those that many examples make, if they are sorted."""
-    many = [e for batch in drawn(draw, case, sizes, GROUPED_BATCHES) for e in batch]
-    many.sort(key=len)
-    cuts = [many[at : at + sizes.batch] for at in range(0, len(many), sizes.batch)]
-    share = len(cuts) / steps
-    chosen = [cuts[int((step + draw.random()) * share)] for step in range(steps)]
-    draw.shuffle(chosen)
+def length_sorted_batches(
+    rng: random.Random, case: TuningCase, sizes: TuningSizes, steps: int
+) -> Batches:
+    """Draw batches of examples with similar lengths.
+
+    Many examples are sorted by length and cut into batches; `steps` of these, spread over all
+    lengths, are returned in random order.
+    """
+    examples = [
+        example for batch in random_batches(rng, case, sizes, GROUPED_BATCHES) for example in batch
+    ]
+    examples.sort(key=len)
+    sorted_batches = [
+        examples[start : start + sizes.batch_size]
+        for start in range(0, len(examples), sizes.batch_size)
+    ]
+    stride = len(sorted_batches) / steps
+    chosen = [sorted_batches[int((step + rng.random()) * stride)] for step in range(steps)]
+    rng.shuffle(chosen)
     return chosen
 
 
-def _text(draw: random.Random, length: int, sizes: Sizes) -> list[int]:
-    return [draw.randrange(sizes.vocabulary) for _ in range(length)]
+def _random_ids(rng: random.Random, length: int, sizes: TuningSizes) -> list[int]:
+    return [rng.randrange(sizes.vocab_size) for _ in range(length)]

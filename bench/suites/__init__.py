@@ -1,0 +1,1 @@
+"""Benchmark suites: the measurements of each group of performance targets."""

@@ -1,8 +1,9 @@
-"""What adapters cost in the engine: six measurements, each beside the same work without them.
+"""Adapter benchmark: the cost of soft prompts in batches, first tokens and registry scans.
 
-The model is GPT-2 small with random weights, the tables are random and as large as embedding rows,
-read from adapter files. Both sides of a comparison are taken in turn, since a machine is never
-quiet. Every text is new, so that what is cached of a prompt is what is meant to be.
+Each measurement is compared with the same work without adapters. The model is GPT-2 small with
+random weights. The adapters are random tables with the standard deviation of embedding rows, saved
+as adapter files. The two sides of a comparison alternate, so that noise on the machine affects
+both. Every text is new, so that only the intended prefix hits the prefix cache.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ import torch
 from bench.harness.offline_engine import (
     GPT2_SMALL,
     KV_TOKENS,
-    answered,
-    engine_of,
-    ids,
-    loaded,
-    quantile,
+    generate_all,
+    load_for_serving,
+    random_ids,
+    running_engine,
 )
-from bench.harness.record import Item
-from bench.harness.targets import judged
-from bench.suites.conversion import own_memory
+from bench.harness.record import SuiteOutput
+from bench.harness.targets import measured_row
+from bench.suites.conversion import process_memory_kib
+from clients.load.generator import quantile
 from gpt.adapters.adapter_file import (
     Adapter,
     Card,
@@ -38,278 +39,314 @@ from gpt.adapters.adapter_file import (
     open_adapter,
     save_adapter,
 )
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
-from gpt.sampling_params import Sampling
-from serving.adapters.registry import Adapters
+from gpt.sampling_params import SamplingParams
+from serving.adapters.registry import AdapterRegistry
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
-from serving.messages import Rows
-from serving.request import Answer, Request
+from serving.messages import AdapterRef
+from serving.request import AnswerSpec, Request
 
-ROWS = 20
-SCALE = 0.02  # Of an embedding's rows, as they are drawn.
-# Long enough for a text of 1,000 tokens, a task behind it and its answer.
+ADAPTER_ROWS = 20
+EMBEDDING_STD = 0.02  # Standard deviation of randomly initialized embedding rows.
+# The context fits a document of 1,000 tokens, an adapter and the new tokens.
 NETWORK = GPT2_SMALL.with_fields(max_position_embeddings=1280)
 CONFIG = ServerConfig("", kv_tokens_max=KV_TOKENS)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is done; a test does less."""
+class AdapterSizes:
+    """Sizes of the workloads; tests use smaller ones."""
 
-    adapters: int = 64  # Mixed in one batch.
-    text: int = 44  # Tokens behind a prefix.
-    new: int = 32
+    adapters: int = 64  # Different adapters in one batch.
+    text_tokens: int = 44  # Prompt tokens after the prefix.
+    new_tokens: int = 32
     rounds: int = 7
-    pairs: int = 200
+    pairs: int = 200  # Pairs of requests, with an adapter and with text.
     streams: int = 32
-    window: int = 64  # Tokens of each stream: one arrival in so many steps is what p99 sees.
+    # Tokens per stream in the measured window: few enough that one slow step changes the p99.
+    window_tokens: int = 64
     runs: int = 5
     tasks: int = 8
-    document: int = 1000
-    registered: int = 10_000
+    document_tokens: int = 1000
+    registered: int = 10_000  # Adapter files in the scanned directory.
 
 
 @dataclass
-class World:
-    """An engine, a folder of adapters, and texts that nobody has seen."""
+class EngineFixture:
+    """A running engine, a folder of adapter files, and a source of new random texts."""
 
     engine: Engine
     network: GPTConfig
     folder: Path
-    draw: random.Random = field(default_factory=lambda: random.Random(0))
-    _made: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    _adapter_count: int = 0
 
-    def adapter(self, rows: int = ROWS) -> Rows:
-        """A new one, in a file."""
-        self._made += 1
-        table = torch.randn(rows, self.network.hidden_size) * SCALE
-        built = build_adapter(Card(f"task{self._made}"), table)
-        path = self.folder / f"task{self._made}.safetensors"
-        save_adapter(built, path)
-        return Rows(built.digest, rows, str(path))
+    def new_adapter(self, rows: int = ADAPTER_ROWS) -> AdapterRef:
+        """Save a new random adapter and return its reference."""
+        self._adapter_count += 1
+        table = torch.randn(rows, self.network.hidden_size) * EMBEDDING_STD
+        adapter = build_adapter(Card(f"task{self._adapter_count}"), table)
+        path = self.folder / f"task{self._adapter_count}.safetensors"
+        save_adapter(adapter, path)
+        return AdapterRef(adapter.digest, rows, str(path))
 
-    def text(self, count: int) -> tuple[int, ...]:
-        return ids(self.draw, self.network.vocab_size, count)
+    def new_text(self, count: int) -> tuple[int, ...]:
+        return random_ids(self.rng, self.network.vocab_size, count)
 
-    def answer(self, new: int, *parts: "tuple[int, ...] | Rows") -> Answer:
-        """To a prompt of texts and of one adapter's rows, in this order."""
-        vocab_size, prompt, rows = self.network.vocab_size, list[int](), None
+    def build_answer(self, new_tokens: int, *parts: "tuple[int, ...] | AdapterRef") -> AnswerSpec:
+        """Build the specification of an answer whose prompt is the concatenation of `parts`.
+
+        A part is a text or an adapter; at most one part is an adapter.
+        """
+        vocab_size = self.network.vocab_size
+        prompt = list[int]()
+        rows = None
         for part in parts:
-            if isinstance(part, Rows):
+            if isinstance(part, AdapterRef):
                 rows = part
-                prompt += range(vocab_size, vocab_size + part.count)
+                prompt += range(vocab_size, vocab_size + part.row_count)
             else:
                 prompt += part
-        return Answer(
+        return AnswerSpec(
             tuple(prompt),
-            Sampling(new),
-            rows=rows,
-            virtual_tokens=rows.count if rows else 0,
+            SamplingParams(new_tokens),
+            adapter_ref=rows,
+            virtual_tokens=rows.row_count if rows else 0,
         )
 
 
-Prefix = tuple[int, ...] | Rows
+PromptPrefix = tuple[int, ...] | AdapterRef
 
 
 @contextmanager
-def world_of(model: GPT) -> Iterator[World]:
-    # In memory where that is to be had: saving waits for a disk, and that is not what is measured.
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+def engine_fixture(model: GPT) -> Iterator[EngineFixture]:
+    # Save adapters to memory if possible: waiting for a disk is not part of the measurement.
+    memory_folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir=memory) as folder,
-        engine_of(model, CONFIG) as engine,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=memory_folder) as folder,
+        running_engine(model, CONFIG) as engine,
     ):
-        yield World(engine, model.config, Path(folder))
+        yield EngineFixture(engine, model.config, Path(folder))
 
 
-def lines(
-    parts: Sequence[str] = (), sizes: Sizes = Sizes(), network: GPTConfig = NETWORK
-) -> Iterator[Item]:
-    """The parts that are asked for; none: all."""
-    model = loaded(fresh(network, 0), CONFIG)
-    yield f"GPT-2 small, {model.dtype}, {torch.get_num_threads()} threads, load {_busy()}"
+def run_suite(
+    parts: Sequence[str] = (), sizes: AdapterSizes = AdapterSizes(), network: GPTConfig = NETWORK
+) -> Iterator[SuiteOutput]:
+    """Run the selected parts, or all parts if none is selected."""
+    model = load_for_serving(random_init_checkpoint(network, 0), CONFIG)
+    yield f"GPT-2 small, {model.dtype}, {torch.get_num_threads()} threads, load {_load_average()}"
     for name in parts or PARTS:
         if name == "equal":
-            yield from same_answers(sizes)
+            yield from compare_answers(sizes)
             continue
-        measure, rows = PARTED[name]
-        for count in rows:
-            # Each in an engine of its own, whose cache is empty.
-            with world_of(model) as world:
-                yield from measure(world, sizes, count)
-    yield f"load {_busy()}"
+        measure, row_counts = MEASUREMENTS[name]
+        for rows in row_counts:
+            # A new engine per measurement starts with an empty prefix cache.
+            with engine_fixture(model) as fixture:
+                yield from measure(fixture, sizes, rows)
+    yield f"load {_load_average()}"
 
 
-def _busy() -> str:
-    return ", ".join(f"{one:.1f}" for one in os.getloadavg())
+def _load_average() -> str:
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
-# --------------------------------------------------------------------------------- many in a batch
+# ------------------------------------------------------------------------------------- mixed batch
 
 
-def mixed(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
-    """As many requests as adapters, each with its own; against texts in their place."""
+def mixed_batch(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Iterator[SuiteOutput]:
+    """Batch requests with a different adapter each; compare with text prefixes of equal length."""
     count = sizes.adapters
-    kinds: tuple[list[Prefix], list[Prefix]] = (
-        [world.adapter(rows) for _ in range(count)],
-        [world.text(rows) for _ in range(count)],
+    prefixes_by_kind: tuple[list[PromptPrefix], list[PromptPrefix]] = (
+        [fixture.new_adapter(rows) for _ in range(count)],
+        [fixture.new_text(rows) for _ in range(count)],
     )
-    for prefixes in kinds:
-        _warm(world, prefixes)
-    costs: list[float] = []
-    speeds: list[float] = []
-    cycles: list[float] = []
-    for turn in range(sizes.rounds + 1):
-        texts = [world.text(sizes.text) for _ in range(count)]
-        seconds, processor = [0.0, 0.0], [0.0, 0.0]
-        for kind in (0, 1) if turn % 2 else (1, 0):
+    for prefixes in prefixes_by_kind:
+        _warm_cache(fixture, prefixes)
+    overheads: list[float] = []
+    tokens_per_s: list[float] = []
+    cpu_overheads: list[float] = []
+    for round_index in range(sizes.rounds + 1):
+        texts = [fixture.new_text(sizes.text_tokens) for _ in range(count)]
+        seconds, cpu_s = [0.0, 0.0], [0.0, 0.0]
+        for kind in (0, 1) if round_index % 2 else (1, 0):
             requests = [
-                Request((world.answer(sizes.new, prefix, text),))
-                for prefix, text in zip(kinds[kind], texts, strict=True)
+                Request((fixture.build_answer(sizes.new_tokens, prefix, text),))
+                for prefix, text in zip(prefixes_by_kind[kind], texts, strict=True)
             ]
-            start = _now()
-            answered(world.engine, requests)
-            seconds[kind], processor[kind] = _since(start)
-        if turn:
-            costs.append(seconds[0] / seconds[1] - 1)
-            cycles.append(processor[0] / processor[1] - 1)
-            speeds.append(count * sizes.new / seconds[0])
-    cost = statistics.median(costs)
-    spread = f"{100 * min(costs):+.1f} to {100 * max(costs):+.1f}"
-    processor_cost = 100 * statistics.median(cycles)
-    yield judged(
-        "adapters/mixed" if rows == ROWS else "adapters/mixed-32",
-        100 * cost,
-        f"{count} warm adapters of {rows} rows, {100 * cost:+.1f} % of the time of as many cached "
-        f"texts ({spread}, {sizes.rounds} rounds, {statistics.median(speeds):,.0f} new tokens/s; "
-        f"of processor time {processor_cost:+.1f} %)",
-        samples={"%": [100 * one for one in costs], "tokens/s": speeds},
+            start = _read_clocks()
+            generate_all(fixture.engine, requests)
+            seconds[kind], cpu_s[kind] = _clocks_since(start)
+        if round_index:
+            overheads.append(seconds[0] / seconds[1] - 1)
+            cpu_overheads.append(cpu_s[0] / cpu_s[1] - 1)
+            tokens_per_s.append(count * sizes.new_tokens / seconds[0])
+    overhead = statistics.median(overheads)
+    spread = f"{100 * min(overheads):+.1f} to {100 * max(overheads):+.1f}"
+    cpu_overhead = 100 * statistics.median(cpu_overheads)
+    yield measured_row(
+        "adapters/mixed" if rows == ADAPTER_ROWS else "adapters/mixed-32",
+        100 * overhead,
+        f"{count} warm adapters of {rows} rows, "
+        f"{100 * overhead:+.1f} % time compared with cached text "
+        f"prefixes ({spread}, {sizes.rounds} rounds, "
+        f"{statistics.median(tokens_per_s):,.0f} new tokens/s; "
+        f"CPU time {cpu_overhead:+.1f} %)",
+        samples={"%": [100 * ratio for ratio in overheads], "tokens/s": tokens_per_s},
     )
 
 
-def _warm(world: World, prefixes: Sequence[Prefix]) -> None:
-    """Have their keys and values in the cache, whole blocks and what is left over."""
-    requests = [Request((world.answer(1, prefix, world.text(2)),)) for prefix in prefixes]
-    answered(world.engine, requests)
+def _warm_cache(fixture: EngineFixture, prefixes: Sequence[PromptPrefix]) -> None:
+    """Put the keys and values of the prefixes into the prefix cache, partial blocks included."""
+    requests = [
+        Request((fixture.build_answer(1, prefix, fixture.new_text(2)),)) for prefix in prefixes
+    ]
+    generate_all(fixture.engine, requests)
 
 
 # ------------------------------------------------------------------------------------ first tokens
 
 
-def first_tokens(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
-    """One request at a time, behind a warm adapter and behind a cached text."""
-    adapter, text = world.adapter(rows), world.text(rows)
-    _warm(world, (adapter, text))
-    firsts: list[tuple[float, float]] = []
+def first_token_latency(
+    fixture: EngineFixture, sizes: AdapterSizes, rows: int
+) -> Iterator[SuiteOutput]:
+    """Compare the TTFT after a warm adapter and after a cached text, one request at a time."""
+    adapter, text = fixture.new_adapter(rows), fixture.new_text(rows)
+    _warm_cache(fixture, (adapter, text))
+    pairs_s: list[tuple[float, float]] = []
 
-    async def work() -> None:
-        for turn in range(sizes.pairs + 5):
-            behind = world.text(sizes.text)
-            took = [0.0, 0.0]
-            for kind in (0, 1) if turn % 2 else (1, 0):
-                took[kind] = await first_s(
-                    world.engine, world.answer(1, (adapter, text)[kind], behind)
+    async def measure() -> None:
+        for pair_index in range(sizes.pairs + 5):
+            suffix = fixture.new_text(sizes.text_tokens)
+            seconds = [0.0, 0.0]
+            for kind in (0, 1) if pair_index % 2 else (1, 0):
+                seconds[kind] = await first_token_s(
+                    fixture.engine, fixture.build_answer(1, (adapter, text)[kind], suffix)
                 )
-            if turn >= 5:
-                firsts.append((took[0], took[1]))
+            if pair_index >= 5:
+                pairs_s.append((seconds[0], seconds[1]))
 
-    asyncio.run(work())
-    differences = [1e3 * (mine - other) for mine, other in firsts]
+    asyncio.run(measure())
+    differences = [1e3 * (adapter_time - text_time) for adapter_time, text_time in pairs_s]
     median = statistics.median(differences)
-    mine, other = (1e3 * statistics.median(one) for one in zip(*firsts, strict=True))
+    adapter_ms, text_ms = (1e3 * statistics.median(times) for times in zip(*pairs_s, strict=True))
     quarters = f"{quantile(differences, 0.25):+.2f} to {quantile(differences, 0.75):+.2f}"
-    yield judged(
-        "adapters/first" if rows == ROWS else "adapters/first-32",
+    yield measured_row(
+        "adapters/first" if rows == ADAPTER_ROWS else "adapters/first-32",
         median,
-        f"behind a warm adapter of {rows} rows {median:+.2f} ms to a cached text's (quarters "
-        f"{quarters}, {sizes.pairs} pairs; medians {mine:.1f} and {other:.1f} ms)",
+        f"warm adapter of {rows} rows {median:+.2f} ms vs cached text (quartiles "
+        f"{quarters}, {sizes.pairs} pairs; medians {adapter_ms:.1f} and {text_ms:.1f} ms)",
         samples={"ms": differences},
     )
 
 
-async def first_s(engine: Engine, *answers: Answer) -> float:
-    """Seconds until the first token of a request; the rest of it is waited for."""
+async def first_token_s(engine: Engine, *answers: AnswerSpec) -> float:
+    """Return the seconds until the first token of a request, after the request has ended."""
     start = time.perf_counter()
-    first = 0.0
-    async for piece in engine.submit(Request(answers)):
-        if piece.error is not None:
-            raise piece.error
-        first = first or time.perf_counter() - start
-    return first
+    elapsed_s = 0.0
+    async for event in engine.submit(Request(answers)):
+        if event.error is not None:
+            raise event.error
+        elapsed_s = elapsed_s or time.perf_counter() - start
+    return elapsed_s
 
 
 # ---------------------------------------------------------------------------------------- arrivals
 
 
-def arrivals(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
-    """One that arrives while others stream: nothing, a cold adapter, a text of the same length."""
+def arrival_latency(
+    fixture: EngineFixture, sizes: AdapterSizes, rows: int
+) -> Iterator[SuiteOutput]:
+    """Measure the ITL p99 of running streams when another request arrives.
+
+    Three cases are measured: no arrival, a request with a cold adapter, and a request with a text
+    of equal length.
+    """
     kinds = ("nothing", "adapter", "text")
-    walls: dict[str, list[float]] = {kind: [] for kind in kinds}
-    works: dict[str, list[float]] = {kind: [] for kind in kinds}
+    wall_p99_ms: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu_p99_ms: dict[str, list[float]] = {kind: [] for kind in kinds}
 
-    async def work() -> None:
-        for run in range(sizes.runs):
-            for kind in random.Random(run).sample(kinds, len(kinds)):
-                gaps = await _window(world, sizes, kind, rows)
-                walls[kind].append(1e3 * quantile([wall for wall, _ in gaps], 0.99))
-                works[kind].append(1e3 * quantile([spent for _, spent in gaps], 0.99))
+    async def measure() -> None:
+        for run_index in range(sizes.runs):
+            for kind in random.Random(run_index).sample(kinds, len(kinds)):
+                gaps = await _token_gaps(fixture, sizes, kind, rows)
+                wall_p99_ms[kind].append(1e3 * quantile([wall for wall, _ in gaps], 0.99))
+                cpu_p99_ms[kind].append(1e3 * quantile([cpu for _, cpu in gaps], 0.99))
 
-    asyncio.run(work())
-    raises, others = _raises(walls, "adapter"), _raises(walls, "text")
-    median = statistics.median(raises)
-    yield judged(
+    asyncio.run(measure())
+    adapter_increases, text_increases = (
+        _increases(wall_p99_ms, "adapter"),
+        _increases(wall_p99_ms, "text"),
+    )
+    median = statistics.median(adapter_increases)
+    yield measured_row(
         "adapters/cold",
         median,
-        f"while {sizes.streams} streams run {median:+.1f} ms (runs {_listed(raises)}; without "
-        f"{_listed(walls['nothing'])}; a text instead {statistics.median(others):+.1f})",
-        samples={"ms": raises},
+        f"while {sizes.streams} streams run {median:+.1f} ms (runs "
+        f"{_format_values(adapter_increases)}; without arrival "
+        f"{_format_values(wall_p99_ms['nothing'])}; "
+        f"text instead {statistics.median(text_increases):+.1f})",
+        samples={"ms": adapter_increases},
     )
-    raises, others = _raises(works, "adapter"), _raises(works, "text")
+    adapter_increases, text_increases = (
+        _increases(cpu_p99_ms, "adapter"),
+        _increases(cpu_p99_ms, "text"),
+    )
     yield (
-        f"the same in processor time of a thread: {statistics.median(raises):+.1f} ms (runs "
-        f"{_listed(raises)}; without {_listed(works['nothing'])}; a text instead "
-        f"{statistics.median(others):+.1f})"
+        "the same in CPU time per thread: "
+        f"{statistics.median(adapter_increases):+.1f} ms (runs "
+        f"{_format_values(adapter_increases)}; "
+        f"without arrival {_format_values(cpu_p99_ms['nothing'])}; "
+        "text instead "
+        f"{statistics.median(text_increases):+.1f})"
     )
 
 
-def _raises(tails: Mapping[str, Sequence[float]], kind: str) -> list[float]:
-    return [mine - other for mine, other in zip(tails[kind], tails["nothing"], strict=True)]
+def _increases(p99_ms: Mapping[str, Sequence[float]], kind: str) -> list[float]:
+    return [
+        with_arrival - baseline
+        for with_arrival, baseline in zip(p99_ms[kind], p99_ms["nothing"], strict=True)
+    ]
 
 
-def _listed(values: Sequence[float]) -> str:
+def _format_values(values: Sequence[float]) -> str:
     return " ".join(f"{value:.0f}" for value in values)
 
 
-async def _window(world: World, sizes: Sizes, kind: str, rows: int) -> list[tuple[float, float]]:
-    """Seconds between tokens of all streams, while they make one window of them.
+async def _token_gaps(
+    fixture: EngineFixture, sizes: AdapterSizes, kind: str, rows: int
+) -> list[tuple[float, float]]:
+    """Return the inter-token gaps of all streams in the window, as (wall, CPU) seconds.
 
-    And of processor time, which neighbours on this machine stretch less.
+    CPU time depends less on other programs on the machine.
     """
     gaps: list[tuple[float, float]] = []
-    engine, margin, threads = world.engine, 8, torch.get_num_threads()
-    going = asyncio.Event()
+    engine = fixture.engine
+    margin = 8
+    threads = torch.get_num_threads()
+    is_steady = asyncio.Event()
 
-    async def stream() -> None:
-        last, seen = (0.0, 0.0), 0
-        answer = world.answer(sizes.window + 2 * margin, world.text(32))
-        async for piece in engine.submit(Request((answer,))):
-            now, count = _now(), len(piece.token_ids)
-            if margin <= seen < margin + sizes.window:
-                wall, spent = now[0] - last[0], now[1] - last[1]
-                gaps.append((wall / count, spent / count / threads))
-            last, seen = now, seen + count
-            if seen >= margin + sizes.window // 3:
-                going.set()
+    async def consume() -> None:
+        last_clocks, tokens_received = (0.0, 0.0), 0
+        answer = fixture.build_answer(sizes.window_tokens + 2 * margin, fixture.new_text(32))
+        async for event in engine.submit(Request((answer,))):
+            now, count = _read_clocks(), len(event.token_ids)
+            if margin <= tokens_received < margin + sizes.window_tokens:
+                wall, cpu = now[0] - last_clocks[0], now[1] - last_clocks[1]
+                gaps.append((wall / count, cpu / count / threads))
+            last_clocks, tokens_received = now, tokens_received + count
+            if tokens_received >= margin + sizes.window_tokens // 3:
+                is_steady.set()
 
-    streams = [asyncio.create_task(stream()) for _ in range(sizes.streams)]
-    await going.wait()
+    streams = [asyncio.create_task(consume()) for _ in range(sizes.streams)]
+    await is_steady.wait()
     if kind != "nothing":
-        prefix = world.adapter(rows) if kind == "adapter" else world.text(rows)
-        await first_s(engine, world.answer(8, prefix, world.text(108)))
+        prefix = fixture.new_adapter(rows) if kind == "adapter" else fixture.new_text(rows)
+        await first_token_s(engine, fixture.build_answer(8, prefix, fixture.new_text(108)))
     await asyncio.gather(*streams)
     return gaps
 
@@ -317,75 +354,101 @@ async def _window(world: World, sizes: Sizes, kind: str, rows: int) -> list[tupl
 # ------------------------------------------------------------------------------ tasks on a document
 
 
-def tasks(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
-    """Several tasks on one text, against reading it once and then answering them all."""
-    adapters = [world.adapter(rows) for _ in range(sizes.tasks)]
-    walls: list[float] = []
-    processors: list[float] = []
-    parts: list[tuple[float, float, float]] = []
+def document_tasks(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Iterator[SuiteOutput]:
+    """Apply several adapters to one document; compare with one prefill plus the decodes."""
+    adapters = [fixture.new_adapter(rows) for _ in range(sizes.tasks)]
+    wall_ratios: list[float] = []
+    cpu_ratios: list[float] = []
+    stage_times: list[tuple[float, float, float]] = []
 
-    def answers(text: tuple[int, ...], new: int, count: int) -> list[Answer]:
-        return [world.answer(new, text, one) for one in adapters[:count]]
+    def build_answers(text: tuple[int, ...], new_tokens: int, count: int) -> list[AnswerSpec]:
+        return [fixture.build_answer(new_tokens, text, adapter) for adapter in adapters[:count]]
 
-    async def work() -> None:
-        known = world.text(sizes.document)
-        await _stages(world.engine, answers(known, sizes.new, sizes.tasks))
-        for turn in range(3 * sizes.rounds + 1):  # Seconds each, so noise needs more of them.
-            one, other = world.text(sizes.document), world.text(sizes.document)
-            # Each of the three comes after decodes: a prompt right behind another finds the
-            # processor slower, by a seventh on some machines.
-            prefill = (await _stages(world.engine, answers(one, 1, 1)))[1]
-            # All of this one is cached, but for each task's last token.
-            first, end = await _stages(world.engine, answers(known, sizes.new, sizes.tasks))
-            whole = (await _stages(world.engine, answers(other, sizes.new, sizes.tasks)))[1]
-            known = other
-            if turn:
-                spent = [(whole[i], prefill[i], end[i] - first[i]) for i in (0, 1)]
-                walls.append(spent[0][0] / sum(spent[0][1:]))
-                processors.append(spent[1][0] / sum(spent[1][1:]))
-                parts.append(spent[0])
+    async def measure() -> None:
+        cached_text = fixture.new_text(sizes.document_tokens)
+        await _request_times(
+            fixture.engine, build_answers(cached_text, sizes.new_tokens, sizes.tasks)
+        )
+        # One round takes seconds and is noisy, so this measurement has more rounds.
+        for round_index in range(3 * sizes.rounds + 1):
+            prefill_text, new_text = (
+                fixture.new_text(sizes.document_tokens),
+                fixture.new_text(sizes.document_tokens),
+            )
+            # Each of the three requests follows decode steps: a prefill directly after another
+            # prefill is slower, by one seventh on some machines.
+            prefill = (await _request_times(fixture.engine, build_answers(prefill_text, 1, 1)))[1]
+            # The prefix cache has this prompt except for the last token of each task.
+            first_token, end = await _request_times(
+                fixture.engine, build_answers(cached_text, sizes.new_tokens, sizes.tasks)
+            )
+            total = (
+                await _request_times(
+                    fixture.engine, build_answers(new_text, sizes.new_tokens, sizes.tasks)
+                )
+            )[1]
+            cached_text = new_text
+            if round_index:
+                clocks = [
+                    (total[clock], prefill[clock], end[clock] - first_token[clock])
+                    for clock in (0, 1)
+                ]
+                wall_ratios.append(clocks[0][0] / sum(clocks[0][1:]))
+                cpu_ratios.append(clocks[1][0] / sum(clocks[1][1:]))
+                stage_times.append(clocks[0])
 
-    asyncio.run(work())
-    ratio = statistics.median(walls)
-    whole, prefill, decodes = (1e3 * statistics.median(one) for one in zip(*parts, strict=True))
-    yield judged(
-        "adapters/tasks-20" if rows == ROWS else "adapters/tasks-10",
+    asyncio.run(measure())
+    ratio = statistics.median(wall_ratios)
+    total_ms, prefill, decodes = (
+        1e3 * statistics.median(times) for times in zip(*stage_times, strict=True)
+    )
+    yield measured_row(
+        "adapters/tasks-20" if rows == ADAPTER_ROWS else "adapters/tasks-10",
         ratio,
-        f"{sizes.tasks} tasks of {rows} rows on {sizes.document:,} tokens, {sizes.new} new each: "
-        f"{ratio:.2f} x one prefill + the decodes (from {min(walls):.2f} to {max(walls):.2f}; "
-        f"{whole:.0f} to {prefill:.0f} + {decodes:.0f} ms; of processor time "
-        f"{statistics.median(processors):.2f} x)",
-        samples={"x": walls},
+        f"{sizes.tasks} tasks of {rows} rows on {sizes.document_tokens:,} tokens, "
+        f"{sizes.new_tokens} new each: "
+        f"{ratio:.2f} x one prefill + decodes (from {min(wall_ratios):.2f} to "
+        f"{max(wall_ratios):.2f}; "
+        f"{total_ms:.0f} vs {prefill:.0f} + {decodes:.0f} ms; CPU time "
+        f"{statistics.median(cpu_ratios):.2f} x)",
+        samples={"x": wall_ratios},
     )
 
 
-Spent = tuple[float, float]  # Seconds on the clock, and of processor time.
+ClockPair = tuple[float, float]  # Wall-clock seconds and CPU seconds.
 
 
-async def _stages(engine: Engine, answers: Sequence[Answer]) -> tuple[Spent, Spent]:
-    """What it took until every answer of one request had a token, and until its end."""
-    start, first, seen = _now(), (0.0, 0.0), set[int]()
-    async for piece in engine.submit(Request(tuple(answers))):
-        if piece.error is not None:
-            raise piece.error
-        if len(seen) < len(answers):
-            seen.add(piece.index)
-            first = _since(start)
-    return first, _since(start)
+async def _request_times(
+    engine: Engine, answers: Sequence[AnswerSpec]
+) -> tuple[ClockPair, ClockPair]:
+    """Return two times of one request: until every answer has a token, and until its end."""
+    start = _read_clocks()
+    all_started = (0.0, 0.0)
+    started_answers = set[int]()
+    async for event in engine.submit(Request(tuple(answers))):
+        if event.error is not None:
+            raise event.error
+        if len(started_answers) < len(answers):
+            started_answers.add(event.index)
+            all_started = _clocks_since(start)
+    return all_started, _clocks_since(start)
 
 
-def _now() -> Spent:
+def _read_clocks() -> ClockPair:
     return time.perf_counter(), time.process_time()
 
 
-def _since(start: Spent) -> Spent:
-    now = _now()
+def _clocks_since(start: ClockPair) -> ClockPair:
+    now = _read_clocks()
     return now[0] - start[0], now[1] - start[1]
 
 
-def same_answers(sizes: Sizes) -> Iterator[Item]:
-    """In fp64, where no rounding decides: many tasks together, one by one, and the plain loop."""
-    small = GPTConfig(
+def compare_answers(sizes: AdapterSizes) -> Iterator[SuiteOutput]:
+    """Compare the tokens of batched tasks, sequential tasks and the reference loop.
+
+    In fp64 no rounding difference changes a token.
+    """
+    config = GPTConfig(
         num_layers=3,
         hidden_size=64,
         num_attention_heads=4,
@@ -393,88 +456,106 @@ def same_answers(sizes: Sizes) -> Iterator[Item]:
         max_position_embeddings=NETWORK.max_position_embeddings,
         dtype="float64",
     )
-    model = loaded(fresh(small, 0, std=0.5), CONFIG)
-    with world_of(model) as world, engine_of(model, CONFIG) as other:
-        adapters = [world.adapter(rows) for rows in (10, ROWS) for _ in range(sizes.tasks // 2)]
-        text = world.text(sizes.document)
-        answers = tuple(world.answer(sizes.new, text, one) for one in adapters)
-        together = [list(one.token_ids) for one in answered(world.engine, [Request(answers)])]
-        singly, plain = [], []
+    model = load_for_serving(random_init_checkpoint(config, 0, std=0.5), CONFIG)
+    with engine_fixture(model) as fixture, running_engine(model, CONFIG) as second_engine:
+        adapters = [
+            fixture.new_adapter(rows)
+            for rows in (10, ADAPTER_ROWS)
+            for _ in range(sizes.tasks // 2)
+        ]
+        text = fixture.new_text(sizes.document_tokens)
+        answers = tuple(
+            fixture.build_answer(sizes.new_tokens, text, adapter) for adapter in adapters
+        )
+        batched = [
+            list(completion.token_ids)
+            for completion in generate_all(fixture.engine, [Request(answers)])
+        ]
+        sequential, reference = [], []
         for answer in answers:
-            singly += [list(one.token_ids) for one in answered(other, [Request((answer,))])]
-            assert answer.rows is not None
-            table = open_adapter(Path(answer.rows.file)).table
-            (alone,) = generate(model, [answer.prompt], answer.sampling, table=table)
-            plain.append(alone.token_ids)
-    equal = "equal" if together == singly == plain else "DIFFERENT"
-    different = len({tuple(one) for one in together})
+            sequential += [
+                list(completion.token_ids)
+                for completion in generate_all(second_engine, [Request((answer,))])
+            ]
+            assert answer.adapter_ref is not None
+            table = open_adapter(Path(answer.adapter_ref.file)).table
+            (completion,) = generate(model, [answer.prompt], answer.sampling, adapter_table=table)
+            reference.append(completion.token_ids)
+    verdict = "equal" if batched == sequential == reference else "DIFFERENT"
+    distinct = len({tuple(token_ids) for token_ids in batched})
     yield (
-        f"{len(answers)} tasks together, one by one, and by the plain loop, in fp64: {equal} "
-        f"tokens ({different} different answers)"
+        f"{len(answers)} tasks batched, sequential, and by the reference loop, in fp64: {verdict} "
+        f"tokens ({distinct} distinct answers)"
     )
 
 
 # ---------------------------------------------------------------------------------------- registry
 
 
-def registry(world: World, sizes: Sizes, rows: int) -> Iterator[Item]:
-    """Very many adapters in a folder: to read them all, to look again, to ask one of them."""
+def registry_scan(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Iterator[SuiteOutput]:
+    """Register many adapter files; time the first scan, a second scan, and requests."""
     count = sizes.registered
     for _ in range(count):
-        world.adapter(rows)
-    config = world.network
+        fixture.new_adapter(rows)
+    config = fixture.network
 
     def check(adapter: Adapter) -> None:
         check_adapter(adapter, config, None)
 
-    adapters = Adapters(world.folder, check, adapters_max=count + 1)
-    before, start = own_memory(os.getpid()), time.perf_counter()
+    adapters = AdapterRegistry(fixture.folder, check, adapters_max=count + 1)
+    kib_before, start = process_memory_kib(os.getpid()), time.perf_counter()
     adapters.scan()
-    took, kib = time.perf_counter() - start, own_memory(os.getpid()) - before
+    scan_s, kib = time.perf_counter() - start, process_memory_kib(os.getpid()) - kib_before
     start = time.perf_counter()
     adapters.scan()
-    again = time.perf_counter() - start
-    world.adapter(rows)
+    rescan_s = time.perf_counter() - start
+    fixture.new_adapter(rows)
     start = time.perf_counter()
     adapters.scan()
-    one_more = time.perf_counter() - start
-    assert len(adapters) == count + 1, "the folder was not read"
-    yield judged(
+    new_file_scan_s = time.perf_counter() - start
+    assert len(adapters) == count + 1, "the scan did not register all adapters of the folder"
+    yield measured_row(
         "adapters/registered",
         len(adapters) - 1,
-        f"{count:,} read and checked in {took:.1f} s, {1e3 * took / count:.2f} ms and "
-        f"{kib / count:.1f} KiB each; looked at again in {1e3 * again:.0f} ms, with one more file "
-        f"in {1e3 * one_more:.0f} ms",
+        f"{count:,} read and checked in {scan_s:.1f} s, {1e3 * scan_s / count:.2f} ms and "
+        f"{kib / count:.1f} KiB each; second scan {1e3 * rescan_s:.0f} ms, "
+        f"with one new file {1e3 * new_file_scan_s:.0f} ms",
     )
-    keys = world.draw.sample([resident.key for resident, _ in adapters.list()], 20)
-    firsts: dict[str, list[float]] = {kind: [] for kind in ("warm-up", "cold", "warm", "text")}
+    sampled_keys = fixture.rng.sample([resident.key for resident, _ in adapters.list_visible()], 20)
+    latencies: dict[str, list[float]] = {kind: [] for kind in ("warm-up", "cold", "warm", "text")}
 
-    async def work() -> None:
-        for turn, key in enumerate(keys):
+    async def measure() -> None:
+        for key_index, key in enumerate(sampled_keys):
             start = time.perf_counter()
-            adapter = adapters.resolve(key).rows
-            found = time.perf_counter() - start
+            adapter = adapters.resolve(key).adapter_ref
+            resolve_s = time.perf_counter() - start
             for kind in ("cold", "warm", "text"):
-                prefix = world.text(rows) if kind == "text" else adapter
-                took = await first_s(world.engine, world.answer(1, prefix, world.text(sizes.text)))
-                firsts[kind if turn >= 3 else "warm-up"].append(took + found)
+                prefix = fixture.new_text(rows) if kind == "text" else adapter
+                seconds = await first_token_s(
+                    fixture.engine,
+                    fixture.build_answer(1, prefix, fixture.new_text(sizes.text_tokens)),
+                )
+                latencies[kind if key_index >= 3 else "warm-up"].append(seconds + resolve_s)
 
-    asyncio.run(work())
-    ms = {kind: 1e3 * statistics.median(took) for kind, took in firsts.items()}
+    asyncio.run(measure())
+    median_ms = {kind: 1e3 * statistics.median(latency) for kind, latency in latencies.items()}
     yield (
-        f"first token of one of them: cold {ms['cold']:.1f} ms, warm {ms['warm']:.1f} ms; of a "
-        f"text as long {ms['text']:.1f} ms"
+        f"TTFT with one of these adapters: cold {median_ms['cold']:.1f} ms, "
+        f"warm {median_ms['warm']:.1f} ms; "
+        f"text of equal length {median_ms['text']:.1f} ms"
     )
 
 
-# Each measurement, and of how many rows an adapter is then.
-PARTED: dict[str, tuple[Callable[[World, Sizes, int], Iterator[Item]], Sequence[int]]] = {
-    "mixed": (mixed, (ROWS,)),
-    "first": (first_tokens, (ROWS,)),
-    "registry": (registry, (2,)),
-    "mixed-32": (mixed, (2 * 16,)),
-    "first-32": (first_tokens, (2 * 16,)),
-    "arrivals": (arrivals, (ROWS,)),
-    "tasks": (tasks, (10, ROWS)),
+# Maps a part to its measurement and to the adapter sizes (virtual tokens) that it runs with.
+MEASUREMENTS: dict[
+    str, tuple[Callable[[EngineFixture, AdapterSizes, int], Iterator[SuiteOutput]], Sequence[int]]
+] = {
+    "mixed": (mixed_batch, (ADAPTER_ROWS,)),
+    "first": (first_token_latency, (ADAPTER_ROWS,)),
+    "registry": (registry_scan, (2,)),
+    "mixed-32": (mixed_batch, (2 * 16,)),
+    "first-32": (first_token_latency, (2 * 16,)),
+    "arrivals": (arrival_latency, (ADAPTER_ROWS,)),
+    "tasks": (document_tasks, (10, ADAPTER_ROWS)),
 }
-PARTS = (*PARTED, "equal")
+PARTS = (*MEASUREMENTS, "equal")

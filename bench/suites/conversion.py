@@ -1,8 +1,9 @@
-"""Converting a checkpoint, beside a plain copy of the same files on the same disk.
+"""Conversion benchmark: speed and peak memory of `preamble convert`, compared with `cp`.
 
-The model is generated, 4 GB of bf16 unless told otherwise. Each way is timed with the source's
-pages dropped before and the target on the disk at the end, in turn with `cp`, several times. Memory
-is what our process holds of its own at its most, above what it holds idle after its imports.
+The source model is generated, 4 GB of bf16 by default. Conversion and `cp` alternate for several
+rounds. Each timing starts with the source dropped from the page cache and ends when the target is
+flushed to the disk. Memory is the peak anonymous and shared memory of the process, minus what it
+has after its imports.
 """
 
 import json
@@ -19,32 +20,34 @@ from pathlib import Path
 
 import torch
 
-from bench.harness.record import Item
-from bench.harness.targets import judged
+from bench.harness.record import SuiteOutput
+from bench.harness.targets import measured_row
 from checkpoints_tools.conversion.convert import convert, plan
-from checkpoints_tools.layout.layout import Division
-from checkpoints_tools.writers.registry import Wish
-from gpt.checkpoint.logical_tensor import Checkpoint, in_memory
+from checkpoints_tools.layout.layout import ParallelSplit
+from checkpoints_tools.writers.registry import ConversionOptions
+from gpt.checkpoint.logical_tensor import Checkpoint, checkpoint_from_tensors
+from gpt.child_processes import ChildProcess
 from gpt.config import GPTConfig
-from gpt.parallel.sharding import parameters
+from gpt.parallel.weight_sharding import parameter_specs
 
 POOL_ELEMENTS = 1 << 27
 ROUNDS = 5
 SAMPLE_SECONDS = 0.02
+STOP_SECONDS = 10.0  # Time that the child process gets to end after SIGTERM.
 
-# By the names of what is promised of them.
-WAYS: dict[str, tuple[str, ...]] = {
+# The keys are the row names in bench/harness/targets.py without "convert/".
+CONVERT_FLAGS: dict[str, tuple[str, ...]] = {
     "tp2": ("--to", "megatron", "--tp", "2"),
     "hf": ("--to", "hf"),
     "native": ("--to", "native"),
     "torch-dist": ("--to", "megatron-dist"),
 }
-# What a worker may hold: so often the largest tensor, and so many MiB.
-TENSORS, BESIDES_MIB = 2, 300e6 / (1 << 20)
+# Memory budget of a worker: twice the largest tensor plus 300 MB.
+LARGEST_TENSORS_IN_FLIGHT, OVERHEAD_MIB = 2, 300e6 / (1 << 20)
 
 
-def config_of(layers: int) -> GPTConfig:
-    """About 0.1 GB a layer."""
+def model_config(layers: int) -> GPTConfig:
+    """Build the config of a Llama-shaped model with about 0.1 GB per layer."""
     return GPTConfig(
         num_layers=layers,
         hidden_size=2048,
@@ -65,73 +68,84 @@ def config_of(layers: int) -> GPTConfig:
     )
 
 
-def generated(config: GPTConfig) -> Checkpoint:
-    """Random weights that share one pool of numbers, each from a place of its own."""
+def random_source(config: GPTConfig) -> Checkpoint:
+    """Build a checkpoint whose tensors are views into one pool of random numbers."""
     pool = torch.randn(POOL_ELEMENTS, generator=torch.Generator().manual_seed(0)).bfloat16()
     tensors, start = {}, 0
-    for name, parameter in parameters(config).items():
+    for name, parameter in parameter_specs(config).items():
         count = torch.Size(parameter.shape).numel()
         start = (start + 7919) % (POOL_ELEMENTS - count)
         tensors[name] = pool[start : start + count].view(parameter.shape)
-    return in_memory(config, tensors)
+    return checkpoint_from_tensors(config, tensors)
 
 
-def lines(rounds: int = ROUNDS, layers: int = 38, disk: str | None = None) -> Iterator[Item]:
-    """Way by way, as it is measured; `disk` is a folder on the one that is meant."""
+def run_suite(
+    rounds: int = ROUNDS, layers: int = 38, disk: str | None = None
+) -> Iterator[SuiteOutput]:
+    """Measure each target format; `disk` is a folder on the disk to measure."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=disk) as name:
         folder = Path(name)
-        source, config = folder / "source", config_of(layers)
-        wish = Wish(to="megatron", division=Division(tp=4, pp=2))
-        convert(plan(generated(config), source, wish))
+        source, config = folder / "source", model_config(layers)
+        options = ConversionOptions(target_format="megatron", division=ParallelSplit(tp=4, pp=2))
+        convert(plan(random_source(config), source, options))
         size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
-        largest = max(torch.Size(p.shape).numel() * 2 for p in parameters(config).values())
-        yield f"a generated model of {size / 1e9:.2f} GB; largest tensor {largest >> 20} MiB"
-        yield "medians of rounds in turn; both to the disk, from a source whose pages were dropped"
-        peaks: dict[str, float] = {}
-        for way, words in WAYS.items():
-            found = measured(source, folder / "target", words, rounds)
-            ours, peer = statistics.median(found.ours_s), statistics.median(found.peer_s)
-            yield judged(
-                f"convert/{way}",
-                peer / ours,
-                f"{size / ours / 1e9:.2f} GB/s, cp {size / peer / 1e9:.2f}: {peer / ours:.2f} x; "
-                f"{found.memory_mib:.0f} MiB above idle",
-                samples={"ours, s": found.ours_s, "cp, s": found.peer_s},
+        largest = max(
+            torch.Size(parameter.shape).numel() * 2
+            for parameter in parameter_specs(config).values()
+        )
+        yield f"generated model of {size / 1e9:.2f} GB; largest tensor {largest >> 20} MiB"
+        yield "medians of interleaved rounds; source not in the page cache, target flushed to disk"
+        peak_mib: dict[str, float] = {}
+        for target_name, arguments in CONVERT_FLAGS.items():
+            timing = time_conversions(source, folder / "target", arguments, rounds)
+            ours_s, cp_s = statistics.median(timing.ours_s), statistics.median(timing.cp_s)
+            yield measured_row(
+                f"convert/{target_name}",
+                cp_s / ours_s,
+                f"{size / ours_s / 1e9:.2f} GB/s, cp {size / cp_s / 1e9:.2f}: "
+                f"{cp_s / ours_s:.2f} x; "
+                f"{timing.memory_mib:.0f} MiB above idle",
+                samples={"ours, s": timing.ours_s, "cp, s": timing.cp_s},
             )
-            peaks[way] = found.memory_mib
-        allowed = TENSORS * largest / (1 << 20) + BESIDES_MIB
-        most = max(peaks.values())
-        yield judged(
+            peak_mib[target_name] = timing.memory_mib
+        allowed_mib = LARGEST_TENSORS_IN_FLIGHT * largest / (1 << 20) + OVERHEAD_MIB
+        peak_mib_max = max(peak_mib.values())
+        yield measured_row(
             "convert/memory",
-            most / allowed,
-            f"{most:.0f} MiB above idle at most, of {allowed:.0f}: {most / allowed:.2f} x",
-            samples={way: [peak] for way, peak in peaks.items()},
+            peak_mib_max / allowed_mib,
+            f"peak {peak_mib_max:.0f} MiB above idle, budget {allowed_mib:.0f} MiB: "
+            f"{peak_mib_max / allowed_mib:.2f} x",
+            samples={target_name: [peak] for target_name, peak in peak_mib.items()},
         )
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds of each round, and the most memory of any."""
+class ConversionTiming:
+    """Seconds of each round, and the peak memory over all rounds."""
 
     ours_s: Sequence[float]
-    peer_s: Sequence[float]
+    cp_s: Sequence[float]
     memory_mib: float
 
 
-def measured(source: Path, target: Path, words: Sequence[str], rounds: int) -> Measured:
-    ours, peer, memory = [], [], []
+def time_conversions(
+    source: Path, target: Path, arguments: Sequence[str], rounds: int
+) -> ConversionTiming:
+    ours_s = []
+    cp_s = []
+    memory_mib = []
     for _ in range(rounds):
-        settle(source)
-        peer.append(copied(source, target))
-        settle(source)
-        seconds, above = converted(source, target, words)
-        ours.append(seconds)
-        memory.append(above)
-    return Measured(ours, peer, max(memory))
+        drop_page_cache(source)
+        cp_s.append(time_cp(source, target))
+        drop_page_cache(source)
+        seconds, above_idle_mib = time_convert(source, target, arguments)
+        ours_s.append(seconds)
+        memory_mib.append(above_idle_mib)
+    return ConversionTiming(ours_s, cp_s, max(memory_mib))
 
 
-def settle(source: Path) -> None:
-    """Nothing of the source in memory, nothing of the last round on its way to the disk."""
+def drop_page_cache(source: Path) -> None:
+    """Flush pending writes of the last round and drop the source from the page cache."""
     os.sync()
     for file in source.rglob("*"):
         if file.is_file():
@@ -140,7 +154,7 @@ def settle(source: Path) -> None:
             os.close(descriptor)
 
 
-def copied(source: Path, target: Path) -> float:
+def time_cp(source: Path, target: Path) -> float:
     started = time.perf_counter()
     subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
     for file in target.rglob("*"):
@@ -152,8 +166,9 @@ def copied(source: Path, target: Path) -> float:
     return seconds
 
 
-# Runs the command in a process that tells what it holds idle, waits, and is watched from outside.
-CHILD = """
+# The child reports that its imports are done, waits for a line, and converts, while the parent
+# samples the memory of the child.
+CHILD_SCRIPT = """
 import json, sys, time
 from checkpoints_tools import __main__ as command
 from checkpoints_tools.conversion import convert
@@ -164,32 +179,37 @@ print(json.dumps([code, time.perf_counter() - started]), flush=True)
 """
 
 
-def converted(source: Path, target: Path, words: Sequence[str]) -> tuple[float, float]:
-    """Seconds, and MiB at most above an idle process."""
-    line = json.dumps(["convert", str(source), str(target), *words])
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, line],
+def time_convert(source: Path, target: Path, arguments: Sequence[str]) -> tuple[float, float]:
+    """Return the seconds of a conversion and its peak memory above idle in MiB."""
+    arguments_json = json.dumps(["convert", str(source), str(target), *arguments])
+    child = ChildProcess(
+        [sys.executable, "-c", CHILD_SCRIPT, arguments_json],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        text=True,
     )
-    assert child.stdin is not None and child.stdout is not None
-    assert child.stdout.readline() == "idle\n"
-    idle = most = own_memory(child.pid)
-    child.stdin.write("\n")
-    child.stdin.flush()
-    while child.poll() is None:
-        most = max(most, own_memory(child.pid))
-        time.sleep(SAMPLE_SECONDS)
-    code, seconds = json.loads(child.stdout.read().splitlines()[-1])
-    assert code == 0, f"convert {words} failed"
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == "idle\n"
+        idle_kib = peak_kib = process_memory_kib(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        while child.poll() is None:
+            peak_kib = max(peak_kib, process_memory_kib(child.pid))
+            time.sleep(SAMPLE_SECONDS)
+        code, seconds = json.loads(child.stdout.read().splitlines()[-1])
+    finally:
+        child.stop(STOP_SECONDS)
+    assert code == 0, f"convert {arguments} failed"
     shutil.rmtree(target)
-    return seconds, (most - idle) / 1024
+    return seconds, (peak_kib - idle_kib) / 1024
 
 
-def own_memory(pid: int) -> int:
-    """KiB of anonymous and shared memory; pages of mapped files can be dropped at any time."""
+def process_memory_kib(pid: int) -> int:
+    """Return the KiB of anonymous and shared memory of a process.
+
+    Pages of mapped files do not count, because the kernel can drop them at any time.
+    """
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,9 +1,8 @@
-"""What serving costs beside the model: the front end's own CPU, its own delay, and what it does
-under too much load.
+"""Front-end benchmark: CPU per token, added latency, service profiles and overload.
 
-Costs are CPU time of processes, which other work on the machine hardly moves; times are those that
-a client sees. The generator is another process and counts apart. Each line has its target and a
-verdict; none fails anything.
+Costs are CPU times of processes, which other programs on the machine hardly change. Latencies are
+measured at the client. The CPU time of the load generator is not part of the server's. A missed
+target is reported as a verdict and does not change the exit status.
 """
 
 import asyncio
@@ -18,12 +17,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench.harness.offline_engine import GPT2_SMALL
-from bench.harness.record import Item
-from bench.harness.server_process import Served, random_checkpoint, served
-from bench.harness.targets import judged
+from bench.harness.record import SuiteOutput
+from bench.harness.server_process import ServerProcess, running_server, saved_random_checkpoint
+from bench.harness.targets import measured_row
 from bench.suites.null_engine import null_service, serve_null
-from clients.load.generator import Length, Run, Where, Work, quantile, run
-from clients.load.report import Report
+from clients.load.generator import (
+    LengthSampler,
+    LoadRun,
+    LoadSpec,
+    ServerEndpoint,
+    quantile,
+    run_load,
+)
+from clients.load.report import LoadReport
 from gpt.config import GPTConfig
 from serving.request import Ask
 
@@ -31,256 +37,286 @@ WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is asked; a test asks for less."""
+class FrontendSizes:
+    """Sizes of the loads; tests use smaller ones."""
 
     streams: int = 256
-    new: int = 64  # Tokens of each answer of a model,
-    null_new: int = 400  # and of the null engine,
-    null_step_s: float = 0.0128  # which so makes 20,000 a second.
-    prompt: int = 32
-    calls: int = 200  # One after another, to time the first token.
+    new_tokens: int = 64  # New tokens per request to a server with a model.
+    null_new_tokens: int = 400  # New tokens per request to the null engine.
+    null_step_s: float = 0.0128  # 256 streams at this step time are 20,000 tokens/s.
+    prompt_tokens: int = 32
+    calls: int = 200  # Sequential calls that measure the TTFT.
     load_s: float = 60.0
-    load_new: int = 32
-    steady_new: int = 96  # Of the load under the profiles: mostly decoding.
-    over: float = 10.0  # Times capacity.
+    load_new_tokens: int = 32
+    # New tokens per request when profiles are compared: enough that most steps are decode steps.
+    steady_new_tokens: int = 96
+    overload_factor: float = 10.0  # Request rate as a multiple of the measured capacity.
 
 
-def lines(
-    parts: Sequence[str] = (), sizes: Sizes = Sizes(), network: GPTConfig = GPT2_SMALL
-) -> Iterator[Item]:
-    """The parts that are asked for; none: all."""
+def run_suite(
+    parts: Sequence[str] = (),
+    sizes: FrontendSizes = FrontendSizes(),
+    network: GPTConfig = GPT2_SMALL,
+) -> Iterator[SuiteOutput]:
+    """Run the selected parts, or all parts if none is selected."""
     parts = parts or PARTS
     for name in parts:
-        if name in ALONE:
-            yield from ALONE[name](sizes)
-    if any(name in SERVED for name in parts):
-        with random_checkpoint(network) as model:
+        if name in NULL_ENGINE_PARTS:
+            yield from NULL_ENGINE_PARTS[name](sizes)
+    if any(name in SERVER_PARTS for name in parts):
+        with saved_random_checkpoint(network) as model:
             for name in parts:
-                if name in SERVED:
-                    yield from SERVED[name](model, sizes)
+                if name in SERVER_PARTS:
+                    yield from SERVER_PARTS[name](model, sizes)
 
 
-# ------------------------------------------------------------------------------- without a model
+# ----------------------------------------------------------------------------------- null engine
 
 
 @contextmanager
 def null_server(step_s: float, streams: int) -> Iterator[tuple[str, Connection]]:
-    """Where it listens, and what is asked for its CPU time."""
+    """Run a null-engine server; yield its address and the pipe that answers with its CPU time."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_null, args=(theirs, step_s, streams), daemon=True)
+    parent_pipe, child_pipe = context.Pipe()
+    process = context.Process(target=serve_null, args=(child_pipe, step_s, streams), daemon=True)
     process.start()
     try:
-        if not ours.poll(WAIT_S):
-            raise RuntimeError(f"the null server did not come up within {WAIT_S:g} s")
-        yield f"127.0.0.1:{ours.recv()}", ours
+        if not parent_pipe.poll(WAIT_S):
+            raise RuntimeError(f"the null-engine server did not start within {WAIT_S:g} s")
+        yield f"127.0.0.1:{parent_pipe.recv()}", parent_pipe
     finally:
-        ours.send(False)
+        parent_pipe.send(False)
         process.join(WAIT_S)
         if process.is_alive():
             process.kill()
 
 
-def tokens_per_core(sizes: Sizes) -> Iterator[Item]:
-    """Streamed tokens for each second of the server's CPU; the null engine's own is taken off."""
+def tokens_per_core(sizes: FrontendSizes) -> Iterator[SuiteOutput]:
+    """Measure streamed tokens per CPU second of the server, without the null engine's CPU time."""
 
-    def spent(pipe: Connection) -> float:
+    def server_cpu_s(pipe: Connection) -> float:
         pipe.send(True)
-        whole_s, null_s = pipe.recv()
-        return float(whole_s - null_s)
+        process_s, null_s = pipe.recv()
+        return float(process_s - null_s)
 
     with null_server(sizes.null_step_s, sizes.streams) as (address, pipe):
-        run(Where(address), _at_once(sizes, 8))
-        before = spent(pipe)
-        done = run(Where(address), _at_once(sizes, sizes.null_new))
-        cpu_s = spent(pipe) - before
-    report = Report.of(done)
-    per_core = report.tokens / cpu_s
-    yield judged(
+        run_load(ServerEndpoint(address), _closed_loop(sizes, 8))
+        cpu_before_s = server_cpu_s(pipe)
+        load_run = run_load(ServerEndpoint(address), _closed_loop(sizes, sizes.null_new_tokens))
+        cpu_s = server_cpu_s(pipe) - cpu_before_s
+    report = LoadReport.from_run(load_run)
+    tokens_per_cpu_s = report.tokens / cpu_s
+    yield measured_row(
         "front/tokens",
-        per_core,
-        f"{sizes.streams} streams, null engine, {per_core:,.0f} tokens/s per core "
-        f"({1e6 * cpu_s / report.tokens:.1f} us a token, {report.tokens_per_message:.2f} tokens a "
-        f"message, {report.tokens_per_s:,.0f} tokens/s; the generator's own CPU "
-        f"{report.generator_cpu_s:.1f} s, the server's {cpu_s:.1f} s)",
+        tokens_per_cpu_s,
+        f"{sizes.streams} streams, null engine, {tokens_per_cpu_s:,.0f} tokens/s per core "
+        f"({1e6 * cpu_s / report.tokens:.1f} us per token, "
+        f"{report.tokens_per_message:.2f} tokens per message, {report.tokens_per_s:,.0f} tokens/s; "
+        f"CPU of the generator {report.generator_cpu_s:.1f} s, of the server {cpu_s:.1f} s)",
     )
 
 
-def first_token(sizes: Sizes) -> Iterator[Item]:
-    """A call over gRPC, and the same through the engine in process: what is between them."""
+def first_token_overhead(sizes: FrontendSizes) -> Iterator[SuiteOutput]:
+    """Measure the TTFT that gRPC adds to the same request submitted in process."""
     with null_server(0.0, 4) as (address, _):
-        work = Work(
+        workload = LoadSpec(
             requests_max=sizes.calls,
             warmup_requests=8,
-            prompt=Length("fixed", sizes.prompt, sizes.prompt),
-            new=Length("fixed", 2, 2),
+            prompt_length=LengthSampler("fixed", sizes.prompt_tokens, sizes.prompt_tokens),
+            output_length=LengthSampler("fixed", 2, 2),
         )
-        report = Report.of(run(Where(address), work))
-    inside_ms = 1e3 * statistics.median(asyncio.run(_inside(sizes)))
+        report = LoadReport.from_run(run_load(ServerEndpoint(address), workload))
+    in_process_ms = 1e3 * statistics.median(asyncio.run(_in_process_first_token_s(sizes)))
     assert report.ttft_ms is not None
-    added_ms = report.ttft_ms.p50 - inside_ms
-    yield judged(
+    added_ms = report.ttft_ms.p50 - in_process_ms
+    yield measured_row(
         "front/first",
         added_ms,
-        f"p50 {report.ttft_ms.p50:.2f} ms over gRPC, {inside_ms:.2f} ms by the engine's own "
-        f"submit, {added_ms:.2f} ms added",
+        f"p50 {report.ttft_ms.p50:.2f} ms over gRPC, {in_process_ms:.2f} ms by Engine.submit "
+        f"in process, {added_ms:.2f} ms added",
     )
 
 
-async def _inside(sizes: Sizes) -> list[float]:
+async def _in_process_first_token_s(sizes: FrontendSizes) -> list[float]:
     service, _ = null_service(0.0, 4)
     try:
-        request = service.admission.admit(Ask((7,) * sizes.prompt, max_new_tokens=2))
-        took: list[float] = []
+        request = service.admission.admit(Ask((7,) * sizes.prompt_tokens, max_new_tokens=2))
+        seconds: list[float] = []
         for _ in range(sizes.calls):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             stream = service.engine.submit(request)
             await anext(stream)
-            took.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
             async for _ in stream:
                 pass
             stream.close()
-        return took
+        return seconds
     finally:
         service.close()
 
 
-def _at_once(sizes: Sizes, new: int) -> Work:
-    return Work(
+def _closed_loop(sizes: FrontendSizes, new_tokens: int) -> LoadSpec:
+    return LoadSpec(
         concurrency=sizes.streams,
         requests_max=sizes.streams,
         warmup_requests=0,
-        prompt=Length("fixed", sizes.prompt, sizes.prompt),
-        new=Length("fixed", new, new),
+        prompt_length=LengthSampler("fixed", sizes.prompt_tokens, sizes.prompt_tokens),
+        output_length=LengthSampler("fixed", new_tokens, new_tokens),
     )
 
 
-# ------------------------------------------------------------------------------------ with a model
+# ------------------------------------------------------------------------------ server with a model
 
 
-def share(model: Path, sizes: Sizes) -> Iterator[Item]:
-    """The front end's CPU against the ranks', with as many streams as run at once."""
-    limits = {"running_requests_max": sizes.streams, "prove": False}
-    with served(model, ["--profile", "throughput"], limits) as server:
-        run(Where(server.address), _at_once(sizes, 2))
-        before = server.spent
-        done = run(Where(server.address), _at_once(sizes, sizes.new))
-        spent = server.spent.since(before)
-    report = Report.of(done)
-    part = spent.front_s / max(spent.ranks_s, 1e-9)
-    # Without an answer it has cost nothing, which is no merit.
-    yield judged(
+def frontend_share(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
+    """Compare the CPU time of the front end with that of the ranks, with all streams running."""
+    settings = {"running_requests_max": sizes.streams, "prove": False}
+    with running_server(model, ["--profile", "throughput"], settings) as server:
+        run_load(ServerEndpoint(server.address), _closed_loop(sizes, 2))
+        cpu_before = server.cpu_time
+        load_run = run_load(ServerEndpoint(server.address), _closed_loop(sizes, sizes.new_tokens))
+        cpu_time = server.cpu_time.since(cpu_before)
+    report = LoadReport.from_run(load_run)
+    cpu_share = cpu_time.frontend_s / max(cpu_time.ranks_s, 1e-9)
+    # If no request succeeded, the low CPU share means nothing: report a miss.
+    yield measured_row(
         "front/share",
-        100 * part if report.ok else math.inf,
-        f"{sizes.streams} streams, {spent.front_s:.2f} s, {100 * part:.1f} % of the ranks' "
-        f"{spent.ranks_s:.2f} s (generator {report.generator_cpu_s:.2f} s, "
-        f"{report.tokens_per_s:,.0f} tokens/s, {report.ok} of {report.sent} well)",
+        100 * cpu_share if report.ok else math.inf,
+        f"{sizes.streams} streams, {cpu_time.frontend_s:.2f} s, "
+        f"{100 * cpu_share:.1f} % of the ranks' "
+        f"{cpu_time.ranks_s:.2f} s (generator {report.generator_cpu_s:.2f} s, "
+        f"{report.tokens_per_s:,.0f} tokens/s, {report.ok} of {report.sent} succeeded)",
     )
 
 
-def _capacity(server: Served, sizes: Sizes, new: int) -> float:
-    """Requests/s of a closed loop that keeps it busy."""
+def _measure_capacity(server: ServerProcess, sizes: FrontendSizes, new_tokens: int) -> float:
+    """Return the requests/s of a closed loop that saturates the server."""
     streams = min(sizes.streams, 64)
-    lengths = Length("fixed", sizes.prompt, sizes.prompt), Length("fixed", new, new)
-    work = Work(concurrency=streams, requests_max=4 * streams, prompt=lengths[0], new=lengths[1])
-    return Report.of(run(Where(server.address), work)).requests_per_s
+    lengths = (
+        LengthSampler("fixed", sizes.prompt_tokens, sizes.prompt_tokens),
+        LengthSampler("fixed", new_tokens, new_tokens),
+    )
+    workload = LoadSpec(
+        concurrency=streams,
+        requests_max=4 * streams,
+        prompt_length=lengths[0],
+        output_length=lengths[1],
+    )
+    return LoadReport.from_run(run_load(ServerEndpoint(server.address), workload)).requests_per_s
 
 
-def _open(sizes: Sizes, rate: float, new: int) -> Work:
-    return Work(
+def _open_loop(sizes: FrontendSizes, rate: float, new_tokens: int) -> LoadSpec:
+    return LoadSpec(
         rate=rate,
         requests_max=None,
         duration_s=sizes.load_s,
-        prompt=Length("fixed", sizes.prompt, sizes.prompt),
-        new=Length("fixed", new, new),
+        prompt_length=LengthSampler("fixed", sizes.prompt_tokens, sizes.prompt_tokens),
+        output_length=LengthSampler("fixed", new_tokens, new_tokens),
         seed=1,
     )
 
 
-def _steady(done: Run, sizes: Sizes) -> float:
-    """Tokens/s while the load lasts, but for its first third: neither filling up nor emptying."""
-    since = sizes.load_s / 3
-    told = [message for one in done.sent for message in one.messages]
-    tokens = sum(count for when, count in told if since < when <= sizes.load_s)
-    return max(1, tokens) / (sizes.load_s - since)
+def _steady_tokens_per_s(load_run: LoadRun, sizes: FrontendSizes) -> float:
+    """Return tokens/s in the last two thirds of the load period, without ramp-up and drain."""
+    window_start_s = sizes.load_s / 3
+    messages = [message for call in load_run.calls for message in call.messages]
+    tokens = sum(count for time_s, count in messages if window_start_s < time_s <= sizes.load_s)
+    return max(1, tokens) / (sizes.load_s - window_start_s)
 
 
-def profiles(model: Path, sizes: Sizes) -> Iterator[Item]:
-    """One open-loop load near the capacity, under both profiles."""
-    told: dict[str, Report] = {}
-    steady: dict[str, float] = {}
+def compare_profiles(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
+    """Run the same open-loop load, near the capacity, under both profiles."""
+    reports: dict[str, LoadReport] = {}
+    tokens_per_s: dict[str, float] = {}
     rate = 0.0
     for name in ("throughput", "latency"):
-        with served(model, ["--profile", name], {"prove": False}) as server:
-            rate = rate or _capacity(server, sizes, sizes.steady_new)
-            done = run(Where(server.address), _open(sizes, rate, sizes.steady_new))
-            told[name], steady[name] = Report.of(done), _steady(done, sizes)
-    heads = "".join(
-        f"{head:>10}" for head in ("tokens/s", "itl p50", "p95", "ttft p50", "p95", "refused")
+        with running_server(model, ["--profile", name], {"prove": False}) as server:
+            rate = rate or _measure_capacity(server, sizes, sizes.steady_new_tokens)
+            load_run = run_load(
+                ServerEndpoint(server.address), _open_loop(sizes, rate, sizes.steady_new_tokens)
+            )
+            reports[name], tokens_per_s[name] = (
+                LoadReport.from_run(load_run),
+                _steady_tokens_per_s(load_run, sizes),
+            )
+    header = "".join(
+        f"{column:>10}" for column in ("tokens/s", "itl p50", "p95", "ttft p50", "p95", "refused")
     )
-    yield f"{'profile':12}{heads}  (ms)"
-    for name, one in told.items():
-        assert one.itl_ms is not None and one.ttft_ms is not None
+    yield f"{'profile':12}{header}  (ms)"
+    for name, report in reports.items():
+        assert report.itl_ms is not None and report.ttft_ms is not None
         yield (
-            f"{name:12}{steady[name]:10,.0f}{one.itl_ms.p50:10.1f}{one.itl_ms.p95:10.1f}"
-            f"{one.ttft_ms.p50:10.1f}{one.ttft_ms.p95:10.1f}{one.sent - one.ok:10,}"
+            f"{name:12}{tokens_per_s[name]:10,.0f}{report.itl_ms.p50:10.1f}{report.itl_ms.p95:10.1f}"
+            f"{report.ttft_ms.p50:10.1f}{report.ttft_ms.p95:10.1f}{report.sent - report.ok:10,}"
         )
-    fast, much = told["latency"], told["throughput"]
-    assert fast.itl_ms is not None and much.itl_ms is not None
-    quicker = 1 - fast.itl_ms.p95 / much.itl_ms.p95
-    more = steady["throughput"] / steady["latency"] - 1
-    yield judged(
+    latency, throughput = reports["latency"], reports["throughput"]
+    assert latency.itl_ms is not None and throughput.itl_ms is not None
+    itl_reduction = 1 - latency.itl_ms.p95 / throughput.itl_ms.p95
+    tokens_gain = tokens_per_s["throughput"] / tokens_per_s["latency"] - 1
+    yield measured_row(
         "front/profiles-itl",
-        100 * quicker,
-        f"{100 * quicker:.0f} %, at {rate:.2f} requests/s",
-        samples={name: [one.itl_ms.p95] for name, one in told.items() if one.itl_ms is not None},
+        100 * itl_reduction,
+        f"{100 * itl_reduction:.0f} %, at {rate:.2f} requests/s",
+        samples={
+            name: [report.itl_ms.p95]
+            for name, report in reports.items()
+            if report.itl_ms is not None
+        },
     )
-    yield judged(
+    yield measured_row(
         "front/profiles-tokens",
-        100 * more,
-        f"{100 * more:.0f} %, at {rate:.2f} requests/s",
-        samples={name: [speed] for name, speed in steady.items()},
+        100 * tokens_gain,
+        f"{100 * tokens_gain:.0f} %, at {rate:.2f} requests/s",
+        samples={name: [rate_measured] for name, rate_measured in tokens_per_s.items()},
     )
 
 
-def overload(model: Path, sizes: Sizes) -> Iterator[Item]:
-    """Far more than it can do: what is refused is refused at once, what is accepted is kept."""
-    limits = {"queue_requests_max": 128, "prove": False}
-    with served(model, limits=limits) as server:
-        rate = _capacity(server, sizes, sizes.load_new) * sizes.over
-        before = server.front_bytes
-        done = run(Where(server.address), _open(sizes, rate, sizes.load_new))
-        growth = server.front_bytes / before - 1
-    yield from told_of_overload(done, growth)
+def overload(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
+    """Overload the server; refusals must be fast, and accepted requests must succeed."""
+    settings = {"queue_requests_max": 128, "prove": False}
+    with running_server(model, settings=settings) as server:
+        rate = _measure_capacity(server, sizes, sizes.load_new_tokens) * sizes.overload_factor
+        bytes_before = server.frontend_bytes
+        load_run = run_load(
+            ServerEndpoint(server.address), _open_loop(sizes, rate, sizes.load_new_tokens)
+        )
+        growth = server.frontend_bytes / bytes_before - 1
+    yield from overload_rows(load_run, growth)
 
 
-def told_of_overload(done: Run, growth: float) -> list[Item]:
-    report = Report.of(done)
-    lost = [one for one in done.sent if not one.ok and one.code != "RESOURCE_EXHAUSTED"]
-    # From when it was sent: what the generator was late by is not the server's.
-    refused = [one.end - one.begun for one in done.sent if one.code == "RESOURCE_EXHAUSTED"]
-    p99_ms = 1e3 * quantile(refused, 0.99) if refused else 0.0
+def overload_rows(load_run: LoadRun, growth: float) -> list[SuiteOutput]:
+    """Judge an overload run; `growth` is the relative growth of the front end's memory."""
+    report = LoadReport.from_run(load_run)
+    lost_calls = [
+        call for call in load_run.calls if not call.ok and call.code != "RESOURCE_EXHAUSTED"
+    ]
+    # Measured from the actual send time, so that delays of the generator do not count.
+    refusal_s = [
+        call.ended_s - call.started_s
+        for call in load_run.calls
+        if call.code == "RESOURCE_EXHAUSTED"
+    ]
+    p99_ms = 1e3 * quantile(refusal_s, 0.99) if refusal_s else 0.0
     return [
-        judged(
+        measured_row(
             "front/refused",
             p99_ms,
-            f"{report.sent:,} calls in {done.seconds:.0f} s, {report.ok:,} answered, "
-            f"{len(refused):,} refused within {p99_ms:.1f} ms",
+            f"{report.sent:,} calls in {load_run.seconds:.0f} s, {report.ok:,} succeeded, "
+            f"{len(refusal_s):,} refused, p99 {p99_ms:.1f} ms",
         ),
-        judged("front/lost", len(lost)),
-        judged("front/growth", 100 * growth),
+        measured_row("front/lost", len(lost_calls)),
+        measured_row("front/growth", 100 * growth),
         *(f"  {warning}" for warning in report.warnings),
     ]
 
 
-ALONE: dict[str, Callable[[Sizes], Iterator[Item]]] = {
+NULL_ENGINE_PARTS: dict[str, Callable[[FrontendSizes], Iterator[SuiteOutput]]] = {
     "tokens": tokens_per_core,
-    "first": first_token,
+    "first": first_token_overhead,
 }
-SERVED: dict[str, Callable[[Path, Sizes], Iterator[Item]]] = {
-    "share": share,
-    "profiles": profiles,
+SERVER_PARTS: dict[str, Callable[[Path, FrontendSizes], Iterator[SuiteOutput]]] = {
+    "share": frontend_share,
+    "profiles": compare_profiles,
     "overload": overload,
 }
-PARTS = (*ALONE, *SERVED)
+PARTS = (*NULL_ENGINE_PARTS, *SERVER_PARTS)

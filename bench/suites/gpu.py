@@ -1,8 +1,8 @@
-"""Our engine on one GPU, held against the device's own limits, transformers, and itself in FP8.
+"""GPU benchmark: decode and prefill vs device limits and transformers, and FP8 vs bf16.
 
-One run: a copy, a large product, and every way to answer take turns, so that a device that clocks
-down does it for all. A model of 5B has random weights, drawn on the device. What cannot be had is
-left out, with the reason; it needs no network.
+A memory copy, a large matmul and all generation workloads run in interleaved rounds, so that a
+change of the GPU clocks affects all of them. The model has 5B parameters with random weights, drawn
+on the device. A row that cannot be measured gives the reason. No download is needed.
 """
 
 import random
@@ -16,17 +16,23 @@ from typing import Any
 
 import torch
 
-from bench.harness.offline_engine import answered, asking, engine_of, ids, loaded
-from bench.harness.record import Item
-from bench.harness.roofline import Limit, Model
-from bench.harness.targets import Row, Settings, judged, not_run
+from bench.harness.offline_engine import (
+    generate_all,
+    greedy_request,
+    load_for_serving,
+    random_ids,
+    running_engine,
+)
+from bench.harness.record import SuiteOutput
+from bench.harness.roofline import MeasuredLimit, RooflineModel
+from bench.harness.targets import Row, Settings, measured_row, not_run_row
 from gpt.checkpoint.logical_tensor import Checkpoint
-from gpt.checkpoint.random_init import drawn
+from gpt.checkpoint.random_init import generated_checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import PreambleError
-from gpt.model.loading import device_of
-from gpt.parallel.sharding import Parameter
-from serving.config import ServerConfig
+from gpt.model.loading import parse_device
+from gpt.parallel.weight_sharding import ParameterSpec
+from serving.config import CacheConfig, ServerConfig
 from serving.engine.engine import Engine
 
 NETWORK = GPTConfig(
@@ -37,171 +43,210 @@ NETWORK = GPTConfig(
     max_position_embeddings=2304,
     dtype="bfloat16",
 )
-# What is called "FP8" here, beside the same model in bf16.
-# Weights that were drawn say nothing that could be kept; how far off they are is in the log.
+# Settings of the FP8 rows. Random weights have no meaningful output, so the divergence check is
+# effectively disabled; the log has the measured divergence.
 FP8_PREFILL = {"linear_backend": "fp8", "divergence_max": 1e3}
 FP8_DECODE = FP8_PREFILL | {"kv_dtype": "fp8"}
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is run; a test does less, and on a CPU."""
+class GpuSizes:
+    """Model, device and workloads; tests use smaller ones on the CPU."""
 
     rounds: int = 5
     network: GPTConfig = NETWORK
     device: str = "cuda"
     copy_bytes: int = 4 << 30
-    side: int = 8192  # Of the matrices whose product is the peak.
-    single: int = 32  # Tokens of the prompt behind which one request decodes,
-    new: int = 128  # and how many everybody makes.
+    matrix_side: int = 8192  # Side of the square matrices of the peak matmul.
+    single_prompt_tokens: int = 32  # Prompt of the single decoding request.
+    new_tokens: int = 128  # New tokens per request in every workload that decodes.
     requests: int = 64
-    prompt: int = 512
-    prefill: int = 2048
-    decodes: int = 32
-    decode_prompt: int = 576  # With half of the new tokens a context of 640.
+    prompt_tokens: int = 512
+    prefill_tokens: int = 2048
+    decode_requests: int = 32
+    decode_prompt_tokens: int = 576  # Plus half of the 128 new tokens: a mean context of 640.
 
     @property
-    def config(self) -> ServerConfig:
-        block = ServerConfig.kv_block_tokens
-        most = max(self.requests * (self.prompt + self.new), self.prefill + self.new)
+    def server_config(self) -> ServerConfig:
+        block_tokens = CacheConfig.kv_block_tokens
+        request_tokens_max = max(
+            self.requests * (self.prompt_tokens + self.new_tokens),
+            self.prefill_tokens + self.new_tokens,
+        )
         return ServerConfig(
             "",
             device=self.device,
             dtype=self.network.dtype,
-            running_requests_max=max(self.requests, self.decodes),
-            # A batch's prompts are one step, so that what follows are its tokens alone.
+            running_requests_max=max(self.requests, self.decode_requests),
+            # All prompts of a batch fit in one step, so that later steps only decode.
             step_tokens_max=max(
-                self.requests * self.prompt, self.decodes * self.decode_prompt, self.prefill
+                self.requests * self.prompt_tokens,
+                self.decode_requests * self.decode_prompt_tokens,
+                self.prefill_tokens,
             ),
-            kv_tokens_max=most + (max(self.requests, self.decodes) + 1) * 2 * block,
+            kv_tokens_max=request_tokens_max
+            + (max(self.requests, self.decode_requests) + 1) * 2 * block_tokens,
             prefix_cache=False,
         )
 
 
 @dataclass
-class _Turns:
-    """Ways to spend time, taken in turn; one that fails is out, and its reason is kept."""
+class _InterleavedTimings:
+    """Timers that run in interleaved rounds; a timer that fails is removed, its error kept."""
 
-    ways: dict[str, Callable[[], float]] = field(default_factory=dict)
+    timers: dict[str, Callable[[], float]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
-    def take(self, rounds: int) -> None:
-        """After one round that is not counted."""
-        for turn in range(rounds + 1):
-            for name, way in list(self.ways.items()):
+    def run_rounds(self, rounds: int) -> None:
+        """Run a warm-up round and then `rounds` timed rounds."""
+        for round_index in range(rounds + 1):
+            for name, timer in list(self.timers.items()):
                 try:
-                    spent = way()
+                    elapsed_s = timer()
                 except Exception as error:
-                    self.lose(name, error)
-                    del self.ways[name]
+                    self.record_failure(name, error)
+                    del self.timers[name]
                     self.seconds.pop(name, None)
                     continue
-                if turn:
-                    self.seconds.setdefault(name, []).append(spent)
+                if round_index:
+                    self.seconds.setdefault(name, []).append(elapsed_s)
 
-    def lose(self, name: str, error: Exception) -> None:
-        words = (str(error).splitlines() or [""])[0]
-        self.missing[name] = f"{type(error).__name__}: {words}"[:200]
+    def record_failure(self, name: str, error: Exception) -> None:
+        message = (str(error).splitlines() or [""])[0]
+        self.failures[name] = f"{type(error).__name__}: {message}"[:200]
 
-    def why(self, *names: str) -> str:
-        """Why one of them has no time; empty: all have."""
-        return "; ".join(f"{one}: {self.missing[one]}" for one in names if one in self.missing)
+    def failure_reasons(self, *names: str) -> str:
+        """Return the errors of those `names` that failed; empty if none failed."""
+        return "; ".join(
+            f"{name}: {self.failures[name]}" for name in names if name in self.failures
+        )
 
     def median(self, name: str) -> float:
         return statistics.median(self.seconds[name])
 
 
-def lines(rounds: int = 5, sizes: Sizes | None = None) -> Iterator[Item]:
-    """All rows; takes minutes, most of them the peer's."""
-    sizes = replace(sizes or Sizes(), rounds=rounds)
-    turns = _Turns()
+def run_suite(rounds: int = 5, sizes: GpuSizes | None = None) -> Iterator[SuiteOutput]:
+    """Measure all rows; takes minutes, most of them in transformers."""
+    sizes = replace(sizes or GpuSizes(), rounds=rounds)
+    timings = _InterleavedTimings()
     with ExitStack() as stack:
-        _limits(turns, sizes)
-        _ours(turns, stack, sizes)
-        _peer(turns, sizes)
+        _add_device_limits(timings, sizes)
+        _add_our_engine(timings, stack, sizes)
+        _add_transformers(timings, sizes)
         yield _settings(sizes)
-        turns.take(sizes.rounds)
-    for name, reason in turns.missing.items():
-        yield f"left out: {name}: {reason}"
-    yield from _judged(turns, sizes)
+        timings.run_rounds(sizes.rounds)
+    for name, reason in timings.failures.items():
+        yield f"not measured: {name}: {reason}"
+    yield from _target_rows(timings, sizes)
 
 
-# ------------------------------------------------------------------------------------------- ways
+# ----------------------------------------------------------------------------------------- timers
 
 
-def _limits(turns: _Turns, sizes: Sizes) -> None:
+def _add_device_limits(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
     device = torch.device(sizes.device)
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target, dtype = torch.empty_like(source), getattr(torch, sizes.network.dtype)
-    square = torch.randn(sizes.side, sizes.side, device=device).to(dtype)
+    square = torch.randn(sizes.matrix_side, sizes.matrix_side, device=device).to(dtype)
     out = torch.empty_like(square)
-    turns.ways["copy"] = partial(_timed, device, lambda: target.copy_(source))
-    turns.ways["product"] = partial(_timed, device, lambda: torch.mm(square, square.T, out=out))
+    timings.timers["copy"] = partial(_time_call, device, lambda: target.copy_(source))
+    timings.timers["product"] = partial(
+        _time_call, device, lambda: torch.mm(square, square.T, out=out)
+    )
 
 
-def _ours(turns: _Turns, stack: ExitStack, sizes: Sizes) -> None:
-    """The engine in bf16, and twice in FP8, with weights alone and with keys and values too."""
-    for name, more in {"": {}, "fp8 ": FP8_PREFILL, "fp8 kv ": FP8_DECODE}.items():
+def _add_our_engine(timings: _InterleavedTimings, stack: ExitStack, sizes: GpuSizes) -> None:
+    """Add timers of three engines: bf16, FP8 weights, and FP8 weights with an FP8 KV cache."""
+    for name, overrides in {"": {}, "fp8 ": FP8_PREFILL, "fp8 kv ": FP8_DECODE}.items():
         try:
-            config = replace(sizes.config, **more)  # type: ignore[arg-type]
-            engine = stack.enter_context(_engine(sizes, config))
+            config = sizes.server_config.with_fields(**overrides)
+            engine = stack.enter_context(_open_engine(sizes, config))
         except PreambleError as error:
-            for one in ("single", "batch", "prefill", "decode"):
-                turns.lose(name + one, error)
+            for timer_name in ("single", "batch", "prefill", "decode"):
+                timings.record_failure(name + timer_name, error)
             continue
-        answer = partial(_answered, engine, random.Random(0), sizes)
-        ways = {
-            "single": partial(_decoded, answer, 1, sizes.single, sizes.new),
-            "batch": partial(answer, sizes.requests, sizes.prompt, sizes.new),
-            "prefill": partial(answer, 1, sizes.prefill, 1),
-            "decode": partial(_decoded, answer, sizes.decodes, sizes.decode_prompt, sizes.new),
+        time_generation = partial(_time_generation, engine, random.Random(0), sizes)
+        timers = {
+            "single": partial(
+                _time_decode_step, time_generation, 1, sizes.single_prompt_tokens, sizes.new_tokens
+            ),
+            "batch": partial(
+                time_generation, sizes.requests, sizes.prompt_tokens, sizes.new_tokens
+            ),
+            "prefill": partial(time_generation, 1, sizes.prefill_tokens, 1),
+            "decode": partial(
+                _time_decode_step,
+                time_generation,
+                sizes.decode_requests,
+                sizes.decode_prompt_tokens,
+                sizes.new_tokens,
+            ),
         }
-        wanted = {"": tuple(ways), "fp8 ": ("prefill",), "fp8 kv ": ("decode",)}[name]
-        turns.ways |= {name + one: ways[one] for one in wanted}
+        selected = {"": tuple(timers), "fp8 ": ("prefill",), "fp8 kv ": ("decode",)}[name]
+        timings.timers |= {name + timer_name: timers[timer_name] for timer_name in selected}
 
 
-def _engine(sizes: Sizes, config: ServerConfig) -> Any:
-    weights = _random(sizes.network, device_of(config.device))
-    return engine_of(loaded(weights, config), config)
+def _open_engine(sizes: GpuSizes, config: ServerConfig) -> Any:
+    weights = _random_checkpoint(sizes.network, parse_device(config.model_config.device))
+    return running_engine(load_for_serving(weights, config), config)
 
 
-def _random(network: GPTConfig, device: torch.device) -> Checkpoint:
-    """Weights that are drawn where they go: on a host 5B would take minutes."""
+def _random_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
+    """Build random weights on the device; drawing 5B values on the host would take minutes."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def draw(parameter: Parameter) -> torch.Tensor:
+    def draw_parameter(parameter: ParameterSpec) -> torch.Tensor:
         if len(parameter.shape) == 1:
-            scale = "norm" in parameter.name and parameter.name.endswith("weight")
-            return torch.full(parameter.shape, float(scale), device=device)
+            is_norm_weight = "norm" in parameter.name and parameter.name.endswith("weight")
+            return torch.full(parameter.shape, float(is_norm_weight), device=device)
         weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         return weight.normal_(0.0, 0.02, generator=generator)
 
-    return drawn(network, draw)
+    return generated_checkpoint(network, draw_parameter)
 
 
-def _answered(
-    engine: Engine, draw: random.Random, sizes: Sizes, requests: int, prompt: int, new: int
+def _time_generation(
+    engine: Engine,
+    rng: random.Random,
+    sizes: GpuSizes,
+    requests: int,
+    prompt_tokens: int,
+    new_tokens: int,
 ) -> float:
     vocabulary = sizes.network.vocab_size
-    asked = [asking(ids(draw, vocabulary, prompt), new, "throughput") for _ in range(requests)]
+    batch = [
+        greedy_request(random_ids(rng, vocabulary, prompt_tokens), new_tokens, "throughput")
+        for _ in range(requests)
+    ]
     start = time.perf_counter()
-    answered(engine, asked)
+    generate_all(engine, batch)
     return time.perf_counter() - start
 
 
-def _decoded(
-    answer: Callable[[int, int, int], float], requests: int, prompt: int, new: int
+def _time_decode_step(
+    time_generation: Callable[[int, int, int], float],
+    requests: int,
+    prompt_tokens: int,
+    new_tokens: int,
 ) -> float:
-    """Of one step, without the prompts: what so many more tokens take."""
-    return (answer(requests, prompt, new + 1) - answer(requests, prompt, 1)) / new
+    """Return the seconds of one decode step, without the prefill.
+
+    This is the extra time of generating `new_tokens` more tokens, divided by `new_tokens`.
+    """
+    return (
+        time_generation(requests, prompt_tokens, new_tokens + 1)
+        - time_generation(requests, prompt_tokens, 1)
+    ) / new_tokens
 
 
-def _peer(turns: _Turns, sizes: Sizes) -> None:
-    """transformers' own continuous batching, with its manager kept from round to round."""
+def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
+    """Add a timer of transformers' continuous batching; its manager persists over rounds."""
     name = "transformers"
     if sizes.device != "cuda":
-        turns.lose(name, ValueError("its continuous batching wants a CUDA device"))
+        timings.record_failure(
+            name, ValueError("continuous batching in transformers needs a CUDA device")
+        )
         return
     try:
         import transformers
@@ -219,105 +264,127 @@ def _peer(turns: _Turns, sizes: Sizes) -> None:
         )
         dtype = getattr(torch, network.dtype)
         with torch.device(sizes.device):
-            before = torch.get_default_dtype()
+            default_dtype = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:
                 model: Any = transformers.GPT2LMHeadModel(settings)
             finally:
-                torch.set_default_dtype(before)
+                torch.set_default_dtype(default_dtype)
         model.eval()
-        wanted: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=sizes.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        generation_config: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        draw = random.Random(1)
+        rng = random.Random(1)
 
         @torch.inference_mode()
-        def run() -> float:
+        def time_batch() -> float:
             prompts = [
-                list(ids(draw, network.vocab_size, sizes.prompt)) for _ in range(sizes.requests)
+                list(random_ids(rng, network.vocab_size, sizes.prompt_tokens))
+                for _ in range(sizes.requests)
             ]
             start = time.perf_counter()
-            made = model.generate_batch(prompts, generation_config=wanted, persistent_manager=True)
-            spent = time.perf_counter() - start
-            counts = [len(one.generated_tokens) for one in made.values()]
-            if counts != [sizes.new] * sizes.requests:
-                raise RuntimeError(f"it made {sum(counts)} tokens for {len(counts)} requests")
-            return spent
+            outputs = model.generate_batch(
+                prompts, generation_config=generation_config, persistent_manager=True
+            )
+            elapsed_s = time.perf_counter() - start
+            counts = [len(output.generated_tokens) for output in outputs.values()]
+            if counts != [sizes.new_tokens] * sizes.requests:
+                raise RuntimeError(
+                    f"generated {sum(counts)} tokens for {len(counts)} requests, expected "
+                    f"{sizes.new_tokens} for each of {sizes.requests}"
+                )
+            return elapsed_s
 
-        turns.ways[name] = run
-    except Exception as error:  # It is not installed, or this version has no such thing.
-        turns.lose(name, error)
+        timings.timers[name] = time_batch
+    except Exception as error:  # transformers is missing or has no generate_batch.
+        timings.record_failure(name, error)
 
 
-def _timed(device: torch.device, work: Callable[[], object], times: int = 10) -> float:
-    """Of one, in seconds; the device's own clock where it has one."""
+def _time_call(device: torch.device, call: Callable[[], object], repeats: int = 10) -> float:
+    """Return the mean seconds of one call, measured with CUDA events on a GPU."""
     if device.type != "cuda":
         start = time.perf_counter()
-        for _ in range(times):
-            work()
-        return (time.perf_counter() - start) / times
-    start_at, end_at = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    work()
-    start_at.record()
-    for _ in range(times):
-        work()
-    end_at.record()
-    end_at.synchronize()
-    return float(start_at.elapsed_time(end_at)) / 1e3 / times
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start_event.record()
+    for _ in range(repeats):
+        call()
+    end_event.record()
+    end_event.synchronize()
+    return float(start_event.elapsed_time(end_event)) / 1e3 / repeats
 
 
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _settings(sizes: Sizes) -> Settings:
-    network, config = sizes.network, sizes.config
+def _settings(sizes: GpuSizes) -> Settings:
+    network, config = sizes.network, sizes.server_config
     return Settings(
         f"{network.num_layers} x {network.hidden_size}, {network.num_attention_heads} heads, "
         f"V {network.vocab_size}, {network.dtype}, torch {torch.__version__}",
         {
-            "ours": f"step_tokens_max {config.step_tokens_max}, throughput, no prefix cache",
-            "fp8": ", ".join(f"{name}: {word}" for name, word in FP8_PREFILL.items()),
-            "fp8 kv": ", ".join(f"{name}: {word}" for name, word in FP8_DECODE.items()),
+            "ours": f"step_tokens_max {config.scheduler_config.step_tokens_max}, throughput, "
+            "no prefix cache",
+            "fp8": ", ".join(f"{name}: {setting}" for name, setting in FP8_PREFILL.items()),
+            "fp8 kv": ", ".join(f"{name}: {setting}" for name, setting in FP8_DECODE.items()),
             "transformers": "GPT2LMHeadModel.generate_batch, persistent_manager",
         },
     )
 
 
-def _judged(turns: _Turns, sizes: Sizes) -> Iterator[Item]:
-    cost = Model(sizes.network).cost
-    copied, side = 2.0 * sizes.copy_bytes, sizes.side
-    if not turns.why("copy"):
-        yield Limit("copy bandwidth", "B", {"torch": _rates(turns, "copy", copied)})
-    if not turns.why("product"):
-        rates = _rates(turns, "product", 2.0 * side**3)
-        yield Limit(f"{sizes.network.dtype} products", "FLOP", {f"torch, {side}": rates})
-    bytes_read = cost([sizes.single + sizes.new // 2], [1]).read_bytes
-    yield _share(turns, "gpu/decode", "single", bytes_read, "copy", copied)
-    yield _ratio(turns, "gpu/batch", "batch", "transformers")
-    operations = cost([0], [sizes.prefill]).operations
-    yield _share(turns, "gpu/prefill", "prefill", operations, "product", 2.0 * side**3)
-    yield _ratio(turns, "gpu/fp8-prefill", "fp8 prefill", "prefill")
-    yield _ratio(turns, "gpu/fp8-decode", "fp8 kv decode", "decode")
+def _target_rows(timings: _InterleavedTimings, sizes: GpuSizes) -> Iterator[SuiteOutput]:
+    cost = RooflineModel(sizes.network).cost
+    copied_bytes, side = 2.0 * sizes.copy_bytes, sizes.matrix_side
+    if not timings.failure_reasons("copy"):
+        yield MeasuredLimit("copy bandwidth", "B", {"torch": _rates(timings, "copy", copied_bytes)})
+    if not timings.failure_reasons("product"):
+        rates = _rates(timings, "product", 2.0 * side**3)
+        yield MeasuredLimit(f"{sizes.network.dtype} products", "FLOP", {f"torch, {side}": rates})
+    bytes_read = cost([sizes.single_prompt_tokens + sizes.new_tokens // 2], [1]).read_bytes
+    yield _limit_share_row(timings, "gpu/decode", "single", bytes_read, "copy", copied_bytes)
+    yield _speedup_row(timings, "gpu/batch", "batch", "transformers")
+    operations = cost([0], [sizes.prefill_tokens]).operations
+    yield _limit_share_row(timings, "gpu/prefill", "prefill", operations, "product", 2.0 * side**3)
+    yield _speedup_row(timings, "gpu/fp8-prefill", "fp8 prefill", "prefill")
+    yield _speedup_row(timings, "gpu/fp8-decode", "fp8 kv decode", "decode")
 
 
-def _rates(turns: _Turns, name: str, amount: float) -> Sequence[float]:
-    return [amount / spent for spent in turns.seconds[name]]
+def _rates(timings: _InterleavedTimings, name: str, amount: float) -> Sequence[float]:
+    return [amount / elapsed_s for elapsed_s in timings.seconds[name]]
 
 
-def _share(turns: _Turns, row: str, name: str, amount: float, limit: str, of_limit: float) -> Row:
-    """How much of a limit is used, in per cent."""
-    if why := turns.why(name, limit):
-        return not_run(row, why)
-    mine, most = amount / turns.median(name), of_limit / turns.median(limit)
-    told = f"{100 * mine / most:.0f} % ({1e3 * turns.median(name):.3f} ms)"
-    samples = {one: turns.seconds[one] for one in (name, limit)}
-    return judged(row, 100 * mine / most, told, samples=samples)
+def _limit_share_row(
+    timings: _InterleavedTimings,
+    target_name: str,
+    name: str,
+    amount: float,
+    limit: str,
+    limit_amount: float,
+) -> Row:
+    """Build the row of the percentage of a device limit that a workload reaches."""
+    if reason := timings.failure_reasons(name, limit):
+        return not_run_row(target_name, reason)
+    achieved, limit_rate = amount / timings.median(name), limit_amount / timings.median(limit)
+    summary = f"{100 * achieved / limit_rate:.0f} % ({1e3 * timings.median(name):.3f} ms)"
+    samples = {timer_name: timings.seconds[timer_name] for timer_name in (name, limit)}
+    return measured_row(target_name, 100 * achieved / limit_rate, summary, samples=samples)
 
 
-def _ratio(turns: _Turns, row: str, name: str, other: str) -> Row:
-    """How many times as fast."""
-    if why := turns.why(name, other):
-        return not_run(row, why)
-    times = turns.median(other) / turns.median(name)
-    told = f"{times:.2f} x ({turns.median(name):.4f} s, {other} {turns.median(other):.4f} s)"
-    return judged(row, times, told, samples={one: turns.seconds[one] for one in (name, other)})
+def _speedup_row(timings: _InterleavedTimings, target_name: str, name: str, baseline: str) -> Row:
+    """Build the row of the speedup of one timer over another."""
+    if reason := timings.failure_reasons(name, baseline):
+        return not_run_row(target_name, reason)
+    speedup = timings.median(baseline) / timings.median(name)
+    summary = (
+        f"{speedup:.2f} x ({timings.median(name):.4f} s, "
+        f"{baseline} {timings.median(baseline):.4f} s)"
+    )
+    return measured_row(
+        target_name,
+        speedup,
+        summary,
+        samples={timer_name: timings.seconds[timer_name] for timer_name in (name, baseline)},
+    )

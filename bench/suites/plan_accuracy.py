@@ -1,8 +1,9 @@
-"""Predictions of our own server held against our own server: calibrated, predicted, measured.
+"""Plan accuracy benchmark: predicted vs measured latency and throughput of our server.
 
-Two small models of different families, and each round does all of it anew, in turns, so that a
-machine that changes changes for both sides; medians are compared. The load is `preamble bench`'s.
-Each line has its target and a verdict; none fails anything.
+Two small models of different families are calibrated, predicted and measured again in each round,
+so that a change in the speed of the machine affects predictions and measurements alike. Medians are
+compared. The load generator is that of `preamble bench`. A missed target is reported as a verdict
+and does not change the exit status.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,19 +12,19 @@ from pathlib import Path
 from statistics import median
 
 from bench.harness.offline_engine import GPT2_SMALL
-from bench.harness.server_process import random_checkpoint, served
+from bench.harness.server_process import running_server, saved_random_checkpoint
 from bench.suites import plan_choice
-from clients.load.generator import Length, Where, Work, run
-from clients.load.report import Report
+from clients.load.generator import LengthSampler, LoadSpec, ServerEndpoint, run_load
+from clients.load.report import LoadReport
 from gpt.config import GPTConfig
-from planning.inference.calibration_file import StepCosts
-from planning.inference.estimate import Lengths, ServingSplit, Workload, estimate_serving
-from planning.measurement.calibrate import Aims, calibrate
+from planning.inference.calibration_file import Calibration
+from planning.inference.estimate import LengthDistribution, ServingSplit, Workload, estimate_serving
+from planning.measurement.calibrate import CalibrationOptions, calibrate
 
 ITL_ERROR_MAX = 0.15
 TTFT_ERROR_MAX = 0.25
 
-# Another family: rotary positions, shared keys, gates; and another dtype.
+# Llama-like: rotary positions, grouped-query attention, gated MLP; fp32 instead of bf16.
 MODERN = GPTConfig(
     num_layers=10,
     hidden_size=512,
@@ -47,29 +48,35 @@ PARTS = (*MODELS, "choice")
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is asked; a test asks for less."""
+class PlanAccuracySizes:
+    """Sizes of calibrations and loads; tests use smaller ones."""
 
     rounds: int = 5
-    seconds: float = 4.0  # For a model's steps, in each calibration.
-    alone: int = 12  # Calls one after another, then
-    streams: int = 8  # so many at once,
-    calls: int = 96  # of which there are so many.
-    prompt: tuple[int, int] = (64, 256)  # Tokens, evenly from a range.
-    new: tuple[int, int] = (32, 96)
-    plain: bool = True  # Whether a model is predicted from plain ones, too.
+    seconds: float = 4.0  # Measuring time of model steps in each calibration.
+    single_calls: int = 12  # Calls of the load with one call at a time.
+    streams: int = 8  # Concurrent calls of the second load.
+    calls: int = 96  # Total calls of the second load.
+    prompt_tokens: tuple[int, int] = (64, 256)  # Uniform between minimum and maximum.
+    new_tokens: tuple[int, int] = (32, 96)
+    predicts_from_reference: bool = True  # Also predict from a calibration with reference models.
 
     def lengths(self, concurrency: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of prompts and answers. Few calls are all alike, or their median would be chance."""
+        """Return the length ranges of prompts and answers.
+
+        The load with one call at a time has few calls, so all of them have the mean length:
+        otherwise their median would depend on the drawn lengths.
+        """
         if concurrency > 1:
-            return self.prompt, self.new
-        prompt, new = (sum(one) // 2 for one in (self.prompt, self.new))
+            return self.prompt_tokens, self.new_tokens
+        prompt, new = (
+            sum(token_range) // 2 for token_range in (self.prompt_tokens, self.new_tokens)
+        )
         return (prompt, prompt), (new, new)
 
 
 @dataclass
-class Series:
-    """One figure, as it was predicted and as it was measured, round by round."""
+class FigureSeries:
+    """The predicted and measured values of one figure, one per round."""
 
     predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
@@ -78,19 +85,19 @@ class Series:
     def error(self) -> float:
         return median(self.predicted) / median(self.measured) - 1
 
-    def line(self, name: str, target: float | None) -> str:
-        told = (
+    def format_line(self, name: str, target: float | None) -> str:
+        text = (
             f"  {name:32} predicted {median(self.predicted):9.2f}  measured "
             f"{median(self.measured):9.2f}  ({min(self.measured):.2f} to {max(self.measured):.2f})"
             f"  {100 * self.error:+6.1f} %"
         )
         if target is None:
-            return told
-        met = "met" if abs(self.error) <= target else "MISSED"
-        return f"{told}  target +-{100 * target:g} %: {met}"
+            return text
+        verdict = "met" if abs(self.error) <= target else "MISSED"
+        return f"{text}  target +-{100 * target:g} %: {verdict}"
 
 
-Figures = dict[str, Series]
+SeriesByFigure = dict[str, FigureSeries]
 TARGETS = {
     "ms between tokens, alone": ITL_ERROR_MAX,
     "ms to the first token, alone": TTFT_ERROR_MAX,
@@ -98,100 +105,114 @@ TARGETS = {
 }
 
 
-def lines(
+def run_suite(
     parts: tuple[str, ...] = (),
-    sizes: Sizes = Sizes(),
+    sizes: PlanAccuracySizes = PlanAccuracySizes(),
     models: Mapping[str, GPTConfig] = MODELS,
 ) -> Iterator[str]:
-    """The models that are asked for, and what is picked for one; none: all."""
-    chosen = {name: network for name, network in models.items() if not parts or name in parts}
-    if chosen:
-        yield from _predictions(chosen, sizes)
+    """Run the selected models and the plan-choice part, or all if none is selected."""
+    selected = {name: network for name, network in models.items() if not parts or name in parts}
+    if selected:
+        yield from _compare_predictions(selected, sizes)
     if "choice" in (parts or PARTS):
-        yield from plan_choice.lines(MODERN)
+        yield from plan_choice.run_suite(MODERN)
 
 
-def _predictions(chosen: Mapping[str, GPTConfig], sizes: Sizes) -> Iterator[str]:
-    found: dict[str, tuple[Figures, Figures]] = {name: ({}, {}) for name in chosen}
-    for turn in range(sizes.rounds):
-        plain = None
-        if sizes.plain:
-            yield f"round {turn + 1} of {sizes.rounds}: plain models"
-            dtypes = sorted({one.dtype for one in chosen.values()})
-            plain = {dtype: _calibrated(None, dtype, sizes) for dtype in dtypes}
-        for name, network in chosen.items():
-            yield f"round {turn + 1} of {sizes.rounds}: {name}"
-            with random_checkpoint(network) as model:
-                costs = _calibrated(model, None, sizes)
-                own = _predicted(network, sizes, costs)
-                real = _measured(model, sizes)
-            _note(found[name][0], own, real)
-            yield _round(own, real)
-            if plain is not None:
-                _note(found[name][1], _predicted(network, sizes, plain[network.dtype]), real)
-    for name, (own_figures, plain_figures) in found.items():
-        yield f"{name}, calibrated with it, {sizes.rounds} rounds:"
-        for figure, series in own_figures.items():
-            yield series.line(figure, TARGETS.get(figure))
-        if plain_figures:
-            yield f"{name}, from plain models of other sizes:"
-            for figure, series in plain_figures.items():
-                yield series.line(figure, None)
+def _compare_predictions(
+    selected: Mapping[str, GPTConfig], sizes: PlanAccuracySizes
+) -> Iterator[str]:
+    series_by_model: dict[str, tuple[SeriesByFigure, SeriesByFigure]] = {
+        name: ({}, {}) for name in selected
+    }
+    for round_index in range(sizes.rounds):
+        reference_costs = None
+        if sizes.predicts_from_reference:
+            yield f"round {round_index + 1} of {sizes.rounds}: reference models"
+            dtypes = sorted({config.dtype for config in selected.values()})
+            reference_costs = {dtype: _calibrate(None, dtype, sizes) for dtype in dtypes}
+        for name, network in selected.items():
+            yield f"round {round_index + 1} of {sizes.rounds}: {name}"
+            with saved_random_checkpoint(network) as model:
+                costs = _calibrate(model, None, sizes)
+                predicted = _predict(network, sizes, costs)
+                measured = _measure(model, sizes)
+            _record_figures(series_by_model[name][0], predicted, measured)
+            yield _format_round(predicted, measured)
+            if reference_costs is not None:
+                _record_figures(
+                    series_by_model[name][1],
+                    _predict(network, sizes, reference_costs[network.dtype]),
+                    measured,
+                )
+    for name, (model_figures, reference_figures) in series_by_model.items():
+        yield f"{name}, calibrated with this model, {sizes.rounds} rounds:"
+        for figure, series in model_figures.items():
+            yield series.format_line(figure, TARGETS.get(figure))
+        if reference_figures:
+            yield f"{name}, calibrated with reference models of other sizes:"
+            for figure, series in reference_figures.items():
+                yield series.format_line(figure, None)
 
 
-def _round(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """One round's errors, for who ends the run before its last."""
-    told = (f"{name} {100 * (predicted[name] / one - 1):+.0f} %" for name, one in measured.items())
-    return "  " + "; ".join(told)
+def _format_round(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """Format the errors of one round, so that an interrupted run has results, too."""
+    errors = (
+        f"{name} {100 * (predicted[name] / figure - 1):+.0f} %" for name, figure in measured.items()
+    )
+    return "  " + "; ".join(errors)
 
 
-def _calibrated(model: Path | None, dtype: str | None, sizes: Sizes) -> StepCosts:
-    plain = () if model is not None else None
-    aims = Aims(model=model, dtype=dtype, seconds=sizes.seconds, plain=plain)
+def _calibrate(model: Path | None, dtype: str | None, sizes: PlanAccuracySizes) -> Calibration:
+    reference_models = () if model is not None else None
+    aims = CalibrationOptions(
+        model=model, dtype=dtype, seconds=sizes.seconds, reference_models=reference_models
+    )
     return calibrate(aims, lambda line: None)
 
 
-def _note(figures: Figures, predicted: Mapping[str, float], measured: Mapping[str, float]) -> None:
+def _record_figures(
+    figures: SeriesByFigure, predicted: Mapping[str, float], measured: Mapping[str, float]
+) -> None:
     for name, value in predicted.items():
-        series = figures.setdefault(name, Series())
+        series = figures.setdefault(name, FigureSeries())
         series.predicted.append(value)
         series.measured.append(measured[name])
 
 
-def _predicted(network: GPTConfig, sizes: Sizes, costs: StepCosts) -> dict[str, float]:
-    def told(concurrency: int) -> "Callable[[str], float]":
+def _predict(network: GPTConfig, sizes: PlanAccuracySizes, costs: Calibration) -> dict[str, float]:
+    def predict_figures(concurrency: int) -> "Callable[[str], float]":
         prompt, new = sizes.lengths(concurrency)
-        load = Workload(_lengths(*prompt), _lengths(*new), None, concurrency)
-        found = estimate_serving(
-            network, network.dtype, load, ServingSplit(), costs.cluster(), costs
+        workload = Workload(_lengths(*prompt), _lengths(*new), None, concurrency)
+        estimate = estimate_serving(
+            network, network.dtype, workload, ServingSplit(), costs.as_cluster(), costs
         )
         values = {
-            "itl": found.itl_ms.mean,
-            "ttft": found.ttft_ms.p50,
-            "tokens": found.tokens_per_s,
+            "itl": estimate.itl_ms.mean,
+            "ttft": estimate.ttft_ms.p50,
+            "tokens": estimate.tokens_per_s,
         }
         return values.__getitem__
 
-    return _figures(told(1), told(sizes.streams))
+    return _collect_figures(predict_figures(1), predict_figures(sizes.streams))
 
 
-def _lengths(low: int, high: int) -> Lengths:
-    return Lengths((low + high) / 2, low + 0.95 * (high - low))
+def _lengths(low: int, high: int) -> LengthDistribution:
+    return LengthDistribution((low + high) / 2, low + 0.95 * (high - low))
 
 
-def _measured(model: Path, sizes: Sizes) -> dict[str, float]:
-    with served(model, limits={"prove": False}) as server:
-        where = Where(server.address)
+def _measure(model: Path, sizes: PlanAccuracySizes) -> dict[str, float]:
+    with running_server(model, settings={"prove": False}) as server:
+        endpoint = ServerEndpoint(server.address)
 
-        def told(concurrency: int, calls: int) -> "Callable[[str], float]":
+        def measure_figures(concurrency: int, calls: int) -> "Callable[[str], float]":
             prompt, new = sizes.lengths(concurrency)
-            work = Work(
+            workload = LoadSpec(
                 concurrency=concurrency,
                 requests_max=calls,
-                prompt=Length("range", *prompt),
-                new=Length("range", *new),
+                prompt_length=LengthSampler("range", *prompt),
+                output_length=LengthSampler("range", *new),
             )
-            report = Report.of(run(where, work))
+            report = LoadReport.from_run(run_load(endpoint, workload))
             assert report.itl_ms is not None and report.ttft_ms is not None
             values = {
                 "itl": report.itl_ms.mean,
@@ -200,13 +221,17 @@ def _measured(model: Path, sizes: Sizes) -> dict[str, float]:
             }
             return values.__getitem__
 
-        return _figures(told(1, sizes.alone), told(sizes.streams, sizes.calls))
+        return _collect_figures(
+            measure_figures(1, sizes.single_calls), measure_figures(sizes.streams, sizes.calls)
+        )
 
 
-def _figures(alone: Callable[[str], float], loaded: Callable[[str], float]) -> dict[str, float]:
+def _collect_figures(
+    single: Callable[[str], float], loaded: Callable[[str], float]
+) -> dict[str, float]:
     return {
-        "ms between tokens, alone": alone("itl"),
-        "ms to the first token, alone": alone("ttft"),
+        "ms between tokens, alone": single("itl"),
+        "ms to the first token, alone": single("ttft"),
         "ms between tokens, loaded": loaded("itl"),
         "ms to the first token, loaded": loaded("ttft"),
         "tokens/s, loaded": loaded("tokens"),

@@ -1,8 +1,8 @@
-"""What the planner picks for our server, held against measuring everything there is to pick.
+"""Plan choice benchmark: the planner's choice compared with all configurations of a grid.
 
-A grid of settings is measured under one load, the plan's pick among them. For throughput it should
-be near the best of all; for a limit on the time between tokens it should keep that. Configurations
-take turns; of each the median of its rounds counts.
+A grid of settings and the settings chosen by the planner are measured under one load. The choice
+for throughput should be close to the best configuration. The choice under a limit on inter-token
+latency should stay below the limit. Configurations run in interleaved rounds; figures are medians.
 """
 
 import tempfile
@@ -11,57 +11,68 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from bench.harness.server_process import random_checkpoint
-from bench.harness.targets import verdict
+from bench.harness.server_process import saved_random_checkpoint
+from bench.harness.targets import verdict_of
 from gpt.config import GPTConfig
-from planning.inference.estimate import Lengths, ServingSplit, Workload, estimate_serving
-from planning.inference.objective import POSTURES, Wish
+from planning.inference.estimate import LengthDistribution, ServingSplit, Workload, estimate_serving
 from planning.inference.plan import plan_serving
-from planning.inference.search import figures_of
-from planning.inference.service_levels import Limits
-from planning.measurement.calibrate import Aims, calibrate
+from planning.inference.requirements import PREFILL_PRESETS, Requirements
+from planning.inference.search import serving_figures
+from planning.inference.service_levels import ServiceLimits
+from planning.measurement.calibrate import CalibrationOptions, calibrate
 from planning.measurement.serving_trial import ServingTrial
-from planning.plan import Cell, Plan, Row
+from planning.plan import Plan, Row, SettingValue
 
-SHARE_MIN = 0.92
-LIMIT = 1.2
+BEST_SHARE_MIN = 0.92
+ITL_LIMIT_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PlanChoiceSizes:
+    """Sizes of the calibration, the load and the grid; tests use smaller ones."""
+
     rounds: int = 3
-    seconds: float = 6.0  # For the model's steps.
-    load_s: int = 12  # Of each configuration, each time.
-    callers: int = 32
+    seconds: float = 6.0  # Measuring time of model steps in the calibration.
+    load_seconds: int = 12  # Per configuration and round.
+    callers: int = 32  # Concurrent calls of the load.
     batches: Sequence[int] = (4, 8, 16, 32)
-    prompt: tuple[float, float] = (160.0, 246.0)  # Mean and 95th percentile of tokens.
-    new: tuple[float, float] = (64.0, 93.0)
+    prompt_tokens: tuple[float, float] = (160.0, 246.0)  # Mean and 95th percentile.
+    new_tokens: tuple[float, float] = (64.0, 93.0)
 
 
 @dataclass(frozen=True)
-class _Bench:
-    sizes: Sizes
-    wish: Wish
+class _PlanGrid:
+    sizes: PlanChoiceSizes
+    requirements: Requirements
     model: Path
 
-    def plan(self, limits: Limits) -> Plan:
-        return plan_serving(replace(self.wish, limits=limits), str(self.model))
+    def plan(self, limits: ServiceLimits) -> Plan:
+        return plan_serving(replace(self.requirements, limits=limits), str(self.model))
 
     def grid(self) -> Iterator[Row]:
-        """Batches, and how much of a step prompts may have."""
-        longest = round(sum((*self.sizes.prompt, *self.sizes.new)))
+        """Yield all combinations of batch size and prefill preset."""
+        request_tokens = round(sum((*self.sizes.prompt_tokens, *self.sizes.new_tokens)))
         for batch in self.sizes.batches:
-            for posture in POSTURES:
-                step = max(batch, posture.step_tokens)
-                kv_tokens = batch * longest // 16 * 16 + 16
-                yield self.row(ServingSplit(1, 1, 1, batch, step, kv_tokens, posture.stall_ms))
+            for preset in PREFILL_PRESETS:
+                step_tokens = max(batch, preset.step_tokens_max)
+                kv_tokens = batch * request_tokens // 16 * 16 + 16
+                yield self.build_row(
+                    ServingSplit(
+                        1, 1, 1, batch, step_tokens, kv_tokens, preset.prefill_stall_ms_max
+                    )
+                )
 
-    def row(self, split: ServingSplit) -> Row:
-        wish = self.wish
-        found = estimate_serving(
-            wish.model, wish.dtype, wish.workload, split, wish.cluster, wish.costs
+    def build_row(self, split: ServingSplit) -> Row:
+        requirements = self.requirements
+        estimate = estimate_serving(
+            requirements.model,
+            requirements.dtype,
+            requirements.workload,
+            split,
+            requirements.cluster,
+            requirements.calibration,
         )
-        settings: dict[str, Cell] = {
+        settings: dict[str, SettingValue] = {
             "tp": 1,
             "pp": 1,
             "replicas": 1,
@@ -74,72 +85,87 @@ class _Bench:
             f"batch {split.running_requests_max} steps {split.step_tokens_max}"
             f"/{split.prefill_stall_ms_max:g} ms"
         )
-        return Row(name, "fits", settings, figures_of(wish.workload, split, found))
+        return Row(name, "fits", settings, serving_figures(requirements.workload, split, estimate))
 
 
-def lines(network: GPTConfig, sizes: Sizes = Sizes()) -> Iterator[str]:
-    with random_checkpoint(network) as model, tempfile.TemporaryDirectory() as folder:
-        aims = Aims(model=model, seconds=sizes.seconds, plain=())
+def run_suite(network: GPTConfig, sizes: PlanChoiceSizes = PlanChoiceSizes()) -> Iterator[str]:
+    with saved_random_checkpoint(network) as model, tempfile.TemporaryDirectory() as folder:
+        aims = CalibrationOptions(model=model, seconds=sizes.seconds, reference_models=())
         costs = calibrate(aims, lambda line: None)
-        workload = Workload(Lengths(*sizes.prompt), Lengths(*sizes.new), None, sizes.callers)
-        wish = Wish(network, network.dtype, workload, Limits(), costs.cluster(), costs)
-        bench = _Bench(sizes, wish, model)
-        rows = list(bench.grid())
-        # In the middle of what can be had, and a little more for the planner's margin.
-        limit_ms = LIMIT * median(one.figures["itl_ms_p95"] for one in rows)
-        picks = [bench.plan(Limits()).best, bench.plan(Limits(itl_ms_p95=limit_ms)).best]
-        if None in picks:
-            yield f"nothing was picked for {limit_ms:.1f} ms between tokens: {verdict(False)}"
-        rows += [one for one in picks if one is not None]
-        trial = ServingTrial(wish, model, (sizes.load_s,))
-        found = yield from _measured(
-            rows, sizes, lambda row: dict(trial.run(row, sizes.load_s, Path(folder)))
+        workload = Workload(
+            LengthDistribution(*sizes.prompt_tokens),
+            LengthDistribution(*sizes.new_tokens),
+            None,
+            sizes.callers,
         )
-    yield from _told(rows, found)
-    yield from judged(rows, found, limit_ms, picks)
+        requirements = Requirements(
+            network, network.dtype, workload, ServiceLimits(), costs.as_cluster(), costs
+        )
+        plan_grid = _PlanGrid(sizes, requirements, model)
+        rows = list(plan_grid.grid())
+        # The median prediction of the grid, plus 20 % for the safety margin of the planner.
+        limit_ms = ITL_LIMIT_FACTOR * median(row.figures["itl_ms_p95"] for row in rows)
+        picks = [
+            plan_grid.plan(ServiceLimits()).best,
+            plan_grid.plan(ServiceLimits(itl_ms_p95=limit_ms)).best,
+        ]
+        if None in picks:
+            yield f"no configuration chosen for ITL p95 <= {limit_ms:.1f} ms: {verdict_of(False)}"
+        rows += [row for row in picks if row is not None]
+        trial = ServingTrial(requirements, model, (sizes.load_seconds,))
+        medians = yield from _measure_rows(
+            rows, sizes, lambda row: dict(trial.run(row, sizes.load_seconds, Path(folder)))
+        )
+    yield from _format_table(rows, medians)
+    yield from pick_verdicts(rows, medians, limit_ms, picks)
 
 
-def judged(
+def pick_verdicts(
     rows: Sequence[Row],
-    found: Sequence[Mapping[str, float]],
+    medians: Sequence[Mapping[str, float]],
     limit_ms: float,
     picks: Sequence[Row | None],
 ) -> Iterator[str]:
-    """Of the pick for throughput, and of the one for the limit."""
-    fast, quick = picks
-    if fast is not None:
-        made = found[rows.index(fast)]["tokens_per_s"]
-        share = made / max(one["tokens_per_s"] for one in found)
+    """Judge the choice for throughput and the choice under the latency limit."""
+    throughput_pick, latency_pick = picks
+    if throughput_pick is not None:
+        tokens_per_s = medians[rows.index(throughput_pick)]["tokens_per_s"]
+        share = tokens_per_s / max(figures["tokens_per_s"] for figures in medians)
         yield (
-            f"picked for throughput: {fast.name}, {100 * share:.1f} % of the best of {len(rows)}; "
-            f"target >= {100 * SHARE_MIN:g} %: {verdict(share >= SHARE_MIN)}"
+            f"chosen for throughput: {throughput_pick.name}, "
+            f"{100 * share:.1f} % of the best of {len(rows)}; "
+            f"target >= {100 * BEST_SHARE_MIN:g} %: {verdict_of(share >= BEST_SHARE_MIN)}"
         )
-    if quick is not None:
-        came_ms = found[rows.index(quick)]["itl_ms_p95"]
+    if latency_pick is not None:
+        itl_ms = medians[rows.index(latency_pick)]["itl_ms_p95"]
         yield (
-            f"picked for {limit_ms:.1f} ms between tokens (p95): {quick.name}, {came_ms:.1f} ms; "
-            f"target <= {limit_ms:.1f} ms: {verdict(came_ms <= limit_ms)}"
+            f"chosen for ITL p95 <= {limit_ms:.1f} ms: {latency_pick.name}, "
+            f"{itl_ms:.1f} ms; "
+            f"target <= {limit_ms:.1f} ms: {verdict_of(itl_ms <= limit_ms)}"
         )
 
 
-def _measured(
-    rows: Sequence[Row], sizes: Sizes, run: Callable[[Row], dict[str, float]]
+def _measure_rows(
+    rows: Sequence[Row], sizes: PlanChoiceSizes, measure_row: Callable[[Row], dict[str, float]]
 ) -> Generator[str, None, list[dict[str, float]]]:
-    """Each in turn, and again; returns the medians, in the rows' order."""
+    """Measure all rows in interleaved rounds; return the medians in the order of `rows`."""
     rounds: list[list[dict[str, float]]] = [[] for _ in rows]
-    for turn in range(sizes.rounds):
-        for row, some in zip(rows, rounds, strict=True):
-            some.append(run(row))
-        yield f"round {turn + 1} of {sizes.rounds}: {len(rows)} configurations measured"
-    return [{name: median(one[name] for one in some) for name in some[0]} for some in rounds]
+    for round_index in range(sizes.rounds):
+        for row, samples in zip(rows, rounds, strict=True):
+            samples.append(measure_row(row))
+        yield f"round {round_index + 1} of {sizes.rounds}: {len(rows)} configurations measured"
+    return [
+        {name: median(sample[name] for sample in samples) for name in samples[0]}
+        for samples in rounds
+    ]
 
 
-def _told(rows: Sequence[Row], found: Sequence[dict[str, float]]) -> Iterator[str]:
-    yield f"{'':28} {'tokens/s':>18} {'ms between, p95':>18} {'ms to first, p95':>18}"
-    for row, one in zip(rows, found, strict=True):
+def _format_table(rows: Sequence[Row], medians: Sequence[dict[str, float]]) -> Iterator[str]:
+    yield f"{'':28} {'tokens/s':>18} {'ITL p95, ms':>18} {'TTFT p95, ms':>18}"
+    for row, figures in zip(rows, medians, strict=True):
         cells = [
-            f"{one[name]:9,.1f} ({row.figures[name]:,.1f})".rjust(18)
+            f"{figures[name]:9,.1f} ({row.figures[name]:,.1f})".rjust(18)
             for name in ("tokens_per_s", "itl_ms_p95", "ttft_ms_p95")
         ]
         yield f"{row.name[:28]:28} {' '.join(cells)}"
-    yield "measured, and in brackets what was predicted"
+    yield "measured (predicted)"

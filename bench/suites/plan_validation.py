@@ -1,28 +1,29 @@
-"""How far `preamble plan` is off published runs: `preamble plan validate`, as rows of the table.
+"""Plan validation benchmark: the error of `preamble plan` on published runs.
 
-It computes for a second or two and measures nothing, so its figures are the same on any machine.
-What is predicted of our own server is another matter, and `bench/suites/plan_accuracy.py`'s.
+The rows are those of `preamble plan validate`. Nothing is measured, so the figures are the same on
+every machine; the computation takes one or two seconds. `bench/suites/plan_accuracy.py` compares
+predictions with measurements of our own server.
 """
 
 from collections.abc import Iterator
 
-from bench.harness.record import Item
-from bench.harness.targets import judged
-from planning.published.validate import validate
+from bench.harness.record import SuiteOutput
+from bench.harness.targets import measured_row
+from planning.published.validate import validate_tables
 
-# Of each row: the table's name as validate has it.
-MEANS = {"training": "training, all runs", "inference": "inference, all rows"}
-CLOSED = "activations of the first stage"
+# Maps a row name to the name of a table of `validate_tables`.
+MEAN_TABLES = {"training": "training, all runs", "inference": "inference, all rows"}
+ACTIVATIONS_TABLE = "activations of the first stage"
 
 
-def lines() -> Iterator[Item]:
-    tables = {table.name: table for table in validate().tables}
-    for name, title in MEANS.items():
+def run_suite() -> Iterator[SuiteOutput]:
+    tables = {table.name: table for table in validate_tables().tables}
+    for name, title in MEAN_TABLES.items():
         table = tables[title]
-        told = (
+        summary = (
             f"{100 * table.mean:.1f} % of {len(table.rows)} rows, worst {100 * table.worst:.1f} %"
         )
-        yield judged(f"planner/{name}", 100 * table.mean, told)
-    kept = tables[CLOSED]
-    told = f"{100 * kept.worst:.2f} % of {len(kept.rows)} figures"
-    yield judged("planner/activations", 100 * kept.worst, told)
+        yield measured_row(f"planner/{name}", 100 * table.mean, summary)
+    activations = tables[ACTIVATIONS_TABLE]
+    summary = f"{100 * activations.worst:.2f} % of {len(activations.rows)} figures"
+    yield measured_row("planner/activations", 100 * activations.worst, summary)

@@ -1,8 +1,9 @@
-"""How soon `preamble serve` says no to what cannot work, and how soon it is ready to what can.
+"""Start-up benchmark: seconds until invalid arguments are refused and until a server is ready.
 
-A refusal is timed in a process that has imported all that serving imports, from the command's call
-to its end; readiness from the start of the process, imports and all, and what loading the weights
-takes in a process that does only that is taken off. Medians of rounds; of refusals the slowest.
+A refusal is timed in a process that has already imported serving, from the call of the command to
+its return. Readiness is timed from the start of the process, imports included, minus the time that
+another process needs to load the weights. Figures are medians of rounds. The figure for refusals is
+that of the slowest one.
 """
 
 import json
@@ -16,23 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness.offline_engine import GPT2_SMALL
-from bench.harness.record import Item
-from bench.harness.server_process import random_checkpoint, served
-from bench.harness.targets import judged
+from bench.harness.record import SuiteOutput
+from bench.harness.server_process import running_server, saved_random_checkpoint
+from bench.harness.targets import measured_row
 from gpt.config import GPTConfig
 
 WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is asked; a test asks for less."""
+class StartupSizes:
+    """Number of rounds; tests use fewer."""
 
     rounds: int = 3
 
 
-# The words of a command come on standard input, once all is imported.
-REFUSED = """
+# The child reads its command-line arguments from standard input after its imports.
+REFUSAL_SCRIPT = """
 import json, sys, time
 from serving import __main__ as command, server
 words = json.loads(sys.stdin.readline())
@@ -40,77 +41,87 @@ started = time.perf_counter()
 code = command.main(["serve", *words])
 print(json.dumps([code, time.perf_counter() - started]), flush=True)
 """
-LOADED = """
+LOADING_SCRIPT = """
 import sys, time
-from bench.harness.offline_engine import loaded
+from bench.harness.offline_engine import load_for_serving
 from gpt.formats.registry import open_checkpoint
 from serving.config import ServerConfig
 started = time.perf_counter()
-loaded(open_checkpoint(sys.argv[1]), ServerConfig(sys.argv[1]))
+load_for_serving(open_checkpoint(sys.argv[1]), ServerConfig(sys.argv[1]))
 print(time.perf_counter() - started)
 """
 
 
-def lines(sizes: Sizes = Sizes(), network: GPTConfig = GPT2_SMALL) -> Iterator[Item]:
-    with random_checkpoint(network) as model, tempfile.TemporaryDirectory() as folder:
-        yield from refusals(model, Path(folder), sizes)
-        yield from readiness(model, sizes)
+def run_suite(
+    sizes: StartupSizes = StartupSizes(), network: GPTConfig = GPT2_SMALL
+) -> Iterator[SuiteOutput]:
+    with saved_random_checkpoint(network) as model, tempfile.TemporaryDirectory() as folder:
+        yield from measure_refusals(model, Path(folder), sizes)
+        yield from measure_readiness(model, sizes)
 
 
-def refusals(model: Path, folder: Path, sizes: Sizes) -> Iterator[Item]:
-    """Of paths, headers and settings that cannot be right."""
-    found: dict[str, list[float]] = {}
-    for why, words in bad(model, folder).items():
-        found[why] = [refused_s(words) for _ in range(sizes.rounds)]
-        yield f"  {why}: refused in {1e3 * statistics.median(found[why]):.0f} ms"
-    slowest = max(found, key=lambda why: statistics.median(found[why]))
-    seconds = statistics.median(found[slowest])
-    yield judged("start/refusal", seconds, f"{seconds:.2f} s ({slowest})", samples=found)
+def measure_refusals(model: Path, folder: Path, sizes: StartupSizes) -> Iterator[SuiteOutput]:
+    """Time the refusal of invalid paths, checkpoint files and settings."""
+    seconds_by_fault: dict[str, list[float]] = {}
+    for fault, arguments in invalid_arguments(model, folder).items():
+        seconds_by_fault[fault] = [time_refusal_s(arguments) for _ in range(sizes.rounds)]
+        yield f"  {fault}: refused in {1e3 * statistics.median(seconds_by_fault[fault]):.0f} ms"
+    slowest = max(seconds_by_fault, key=lambda fault: statistics.median(seconds_by_fault[fault]))
+    seconds = statistics.median(seconds_by_fault[slowest])
+    yield measured_row(
+        "start/refusal", seconds, f"{seconds:.2f} s ({slowest})", samples=seconds_by_fault
+    )
 
 
-def bad(model: Path, folder: Path) -> dict[str, list[str]]:
-    """What is wrong, and the words of `preamble serve` that it is in."""
-    unknown, cut = folder / "unknown.yaml", folder / "cut"
-    unknown.write_text("runing_requests_max: 8\n")
-    cut.mkdir()
+def invalid_arguments(model: Path, folder: Path) -> dict[str, list[str]]:
+    """Return arguments of `preamble serve` by the fault that they contain."""
+    unknown_setting, truncated_model = folder / "unknown.yaml", folder / "cut"
+    unknown_setting.write_text("runing_requests_max: 8\n")
+    truncated_model.mkdir()
     for file in model.iterdir():
-        whole = file.read_bytes()
-        # The header of the weights stays, and promises more than there is.
-        (cut / file.name).write_bytes(whole[:-1000] if file.suffix == ".safetensors" else whole)
+        content = file.read_bytes()
+        # The safetensors header stays intact and describes more data than the file has.
+        (truncated_model / file.name).write_bytes(
+            content[:-1000] if file.suffix == ".safetensors" else content
+        )
     return {
         "no such path": [str(folder / "nowhere")],
-        "an unknown setting": [str(model), "--config", str(unknown)],
-        "weights that are cut short": [str(cut)],
+        "an unknown setting": [str(model), "--config", str(unknown_setting)],
+        "weights that are cut short": [str(truncated_model)],
         "heads that do not divide": [str(model), "--tp", "5"],
         "an open address without a key": [str(model), "--host", "0.0.0.0"],
     }
 
 
-def refused_s(words: list[str]) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED],
-        input=json.dumps([*words, "--port", "0", "--http-port", "0"]) + "\n",
+def time_refusal_s(arguments: list[str]) -> float:
+    completed = subprocess.run(
+        [sys.executable, "-c", REFUSAL_SCRIPT],
+        input=json.dumps([*arguments, "--port", "0", "--http-port", "0"]) + "\n",
         capture_output=True,
         text=True,
         timeout=WAIT_S,
         check=False,
     )
-    code, seconds = json.loads(done.stdout.splitlines()[-1])
-    assert code == 1, f"{words} was not refused"
+    code, seconds = json.loads(completed.stdout.splitlines()[-1])
+    assert code == 1, f"{arguments} was not refused"
     return float(seconds)
 
 
-def readiness(model: Path, sizes: Sizes) -> Iterator[Item]:
-    """With a server's defaults, proof and warm-up included."""
-    whole, load = [], []
+def measure_readiness(model: Path, sizes: StartupSizes) -> Iterator[SuiteOutput]:
+    """Time a server with default settings, reference-logits check and warm-up included."""
+    ready_s, load_s = [], []
     for _ in range(sizes.rounds):
-        line = [sys.executable, "-c", LOADED, str(model)]
-        told = subprocess.run(line, capture_output=True, text=True, timeout=WAIT_S, check=True)
-        load.append(float(told.stdout.splitlines()[-1]))
+        command = [sys.executable, "-c", LOADING_SCRIPT, str(model)]
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=WAIT_S, check=True
+        )
+        load_s.append(float(completed.stdout.splitlines()[-1]))
         started = time.perf_counter()
-        with served(model):
-            whole.append(time.perf_counter() - started)
-    beyond = statistics.median(whole) - statistics.median(load)
-    told_s = f"{statistics.median(whole):.2f} s, of which {statistics.median(load):.2f} s load"
-    samples = {"ready": whole, "load": load}
-    yield judged("start/ready", beyond, f"{beyond:.2f} s ({told_s})", samples=samples)
+        with running_server(model):
+            ready_s.append(time.perf_counter() - started)
+    beyond_load_s = statistics.median(ready_s) - statistics.median(load_s)
+    summary = f"{statistics.median(ready_s):.2f} s, of which {statistics.median(load_s):.2f} s load"
+    samples = {"ready": ready_s, "load": load_s}
+    yield measured_row(
+        "start/ready", beyond_load_s, f"{beyond_load_s:.2f} s ({summary})", samples=samples
+    )

@@ -1,8 +1,9 @@
-"""`preamble adapters check`: whether files are good adapters, and (`--model`) ones for this model.
+"""`preamble adapters check`: validates adapter files, alone or against their base model.
 
-The same reading and the same questions as a server's, asked before they are uploaded. Golden
-examples are replayed by the model as it is now: after a reshard, an upgrade, in another dtype. What
-could not be settled is told as a note.
+It reads and checks files exactly as the server does, but before they are uploaded. With a base
+model it also replays the golden examples (recorded outputs of an adapter), which shows whether
+resharding, an upgrade or another dtype changed the adapter's results. A property that cannot be
+checked becomes a note.
 """
 
 import argparse
@@ -13,173 +14,214 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.flags import DTYPES, above_zero, add_source_flags, source_changes
+from checkpoints_tools.flags import DTYPES, add_source_flags, positive_float, source_overrides
 from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter
-from gpt.adapters.golden_examples import Replay, replay
+from gpt.adapters.golden_examples import GoldenReplay, replay_golden_examples
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import ConfigError, PreambleError
-from gpt.formats.overrides import open_overridden
+from gpt.formats.overrides import open_with_overrides
 from gpt.model.gpt_model import GPT
-from gpt.model.loading import device_of, load_model
+from gpt.model.loading import load_model, parse_device
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 
-# What is read besides our own files.
-FOREIGN = "a PEFT directory, a TGIS decoder.pt, a .nemo of prompt learning"
+# Formats of other programs that can be read, for help texts.
+FOREIGN_FORMATS = "a PEFT directory, a TGIS decoder.pt, a NeMo prompt-learning .nemo"
 
 
 def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters check",
-        description="Say whether adapters' files can be used, and what they are. With --model "
-        "their golden examples are replayed. 1: one cannot be used, or does not say what it said.",
+        description="Check whether adapter files are usable. For one file, and with --json, also "
+        "print the adapter's metadata. With --model, replay the golden examples (recorded "
+        "outputs) of each adapter. Exit status 1: a file is unusable, or the output of an example "
+        "differs.",
     )
     add = parser.add_argument
-    add("files", metavar="FILE", type=Path, nargs="+", help=f"{FOREIGN}, or ours")
-    add_model_flags(parser, "a checkpoint that they must be for")
-    add("--dtype", choices=DTYPES, help="what the model computes in (default: as stored)")
-    add("--device", default="cpu", help="cpu or cuda, for golden examples (default: cpu)")
-    add("--tolerance", metavar="X", type=above_zero,
-        help="nats that an answer's tokens may move, on average (default: by dtype)")  # fmt: skip
-    add("--json", action="store_true", help="print JSON: an object, of several files a list")
+    add(
+        "files",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        help=f"{FOREIGN_FORMATS}, or Preamble's .safetensors file",
+    )
+    add_model_flags(parser, "base checkpoint that the adapters must match")
+    add("--dtype", choices=DTYPES, help="compute dtype of the model (default: as stored)")
+    add("--device", default="cpu", help="device for golden examples: cpu or cuda (default: cpu)")
+    add(
+        "--tolerance",
+        metavar="X",
+        type=positive_float,
+        help="limit of the mean change of an example's token log-probabilities, in nats (default: "
+        "depends on the dtype)",
+    )
+    add("--json", action="store_true", help="print a JSON object, or a list for several files")
     return parser
 
 
 def add_model_flags(parser: argparse.ArgumentParser, text: str) -> None:
     add = parser.add_argument
     add("--model", metavar="PATH", help=text)
-    add("--tokenizer", metavar="PATH", help="the model's, where none lies beside it")
-    add("--task", metavar="T", help="of a file with several: PEFT's number, or NeMo's name")
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer of the model (default: found beside the checkpoint)",
+    )
+    add(
+        "--task",
+        metavar="T",
+        help="task to read from a multi-task file: a number for PEFT, a name for NeMo",
+    )
     add_source_flags(parser)
 
 
-def model_of(flags: argparse.Namespace) -> Checkpoint | None:
-    """The checkpoint that the flags name, if they do."""
+def open_base_checkpoint(flags: argparse.Namespace) -> Checkpoint | None:
+    """Open the checkpoint that --model names; return None without --model."""
     if flags.model is None:
         return None
-    return open_overridden(flags.model, source_changes(flags), flags.tokenizer)
+    return open_with_overrides(flags.model, source_overrides(flags), flags.tokenizer)
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A file, and what came of it."""
+class AdapterCheck:
+    """The result of checking one file; `error` is empty if the file is usable."""
 
     file: Path
     adapter: Adapter | None = None
     notes: tuple[str, ...] = ()
-    replay: Replay | None = None
-    refusal: str = ""
+    replay: GoldenReplay | None = None
+    error: str = ""
 
     @property
-    def good(self) -> bool:
-        return not self.refusal and (self.replay is None or self.replay.passed)
+    def passed(self) -> bool:
+        return not self.error and (self.replay is None or self.replay.passed)
 
 
 def check_command(argv: Sequence[str]) -> int:
-    """`argv` begins after `check`."""
+    """Run `preamble adapters check`; `argv` are the arguments after `check`."""
     flags = check_parser().parse_args(argv)
-    base = model_of(flags)
+    base = open_base_checkpoint(flags)
     if base is None and (flags.dtype or flags.tolerance):
-        raise ConfigError("--dtype and --tolerance are for golden examples; give --model too")
-    bench = _Bench(base, flags)
-    found = []
+        raise ConfigError(
+            "--dtype and --tolerance apply to golden examples, which need a model; give --model too"
+        )
+    checker = _AdapterChecker(base, flags)
+    checks = []
     for file in flags.files:
         try:
-            found.append(bench.check(file))
+            checks.append(checker.check(file))
         except PreambleError as error:
             if len(flags.files) == 1:
                 raise
-            found.append(Checked(file, refusal=str(error)))
+            checks.append(AdapterCheck(file, error=str(error)))
     if flags.json:
-        told = [_record(one) for one in found]
-        sys.stdout.write(json.dumps(told if len(told) > 1 else told[0], indent=2) + "\n")
-    elif len(found) == 1 and found[0].adapter is not None:
-        sys.stdout.write(sheet(found[0].adapter, found[0].notes))
-        sys.stdout.write(_verdict(found[0], flags.model) + "\n")
+        records = [_check_record(check) for check in checks]
+        sys.stdout.write(json.dumps(records if len(records) > 1 else records[0], indent=2) + "\n")
+    elif len(checks) == 1 and checks[0].adapter is not None:
+        sys.stdout.write(format_adapter(checks[0].adapter, checks[0].notes))
+        sys.stdout.write(_verdict_text(checks[0], flags.model) + "\n")
     else:
-        for one in found:
-            sys.stdout.write(f"{_plain(one.file.name)}: {_verdict(one, flags.model)}\n")
-    for one in found:
-        for line in one.replay.lines if one.replay else ():
-            sys.stderr.write(_plain(f"{one.file.name}: {line}") + "\n")
-    return 0 if all(one.good for one in found) else 1
+        for check in checks:
+            sys.stdout.write(
+                f"{_printable(check.file.name)}: {_verdict_text(check, flags.model)}\n"
+            )
+    for check in checks:
+        for line in check.replay.mismatch_lines if check.replay else ():
+            sys.stderr.write(_printable(f"{check.file.name}: {line}") + "\n")
+    return 0 if all(check.passed for check in checks) else 1
 
 
-class _Bench:
-    """The model that files are checked against, whose weights are loaded if examples need them."""
+class _AdapterChecker:
+    """Checks adapter files, and compares them with the base model if --model names one.
+
+    The model's weights are loaded when the first adapter with golden examples is checked.
+    """
 
     def __init__(self, base: Checkpoint | None, flags: argparse.Namespace) -> None:
-        self._base, self._flags = base, flags
+        self._base = base
+        self._flags = flags
         self._identity = None if base is None else identify(base)
-        self._running: tuple[GPT, Tokenizer] | None = None
+        self._model_and_tokenizer: tuple[GPT, Tokenizer] | None = None
 
-    def check(self, file: Path) -> Checked:
+    def check(self, file: Path) -> AdapterCheck:
         adapter = open_adapter(file, task=self._flags.task, base=self._base)
         if self._base is None:
-            return Checked(file, adapter)
+            return AdapterCheck(file, adapter)
         config = self._base.config
         if self._flags.dtype is not None:
             config = config.with_fields(dtype=self._flags.dtype)
         notes = check_adapter(adapter, config, self._identity)
         if not adapter.card.golden:
-            return Checked(file, adapter, notes)
-        if self._running is None:
-            self._running = self._start(self._base)
-        replayed = replay(*self._running, adapter, tolerance=self._flags.tolerance)
-        return Checked(file, adapter, notes, replayed)
+            return AdapterCheck(file, adapter, notes)
+        if self._model_and_tokenizer is None:
+            self._model_and_tokenizer = self._load_model(self._base)
+        golden_replay = replay_golden_examples(
+            *self._model_and_tokenizer, adapter, tolerance=self._flags.tolerance
+        )
+        return AdapterCheck(file, adapter, notes, golden_replay)
 
-    def _start(self, base: Checkpoint) -> tuple[GPT, Tokenizer]:
-        mesh = Mesh.single(device_of(self._flags.device))
+    def _load_model(self, base: Checkpoint) -> tuple[GPT, Tokenizer]:
+        mesh = Mesh.single(parse_device(self._flags.device))
         model = load_model(base, mesh, dtype=self._flags.dtype).eval()
         if base.tokenizer is None:
             return model, NullTokenizer(base.config.vocab_size)
         return model, open_tokenizer(base.tokenizer)
 
 
-def _verdict(one: Checked, model: str | None) -> str:
-    if one.refusal:
-        return f"refused: {_plain(one.refusal)}"
-    told = one.replay
-    what = ""
-    if told is not None:
-        same = told.checked - told.different - told.ties
-        ties = f", {told.ties} near ties" if told.ties else ""
-        what = (
-            f"; {same} of {told.checked} golden examples the same{ties}, the worst "
-            f"{told.worst_logprob:.2g} nats a token off (tolerance {told.tolerance:g})"
+def _verdict_text(check: AdapterCheck, model: str | None) -> str:
+    if check.error:
+        return f"refused: {_printable(check.error)}"
+    golden_replay = check.replay
+    golden_text = ""
+    if golden_replay is not None:
+        identical = golden_replay.checked - golden_replay.different - golden_replay.ties
+        ties_text = f", {golden_replay.ties} near ties" if golden_replay.ties else ""
+        golden_text = (
+            f"; {identical} of {golden_replay.checked} golden examples match{ties_text}, largest "
+            f"difference {golden_replay.logprob_difference_max:.2g} nats per token (tolerance "
+            f"{golden_replay.tolerance:g})"
         )
-    good = "good" if one.good else "it does not say what it said"
-    return f"{good}{' for this model' if model and one.good else ''}{what}"
+    verdict = "good" if check.passed else "golden examples differ"
+    return f"{verdict}{' for this model' if model and check.passed else ''}{golden_text}"
 
 
-def _record(one: Checked) -> dict[str, Any]:
-    if one.adapter is None:
-        return {"file": str(one.file), "good": False, "refusal": one.refusal}
-    record = {**facts(one.adapter, one.notes), "file": str(one.file), "good": one.good}
-    if one.replay is not None:
+def _check_record(check: AdapterCheck) -> dict[str, Any]:
+    if check.adapter is None:
+        return {"file": str(check.file), "good": False, "refusal": check.error}
+    record = {
+        **adapter_record(check.adapter, check.notes),
+        "file": str(check.file),
+        "good": check.passed,
+    }
+    if check.replay is not None:
         record["golden"] = {
-            "checked": one.replay.checked,
-            "different": one.replay.different,
-            "ties": one.replay.ties,
-            "worst_logprob": one.replay.worst_logprob,
-            "tolerance": one.replay.tolerance,
-            "lines": list(one.replay.lines),
+            "checked": check.replay.checked,
+            "different": check.replay.different,
+            "ties": check.replay.ties,
+            "worst_logprob": check.replay.logprob_difference_max,
+            "tolerance": check.replay.tolerance,
+            "lines": list(check.replay.mismatch_lines),
         }
     return record
 
 
-def facts(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
-    rows, width = adapter.table.shape
-    prefix = adapter.card.kind == "prefix"
+def adapter_record(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
+    """Return the adapter's description as --json prints it; the keys must not change."""
+    virtual_tokens, width = adapter.table.shape
+    is_prefix = adapter.card.kind == "prefix"
     norm = round(float(adapter.table.norm(dim=1).max()), 4)
     return {
         "name": adapter.card.name,
         "task": adapter.card.task,
         "method": adapter.card.method,
         "kind": adapter.card.kind,
-        "virtual_tokens": rows,
-        **({"numbers_a_token": width} if prefix else {"hidden_size": width, "row_norm_max": norm}),
+        "virtual_tokens": virtual_tokens,
+        **(
+            {"numbers_a_token": width}
+            if is_prefix
+            else {"hidden_size": width, "row_norm_max": norm}
+        ),
         "digest": adapter.digest,
         "base_digest": adapter.card.base_digest,
         "created": adapter.card.created,
@@ -187,16 +229,16 @@ def facts(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def sheet(adapter: Adapter, notes: Sequence[str]) -> str:
-    """The same for a person."""
+def format_adapter(adapter: Adapter, notes: Sequence[str]) -> str:
+    """Format the entries of `adapter_record` as text: one line per value, none for empty values."""
     lines = []
-    for name, value in facts(adapter, notes).items():
-        for one in value if isinstance(value, list) else [value]:
-            if one:
-                lines.append(f"{name.replace('_', ' '):16} {_plain(str(one))}\n")
+    for name, value in adapter_record(adapter, notes).items():
+        for element in value if isinstance(value, list) else [value]:
+            if element:
+                lines.append(f"{name.replace('_', ' '):16} {_printable(str(element))}\n")
     return "".join(lines)
 
 
-def _plain(text: str) -> str:
-    """A card is anybody's text, and a terminal obeys what it is shown."""
+def _printable(text: str) -> str:
+    """Escape control characters: a card is untrusted text and could contain terminal sequences."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

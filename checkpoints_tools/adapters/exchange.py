@@ -1,7 +1,8 @@
-"""`preamble adapters import` and `export`: our file from others' adapters, and theirs from ours.
+"""`preamble adapters import` and `export`: convert adapters from and to PEFT, TGIS and NeMo.
 
-What another format does not say comes by flags and goes onto the card: the template, stops, the
-base. A target is written whole or not at all, and what lies there stays unless it may go.
+Flags set the metadata (card fields) that a foreign format does not record: the prompt template, the
+stop strings, the base model. A target is written completely or not at all, and an existing target
+is replaced only with --overwrite.
 """
 
 import argparse
@@ -12,25 +13,36 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from checkpoints_tools.adapters.check import FOREIGN, add_model_flags, facts, model_of, sheet
-from checkpoints_tools.flags import at_least_one
+from checkpoints_tools.adapters.check import (
+    FOREIGN_FORMATS,
+    adapter_record,
+    add_model_flags,
+    format_adapter,
+    open_base_checkpoint,
+)
+from checkpoints_tools.flags import positive_int
 from gpt.adapters.adapter_file import (
     SUFFIX,
     Adapter,
     Card,
     build_adapter,
     check_adapter,
-    check_folder,
+    check_publish_directory,
     open_adapter,
     parse_name,
     publish_adapter,
     save_adapter,
 )
-from gpt.adapters.export_nemo import as_nemo, check_nemo, write_nemo
-from gpt.adapters.export_peft import as_peft, as_tgis, check_export, write_export
-from gpt.adapters.prompt_template import BOS, MARK, Template
+from gpt.adapters.export_nemo import check_nemo_target, convert_to_nemo, write_nemo
+from gpt.adapters.export_peft import (
+    check_export_target,
+    convert_to_peft,
+    convert_to_tgis,
+    write_export,
+)
+from gpt.adapters.prompt_template import BOS_POSITIONS, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.checkpoint.digest import identify
-from gpt.checkpoint.logical_tensor import Checkpoint, Identity
+from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.tokenizers.tokenizer import open_tokenizer
 
@@ -40,78 +52,125 @@ TEMPLATE_BYTES_MAX = 1 << 20
 def import_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters import",
-        description="Make our one file of an adapter that another program trained.",
+        description="Convert an adapter trained by another program to Preamble's adapter file.",
     )
     add = parser.add_argument
-    add("source", metavar="SOURCE", type=Path, help=f"{FOREIGN}, or our own file")
-    add("target", metavar="TARGET", type=Path,
-        help="a new .safetensors file, or a directory, for the name's next version")  # fmt: skip
-    add_model_flags(parser, "the checkpoint that it was trained on: checked, and on the card")
-    add("--name", metavar="NAME", help="the adapter's (default: the target's, or the source's)")
-    add("--description", metavar="TEXT", help="what it is for, in a few words")
-    add("--template", metavar="TEXT",
-        help="the prompt with its {field}s, as in training; @FILE reads a file. The virtual tokens "
-        "stand before it, or at <|VIRTUAL_PROMPT_0|>")  # fmt: skip
-    add("--truncate-field", metavar="NAME", help="the field that loses its end if all is too long")
-    add("--bos", choices=BOS,
-        help="where a begin-of-text token stands (default: before the text if --model's tokenizer "
-        "begins texts with one, else nowhere)")  # fmt: skip
-    add("--stop", metavar="TEXT", action="append", help="end answers at this text, unless told")
-    add("--max-new-tokens", metavar="N", type=at_least_one, help="of an answer, unless told")
-    add("--overwrite", action="store_true", help="replace a target that is there")
+    add(
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help=f"{FOREIGN_FORMATS}, or Preamble's .safetensors file",
+    )
+    add(
+        "target",
+        metavar="TARGET",
+        type=Path,
+        help="new .safetensors file, or an existing directory, in which NAME@N.safetensors is "
+        "written with the next free version number N",
+    )
+    add_model_flags(
+        parser,
+        "base checkpoint of the adapter; the adapter is checked against it, and its digest is "
+        "recorded in the adapter file",
+    )
+    add(
+        "--name",
+        metavar="NAME",
+        help="adapter name (default: from the target's file name; if the target is a directory, "
+        "the source's name)",
+    )
+    add("--description", metavar="TEXT", help="short description of the adapter's task")
+    add(
+        "--template",
+        metavar="TEXT",
+        help="prompt template with {field} placeholders, as in training; @FILE reads it from a "
+        "file. The virtual tokens are inserted at <|VIRTUAL_PROMPT_0|>, or before the text if the "
+        "template does not contain this marker",
+    )
+    add(
+        "--truncate-field",
+        metavar="NAME",
+        help="field that is truncated at its end if the prompt is too long",
+    )
+    add(
+        "--bos",
+        choices=BOS_POSITIONS,
+        help="position of the BOS token: none, first (before everything) or text (after leading "
+        "virtual tokens). Default with --template: text if the tokenizer of --model adds a BOS "
+        "token, else none; without --template: as in SOURCE",
+    )
+    add(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        help="default stop string of requests; may be repeated",
+    )
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=positive_int,
+        help="default max_new_tokens of requests",
+    )
+    add("--overwrite", action="store_true", help="replace an existing target")
     add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def import_command(argv: Sequence[str]) -> int:
-    """`argv` begins after `import`."""
+    """Run `preamble adapters import`; `argv` are the arguments after `import`."""
     flags = import_parser().parse_args(argv)
     target = flags.target
-    _check_place(target, overwrite=flags.overwrite)
-    base = model_of(flags)
-    found = open_adapter(flags.source, task=flags.task, base=base)
+    _check_target(target, overwrite=flags.overwrite)
+    base = open_base_checkpoint(flags)
+    source_adapter = open_adapter(flags.source, task=flags.task, base=base)
     identity = None if base is None else identify(base)
-    adapter = build_adapter(_card(found, flags, base, identity), found.table)
+    adapter = build_adapter(
+        _build_card(source_adapter, flags, base, identity), source_adapter.table
+    )
     notes: tuple[str, ...] = ()
     if base is not None:
-        # The one that was read, which may say of which model it is, and that this is not it.
-        check_adapter(found, base.config, identity)
+        # Both cards are checked: the source's card may record another base model.
+        check_adapter(source_adapter, base.config, identity)
         notes = check_adapter(adapter, base.config, identity)
     elif not adapter.card.base_digest:
-        notes = ("no --model was given, so nothing says which model it is for",)
+        notes = ("the adapter does not record its base model; give --model to record it",)
     if target.is_dir():
         target = publish_adapter(adapter, target)
     else:
         save_adapter(adapter, target, overwrite=flags.overwrite)
     notes = tuple(dict.fromkeys((*adapter.card.notes, *notes)))
     if flags.json:
-        told = {"file": str(target), **facts(adapter, notes)}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        record = {"file": str(target), **adapter_record(adapter, notes)}
+        sys.stdout.write(json.dumps(record, indent=2) + "\n")
     else:
-        sys.stdout.write(f"{'file':16} {target}\n{sheet(adapter, notes)}")
+        sys.stdout.write(f"{'file':16} {target}\n{format_adapter(adapter, notes)}")
     return 0
 
 
-def _check_place(target: Path, *, overwrite: bool) -> None:
-    """Before a model is read, which takes longer."""
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse an unusable target before the model is read, which takes longer than this check."""
     if target.is_dir():
-        check_folder(target)
+        check_publish_directory(target)
     elif target.exists() and not overwrite:
-        raise AdapterError(f"{target} exists already; give --overwrite, or another name")
+        raise AdapterError(f"{target} already exists; give --overwrite, or choose another name")
     elif target.suffix != SUFFIX or not target.parent.is_dir():
         raise AdapterError(
-            f"{target} cannot be written; give a directory that is there, or a {SUFFIX} file in one"
+            f"cannot write {target}; give an existing directory, or a new {SUFFIX} file in an "
+            "existing directory"
         )
 
 
-def _card(
-    found: Adapter, flags: argparse.Namespace, base: Checkpoint | None, identity: Identity | None
+def _build_card(
+    source_adapter: Adapter,
+    flags: argparse.Namespace,
+    base: Checkpoint | None,
+    identity: ModelIdentity | None,
 ) -> Card:
-    """What the source says, and over it what the flags say."""
+    """Return the source's card with the changes that the flags request."""
     card = replace(
-        found.card,
-        name=_name(flags, found),
-        template=_template(found, flags, base),
+        source_adapter.card,
+        name=_adapter_name(flags, source_adapter),
+        template=_prompt_template(source_adapter, flags, base),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     if flags.description is not None:
@@ -125,93 +184,116 @@ def _card(
     return card
 
 
-def _name(flags: argparse.Namespace, found: Adapter) -> str:
-    """Without a version, which is the file's name's."""
+def _adapter_name(flags: argparse.Namespace, source_adapter: Adapter) -> str:
+    """Return the adapter's name without a version; the version is part of the file name."""
     try:
         if flags.name is not None:
-            given = parse_name(flags.name)
-            if given.version is not None:
+            parsed_name = parse_name(flags.name)
+            if parsed_name.version is not None:
                 raise ConfigError(
-                    f"--name is {flags.name!r}; leave the version out, as the file's name has it"
+                    f"--name is {flags.name!r}; remove the version, which belongs to the file name"
                 )
-            return given.name
-        return found.card.name if flags.target.is_dir() else parse_name(flags.target.stem).name
+            return parsed_name.name
+        return (
+            source_adapter.card.name
+            if flags.target.is_dir()
+            else parse_name(flags.target.stem).name
+        )
     except RequestError as error:
-        raise ConfigError(f"{error}; give a --name") from None
+        raise ConfigError(f"{error}; give a valid --name") from None
 
 
-def _template(
-    found: Adapter, flags: argparse.Namespace, base: Checkpoint | None
-) -> Template | None:
-    wished = {"truncate_field": flags.truncate_field, "bos": flags.bos}
-    wished = {name: value for name, value in wished.items() if value is not None}
+def _prompt_template(
+    source_adapter: Adapter, flags: argparse.Namespace, base: Checkpoint | None
+) -> PromptTemplate | None:
+    overrides = {"truncate_field": flags.truncate_field, "bos": flags.bos}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
     if flags.template is None:
-        template = found.card.template
-        if template is None and wished:
+        template = source_adapter.card.template
+        if template is None and overrides:
             raise ConfigError(
-                f"{flags.source} has no template, whose the flags {', '.join(wished)} are; give "
-                "--template too"
+                f"{flags.source} has no prompt template, so {', '.join(overrides)} cannot be set; "
+                "give --template too"
             )
-        return template if template is None or not wished else replace(template, **wished)
-    text = _text(flags.template)
-    text = text if MARK in text else f"{MARK}0|>{text}"
-    if "bos" not in wished and base is not None and base.tokenizer is not None:
-        wished["bos"] = "text" if open_tokenizer(base.tokenizer).adds_bos else "none"
-    return Template(text, (len(found.table),), **wished)
+        return template if template is None or not overrides else replace(template, **overrides)
+    text = _read_template_text(flags.template)
+    text = text if VIRTUAL_PROMPT_MARK in text else f"{VIRTUAL_PROMPT_MARK}0|>{text}"
+    if "bos" not in overrides and base is not None and base.tokenizer is not None:
+        overrides["bos"] = "text" if open_tokenizer(base.tokenizer).adds_bos else "none"
+    return PromptTemplate(text, (len(source_adapter.table),), **overrides)
 
 
-def _text(given: str) -> str:
-    if not given.startswith("@"):
-        return given
-    path = Path(given[1:])
+def _read_template_text(argument: str) -> str:
+    """Return the template of --template TEXT or --template @FILE."""
+    if not argument.startswith("@"):
+        return argument
+    path = Path(argument[1:])
     try:
         with open(path, "rb") as file:
             text = file.read(TEMPLATE_BYTES_MAX + 1)
         if len(text) > TEMPLATE_BYTES_MAX:
-            raise ConfigError(f"--template: {path} is over {TEMPLATE_BYTES_MAX} bytes; shorten it")
+            raise ConfigError(
+                f"--template: {path} has more than {TEMPLATE_BYTES_MAX} bytes; shorten it"
+            )
         return text.decode()
     except OSError as error:
-        raise ConfigError(f"--template: {path} cannot be read ({error.strerror})") from None
+        raise ConfigError(
+            f"--template: {path} cannot be read ({error.strerror}); give a readable file"
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--template: {path} is not UTF-8; save it so") from None
+        raise ConfigError(f"--template: {path} is not UTF-8; save it as UTF-8") from None
 
 
 def export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters export",
-        description="Write an adapter as another program reads it: a new directory, or a .nemo.",
+        description="Convert an adapter to the format of another program.",
     )
     add = parser.add_argument
-    add("source", metavar="FILE", type=Path, help="an adapter's file, as `preamble tune` writes")
-    add("target", metavar="TARGET", type=Path,
-        help="a directory that is not there yet; of NeMo a .nemo file")  # fmt: skip
-    add("--to", choices=("peft", "tgis", "nemo"), required=True,
-        help="PEFT's prompt tuning, a decoder.pt of TGIS's prompt store, or NeMo's prompt learning "
-        "(1.20 to 1.22)")  # fmt: skip
-    add_model_flags(parser, "the checkpoint that it was trained on: checked, and told to PEFT")
-    add("--base-name", metavar="NAME",
-        help="what PEFT's config calls the model, or the .nemo where NeMo looks for it (default: "
-        "nothing)")  # fmt: skip
-    add("--overwrite", action="store_true", help="replace an adapter that is there")
+    add("source", metavar="FILE", type=Path, help="adapter file, as `preamble tune` writes it")
+    add(
+        "target",
+        metavar="TARGET",
+        type=Path,
+        help="new directory, or for --to nemo a new .nemo file",
+    )
+    add(
+        "--to",
+        choices=("peft", "tgis", "nemo"),
+        required=True,
+        help="PEFT prompt tuning, a decoder.pt for TGIS's prompt store, or NeMo prompt learning "
+        "(1.20 to 1.22)",
+    )
+    add_model_flags(
+        parser,
+        "base checkpoint of the adapter; the adapter is checked against this checkpoint, and "
+        "PEFT's config describes the checkpoint's architecture",
+    )
+    add(
+        "--base-name",
+        metavar="NAME",
+        help="base model name in PEFT's config, or path of the base .nemo for NeMo (default: none)",
+    )
+    add("--overwrite", action="store_true", help="replace an existing target")
     return parser
 
 
 def export_command(argv: Sequence[str]) -> int:
-    """`argv` begins after `export`."""
+    """Run `preamble adapters export`; `argv` are the arguments after `export`."""
     flags = export_parser().parse_args(argv)
-    check = check_nemo if flags.to == "nemo" else check_export
-    check(flags.target, overwrite=flags.overwrite)
-    base = model_of(flags)
+    check_target = check_nemo_target if flags.to == "nemo" else check_export_target
+    check_target(flags.target, overwrite=flags.overwrite)
+    base = open_base_checkpoint(flags)
     adapter = open_adapter(flags.source, task=flags.task, base=base)
     notes: tuple[str, ...] = ()
     if base is not None:
         notes = check_adapter(adapter, base.config, identify(base))
     if flags.to == "peft":
-        export = as_peft(adapter, base, flags.base_name)
+        export = convert_to_peft(adapter, base, flags.base_name)
     elif flags.to == "nemo":
-        export = as_nemo(adapter, base, flags.base_name)
+        export = convert_to_nemo(adapter, base, flags.base_name)
     else:
-        export = as_tgis(adapter, base)
+        export = convert_to_tgis(adapter, base)
     write = write_nemo if flags.to == "nemo" else write_export
     write(export, flags.target, overwrite=flags.overwrite)
     for note in (*notes, *export.notes):

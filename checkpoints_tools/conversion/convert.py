@@ -1,9 +1,10 @@
-"""A conversion: planned whole, copied under a journal, finished in one step.
+"""Checkpoint conversion: plan the target, copy under a journal, publish it by one rename.
 
-Everything that can be wrong with the source's structure, the target's form or the disk's room is
-said before a byte is written. The files grow in a hidden directory beside the target; only when all
-is on the disk, and our own reader finds there the model that was meant, is it renamed. A killed run
-leaves that directory and its journal, which `resume` continues.
+An invalid source, a target format that cannot express the model, and a full disk are reported
+before any byte is written. All files are written to a hidden partial directory beside the target.
+When the files are on disk and Preamble's own reader finds the expected model in them, one rename
+publishes them as the target. If a run is killed, the partial directory and its journal remain, and
+a run with `resume` continues from the journal.
 """
 
 import errno
@@ -19,301 +20,404 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints_tools.conversion.copy_engine import Copied, copy
-from checkpoints_tools.conversion.journal import Done, Journal
+from checkpoints_tools.conversion.copy_engine import CopyResult, copy_tensors
+from checkpoints_tools.conversion.journal import FinishedTensor, Journal
 from checkpoints_tools.conversion.target_directory import (
-    check_place,
-    complete,
-    held,
-    is_begun,
-    partial_of,
-    sync_folder,
-    sync_folders,
+    check_target,
+    has_all_files,
+    lock_partial,
+    partial_directory,
+    read_finished_identity,
 )
-from checkpoints_tools.layout.layout import Layout, unplaced
-from checkpoints_tools.layout.tokenizer_files import tokenizer_files
-from checkpoints_tools.writers.registry import Wish, lay_out
-from gpt.checkpoint.digest import combine, fingerprint, function, identify
-from gpt.checkpoint.logical_tensor import Checkpoint, Identity, in_memory, some
+from checkpoints_tools.layout.layout import Layout, TargetFile, unplaced_tensors
+from checkpoints_tools.layout.tokenizer_files import plan_tokenizer_files
+from checkpoints_tools.writers.registry import ConversionOptions, plan_target
+from gpt.atomic_files import fsync_folders, rename_durable, write_synced
+from gpt.checkpoint.digest import combine_digests, fingerprint, functional_config, identify
+from gpt.checkpoint.logical_tensor import (
+    Checkpoint,
+    ModelIdentity,
+    checkpoint_from_tensors,
+    summarize_names,
+)
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOATS
+from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import CheckpointError
 from gpt.formats.manifest import MANIFEST, Manifest
 from gpt.formats.registry import open_checkpoint
-from gpt.model.reference_logits import FILE as PROOF
-from gpt.model.reference_logits import Proof, prove
+from gpt.reference_logits.proof_file import PROOF_FILE as PROOF
+from gpt.reference_logits.proof_file import Proof
+from gpt.reference_logits.replay import compute_proof
 from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
-MEMORY = 1 << 30
-WORKERS = 2  # More help where there are more processors; the command has as many.
-# Part of the plan's name: a journal of a Preamble that laid files out otherwise is not continued.
+DEFAULT_MEMORY_BYTES = 1 << 30
+DEFAULT_WORKERS = 2  # For library callers; the command line uses one thread per CPU, at most 8.
+# Part of the plan's hash. Increase it when layouts change, so that older journals are not resumed.
 PLAN_VERSION = 1
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
-Report = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    source: Checkpoint  # As it is stored.
-    made: Checkpoint  # The same in the dtypes that the target has.
+class ConversionPlan:
+    """A planned conversion: the source checkpoint, and the layout of the target's files."""
+
+    source: Checkpoint
+    converted: Checkpoint  # The source in the dtypes of the target.
     target: Path
     layout: Layout
-    prove: bool = False
+    with_proof: bool = False
 
     @property
-    def partial(self) -> Path:
-        return partial_of(self.target)
+    def partial_dir(self) -> Path:
+        return partial_directory(self.target)
 
     @property
-    def source_files(self) -> list[str]:
-        """What tells whether they were replaced since."""
+    def source_stamps(self) -> list[str]:
+        """Path, size and modification time of each source file, to detect changes."""
         files = [(file.resolve(), file.stat()) for file in self.source.files]
         return [f"{file} {status.st_size} {status.st_mtime_ns}" for file, status in files]
 
     @property
-    def key(self) -> str:
-        """A name of all that the files' bytes follow from."""
-        whole = hashlib.sha256(f"{PLAN_VERSION} {fingerprint(self.source)}".encode())
-        whole.update(repr(self.source_files).encode())
-        for file in (*self.layout.files, *self.layout.last):
-            whole.update(repr(file).encode())
-            for text in file.texts:
-                whole.update(text.content)
-        return whole.hexdigest()
+    def plan_hash(self) -> str:
+        """Hash of everything that determines the bytes of the target's files."""
+        hasher = hashlib.sha256(f"{PLAN_VERSION} {fingerprint(self.source)}".encode())
+        hasher.update(repr(self.source_stamps).encode())
+        for file in (*self.layout.files, *self.layout.last_files):
+            hasher.update(_hashed_text(file).encode())
+            for literal in file.literals:
+                hasher.update(literal.content)
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
-class Result:
-    identity: Identity
-    not_finite: tuple[str, ...] = ()
-    overflown: tuple[str, ...] = ()
-    was_complete: bool = False  # There was nothing left to do.
+class ConversionResult:
+    identity: ModelIdentity
+    nonfinite_tensors: tuple[str, ...] = ()
+    overflowed_tensors: tuple[str, ...] = ()
+    already_complete: bool = False  # Whether an earlier run had already completed the target.
 
 
-def plan(source: Checkpoint, target: Path, wish: Wish) -> Plan:
-    """What will be where; refuses what the target's form cannot hold, by its name."""
+def _hashed_text(file: TargetFile) -> str:
+    """Return the description of a planned file that is part of the plan's hash.
+
+    The names in this text (File, Text, ...) must never change, even when the classes themselves are
+    renamed: journals store the hash, and a conversion that an earlier release began must be able to
+    resume.
+    """
+    literals = _tuple_text([f"Text(offset={literal.offset!r})" for literal in file.literals])
+    placements = _tuple_text(
+        [
+            f"Placement(name={placement.name!r}, part=Part(dim={placement.part.dim!r}, "
+            f"ranges={placement.part.ranges!r}, size={placement.part.size!r}), "
+            f"offset={placement.offset!r}, dtype={placement.dtype!r}, "
+            f"transposed={placement.transposed!r})"
+            for placement in file.placements
+        ]
+    )
+    patches = _tuple_text(
+        [
+            f"Patch(offset={patch.offset!r}, placement={patch.placement_index!r})"
+            for patch in file.patches
+        ]
+    )
+    return (
+        f"File(path={file.path!r}, size={file.size!r}, texts={literals}, "
+        f"placements={placements}, patches={patches})"
+    )
+
+
+def _tuple_text(elements: list[str]) -> str:
+    return f"({', '.join(elements)}{',' if len(elements) == 1 else ''})"
+
+
+def plan(source: Checkpoint, target: Path, options: ConversionOptions) -> ConversionPlan:
+    """Plan the target; raise if the target format cannot express the model."""
     target = Path(os.path.abspath(target))
-    tokenizer = wish.tokenizer or source.tokenizer
-    made = replace(source, tokenizer=tokenizer)
-    if wish.dtype is not None:
-        made = made.in_dtype(FLOATS[wish.dtype])
-    layout = lay_out(made, wish)
-    if lost := unplaced(made, layout):
-        raise RuntimeError(f"--to {wish.to} would lose {some(lost)}")  # A mistake of the writer.
-    made = _as_placed(made, layout)
+    tokenizer = options.tokenizer or source.tokenizer
+    converted = replace(source, tokenizer=tokenizer)
+    if options.dtype is not None:
+        converted = converted.in_dtype(FLOAT_DTYPES[options.dtype])
+    layout = plan_target(converted, options)
+    if lost_tensors := unplaced_tensors(converted, layout):
+        raise RuntimeError(
+            f"the writer of --to {options.target_format} places these tensors in no file: "
+            f"{summarize_names(lost_tensors)}"
+        )
+    converted = _in_stored_dtypes(converted, layout)
     if tokenizer is None:
-        note = "the source has no tokenizer beside it; give one with --tokenizer, or add it later"
-        return Plan(source, made, target, replace(layout, notes=(*layout.notes, note)), wish.prove)
-    if layout.alone:  # It has taken of the tokenizer what it can hold.
-        return Plan(source, made, target, layout)
-    files, notes = tokenizer_files(tokenizer, layout), layout.notes
+        note = "the source has no tokenizer; give one with --tokenizer, or add it later"
+        return ConversionPlan(
+            source, converted, target, replace(layout, notes=(*layout.notes, note)), options.prove
+        )
+    if layout.is_single_file:  # The writer has already embedded the tokenizer, if possible.
+        return ConversionPlan(source, converted, target, layout)
+    files, notes = plan_tokenizer_files(tokenizer, layout), layout.notes
     try:
-        check_tokenizer(open_tokenizer(tokenizer), made.config.vocab_size, tokenizer)
+        check_tokenizer(open_tokenizer(tokenizer), converted.config.vocab_size, tokenizer)
     except CheckpointError as error:
-        notes = (*notes, f"the tokenizer is taken along as it is, but {error}")
+        notes = (*notes, f"the tokenizer is copied unchanged, but {error}")
     layout = replace(layout, files=(*layout.files, *files), notes=notes)
-    return Plan(source, made, target, layout, wish.prove)
+    return ConversionPlan(source, converted, target, layout, options.prove)
 
 
-def _as_placed(made: Checkpoint, layout: Layout) -> Checkpoint:
-    """In the dtypes that the files have: some forms keep all layers of a kind in one."""
-    dtypes = {place.name: place.dtype for file in layout.files for place in file.placements}
+def _in_stored_dtypes(converted: Checkpoint, layout: Layout) -> Checkpoint:
+    """Return the checkpoint in the dtypes of the layout's placements.
+
+    They can differ from the requested dtype: a format may require that a parameter has the same
+    dtype in all layers.
+    """
+    dtypes = {
+        placement.name: placement.dtype for file in layout.files for placement in file.placements
+    }
     tensors = {
         name: logical if logical.dtype == dtypes[name] else replace(logical, dtype=dtypes[name])
-        for name, logical in made.tensors.items()
+        for name, logical in converted.tensors.items()
     }
-    return replace(made, tensors=tensors)
+    return replace(converted, tensors=tensors)
 
 
 def convert(
-    plan: Plan,
+    plan: ConversionPlan,
     *,
     resume: bool = False,
-    workers: int = WORKERS,
-    memory: int = MEMORY,
+    workers: int = DEFAULT_WORKERS,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
     refuse_nan: bool = False,
-    keep: bool = True,
-    report: Report = lambda _: None,
-) -> Result:
-    """Write the target: all of it appears at once, or nothing.
+    keep_partial: bool = True,
+    report_progress: ProgressCallback = lambda _: None,
+) -> ConversionResult:
+    """Write the target; it appears complete, by one rename, or not at all.
 
-    What a failed run has done stays for `resume`, unless the source or the wish cannot be met, or
-    `keep` is false.
+    After a failure the partial directory is kept, so that a run with `resume` can continue. It is
+    removed if `keep_partial` is false, or if a run without `resume` raised a CheckpointError: its
+    files cannot be continued. A run with `resume` keeps the files of the earlier run.
     """
-    known = _recorded(plan.source)
+    recorded_identity = _recorded_identity(plan.source)
     try:
-        if resume and (finished := _finished(plan)) is not None:
-            return Result(finished, was_complete=True)
-        check_place(plan.source, plan.target, plan.layout, resume)
-        key, files = plan.key, plan.source_files
-        proof = prove(plan.source, Identity("", "")) if plan.prove else None
-        with held(plan.partial):
-            over = False
+        if resume and (finished_identity := _finished_identity(plan)) is not None:
+            return ConversionResult(finished_identity, already_complete=True)
+        check_target(plan.source, plan.target, plan.layout, resume)
+        key, source_stamps = plan.plan_hash, plan.source_stamps
+        proof = compute_proof(plan.source, ModelIdentity("", "")) if plan.with_proof else None
+        with lock_partial(plan.partial_dir):
+            remove_partial = False
             try:
-                # Another run may have finished while we looked.
-                check_place(plan.source, plan.target, plan.layout, resume=True)
-                with Journal(plan.partial / "journal", key) as journal:
-                    copied = _copied(plan, journal, workers, memory, refuse_nan, report)
-                identity = _identity(plan, copied, known)
-                _finish(plan, copied, identity, proof)
-                if plan.source_files != files:
+                # Another run may have completed the target before the lock was taken.
+                check_target(plan.source, plan.target, plan.layout, resume=True)
+                with Journal(plan.partial_dir / "journal", key) as journal:
+                    copy_result = _copy_tensors(
+                        plan, journal, workers, memory_bytes, refuse_nan, report_progress
+                    )
+                identity = _target_identity(plan, copy_result, recorded_identity)
+                _finish_target(plan, copy_result, identity, proof)
+                if plan.source_stamps != source_stamps:
                     raise CheckpointError(
                         f"{plan.source.path} was changed while it was read; convert it again when "
-                        "nobody writes there"
+                        "no process writes to it"
                     )
-                _appear(plan)
-                over = True
+                _publish(plan)
+                remove_partial = True
             except CheckpointError:
-                over = not resume  # What the source or the wish has wrong does not get better.
+                # Either the source or the options are wrong, and the same run would fail again, or
+                # the source was changed while it was read, and the copied tensors may not match.
+                # The files are removed, except those of an earlier run that `resume` continues.
+                remove_partial = not resume
                 raise
             finally:
-                if over or not keep or not any(plan.partial.iterdir()):
-                    shutil.rmtree(plan.partial, ignore_errors=True)
+                if remove_partial or not keep_partial or not any(plan.partial_dir.iterdir()):
+                    shutil.rmtree(plan.partial_dir, ignore_errors=True)
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        way = "make room" if error.errno in NO_ROOM else "mend that, or choose another place"
+        location = f"{error.filename}: " if error.filename else ""
+        advice = (
+            "free disk space"
+            if error.errno in DISK_FULL_ERRNOS
+            else "correct the cause (or choose another target)"
+        )
         raise CheckpointError(
-            f"cannot write {plan.target}: {what}{error.strerror or error}; {way}, and run again "
-            "with --resume"
+            f"cannot write {plan.target}: {location}{error.strerror or error}; {advice}, and run "
+            "again with --resume"
         ) from None
-    return Result(identity, copied.not_finite, copied.overflown)
+    return ConversionResult(identity, copy_result.nonfinite_tensors, copy_result.overflowed_tensors)
 
 
-def _recorded(source: Checkpoint) -> Identity | None:
-    """Which model the source says it is; refused if its weights are no longer those."""
+def _recorded_identity(source: Checkpoint) -> ModelIdentity | None:
+    """Return the identity that the source's manifest records, or None.
+
+    Raise an error if the fingerprint of the weights differs from the recorded one.
+    """
     return identify(source) if source.identity is not None else None
 
 
-def _finished(plan: Plan) -> Identity | None:
-    """What an earlier run made of this plan; what it left beside it goes."""
-    finished = complete(plan.made, plan.target, plan.layout, plan.prove)
-    if finished is not None and plan.partial.exists():
-        with held(plan.partial):
-            shutil.rmtree(plan.partial, ignore_errors=True)
-    return finished
+def _finished_identity(plan: ConversionPlan) -> ModelIdentity | None:
+    """Return the identity of a target that an earlier run completed, else None.
+
+    The partial directory of a completed target is removed.
+    """
+    identity = read_finished_identity(plan.converted, plan.target, plan.layout, plan.with_proof)
+    if identity is not None and plan.partial_dir.exists():
+        with lock_partial(plan.partial_dir):
+            shutil.rmtree(plan.partial_dir, ignore_errors=True)
+    return identity
 
 
-def _copied(
-    plan: Plan, journal: Journal, workers: int, memory: int, refuse_nan: bool, report: Report
-) -> Copied:
-    """All tensors where they belong; those that an earlier run brought there are not copied."""
-    content = plan.partial / "content"
-    if not (journal.done and is_begun(content, plan.layout)):
-        journal.forget()
+def _copy_tensors(
+    plan: ConversionPlan,
+    journal: Journal,
+    workers: int,
+    memory_bytes: int,
+    refuse_nan: bool,
+    report_progress: ProgressCallback,
+) -> CopyResult:
+    """Copy the tensors that the journal does not list as finished to the partial directory."""
+    content = plan.partial_dir / "content"
+    if not (journal.finished and has_all_files(content, plan.layout)):
+        journal.reset()
         shutil.rmtree(content, ignore_errors=True)
     content.mkdir(exist_ok=True)
 
-    def found(done: Done) -> None:
-        if refuse_nan and not (done.finite and done.fits):
-            what = "holds values that are not finite"
-            if done.finite:
-                what = f"holds values that {plan.made.config.dtype} cannot hold"
+    def check_tensor(tensor: FinishedTensor) -> None:
+        if refuse_nan and not (tensor.finite and tensor.fits):
+            problem = "holds values that are not finite"
+            if tensor.finite:
+                problem = f"holds values that overflow in {plan.converted.config.dtype}"
             raise CheckpointError(
-                f"{plan.source.path}: {done.name} {what}, and such were to be refused; take an "
-                "earlier checkpoint, or leave out --refuse-nan to copy them"
+                f"{plan.source.path}: {tensor.name} {problem}, which --refuse-nan forbids; use an "
+                "earlier checkpoint, or remove --refuse-nan to copy these values"
             )
 
-    return copy(
-        *(plan.source, plan.layout, content, journal),
+    return copy_tensors(
+        plan.source,
+        plan.layout,
+        content,
+        journal,
         workers=workers,
-        memory=memory,
-        report=report,
-        found=found,
+        memory_bytes=memory_bytes,
+        report_progress=report_progress,
+        check_tensor=check_tensor,
     )
 
 
-def _appear(plan: Plan) -> None:
-    """The one step that makes it a target. A journal without its content is not believed."""
-    content = plan.partial / "content"
-    whole = content / plan.layout.files[0].path if plan.layout.alone else content
-    whole.rename(plan.target)
-    sync_folder(plan.target.parent)
+def _publish(plan: ConversionPlan) -> None:
+    """Rename the finished content to the target, so that the complete target appears at once.
+
+    If the run is killed after the rename, the partial directory still holds the journal. A later
+    run with `resume` finds the complete target and removes that directory.
+    """
+    content = plan.partial_dir / "content"
+    finished_path = content / plan.layout.files[0].path if plan.layout.is_single_file else content
+    rename_durable(finished_path, plan.target)
 
 
-def _identity(plan: Plan, copied: Copied, known: Identity | None) -> Identity:
-    digest = combine(plan.source, copied.hashes)
-    recorded = known and (known.stored or ("" if known.note else known.digest))
-    if recorded and recorded != digest:
+def _target_identity(
+    plan: ConversionPlan, copy_result: CopyResult, source_identity: ModelIdentity | None
+) -> ModelIdentity:
+    """Return the identity for the target's manifest.
+
+    Raises CheckpointError if the source's weights do not have the digest that its manifest records.
+    """
+    digest = combine_digests(plan.source, copy_result.source_hashes)
+    recorded_digest = source_identity and (
+        source_identity.stored or ("" if source_identity.note else source_identity.digest)
+    )
+    if recorded_digest and recorded_digest != digest:
         raise CheckpointError(
-            f"{plan.source.path}: the weights give digest {digest[:12]}, its manifest says "
-            f"{recorded[:12]}; files were damaged after it was written: `preamble verify` it"
+            f"{plan.source.path}: the weights have digest {digest[:12]}, but the manifest records "
+            f"{recorded_digest[:12]}: files were changed after they were written; run `preamble "
+            "verify` to find them"
         )
-    identity = known or Identity(digest, fingerprint(plan.source))
-    stored = combine(plan.made, copied.stored)
+    identity = source_identity or ModelIdentity(digest, fingerprint(plan.source))
+    stored_digest = combine_digests(plan.converted, copy_result.stored_hashes)
     note = identity.note
-    if stored != digest:
-        dtypes = plan.source.config.dtype, plan.made.config.dtype
-        what = f"converted from {dtypes[0]} to {dtypes[1]}"
-        what = what if dtypes[0] != dtypes[1] else f"some weights converted beside {dtypes[0]}"
-        note = f"{note}; {what}" if note else what
+    if stored_digest != digest:
+        dtypes = plan.source.config.dtype, plan.converted.config.dtype
+        conversion_note = f"converted from {dtypes[0]} to {dtypes[1]}"
+        conversion_note = (
+            conversion_note
+            if dtypes[0] != dtypes[1]
+            else f"some weights were converted to another dtype than {dtypes[0]}"
+        )
+        note = f"{note}; {conversion_note}" if note else conversion_note
     return replace(
         identity,
         note=note,
-        sampled=fingerprint(plan.made),
-        stored="" if stored == identity.digest else stored,
+        sampled=fingerprint(plan.converted),
+        stored="" if stored_digest == identity.digest else stored_digest,
     )
 
 
-def _finish(plan: Plan, copied: Copied, identity: Identity, proof: Proof | None) -> None:
-    """What makes it a checkpoint; and our own reader has to find the right one there."""
-    content = plan.partial / "content"
-    if not plan.layout.alone:
-        _write_small_files(plan, content, copied, identity, proof)
-    sync_folders(content)
-    look = content / plan.layout.files[0].path if plan.layout.alone else content
-    _look(plan, open_checkpoint(look), identity)
+def _finish_target(
+    plan: ConversionPlan, copy_result: CopyResult, identity: ModelIdentity, proof: Proof | None
+) -> None:
+    """Write the manifest and `last_files`, then check the target with Preamble's reader."""
+    content = plan.partial_dir / "content"
+    if not plan.layout.is_single_file:
+        _write_small_files(plan, content, copy_result, identity, proof)
+    fsync_folders(content)
+    checkpoint_path = content / plan.layout.files[0].path if plan.layout.is_single_file else content
+    _check_written(plan, open_checkpoint(checkpoint_path), identity)
 
 
 def _write_small_files(
-    plan: Plan, content: Path, copied: Copied, identity: Identity, proof: Proof | None
+    plan: ConversionPlan,
+    content: Path,
+    copy_result: CopyResult,
+    identity: ModelIdentity,
+    proof: Proof | None,
 ) -> None:
-    """The manifest before the files of its own form."""
+    """Write proof and manifest, then `last_files`, from which other software detects the format."""
     folder = content / plan.layout.folder
     files = {
-        _inside(file.path, plan): {"bytes": file.size, "crc32": f"{copied.crcs[file.path]:08x}"}
+        _path_in_folder(file.path, plan): {
+            "bytes": file.size,
+            "crc32": f"{copy_result.file_crcs[file.path]:08x}",
+        }
         for file in plan.layout.files
     }
     if proof is not None:
-        text = replace(proof, base=identity.digest).to_bytes()
-        _write(folder / PROOF, text)
-        files[PROOF] = _entry(text)
-    last = {file.path: b"".join(text.content for text in file.texts) for file in plan.layout.last}
+        proof_bytes = replace(proof, base=identity.digest).to_bytes()
+        write_synced(folder / PROOF, proof_bytes)
+        files[PROOF] = _manifest_entry(proof_bytes)
+    last_files = {
+        file.path: b"".join(literal.content for literal in file.literals)
+        for file in plan.layout.last_files
+    }
     files |= {
-        _inside(path, plan): _entry(text)
-        for path, text in last.items()
+        _path_in_folder(path, plan): _manifest_entry(content_bytes)
+        for path, content_bytes in last_files.items()
         if not plan.layout.folder or path.startswith(f"{plan.layout.folder}/")
     }
-    manifest = Manifest(plan.layout.format, plan.made.config, identity, files)
-    _write(folder / MANIFEST, manifest.to_bytes())
-    for path, text in last.items():
-        _write(content / path, text)
+    manifest = Manifest(plan.layout.format, plan.converted.config, identity, files)
+    write_synced(folder / MANIFEST, manifest.to_bytes())
+    for path, content_bytes in last_files.items():
+        write_synced(content / path, content_bytes)
 
 
-def _look(plan: Plan, written: Checkpoint, identity: Identity) -> None:
-    """What a writer got wrong shows here, and not at the first answer of a server."""
-    meant, found = function(plan.made.config), function(written.config)
-    wrong = [name for name, value in meant.items() if found.get(name) != value]
-    if wrong:
-        raise RuntimeError(f"{some(wrong)} of the config is not written as it was meant")
+def _check_written(plan: ConversionPlan, written: Checkpoint, identity: ModelIdentity) -> None:
+    """Raise if the written checkpoint is not the planned model; that would be a writer's bug."""
+    expected_fields, written_fields = (
+        functional_config(plan.converted.config),
+        functional_config(written.config),
+    )
+    wrong_fields = [
+        name for name, value in expected_fields.items() if written_fields.get(name) != value
+    ]
+    if wrong_fields:
+        raise RuntimeError(
+            f"the written config differs from the planned one in {summarize_names(wrong_fields)}"
+        )
     if fingerprint(written) != identity.sampled:
-        raise RuntimeError("what was written is not the source's model")
+        raise RuntimeError("the written weights differ from the source's")
 
 
-def _inside(path: str, plan: Plan) -> str:
+def _path_in_folder(path: str, plan: ConversionPlan) -> str:
     folder = f"{plan.layout.folder}/" if plan.layout.folder else ""
     return path.removeprefix(folder)
 
 
-def _entry(content: bytes) -> dict[str, Any]:
+def _manifest_entry(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-
-
-def _write(path: Path, text: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_native(
@@ -323,10 +427,10 @@ def write_native(
     tokenizer: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes_max: int | None = None,
-) -> Identity:
-    """Write a checkpoint, or tensors in memory, as native."""
-    checkpoint = source if isinstance(source, Checkpoint) else in_memory(*source)
+) -> ModelIdentity:
+    """Write a checkpoint, or a config with tensors in memory, in the native format."""
+    checkpoint = source if isinstance(source, Checkpoint) else checkpoint_from_tensors(*source)
     checkpoint.check()
-    name = next((name for name, known in FLOATS.items() if known == dtype), None)
-    wish = Wish(dtype=name, tokenizer=tokenizer, shard_bytes_max=shard_bytes_max)
-    return convert(plan(checkpoint, target, wish), keep=False).identity
+    name = next((name for name, float_dtype in FLOAT_DTYPES.items() if float_dtype == dtype), None)
+    options = ConversionOptions(dtype=name, tokenizer=tokenizer, shard_bytes_max=shard_bytes_max)
+    return convert(plan(checkpoint, target, options), keep_partial=False).identity

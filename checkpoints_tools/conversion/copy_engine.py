@@ -1,9 +1,11 @@
-"""The one loop of every conversion: logical tensors in, placements out, block by block.
+"""Copy engine: reads each logical tensor once, hashes it and writes all its placements.
 
-A tensor is read once, in bands of rows; each band is hashed, looked at for values that are not
-finite, and written to wherever parts of it go, at its place in each file. So memory is a few
-blocks per worker, whatever the model's size; only a tensor that is turned on the way is held whole,
-under one budget. It knows no formats, and no order among tensors matters.
+A logical tensor is a whole, unsharded parameter. A placement is a part of a logical tensor at a
+byte offset of a target file. A tensor is read in blocks of rows. Each block is hashed, checked for
+NaN and infinity, and written to every placement that contains rows of the block. So each worker
+needs memory for a few blocks, whatever the model's size. A tensor that is transposed or reordered
+is read completely into memory, and all such tensors share one memory budget. The module does not
+depend on the format; tensors may be copied in any order.
 """
 
 import hashlib
@@ -22,62 +24,69 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_tools.conversion.crc32 import joined
-from checkpoints_tools.conversion.journal import Done, Journal
-from checkpoints_tools.conversion.target_directory import sync_folders
-from checkpoints_tools.layout.layout import File, Layout, Placement, placed
-from gpt.checkpoint.logical_tensor import Checkpoint, Logical, as_bytes, make_room
+from checkpoints_tools.conversion.crc32 import combine_crc32
+from checkpoints_tools.conversion.journal import FinishedTensor, Journal
+from checkpoints_tools.layout.layout import Layout, Placement, TargetFile, placements_by_tensor
+from gpt.atomic_files import fsync_folders
+from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, allocate_scratch, as_bytes
+from gpt.dtypes import is_finite
 from gpt.errors import CheckpointError
-from gpt.parallel.sharding import layer_of
+from gpt.parallel.weight_sharding import layer_number
 
-# What is on its way is brought to the disk, and noted, this often: as much is done again at most.
+# Interval of fsync and journal commit; a killed run loses at most the work since the last commit.
 COMMIT_SECONDS, COMMIT_BYTES = 5.0, 2 << 30
 SPARE_DESCRIPTORS = 64
 PROGRESS_SECONDS = 0.2
-ZEROS_BYTES = 1 << 20
+ZERO_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Copied:
-    hashes: dict[str, str]  # Of the logical tensors, as the source stores them.
-    stored: dict[str, str]  # The same in the target's dtype.
-    not_finite: tuple[str, ...]  # Tensors that hold NaN or an infinity.
-    overflown: tuple[str, ...]  # Those that hold one only in the target's dtype.
-    crcs: dict[str, int]  # Of the files.
+class CopyResult:
+    source_hashes: dict[str, str]  # SHA-256 of each logical tensor in the source's dtype.
+    stored_hashes: dict[str, str]  # SHA-256 of each logical tensor in the target's dtype.
+    nonfinite_tensors: tuple[str, ...]  # Tensors whose source has NaN or infinite values.
+    overflowed_tensors: tuple[str, ...]  # Tensors with finite values that overflow (see `fits`).
+    file_crcs: dict[str, int]  # CRC-32 of each file, by path.
 
 
-class Budget:
-    """Bytes that all workers may hold together; one that needs more than all waits to be alone."""
+class MemoryBudget:
+    """Limit on the memory that all workers together use for tensors that are read completely.
+
+    The buffers for blocks of rows are not counted.
+    A reservation larger than the limit waits until there is no other reservation.
+    """
 
     def __init__(self, size: int) -> None:
-        self.size, self.free = size, size
+        self.total_bytes = size
+        self.free_bytes = size
         self.changed = threading.Condition()
 
     @contextmanager
-    def hold(self, wanted: int) -> Iterator[None]:
-        wanted = min(wanted, self.size)
+    def reserve(self, byte_count: int) -> Iterator[None]:
+        byte_count = min(byte_count, self.total_bytes)
         with self.changed:
-            self.changed.wait_for(lambda: self.free >= wanted)
-            self.free -= wanted
+            self.changed.wait_for(lambda: self.free_bytes >= byte_count)
+            self.free_bytes -= byte_count
         try:
             yield
         finally:
             with self.changed:
-                self.free += wanted
+                self.free_bytes += byte_count
                 self.changed.notify_all()
 
 
-class Files:
-    """The target's files, made at their final sizes, written anywhere."""
+class TargetFiles:
+    """The target's open files, created at their final sizes; any offset can be written."""
 
-    def __init__(self, files: Sequence[File], folder: Path) -> None:
-        self.files, self.folder = files, folder
+    def __init__(self, files: Sequence[TargetFile], folder: Path) -> None:
+        self.files = files
+        self.folder = folder
         self.descriptors: list[int] = []
         self.dirty: set[int] = set()
         self.lock = threading.Lock()
 
-    def __enter__(self) -> "Files":
-        _allow_descriptors(len(self.files))
+    def __enter__(self) -> "TargetFiles":
+        _raise_descriptor_limit(len(self.files))
         try:
             for file in self.files:
                 path = self.folder / file.path
@@ -94,273 +103,324 @@ class Files:
             os.close(descriptor)
         self.descriptors = []
 
-    def write(self, number: int, offset: int, content: memoryview | bytes) -> None:
+    def write(self, file_index: int, offset: int, content: memoryview | bytes) -> None:
         view = memoryview(content)
         while view:
-            written = os.pwrite(self.descriptors[number], view, offset)
+            written = os.pwrite(self.descriptors[file_index], view, offset)
             view, offset = view[written:], offset + written
         with self.lock:
-            self.dirty.add(number)
+            self.dirty.add(file_index)
 
     def sync(self) -> None:
         with self.lock:
             dirty, self.dirty = self.dirty, set()
-        for number in sorted(dirty):
-            os.fsync(self.descriptors[number])
+        for file_index in sorted(dirty):
+            os.fsync(self.descriptors[file_index])
 
 
-def _allow_descriptors(count: int) -> None:
+def _raise_descriptor_limit(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = count + SPARE_DESCRIPTORS
-    if soft < need <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
-    elif need > hard:
+    needed = count + SPARE_DESCRIPTORS
+    if soft < needed <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    elif needed > hard:
         raise CheckpointError(
-            f"the target has {count} files, and this user may open {hard}; raise the limit "
-            f"(ulimit -n {need}) or choose a smaller split"
+            f"the target has {count} files, but this process may open only {hard} files; raise the "
+            f"limit (ulimit -n {needed}) or choose a target with fewer ranks"
         )
 
 
-class _Goal:
-    """One placement on its way: takes bands of the tensor's rows, keeps what is its own."""
+class PlacementWriter:
+    """Writes one placement: from each block of rows, the elements that belong to the placement."""
 
-    def __init__(self, files: Files, number: int, placement: Placement, shape: tuple[int, ...]):
-        self.files, self.number, self.placement = files, number, placement
-        self.crc, self.part = 0, placement.part
-        held = self.part.shape(shape)
-        elements = torch.Size(held[1:]).numel()
-        self.row_bytes = elements * placement.dtype.itemsize
-        self.filled = sum(stop - start for start, stop in self.part.ranges)
+    def __init__(
+        self, files: TargetFiles, file_index: int, placement: Placement, shape: tuple[int, ...]
+    ):
+        self.files = files
+        self.file_index = file_index
+        self.placement = placement
+        self.crc = 0
+        self.part = placement.part
+        stored_shape = self.part.local_shape(shape)
+        row_elements = torch.Size(stored_shape[1:]).numel()
+        self.row_bytes = row_elements * placement.dtype.itemsize
+        self.filled_rows = sum(stop - start for start, stop in self.part.ranges)
 
     @property
-    def whole(self) -> bool:
-        """Whether it needs all rows at once: to turn them, or to put them in another order."""
+    def needs_all_rows(self) -> bool:
+        """Whether all rows are needed at once, because they are transposed or reordered."""
         return self.placement.transposed or any(a[0] > b[0] for a, b in pairwise(self.part.ranges))
 
-    def take(self, rows: Tensor, first: int) -> None:
-        last, filled = first + rows.shape[0], 0
+    def write_part(self, rows: Tensor, first_row: int) -> None:
+        """Write the elements of `rows` that belong to the placement.
+
+        rows[0] is row `first_row` of the tensor.
+        """
+        end_row, row_offset = first_row + rows.shape[0], 0
         if self.placement.transposed:
-            self._put(self._turned(rows), 0)
+            self._write_rows(self._transposed(rows), 0)
             return
         for start, stop in self.part.ranges:
             if self.part.dim == 1:
-                assert len(self.part.ranges) == 1, "columns lie in one run"
-                self._put(rows[:, start:stop], first)
-            elif start < last and first < stop:
-                top, bottom = max(first, start), min(last, stop)
-                self._put(rows[top - first : bottom - first], filled + top - start)
-            filled += stop - start
+                assert len(self.part.ranges) == 1, "a column split has one range"
+                self._write_rows(rows[:, start:stop], first_row)
+            elif start < end_row and first_row < stop:
+                overlap_start, overlap_stop = max(first_row, start), min(end_row, stop)
+                self._write_rows(
+                    rows[overlap_start - first_row : overlap_stop - first_row],
+                    row_offset + overlap_start - start,
+                )
+            row_offset += stop - start
 
-    def _turned(self, rows: Tensor) -> Tensor:
-        assert self.part.dim == 0, "only rows are put in order before they are turned"
-        turned, filled = torch.empty(rows.shape[1], self.filled, dtype=rows.dtype), 0
+    def _transposed(self, rows: Tensor) -> Tensor:
+        assert self.part.dim == 0, "a transposed part is split by rows"
+        transposed, column_offset = (
+            torch.empty(rows.shape[1], self.filled_rows, dtype=rows.dtype),
+            0,
+        )
         for start, stop in self.part.ranges:
-            turned[:, filled : filled + stop - start] = rows[start:stop].T
-            filled += stop - start
-        return turned
+            transposed[:, column_offset : column_offset + stop - start] = rows[start:stop].T
+            column_offset += stop - start
+        return transposed
 
     def finish(self) -> int:
-        """The rows beyond its ranges, then the checksum."""
+        """Write zeros for the padding rows, and return the CRC-32 of the placement."""
         if self.part.dim == 0 and not self.placement.transposed:
-            left = (self.part.size - self.filled) * self.row_bytes
-            offset = self.placement.offset + self.filled * self.row_bytes
-            for start in range(0, left, ZEROS_BYTES):
-                self._write(bytes(min(ZEROS_BYTES, left - start)), offset + start)
+            padding_bytes = (self.part.size - self.filled_rows) * self.row_bytes
+            offset = self.placement.offset + self.filled_rows * self.row_bytes
+            for start in range(0, padding_bytes, ZERO_BLOCK_BYTES):
+                self._write_bytes(
+                    bytes(min(ZERO_BLOCK_BYTES, padding_bytes - start)), offset + start
+                )
         return self.crc
 
-    def _put(self, rows: Tensor, at: int) -> None:
+    def _write_rows(self, rows: Tensor, row_offset: int) -> None:
         content = as_bytes(rows.contiguous())
-        self._write(content, self.placement.offset + at * self.row_bytes)
+        self._write_bytes(content, self.placement.offset + row_offset * self.row_bytes)
 
-    def _write(self, content: memoryview | bytes, offset: int) -> None:
+    def _write_bytes(self, content: memoryview | bytes, offset: int) -> None:
         self.crc = zlib.crc32(content, self.crc)
-        self.files.write(self.number, offset, content)
+        self.files.write(self.file_index, offset, content)
 
 
-class Copying:
-    """A copy under way."""
+class TensorCopier:
+    """Copies one tensor per call; several worker threads share the object."""
 
-    def __init__(self, checkpoint: Checkpoint, files: Files, memory: int) -> None:
-        self.checkpoint, self.files = checkpoint, files
-        self.places = placed(files.files)
-        self.budget = Budget(memory)
-        self.passed, self.lock = 0, threading.Lock()
+    def __init__(self, checkpoint: Checkpoint, files: TargetFiles, memory_bytes: int) -> None:
+        self.checkpoint = checkpoint
+        self.files = files
+        self.placements_by_tensor = placements_by_tensor(files.files)
+        self.budget = MemoryBudget(memory_bytes)
+        self.copied_bytes = 0
+        self.lock = threading.Lock()
         self.stopped = threading.Event()
-        self.rooms = threading.local()
+        self.thread_buffers = threading.local()
 
-    def tensor(self, name: str) -> Done | None:
-        """Copy one; None if the copy was stopped before its end."""
+    def copy_tensor(self, name: str) -> FinishedTensor | None:
+        """Copy one tensor; return None if `stopped` was set before the end of the copy."""
         logical = self.checkpoint.tensors[name]
-        goals = [
-            _Goal(self.files, number, self.files.files[number].placements[place], logical.shape)
-            for number, place in self.places[name]
+        writers = [
+            PlacementWriter(
+                self.files,
+                file_index,
+                self.files.files[file_index].placements[placement_index],
+                logical.shape,
+            )
+            for file_index, placement_index in self.placements_by_tensor[name]
         ]
-        dtype = goals[0].placement.dtype
-        assert all(goal.placement.dtype == dtype for goal in goals), f"{name} in two dtypes"
-        own, finite, fits = hashlib.sha256(), True, True
-        converted = own if dtype == logical.dtype else hashlib.sha256()
-        with self._room(logical, dtype, whole=any(goal.whole for goal in goals)) as room:
-            step = room.numel() // logical.row_bytes
-            for start in range(0, logical.shape[0], step):
+        dtype = writers[0].placement.dtype
+        assert all(writer.placement.dtype == dtype for writer in writers), f"{name} in two dtypes"
+        source_hash = hashlib.sha256()
+        finite = True
+        fits = True
+        stored_hash = source_hash if dtype == logical.dtype else hashlib.sha256()
+        with self._row_buffer(
+            logical, dtype, needs_all_rows=any(writer.needs_all_rows for writer in writers)
+        ) as buffer:
+            block_rows = buffer.numel() // logical.row_bytes
+            for start in range(0, logical.shape[0], block_rows):
                 if self.stopped.is_set():
                     return None
-                rows = logical.rows(start, min(logical.shape[0], start + step), room)
+                rows = logical.read_rows(start, min(logical.shape[0], start + block_rows), buffer)
                 content = as_bytes(rows)
-                own.update(content)
-                ours = is_finite(rows)
-                finite = finite and ours
-                if converted is not own:
+                source_hash.update(content)
+                block_is_finite = is_finite(rows)
+                finite = finite and block_is_finite
+                if stored_hash is not source_hash:
                     rows = rows.to(dtype)
-                    converted.update(as_bytes(rows))
-                    fits = fits and (not ours or is_finite(rows))
-                for goal in goals:
-                    goal.take(rows, start)
+                    stored_hash.update(as_bytes(rows))
+                    fits = fits and (not block_is_finite or is_finite(rows))
+                for writer in writers:
+                    writer.write_part(rows, start)
                 with self.lock:
-                    self.passed += len(content)
-        hashes = own.hexdigest(), converted.hexdigest()
-        return Done(name, *hashes, finite, fits, tuple(goal.finish() for goal in goals))
+                    self.copied_bytes += len(content)
+        hashes = source_hash.hexdigest(), stored_hash.hexdigest()
+        return FinishedTensor(
+            name, *hashes, finite, fits, tuple(writer.finish() for writer in writers)
+        )
 
     @contextmanager
-    def _room(self, logical: Logical, dtype: torch.dtype, whole: bool) -> Iterator[Tensor]:
-        if whole:
-            # The tensor, the same in another dtype, and turned.
-            made = logical.nbytes // logical.dtype.itemsize * dtype.itemsize
-            with self.budget.hold(logical.nbytes + (1 + (dtype != logical.dtype)) * made):
+    def _row_buffer(
+        self, logical: LogicalTensor, dtype: torch.dtype, needs_all_rows: bool
+    ) -> Iterator[Tensor]:
+        if needs_all_rows:
+            # Memory for the tensor, its converted copy, and its transposed copy.
+            stored_bytes = logical.nbytes // logical.dtype.itemsize * dtype.itemsize
+            with self.budget.reserve(
+                logical.nbytes + (1 + (dtype != logical.dtype)) * stored_bytes
+            ):
                 yield torch.empty(max(1, logical.nbytes), dtype=torch.uint8)
             return
-        if not hasattr(self.rooms, "bytes") or self.rooms.bytes.numel() < logical.row_bytes:
-            self.rooms.bytes = make_room(logical.row_bytes)
-        yield self.rooms.bytes
+        if (
+            not hasattr(self.thread_buffers, "bytes")
+            or self.thread_buffers.bytes.numel() < logical.row_bytes
+        ):
+            self.thread_buffers.bytes = allocate_scratch(logical.row_bytes)
+        yield self.thread_buffers.bytes
 
 
-def is_finite(rows: Tensor) -> bool:
-    """Both extremes are NaN if any element is."""
-    return rows.numel() == 0 or all(bool(extreme.isfinite()) for extreme in rows.aminmax())
-
-
-def copy(
+def copy_tensors(
     checkpoint: Checkpoint,
     layout: Layout,
     folder: Path,
     journal: Journal,
     *,
     workers: int,
-    memory: int,
-    report: Callable[[int], None],
-    found: Callable[[Done], None],
-) -> Copied:
-    """Write all that the layout has but `last` into `folder`, and bring it to the disk.
+    memory_bytes: int,
+    report_progress: Callable[[int], None],
+    check_tensor: Callable[[FinishedTensor], None],
+) -> CopyResult:
+    """Write and fsync all files of the layout, except `last_files`, in `folder`.
 
-    `report` is told the bytes that went by, `found` each tensor that is done and may refuse it.
+    `report_progress` is called with the number of source bytes copied so far. `check_tensor` is
+    called with each finished tensor, and may raise an exception to stop the copy.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # The workers are the threads.
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # The copy is already parallel: it has `workers` threads.
     try:
-        with Files(layout.files, folder) as files:
-            for number, file in enumerate(layout.files):
-                for text in file.texts:
-                    files.write(number, text.offset, text.content)
-            sync_folders(folder)
-            copying = Copying(checkpoint, files, memory)
-            _run(copying, journal, workers, report, found)
-            crcs = _patched(files, copying, journal)
+        with TargetFiles(layout.files, folder) as files:
+            for file_index, file in enumerate(layout.files):
+                for literal in file.literals:
+                    files.write(file_index, literal.offset, literal.content)
+            fsync_folders(folder)
+            copier = TensorCopier(checkpoint, files, memory_bytes)
+            _copy_all(copier, journal, workers, report_progress, check_tensor)
+            crcs = _patch_checksums(files, copier, journal)
             files.sync()
     finally:
-        torch.set_num_threads(threads)
-    done = [journal.done[name] for name in checkpoint.tensors]
-    return Copied(
-        {one.name: one.sha256 for one in done},
-        {one.name: one.stored for one in done},
-        tuple(one.name for one in done if not one.finite),
-        tuple(one.name for one in done if not one.fits),
+        torch.set_num_threads(previous_threads)
+    tensors = [journal.finished[name] for name in checkpoint.tensors]
+    return CopyResult(
+        {tensor.name: tensor.sha256 for tensor in tensors},
+        {tensor.name: tensor.stored for tensor in tensors},
+        tuple(tensor.name for tensor in tensors if not tensor.finite),
+        tuple(tensor.name for tensor in tensors if not tensor.fits),
         crcs,
     )
 
 
-def _run(
-    copying: Copying,
+def _copy_all(
+    copier: TensorCopier,
     journal: Journal,
     workers: int,
-    report: Callable[[int], None],
-    found: Callable[[Done], None],
+    report_progress: Callable[[int], None],
+    check_tensor: Callable[[FinishedTensor], None],
 ) -> None:
-    tensors = copying.checkpoint.tensors
-    for done in journal.done.values():
-        found(done)
-    copying.passed = sum(tensors[name].nbytes for name in journal.done)
-    # What stands outside the layers is large; one that comes last would keep one worker alone.
+    tensors = copier.checkpoint.tensors
+    for tensor in journal.finished.values():
+        check_tensor(tensor)
+    copier.copied_bytes = sum(tensors[name].nbytes for name in journal.finished)
+    # Embedding and head are the largest tensors, so they are copied first: if one was copied last,
+    # one worker would be busy while the others are idle.
     names = sorted(
-        (name for name in tensors if name not in journal.done),
-        key=lambda n: layer_of(n) is not None,
+        (name for name in tensors if name not in journal.finished),
+        key=lambda n: layer_number(n) is not None,
     )
     with ThreadPoolExecutor(workers) as pool:
-        left: set[Future[Done | None]] = {pool.submit(copying.tensor, name) for name in names}
+        futures: set[Future[FinishedTensor | None]] = {
+            pool.submit(copier.copy_tensor, name) for name in names
+        }
         try:
-            _collect(copying, journal, left, report, found)
+            _commit_finished(copier, journal, futures, report_progress, check_tensor)
         finally:
-            copying.stopped.set()
+            copier.stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _collect(
-    copying: Copying,
+def _commit_finished(
+    copier: TensorCopier,
     journal: Journal,
-    left: set[Future[Done | None]],
-    report: Callable[[int], None],
-    found: Callable[[Done], None],
+    pending: set[Future[FinishedTensor | None]],
+    report_progress: Callable[[int], None],
+    check_tensor: Callable[[FinishedTensor], None],
 ) -> None:
-    """Note what is done, but only when it is on the disk."""
-    ready: list[Done] = []
-    noted, since = copying.passed, time.monotonic()
-    while left:
-        ended, left = wait(left, PROGRESS_SECONDS, FIRST_COMPLETED)
-        for future in ended:
-            done = future.result()
-            if done is not None:
-                found(done)
-                ready.append(done)
-        report(copying.passed)
-        late = time.monotonic() - since > COMMIT_SECONDS or copying.passed - noted > COMMIT_BYTES
-        if ready and late:
-            copying.files.sync()
-            journal.commit(ready)
-            ready, noted, since = [], copying.passed, time.monotonic()
-    copying.files.sync()
-    journal.commit(ready)
+    """Commit each finished tensor to the journal, but only after an fsync of its files."""
+    uncommitted: list[FinishedTensor] = []
+    committed_bytes, committed_at = copier.copied_bytes, time.monotonic()
+    while pending:
+        completed, pending = wait(pending, PROGRESS_SECONDS, FIRST_COMPLETED)
+        for future in completed:
+            tensor = future.result()
+            if tensor is not None:
+                check_tensor(tensor)
+                uncommitted.append(tensor)
+        report_progress(copier.copied_bytes)
+        is_commit_due = (
+            time.monotonic() - committed_at > COMMIT_SECONDS
+            or copier.copied_bytes - committed_bytes > COMMIT_BYTES
+        )
+        if uncommitted and is_commit_due:
+            copier.files.sync()
+            journal.commit(uncommitted)
+            uncommitted = []
+            committed_bytes = copier.copied_bytes
+            committed_at = time.monotonic()
+    copier.files.sync()
+    journal.commit(uncommitted)
 
 
-def _patched(files: Files, copying: Copying, journal: Journal) -> dict[str, int]:
-    """Checksums to where they are noted inside the files, and then those of the files."""
+def _patch_checksums(files: TargetFiles, copier: TensorCopier, journal: Journal) -> dict[str, int]:
+    """Write each placement's CRC-32 at the offsets that the layout reserves for it (`patches`).
+
+    Returns the CRC-32 of each file.
+    """
     crcs: dict[tuple[int, int], int] = {}
-    for name, places in copying.places.items():
-        crcs |= dict(zip(places, journal.done[name].crcs, strict=True))
-    whole = {}
-    for number, file in enumerate(files.files):
+    for name, placements in copier.placements_by_tensor.items():
+        crcs |= dict(zip(placements, journal.finished[name].crcs, strict=True))
+    file_crcs = {}
+    for file_index, file in enumerate(files.files):
         for patch in file.patches:
-            crc = crcs[number, patch.placement].to_bytes(4, "little")
-            files.write(number, patch.offset, crc)
-        whole[file.path] = joined(_segments(files, number, copying, crcs))
-    return whole
+            crc = crcs[file_index, patch.placement_index].to_bytes(4, "little")
+            files.write(file_index, patch.offset, crc)
+        file_crcs[file.path] = combine_crc32(_file_segments(files, file_index, copier, crcs))
+    return file_crcs
 
 
-def _segments(
-    files: Files, number: int, copying: Copying, crcs: dict[tuple[int, int], int]
+def _file_segments(
+    files: TargetFiles, file_index: int, copier: TensorCopier, crcs: dict[tuple[int, int], int]
 ) -> Iterable[tuple[int, int]]:
-    """Checksum and length of each stretch of a file; texts are read again, for their patches."""
-    file, end = files.files[number], 0
+    """Yield the CRC-32 and length of each segment of a file, in order.
+
+    Literals are read back from the file, because their bytes include the placements' CRCs that
+    were written after the tensors.
+    """
+    file, end = files.files[file_index], 0
     spans: list[tuple[int, int, int | None]] = [
-        (text.offset, len(text.content), None) for text in file.texts
+        (literal.offset, len(literal.content), None) for literal in file.literals
     ]
-    for place, placement in enumerate(file.placements):
-        shape = placement.part.shape(copying.checkpoint.tensors[placement.name].shape)
+    for index, placement in enumerate(file.placements):
+        shape = placement.part.local_shape(copier.checkpoint.tensors[placement.name].shape)
         size = torch.Size(shape).numel() * placement.dtype.itemsize
-        spans.append((placement.offset, size, place))
-    for offset, size, held in [*sorted(spans, key=lambda span: span[:2]), (file.size, 0, None)]:
-        assert offset >= end, f"{file.path}: what stands at byte {offset} overlaps"
+        spans.append((placement.offset, size, index))
+    for offset, size, placement_index in [
+        *sorted(spans, key=lambda span: span[:2]),
+        (file.size, 0, None),
+    ]:
+        assert offset >= end, f"{file.path}: the segment at byte {offset} overlaps another"
         if offset > end:
             yield zlib.crc32(bytes(offset - end)), offset - end
-        if held is not None:
-            yield crcs[number, held], size
+        if placement_index is not None:
+            yield crcs[file_index, placement_index], size
         else:
-            yield zlib.crc32(os.pread(files.descriptors[number], size, offset)), size
+            yield zlib.crc32(os.pread(files.descriptors[file_index], size, offset)), size
         end = offset + size

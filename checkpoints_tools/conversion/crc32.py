@@ -1,40 +1,42 @@
-"""CRC-32 of a whole from those of its parts, so that a file can be written in any order.
+"""CRC-32 combination: the checksum of a file from the checksums of its parts.
 
-A checksum is a polynomial's remainder, and putting bytes behind others multiplies it by a power of
-x. Bits are reflected, as zlib's are: the highest stands for x to the 0.
-It knows no files.
+Because the checksum of a file can be computed from those of its parts, the parts can be written and
+checksummed in any order. A CRC-32 is the remainder of a polynomial division, and appending bytes
+multiplies it by a power of x. Bits are reflected as in zlib: the highest bit is the coefficient of
+x^0.
 """
 
 from collections.abc import Iterable
 from functools import lru_cache
 
 POLYNOMIAL = 0xEDB88320
-ONE = 1 << 31
-BYTE = 1 << 23  # x to the 8.
+X_TO_THE_0 = 1 << 31
+X_TO_THE_8 = 1 << 23  # The factor of one appended byte.
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """The checksum of parts one after the other, each given by its own and its length."""
-    whole = 0
+def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of concatenated parts; each part is (CRC-32, length in bytes)."""
+    combined = 0
     for crc, length in parts:
-        whole = _product(_shift(length), whole) ^ crc
-    return whole
+        combined = _multiply(_shift_factor(length), combined) ^ crc
+    return combined
 
 
 @lru_cache(maxsize=4096)
-def _shift(length: int) -> int:
-    """What a checksum is multiplied by when `length` bytes follow."""
-    power, shift = BYTE, ONE
+def _shift_factor(length: int) -> int:
+    """Return x^(8 * length), by which appending `length` bytes multiplies a CRC-32."""
+    power, shift = X_TO_THE_8, X_TO_THE_0
     while length:
         if length & 1:
-            shift = _product(shift, power)
-        power = _product(power, power)
+            shift = _multiply(shift, power)
+        power = _multiply(power, power)
         length >>= 1
     return shift
 
 
-def _product(left: int, right: int) -> int:
-    product, bit = 0, ONE
+def _multiply(left: int, right: int) -> int:
+    """Return the product of two polynomials modulo POLYNOMIAL."""
+    product, bit = 0, X_TO_THE_0
     while bit:
         if left & bit:
             product ^= right

@@ -1,8 +1,8 @@
-"""What a conversion has done so far, so that a killed one goes on where it was.
+"""Conversion journal: records every finished tensor, so that a killed run can resume.
 
-A tensor is noted only once all its bytes are on the disk; a line that a kill tore is not believed.
-The first line names the plan, down to samples of the source's weights: another source or another
-target cannot be mixed in.
+A tensor is recorded only after all its bytes are on disk. If a run is killed, the last line can be
+incomplete; that line is ignored. The first line is the hash of the conversion plan. This hash
+covers samples of the source's weights, so a journal of another source or target is refused.
 """
 
 import json
@@ -16,56 +16,62 @@ from gpt.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Done:
-    """One logical tensor, wholly written."""
+class FinishedTensor:
+    """A logical tensor that is completely written; the fields are the journal's keys."""
 
     name: str
-    sha256: str  # Of its bytes in the source's dtype.
-    stored: str  # The same in the target's dtype.
-    finite: bool  # As the source has it.
-    fits: bool  # Whether what is finite in the source is so in the target.
-    crcs: tuple[int, ...]  # Of its placements' bytes, in the order of their files.
+    sha256: str  # Hash of the bytes in the source's dtype.
+    stored: str  # SHA-256 of the bytes in the target's dtype.
+    finite: bool  # Whether all values of the source are finite.
+    # Whether the values stay finite in the target's dtype. Blocks of rows that have a non-finite
+    # value in the source are not checked.
+    fits: bool
+    crcs: tuple[int, ...]  # CRC-32 of each placement's bytes, in the order of the files.
 
 
 class Journal:
-    def __init__(self, path: Path, plan: str) -> None:
-        """Open it, or begin it; `done` is what it knows of this very plan."""
+    def __init__(self, path: Path, plan_hash: str) -> None:
+        """Open or create the journal; read the tensors of an earlier run into `finished`."""
         self.path = path
-        self.done: dict[str, Done] = {}
+        self.finished: dict[str, FinishedTensor] = {}
         self._file = open(path, "a+b")  # noqa: SIM115 (closed by close)
         self._file.seek(0)
         text = self._file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        lines = whole.splitlines()
+        complete_lines = text[: text.rfind(b"\n") + 1]
+        self._file.truncate(len(complete_lines))
+        lines = complete_lines.splitlines()
         if not lines:
-            self._append([json.dumps({"plan": plan})])
+            self._append([json.dumps({"plan": plan_hash})])
             return
         try:
-            known = json.loads(lines[0]) == {"plan": plan}
-            for line in lines[1:] if known else ():
+            is_same_plan = json.loads(lines[0]) == {"plan": plan_hash}
+            for line in lines[1:] if is_same_plan else ():
                 record = json.loads(line)
-                done = Done(**{**record, "crcs": tuple(record["crcs"])})
-                self.done[done.name] = done
+                tensor = FinishedTensor(**{**record, "crcs": tuple(record["crcs"])})
+                self.finished[tensor.name] = tensor
         except (ValueError, KeyError, TypeError):
-            known = False  # Whatever wrote here, it was not a run of this plan.
-        if not known:
+            is_same_plan = False  # The file is not a journal of this plan.
+        if not is_same_plan:
             self.close()
             raise CheckpointError(
-                f"{path.parent} is of another source, target or version; remove it, and run again"
+                f"{path.parent} belongs to a conversion of another source, to another target, or "
+                "by another version of Preamble; remove that directory, and run again"
             )
 
-    def forget(self) -> None:
-        """What it was of is gone: the first line stays, and nothing is done."""
+    def reset(self) -> None:
+        """Forget all recorded tensors, because their files are missing or incomplete.
+
+        The first line stays.
+        """
         self._file.seek(0)
         self._file.truncate(len(self._file.readline()))
-        self.done = {}
+        self.finished = {}
 
-    def commit(self, done: Iterable[Done]) -> None:
-        """Only after the bytes of these are on the disk."""
-        done = list(done)
-        self._append([json.dumps(asdict(one)) for one in done])
-        self.done |= {one.name: one for one in done}
+    def commit(self, tensors: Iterable[FinishedTensor]) -> None:
+        """Record tensors as finished; call it only after their bytes are on disk."""
+        tensors = list(tensors)
+        self._append([json.dumps(asdict(tensor)) for tensor in tensors])
+        self.finished |= {tensor.name: tensor for tensor in tensors}
 
     def _append(self, lines: list[str]) -> None:
         self._file.write("".join(f"{line}\n" for line in lines).encode())

@@ -1,8 +1,11 @@
-"""Where a target goes: whether the place is free, and the hidden directory in which it grows.
+"""Target directory of a checkpoint conversion: path and disk-space checks, lock, earlier runs.
 
-One run has that directory at a time, by a lock on the directory itself. What an earlier run left in
-it counts only if all of its files are there at their sizes; then the journal says which tensors.
-A target is complete if every byte that the plan knows is in it, and its weights are the source's.
+A conversion writes to a hidden partial directory beside the target; a lock on that directory admits
+one run at a time. A resumed run reuses an earlier run's files only if all of them exist at their
+full sizes; it then skips the tensors that the journal lists as finished. An existing target counts
+as complete if its files have the planned sizes and literal bytes (headers and small files), and if
+its fingerprint is that of the converted source. The fingerprint is recorded in the manifest; only
+for a single-file target, it is computed from the weights.
 """
 
 import fcntl
@@ -13,159 +16,162 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpoints_tools.layout.layout import File, Layout
+from checkpoints_tools.layout.layout import Layout, TargetFile
 from gpt.checkpoint.digest import fingerprint, identify
-from gpt.checkpoint.logical_tensor import Checkpoint, Identity
+from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
 from gpt.errors import CheckpointError
 from gpt.formats.manifest import MANIFEST, read_manifest
 from gpt.formats.registry import open_checkpoint
-from gpt.model.reference_logits import FILE as PROOF
+from gpt.reference_logits.proof_file import PROOF_FILE as PROOF
 
-# What a filesystem needs besides the files' own bytes.
-ROOM_SPARE = 16 << 20
+# Disk space for file-system metadata, besides the files' own bytes.
+SPARE_BYTES = 16 << 20
 
 
-def partial_of(target: Path) -> Path:
-    """Where the target grows, on the same disk."""
+def partial_directory(target: Path) -> Path:
+    """Return the path of the hidden directory that a run writes to.
+
+    It is in the target's parent directory, because a rename works only within one file system.
+    """
     return target.parent / f".{target.name}.partial"
 
 
-def check_place(source: Checkpoint, target: Path, layout: Layout, resume: bool = False) -> None:
-    """Refuse a place that is taken, that cannot be, or that has no room."""
+def check_target(source: Checkpoint, target: Path, layout: Layout, resume: bool = False) -> None:
+    """Refuse a target that exists, that cannot be written, or whose disk is too full.
+
+    An existing empty directory is accepted, unless the layout is a single file.
+    """
     try:
-        _check_name(source, target, layout)
-        _check_room(target, layout, resume)
+        _check_target_path(source, target, layout)
+        _check_disk_space(target, layout, resume)
     except OSError as error:
         raise CheckpointError(
-            f"cannot look for {target}: {error.strerror or error}; choose another target"
+            f"cannot check the target {target}: {error.strerror or error}; choose another target"
         ) from None
 
 
-def _check_name(source: Checkpoint, target: Path, layout: Layout) -> None:
+def _check_target_path(source: Checkpoint, target: Path, layout: Layout) -> None:
     if target.is_symlink():
-        raise CheckpointError(f"{target} is a link; give the place that it leads to")
+        raise CheckpointError(f"{target} is a symbolic link; give the path that it points to")
     if target.is_mount():
         raise CheckpointError(
-            f"{target} is where a disk is mounted, so it cannot appear at once; give a directory "
-            "in it"
+            f"{target} is a mount point, which cannot be replaced by a rename; give a directory "
+            "inside it"
         )
-    empty = target.is_dir() and not layout.alone and not any(target.iterdir())
-    if target.exists() and not empty:
-        raise CheckpointError(f"{target} exists already; remove it or choose another target")
+    is_empty = target.is_dir() and not layout.is_single_file and not any(target.iterdir())
+    if target.exists() and not is_empty:
+        raise CheckpointError(f"{target} already exists; remove it or choose another target")
     if source.files and target.resolve().is_relative_to(source.path.resolve()):
         raise CheckpointError(
-            f"{target} is inside the source, {source.path}, where readers would take it for a "
-            "part of it; choose a place beside it"
+            f"{target} is inside the source, {source.path}, so readers would read it as a part of "
+            "the source; choose a path outside the source"
         )
 
 
-def _check_room(target: Path, layout: Layout, resume: bool) -> None:
-    partial = partial_of(target)
+def _check_disk_space(target: Path, layout: Layout, resume: bool) -> None:
+    partial = partial_directory(target)
     if (partial / "journal").exists() and not resume:
         raise CheckpointError(
-            f"{partial} is what an earlier run left, or one that is running; add --resume to go on "
-            "with it, or remove it"
+            f"{partial} exists: an earlier conversion was interrupted or is still running; add "
+            "--resume to continue the conversion, or remove the directory"
         )
-    place = target.parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    there = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
-    need = layout.nbytes + ROOM_SPARE - there
-    if need > free:
+    existing_parent = target.parent
+    while not existing_parent.exists():
+        existing_parent = existing_parent.parent
+    free_bytes = shutil.disk_usage(existing_parent).free
+    written_bytes = sum(
+        file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file()
+    )
+    needed_bytes = layout.nbytes + SPARE_BYTES - written_bytes
+    if needed_bytes > free_bytes:
         raise CheckpointError(
-            f"{target} needs {need:,} bytes, {place} has {free:,} free; make room, or choose a "
-            "place on another disk"
+            f"{target} needs {needed_bytes:,} bytes, but the disk of {existing_parent} has only "
+            f"{free_bytes:,} free bytes; free disk space, or choose a target on another disk"
         )
 
 
 @contextmanager
-def held(partial: Path) -> Iterator[None]:
-    """Have the hidden directory for oneself; another run that has it is an error."""
+def lock_partial(partial: Path) -> Iterator[None]:
+    """Create and lock the partial directory; raise if another run holds the lock."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
         try:
-            _lock(descriptor, partial)
-            if _is_same(descriptor, partial):
+            _lock_directory(descriptor, partial)
+            if _is_same_file(descriptor, partial):
                 yield
                 return
-            # Whoever had it has finished, and removed it, since we opened it.
+            # Another run finished and removed the directory after this run had opened it.
         finally:
             os.close(descriptor)
 
 
-def _lock(descriptor: int, partial: Path) -> None:
+def _lock_directory(descriptor: int, partial: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CheckpointError(
-            f"{partial} is being written by another run; wait for it, or stop it first"
+            f"another run is writing to {partial}; wait until it ends, or stop it"
         ) from None
     except OSError as error:
         log = logging.getLogger(__name__)
         log.warning("event=no_lock path=%s reason=%s", partial, error.strerror)
 
 
-def _is_same(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
 
 
-def is_begun(content: Path, layout: Layout) -> bool:
-    """Whether all files are there at their sizes, so that a journal of them can be believed."""
+def has_all_files(content: Path, layout: Layout) -> bool:
+    """Return whether all files exist at their full sizes.
+
+    If not, the tensors that the journal lists as finished cannot be trusted.
+    """
     return all(
         (content / file.path).is_file() and (content / file.path).stat().st_size == file.size
         for file in layout.files
     )
 
 
-def complete(made: Checkpoint, target: Path, layout: Layout, proven: bool) -> Identity | None:
-    """Which model a target is that an earlier run of this plan finished; None if none did."""
+def read_finished_identity(
+    converted: Checkpoint, target: Path, layout: Layout, with_proof: bool
+) -> ModelIdentity | None:
+    """Return the identity of a target that an earlier run of this plan completed, else None."""
     if not target.exists():
         return None
-    for file in (*layout.files, *layout.last):
-        if not _fits(target if layout.alone else target / file.path, file):
+    for file in (*layout.files, *layout.last_files):
+        if not _matches_file(target if layout.is_single_file else target / file.path, file):
             return None
     folder = target / layout.folder
-    if layout.alone:
-        found = open_checkpoint(target)
-        return identify(found) if fingerprint(found) == fingerprint(made) else None
-    if not (folder / MANIFEST).is_file() or (proven and not (folder / PROOF).is_file()):
+    if layout.is_single_file:
+        checkpoint = open_checkpoint(target)
+        return identify(checkpoint) if fingerprint(checkpoint) == fingerprint(converted) else None
+    if not (folder / MANIFEST).is_file() or (with_proof and not (folder / PROOF).is_file()):
         return None
     manifest = read_manifest(folder)
-    return manifest.identity if manifest.identity.sampled == fingerprint(made) else None
+    return manifest.identity if manifest.identity.sampled == fingerprint(converted) else None
 
 
-def _fits(path: Path, file: File) -> bool:
-    """A file's size, and every byte of it that is known, but for the checksums in it."""
+def _matches_file(path: Path, file: TargetFile) -> bool:
+    """Tell whether a file has the planned size and literal bytes.
+
+    The CRCs that are written after the tensors (`patches`) are not compared.
+    """
     if not path.is_file() or path.stat().st_size != file.size:
         return False
     patches = sorted(patch.offset for patch in file.patches)
-    with open(path, "rb") as opened:
-        for text in file.texts:
-            opened.seek(text.offset)
-            found, meant = bytearray(opened.read(len(text.content))), bytearray(text.content)
+    with open(path, "rb") as stream:
+        for literal in file.literals:
+            stream.seek(literal.offset)
+            actual = bytearray(stream.read(len(literal.content)))
+            expected = bytearray(literal.content)
             for offset in patches:
-                at = offset - text.offset
-                if 0 <= at < len(meant):
-                    found[at : at + 4] = meant[at : at + 4] = bytes(4)
-            if found != meant:
+                position = offset - literal.offset
+                if 0 <= position < len(expected):
+                    actual[position : position + 4] = expected[position : position + 4] = bytes(4)
+            if actual != expected:
                 return False
     return True
-
-
-def sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def sync_folders(root: Path) -> None:
-    """The names of files are on the disk only when their folders are."""
-    for path in (root, *(path for path in root.rglob("*") if path.is_dir())):
-        sync_folder(path)

@@ -1,107 +1,115 @@
-"""Reads all of a checkpoint's bytes with a few workers, each of which has memory of its own.
+"""Parallel reader: worker threads stream tensors and files in bounded memory.
 
-A job streams through a tensor or a file block by block and gives what it found; none holds more
-than a few blocks, so memory is bounded by the number of workers, whatever the model's size.
-It knows no formats, and not what is looked for.
+A job reads a tensor or a file block by block, and returns what it found or computed. A worker holds
+only a few blocks, so memory depends on the number of workers, not on the model's size. The module
+is independent of the formats and of what the jobs check.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.logical_tensor import BLOCK_BYTES, Logical
-
-WORKERS = 2
+from gpt.checkpoint.logical_tensor import BLOCK_BYTES, LogicalTensor
 
 T = TypeVar("T")
-Report = Callable[[int], None]  # Told how many bytes went by.
+# A job calls it with the number of bytes just read, `ProgressCounter` with the sum of all jobs.
+ProgressCallback = Callable[[int], None]
+# Opens a progress display for a total number of bytes.
+OpenProgress = Callable[[int], AbstractContextManager[ProgressCallback]]
 
 
-class Tally:
-    """All bytes that went by, told to who shows a progress. Any thread may add."""
+class ProgressCounter:
+    """Adds up the bytes that all workers read, and passes the sum to `callback`; thread-safe."""
 
-    def __init__(self, report: Report) -> None:
-        self.passed, self.report, self.lock = 0, report, threading.Lock()
+    def __init__(self, callback: ProgressCallback) -> None:
+        self.bytes_read = 0
+        self.callback = callback
+        self.lock = threading.Lock()
 
-    def add(self, size: int) -> None:
+    def add_bytes(self, byte_count: int) -> None:
         with self.lock:
-            self.passed += size
-            self.report(self.passed)
+            self.bytes_read += byte_count
+            self.callback(self.bytes_read)
 
 
 class StoppedError(Exception):
-    """Another job failed, or the user wants no more; never seen outside."""
+    """Ends a job after another job failed or the user interrupted; caught inside this module."""
 
 
 @dataclass
-class Desk:
-    """What one worker has: room for blocks, and someone to report to."""
+class WorkerScratch:
+    """A worker's reusable buffers and its progress callback."""
 
-    report: Report
-    rooms: dict[int, Tensor] = field(default_factory=dict)
+    report_bytes: ProgressCallback
+    buffers: dict[int, Tensor] = field(default_factory=dict)
 
-    def room(self, number: int, size: int) -> Tensor:
-        """Scratch bytes; freeing and taking large blocks by turns leaves holes in the heap."""
-        if number not in self.rooms or self.rooms[number].numel() < size:
-            self.rooms[number] = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8)
-        return self.rooms[number]
+    def buffer(self, index: int, size: int) -> Tensor:
+        """Return scratch buffer `index` with at least `size` bytes.
 
-    def bands(self, *tensors: Logical) -> Iterator[tuple[int, list[Tensor]]]:
-        """Tensors of one shape in bands of rows: the first row, and the band of each as a matrix.
-
-        A band is valid only until the next is asked for.
+        Buffers are reused, because repeated allocation fragments the heap.
         """
-        count = max(1, BLOCK_BYTES // max(tensor.row_bytes for tensor in tensors))
-        rows = tensors[0].shape[0]
-        for start in range(0, rows, count):
-            stop = min(rows, start + count)
-            bands = [
-                tensor.rows(start, stop, self.room(number, count * tensor.row_bytes))
-                for number, tensor in enumerate(tensors)
+        if index not in self.buffers or self.buffers[index].numel() < size:
+            self.buffers[index] = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8)
+        return self.buffers[index]
+
+    def iter_row_blocks(self, *tensors: LogicalTensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Read tensors of the same shape together, in blocks of the same rows.
+
+        Yields the number of the block's first row, and one matrix per tensor. The matrices are in
+        the scratch buffers, so they are valid only until the next iteration.
+        """
+        block_rows = max(1, BLOCK_BYTES // max(tensor.row_bytes for tensor in tensors))
+        row_count = tensors[0].shape[0]
+        for start in range(0, row_count, block_rows):
+            stop = min(row_count, start + block_rows)
+            blocks = [
+                tensor.read_rows(start, stop, self.buffer(index, block_rows * tensor.row_bytes))
+                for index, tensor in enumerate(tensors)
             ]
-            yield start, [band.reshape(stop - start, -1) for band in bands]
-            self.report(sum(band.nbytes for band in bands))
+            yield start, [block.reshape(stop - start, -1) for block in blocks]
+            self.report_bytes(sum(block.nbytes for block in blocks))
 
 
-Job = Callable[[Desk], T]
+Job = Callable[[WorkerScratch], T]
 
 
-def run(jobs: Sequence[Job[T]], workers: int, report: Report) -> list[T]:
-    """What each job gives, in their order; the first that fails stops all."""
-    stopped, own = threading.Event(), threading.local()
+def run_jobs(jobs: Sequence[Job[T]], workers: int, report_progress: ProgressCallback) -> list[T]:
+    """Run jobs in `workers` threads; return their results in order. A failure stops all jobs."""
+    stopped, worker_state = threading.Event(), threading.local()
 
-    def tell(size: int) -> None:
+    def report_bytes(byte_count: int) -> None:
         if stopped.is_set():
             raise StoppedError
-        report(size)
+        report_progress(byte_count)
 
-    def one(job: Job[T]) -> T:
-        tell(0)
-        if not hasattr(own, "desk"):
-            own.desk = Desk(tell)
-        return job(own.desk)
+    def run_job(job: Job[T]) -> T:
+        report_bytes(0)
+        if not hasattr(worker_state, "scratch"):
+            worker_state.scratch = WorkerScratch(report_bytes)
+        return job(worker_state.scratch)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # The workers are the threads.
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own threads would compete with the worker threads.
     pool = ThreadPoolExecutor(workers)
     try:
-        futures = [pool.submit(one, job) for job in jobs]
+        futures = [pool.submit(run_job, job) for job in jobs]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        # Without a failure all are done.
+        # After a failure, `done` includes the failed job, and result() raises its exception.
         return [future.result() for future in futures if future in done]
     finally:
         stopped.set()
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(previous_threads)
 
 
-def in_words(size: float) -> str:
-    """Bytes as people say them."""
+def format_bytes(size: float) -> str:
+    """Format a size with a decimal unit, such as 1.5 GB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if abs(size) < 1000:
             return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:.3g} {unit}"

@@ -1,8 +1,8 @@
-"""`preamble inspect`: what a checkpoint is, what it takes to serve it, and what looks wrong.
+"""`preamble inspect`: reports format, architecture, size, split, serving memory and faults.
 
-Only headers, small files and a few rows are read, unless a deep look is asked for. A report is
-plain values, each documented where it stands, and --json prints just these. Where something is
-worth a person's time it is said in one line; what would change an answer is a fault.
+Only headers, small files and a few rows are read, unless `--deep` requests a full scan. The report
+is a dataclass of plain values, which --json prints under the field names. A problem is a fault if
+it would change the model's outputs, else a remark.
 """
 
 import argparse
@@ -16,385 +16,447 @@ from typing import Any
 
 import torch
 
-from checkpoints_tools.flags import source_changes
-from checkpoints_tools.inspection.full_scan import examine, same_head, tasks
-from checkpoints_tools.inspection.parallel_read import Tally, in_words
-from checkpoints_tools.inspection.verify import Progress, Say
-from gpt.checkpoint.digest import glance
-from gpt.checkpoint.files.file_tree import files_in
+from checkpoints_tools.flags import source_overrides
+from checkpoints_tools.inspection.full_scan import scan_checkpoint, scan_tasks, tied_head_message
+from checkpoints_tools.inspection.parallel_read import OpenProgress, ProgressCounter, format_bytes
+from checkpoints_tools.inspection.verify import PrintLine
+from gpt.checkpoint.digest import lookup_identity
+from gpt.checkpoint.files.file_tree import scan_folder
 from gpt.checkpoint.files.torch_dcp import read_index
-from gpt.checkpoint.logical_tensor import TOKENIZER_FILES, Checkpoint, Logical, some
+from gpt.checkpoint.logical_tensor import (
+    TOKENIZER_FILE_SUFFIXES,
+    Checkpoint,
+    LogicalTensor,
+    summarize_names,
+)
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import parameter_count, rank_costs
-from gpt.dtypes import FLOAT_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.manifest import MANIFEST
-from gpt.formats.mappings.megatron_names import EMBEDDING, EXPERT, HEAD
-from gpt.formats.megatron.rank_files import TRACKER, newer_iteration
-from gpt.formats.megatron.torch_dist_config import COMMON_KEY, arguments
+from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD, LOCAL_EXPERT
+from gpt.formats.megatron.rank_files import TRACKER_FILE, newer_iteration_notes
+from gpt.formats.megatron.torch_dist_config import COMMON_KEY, read_common_args
 from gpt.formats.registry import open_checkpoint
-from gpt.parallel.sharding import parameters
+from gpt.parallel.weight_sharding import parameter_specs
 from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
-# What tells each format, of what may be in the directory.
-EVIDENCE = {
+# Files that identify each format, as glob patterns in the checkpoint's directory.
+FORMAT_MARKERS = {
     "native": (MANIFEST,),
     "megatron": ("mp_rank_*",),
     "torch_dist": ("metadata.json", ".metadata", "run_config.yaml"),
     "huggingface": ("config.json",),
     "nemo": ("model_config.yaml", "model_weights", "metadata.json", ".metadata"),
 }
-SIZES = (1, 2, 4, 8, 16)  # Of splits that are shown.
+SPLIT_SIZES = (1, 2, 4, 8, 16)  # Tensor- and pipeline-parallel sizes in the serving table.
 RANKS_MAX = 16
-PARAMETERS_MAX = 8_000  # Tensors; beyond it counting each split takes seconds.
+# With more parameter tensors, only pp = 1 is shown: computing every split would take seconds.
+PARAMETER_TENSORS_MAX = 8_000
 SAMPLE_COLUMNS = 64
-# Memory of GPUs there are, and what of it a rank needs besides weights and KV: a context with its
-# libraries, a share of the weights, and a tenth of all that stays free.
+# Memory sizes of common GPUs in GB. A rank needs memory for weights, KV cache, the CUDA context
+# with its libraries, and a few per cent of the weights' size as overhead; a tenth of the memory
+# stays free.
 GPU_GB = (16, 24, 32, 40, 48, 80, 96, 141, 180)
-CONTEXT_BYTES = 2_500_000_000
-BESIDES_WEIGHTS = 0.05
-MEMORY_SHARE = 0.9
+CUDA_CONTEXT_BYTES = 2_500_000_000
+WEIGHT_OVERHEAD_SHARE = 0.05
+USABLE_MEMORY_SHARE = 0.9
 SPLIT_ARGS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-ALWAYS = ("tp", "pp")  # Told even where they are 1.
+ALWAYS_SHOWN = ("tp", "pp")  # These sizes are shown even if they are 1.
 
 
 @dataclass(frozen=True)
-class Split:
-    """What each rank holds at most when the model is served at this split."""
+class SplitMemory:
+    """Memory of the largest rank when the model is served at this parallel split."""
 
     tp: int
     pp: int
     weight_bytes: int
     kv_bytes_per_token: int
-    kv_bytes_per_context: int  # Of one sequence of the longest length.
+    kv_bytes_per_context: int  # KV cache of one sequence of max_position_embeddings tokens.
     dtype: str
-    gpu_gb: int | None  # The smallest GPU that holds that with one full context; null: none does.
+    gpu_gb: int | None  # Smallest of GPU_GB for weights and one full context; None: all too small.
 
 
 @dataclass
-class Report:
-    """All that is printed; the keys of --json are these, and stay."""
+class InspectReport:
+    """The report; field names are the keys of --json and must not change."""
 
-    path: str  # Where the weights are: below what was given, if a tracker names an iteration.
-    given: str
-    format: str  # As its reader calls it.
-    evidence: list[str]  # The files that it was recognised by.
-    config: dict[str, Any]  # Every field of a GPTConfig.
-    split: dict[str, int]  # tp, pp, vpp, ep of the run that wrote it; empty if nothing says.
-    files: int  # Those of weights.
+    # Directory (or .nemo file) with the weights; inside `given` if a tracker file names an
+    # iteration.
+    path: str
+    given: str  # The path on the command line.
+    format: str  # The format's name in `gpt.formats.registry`.
+    evidence: list[str]  # Files that identify the format.
+    config: dict[str, Any]  # All fields of the GPTConfig.
+    split: dict[str, int]  # tp, pp, vpp, ep of the training run; empty if not recorded.
+    files: int  # Number of weight files.
     file_bytes: int
-    dtypes: dict[str, int]  # Stored elements of each.
-    tensors: int
+    dtypes: dict[str, int]  # Number of stored elements of each dtype.
+    tensors: int  # Number of logical tensors.
     parameters: int
-    active_parameters: int  # Per token; fewer where there are experts.
-    vocabulary_rows: int  # Of the stored embedding, padding included.
+    active_parameters: int  # Parameters used per token; fewer than `parameters` with experts.
+    vocabulary_rows: int  # Rows of the stored embedding, padding included.
     padding_rows: int
-    tokenizer: dict[str, Any] | None  # path, kind, vocab_size.
-    digest: str | None  # As recorded or cached; null: nobody has computed it.
+    tokenizer: dict[str, Any] | None  # Keys: path, kind, vocab_size.
+    digest: str | None  # From the manifest or the cache; null: not computed yet.
     fingerprint: str | None
-    splits: list[Split]
-    notes: list[str] = field(default_factory=list)  # How the reader found what was not said.
-    remarks: list[str] = field(default_factory=list)  # What looks wrong, or wastes.
-    faults: list[str] = field(default_factory=list)  # What would change an answer.
-    deep: bool = False
+    splits: list[SplitMemory]
+    notes: list[str] = field(default_factory=list)  # How the reader inferred unrecorded fields.
+    remarks: list[str] = field(default_factory=list)  # Suspicious or wasteful properties.
+    faults: list[str] = field(default_factory=list)  # Problems that would change outputs.
+    deep: bool = False  # Whether every byte was read.
 
 
-def inspect(flags: argparse.Namespace, say: Say, progress: Progress) -> int:
-    """Carry out what `flags.inspect_parser` understood; 1 if there is a fault."""
-    checkpoint = open_checkpoint(flags.source, source_changes(flags))
-    report = look(checkpoint, flags.source, deep=flags.deep)
+def inspect(flags: argparse.Namespace, print_line: PrintLine, open_progress: OpenProgress) -> int:
+    """Run `preamble inspect` with parsed flags; return 1 if there is a fault, else 0."""
+    checkpoint = open_checkpoint(flags.source, source_overrides(flags))
+    report = build_report(checkpoint, flags.source, deep=flags.deep)
     if flags.deep:
-        with progress(sum(size for size, _ in tasks(checkpoint))) as tell:
-            findings = examine(checkpoint, flags.workers, Tally(tell).add)
-        report.faults += [one.line for one in findings if one.fault]
-        report.remarks += [one.line for one in findings if not one.fault]
+        with open_progress(sum(size for size, _ in scan_tasks(checkpoint))) as report_progress:
+            findings = scan_checkpoint(
+                checkpoint, flags.workers, ProgressCounter(report_progress).add_bytes
+            )
+        report.faults += [finding.line for finding in findings if finding.is_fault]
+        report.remarks += [finding.line for finding in findings if not finding.is_fault]
     if flags.json:
-        say(json.dumps(asdict(report), indent=2))
+        print_line(json.dumps(asdict(report), indent=2))
     else:
-        for line in _lines(report):
-            say(line)
+        for line in _format_report(report):
+            print_line(line)
     return 1 if report.faults else 0
 
 
-def look(checkpoint: Checkpoint, given: str, *, deep: bool = False) -> Report:
-    """Everything that can be told without reading all; what a `deep` look tells better is not."""
+def build_report(checkpoint: Checkpoint, source: str, *, deep: bool = False) -> InspectReport:
+    """Build the report from headers, small files and samples.
+
+    With `deep`, checks of samples are omitted if the full scan checks the complete tensors.
+    """
     config, path = checkpoint.config, checkpoint.path
-    dtypes = _dtypes(checkpoint)
-    rows = _stored_rows(checkpoint.tensors[EMBEDDING], checkpoint)
-    tokenizer, wrong = _tokenizer(checkpoint)
-    report = Report(
+    dtype_counts = _count_dtypes(checkpoint)
+    vocabulary_rows = _stored_rows(checkpoint.tensors[EMBEDDING], checkpoint)
+    tokenizer, tokenizer_remarks = _describe_tokenizer(checkpoint)
+    report = InspectReport(
         path=str(path),
-        given=given,
+        given=source,
         format=checkpoint.format,
-        evidence=_evidence(checkpoint, Path(given)),
+        evidence=_find_markers(checkpoint, Path(source)),
         config=config.to_dict(),
-        split=_written_at(checkpoint),
+        split=_writer_split(checkpoint),
         files=len(checkpoint.files),
         file_bytes=sum(file.stat().st_size for file in checkpoint.files),
-        dtypes=dict(dtypes.most_common()),
+        dtypes=dict(dtype_counts.most_common()),
         tensors=len(checkpoint.tensors),
         parameters=parameter_count(config),
-        active_parameters=_active(config),
-        vocabulary_rows=rows,
-        padding_rows=rows - config.vocab_size,
+        active_parameters=_active_parameters(config),
+        vocabulary_rows=vocabulary_rows,
+        padding_rows=vocabulary_rows - config.vocab_size,
         tokenizer=tokenizer,
         digest=None,
         fingerprint=None,
-        splits=_splits(config),
+        splits=_serving_splits(config),
         notes=list(checkpoint.notes),
-        remarks=wrong,
+        remarks=tokenizer_remarks,
         deep=deep,
     )
-    report.remarks += _strange(checkpoint, report)
+    report.remarks += _find_remarks(checkpoint, report)
     try:
-        identity = glance(checkpoint)
-        report.digest, report.fingerprint = identity.digest or None, identity.fingerprint
+        identity = lookup_identity(checkpoint)
+        report.digest = identity.digest or None
+        report.fingerprint = identity.fingerprint
     except CheckpointError as error:
         report.faults.append(str(error))
     return report
 
 
-def _evidence(checkpoint: Checkpoint, given: Path) -> list[str]:
-    path, found = checkpoint.path, []
-    given = given.expanduser()
-    if given != path and (path.parent / TRACKER).is_file() and given.resolve() != path.resolve():
-        found.append(f"{TRACKER} (names {path.name})")
-    for pattern in EVIDENCE.get(checkpoint.format, ()):
+def _find_markers(checkpoint: Checkpoint, source: Path) -> list[str]:
+    """Return the names of the files that identify the format, for `evidence`."""
+    path, markers = checkpoint.path, []
+    source = source.expanduser()
+    if (
+        source != path
+        and (path.parent / TRACKER_FILE).is_file()
+        and source.resolve() != path.resolve()
+    ):
+        markers.append(f"{TRACKER_FILE} (names {path.name})")
+    for pattern in FORMAT_MARKERS.get(checkpoint.format, ()):
         names = sorted(child.name for child in path.glob(pattern)) if path.is_dir() else []
         if names:
             more = f" to {names[-1]}" if len(names) > 1 else ""
-            found.append(names[0] + more)
+            markers.append(names[0] + more)
     if checkpoint.format == "nemo" and (path.parent / "context").is_dir():
-        found.append("context beside it")
-    return found or [path.name]
+        markers.append("context beside it")
+    return markers or [path.name]
 
 
-def _written_at(checkpoint: Checkpoint) -> dict[str, int]:
-    """The writer's split. Distributed files are read without it, and only their args tell."""
+def _writer_split(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the parallel sizes of the run that wrote the checkpoint.
+
+    The reader of torch_dist does not need these sizes and does not return them. They are read from
+    the saved args.
+    """
     if checkpoint.split or checkpoint.format != "torch_dist":
         return dict(checkpoint.split)
-    index = read_index(files_in(checkpoint.path), lambda key: key == COMMON_KEY)
-    args = arguments(index) or {}
+    index = read_index(scan_folder(checkpoint.path), lambda key: key == COMMON_KEY)
+    args = read_common_args(index) or {}
     sizes = {name: args.get(arg) for name, arg in SPLIT_ARGS.items()}
     return {name: size for name, size in sizes.items() if type(size) is int}
 
 
-def _dtypes(checkpoint: Checkpoint) -> "Counter[str]":
-    """Elements by dtype, each stored tensor once."""
+def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
+    """Return the number of stored elements of each dtype."""
     sources = {
         id(piece.source): piece.source
         for logical in checkpoint.tensors.values()
-        for piece in logical.pieces
+        for piece in logical.slices
     }
-    counted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for source in sources.values():
-        counted[FLOAT_NAMES[source.dtype]] += prod(source.shape)
-    return counted
+        counts[FLOAT_DTYPE_NAMES[source.dtype]] += prod(source.shape)
+    return counts
 
 
-def _stored_rows(embedding: Logical, checkpoint: Checkpoint) -> int:
-    """Of the embedding as it is stored; the last tensor ranks may hold nothing but padding."""
-    parts = {id(piece.source): piece.source.shape[0] for piece in embedding.pieces}
-    heights = list(parts.values())
+def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
+    """Return the number of stored embedding rows, including ranks that store only padding."""
+    source_rows = {id(piece.source): piece.source.shape[0] for piece in embedding.slices}
+    row_counts = list(source_rows.values())
     ranks = checkpoint.split.get("tp", 1) if checkpoint.format == "megatron" else 1
-    return max(sum(heights), max(heights) * ranks)
+    return max(sum(row_counts), max(row_counts) * ranks)
 
 
-def _active(config: GPTConfig) -> int:
-    """Parameters that one token meets: of each layer's experts only as many as it is sent to."""
+def _active_parameters(config: GPTConfig) -> int:
+    """Return the number of parameters used for one token: only top-k experts of each layer."""
 
-    def is_met(name: str) -> bool:
-        match = EXPERT.search(name)
+    def is_active(name: str) -> bool:
+        match = LOCAL_EXPERT.search(name)
         return match is None or int(match[1]) < config.moe_router_topk
 
-    return sum(prod(one.shape) for name, one in parameters(config).items() if is_met(name))
+    return sum(
+        prod(parameter.shape)
+        for name, parameter in parameter_specs(config).items()
+        if is_active(name)
+    )
 
 
-def _splits(config: GPTConfig) -> list[Split]:
-    """Those that the model can have, and what each costs a rank."""
-    wide = DTYPE_BYTES[config.dtype] > 2
-    dtypes = (config.dtype, "bfloat16") if wide else (config.dtype,)
-    return [split for dtype in dtypes for split in _splits_in(config, dtype)]
+def _serving_splits(config: GPTConfig) -> list[SplitMemory]:
+    """Return the memory per rank at every possible split, in the model's dtype.
+
+    If this dtype has more than 16 bits, the memory in bfloat16 is returned too.
+    """
+    is_wide = DTYPE_BYTES[config.dtype] > 2
+    dtypes = (config.dtype, "bfloat16") if is_wide else (config.dtype,)
+    return [split for dtype in dtypes for split in _splits_for_dtype(config, dtype)]
 
 
-def _splits_in(config: GPTConfig, dtype: str) -> Iterator[Split]:
-    many = len(parameters(config)) > PARAMETERS_MAX
-    for tp in SIZES:
-        for pp in SIZES[:1] if many else SIZES:
+def _splits_for_dtype(config: GPTConfig, dtype: str) -> Iterator[SplitMemory]:
+    is_large = len(parameter_specs(config)) > PARAMETER_TENSORS_MAX
+    for tp in SPLIT_SIZES:
+        for pp in SPLIT_SIZES[:1] if is_large else SPLIT_SIZES:
             if tp * pp > RANKS_MAX:
                 continue
             try:
                 ranks = rank_costs(config, tp, pp, dtype=dtype)
             except ConfigError:
-                continue  # It does not divide.
-            token = max(rank.kv_bytes_per_token for rank in ranks)
-            weights = max(rank.weight_bytes for rank in ranks)
-            context = token * config.max_position_embeddings
-            yield Split(tp, pp, weights, token, context, dtype, _gpu_gb(weights + context, weights))
+                continue  # This split is impossible for the model.
+            kv_bytes_per_token = max(rank.kv_bytes_per_token for rank in ranks)
+            weight_bytes = max(rank.weight_bytes for rank in ranks)
+            context_bytes = kv_bytes_per_token * config.max_position_embeddings
+            yield SplitMemory(
+                tp,
+                pp,
+                weight_bytes,
+                kv_bytes_per_token,
+                context_bytes,
+                dtype,
+                _smallest_gpu_gb(weight_bytes + context_bytes, weight_bytes),
+            )
 
 
-def _gpu_gb(held: int, weights: int) -> int | None:
-    needed = (held + CONTEXT_BYTES + BESIDES_WEIGHTS * weights) / MEMORY_SHARE
-    return next((size for size in GPU_GB if needed <= size * 1e9), None)
+def _smallest_gpu_gb(used_bytes: int, weight_bytes: int) -> int | None:
+    needed_bytes = (
+        used_bytes + CUDA_CONTEXT_BYTES + WEIGHT_OVERHEAD_SHARE * weight_bytes
+    ) / USABLE_MEMORY_SHARE
+    return next((size for size in GPU_GB if needed_bytes <= size * 1e9), None)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
-    """What kind it is, and what is wrong with it."""
+def _describe_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the tokenizer's path, kind and size, and remarks about the tokenizer."""
     path = checkpoint.tokenizer
     if path is None:
-        dangling = [link for link in _links(checkpoint.path) if not link.exists()]
-        if dangling:
-            return None, [f"the tokenizer is a link to nothing: {some(list(map(str, dangling)))}"]
-        return None, ["no tokenizer is beside it; serving takes token ids, or needs a tokenizer"]
+        dangling_links = [link for link in _tokenizer_links(checkpoint.path) if not link.exists()]
+        if dangling_links:
+            return None, [
+                "the tokenizer is a broken symbolic link: "
+                f"{summarize_names(list(map(str, dangling_links)))}"
+            ]
+        return None, [
+            "no tokenizer found beside the weights; without a tokenizer, serving accepts only "
+            "token ids"
+        ]
     try:
-        opened = open_tokenizer(path)
+        tokenizer = open_tokenizer(path)
     except CheckpointError as error:
         return {"path": str(path), "kind": None, "vocab_size": None}, [f"tokenizer: {error}"]
-    found = {"path": str(path), "kind": opened.kind, "vocab_size": opened.vocab_size}
+    description = {"path": str(path), "kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
     try:
-        check_tokenizer(opened, checkpoint.config.vocab_size, path)
+        check_tokenizer(tokenizer, checkpoint.config.vocab_size, path)
     except CheckpointError as error:
-        return found, [str(error)]
-    return found, []
+        return description, [str(error)]
+    return description, []
 
 
-def _links(path: Path) -> Iterator[Path]:
+def _tokenizer_links(path: Path) -> Iterator[Path]:
     for folder in (path, path.parent, path / "tokenizer", path.parent / "tokenizer"):
-        for ending in TOKENIZER_FILES:
-            yield from (link for link in folder.glob(f"*{ending}") if link.is_symlink())
+        for suffix in TOKENIZER_FILE_SUFFIXES:
+            yield from (link for link in folder.glob(f"*{suffix}") if link.is_symlink())
 
 
-def _strange(checkpoint: Checkpoint, report: Report) -> Iterator[str]:
-    """What a person should look at before trusting the model."""
+def _find_remarks(checkpoint: Checkpoint, report: InspectReport) -> Iterator[str]:
+    """Yield remarks: properties that a person should check before using the model."""
     config = checkpoint.config
-    for note in set(report.notes) & set(newer_iteration(checkpoint.path)):
+    for note in set(report.notes) & set(newer_iteration_notes(checkpoint.path)):
         report.notes.remove(note)
         yield note
-    sure = report.padding_rows > 0 or not any("vocabulary" in note for note in report.notes)
-    size = report.tokenizer and report.tokenizer["vocab_size"]
-    if not sure and size and size < config.vocab_size:
+    vocab_size_is_certain = report.padding_rows > 0 or not any(
+        "vocabulary" in note for note in report.notes
+    )
+    tokenizer_size = report.tokenizer and report.tokenizer["vocab_size"]
+    if not vocab_size_is_certain and tokenizer_size and tokenizer_size < config.vocab_size:
         yield (
-            f"the tokenizer has {size:,} ids, the embedding {config.vocab_size:,} rows: the rest "
-            f"may be padding that is served as tokens; if so, give --true-vocab-size {size}"
+            f"the tokenizer has {tokenizer_size:,} ids, but the embedding has "
+            f"{config.vocab_size:,} rows: the other rows may be padding, and the model could "
+            f"generate them as tokens; if they are padding, give --true-vocab-size {tokenizer_size}"
         )
-    elif not sure:
+    elif not vocab_size_is_certain:
         yield (
             f"all {config.vocab_size:,} rows of the embedding count as tokens; if some are padding,"
-            " the model may answer with them: give --true-vocab-size"
+            " the model could generate them as tokens: give --true-vocab-size"
         )
     if len(report.dtypes) > 1:
         mixed = ", ".join(f"{count:,} of {name}" for name, count in report.dtypes.items())
-        yield f"weights are of several dtypes: {mixed}"
+        yield f"weights have several dtypes: {mixed}"
     head = checkpoint.tensors.get(HEAD)
-    if head is not None and not report.deep and _look_equal(head, checkpoint.tensors[EMBEDDING]):
-        yield f"{HEAD}: {same_head(head)}"
+    if (
+        head is not None
+        and not report.deep
+        and _sampled_rows_equal(head, checkpoint.tensors[EMBEDDING])
+    ):
+        yield f"{HEAD}: {tied_head_message(head)}"
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name):
-            yield f"{name} was {getattr(config, name):g} in training; frozen and served it is off"
+            yield (
+                f"{name} was {getattr(config, name):g} in training; it is off in serving and "
+                "with frozen weights"
+            )
 
 
-def _look_equal(head: Logical, embedding: Logical) -> bool:
-    """As far as a few rows tell."""
+def _sampled_rows_equal(head: LogicalTensor, embedding: LogicalTensor) -> bool:
+    """Compare the first columns of the first, middle and last rows of head and embedding."""
     rows = (0, head.shape[0] // 2, head.shape[0] - 1)
-    pairs = ([one.corner(row, 1, SAMPLE_COLUMNS) for one in (head, embedding)] for row in rows)
+    pairs = (
+        [tensor.read_sample(row, 1, SAMPLE_COLUMNS) for tensor in (head, embedding)] for row in rows
+    )
     return all(torch.equal(left, right) for left, right in pairs)
 
 
-def _lines(report: Report) -> Iterator[str]:
-    """The report for people, from what it is to what is wrong."""
+def _format_report(report: InspectReport) -> Iterator[str]:
+    """Yield the lines of the report: description, serving table, notes, remarks and faults."""
     config = GPTConfig.from_dict(report.config)
     yield f"{report.path}"
     yield f"format       {report.format}, by {', '.join(report.evidence)}"
     if report.split:
-        shown = {name: size for name, size in report.split.items() if size > 1 or name in ALWAYS}
-        words = " x ".join(f"{name.upper()} {size}" for name, size in shown.items())
-        yield f"written at   {words}"
-    size = in_words(report.file_bytes)
+        shown_split = {
+            name: size for name, size in report.split.items() if size > 1 or name in ALWAYS_SHOWN
+        }
+        split_text = " x ".join(f"{name.upper()} {size}" for name, size in shown_split.items())
+        yield f"written at   {split_text}"
+    size = format_bytes(report.file_bytes)
     yield f"files        {report.files}, {size}; {report.tensors} tensors of the model"
-    stored = ", ".join(report.dtypes)
-    yield f"dtype        {stored}"
-    active = f", {report.active_parameters:,} active per token"
-    experts = active if report.active_parameters != report.parameters else ""
-    yield f"parameters   {report.parameters:,}{experts}"
-    for name, what in _described(config):
-        yield f"{name:13}{what}"
-    padded = f", and {report.padding_rows:,} rows of padding" if report.padding_rows else ""
-    yield f"vocabulary   {config.vocab_size:,}{padded}"
+    dtype_names = ", ".join(report.dtypes)
+    yield f"dtype        {dtype_names}"
+    active_text = f", {report.active_parameters:,} active per token"
+    active_suffix = active_text if report.active_parameters != report.parameters else ""
+    yield f"parameters   {report.parameters:,}{active_suffix}"
+    for name, description in _describe_architecture(config):
+        yield f"{name:13}{description}"
+    padding_suffix = f", and {report.padding_rows:,} rows of padding" if report.padding_rows else ""
+    yield f"vocabulary   {config.vocab_size:,}{padding_suffix}"
     tokenizer = report.tokenizer
     if tokenizer is None:
         yield "tokenizer    none"
     else:
         ids = f", {tokenizer['vocab_size']:,} ids" if tokenizer["vocab_size"] else ""
         yield f"tokenizer    {tokenizer['kind'] or 'unreadable'}{ids}, {tokenizer['path']}"
-    yield f"digest       {report.digest or 'not computed yet; `preamble verify --deep` does'}"
+    missing_digest = "not computed yet; `preamble verify --deep` computes it"
+    yield f"digest       {report.digest or missing_digest}"
     yield ""
-    yield from _table(report.splits)
+    yield from _split_table(report.splits)
     yield ""
-    for word, lines in (
+    for label, lines in (
         ("note", report.notes),
         ("looks wrong", report.remarks),
         ("fault", report.faults),
     ):
         for line in lines:
-            yield f"{word}: {line}"
+            yield f"{label}: {line}"
     if report.deep and not report.faults:
-        yield "every byte was read, and no fault found"
+        yield "every byte was read, and no fault was found"
 
 
-def _described(config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """The architecture in words."""
+def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
+    """Yield the label and the value of each architecture line."""
     yield "layers", f"{config.num_layers}, hidden size {config.hidden_size:,}"
     kind = {1: "MQA"}.get(config.num_query_groups, "GQA")
     kind = "MHA" if config.num_query_groups == config.num_attention_heads else kind
-    seen = f", each token sees {config.window_size:,}" if config.window_size else ""
-    norm = ", norms on queries and keys" if config.qk_layernorm else ""
+    window_text = f", each token sees {config.window_size:,}" if config.window_size else ""
+    qk_norm_text = ", norms on queries and keys" if config.qk_layernorm else ""
     yield (
         "attention",
         f"{config.num_attention_heads} heads of {config.kv_channels} in {config.num_query_groups} "
-        f"groups ({kind}){norm}{seen}",
+        f"groups ({kind}){qk_norm_text}{window_text}",
     )
-    wide = f"{config.ffn_hidden_size:,} wide, {config.activation}{', gated' * config.gated}"
-    yield "mlp", wide + (", beside the attention" if config.parallel_residual else "")
+    mlp_text = f"{config.ffn_hidden_size:,} wide, {config.activation}{', gated' * config.gated}"
+    yield "mlp", mlp_text + (", beside the attention" if config.parallel_residual else "")
     if any(config.moe_layers):
-        shared = config.moe_shared_expert_intermediate_size
+        shared_width = config.moe_shared_expert_intermediate_size
         yield (
             "experts",
             f"{config.num_experts} in {sum(config.moe_layers)} layers, {config.moe_router_topk} "
             f"for a token, {config.moe_ffn_hidden_size:,} wide, {config.moe_router_score_function}"
-            + (f", and a shared one {shared:,} wide" if shared else ""),
+            + (f", and a shared one {shared_width:,} wide" if shared_width else ""),
         )
-    turned = ""
-    if config.rotary:
+    rope_text = ""
+    if config.uses_rope:
         scaling = config.rope_scaling
-        turned = f", base {config.rotary_base:,.0f}, {config.rotary_percent:.0%} of a head"
-        turned += ", interleaved" if config.rotary_interleaved else ""
-        turned += f", {scaling.kind} scaling by {scaling.factor:g}" if scaling else ""
+        rope_text = f", base {config.rotary_base:,.0f}, {config.rotary_percent:.0%} of a head"
+        rope_text += ", interleaved" if config.rotary_interleaved else ""
+        rope_text += f", {scaling.kind} scaling by {scaling.factor:g}" if scaling else ""
     yield (
         "positions",
-        f"{config.position_embedding_type} up to {config.max_position_embeddings:,}{turned}",
+        f"{config.position_embedding_type} up to {config.max_position_embeddings:,}{rope_text}",
     )
-    centred = ", stored minus one" if config.layernorm_zero_centered_gamma else ""
-    yield "norm", f"{config.normalization}, epsilon {config.layernorm_epsilon:g}{centred}"
-    flags = {"QKV": config.qkv_bias, "projection": config.proj_bias, "MLP": config.mlp_bias}
-    yield "biases", ", ".join(name for name, used in flags.items() if used) or "none"
+    norm_suffix = ", stored minus one" if config.layernorm_zero_centered_gamma else ""
+    yield "norm", f"{config.normalization}, epsilon {config.layernorm_epsilon:g}{norm_suffix}"
+    biases = {"QKV": config.qkv_bias, "projection": config.proj_bias, "MLP": config.mlp_bias}
+    yield "biases", ", ".join(name for name, used in biases.items() if used) or "none"
     yield (
         "head",
         "its own" if config.untie_embeddings_and_output_weights else "tied to the embedding",
     )
 
 
-def _table(splits: list[Split]) -> Iterator[str]:
-    what = "weights, KV per 1,000 tokens, KV of one full context, a GPU that holds them"
+def _split_table(splits: list[SplitMemory]) -> Iterator[str]:
+    header = "weights, KV per 1,000 tokens, KV of one full context, a GPU that holds them"
     for dtype in dict.fromkeys(split.dtype for split in splits):
-        yield f"to serve     each rank, in {dtype}: {what}"
-        for split in (one for one in splits if one.dtype == dtype):
-            thousand = 1000 * split.kv_bytes_per_token
-            sizes = (split.weight_bytes, thousand, split.kv_bytes_per_context)
-            columns = "".join(f"{in_words(size):>12}" for size in sizes)
+        yield f"to serve     each rank, in {dtype}: {header}"
+        for split in (candidate for candidate in splits if candidate.dtype == dtype):
+            kv_bytes_per_1000 = 1000 * split.kv_bytes_per_token
+            sizes = (split.weight_bytes, kv_bytes_per_1000, split.kv_bytes_per_context)
+            columns = "".join(f"{format_bytes(size):>12}" for size in sizes)
             gpu = f"{split.gpu_gb} GB" if split.gpu_gb else "none"
             yield f"  TP {split.tp:<2} x PP {split.pp:<2}{columns}{gpu:>10}"

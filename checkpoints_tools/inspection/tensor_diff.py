@@ -1,7 +1,9 @@
-"""Two tensors, element by element, as their blocks go by: how many differ, where, and by how much.
+"""Tensor diff: compares two tensors element by element, block by block.
 
-Tensors of one dtype are held against each other bit by bit. Of two dtypes both are widened, which
-changes no value, and it is noted whether one is just the other, rounded. It knows no files.
+A diff has the number of differing elements, the index of the first one, and the largest absolute
+difference. Tensors of the same dtype are compared bit by bit. Tensors of different dtypes are
+converted to a dtype that represents the values of both exactly; the diff then also records whether
+one tensor is the other tensor rounded to a narrower dtype. The module opens no files.
 """
 
 import math
@@ -12,97 +14,127 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements that are looked at in fp64 at once.
-SLICE = 1 << 18
+from gpt.json_output import nonfinite_to_none
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements compared at a time; limits the memory for fp64 temporaries.
+SLICE_ELEMENTS = 1 << 18
+
+INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class Comparison:
-    """What was found so far; blocks are matrices of whole rows, in their order."""
+class TensorDiff:
+    """The differences of all blocks added so far; a block is a matrix of consecutive rows."""
 
     elements: int = 0
-    differing: int = 0
-    first: tuple[int, int] | None = None  # Row and column.
-    values: tuple[float, float] | None = None  # What stood there.
-    largest: float = 0.0  # Of the differences; infinite where one of two is not finite.
-    left_rounded: bool = True  # Whether the right one is the left one, rounded; or the reverse.
-    right_rounded: bool = True
+    differing_elements: int = 0
+    first_index: tuple[int, int] | None = None  # Row and column.
+    first_values: tuple[float, float] | None = None  # The two values at `first_index`.
+    abs_diff_max: float = 0.0  # Infinite if a differing value is NaN or infinite.
+    # Whether `right` equals `left` rounded to the dtype of `right`, and vice versa. Used only if
+    # the dtypes differ.
+    right_is_rounded_left: bool = True
+    left_is_rounded_right: bool = True
 
-    def add(self, start: int, left: Tensor, right: Tensor) -> None:
-        """A band of rows, the first of which is `start`."""
+    def add_block(self, first_row: int, left: Tensor, right: Tensor) -> None:
+        """Compare two blocks of the same rows, which begin at row `first_row` of the tensors."""
         self.elements += left.numel()
         if left.dtype == right.dtype:
-            if same_bits(left, right):
+            if bitwise_equal(left, right):
                 return
-            for row, mine, its in _slices(left, right):
-                self._look(start + row, mine, its, bits_of(mine) != bits_of(its))
+            for row, left_slice, right_slice in _row_slices(left, right):
+                self._add_mismatch(
+                    first_row + row,
+                    left_slice,
+                    right_slice,
+                    int_view(left_slice) != int_view(right_slice),
+                )
             return
-        wide = torch.promote_types(left.dtype, right.dtype)
-        for row, mine, its in _slices(left, right):
-            self.left_rounded = self.left_rounded and _is_rounded(mine, its)
-            self.right_rounded = self.right_rounded and _is_rounded(its, mine)
-            mine, its = mine.to(wide), its.to(wide)
-            # What is not a number has many bit patterns, and conversion may choose another.
-            differ = (bits_of(mine) != bits_of(its)) & ~(mine.isnan() & its.isnan())
-            if bool(differ.any()):
-                self._look(start + row, mine, its, differ)
+        wide_dtype = torch.promote_types(left.dtype, right.dtype)
+        for row, left_slice, right_slice in _row_slices(left, right):
+            self.right_is_rounded_left = self.right_is_rounded_left and _is_rounding_of(
+                left_slice, right_slice
+            )
+            self.left_is_rounded_right = self.left_is_rounded_right and _is_rounding_of(
+                right_slice, left_slice
+            )
+            left_slice, right_slice = left_slice.to(wide_dtype), right_slice.to(wide_dtype)
+            # NaN has many bit patterns, and a dtype conversion may change the pattern, so two
+            # NaNs count as equal.
+            mismatch = (int_view(left_slice) != int_view(right_slice)) & ~(
+                left_slice.isnan() & right_slice.isnan()
+            )
+            if bool(mismatch.any()):
+                self._add_mismatch(first_row + row, left_slice, right_slice, mismatch)
 
-    def _look(self, row: int, mine: Tensor, its: Tensor, differ: Tensor) -> None:
-        count = int(differ.sum())
+    def _add_mismatch(self, row: int, left: Tensor, right: Tensor, mismatch: Tensor) -> None:
+        count = int(mismatch.sum())
         if not count:
             return
-        self.differing += count
-        if self.first is None:
-            at = int(differ.flatten().to(torch.uint8).argmax())
-            self.first = (row + at // differ.shape[1], at % differ.shape[1])
-            self.values = (float(mine.flatten()[at]), float(its.flatten()[at]))
-        gaps = (mine.double() - its.double()).abs()[differ]
-        largest = float(gaps.nan_to_num(math.inf, math.inf).max())
-        self.largest = max(self.largest, largest)
+        self.differing_elements += count
+        if self.first_index is None:
+            flat_index = int(mismatch.flatten().to(torch.uint8).argmax())
+            self.first_index = (
+                row + flat_index // mismatch.shape[1],
+                flat_index % mismatch.shape[1],
+            )
+            self.first_values = (
+                float(left.flatten()[flat_index]),
+                float(right.flatten()[flat_index]),
+            )
+        abs_diffs = (left.double() - right.double()).abs()[mismatch]
+        abs_diff_max = float(abs_diffs.nan_to_num(math.inf, math.inf).max())
+        self.abs_diff_max = max(self.abs_diff_max, abs_diff_max)
 
-    def record(self) -> dict[str, Any]:
-        """For programs. JSON has no infinity, and none is written."""
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values; an infinite difference becomes null, as JSON has no infinity."""
         return {
             "elements": self.elements,
-            "differing": self.differing,
-            "first": list(self.first) if self.first else None,
-            "largest": self.largest if math.isfinite(self.largest) else None,
+            "differing": self.differing_elements,
+            "first": list(self.first_index) if self.first_index else None,
+            "largest": nonfinite_to_none(self.abs_diff_max),
         }
 
     @property
-    def sentence(self) -> str:
-        """How many, where, and by how much. Only if any differ."""
-        assert self.first is not None and self.values is not None
-        by = f"by {self.largest:.3g}" if math.isfinite(self.largest) else "in what is not finite"
-        if self.largest == 0:
-            by = "only in the sign of zero"
-        mine, its = self.values
+    def summary(self) -> str:
+        """Text with the number of differing elements, the first one and the largest difference.
+
+        At least one element must differ.
+        """
+        assert self.first_index is not None and self.first_values is not None
+        if self.abs_diff_max == 0:
+            magnitude = "only in the sign of zero"
+        elif math.isfinite(self.abs_diff_max):
+            magnitude = f"at most by {self.abs_diff_max:.3g}"
+        else:
+            magnitude = "some in values that are not finite"
+        left_element, right_element = self.first_values
         return (
-            f"{self.differing:,} of {self.elements:,} values differ, the first at "
-            f"{list(self.first)} ({mine:.6g} and {its:.6g}), at most {by}"
+            f"{self.differing_elements:,} of {self.elements:,} values differ, the first at "
+            f"{list(self.first_index)} ({left_element:.6g} and {right_element:.6g}), {magnitude}"
         )
 
 
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """At the speed of memory, for tensors of one shape and dtype."""
-    return torch.equal(bits_of(left), bits_of(right))
+def bitwise_equal(left: Tensor, right: Tensor) -> bool:
+    """Tell whether two tensors of the same shape and dtype have the same bits."""
+    return torch.equal(int_view(left), int_view(right))
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """The same bytes as whole numbers, of which each is equal only to itself."""
-    return tensor.view(INTEGERS[tensor.dtype.itemsize])
+def int_view(tensor: Tensor) -> Tensor:
+    """View the bytes as integers, so that == compares bits: NaN equals NaN, 0.0 is not -0.0."""
+    return tensor.view(INT_DTYPES[tensor.dtype.itemsize])
 
 
-def _is_rounded(wide: Tensor, narrow: Tensor) -> bool:
-    """Whether the second is the first in the second's dtype."""
-    made = wide.to(narrow.dtype)
-    return bool(((bits_of(made) == bits_of(narrow)) | (made.isnan() & narrow.isnan())).all())
+def _is_rounding_of(wide: Tensor, narrow: Tensor) -> bool:
+    """Tell whether `narrow` equals `wide` rounded to the dtype of `narrow`."""
+    rounded = wide.to(narrow.dtype)
+    return bool(
+        ((int_view(rounded) == int_view(narrow)) | (rounded.isnan() & narrow.isnan())).all()
+    )
 
 
-def _slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Fewer rows at a time: what is computed of them takes many times their room."""
-    count = max(1, SLICE // max(1, left.shape[1]))
-    for row in range(0, left.shape[0], count):
-        yield row, left[row : row + count], right[row : row + count]
+def _row_slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield slices of a few rows: a comparison allocates several temporaries of a slice's size."""
+    slice_rows = max(1, SLICE_ELEMENTS // max(1, left.shape[1]))
+    for row in range(0, left.shape[0], slice_rows):
+        yield row, left[row : row + slice_rows], right[row : row + slice_rows]

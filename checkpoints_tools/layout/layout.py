@@ -1,9 +1,11 @@
-"""What a target will look like on the disk, settled before a byte of it is written.
+"""Target layout: every file's size, literal bytes and tensor placements, planned before writing.
 
-A file has a fixed size, texts that are known at once (headers, small files), and placements: parts
-of logical tensors at their offsets. So files can be written in any order, by several workers, and
-again after a kill. A zip's checksums depend on the bytes that went by, and are patched at the end.
-It reads no weight and writes nothing.
+A target file has a fixed size, literal bytes that are already known in the plan (headers, small
+files), and placements. A placement is a part of a logical (unsharded) tensor at a byte offset.
+Because all sizes and offsets are fixed, several workers can write the files in any order, and an
+interrupted run can write them again. The CRCs inside zip files depend on the tensors' bytes, so
+they are written after the tensors, at offsets that the layout lists as patches. The module reads no
+weights and writes no files.
 """
 
 from collections.abc import Iterable
@@ -14,132 +16,150 @@ import torch
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.parallel.sharding import Parameter, Part, Split, part
+from gpt.parallel.vocabulary_padding import (
+    VOCABULARY_MULTIPLE,
+    local_vocab_range,
+    padded_vocab_size,
+)
+from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, ShardSpec, shard_spec
 
-# Megatron pads the vocabulary to a multiple of this, times the tensor ranks.
-VOCABULARY_MULTIPLE, MULTIPLE_MAX = 128, 1 << 16
+VOCABULARY_MULTIPLE_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A part of a logical tensor, and where its first byte goes in a file.
+    """A part of a logical tensor at a byte offset of a file.
 
-    The part lies there in rows, one range after the other; with `transposed` it is turned first.
-    Rows of a part beyond its ranges, a padded vocabulary's, are zeros.
+    The rows of the part are stored in the order of its ranges; with `transposed`, the part is
+    transposed first. If the part has more rows than its ranges (a padded vocabulary), the other
+    rows are zeros.
     """
 
     name: str
-    part: Part
+    part: ShardSpec
     offset: int
     dtype: torch.dtype
     transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """Bytes that are known before any weight is read."""
+class LiteralBytes:
+    """Bytes of a file that are known before any weight is read."""
 
     offset: int
     content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
-    """Where the CRC-32 of a placement's bytes is noted: four bytes, little-endian."""
+class CrcPatch:
+    """The offset where a file stores the CRC-32 of a placement's bytes, in four bytes.
+
+    The CRC is little-endian, and is written after the placement.
+    """
 
     offset: int
-    placement: int  # Its number in the file.
+    placement_index: int  # Index in TargetFile.placements.
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """One file of the target; `path` is relative to it, with slashes."""
+class TargetFile:
+    """One file of the target; `path` is relative to the target directory, with slashes."""
 
     path: str
     size: int
-    texts: tuple[Text, ...] = ()
+    literals: tuple[LiteralBytes, ...] = ()
     placements: tuple[Placement, ...] = ()
-    patches: tuple[Patch, ...] = ()
+    patches: tuple[CrcPatch, ...] = ()
 
 
-def text_file(path: str, content: bytes) -> File:
-    return File(path, len(content), (Text(0, content),))
+def literal_file(path: str, content: bytes) -> TargetFile:
+    """Plan a file that has only literal bytes."""
+    return TargetFile(path, len(content), (LiteralBytes(0, content),))
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a target is divided: tensor, pipeline and expert ranks, and virtual stages."""
+class ParallelSplit:
+    """Parallel sizes of a target."""
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
+    tp: int = 1  # Tensor parallel.
+    pp: int = 1  # Pipeline parallel.
+    vpp: int = 1  # Virtual stages per pipeline rank.
+    ep: int = 1  # Expert parallel.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a target. Its manifest goes to `folder`, which is where a reader finds the weights.
+    """All files of a target. The manifest is written to `folder`, the directory with the weights.
 
-    `last` makes the target one that its own software recognises; it is written after all else.
+    `last_files` are the files from which other software recognizes the format. They are written
+    after all other files, so that no software reads an incomplete target as a checkpoint.
     """
 
-    format: str  # As its reader calls it.
-    files: tuple[File, ...]
+    format: str  # The format's name in `gpt.formats.registry`.
+    files: tuple[TargetFile, ...]
     folder: str = ""
-    last: tuple[File, ...] = ()
-    notes: tuple[str, ...] = ()  # What a user should know of this form of the model.
-    vocabulary_rows: int | None = None  # With those that pad it.
-    alone: bool = False  # The one file is the target, and there is no place for a manifest.
+    last_files: tuple[TargetFile, ...] = ()
+    notes: tuple[str, ...] = ()  # Hints for the user, such as flags needed to load the target.
+    padded_vocab_size: int | None = None  # None: the format does not pad the vocabulary.
+    is_single_file: bool = False  # The target is a file, not a directory, and has no manifest.
 
     @property
     def nbytes(self) -> int:
-        return sum(file.size for file in (*self.files, *self.last))
+        return sum(file.size for file in (*self.files, *self.last_files))
 
 
-def saved_part(parameter: Parameter, config: GPTConfig, rank: int, tp: int, rows: int) -> Part:
-    """What tensor rank `rank` of `tp` has of a parameter in a file.
+def saved_part(
+    parameter: ParameterSpec, config: GPTConfig, rank: int, tp: int, rows: int
+) -> ShardSpec:
+    """Return the part of a parameter that the file of tensor rank `rank` of `tp` contains.
 
-    Unlike in a running engine, keys and values are never held twice: with fewer query groups than
-    ranks the matrix is still cut in equal runs. `rows` is the padded vocabulary's.
+    If there are more ranks than query groups, a running engine replicates KV heads. Files never
+    contain replicated KV heads: the QKV matrix is still split into equal parts. `rows` is the
+    padded vocabulary size.
     """
-    if parameter.split is Split.QKV:
+    if parameter.shard_rule is ShardRule.QKV:
         size = parameter.shape[0] // tp
-        return Part(0, ((rank * size, (rank + 1) * size),), size)
-    if parameter.split is Split.VOCAB:
-        size, held = rows // tp, parameter.shape[0]
-        return Part(0, ((min(held, rank * size), min(held, (rank + 1) * size)),), size)
-    return part(parameter, config, rank, tp)
+        return ShardSpec(0, ((rank * size, (rank + 1) * size),), size)
+    if parameter.shard_rule is ShardRule.VOCAB:
+        size = rows // tp
+        return ShardSpec(0, (local_vocab_range(parameter.shape[0], size, rank),), size)
+    return shard_spec(parameter, config, rank, tp)
 
 
-def padded_vocabulary(config: GPTConfig, tp: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
-    """Rows of the embedding in Megatron's files."""
-    step = multiple * tp
-    if multiple > MULTIPLE_MAX:
+def stored_vocab_rows(config: GPTConfig, tp: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
+    """Return the number of embedding rows in Megatron's files, padding included."""
+    if multiple > VOCABULARY_MULTIPLE_MAX:
         raise ConfigError(
-            f"--make-vocab-size-divisible-by is {multiple}, and most of the vocabulary would be "
-            f"padding; give at most {MULTIPLE_MAX}"
+            f"--make-vocab-size-divisible-by {multiple} is too large: most vocabulary rows would "
+            f"be padding; give at most {VOCABULARY_MULTIPLE_MAX}"
         )
-    return -(-config.vocab_size // step) * step
+    return padded_vocab_size(config.vocab_size, tp, multiple)
 
 
-def check_experts(config: GPTConfig, ep: int) -> None:
-    """Refuse a number of expert ranks that the experts cannot be shared among."""
+def check_expert_parallel(config: GPTConfig, ep: int) -> None:
+    """Refuse an expert-parallel size that does not divide the number of experts."""
     if ep < 1 or (ep > 1 and (not any(config.moe_layers) or config.num_experts % ep)):
-        works = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
-        can = ", ".join(map(str, works)) if any(config.moe_layers) else "1: it has no experts"
-        raise ConfigError(f"expert parallel {ep} does not divide the model; --ep can be {can}")
+        divisors = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
+        choices = (
+            ", ".join(map(str, divisors))
+            if any(config.moe_layers)
+            else "1, since the model has no experts"
+        )
+        raise ConfigError(
+            f"expert parallel {ep} is not possible for this model; --ep can be {choices}"
+        )
 
 
-def placed(files: Iterable[File]) -> dict[str, list[tuple[int, int]]]:
-    """For each logical tensor, the (file, placement) numbers of where it goes."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for number, file in enumerate(files):
-        for place, placement in enumerate(file.placements):
-            places.setdefault(placement.name, []).append((number, place))
-    return places
+def placements_by_tensor(files: Iterable[TargetFile]) -> dict[str, list[tuple[int, int]]]:
+    """Return the (file index, placement index) pairs of each logical tensor."""
+    placements: dict[str, list[tuple[int, int]]] = {}
+    for file_index, file in enumerate(files):
+        for placement_index, placement in enumerate(file.placements):
+            placements.setdefault(placement.name, []).append((file_index, placement_index))
+    return placements
 
 
-def unplaced(checkpoint: Checkpoint, layout: Layout) -> list[str]:
-    """Tensors that the target would lose; a layout that has any is broken."""
-    places = placed(layout.files)
-    return [name for name in checkpoint.tensors if name not in places]
+def unplaced_tensors(checkpoint: Checkpoint, layout: Layout) -> list[str]:
+    """Return the tensors that the layout places in no file; a correct layout has none of these."""
+    placements = placements_by_tensor(layout.files)
+    return [name for name in checkpoint.tensors if name not in placements]

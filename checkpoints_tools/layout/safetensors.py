@@ -1,8 +1,8 @@
-"""safetensors files whose weights are still to come: a header, and a place for each tensor.
+"""Layout of safetensors files: plans headers, shards and tensor offsets without reading weights.
 
-The format allows no hole between tensors, and readers want them aligned, so the widest dtypes come
-first. Tensors go to files of a bounded size, in the order of the forward pass.
-It knows no models.
+The format allows no gaps between tensors, and readers need aligned tensors, so the tensors of a
+file are ordered by dtype, widest first. Tensors are distributed over files of a bounded size, in
+the order of the forward pass. The module is independent of the model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoints_tools.layout.layout import File, Placement, Text
-from gpt.checkpoint.files.safetensors_file import header
-from gpt.parallel.sharding import Part
+from checkpoints_tools.layout.layout import LiteralBytes, Placement, TargetFile
+from gpt.checkpoint.files.safetensors_file import encode_header
+from gpt.parallel.weight_sharding import ShardSpec
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor under its key in a file: a part of a logical one, perhaps turned."""
+class SafetensorsEntry:
+    """A tensor of a file: a part of a logical tensor, possibly transposed."""
 
-    key: str
-    name: str
-    part: Part
-    full: tuple[int, ...]  # The logical tensor's shape.
+    key: str  # The tensor's name in the file.
+    name: str  # The logical tensor's name.
+    part: ShardSpec
+    full_shape: tuple[int, ...]  # The logical tensor's shape.
     dtype: torch.dtype
     transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.part.shape(self.full)
+        shape = self.part.local_shape(self.full_shape)
         return shape[::-1] if self.transposed else shape
 
     @property
@@ -36,32 +36,37 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def shards(entries: Iterable[Entry], bytes_max: int) -> list[list[Entry]]:
-    """Runs of tensors for one file each; a tensor larger than `bytes_max` is alone in its file."""
-    runs: list[list[Entry]] = []
-    room = 0
+def split_into_shards(
+    entries: Iterable[SafetensorsEntry], bytes_max: int
+) -> list[list[SafetensorsEntry]]:
+    """Distribute the entries over files in order; a tensor over `bytes_max` has its own file."""
+    shards: list[list[SafetensorsEntry]] = []
+    bytes_left = 0
     for entry in entries:
-        if not runs or entry.nbytes > room:
-            runs.append([])
-            room = bytes_max
-        runs[-1].append(entry)
-        room -= entry.nbytes
-    return runs
+        if not shards or entry.nbytes > bytes_left:
+            shards.append([])
+            bytes_left = bytes_max
+        shards[-1].append(entry)
+        bytes_left -= entry.nbytes
+    return shards
 
 
-def safetensors_file(
-    path: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
-) -> File:
-    order = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    text = header([(entry.key, entry.dtype, entry.shape) for entry in order], metadata or {})
-    end, placements = len(text), []
-    for entry in order:
-        part = (entry.name, entry.part, end, entry.dtype, entry.transposed)
-        placements.append(Placement(*part))
+def plan_safetensors_file(
+    path: str, entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str] | None = None
+) -> TargetFile:
+    """Plan one file: its header, then the tensors, widest dtype first."""
+    ordered_entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header = encode_header(
+        [(entry.key, entry.dtype, entry.shape) for entry in ordered_entries], metadata or {}
+    )
+    end, placements = len(header), []
+    for entry in ordered_entries:
+        placement_fields = (entry.name, entry.part, end, entry.dtype, entry.transposed)
+        placements.append(Placement(*placement_fields))
         end += entry.nbytes
-    return File(path, end, (Text(0, text),), tuple(placements))
+    return TargetFile(path, end, (LiteralBytes(0, header),), tuple(placements))
 
 
-def shard_name(stem: str, number: int, count: int) -> str:
-    """`number` counts from 0, the file's name from 1."""
-    return f"{stem}-{number + 1:05}-of-{count:05}.safetensors"
+def shard_file_name(stem: str, index: int, count: int) -> str:
+    """Return a shard's name in Hugging Face's style; `index` counts from 0, the name from 1."""
+    return f"{stem}-{index + 1:05}-of-{count:05}.safetensors"

@@ -1,57 +1,64 @@
-"""A tar whose weights are still to come: every byte's place, before any is there.
+"""Layout of a tar file: plans every member's header and offset without reading weights.
 
-Members are plain files, one after the other, each in whole blocks behind a header. Headers say
-nothing that differs between two runs: no time, no owner. A member beyond 8 GiB has its size in the
-binary form that tars of today read. A member may be an archive of `torch.save`.
-It knows no models.
+Members are regular files. Each has a header block and is padded to whole 512-byte blocks. Headers
+have no time and no owner, so two runs write equal bytes. The size of a member over 8 GiB is stored
+in GNU's binary form, which current tar programs can read. A member may be a `torch.save` archive.
+The module is independent of the model.
 """
 
 import tarfile
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from checkpoints_tools.layout.layout import File, Patch, Placement, Text
-from checkpoints_tools.layout.torch_save import archive
+from checkpoints_tools.layout.layout import CrcPatch, LiteralBytes, Placement, TargetFile
+from checkpoints_tools.layout.torch_save import plan_archive
 
-NAME_BYTES_MAX = 100  # More would need a second header.
+NAME_BYTES_MAX = 100  # A longer member name would need a second header.
 
 
 @dataclass
-class Tar:
-    """Members in the order in which they are added; `close` gives the file."""
+class TarLayout:
+    """Builds a tar file: add the members in order, then call `finish`."""
 
     end: int = 0
-    texts: list[Text] = field(default_factory=list)
+    literals: list[LiteralBytes] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    patches: list[Patch] = field(default_factory=list)
+    patches: list[CrcPatch] = field(default_factory=list)
 
-    def text(self, name: str, content: bytes) -> None:
-        self._open(name, len(content))
-        self.texts.append(Text(self.end, content))
-        self._skip(len(content))
+    def add_bytes(self, name: str, content: bytes) -> None:
+        self._begin_member(name, len(content))
+        self.literals.append(LiteralBytes(self.end, content))
+        self._advance(len(content))
 
-    def archive(self, name: str, record: Any) -> None:
-        """What `torch.save` would make of plain values in which tensors are `Promise`s."""
-        made = archive(record, self.end + tarfile.BLOCKSIZE)
-        self._open(name, made.size)
-        before = len(self.placements)
-        self.texts += made.texts
-        self.placements += made.placements
-        self.patches += [replace(one, placement=one.placement + before) for one in made.patches]
-        self._skip(made.size)
+    def add_torch_archive(self, name: str, record: Any) -> None:
+        """Add `record` as `torch.save` would; its tensors are `TensorPlaceholder`s."""
+        archive = plan_archive(record, self.end + tarfile.BLOCKSIZE)
+        self._begin_member(name, archive.size)
+        placements_before = len(self.placements)
+        self.literals += archive.literals
+        self.placements += archive.placements
+        self.patches += [
+            replace(patch, placement_index=patch.placement_index + placements_before)
+            for patch in archive.patches
+        ]
+        self._advance(archive.size)
 
-    def close(self, path: str) -> File:
-        """Two empty blocks end it, and it is filled up to a whole record."""
+    def finish(self, path: str) -> TargetFile:
+        """Return the planned file: two empty blocks end it, and zeros fill the last record."""
         size = self.end + 2 * tarfile.BLOCKSIZE
         size += -size % tarfile.RECORDSIZE
-        return File(path, size, tuple(self.texts), tuple(self.placements), tuple(self.patches))
+        return TargetFile(
+            path, size, tuple(self.literals), tuple(self.placements), tuple(self.patches)
+        )
 
-    def _open(self, name: str, size: int) -> None:
+    def _begin_member(self, name: str, size: int) -> None:
         assert len(name.encode()) <= NAME_BYTES_MAX, name
         member = tarfile.TarInfo(name)
-        member.size, member.mode, member.mtime = size, 0o644, 0
-        self.texts.append(Text(self.end, member.tobuf(tarfile.GNU_FORMAT)))
+        member.size = size
+        member.mode = 0o644
+        member.mtime = 0
+        self.literals.append(LiteralBytes(self.end, member.tobuf(tarfile.GNU_FORMAT)))
         self.end += tarfile.BLOCKSIZE
 
-    def _skip(self, size: int) -> None:
+    def _advance(self, size: int) -> None:
         self.end += size + -size % tarfile.BLOCKSIZE

@@ -1,84 +1,96 @@
-"""A tokenizer's files, taken along to where the target's reader looks for them.
+"""Tokenizer files of a target: copied to the directory where the target's reader expects them.
 
-They are small, so they are texts of a layout like any other: planned, checked, in the manifest. Of
-a directory that has weights too, only what can be a tokenizer's goes along.
+The files are small, so the layout contains them as literal bytes, and the manifest lists them. From
+a directory, only the files that have the name of a tokenizer file are copied.
 """
 
 from fnmatch import fnmatch
 from pathlib import Path
 
-from checkpoints_tools.layout.layout import File, Layout, text_file
-from gpt.checkpoint.logical_tensor import TOKENIZER_FILES, find_tokenizer
+from checkpoints_tools.layout.layout import Layout, TargetFile, literal_file
+from gpt.checkpoint.logical_tensor import TOKENIZER_FILE_SUFFIXES, find_tokenizer
 from gpt.errors import CheckpointError
 
-# Of a tokenizer's directory, what is copied: never what else lies beside it.
-NAMES = (
-    *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "null.json"),
-    *("*vocab.json", "*merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
+# Names of the files that are copied from a tokenizer's directory; others are ignored.
+TOKENIZER_PATTERNS = (
+    "*tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "null.json",
+    "*vocab.json",
+    "*merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "chat_template.json",
 )
-BYTES_MAX = 256 << 20
-# Where each format keeps them, seen from the directory with the weights.
-FOLDERS = {"native": "tokenizer", "megatron": "tokenizer", "torch_dist": "tokenizer"}
+TOKENIZER_BYTES_MAX = 256 << 20
+# Tokenizer directory of each format, relative to the directory with the weights.
+TOKENIZER_FOLDERS = {"native": "tokenizer", "megatron": "tokenizer", "torch_dist": "tokenizer"}
 
 
-def tokenizer_files(tokenizer: Path, layout: Layout) -> list[File]:
+def plan_tokenizer_files(tokenizer: Path, layout: Layout) -> list[TargetFile]:
+    """Plan the tokenizer's files as files of `layout`."""
     if not (tokenizer.is_dir() or tokenizer.is_file()):
-        what = "is no file" if tokenizer.exists() else "does not exist"
+        problem = "is neither a file nor a directory" if tokenizer.exists() else "does not exist"
         raise CheckpointError(
-            f"the tokenizer {tokenizer} {what}; give a file or a directory that does with "
+            f"the tokenizer {tokenizer} {problem}; give an existing file or directory with "
             "--tokenizer"
         )
-    places = [layout.folder, FOLDERS.get(layout.format, "")]
-    folder = "".join(f"{place}/" for place in places if place)
+    parents = [layout.folder, TOKENIZER_FOLDERS.get(layout.format, "")]
+    folder = "".join(f"{parent}/" for parent in parents if parent)
     try:
-        sources = _sources(tokenizer)
-        return [text_file(f"{folder}{file.name}", _content(file)) for file in sources]
+        sources = _source_files(tokenizer)
+        return [literal_file(f"{folder}{file.name}", _read_content(file)) for file in sources]
     except OSError as error:
         raise CheckpointError(
-            f"the tokenizer's {error.filename} cannot be read ({error.strerror}); copy it again, "
-            "or give another with --tokenizer"
+            f"the tokenizer file {error.filename} cannot be read ({error.strerror}); copy it "
+            "again, or give another tokenizer with --tokenizer"
         ) from None
 
 
-def _sources(tokenizer: Path) -> list[Path]:
+def _source_files(tokenizer: Path) -> list[Path]:
     files = [tokenizer]
     if tokenizer.is_dir():
         files = [
             file
             for file in sorted(tokenizer.iterdir())
-            if any(fnmatch(file.name, name) for name in NAMES) and file.is_file()
+            if any(fnmatch(file.name, name) for name in TOKENIZER_PATTERNS) and file.is_file()
         ]
-        if find_tokenizer(tokenizer) is None and not any(map(_is_foreign, files)):
+        if find_tokenizer(tokenizer) is None and not any(map(_is_tiktoken, files)):
             raise CheckpointError(
-                f"the tokenizer {tokenizer} is a directory without one: looked for names that end "
-                f"in {', '.join(TOKENIZER_FILES)}; give another with --tokenizer"
+                f"the tokenizer directory {tokenizer} has no file whose name ends in "
+                f"{', '.join(TOKENIZER_FILE_SUFFIXES)}; give another tokenizer with --tokenizer"
             )
-    merges = [
+    merges_files = [
         file.with_name(file.name.replace("vocab.json", "merges.txt"))
         for file in files
         if file.name.endswith("vocab.json")
     ]
-    whole = any(file.name == "tokenizer.json" or file.suffix == ".model" for file in files)
-    beside = list(tokenizer.glob("*merges.txt")) if tokenizer.is_dir() else []
-    for file in merges:
-        if not (whole or beside or file.is_file()):
+    is_self_contained = any(
+        file.name == "tokenizer.json" or file.suffix == ".model" for file in files
+    )
+    merges_present = list(tokenizer.glob("*merges.txt")) if tokenizer.is_dir() else []
+    for file in merges_files:
+        if not (is_self_contained or merges_present or file.is_file()):
             raise CheckpointError(
                 f"the tokenizer {tokenizer} has no {file.name} beside its vocab.json; copy both "
-                "files of the BPE, or give another with --tokenizer"
+                "BPE files, or give another tokenizer with --tokenizer"
             )
-    return files if tokenizer.is_dir() else files + merges
+    return files if tokenizer.is_dir() else files + merges_files
 
 
-def _is_foreign(file: Path) -> bool:
-    """Of a kind that is taken along, but not read here."""
+def _is_tiktoken(file: Path) -> bool:
+    """Tell whether a file is a tiktoken vocabulary: copied, although Preamble cannot read it."""
     return file.suffix == ".tiktoken"
 
 
-def _content(file: Path) -> bytes:
+def _read_content(file: Path) -> bytes:
     size = file.stat().st_size
-    if size > BYTES_MAX:
+    if size > TOKENIZER_BYTES_MAX:
         raise CheckpointError(
-            f"the tokenizer's {file} has {size:,} bytes, more than any has ({BYTES_MAX:,}); give "
-            "the tokenizer itself with --tokenizer"
+            f"the tokenizer file {file} has {size:,} bytes, which is too large for a tokenizer "
+            f"file (at most {TOKENIZER_BYTES_MAX:,}); give --tokenizer a path that contains only "
+            "the tokenizer"
         )
     return file.read_bytes()

@@ -1,9 +1,10 @@
-"""`torch.save` archives whose weights are still to come: every byte's place, before any is there.
+"""Layout of a `torch.save` archive: plans members, pickle and CRC offsets without reading weights.
 
-Such a file is a zip of stored members: a pickle that says how the tensors lie in their storages,
-and the storages, each aligned. The pickle is written from stand-ins that know shapes alone; the
-storages' places become placements, their checksums patches. torch reads the result as its own.
-It knows no models.
+A `torch.save` file is an uncompressed zip. It contains a pickle that describes each tensor as a
+view of a storage, and one aligned member per storage. The pickle is written from placeholders,
+which have shapes but no data. Each storage becomes a placement, and its CRC, which depends on the
+weights, a patch that is written later. `torch.load` reads the archive. The module is independent of
+the model.
 """
 
 import io
@@ -19,13 +20,13 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from checkpoints_tools.layout.layout import Patch, Placement, Text
-from gpt.parallel.sharding import Part
+from checkpoints_tools.layout.layout import CrcPatch, LiteralBytes, Placement
+from gpt.parallel.weight_sharding import ShardSpec
 
-FOLDER = "archive"
-ALIGNMENT = 64  # Of storages, counted from the archive's start; torch's own.
-LIMIT_32 = 0xFFFFFFFF  # Sizes and offsets beyond it stand in a 64-bit field of their own.
-STORAGES: Mapping[torch.dtype, type] = {
+ARCHIVE_FOLDER = "archive"
+ALIGNMENT = 64  # Alignment of storages relative to the archive's start, as in torch.
+ZIP32_MAX = 0xFFFFFFFF  # Larger sizes and offsets need zip64 fields.
+STORAGE_TYPES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,
@@ -34,167 +35,213 @@ STORAGES: Mapping[torch.dtype, type] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """A tensor that will stand in the archive: a part of a logical one, contiguous."""
+class TensorPlaceholder:
+    """A tensor of the archive before its data is read: a contiguous part of a logical tensor."""
 
     name: str
-    part: Part
-    full: tuple[int, ...]  # The logical tensor's shape.
+    part: ShardSpec
+    full_shape: tuple[int, ...]  # The logical tensor's shape.
     dtype: torch.dtype
-    shape: tuple[int, ...] | None = None  # Where it differs from the part's, as [1, rows, columns].
+    shape: tuple[int, ...] | None = None  # None: the part's shape. Else e.g. [1, rows, columns].
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.part.shape(self.full) if self.shape is None else self.shape
+        return self.part.local_shape(self.full_shape) if self.shape is None else self.shape
 
 
 @dataclass(frozen=True)
-class Archive:
-    """Where everything of one archive lies in its file."""
+class ArchiveLayout:
+    """Literals, placements and patches of one archive; offsets count from the file's start."""
 
     start: int
     size: int
-    texts: tuple[Text, ...]
+    literals: tuple[LiteralBytes, ...]
     placements: tuple[Placement, ...]
-    patches: tuple[Patch, ...]  # Their numbers count from this archive's first placement.
+    patches: tuple[CrcPatch, ...]  # Placement indices count from this archive's first placement.
 
 
-def archive(record: Any, start: int = 0) -> Archive:
-    """The archive of plain values, dicts and lists, in which tensors are `Promise`s."""
+def plan_archive(record: Any, start: int = 0) -> ArchiveLayout:
+    """Plan the archive of `torch.save(record)` at byte `start` of a file.
+
+    `record` contains plain values, dicts and lists, and a `TensorPlaceholder` for each tensor.
+    """
     pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
+    pickler = _PlaceholderPickler(pickled)
     pickler.dump(record)
-    zipped = _Zip(start)
-    zipped.add("data.pkl", pickled.getvalue())
-    zipped.add("byteorder", b"little")
-    for number, promise in enumerate(pickler.promises):
-        zipped.promise(f"data/{number}", promise)
-    zipped.add("version", b"3\n")
-    return zipped.close()
+    zip_layout = _ZipLayout(start)
+    zip_layout.add_member("data.pkl", pickled.getvalue())
+    zip_layout.add_member("byteorder", b"little")
+    for index, placeholder in enumerate(pickler.placeholders):
+        zip_layout.add_tensor(f"data/{index}", placeholder)
+    zip_layout.add_member("version", b"3\n")
+    return zip_layout.finish()
 
 
-class _Storage:
-    """Named in the pickle by its number only."""
+class _PlaceholderStorage:
+    """A tensor's storage; the pickle contains only its index."""
 
-    def __init__(self, promise: Promise, number: int) -> None:
-        self.promise, self.number = promise, number
+    def __init__(self, placeholder: TensorPlaceholder, index: int) -> None:
+        self.placeholder = placeholder
+        self.index = index
 
 
-class _Pickler(pickle.Pickler):
+class _PlaceholderPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.promises: list[Promise] = []
+        self.placeholders: list[TensorPlaceholder] = []
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Promise):
+        if not isinstance(value, TensorPlaceholder):
             return NotImplemented
-        storage = _Storage(value, len(self.promises))
-        self.promises.append(value)
+        storage = _PlaceholderStorage(value, len(self.placeholders))
+        self.placeholders.append(value)
         sizes = value.sizes
         strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
         return _rebuild_tensor_v2, (storage, 0, sizes, strides, False, OrderedDict())
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _Storage):
+        if not isinstance(value, _PlaceholderStorage):
             return None
-        kind, count = STORAGES[value.promise.dtype], math.prod(value.promise.sizes)
-        return "storage", kind, str(value.number), "cpu", count
+        storage_type, count = (
+            STORAGE_TYPES[value.placeholder.dtype],
+            math.prod(value.placeholder.sizes),
+        )
+        return "storage", storage_type, str(value.index), "cpu", count
 
 
 @dataclass
-class _Member:
+class _ZipMember:
     name: bytes
-    at: int  # Of its local header, from the archive's start.
+    header_offset: int  # Offset of the local header from the archive's start.
     size: int
     crc: int
-    placement: int | None = None
+    placement_index: int | None = None
 
 
 @dataclass
-class _Zip:
-    """A zip of stored members, laid out front to back."""
+class _ZipLayout:
+    """Builds an uncompressed zip, member by member."""
 
     start: int
     end: int = 0
-    texts: list[Text] = field(default_factory=list)
+    literals: list[LiteralBytes] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    patches: list[Patch] = field(default_factory=list)
-    members: list[_Member] = field(default_factory=list)
+    patches: list[CrcPatch] = field(default_factory=list)
+    members: list[_ZipMember] = field(default_factory=list)
 
-    def add(self, name: str, content: bytes) -> None:
-        member = _Member(f"{FOLDER}/{name}".encode(), self.end, len(content), zlib.crc32(content))
-        self._open(member)
-        self._text(content)
+    def add_member(self, name: str, content: bytes) -> None:
+        member = _ZipMember(
+            f"{ARCHIVE_FOLDER}/{name}".encode(), self.end, len(content), zlib.crc32(content)
+        )
+        self._begin_member(member)
+        self._append(content)
 
-    def promise(self, name: str, promise: Promise) -> None:
-        size = math.prod(promise.sizes) * promise.dtype.itemsize
-        number = len(self.placements)
-        member = _Member(f"{FOLDER}/{name}".encode(), self.end, size, 0, number)
-        self.patches.append(Patch(self.start + member.at + 14, number))
-        self._open(member)
+    def add_tensor(self, name: str, placeholder: TensorPlaceholder) -> None:
+        size = math.prod(placeholder.sizes) * placeholder.dtype.itemsize
+        placement_index = len(self.placements)
+        member = _ZipMember(f"{ARCHIVE_FOLDER}/{name}".encode(), self.end, size, 0, placement_index)
+        self.patches.append(CrcPatch(self.start + member.header_offset + 14, placement_index))
+        self._begin_member(member)
         offset = self.start + self.end
-        self.placements.append(Placement(promise.name, promise.part, offset, promise.dtype))
+        self.placements.append(
+            Placement(placeholder.name, placeholder.part, offset, placeholder.dtype)
+        )
         self.end += size
 
-    def _open(self, member: _Member) -> None:
-        """A local header, its extra field long enough that what follows is aligned."""
-        large = member.size >= LIMIT_32
-        sizes = struct.pack("<HHQQ", 1, 16, member.size, member.size) if large else b""
+    def _begin_member(self, member: _ZipMember) -> None:
+        """Append a local header whose extra field pads the member's content to ALIGNMENT."""
+        is_zip64 = member.size >= ZIP32_MAX
+        sizes = struct.pack("<HHQQ", 1, 16, member.size, member.size) if is_zip64 else b""
         fixed = 30 + len(member.name) + len(sizes) + 4
-        gap = -(self.end + fixed) % ALIGNMENT
-        extra = sizes + struct.pack("<HH", 0x4246, gap) + b"\0" * gap  # "FB", as torch pads.
-        size = LIMIT_32 if large else member.size
+        padding = -(self.end + fixed) % ALIGNMENT
+        # torch uses an extra field of id "FB" as padding.
+        extra = sizes + struct.pack("<HH", 0x4246, padding) + b"\0" * padding
+        size = ZIP32_MAX if is_zip64 else member.size
         self.members.append(member)
-        self._text(
+        self._append(
             struct.pack(
                 "<4s5H3I2H",
-                *(b"PK\x03\x04", 45 if large else 20, 0, 0, 0, 0),
-                *(member.crc, size, size, len(member.name), len(extra)),
+                b"PK\x03\x04",
+                45 if is_zip64 else 20,
+                0,
+                0,
+                0,
+                0,
+                member.crc,
+                size,
+                size,
+                len(member.name),
+                len(extra),
             )
             + member.name
             + extra
         )
 
-    def close(self) -> Archive:
-        directory = self.end
+    def finish(self) -> ArchiveLayout:
+        directory_offset = self.end
         for member in self.members:
-            if member.placement is not None:
-                self.patches.append(Patch(self.start + self.end + 16, member.placement))
-            self._text(_entry(member))
-        size, count = self.end - directory, len(self.members)
-        # The 64-bit form is always there, as torch writes it; readers of either find it.
-        at = self.end
-        self._text(
+            if member.placement_index is not None:
+                self.patches.append(CrcPatch(self.start + self.end + 16, member.placement_index))
+            self._append(_central_directory_entry(member))
+        size, count = self.end - directory_offset, len(self.members)
+        # torch always writes the zip64 end record too; readers use either of the two end records.
+        end_offset = self.end
+        self._append(
             struct.pack(
-                "<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, directory
+                "<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, directory_offset
             )
-            + struct.pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
+            + struct.pack("<4sIQI", b"PK\x06\x07", 0, end_offset, 1)
             + struct.pack(
                 "<4s4H2IH",
-                *(b"PK\x05\x06", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF)),
-                *(min(size, LIMIT_32), min(directory, LIMIT_32), 0),
+                b"PK\x05\x06",
+                0,
+                0,
+                min(count, 0xFFFF),
+                min(count, 0xFFFF),
+                min(size, ZIP32_MAX),
+                min(directory_offset, ZIP32_MAX),
+                0,
             )
         )
-        found = (tuple(self.texts), tuple(self.placements), tuple(self.patches))
-        return Archive(self.start, self.end, *found)
+        contents = (tuple(self.literals), tuple(self.placements), tuple(self.patches))
+        return ArchiveLayout(self.start, self.end, *contents)
 
-    def _text(self, content: bytes) -> None:
-        self.texts.append(Text(self.start + self.end, content))
+    def _append(self, content: bytes) -> None:
+        self.literals.append(LiteralBytes(self.start + self.end, content))
         self.end += len(content)
 
 
-def _entry(member: _Member) -> bytes:
-    """A member's line in the central directory."""
-    wide = [member.size] * 2 if member.size >= LIMIT_32 else []
-    wide += [member.at] if member.at >= LIMIT_32 else []
-    extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    size, at = min(member.size, LIMIT_32), min(member.at, LIMIT_32)
-    version = 45 if wide else 20
+def _central_directory_entry(member: _ZipMember) -> bytes:
+    """Encode the central directory entry of a member."""
+    zip64_fields = [member.size] * 2 if member.size >= ZIP32_MAX else []
+    zip64_fields += [member.header_offset] if member.header_offset >= ZIP32_MAX else []
+    extra = (
+        struct.pack(f"<HH{len(zip64_fields)}Q", 1, 8 * len(zip64_fields), *zip64_fields)
+        if zip64_fields
+        else b""
+    )
+    size, header_offset = min(member.size, ZIP32_MAX), min(member.header_offset, ZIP32_MAX)
+    version = 45 if zip64_fields else 20
     return (
         struct.pack(
             "<4s6H3I5H2I",
-            *(b"PK\x01\x02", version, version, 0, 0, 0, 0),
-            *(member.crc, size, size, len(member.name), len(extra), 0, 0, 0, 0, at),
+            b"PK\x01\x02",
+            version,
+            version,
+            0,
+            0,
+            0,
+            0,
+            member.crc,
+            size,
+            size,
+            len(member.name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            header_offset,
         )
         + member.name
         + extra

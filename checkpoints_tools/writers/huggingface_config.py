@@ -1,8 +1,9 @@
-"""Which Hugging Face family can hold a model, and the config.json that says so.
+"""Hugging Face config writer: chooses the family that expresses a model exactly.
 
-A family's record is written by its row of WRITERS and read back by the reader's own function: the
-family holds the model if what comes back is the same network. A trait that differs stands in the
-way, and a refusal names it; nothing is approximated. It knows no tensors and no files.
+For each candidate family (model_type), the module builds a config.json record and parses it with
+the reader. The family expresses the model if the parsed GPTConfig describes the same network. If no
+family expresses it, the error names the traits (model properties) that differ; nothing is
+approximated. The module uses no tensors and opens no files.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.logical_tensor import some
+from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.config import Activation, GPTConfig
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.huggingface.config_json import Fields
+from gpt.formats.huggingface.config_json import ConfigJson
 from gpt.formats.huggingface.families import FAMILIES
 
-Record = dict[str, Any]
+ConfigRecord = dict[str, Any]
 
 ACTIVATIONS: Mapping[Activation, str] = {
     "gelu": "gelu",
@@ -24,54 +25,67 @@ ACTIVATIONS: Mapping[Activation, str] = {
     "silu": "silu",
     "relu2": "relu2",
 }
-# What models as old as GPT-2 call tanh GELU.
-OLD_ACTIVATIONS: Mapping[Activation, str] = {**ACTIVATIONS, "gelu_tanh": "gelu_new"}
+# Old families such as GPT-2 have another name for the tanh GELU.
+LEGACY_ACTIVATIONS: Mapping[Activation, str] = {**ACTIVATIONS, "gelu_tanh": "gelu_new"}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The family that a model is written as, and its config.json."""
+class FamilyChoice:
+    """The chosen family, and the content of config.json."""
 
     family: str
-    record: Record
-    notes: tuple[str, ...]  # What config.json has no field for, though no result depends on it.
+    record: ConfigRecord
+    notes: tuple[str, ...]  # Fields that the family lacks; none of them affects inference.
 
 
-def choose(config: GPTConfig, where: Path, wanted: str | None = None) -> Choice:
-    """The best known family that holds the model exactly, or only `wanted`; else a refusal.
+def choose_family(
+    config: GPTConfig, path: Path, requested_family: str | None = None
+) -> FamilyChoice:
+    """Return `requested_family`, or choose a family that expresses the model exactly.
 
-    `where` is the model's place, for messages.
+    Families whose published models use this model's activation come first; among these, the most
+    widely supported family is chosen. Raises ConfigError if `requested_family` is unknown, and
+    CheckpointError if the requested family does not express the model exactly or, without a
+    request, if no family does. `path` is the checkpoint's path, for messages.
     """
-    if wanted is not None and wanted not in WRITERS:
-        known = ", ".join(WRITERS)
-        raise ConfigError(f"family {wanted!r} is none that can be written; known are: {known}")
-    fits = {name: _fit(config, name) for name in ([wanted] if wanted else WRITERS)}
-    nearest = min(fits, key=lambda name: (not fits[name].compared, len(fits[name].faults)))
-    if fits[nearest].faults:
-        lacks = f"{nearest}, has no place for {some(fits[nearest].faults)}"
-        if wanted:
+    if requested_family is not None and requested_family not in FAMILY_WRITERS:
+        supported_families = ", ".join(FAMILY_WRITERS)
+        raise ConfigError(
+            f"family {requested_family!r} cannot be written; choose one of {supported_families}"
+        )
+    fits = {
+        name: _fit_family(config, name)
+        for name in ([requested_family] if requested_family else FAMILY_WRITERS)
+    }
+    nearest = min(
+        fits, key=lambda name: (not fits[name].is_complete, len(fits[name].missing_traits))
+    )
+    if fits[nearest].missing_traits:
+        lacks = f"cannot express {summarize_names(fits[nearest].missing_traits)}"
+        if requested_family:
             raise CheckpointError(
-                f"{where} cannot be written as the family asked for: {lacks}; choose another one, "
-                "or another format"
+                f"{path} cannot be written as the requested family: {nearest} {lacks}; choose "
+                "another family or format"
             )
         raise CheckpointError(
-            f"{where} cannot be written for Hugging Face: no family holds it, and the nearest, "
-            f"{lacks}; choose another format"
+            f"{path} cannot be written for Hugging Face: no family expresses it exactly; the "
+            f"nearest, {nearest}, {lacks}; choose another format"
         )
-    # Where several do, the one whose usual activation it is: not all tools look at that field.
+    # Prefer a family whose published models have the same activation as this model, because some
+    # tools ignore the activation field.
     name = min(
-        (name for name in fits if not fits[name].faults),
-        key=lambda name: WRITERS[name].activation != config.activation,
+        (name for name in fits if not fits[name].missing_traits),
+        key=lambda name: FAMILY_WRITERS[name].activation != config.activation,
     )
-    return Choice(name, _record(config, name), _lost(config, name))
+    return FamilyChoice(name, _config_record(config, name), _unstored_notes(config, name))
 
 
-def _record(config: GPTConfig, family: str) -> Record:
-    writer = WRITERS[family]
+def _config_record(config: GPTConfig, family: str) -> ConfigRecord:
+    writer = FAMILY_WRITERS[family]
     return {
         "architectures": [writer.architecture],
         "model_type": family,
-        **writer.fields(config),
+        **writer.config_fields(config),
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "torch_dtype": config.dtype,
@@ -80,102 +94,119 @@ def _record(config: GPTConfig, family: str) -> Record:
 
 
 def _read_back(config: GPTConfig, family: str) -> GPTConfig:
-    record = {**FAMILIES[family].defaults, **_record(config, family)}
-    return FAMILIES[family].config(Fields(record, Path(family)))
+    record = {**FAMILIES[family].defaults, **_config_record(config, family)}
+    return FAMILIES[family].to_gpt_config(ConfigJson(record, Path(family)))
 
 
 @dataclass(frozen=True)
-class _Fit:
-    faults: list[str]  # The traits of the model that a family cannot express.
-    compared: bool  # Whether these are all; else what is named made it senseless to look for more.
+class _FamilyFit:
+    missing_traits: list[str]  # Traits of the model that the family cannot express.
+    is_complete: bool  # False: a basic mismatch ended the comparison early; more may be missing.
 
 
-def _fit(config: GPTConfig, family: str) -> _Fit:
-    writer, heads = WRITERS[family], config.num_attention_heads
-    if writer.experts != any(config.moe_layers):
-        return _Fit([_experts(config)], compared=False)
-    faults = []
-    if writer.divided and config.hidden_size % heads:
-        faults.append(f"a hidden_size of {config.hidden_size}, which {heads} heads do not divide")
+def _fit_family(config: GPTConfig, family: str) -> _FamilyFit:
+    writer, heads = FAMILY_WRITERS[family], config.num_attention_heads
+    if writer.has_experts != any(config.moe_layers):
+        return _FamilyFit([_describe_experts(config)], is_complete=False)
+    missing_traits = []
+    if writer.heads_divide_hidden and config.hidden_size % heads:
+        missing_traits.append(
+            f"a hidden_size of {config.hidden_size}, which {heads} heads do not divide"
+        )
     try:
-        found = _read_back(config, family)
+        read_back = _read_back(config, family)
     except (CheckpointError, ConfigError):
-        # Sizes are copied; only a head's width can come out as one that cannot be.
-        return _Fit([*faults, HEADS.says(config)], compared=False)
+        # The reader refused the record. All other sizes are copied unchanged, so only the head
+        # width can be inconsistent.
+        return _FamilyFit([*missing_traits, HEAD_WIDTH.describe(config)], is_complete=False)
     for trait in TRAITS:
-        mine, its = trait.value(config), trait.value(found)
-        if mine != its and mine is not None and its is not None:
-            faults.append(trait.says(config))
-    return _Fit(faults, compared=True)
+        model_value, family_value = trait.value(config), trait.value(read_back)
+        if model_value != family_value and model_value is not None and family_value is not None:
+            missing_traits.append(trait.describe(config))
+    return _FamilyFit(missing_traits, is_complete=True)
 
 
-def _lost(config: GPTConfig, family: str) -> tuple[str, ...]:
-    found = _read_back(config, family)
+def _unstored_notes(config: GPTConfig, family: str) -> tuple[str, ...]:
+    read_back = _read_back(config, family)
     return tuple(
-        f"{name} {getattr(config, name)} has no field in config.json of a {family} model; only "
-        "further training would use it"
+        f"config.json of a {family} model has no field for {name} {getattr(config, name)}; only "
+        "further training would use this field"
         for name in ("hidden_dropout", "attention_dropout")
-        if getattr(config, name) != getattr(found, name)
+        if getattr(config, name) != getattr(read_back, name)
     )
 
 
 @dataclass(frozen=True)
 class Trait:
-    """Something that a family may lack. A value of None does not count in this model."""
+    """A property of a model that a family may be unable to express.
+
+    If `value` returns None, the model does not use the property, and the property is not compared.
+    """
 
     value: Callable[[GPTConfig], object]
-    says: Callable[[GPTConfig], str]  # What the model has, after "has no place for".
+    # Describes the model's value, as the end of the message "llama cannot express ...".
+    describe: Callable[[GPTConfig], str]
 
 
-def _either(name: str, present: str, absent: str) -> Trait:
+def _flag_trait(name: str, present: str, absent: str) -> Trait:
     return Trait(lambda c: getattr(c, name), lambda c: present if getattr(c, name) else absent)
 
 
-def _rotary(name: str, says: Callable[[GPTConfig], str]) -> Trait:
-    return Trait(lambda c: getattr(c, name) if c.rotary else None, says)
+def _rotary_trait(name: str, describe: Callable[[GPTConfig], str]) -> Trait:
+    return Trait(lambda c: getattr(c, name) if c.uses_rope else None, describe)
 
 
-def _expert(name: str, says: str) -> Trait:
+def _moe_trait(name: str, label: str) -> Trait:
     return Trait(
         lambda c: getattr(c, name) if any(c.moe_layers) else None,
-        lambda c: f"{says} ({name} {getattr(c, name)})",
+        lambda c: f"{label} ({name} {getattr(c, name)})",
     )
 
 
-def _scaling(config: GPTConfig) -> object:
+def _comparable_rope_scaling(config: GPTConfig) -> object:
     scaling = config.rope_scaling
-    if not config.rotary:
+    if not config.uses_rope:
         return None
     return (scaling.kind, scaling.factor) if scaling and scaling.kind == "linear" else (scaling,)
 
 
-def _experts(config: GPTConfig) -> str:
+def _describe_rope_scaling(config: GPTConfig) -> str:
+    scaling = config.rope_scaling
+    return "no RoPE scaling" if scaling is None else f"this RoPE scaling ({scaling})"
+
+
+def _describe_experts(config: GPTConfig) -> str:
     if not any(config.moe_layers):
         return "an MLP without experts"
     return "experts" if all(config.moe_layers) else "experts in some of the layers only"
 
 
-POSITIONS: Mapping[str, str] = {
+POSITION_DESCRIPTIONS: Mapping[str, str] = {
     "learned_absolute": "learned positions",
     "rope": "rotary positions",
     "learned_absolute+rope": "learned and rotary positions together",
-    "none": "a model without positions",
+    "none": "a model without position embeddings",
 }
 
-HEADS = Trait(
+HEAD_WIDTH = Trait(
     lambda c: c.kv_channels,
     lambda c: f"heads of {c.kv_channels} channels at a hidden_size of {c.hidden_size}",
 )
 
 TRAITS = (
-    Trait(lambda c: c.position_embedding_type, lambda c: POSITIONS[c.position_embedding_type]),
-    _rotary("rotary_interleaved", lambda c: "interleaved rotary channels (rotary_interleaved)"),
-    _rotary("rotary_percent", lambda c: f"rotary_percent {c.rotary_percent}"),
-    _rotary("rotary_base", lambda c: f"rotary_base {c.rotary_base}"),
-    Trait(_scaling, lambda c: f"rope scaling of kind {c.rope_scaling and c.rope_scaling.kind}"),
+    Trait(
+        lambda c: c.position_embedding_type,
+        lambda c: POSITION_DESCRIPTIONS[c.position_embedding_type],
+    ),
+    _rotary_trait(
+        "rotary_interleaved", lambda c: "interleaved rotary channels (rotary_interleaved)"
+    ),
+    _rotary_trait("rotary_percent", lambda c: f"rotary_percent {c.rotary_percent}"),
+    _rotary_trait("rotary_base", lambda c: f"rotary_base {c.rotary_base}"),
+    Trait(_comparable_rope_scaling, _describe_rope_scaling),
     Trait(lambda c: c.normalization, lambda c: c.normalization),
     Trait(lambda c: c.layernorm_epsilon, lambda c: f"layernorm_epsilon {c.layernorm_epsilon}"),
-    _either(
+    _flag_trait(
         "layernorm_zero_centered_gamma",
         "norms whose stored weight is gamma - 1 (layernorm_zero_centered_gamma)",
         "norms whose stored weight is gamma itself",
@@ -189,23 +220,23 @@ TRAITS = (
         lambda c: c.num_query_groups,
         lambda c: f"{c.num_query_groups} query groups of {c.num_attention_heads} heads",
     ),
-    HEADS,
-    _either("qk_layernorm", "norms of queries and keys", "queries and keys without norms"),
-    _either("qkv_bias", "biases of q, k and v", "q, k and v without biases"),
-    _either("proj_bias", "a bias of attention's output", "attention's output without a bias"),
-    _either("mlp_bias", "biases in the MLP", "an MLP without biases"),
-    _either("parallel_residual", "parallel_residual", "a residual that is not parallel"),
+    HEAD_WIDTH,
+    _flag_trait("qk_layernorm", "norms of queries and keys", "queries and keys without norms"),
+    _flag_trait("qkv_bias", "biases of q, k and v", "q, k and v without biases"),
+    _flag_trait("proj_bias", "a bias of attention's output", "attention's output without a bias"),
+    _flag_trait("mlp_bias", "biases in the MLP", "an MLP without biases"),
+    _flag_trait("parallel_residual", "parallel_residual", "a residual that is not parallel"),
     Trait(lambda c: c.window_size or 0, lambda c: f"window_size {c.window_size}"),
-    Trait(_experts, _experts),
-    _expert("num_experts", "this number of experts"),
-    _expert("moe_router_topk", "this number of experts for a token"),
-    _expert("moe_router_score_function", "such scores of experts"),
-    _expert("moe_router_pre_softmax", "a softmax before experts are chosen"),
-    _expert("moe_router_expert_bias", "a bias for choosing experts"),
-    _expert("moe_router_topk_scaling_factor", "scaled weights of experts"),
-    _expert("moe_shared_expert_intermediate_size", "shared experts"),
-    _expert("moe_shared_expert_gate", "a gate of shared experts"),
-    _expert("moe_ffn_hidden_size", "experts of this width"),
+    Trait(_describe_experts, _describe_experts),
+    _moe_trait("num_experts", "this number of experts"),
+    _moe_trait("moe_router_topk", "this number of experts per token"),
+    _moe_trait("moe_router_score_function", "this score function of the router"),
+    _moe_trait("moe_router_pre_softmax", "this order of softmax and top-k in the router"),
+    _moe_trait("moe_router_expert_bias", "an expert bias in the router"),
+    _moe_trait("moe_router_topk_scaling_factor", "scaled expert weights"),
+    _moe_trait("moe_shared_expert_intermediate_size", "shared experts"),
+    _moe_trait("moe_shared_expert_gate", "a gate of shared experts"),
+    _moe_trait("moe_ffn_hidden_size", "experts of this width"),
     Trait(
         lambda c: None if all(c.moe_layers) else c.ffn_hidden_size,
         lambda c: f"ffn_hidden_size {c.ffn_hidden_size}",
@@ -213,15 +244,15 @@ TRAITS = (
 )
 
 
-def _gpt2(config: GPTConfig) -> Record:
+def _gpt2(config: GPTConfig) -> ConfigRecord:
     return {
         "n_layer": config.num_layers,
         "n_embd": config.hidden_size,
         "n_head": config.num_attention_heads,
         "n_inner": config.ffn_hidden_size,
         "n_positions": config.max_position_embeddings,
-        "n_ctx": config.max_position_embeddings,  # Its name once; some tools still ask for it.
-        "activation_function": OLD_ACTIVATIONS[config.activation],
+        "n_ctx": config.max_position_embeddings,  # Older name, which some tools still need.
+        "activation_function": LEGACY_ACTIVATIONS[config.activation],
         "layer_norm_epsilon": config.layernorm_epsilon,
         "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
@@ -229,8 +260,8 @@ def _gpt2(config: GPTConfig) -> Record:
     }
 
 
-def _sizes(config: GPTConfig) -> Record:
-    """What all families but GPT-2 have."""
+def _size_fields(config: GPTConfig) -> ConfigRecord:
+    """Return the fields that all families except GPT-2 have."""
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -242,62 +273,69 @@ def _sizes(config: GPTConfig) -> Record:
     }
 
 
-def _decoder(config: GPTConfig, epsilon: str = "rms_norm_eps") -> Record:
-    """What Llama and its kin share."""
+def _llama_like(config: GPTConfig, epsilon_key: str = "rms_norm_eps") -> ConfigRecord:
+    """Return the fields of Llama and of the families derived from it."""
     return {
-        **_sizes(config),
+        **_size_fields(config),
         "num_key_value_heads": config.num_query_groups,
         "head_dim": config.kv_channels,
-        epsilon: config.layernorm_epsilon,
-        **_positions(config, "rope_theta"),
+        epsilon_key: config.layernorm_epsilon,
+        **_rotary_fields(config, "rope_theta"),
     }
 
 
-def _positions(config: GPTConfig, theta: str, percent: str | None = None) -> Record:
-    """As transformers 4 has it, `theta` and `percent` its names, and as 5 does."""
-    scaling, beside = config.rope_scaling, {theta: config.rotary_base}
-    rope: Record = {"rope_type": "default"}
+def _rotary_fields(
+    config: GPTConfig, theta_key: str, percent_key: str | None = None
+) -> ConfigRecord:
+    """Return the RoPE fields of transformers 4 and of transformers 5.
+
+    `theta_key` and `percent_key` are keys of transformers 4.
+    """
+    scaling, legacy_fields = config.rope_scaling, {theta_key: config.rotary_base}
+    rope: ConfigRecord = {"rope_type": "default"}
     if scaling is not None:
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
             for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
                 rope[name] = getattr(scaling, name)
-    # The older name of the type is the only one that the first readers of linear scaling take.
-    old = {"type": "linear", "factor": rope["factor"]} if rope["rope_type"] == "linear" else rope
+    # Early readers of linear scaling support only the older key "type".
+    legacy_rope = (
+        {"type": "linear", "factor": rope["factor"]} if rope["rope_type"] == "linear" else rope
+    )
     rope = {**rope, "rope_theta": config.rotary_base}
-    if percent is not None:
-        beside[percent] = rope["partial_rotary_factor"] = config.rotary_percent
-    return {**beside, "rope_scaling": scaling and old, "rope_parameters": rope}
+    if percent_key is not None:
+        legacy_fields[percent_key] = rope["partial_rotary_factor"] = config.rotary_percent
+    return {**legacy_fields, "rope_scaling": scaling and legacy_rope, "rope_parameters": rope}
 
 
-def _llama(config: GPTConfig) -> Record:
+def _llama(config: GPTConfig) -> ConfigRecord:
     return {
-        **_decoder(config),
+        **_llama_like(config),
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
     }
 
 
-def _mistral(config: GPTConfig) -> Record:
-    return {**_decoder(config), "sliding_window": config.window_size}
+def _mistral(config: GPTConfig) -> ConfigRecord:
+    return {**_llama_like(config), "sliding_window": config.window_size}
 
 
-def _qwen2(config: GPTConfig) -> Record:
+def _qwen2(config: GPTConfig) -> ConfigRecord:
     window = config.window_size
     return {
-        **_decoder(config),
+        **_llama_like(config),
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        # From which layer on there is a window.
+        # transformers: layers from this number on use the window.
         "max_window_layers": config.num_layers if window is None else 0,
     }
 
 
-def _qwen3(config: GPTConfig) -> Record:
+def _qwen3(config: GPTConfig) -> ConfigRecord:
     return {**_qwen2(config), "attention_bias": config.qkv_bias}
 
 
-def _mixtral(config: GPTConfig) -> Record:
+def _mixtral(config: GPTConfig) -> ConfigRecord:
     return {
         **_mistral(config),
         "intermediate_size": config.moe_ffn_hidden_size,
@@ -306,21 +344,21 @@ def _mixtral(config: GPTConfig) -> Record:
     }
 
 
-def _gpt_neox(config: GPTConfig) -> Record:
+def _gpt_neox(config: GPTConfig) -> ConfigRecord:
     return {
-        **_sizes(config),
-        "hidden_act": OLD_ACTIVATIONS[config.activation],
+        **_size_fields(config),
+        "hidden_act": LEGACY_ACTIVATIONS[config.activation],
         "layer_norm_eps": config.layernorm_epsilon,
-        **_positions(config, "rotary_emb_base", "rotary_pct"),
+        **_rotary_fields(config, "rotary_emb_base", "rotary_pct"),
         "attention_bias": config.qkv_bias,
         "use_parallel_residual": config.parallel_residual,
         "hidden_dropout": config.hidden_dropout,
     }
 
 
-def _starcoder2(config: GPTConfig) -> Record:
+def _starcoder2(config: GPTConfig) -> ConfigRecord:
     return {
-        **_decoder(config, "norm_epsilon"),
+        **_llama_like(config, "norm_epsilon"),
         "use_bias": config.qkv_bias,
         "sliding_window": config.window_size,
         "residual_dropout": config.hidden_dropout,
@@ -328,33 +366,35 @@ def _starcoder2(config: GPTConfig) -> Record:
     }
 
 
-def _nemotron(config: GPTConfig) -> Record:
+def _nemotron(config: GPTConfig) -> ConfigRecord:
     return {
-        **_decoder(config, "norm_eps"),
-        **_positions(config, "rope_theta", "partial_rotary_factor"),
+        **_llama_like(config, "norm_eps"),
+        **_rotary_fields(config, "rope_theta", "partial_rotary_factor"),
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
     }
 
 
 @dataclass(frozen=True)
-class Writer:
-    fields: Callable[[GPTConfig], Record]
+class FamilyWriter:
+    config_fields: Callable[[GPTConfig], ConfigRecord]
     architecture: str
-    activation: Activation  # That all models of the family have had so far.
-    divided: bool = False  # Its code wants heads that divide hidden_size, whatever their width.
-    experts: bool = False  # In every layer.
+    activation: Activation  # The usual one of the family's published models; see choose_family.
+    # The family's code requires that hidden_size is a multiple of the number of heads, even if
+    # head_dim is set.
+    heads_divide_hidden: bool = False
+    has_experts: bool = False  # True: every layer has experts. False: no layer has experts.
 
 
-# Those that the most tools know come first.
-WRITERS: Mapping[str, Writer] = {
-    "llama": Writer(_llama, "LlamaForCausalLM", "silu", divided=True),
-    "mistral": Writer(_mistral, "MistralForCausalLM", "silu"),
-    "qwen2": Writer(_qwen2, "Qwen2ForCausalLM", "silu"),
-    "qwen3": Writer(_qwen3, "Qwen3ForCausalLM", "silu"),
-    "mixtral": Writer(_mixtral, "MixtralForCausalLM", "silu", experts=True),
-    "gpt2": Writer(_gpt2, "GPT2LMHeadModel", "gelu_tanh", divided=True),
-    "gpt_neox": Writer(_gpt_neox, "GPTNeoXForCausalLM", "gelu", divided=True),
-    "starcoder2": Writer(_starcoder2, "Starcoder2ForCausalLM", "gelu_tanh"),
-    "nemotron": Writer(_nemotron, "NemotronForCausalLM", "relu2"),
+# The most widely supported families first.
+FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
+    "llama": FamilyWriter(_llama, "LlamaForCausalLM", "silu", heads_divide_hidden=True),
+    "mistral": FamilyWriter(_mistral, "MistralForCausalLM", "silu"),
+    "qwen2": FamilyWriter(_qwen2, "Qwen2ForCausalLM", "silu"),
+    "qwen3": FamilyWriter(_qwen3, "Qwen3ForCausalLM", "silu"),
+    "mixtral": FamilyWriter(_mixtral, "MixtralForCausalLM", "silu", has_experts=True),
+    "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
+    "gpt_neox": FamilyWriter(_gpt_neox, "GPTNeoXForCausalLM", "gelu", heads_divide_hidden=True),
+    "starcoder2": FamilyWriter(_starcoder2, "Starcoder2ForCausalLM", "gelu_tanh"),
+    "nemotron": FamilyWriter(_nemotron, "NemotronForCausalLM", "relu2"),
 }

@@ -1,8 +1,9 @@
-"""Megatron-LM's `torch` format, planned: a file for each rank, with what that rank's model holds.
+"""Megatron-LM `torch` writer: plans one file per rank, with the tensors of that rank.
 
-Layers and experts are numbered within their own file, chunks of a virtual pipeline stand apart,
-ranks that share out experts repeat all else, and the last stage has a copy of a tied embedding.
-Only parts of logical tensors are named here; bytes, and the form of a file, are known elsewhere.
+In each file, layers and experts are numbered from 0, and each virtual pipeline chunk has its own
+state dict. Every expert rank has all non-expert tensors, and the last stage has a copy of a tied
+embedding. The module maps state-dict keys to parts of logical tensors; `torch_save` plans the
+bytes of the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,160 +13,206 @@ from typing import Any
 import torch
 
 from checkpoints_tools.layout.layout import (
-    VOCABULARY_MULTIPLE,
-    Division,
-    File,
     Layout,
-    padded_vocabulary,
+    ParallelSplit,
+    TargetFile,
+    literal_file,
     saved_part,
-    text_file,
+    stored_vocab_rows,
 )
-from checkpoints_tools.layout.torch_save import Promise, archive
-from checkpoints_tools.writers.megatron_args import Spec, arguments, check, notes, stages
+from checkpoints_tools.layout.torch_save import TensorPlaceholder, plan_archive
+from checkpoints_tools.writers.megatron_args import (
+    LayerSpec,
+    build_args,
+    check_supported,
+    load_notes,
+    plan_stages,
+)
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.formats.mappings.megatron_names import EMBEDDING, EXPERT, HEAD, renumbered
-from gpt.formats.megatron.rank_files import TRACKER, WEIGHTS, Place, Split
-from gpt.parallel.sharding import LAYERS, Parameter, layer_of, on_stage, parameters
+from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD, LOCAL_EXPERT, renumber
+from gpt.formats.megatron.rank_files import (
+    TRACKER_FILE,
+    WEIGHT_FILES,
+    ParallelSizes,
+    RankCoordinates,
+)
+from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
+from gpt.parallel.weight_sharding import (
+    LAYERS_PREFIX,
+    ParameterSpec,
+    is_on_stage,
+    layer_number,
+    parameter_specs,
+)
 
-FOLDER = "release"  # Weights alone: no iteration, no optimizer.
-VERSION = 3.0  # Of the order of rows in attention.
+ITERATION_FOLDER = "release"  # Megatron's name for weights without iteration and optimizer.
+CHECKPOINT_VERSION = 3.0  # Megatron's version number for the row order of QKV weights.
 
-# In layers of Megatron-Core's own, norms stand before what they norm for.
-LOCAL_NAMES: Mapping[str, str] = {
+# Local layer specs have separate norm modules; Transformer Engine fuses them into the next linear.
+LOCAL_SPEC_NAMES: Mapping[str, str] = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-# Modules of Transformer Engine, which may keep scales for FP8.
-WITH_STATE = ("linear_qkv.", "linear_proj.", "linear_fc1.", "linear_fc2.")
-STATE = "_extra_state"
+# Transformer Engine modules, which have an extra-state entry (for FP8 scales) in the state dict.
+TE_MODULES = ("linear_qkv.", "linear_proj.", "linear_fc1.", "linear_fc2.")
+EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A parameter in a chunk, and its name there; the experts' are still to be dealt out."""
+class _ChunkParameter:
+    """A parameter of a pipeline chunk; experts are not yet distributed over expert ranks."""
 
-    parameter: Parameter
+    parameter: ParameterSpec
     dtype: torch.dtype
-    name: str
-    expert: int | None
+    name: str  # The state-dict key in the chunk.
+    expert: int | None  # Global expert number; None for other parameters.
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What all ranks share."""
+class _SplitPlan:
+    """Settings that are the same for all ranks."""
 
     config: GPTConfig
-    division: Division
-    rows: int  # Of the padded vocabulary.
-    spec: Spec
+    division: ParallelSplit
+    vocab_rows: int  # The padded vocabulary size.
+    spec: LayerSpec
 
 
-def layout(
+def plan_layout(
     checkpoint: Checkpoint,
-    division: Division,
+    division: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
-    spec: Spec = "te",
+    spec: LayerSpec = "te",
 ) -> Layout:
-    """`checkpoint` is in the dtype that is to be stored."""
+    """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check(config, division)
-    rows = padded_vocabulary(config, division.tp, vocabulary_multiple)
-    args = arguments(
+    check_supported(config, division)
+    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    args = build_args(
         config,
         division,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
         tokenizer=checkpoint.tokenizer,
     )
-    split = Split(division.tp, division.pp, division.ep)
+    sizes = ParallelSizes(division.tp, division.pp, division.ep)
     files = []
-    for place, models in rank_models(checkpoint, division, rows, spec):
-        record: dict[str, Any] = {"args": args, "checkpoint_version": VERSION, "iteration": 0}
-        for number, model in enumerate(models):
-            record[f"model{number}" if division.vpp > 1 else "model"] = model
-        made = archive(record)
-        path = f"{FOLDER}/{split.folder(place)}/{WEIGHTS[0]}"
-        files.append(File(path, made.size, made.texts, made.placements, made.patches))
-    last = (text_file(TRACKER, FOLDER.encode()),)
-    found = tuple(notes(config, division, spec))
-    return Layout("megatron", tuple(files), FOLDER, last, found, vocabulary_rows=rows)
+    for rank, state_dicts in rank_state_dicts(checkpoint, division, vocab_rows, spec):
+        record: dict[str, Any] = {
+            "args": args,
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": 0,
+        }
+        for chunk, state_dict in enumerate(state_dicts):
+            record[f"model{chunk}" if division.vpp > 1 else "model"] = state_dict
+        archive = plan_archive(record)
+        path = f"{ITERATION_FOLDER}/{sizes.folder_name(rank)}/{WEIGHT_FILES[0]}"
+        files.append(
+            TargetFile(path, archive.size, archive.literals, archive.placements, archive.patches)
+        )
+    last_files = (literal_file(TRACKER_FILE, ITERATION_FOLDER.encode()),)
+    layout_notes = tuple(load_notes(config, division, spec))
+    return Layout(
+        "megatron",
+        tuple(files),
+        ITERATION_FOLDER,
+        last_files,
+        layout_notes,
+        padded_vocab_size=vocab_rows,
+    )
 
 
-def rank_models(
-    checkpoint: Checkpoint, division: Division, rows: int, spec: Spec = "te"
-) -> Iterator[tuple[Place, list[dict[str, Promise | None]]]]:
-    """Every rank's state dicts, one for each of its chunks, with `rows` of padded vocabulary."""
+def rank_state_dicts(
+    checkpoint: Checkpoint, division: ParallelSplit, vocab_rows: int, spec: LayerSpec = "te"
+) -> Iterator[tuple[RankCoordinates, list[dict[str, TensorPlaceholder | None]]]]:
+    """Yield every rank with its state dicts, one per pipeline chunk.
+
+    Embeddings are padded to `vocab_rows`.
+    """
     config = checkpoint.config
-    plan = _Plan(config, division, rows, spec)
-    table = _table(checkpoint)
+    plan = _SplitPlan(config, division, vocab_rows, spec)
+    table = _parameter_dtypes(checkpoint)
     chunks = [
-        [_held(table, layers, config, spec) for layers in stage]
-        for stage in stages(config, division).layers
+        [_chunk_parameters(table, layers, config, spec) for layers in stage]
+        for stage in plan_stages(config, division).layers
     ]
-    for place in Split(division.tp, division.pp, division.ep).places():
-        yield place, [_model(plan, held, place) for held in chunks[place.stage]]
+    for rank in ParallelSizes(division.tp, division.pp, division.ep).ranks():
+        yield rank, [_rank_state_dict(plan, chunk, rank) for chunk in chunks[rank.stage]]
 
 
-def _table(checkpoint: Checkpoint) -> list[tuple[Parameter, torch.dtype]]:
+def _parameter_dtypes(checkpoint: Checkpoint) -> list[tuple[ParameterSpec, torch.dtype]]:
+    """Return all parameters and the dtypes in which they are stored."""
     return [
-        # Whatever the weights are, the choice among experts is kept exact.
+        # Megatron always keeps the router's expert bias in fp32.
         (
             parameter,
             torch.float32 if name.endswith(".expert_bias") else checkpoint.tensors[name].dtype,
         )
-        for name, parameter in parameters(checkpoint.config).items()
+        for name, parameter in parameter_specs(checkpoint.config).items()
     ]
 
 
-def _held(
-    table: list[tuple[Parameter, torch.dtype]], layers: range, config: GPTConfig, spec: Spec
-) -> list[_Held]:
-    """A chunk's parameters under its own numbers."""
-    found = []
+def _chunk_parameters(
+    table: list[tuple[ParameterSpec, torch.dtype]],
+    layers: range,
+    config: GPTConfig,
+    spec: LayerSpec,
+) -> list[_ChunkParameter]:
+    """Return the parameters of a pipeline chunk; layers are numbered from 0 within the chunk."""
+    selected_parameters = []
     first, last = layers.start == 0, layers.stop == config.num_layers
     tied = not config.untie_embeddings_and_output_weights
     for parameter, dtype in table:
         name = parameter.name
-        if not on_stage(config, name, layers):
+        if not is_on_stage(config, name, layers):
             continue
-        match = EXPERT.search(name)
-        own = renumbered(name, -layers.start, 0)
-        if spec == "local" and layer_of(name) is not None:
-            for fused, apart in LOCAL_NAMES.items():
-                own = own.replace(fused, apart)
+        match = LOCAL_EXPERT.search(name)
+        local_name = renumber(name, -layers.start, 0)
+        if spec == "local" and layer_number(name) is not None:
+            for fused, separate in LOCAL_SPEC_NAMES.items():
+                local_name = local_name.replace(fused, separate)
         if name != EMBEDDING or first:
-            found.append(_Held(parameter, dtype, own, int(match[1]) if match else None))
+            selected_parameters.append(
+                _ChunkParameter(parameter, dtype, local_name, int(match[1]) if match else None)
+            )
         if name == EMBEDDING and last and tied and not first:
-            found.append(_Held(parameter, dtype, HEAD, None))
-    return found
+            selected_parameters.append(_ChunkParameter(parameter, dtype, HEAD, None))
+    return selected_parameters
 
 
-def _model(plan: _Plan, held: list[_Held], place: Place) -> dict[str, Promise | None]:
-    """One chunk's state dict on one rank."""
+def _rank_state_dict(
+    plan: _SplitPlan, chunk_parameters: list[_ChunkParameter], rank: RankCoordinates
+) -> dict[str, TensorPlaceholder | None]:
+    """Return the state dict of one chunk on one rank."""
     config, division = plan.config, plan.division
-    own = config.num_experts // division.ep  # How many experts a rank has.
-    experts = range(place.expert * own, (place.expert + 1) * own)
-    model: dict[str, Promise | None] = {}
-    for one in held:
-        name, parameter = one.name, one.parameter
-        if one.expert is not None:
-            if one.expert not in experts:
+    experts_per_rank = config.num_experts // division.ep
+    experts = range(rank.expert * experts_per_rank, (rank.expert + 1) * experts_per_rank)
+    state_dict: dict[str, TensorPlaceholder | None] = {}
+    for chunk_parameter in chunk_parameters:
+        name, parameter = chunk_parameter.name, chunk_parameter.parameter
+        if chunk_parameter.expert is not None:
+            if chunk_parameter.expert not in experts:
                 continue
-            name = renumbered(name, 0, -experts.start)
-        piece = saved_part(parameter, config, place.tensor, division.tp, plan.rows)
-        model[name] = Promise(parameter.name, piece, parameter.shape, one.dtype)
+            name = renumber(name, 0, -experts.start)
+        part = saved_part(parameter, config, rank.tensor, division.tp, plan.vocab_rows)
+        state_dict[name] = TensorPlaceholder(
+            parameter.name, part, parameter.shape, chunk_parameter.dtype
+        )
     if plan.spec == "te":
-        model.update(dict.fromkeys(_states(model)))
-    return model
+        state_dict.update(dict.fromkeys(_extra_state_keys(state_dict)))
+    return state_dict
 
 
-def _states(model: Mapping[str, object]) -> Iterator[str]:
-    """What older versions, which load strictly, want of Transformer Engine's modules."""
-    for name in model:
+def _extra_state_keys(state_dict: Mapping[str, object]) -> Iterator[str]:
+    """Yield the `_extra_state` keys of Transformer Engine modules.
+
+    Older versions of Transformer Engine fail to load without these keys.
+    """
+    for name in state_dict:
         module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and f"{module}.".endswith(WITH_STATE):
-            yield f"{module}.{STATE}"
-            if name.startswith(LAYERS) and name.endswith("linear_qkv.weight"):
-                yield f"{module.removesuffix('linear_qkv')}core_attention.{STATE}"
+        if leaf == "weight" and f"{module}.".endswith(TE_MODULES):
+            yield f"{module}.{EXTRA_STATE}"
+            if name.startswith(LAYERS_PREFIX) and name.endswith("linear_qkv.weight"):
+                yield f"{module.removesuffix('linear_qkv')}core_attention.{EXTRA_STATE}"

@@ -1,9 +1,9 @@
-"""An architecture and a division as Megatron's `args`, so that its own software builds the model.
+"""Megatron args writer: converts GPTConfig and split to the `args` that Megatron loads.
 
-The inverse of `gpt/formats/mappings/megatron_args.py`, for both of Megatron's formats. What
-Megatron's GPT has no argument for, or refuses to build, is refused here by its name, before
-anything is written: a file that loads and computes another function is worse than none. It knows no
-tensors and no files.
+It is the inverse of `gpt/formats/mappings/megatron_args.py`, for both Megatron formats. If
+Megatron's GPT has no argument for a property of the model, or cannot build it, an error names the
+property before anything is written: a checkpoint that loads but computes another function is worse
+than no checkpoint. The module uses no tensors and opens no files.
 """
 
 from argparse import Namespace
@@ -14,69 +14,68 @@ from typing import Any, Literal
 
 import torch
 
-from checkpoints_tools.layout.layout import (
-    VOCABULARY_MULTIPLE,
-    Division,
-    check_experts,
-    padded_vocabulary,
-)
+from checkpoints_tools.layout.layout import ParallelSplit, check_expert_parallel, stored_vocab_rows
 from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import ConfigError
-from gpt.parallel.sharding import check_split, stage_layers
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
+from gpt.parallel.weight_sharding import check_split
 
-# Which classes hold the weights: Transformer Engine's, with norms fused into what follows them, or
-# Megatron-Core's own. Its default is the first.
-Spec = Literal["te", "local"]
-Kind = Literal["torch", "torch_dist"]  # As `--ckpt-format` calls them.
+# Megatron-Core's layer spec: Transformer Engine modules, with norms fused into the next linear (the
+# default), or Megatron-Core's own modules.
+LayerSpec = Literal["te", "local"]
+CkptFormat = Literal["torch", "torch_dist"]  # Values of Megatron's `--ckpt-format`.
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPT2_TOKENS = 50257
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Where the layers are, `[stage][chunk]`, and how arguments say it."""
+class StageLayout:
+    """The layers of each `[stage][chunk]`, and the Megatron arguments for this distribution."""
 
     layers: list[list[range]]
-    arguments: dict[str, Any]
+    args: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
 
-def arguments(
+def build_args(
     config: GPTConfig,
-    division: Division,
+    division: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
-    spec: Spec = "te",
-    kind: Kind = "torch",
+    spec: LayerSpec = "te",
+    ckpt_format: CkptFormat = "torch",
     tokenizer: Path | None = None,
 ) -> Namespace:
-    """Plain values only. Call `check` before: it refuses what they cannot say."""
-    tp, pp, ep = division.tp, division.pp, division.ep
+    """Return Megatron's args as plain values. Call `check_supported` first."""
+    tp = division.tp
+    pp = division.pp
+    ep = division.ep
     return Namespace(
-        **_sizes(config),
-        **_function(config),
-        **_positions(config),
-        **_experts(config),
-        **stages(config, division).arguments,
+        **_size_args(config),
+        **_layer_args(config),
+        **_position_args(config),
+        **_moe_args(config),
+        **plan_stages(config, division).args,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp,
         context_parallel_size=1,
-        # Expert ranks are taken from the data-parallel ones.
+        # Megatron takes its expert ranks from the data-parallel ranks, so `ep` of these are needed.
         data_parallel_size=ep,
         world_size=tp * pp * ep,
         sequence_parallel=tp > 1 and any(config.moe_layers),
-        # Not the padded one: that follows from the two after it, and from the tensor ranks.
+        # The unpadded size; Megatron computes the padded size from tp and the next argument.
         vocab_size=config.vocab_size,
         make_vocab_size_divisible_by=vocabulary_multiple,
-        padded_vocab_size=padded_vocabulary(config, tp, vocabulary_multiple),
-        tokenizer_type=_tokenizer(config, tokenizer),
+        padded_vocab_size=stored_vocab_rows(config, tp, vocabulary_multiple),
+        tokenizer_type=_tokenizer_type(config, tokenizer),
         tokenizer_model=None,
         vocab_file=None,
         merge_file=None,
-        ckpt_format=kind,
+        ckpt_format=ckpt_format,
         transformer_impl="transformer_engine" if spec == "te" else "local",
         use_mcore_models=True,
         use_legacy_models=False,
@@ -87,58 +86,71 @@ def arguments(
     )
 
 
-def check(config: GPTConfig, division: Division) -> None:
-    """Refuse what Megatron's arguments cannot say, and a division that the model cannot have."""
-    for trait in _inexpressible(config):
-        raise ConfigError(f"Megatron's GPT has {trait}; choose another format with --to")
+def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
+    """Refuse a config that Megatron's arguments cannot express, or an impossible split."""
+    for missing_trait in _unsupported_traits(config):
+        raise ConfigError(f"Megatron's GPT has {missing_trait}; choose another format with --to")
     if config.dtype not in DTYPES:
         raise ConfigError(
-            f"Megatron keeps no weights in {config.dtype}; convert to {', '.join(DTYPES)}"
+            f"Megatron has no dtype {config.dtype}; choose one of {', '.join(DTYPES)} with --dtype"
         )
     check_split(config, division.tp, division.pp)
-    check_experts(config, division.ep)
-    if division.vpp < 1 or (division.vpp > 1 and division.pp < 2):
+    check_expert_parallel(config, division.ep)
+    if division.vpp < 1:
         raise ConfigError(
-            f"{division.vpp} virtual stages on {division.pp} pipeline ranks: Megatron has virtual "
-            "stages from two pipeline ranks on; --vpp can be 1"
+            f"--vpp {division.vpp}: the number of virtual stages must be at least 1; give --vpp 1"
+        )
+    if division.vpp > 1 and division.pp < 2:
+        raise ConfigError(
+            f"--vpp {division.vpp} with --pp {division.pp}: Megatron's virtual stages need two or "
+            "more pipeline ranks; give --vpp 1, or a larger --pp"
         )
     if division.pp * division.vpp > config.num_layers:
         raise ConfigError(
-            f"pipeline parallel {division.pp} x {division.vpp} virtual stages leave some without a "
-            f"layer: the model has {config.num_layers} layers; --vpp can be at most "
+            f"pipeline parallel {division.pp} x {division.vpp} virtual stages are more stages than "
+            f"the model has layers ({config.num_layers}); --vpp can be at most "
             f"{config.num_layers // division.pp}"
         )
 
 
-def notes(config: GPTConfig, division: Division, spec: Spec = "te") -> list[str]:
-    """What a user has to know, or to type, when Megatron loads it."""
-    found = list(stages(config, division).notes)
+def load_notes(config: GPTConfig, division: ParallelSplit, spec: LayerSpec = "te") -> list[str]:
+    """Return hints for loading the target in Megatron, such as the flags to give."""
+    notes = list(plan_stages(config, division).notes)
     if config.num_query_groups % division.tp:
-        found.append(
-            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: Megatron-Core "
-            "from 0.16 on reads it, older ones do not"
+        notes.append(
+            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: this needs "
+            "Megatron-Core 0.16 or later"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:
-        found.append(
-            "shared experts have a gate: Megatron needs moe_shared_expert_gate, which came late; "
-            "without it the gate's weights are not loaded"
+        notes.append(
+            "shared experts have a gate: this needs a recent Megatron with moe_shared_expert_gate; "
+            "older ones do not load the gate's weights"
         )
     if config.position_embedding_type == "rope":
-        found.append(
-            "Megatron compares add_position_embedding, which is false here: start it with "
-            "--no-position-embedding, or with --use-checkpoint-args"
+        notes.append(
+            "Megatron compares its flags with the checkpoint's add_position_embedding, which is "
+            "false: start it with --no-position-embedding, or with --use-checkpoint-args"
         )
     if spec == "local":
-        found.append("names are those of --transformer-impl local, which Megatron has to be given")
-    return found
+        notes.append(
+            "tensor names are those of the local layer spec: start Megatron with "
+            "--transformer-impl local"
+        )
+    return notes
 
 
-def stages(config: GPTConfig, division: Division) -> Stages:
-    """Layers as even as can be; where that is not even, in the oldest words that can say it."""
+def plan_stages(config: GPTConfig, division: ParallelSplit) -> StageLayout:
+    """Distribute the layers over stages and chunks as evenly as possible.
+
+    An uneven distribution is written with the oldest Megatron arguments that can express it, so
+    that as many Megatron versions as possible can load the checkpoint.
+    """
     pp, vpp = division.pp, division.vpp
-    layers = stage_layers(config.num_layers, pp, _sayable(config.num_layers, pp, vpp), vpp)
+    layers = stage_layers(
+        config.num_layers, pp, _first_last_counts(config.num_layers, pp, vpp), vpp
+    )
     counts = [[len(chunk) for chunk in chunks] for chunks in layers]
-    said: dict[str, Any] = {
+    args: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "pipeline_model_parallel_layout": None,
@@ -152,104 +164,131 @@ def stages(config: GPTConfig, division: Division) -> Stages:
     balanced = all(len(set(stage)) == 1 for stage in counts)
     if balanced and len(set(totals)) == 1:
         if vpp > 1:
-            said["num_layers_per_virtual_pipeline_stage"] = counts[0][0]
-        return Stages(layers, said)
-    # With two stages one number says all; with more, those between must be equal.
+            args["num_layers_per_virtual_pipeline_stage"] = counts[0][0]
+        return StageLayout(layers, args)
+    # Second case: only the first and the last stage differ, and all stages between them have the
+    # same count. With two stages, the last one counts as the middle.
     middle = set(totals[1:-1] or totals[1:])
     if balanced and len(middle) == 1:
-        usual = middle.pop()
+        common_count = middle.pop()
         ends = {"first": totals[0], "last": totals[-1]}
-        given = {end: count for end, count in ends.items() if count != usual}
-        for end, count in given.items():
-            said[f"decoder_{end}_pipeline_num_layers"] = count
-        said["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
-        flags = " ".join(f"--decoder-{end}-pipeline-num-layers {n}" for end, n in given.items())
-        found = f"{_shares(totals)}; start Megatron with {flags}"
-        return Stages(layers, said, [found])
-    text = _picture(counts)
-    said["pipeline_model_parallel_layout"] = text
-    found = (
-        f"{_shares(totals)}; start Megatron with --pipeline-model-parallel-layout '{text}', which "
-        "came in 2025"
+        uneven_ends = {end: count for end, count in ends.items() if count != common_count}
+        for end, count in uneven_ends.items():
+            args[f"decoder_{end}_pipeline_num_layers"] = count
+        args["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
+        flags = " ".join(
+            f"--decoder-{end}-pipeline-num-layers {n}" for end, n in uneven_ends.items()
+        )
+        note = f"{_uneven_stages_note(totals)}; start Megatron with {flags}"
+        return StageLayout(layers, args, [note])
+    pipeline_layout = _pipeline_layout(counts)
+    args["pipeline_model_parallel_layout"] = pipeline_layout
+    note = (
+        f"{_uneven_stages_note(totals)}; start Megatron with --pipeline-model-parallel-layout "
+        f"'{pipeline_layout}', which Megatron has since 2025"
     )
-    return Stages(layers, said, [found])
+    return StageLayout(layers, args, [note])
 
 
-def _sayable(num_layers: int, pp: int, vpp: int) -> list[int] | None:
-    """Layers of each stage as `first, usual, ..., usual, last`, which all of Megatron's ages know.
+def _first_last_counts(num_layers: int, pp: int, vpp: int) -> list[int] | None:
+    """Return the layer counts of the stages in the form `first, middle, ..., middle, last`.
 
-    None where that is no better than any other way, or where virtual stages forbid it.
+    Of the uneven distributions, this form is supported by the most Megatron versions: it does not
+    need --pipeline-model-parallel-layout. Returns None if the layers divide evenly, if there are
+    fewer than three stages, if the virtual stages do not divide the layers, or if no distribution
+    of this form exists.
     """
-    rows, left = divmod(num_layers, vpp)
-    if left or pp < 3 or rows % pp == 0:
+    layers_per_chunk, remainder = divmod(num_layers, vpp)
+    if remainder or pp < 3 or layers_per_chunk % pp == 0:
         return None
-    found = []
-    for usual in (rows // pp, rows // pp + 1):
-        ends = rows - usual * (pp - 2)
-        if usual and ends >= 2:
-            found.append([ends - ends // 2, *[usual] * (pp - 2), ends // 2])
-    # The ends have the embedding and the head besides.
-    order = [(max(shares), -min(shares), shares[0] + shares[-1], shares) for shares in found]
-    best = min(order)[-1] if order else None
+    candidates = []
+    for middle_count in (layers_per_chunk // pp, layers_per_chunk // pp + 1):
+        ends = layers_per_chunk - middle_count * (pp - 2)
+        if middle_count and ends >= 2:
+            candidates.append([ends - ends // 2, *[middle_count] * (pp - 2), ends // 2])
+    # Prefer the most even distribution. If two are equally even, prefer few layers on the first and
+    # last stages, which also have the embedding and the head.
+    ranked_candidates = [
+        (max(shares), -min(shares), shares[0] + shares[-1], shares) for shares in candidates
+    ]
+    best = min(ranked_candidates)[-1] if ranked_candidates else None
     return [share * vpp for share in best] if best else None
 
 
-def _shares(totals: list[int]) -> str:
-    return f"stages are not even, they have {', '.join(map(str, totals))} layers"
+def _uneven_stages_note(totals: list[int]) -> str:
+    return f"pipeline stages have unequal numbers of layers: {', '.join(map(str, totals))}"
 
 
-def _picture(counts: list[list[int]]) -> str:
-    """As `Ett|tt|ttL`: the stages' first chunks, then their second ones; t is a layer."""
+def _pipeline_layout(counts: list[list[int]]) -> str:
+    """Return Megatron's layout string, such as `Ett|tt|ttL`.
+
+    E is the embedding, t a layer, L the loss. The first chunks of all stages precede the second
+    chunks.
+    """
     chunks = [
         counts[stage][chunk] for chunk in range(len(counts[0])) for stage in range(len(counts))
     ]
     return "E" + "|".join("t" * count for count in chunks) + "L"
 
 
-def _inexpressible(config: GPTConfig) -> Iterator[str]:
-    """Traits that no argument of Megatron's gives, or that it does not build."""
-    gated, activation, biases = config.gated, config.activation, config.mlp_bias
+def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
+    """Yield one phrase per property of the model that Megatron does not support.
+
+    Each phrase begins with "no" and completes the sentence "Megatron's GPT has ...".
+    """
+    gated = config.gated
+    activation = config.activation
+    has_bias = config.mlp_bias
     if config.parallel_residual:
         yield "no parallel_residual"
     if config.position_embedding_type == "learned_absolute+rope":
-        yield "no learned_absolute+rope, which only its older classes had"
+        yield "no learned_absolute+rope (only Megatron's legacy classes had it)"
     if gated and activation != "silu":
-        yield f"no gated {activation}: gated is silu only"
+        yield f"no gated {activation}: only silu can be gated"
     if not gated and activation == "silu":
-        yield "no silu that is not gated"
-    if config.proj_bias != biases or (biases and not config.qkv_bias):
+        yield "no silu without a gate"
+    if config.proj_bias != has_bias or (has_bias and not config.qkv_bias):
         yield (
-            f"no biases as qkv_bias {config.qkv_bias}, proj_bias {config.proj_bias}, mlp_bias "
-            f"{biases}: all have one, or none, or qkv alone"
+            f"no combination of qkv_bias {config.qkv_bias}, proj_bias {config.proj_bias} and "
+            f"mlp_bias {has_bias}: biases are on all three, on none, or on qkv alone"
         )
-    if activation == "gelu_tanh" and not biases:
-        yield "no gelu_tanh without mlp_bias: its kernel adds the bias, and plain GELU is with erf"
+    if activation == "gelu_tanh" and not has_bias:
+        yield (
+            "no gelu_tanh without mlp_bias: its tanh kernel also adds a bias, and its only other "
+            "GELU uses erf"
+        )
     if any(config.moe_layers):
-        yield from _inexpressible_experts(config)
+        yield from _unsupported_moe_traits(config)
     scaling = config.rope_scaling
-    if not config.rotary or scaling is None or scaling.kind == "linear":
+    if not config.uses_rope or scaling is None or scaling.kind == "linear":
         return
     if scaling != RopeScaling("llama3", scaling.factor):
-        usual = RopeScaling("llama3", scaling.factor)
+        default_scaling = RopeScaling("llama3", scaling.factor)
         yield (
-            f"no llama3 rope_scaling from {scaling.original_max_position_embeddings} positions "
-            f"with frequency factors {scaling.low_freq_factor} and {scaling.high_freq_factor}: "
-            f"{usual.original_max_position_embeddings}, {usual.low_freq_factor} and "
-            f"{usual.high_freq_factor} stand in its code"
+            "no llama3 rope_scaling with original_max_position_embeddings "
+            f"{scaling.original_max_position_embeddings}, low_freq_factor "
+            f"{scaling.low_freq_factor} and high_freq_factor {scaling.high_freq_factor}: "
+            f"Megatron's code fixes these at {default_scaling.original_max_position_embeddings}, "
+            f"{default_scaling.low_freq_factor} and {default_scaling.high_freq_factor}"
         )
 
 
-def _inexpressible_experts(config: GPTConfig) -> Iterator[str]:
+def _unsupported_moe_traits(config: GPTConfig) -> Iterator[str]:
     softmax = config.moe_router_score_function == "softmax"
     if config.mlp_bias:
-        yield "no experts with mlp_bias, but where the router has a bias too"
+        yield (
+            "no experts with mlp_bias unless the router has a bias too, and this model's router "
+            "has none"
+        )
     if softmax and config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
-        yield "no moe_router_topk 1 without moe_router_pre_softmax: every weight would be 1"
+        yield (
+            "no moe_router_topk 1 without moe_router_pre_softmax: every expert weight would be 1"
+        )
     if softmax and config.moe_router_expert_bias:
-        yield "no moe_router_expert_bias with softmax: it takes one with sigmoid"
+        yield "no moe_router_expert_bias with softmax: it needs sigmoid scores"
 
 
-def _sizes(config: GPTConfig) -> dict[str, Any]:
+def _size_args(config: GPTConfig) -> dict[str, Any]:
     grouped = config.num_query_groups != config.num_attention_heads
     return {
         "num_layers": config.num_layers,
@@ -257,7 +296,7 @@ def _sizes(config: GPTConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.ffn_hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "group_query_attention": grouped,
-        "num_query_groups": config.num_query_groups if grouped else 1,  # 1 is its default.
+        "num_query_groups": config.num_query_groups if grouped else 1,  # 1: Megatron's default.
         "kv_channels": config.kv_channels,
         "max_position_embeddings": config.max_position_embeddings,
         "seq_length": config.max_position_embeddings,
@@ -265,8 +304,11 @@ def _sizes(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _function(config: GPTConfig) -> dict[str, Any]:
-    """Norms, activation, biases, attention. Names that changed with a version are given twice."""
+def _layer_args(config: GPTConfig) -> dict[str, Any]:
+    """Return the args of norms, activation, biases and attention.
+
+    An arg that Megatron has renamed is written under both names.
+    """
     window = config.window_size
     return {
         "normalization": config.normalization,
@@ -278,12 +320,13 @@ def _function(config: GPTConfig) -> dict[str, Any]:
         "squared_relu": config.activation == "relu2",
         "openai_gelu": False,
         "quick_geglu": False,
-        # Not only how, but which of the two GELUs is computed.
+        # Selects the GELU: the fused kernel uses the tanh approximation, the unfused kernel erf.
         "bias_gelu_fusion": config.activation == "gelu_tanh",
         "add_bias_linear": config.mlp_bias,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_layernorm,
-        "window_size": None if window is None else (window - 1, 0),  # Those before a token.
+        # Megatron counts the tokens before and after the current token, without this token.
+        "window_size": None if window is None else (window - 1, 0),
         "window_attn_skip_freq": None,
         "apply_residual_connection_post_layernorm": False,
         "apply_query_key_layer_scaling": False,
@@ -294,19 +337,19 @@ def _function(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _positions(config: GPTConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling if config.rotary else None
+def _position_args(config: GPTConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling if config.uses_rope else None
     linear = scaling is not None and scaling.kind == "linear"
     llama3 = scaling is not None and scaling.kind == "llama3"
     return {
         "position_embedding_type": config.position_embedding_type,
-        # False with `none` is refused by Megatron, as an old way to say the same.
-        "add_position_embedding": not config.rotary,
-        "use_rotary_position_embeddings": config.rotary,
+        # True also for position_embedding_type "none", because Megatron refuses False there.
+        "add_position_embedding": not config.uses_rope,
+        "use_rotary_position_embeddings": config.uses_rope,
         "rotary_percent": config.rotary_percent,
-        "rotary_base": _whole(config.rotary_base),
+        "rotary_base": _as_integer(config.rotary_base),
         "rotary_interleaved": config.rotary_interleaved,
-        "rotary_seq_len_interpolation_factor": _whole(scaling.factor)
+        "rotary_seq_len_interpolation_factor": _as_integer(scaling.factor)
         if scaling and linear
         else None,
         "use_rope_scaling": llama3,
@@ -315,40 +358,45 @@ def _positions(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _experts(config: GPTConfig) -> dict[str, Any]:
-    """Without experts they stand as Megatron's defaults."""
-    sparse = any(config.moe_layers)
-    frequency = 1 if all(config.moe_layers) or not sparse else [int(x) for x in config.moe_layers]
+def _moe_args(config: GPTConfig) -> dict[str, Any]:
+    """Return the args of the experts; for a model without experts, Megatron's defaults."""
+    has_experts = any(config.moe_layers)
+    frequency = (
+        1 if all(config.moe_layers) or not has_experts else [int(x) for x in config.moe_layers]
+    )
     factor = config.moe_router_topk_scaling_factor
     shared = config.moe_shared_expert_intermediate_size
     return {
-        "num_experts": config.num_experts if sparse else None,
+        "num_experts": config.num_experts if has_experts else None,
         "moe_layer_freq": frequency,
-        "moe_ffn_hidden_size": config.moe_ffn_hidden_size if sparse else None,
-        "moe_router_topk": config.moe_router_topk if sparse else 2,
-        "moe_router_pre_softmax": sparse and config.moe_router_pre_softmax,
-        "moe_router_score_function": config.moe_router_score_function if sparse else "softmax",
-        "moe_router_enable_expert_bias": sparse and config.moe_router_expert_bias,
-        "moe_router_topk_scaling_factor": factor if sparse and factor != 1 else None,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size if has_experts else None,
+        "moe_router_topk": config.moe_router_topk if has_experts else 2,
+        "moe_router_pre_softmax": has_experts and config.moe_router_pre_softmax,
+        "moe_router_score_function": config.moe_router_score_function if has_experts else "softmax",
+        "moe_router_enable_expert_bias": has_experts and config.moe_router_expert_bias,
+        "moe_router_topk_scaling_factor": factor if has_experts and factor != 1 else None,
         "moe_router_num_groups": None,
         "moe_router_group_topk": None,
-        "moe_shared_expert_intermediate_size": shared if sparse and shared else None,
-        "moe_shared_expert_gate": sparse and config.moe_shared_expert_gate,
+        "moe_shared_expert_intermediate_size": shared if has_experts and shared else None,
+        "moe_shared_expert_gate": has_experts and config.moe_shared_expert_gate,
         "moe_grouped_gemm": False,
     }
 
 
-def _whole(value: float) -> float:
-    """As an int where it is one: Megatron's command line takes no other."""
+def _as_integer(value: float) -> float:
+    """Convert a whole number to int; other numbers are kept.
+
+    Megatron's --rotary-base and --rotary-seq-len-interpolation-factor are integer flags.
+    """
     return int(value) if value == int(value) else value
 
 
-def _tokenizer(config: GPTConfig, path: Path | None) -> str | None:
-    """GPT-2's if its files are there: Megatron compares the kind with what it was started with.
+def _tokenizer_type(config: GPTConfig, path: Path | None) -> str | None:
+    """Return GPT2BPETokenizer if the tokenizer is GPT-2's, else None.
 
-    For others it takes its own command line's word, as None is no argument to it.
+    Megatron compares a recorded type with its flag --tokenizer-type; with None the flag decides.
     """
     if path is None or not path.is_dir() or not any(path.glob("*merges.txt")):
         return None
-    plain = not (path / "tokenizer.json").is_file() or config.vocab_size == GPT2_TOKENS
-    return "GPT2BPETokenizer" if plain else None
+    is_gpt2 = not (path / "tokenizer.json").is_file() or config.vocab_size == GPT2_TOKENS
+    return "GPT2BPETokenizer" if is_gpt2 else None

@@ -1,26 +1,32 @@
-"""Preamble's own form, written: canonical tensors, whole, in safetensors files.
+"""Native writer: plans safetensors files with canonical, unsharded tensors.
 
-Files are of a bounded size, so that one can be copied again by itself. It only plans.
-The manifest, which makes the directory a checkpoint, is every format's and written elsewhere.
+File sizes are bounded, so that a damaged file can be copied again alone. The module only plans; it
+reads no weights. `checkpoints_tools/conversion/convert.py` writes the manifest, without which the
+directory is not a native checkpoint.
 """
 
 from checkpoints_tools.layout.layout import Layout
-from checkpoints_tools.layout.safetensors import Entry, safetensors_file, shard_name, shards
+from checkpoints_tools.layout.safetensors import (
+    SafetensorsEntry,
+    plan_safetensors_file,
+    shard_file_name,
+    split_into_shards,
+)
 from gpt.checkpoint.logical_tensor import Checkpoint
-from gpt.parallel.sharding import Part
+from gpt.parallel.weight_sharding import ShardSpec
 
 SHARD_BYTES_MAX = 4 << 30
 
 
-def layout(checkpoint: Checkpoint, *, shard_bytes_max: int = SHARD_BYTES_MAX) -> Layout:
-    """`checkpoint` is in the dtype that is to be stored."""
+def plan_layout(checkpoint: Checkpoint, *, shard_bytes_max: int = SHARD_BYTES_MAX) -> Layout:
+    """Plan the target's files; `checkpoint` already has the target's dtype."""
     entries = []
     for name, logical in checkpoint.tensors.items():
-        whole = Part(0, ((0, logical.shape[0]),), logical.shape[0])
-        entries.append(Entry(name, name, whole, logical.shape, logical.dtype))
-    runs = shards(entries, shard_bytes_max)
+        full_part = ShardSpec(0, ((0, logical.shape[0]),), logical.shape[0])
+        entries.append(SafetensorsEntry(name, name, full_part, logical.shape, logical.dtype))
+    shards = split_into_shards(entries, shard_bytes_max)
     files = [
-        safetensors_file(shard_name("model", number, len(runs)), run)
-        for number, run in enumerate(runs)
+        plan_safetensors_file(shard_file_name("model", index, len(shards)), shard)
+        for index, shard in enumerate(shards)
     ]
     return Layout("native", tuple(files))

@@ -1,8 +1,9 @@
-"""NeMo 1's `.nemo`, planned: one tar of a config, the tokenizer's files, and every rank's weights.
+"""NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
-Ranks hold what Megatron's do, under a prefix of NeMo's, and are archives of `torch.save` inside the
-tar. The tokenizer goes along if the config has a way to refer to it; artifacts are named by their
-own content, so that the same model gives the same bytes. No NeMo was there to try it.
+Each rank has the same tensors as in Megatron's format, under NeMo's prefix, in a `torch.save`
+archive inside the tar. The tokenizer is included if NeMo's config can refer to it. The names of the
+tokenizer's files are derived from their content, so the same model gives the same bytes. The output
+was not tested with NeMo itself.
 """
 
 import hashlib
@@ -12,128 +13,157 @@ from typing import Any
 
 import yaml
 
-from checkpoints_tools.layout.layout import VOCABULARY_MULTIPLE, Division, Layout, padded_vocabulary
-from checkpoints_tools.layout.tar import NAME_BYTES_MAX, Tar
-from checkpoints_tools.layout.tokenizer_files import tokenizer_files
-from checkpoints_tools.writers.megatron import rank_models
-from checkpoints_tools.writers.nemo_config import check, model_config, notes
+from checkpoints_tools.layout.layout import Layout, ParallelSplit, stored_vocab_rows
+from checkpoints_tools.layout.tar import NAME_BYTES_MAX, TarLayout
+from checkpoints_tools.layout.tokenizer_files import plan_tokenizer_files
+from checkpoints_tools.writers.megatron import rank_state_dicts
+from checkpoints_tools.writers.nemo_config import check_supported, load_notes, model_config
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import CheckpointError
-from gpt.formats.megatron.rank_files import Place
-from gpt.formats.nemo.archive import CONFIG
-from gpt.formats.nemo.reader import BPE, SENTENCEPIECE, WEIGHTS
+from gpt.formats.megatron.rank_files import RankCoordinates
+from gpt.formats.nemo.archive import CONFIG_FILE
+from gpt.formats.nemo.reader import BPE_FILES, SENTENCEPIECE_FILES, WEIGHTS_FILE
+from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
-FORMAT, FILE = "nemo", "model.nemo"
-PREFIX = "model."  # Of tensors, where NeMo's own model is an attribute.
-UNTRIED = (
-    "no NeMo was at hand to load it: it was read back by Preamble only; where another format will "
-    "do, prefer --to megatron-dist"
+FORMAT, NEMO_FILE = "nemo", "model.nemo"
+TENSOR_PREFIX = "model."  # NeMo stores the Megatron model in its attribute `model`.
+UNTESTED_NOTE = (
+    "--to nemo was tested only with Preamble's reader, not with NeMo; if you can load "
+    "megatron-dist, prefer --to megatron-dist"
 )
 
 
 @dataclass(frozen=True)
-class _Words:
-    """The tokenizer as the config has it, and its files by the names of members."""
+class _TokenizerBundle:
+    """The tokenizer section of the config, and the tokenizer files by member name."""
 
     section: dict[str, Any]
     files: dict[str, bytes] = field(default_factory=dict)
-    tokens: int = 0
+    vocab_size: int = 0  # 0: unknown.
     notes: tuple[str, ...] = ()
 
 
-def layout(
+def plan_layout(
     checkpoint: Checkpoint,
-    division: Division,
+    division: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Layout:
-    """`checkpoint` is in the dtype that is to be stored."""
+    """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check(config, division)
-    words = _words(checkpoint.tokenizer)
-    record = model_config(
+    check_supported(config, division)
+    tokenizer = _bundle_tokenizer(checkpoint.tokenizer)
+    model_section = model_config(
         config,
         division,
         vocabulary_multiple=vocabulary_multiple,
-        tokenizer=words.section,
-        tokens=words.tokens,
+        tokenizer=tokenizer.section,
+        tokenizer_vocab_size=tokenizer.vocab_size,
     )
-    tar = Tar()
-    tar.text(f"./{CONFIG}", yaml.safe_dump(record).encode())
-    for name, content in words.files.items():
-        tar.text(f"./{name}", content)
-    rows = padded_vocabulary(config, division.tp, vocabulary_multiple)
-    for place, (model,) in rank_models(checkpoint, division, rows):
-        weights = {f"{PREFIX}{name}": promise for name, promise in model.items()}
-        tar.archive(f"./{_folder(place, division)}{WEIGHTS}", weights)
-    said = (UNTRIED, *notes(config, division), *words.notes)
-    return Layout(FORMAT, (tar.close(FILE),), notes=said, vocabulary_rows=rows, alone=True)
+    tar = TarLayout()
+    tar.add_bytes(f"./{CONFIG_FILE}", yaml.safe_dump(model_section).encode())
+    for name, content in tokenizer.files.items():
+        tar.add_bytes(f"./{name}", content)
+    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    for rank, (state_dict,) in rank_state_dicts(checkpoint, division, vocab_rows):
+        weights = {
+            f"{TENSOR_PREFIX}{name}": placeholder for name, placeholder in state_dict.items()
+        }
+        tar.add_torch_archive(f"./{_rank_folder(rank, division)}{WEIGHTS_FILE}", weights)
+    layout_notes = (UNTESTED_NOTE, *load_notes(config, division), *tokenizer.notes)
+    return Layout(
+        FORMAT,
+        (tar.finish(NEMO_FILE),),
+        notes=layout_notes,
+        padded_vocab_size=vocab_rows,
+        is_single_file=True,
+    )
 
 
-def _folder(place: Place, division: Division) -> str:
+def _rank_folder(rank: RankCoordinates, division: ParallelSplit) -> str:
     if division.pp > 1:
-        return f"tp_rank_{place.tensor:02}_pp_rank_{place.stage:03}/"
-    return f"mp_rank_{place.tensor:02}/" if division.tp > 1 else ""
+        return f"tp_rank_{rank.tensor:02}_pp_rank_{rank.stage:03}/"
+    return f"mp_rank_{rank.tensor:02}/" if division.tp > 1 else ""
 
 
-def _words(tokenizer: Path | None) -> _Words:
-    """Sentencepiece models and GPT-2's two files can be referred to; others stay outside."""
-    section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE, *BPE))
+def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
+    """Bundle a SentencePiece model or GPT-2's two files; NeMo's config can refer only to these."""
+    section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:
-        return _Words(section)
+        return _TokenizerBundle(section)
     files = {
-        file.path: b"".join(text.content for text in file.texts)
-        for file in tokenizer_files(tokenizer, Layout(FORMAT, ()))
+        file.path: b"".join(literal.content for literal in file.literals)
+        for file in plan_tokenizer_files(tokenizer, Layout(FORMAT, ()))
     }
-    found = _opened(tokenizer)
+    opened_tokenizer = _try_open(tokenizer)
     models = [name for name in files if name.endswith(".model")]
-    pieces = _opened(tokenizer, "sentencepiece") if len(models) == 1 else None
-    if pieces and found and _same_tokens(pieces, found):
+    sentencepiece = _try_open(tokenizer, "sentencepiece") if len(models) == 1 else None
+    if sentencepiece and opened_tokenizer and _same_tokens(sentencepiece, opened_tokenizer):
         section |= {"library": "sentencepiece", "sentencepiece_legacy": False}
-        chosen = {"model": models[0]}
-    elif found and found.kind == "gpt2":
+        chosen_files = {"model": models[0]}
+    elif opened_tokenizer and opened_tokenizer.kind == "gpt2":
         section |= {"library": "megatron", "type": "GPT2BPETokenizer"}
-        chosen = {
-            key: next(name for name in files if name.endswith(ending))
-            for key, ending in BPE.items()
+        chosen_files = {
+            key: next(name for name in files if name.endswith(suffix))
+            for key, suffix in BPE_FILES.items()
         }
     else:
-        note = (
-            f"the tokenizer {tokenizer} is of a kind that a .nemo cannot refer to, so it is not "
-            "inside: keep it beside, and name it to NeMo in model.tokenizer"
+        reason = (
+            f"{tokenizer} cannot be opened"
+            if opened_tokenizer is None
+            else "a .nemo can contain only a SentencePiece model or GPT-2's vocab.json and "
+            f"merges.txt, and {tokenizer} is equivalent to neither"
         )
-        return _Words(section, notes=(note,))
-    artifacts = {key: _artifact(name, files[name]) for key, name in chosen.items()}
+        note = (
+            f"the target has no tokenizer, because {reason}; set model.tokenizer in NeMo when it "
+            "loads the target"
+        )
+        return _TokenizerBundle(section, notes=(note,))
+    artifacts = {key: _artifact_name(name, files[name]) for key, name in chosen_files.items()}
     section |= {key: f"nemo:{artifact}" for key, artifact in artifacts.items()}
-    inside = {artifacts[key]: files[name] for key, name in chosen.items()}
-    lost = (
-        "prompts of this model begin with a token of their own (BOS), which a .nemo cannot say",
+    bundled_files = {artifacts[key]: files[name] for key, name in chosen_files.items()}
+    bos_notes = ("prompts of this model begin with a BOS token, which a .nemo cannot record",)
+    return _TokenizerBundle(
+        section,
+        bundled_files,
+        opened_tokenizer.vocab_size,
+        bos_notes if opened_tokenizer.adds_bos else (),
     )
-    return _Words(section, inside, found.vocab_size, lost if found.adds_bos else ())
 
 
-def _opened(tokenizer: Path, kind: str | None = None) -> Tokenizer | None:
+def _try_open(tokenizer: Path, kind: str | None = None) -> Tokenizer | None:
     try:
         return open_tokenizer(tokenizer, kind=kind)
     except CheckpointError:
         return None
 
 
-def _same_tokens(model: Tokenizer, found: Tokenizer) -> bool:
-    """Whether a sentencepiece model stands for the tokenizer.json beside it, token by token.
+def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
+    """Tell whether a SentencePiece model has the same tokens as the checkpoint's tokenizer.
 
-    Tokens may have been added to that later, and what one hides, the other may show.
+    `reference` is the checkpoint's tokenizer. If it is SentencePiece too, both are the same file.
+    Otherwise it is a tokenizer.json, which may have tokens that were added after the SentencePiece
+    model was made. A token is not compared if one of the two tokenizers returns no bytes for it, as
+    for a special token.
     """
-    if found.kind == model.kind or found.vocab_size != model.vocab_size:
-        return found.kind == model.kind
-    pairs = ((model.token_bytes(i), found.token_bytes(i)) for i in range(found.vocab_size))
+    if reference.kind == sentencepiece.kind or reference.vocab_size != sentencepiece.vocab_size:
+        return reference.kind == sentencepiece.kind
+    pairs = (
+        (sentencepiece.token_bytes(i), reference.token_bytes(i))
+        for i in range(reference.vocab_size)
+    )
     return all(left == right for left, right in pairs if left is not None and right is not None)
 
 
-def _artifact(name: str, content: bytes) -> str:
-    """NeMo draws a prefix at random; one from the content is as good, and always the same."""
+def _artifact_name(name: str, content: bytes) -> str:
+    """Return the member name of a tokenizer file.
+
+    The prefix is a hash of the content, whereas NeMo's own prefix is random.
+    """
     prefix = hashlib.sha256(content).hexdigest()[:32]
-    room = NAME_BYTES_MAX - len(f"./{prefix}_")
-    plain = name if name.isascii() and len(name) <= room else f"tokenizer{Path(name).suffix}"
-    return f"{prefix}_{plain}"
+    name_bytes_max = NAME_BYTES_MAX - len(f"./{prefix}_")
+    base_name = (
+        name if name.isascii() and len(name) <= name_bytes_max else f"tokenizer{Path(name).suffix}"
+    )
+    return f"{prefix}_{base_name}"

@@ -1,27 +1,32 @@
-"""An architecture and a division as NeMo 1's `model_config.yaml`: nemo_args, inverted.
+"""NeMo config writer: converts GPTConfig and split to NeMo 1's `model_config.yaml`.
 
-NeMo builds Megatron-Core's GPT, so what that cannot be is refused as for Megatron; but NeMo's words
-are its own, and it adds a few: gated GELU, and every stretching of positions by Llama 3.1's rule.
-A field whose absence means its default is left out, as NeMo does not take null for absent.
-It knows no tensors and no files.
+It is the inverse of `gpt/formats/mappings/nemo_args.py`. NeMo builds Megatron-Core's GPT, so a
+model property that Megatron lacks is refused here too. NeMo has its own field names, and supports
+more than Megatron's args: gated GELU, and any parameters of Llama 3.1's RoPE scaling. A null value
+usually selects NeMo's default. Fields for which NeMo does not accept null are omitted instead.
+
+NeMo 1 is the API that loads `.nemo` files; releases 2.x of the NeMo package also contain it. The
+module uses no tensors and opens no files.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_tools.layout.layout import VOCABULARY_MULTIPLE, Division, padded_vocabulary
-from checkpoints_tools.writers.megatron_args import check as check_megatron
-from checkpoints_tools.writers.megatron_args import stages
+from checkpoints_tools.layout.layout import ParallelSplit, stored_vocab_rows
+from checkpoints_tools.writers.megatron_args import check_supported as check_megatron
+from checkpoints_tools.writers.megatron_args import plan_stages
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE, padded_vocab_size
 
-TARGET = "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel"
+TARGET_CLASS = "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel"
 PRECISIONS: Mapping[str, str | int] = {"float32": 32, "bfloat16": "bf16", "float16": 16}
-NORMS: Mapping[tuple[str, bool], str] = {
+NORM_TYPES: Mapping[tuple[str, bool], str] = {
     ("LayerNorm", False): "layernorm",
     ("LayerNorm", True): "layernorm1p",
     ("RMSNorm", False): "rmsnorm",
-    ("RMSNorm", True): "rmsnorm",  # And a field of its own.
+    # The same value as above; the field layernorm_zero_centered_gamma distinguishes the two.
+    ("RMSNorm", True): "rmsnorm",
 }
 ACTIVATIONS: Mapping[tuple[str, bool], str] = {
     ("gelu", False): "gelu",
@@ -31,8 +36,8 @@ ACTIVATIONS: Mapping[tuple[str, bool], str] = {
     ("gelu", True): "fast-geglu",
     ("gelu_tanh", True): "fast-geglu",
 }
-# What NeMo asks of a config although a model that is only read does not need it.
-NEEDED: Mapping[str, Any] = {
+# Fields that NeMo requires although they do not matter for loading a model.
+REQUIRED_FIELDS: Mapping[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 1,
     "sequence_parallel": False,
@@ -44,35 +49,38 @@ NEEDED: Mapping[str, Any] = {
 }
 
 
-def check(config: GPTConfig, division: Division) -> None:
-    """Refuse what the config cannot say, and a division that a `.nemo` cannot have."""
+def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
+    """Refuse a config that NeMo cannot express, or a split that a `.nemo` cannot have."""
     if division.vpp != 1:
         raise ConfigError(
-            f"--to nemo has no virtual pipeline (--vpp {division.vpp}): NeMo 1 gave it up; leave it"
-            " out, or choose --to megatron-dist"
+            f"--to nemo does not support virtual stages (--vpp {division.vpp}), which the "
+            "last releases of NeMo 1 do not support; remove --vpp, or choose --to megatron-dist"
         )
     if division.ep != 1:
         raise ConfigError(
-            f"--to nemo has no expert ranks (--ep {division.ep}): a .nemo has no files for them; "
-            "leave it out, or choose --to megatron-dist"
+            f"--to nemo does not support expert parallel (--ep {division.ep}): a .nemo has no "
+            "files for expert ranks; remove --ep, or choose --to megatron-dist"
         )
-    plain: dict[str, Any] = {"rope_scaling": None}
+    neutral_fields: dict[str, Any] = {"rope_scaling": None}
     if config.gated and config.activation in ("gelu", "gelu_tanh"):
-        plain["activation"] = "silu"
-    check_megatron(config.with_fields(**plain), division)
+        neutral_fields["activation"] = "silu"
+    check_megatron(config.with_fields(**neutral_fields), division)
 
 
 def model_config(
     config: GPTConfig,
-    division: Division,
+    division: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     tokenizer: Mapping[str, Any] | None = None,
-    tokens: int = 0,
+    tokenizer_vocab_size: int = 0,
 ) -> dict[str, Any]:
-    """Call `check` before. `tokenizer` is its section, `tokens` how many that has, 0 if unknown."""
-    said = {
-        "target": TARGET,
+    """Return the fields of model_config.yaml. Call `check_supported` first.
+
+    `tokenizer` is the config's tokenizer section; `tokenizer_vocab_size` is 0 if unknown.
+    """
+    fields = {
+        "target": TARGET_CLASS,
         "mcore_gpt": True,
         "megatron_amp_O2": False,
         "megatron_legacy": False,
@@ -83,56 +91,62 @@ def model_config(
         "virtual_pipeline_model_parallel_size": None,
         "expert_model_parallel_size": 1,
         "tokenizer": dict(tokenizer or {"library": None, "type": None, "model": None}),
-        **NEEDED,
-        **_vocabulary(config, division.tp, vocabulary_multiple, tokens),
-        **_sizes(config),
-        **_function(config),
-        **_positions(config),
-        **(_experts(config) if any(config.moe_layers) else {}),
+        **REQUIRED_FIELDS,
+        **_vocab_fields(config, division.tp, vocabulary_multiple, tokenizer_vocab_size),
+        **_size_fields(config),
+        **_layer_fields(config),
+        **_position_fields(config),
+        **(_moe_fields(config) if any(config.moe_layers) else {}),
     }
-    split = stages(config, division).arguments
+    stage_args = plan_stages(config, division).args
     for end in ("first", "last"):
-        count = split[f"decoder_{end}_pipeline_num_layers"]
+        count = stage_args[f"decoder_{end}_pipeline_num_layers"]
         if count is not None:
-            said[f"num_layers_in_{end}_pipeline_stage"] = count
-    # NeMo's usual layers are all of one kind, and have no norms of queries and keys.
+            fields[f"num_layers_in_{end}_pipeline_stage"] = count
+    # NeMo's default layer spec has one kind of layer, and no query and key norms.
     if config.qk_layernorm or len(set(config.moe_layers)) > 1:
-        said["name"] = "decoder_block_gpt"
-    return said
+        fields["name"] = "decoder_block_gpt"
+    return fields
 
 
-def notes(config: GPTConfig, division: Division) -> list[str]:
-    """What a user has to know before NeMo loads it."""
-    found = []
+def load_notes(config: GPTConfig, division: ParallelSplit) -> list[str]:
+    """Return hints for loading the target in NeMo, such as the required versions."""
+    notes = []
     if config.num_query_groups % division.tp:
-        found.append(
-            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: Megatron-Core "
-            "from 0.16 on reads it, and NeMo 1 came with older ones"
+        notes.append(
+            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: this needs "
+            "Megatron-Core 0.16 or later, and NeMo 1 was released with older ones"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:
-        found.append(
-            "shared experts have a gate: NeMo's Megatron-Core needs moe_shared_expert_gate, which "
-            "came late; without it the gate's weights are not loaded"
+        notes.append(
+            "shared experts have a gate: this needs a recent Megatron-Core with "
+            "moe_shared_expert_gate; older ones do not load the gate's weights"
         )
     if config.qk_layernorm or len(set(config.moe_layers)) > 1:
-        found.append("its layers are of NeMo's decoder_block_gpt, which came with 2.0")
-    return found
+        notes.append(
+            "the layer spec is decoder_block_gpt: this needs version 2.0 or later of the NeMo "
+            "package, which still loads .nemo files"
+        )
+    return notes
 
 
-def _vocabulary(config: GPTConfig, tp: int, multiple: int, tokens: int) -> dict[str, Any]:
-    """NeMo pads its tokenizer's size; where that gives other rows, it is told how many there are.
+def _vocab_fields(
+    config: GPTConfig, tp: int, multiple: int, tokenizer_vocab_size: int
+) -> dict[str, Any]:
+    """Return the vocabulary fields of the config.
 
-    The true size, which it does not keep, is beside that for our own reader.
+    NeMo computes the number of rows by padding its tokenizer's size. If the embedding has another
+    number of rows, override_vocab_size is set. NeMo has no field for the unpadded size, so
+    true_vocab_size is added for Preamble's reader.
     """
-    rows = padded_vocabulary(config, tp, multiple)
-    step = multiple * tp
-    said = {"make_vocab_size_divisible_by": multiple, "true_vocab_size": config.vocab_size}
-    if -(-tokens // step) * step != rows:
-        said["override_vocab_size"] = rows
-    return said
+    rows = stored_vocab_rows(config, tp, multiple)
+    fields = {"make_vocab_size_divisible_by": multiple, "true_vocab_size": config.vocab_size}
+    if padded_vocab_size(tokenizer_vocab_size, tp, multiple) != rows:
+        fields["override_vocab_size"] = rows
+    return fields
 
 
-def _sizes(config: GPTConfig) -> dict[str, Any]:
+def _size_fields(config: GPTConfig) -> dict[str, Any]:
     grouped = config.num_query_groups != config.num_attention_heads
     return {
         "num_layers": config.num_layers,
@@ -147,16 +161,17 @@ def _sizes(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _function(config: GPTConfig) -> dict[str, Any]:
-    """Norms, activation, biases, attention."""
-    said: dict[str, Any] = {
-        "normalization": NORMS[config.normalization, config.layernorm_zero_centered_gamma],
+def _layer_fields(config: GPTConfig) -> dict[str, Any]:
+    """Return the fields of norms, activation, biases and attention."""
+    fields: dict[str, Any] = {
+        "normalization": NORM_TYPES[config.normalization, config.layernorm_zero_centered_gamma],
         "layernorm_zero_centered_gamma": config.layernorm_zero_centered_gamma,
         "layernorm_epsilon": config.layernorm_epsilon,
         "activation": ACTIVATIONS[config.activation, config.gated],
         "openai_gelu": False,
         "onnx_safe": False,
-        # Not only how, but which of the two GELUs is computed.
+        # Selects the GELU: the fused kernel uses the tanh approximation, the unfused kernel erf.
+        # For silu, fusion does not change the function.
         "bias_activation_fusion": config.activation in ("gelu_tanh", "silu"),
         "bias": config.mlp_bias,
         "qkv_bias": config.qkv_bias,
@@ -168,36 +183,37 @@ def _function(config: GPTConfig) -> dict[str, Any]:
         "attention_dropout": config.attention_dropout,
     }
     if config.window_size is not None:
-        said["window_size"] = [config.window_size - 1, 0]  # Those before a token.
-    return said
+        # NeMo counts the tokens before and after the current token, without this token.
+        fields["window_size"] = [config.window_size - 1, 0]
+    return fields
 
 
-def _positions(config: GPTConfig) -> dict[str, Any]:
-    said: dict[str, Any] = {"position_embedding_type": config.position_embedding_type}
-    if not config.rotary:
-        return said
-    said |= {
+def _position_fields(config: GPTConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"position_embedding_type": config.position_embedding_type}
+    if not config.uses_rope:
+        return fields
+    fields |= {
         "rotary_percentage": config.rotary_percent,
-        "rotary_base": _whole(config.rotary_base),
+        "rotary_base": _as_integer(config.rotary_base),
         "rotary_interleaved": config.rotary_interleaved,
         "seq_len_interpolation_factor": None,
     }
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "linear":
-        said["seq_len_interpolation_factor"] = _whole(scaling.factor)
+        fields["seq_len_interpolation_factor"] = _as_integer(scaling.factor)
     elif scaling is not None:
-        said |= {
+        fields |= {
             "scale_positional_embedding": True,
-            "scale_factor": _whole(scaling.factor),
-            "low_freq_factor": _whole(scaling.low_freq_factor),
-            "high_freq_factor": _whole(scaling.high_freq_factor),
+            "scale_factor": _as_integer(scaling.factor),
+            "low_freq_factor": _as_integer(scaling.low_freq_factor),
+            "high_freq_factor": _as_integer(scaling.high_freq_factor),
             "old_context_len": scaling.original_max_position_embeddings,
         }
-    return said
+    return fields
 
 
-def _experts(config: GPTConfig) -> dict[str, Any]:
-    said: dict[str, Any] = {
+def _moe_fields(config: GPTConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "num_moe_experts": config.num_experts,
         "moe_layer_freq": 1 if all(config.moe_layers) else [int(x) for x in config.moe_layers],
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
@@ -208,13 +224,13 @@ def _experts(config: GPTConfig) -> dict[str, Any]:
         "moe_grouped_gemm": False,
     }
     if config.moe_router_topk_scaling_factor != 1:
-        said["moe_router_topk_scaling_factor"] = config.moe_router_topk_scaling_factor
+        fields["moe_router_topk_scaling_factor"] = config.moe_router_topk_scaling_factor
     if config.moe_shared_expert_intermediate_size:
-        said["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
-        said["moe_shared_expert_gate"] = config.moe_shared_expert_gate
-    return said
+        fields["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
+        fields["moe_shared_expert_gate"] = config.moe_shared_expert_gate
+    return fields
 
 
-def _whole(value: float) -> float:
-    """As an int where it is one, which is what NeMo's own configs have."""
+def _as_integer(value: float) -> float:
+    """Convert a whole number to int, as in NeMo's own configs."""
     return int(value) if value == int(value) else value

@@ -1,7 +1,7 @@
-"""The formats that can be written, and what a user may wish of each.
+"""Checkpoint writer registry: maps each target format to its writer and its options.
 
-A writer is imported only when it is asked for. Wishes that a format does not know are refused, so
-that nobody believes them to be obeyed.
+A writer's module is imported only when its format is requested. An option that the format does not
+support is an error, because a user could otherwise believe that it has an effect.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,94 +9,103 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.layout.layout import Division, Layout
+from checkpoints_tools.layout.layout import Layout, ParallelSplit
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import ConfigError
 
-WHOLE = Division()
+UNSPLIT = ParallelSplit()
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A target as its user wants it; None is the format's own default."""
+class ConversionOptions:
+    """Options of a conversion.
 
-    to: str = "native"
+    None: for `dtype` and `tokenizer` those of the source, otherwise the format's default.
+    """
+
+    target_format: str = "native"
     dtype: str | None = None
     tokenizer: Path | None = None
     prove: bool = False
-    division: Division = WHOLE
+    division: ParallelSplit = UNSPLIT
     vocabulary_multiple: int | None = None
     spec: str | None = None
     family: str | None = None
     shard_bytes_max: int | None = None
 
 
-def lay_out(checkpoint: Checkpoint, wish: Wish) -> Layout:
-    """The target's files; `checkpoint` is in the dtype that is to be stored."""
-    writer, knows = WRITERS[wish.to]
-    given = {
-        "division": None if wish.division == WHOLE else wish.division,
-        "vocabulary_multiple": wish.vocabulary_multiple,
-        "spec": wish.spec,
-        "family": wish.family,
-        "shard_bytes_max": wish.shard_bytes_max,
+def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout:
+    """Plan the target's files; `checkpoint` already has the target's dtype."""
+    writer, supported_options = WRITERS[conversion.target_format]
+    options_by_name = {
+        "division": None if conversion.division == UNSPLIT else conversion.division,
+        "vocabulary_multiple": conversion.vocabulary_multiple,
+        "spec": conversion.spec,
+        "family": conversion.family,
+        "shard_bytes_max": conversion.shard_bytes_max,
     }
-    for name, value in given.items():
-        if value is not None and name not in knows:
-            raise ConfigError(f"--to {wish.to} has no {FLAGS[name]}; leave it out")
-    options = {name: value for name, value in given.items() if value is not None}
+    for name, value in options_by_name.items():
+        if value is not None and name not in supported_options:
+            raise ConfigError(
+                f"--to {conversion.target_format} has no {OPTION_FLAGS[name]}; remove the flag"
+            )
+    options = {name: value for name, value in options_by_name.items() if value is not None}
     layout = writer(checkpoint, options)
-    if layout.alone and wish.prove:
-        raise ConfigError(f"--to {wish.to} has no place for a proof (--prove); leave it out")
+    if layout.is_single_file and conversion.prove:
+        raise ConfigError(
+            f"--to {conversion.target_format} cannot store reference logits (a proof); remove "
+            "--prove"
+        )
     return layout
 
 
-FLAGS = {
-    "division": "split (--tp, --pp, --vpp, --ep): its tensors are whole",
-    "vocabulary_multiple": "padding of the vocabulary (--make-vocab-size-divisible-by)",
-    "spec": "specs (--megatron-spec)",
-    "family": "families (--family)",
-    "shard_bytes_max": "shards (--shard-gb)",
+# Descriptions of the options, with their flags, for the error "--to FORMAT has no ...".
+OPTION_FLAGS = {
+    "division": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
+    "vocabulary_multiple": "vocabulary padding (--make-vocab-size-divisible-by)",
+    "spec": "layer specs (--megatron-spec)",
+    "family": "model families (--family)",
+    "shard_bytes_max": "limit of file sizes (--shard-gb)",
 }
 
-Options = Mapping[str, Any]
+WriterOptions = Mapping[str, Any]
 
 
-def _native(checkpoint: Checkpoint, options: Options) -> Layout:
-    from checkpoints_tools.writers.native import layout
+def _plan_native(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
+    from checkpoints_tools.writers.native import plan_layout
 
-    return layout(checkpoint, **options)
-
-
-def _megatron(checkpoint: Checkpoint, options: Options) -> Layout:
-    from checkpoints_tools.writers.megatron import layout
-
-    return layout(checkpoint, **{"division": WHOLE, **options})
+    return plan_layout(checkpoint, **options)
 
 
-def _torch_dist(checkpoint: Checkpoint, options: Options) -> Layout:
-    from checkpoints_tools.writers.torch_dist import layout
+def _plan_megatron(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
+    from checkpoints_tools.writers.megatron import plan_layout
 
-    return layout(checkpoint, **{"division": WHOLE, **options})
-
-
-def _nemo(checkpoint: Checkpoint, options: Options) -> Layout:
-    from checkpoints_tools.writers.nemo import layout
-
-    return layout(checkpoint, **{"division": WHOLE, **options})
+    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
 
 
-def _huggingface(checkpoint: Checkpoint, options: Options) -> Layout:
-    from checkpoints_tools.writers.huggingface import layout
+def _plan_torch_dist(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
+    from checkpoints_tools.writers.torch_dist import plan_layout
 
-    return layout(checkpoint, **options)
+    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
 
 
-MEGATRON_KNOWS = ("division", "vocabulary_multiple", "spec")
-WRITERS: Mapping[str, tuple[Callable[[Checkpoint, Options], Layout], tuple[str, ...]]] = {
-    "native": (_native, ("shard_bytes_max",)),
-    "megatron": (_megatron, MEGATRON_KNOWS),
-    "megatron-dist": (_torch_dist, MEGATRON_KNOWS),
-    "nemo": (_nemo, ("division", "vocabulary_multiple")),
-    "hf": (_huggingface, ("family", "shard_bytes_max")),
+def _plan_nemo(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
+    from checkpoints_tools.writers.nemo import plan_layout
+
+    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+
+
+def _plan_huggingface(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
+    from checkpoints_tools.writers.huggingface import plan_layout
+
+    return plan_layout(checkpoint, **options)
+
+
+MEGATRON_OPTIONS = ("division", "vocabulary_multiple", "spec")
+WRITERS: Mapping[str, tuple[Callable[[Checkpoint, WriterOptions], Layout], tuple[str, ...]]] = {
+    "native": (_plan_native, ("shard_bytes_max",)),
+    "megatron": (_plan_megatron, MEGATRON_OPTIONS),
+    "megatron-dist": (_plan_torch_dist, MEGATRON_OPTIONS),
+    "nemo": (_plan_nemo, ("division", "vocabulary_multiple")),
+    "hf": (_plan_huggingface, ("family", "shard_bytes_max")),
 }

@@ -1,8 +1,9 @@
-"""Writes Megatron-Core's distributed checkpoints (`torch_dist`): one index, chunks in a few files.
+"""torch_dist writer: plans a Megatron-Core distributed checkpoint, its index and chunk files.
 
-Tensors are whole in it at any split, one chunk for each layer's or each expert's; tensor ranks
-decide how far the vocabulary is padded, and nothing else. The index is of torch's own classes and
-names every byte, so it is known before a weight is read. It only plans.
+Whatever the parallel split, the writer stores unsharded tensors, with one chunk per layer or per
+expert; the tensor-parallel size only affects vocabulary padding. The index (`.metadata`) is a
+pickle of torch's own classes. It records the file, offset and size of every chunk, which are all
+known before any weight is read. The module only plans; it reads no weights.
 """
 
 import json
@@ -25,270 +26,335 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoints_tools.layout.layout import (
-    VOCABULARY_MULTIPLE,
-    Division,
-    File,
+    CrcPatch,
     Layout,
-    Patch,
+    LiteralBytes,
+    ParallelSplit,
     Placement,
-    Text,
-    padded_vocabulary,
-    text_file,
+    TargetFile,
+    literal_file,
+    stored_vocab_rows,
 )
-from checkpoints_tools.layout.torch_save import ALIGNMENT, Archive, Promise, archive
-from checkpoints_tools.writers.megatron_args import Spec, arguments, check, notes
-from gpt.checkpoint.files.torch_dcp import INDEX
+from checkpoints_tools.layout.torch_save import (
+    ALIGNMENT,
+    ArchiveLayout,
+    TensorPlaceholder,
+    plan_archive,
+)
+from checkpoints_tools.writers.megatron_args import (
+    LayerSpec,
+    build_args,
+    check_supported,
+    load_notes,
+)
+from gpt.checkpoint.files.torch_dcp import METADATA_FILE
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.formats.megatron.rank_files import TRACKER
-from gpt.formats.megatron.torch_dist import BACKEND
-from gpt.formats.megatron.torch_dist_config import COMMON, COMMON_KEY
-from gpt.parallel.sharding import LAYERS, Parameter, Part, Split, parameters
+from gpt.formats.megatron.rank_files import TRACKER_FILE
+from gpt.formats.megatron.torch_dist import BACKEND_FILE
+from gpt.formats.megatron.torch_dist_config import COMMON_FILE, COMMON_KEY
+from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
+from gpt.parallel.weight_sharding import (
+    LAYERS_PREFIX,
+    ParameterSpec,
+    ShardRule,
+    ShardSpec,
+    parameter_specs,
+)
 
-FOLDER = "release"  # Weights only: Megatron looks for no optimizer and no random states.
-BACKENDS = {
+ITERATION_FOLDER = "release"  # Megatron's name for weights without optimizer and random state.
+BACKEND_METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
 FILE_BYTES_MAX = 4 << 30
-# Writers of one file wait for each other, so there are several, unless they would be tiny.
-FILES_MIN, SHARED_BYTES = 16, 64 << 20
-# The protocol of Python 3.4 and later; the default of one that is newer may be too new elsewhere.
+# Threads that write to the same file wait for each other. So a large checkpoint is divided into
+# about 16 or more files, and a small checkpoint into fewer files of about 64 MiB.
+FILES_MIN, FILE_BYTES_MIN = 16, 64 << 20
+# Python 3.4 and later can read protocol 4; the default of a newer Python may be a later protocol.
 PICKLE_PROTOCOL = 4
-NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)")
+LAYER_TENSOR_NAME = re.compile(
+    r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)"
+)
 
 
-def layout(
+def plan_layout(
     checkpoint: Checkpoint,
-    division: Division,
+    division: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
-    spec: Spec = "te",
+    spec: LayerSpec = "te",
     file_bytes_max: int = FILE_BYTES_MAX,
 ) -> Layout:
-    """`checkpoint` is in the dtype that is to be stored."""
+    """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check(config, division)
-    args = arguments(
+    check_supported(config, division)
+    args = build_args(
         config,
         division,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
-        kind="torch_dist",
+        ckpt_format="torch_dist",
         tokenizer=checkpoint.tokenizer,
     )
-    keys = Keys(config, spec, apart=_apart(args))
+    keys = KeyNaming(config, spec, per_layer_keys=_has_per_layer_keys(args))
     common = {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {
             "singleton_local_shards": False,
-            "non_homogeneous_layers": keys.apart,
+            "non_homogeneous_layers": keys.per_layer_keys,
         },
     }
     nbytes = sum(logical.nbytes for logical in checkpoint.tensors.values())
-    shards = Shards(min(file_bytes_max, max(SHARED_BYTES, nbytes // FILES_MIN)))
-    index = Index(shards)
-    table = parameters(config)
+    chunk_files = ChunkFiles(min(file_bytes_max, max(FILE_BYTES_MIN, nbytes // FILES_MIN)))
+    index = MetadataBuilder(chunk_files)
+    table = parameter_specs(config)
     index.add_objects([COMMON_KEY], [common])
-    # A module asks for its state although only FP8 kernels have one. One None stands for all.
-    index.add_objects((keys.state(module) for module in _modules(table, spec)), [None])
-    rows = padded_vocabulary(config, division.tp, vocabulary_multiple)
-    promises = {name: _promise(checkpoint, parameter, rows) for name, parameter in table.items()}
-    dtypes = _dtypes(keys, promises)
-    for name, promise in promises.items():
-        place = keys.place(name)
-        index.add_tensor(place, replace(promise, dtype=dtypes[place.key]))
-    made = archive(common)
-    files = [
-        *shards.closed(),
-        text_file(f"{FOLDER}/{INDEX}", index.pickled()),
-        File(f"{FOLDER}/{COMMON}", made.size, made.texts),
-    ]
-    last = (
-        text_file(f"{FOLDER}/{BACKEND}", json.dumps(BACKENDS).encode()),
-        text_file(TRACKER, b"release"),
+    # Megatron loads an extra-state entry for each module, although only FP8 modules have an extra
+    # state. All these keys refer to one stored None.
+    index.add_objects(
+        (keys.extra_state_key(module) for module in _modules_with_extra_state(table, spec)), [None]
     )
-    found = [*notes(config, division, spec), *_notes(config, spec)]
-    return Layout("torch_dist", tuple(files), FOLDER, last, tuple(found), vocabulary_rows=rows)
+    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    placeholders = {
+        name: _make_placeholder(checkpoint, parameter, vocab_rows)
+        for name, parameter in table.items()
+    }
+    dtypes = _key_dtypes(keys, placeholders)
+    for name, placeholder in placeholders.items():
+        position = keys.position(name)
+        index.add_tensor(position, replace(placeholder, dtype=dtypes[position.key]))
+    archive = plan_archive(common)
+    files = [
+        *chunk_files.target_files(),
+        literal_file(f"{ITERATION_FOLDER}/{METADATA_FILE}", index.to_bytes()),
+        TargetFile(f"{ITERATION_FOLDER}/{COMMON_FILE}", archive.size, archive.literals),
+    ]
+    last_files = (
+        literal_file(f"{ITERATION_FOLDER}/{BACKEND_FILE}", json.dumps(BACKEND_METADATA).encode()),
+        literal_file(TRACKER_FILE, b"release"),
+    )
+    layout_notes = [*load_notes(config, division, spec), *_spec_notes(config, spec)]
+    return Layout(
+        "torch_dist",
+        tuple(files),
+        ITERATION_FOLDER,
+        last_files,
+        tuple(layout_notes),
+        padded_vocab_size=vocab_rows,
+    )
 
 
 @dataclass(frozen=True)
-class Place:
-    """A key, and the place among its layers and experts where a logical tensor goes."""
+class KeyPosition:
+    """Position of a logical tensor: the key of a stored tensor, and the index on its leading axes.
+
+    A stored tensor can have a layer axis, an expert axis, or both, before the axes of the logical
+    tensor.
+    """
 
     key: str
-    at: tuple[int, ...]
-    counts: tuple[int, ...]
+    leading_index: tuple[int, ...]  # Layer and expert number; empty if there is no such axis.
+    leading_sizes: tuple[int, ...]  # Sizes of these axes: the numbers of layers and experts.
 
 
 @dataclass(frozen=True)
-class Keys:
-    """What this form calls things."""
+class KeyNaming:
+    """Maps logical tensor names to the keys of torch_dist."""
 
     config: GPTConfig
-    spec: Spec
-    apart: bool  # Each layer has keys of its own, as where not all layers are alike.
+    spec: LayerSpec
+    # True: each layer has its own keys, because the layers differ. False: keys have a layer axis.
+    per_layer_keys: bool
 
-    def place(self, name: str) -> Place:
-        match = NUMBERED.fullmatch(name)
+    def position(self, name: str) -> KeyPosition:
+        match = LAYER_TENSOR_NAME.fullmatch(name)
         if not match:
-            return Place(name, (), ())
-        layer, expert, leaf = int(match[1]), match[2], match[3]
+            return KeyPosition(name, (), ())
+        layer = int(match[1])
+        expert = match[2]
+        leaf = match[3]
         if self.spec == "local":
             leaf = leaf.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        before = f"{LAYERS}{layer}." if self.apart else LAYERS
-        at = () if self.apart else (layer,)
-        counts = () if self.apart else (self.config.num_layers,)
+        prefix = f"{LAYERS_PREFIX}{layer}." if self.per_layer_keys else LAYERS_PREFIX
+        leading_index = () if self.per_layer_keys else (layer,)
+        leading_sizes = () if self.per_layer_keys else (self.config.num_layers,)
         if expert is None:
-            return Place(before + leaf, at, counts)
-        key = f"{before}mlp.experts.experts.{leaf}"
-        return Place(key, (*at, int(expert)), (*counts, self.config.num_experts))
+            return KeyPosition(prefix + leaf, leading_index, leading_sizes)
+        key = f"{prefix}mlp.experts.experts.{leaf}"
+        return KeyPosition(
+            key, (*leading_index, int(expert)), (*leading_sizes, self.config.num_experts)
+        )
 
-    def state(self, module: str) -> str:
-        """The key of a module's state, which is no tensor and has its place in its name."""
-        place = self.place(f"{module}._extra_state")
-        at, counts = (".".join(map(str, numbers)) for numbers in (place.at, place.counts))
-        return f"{place.key}/shard_{at or 0}_{counts or 1}"
+    def extra_state_key(self, module: str) -> str:
+        """Return the key of a module's extra state; it contains the layer and expert numbers."""
+        position = self.position(f"{module}._extra_state")
+        leading_index, leading_sizes = (
+            ".".join(map(str, numbers))
+            for numbers in (position.leading_index, position.leading_sizes)
+        )
+        return f"{position.key}/shard_{leading_index or 0}_{leading_sizes or 1}"
 
 
 @dataclass
-class Shard:
-    """A file of archives, laid out front to back."""
+class ChunkFile:
+    """Builds one `.distcp` file, a sequence of `torch.save` archives."""
 
     end: int = 0
-    texts: list[Text] = field(default_factory=list)
+    literals: list[LiteralBytes] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    patches: list[Patch] = field(default_factory=list)
+    patches: list[CrcPatch] = field(default_factory=list)
 
     @property
-    def start(self) -> int:
-        """Of the next archive: aligned, so that a mapped file's numbers are."""
+    def next_offset(self) -> int:
+        """Offset of the next archive, aligned so that tensors in a mapped file are aligned."""
         return self.end + -self.end % ALIGNMENT
 
-    def add(self, made: Archive) -> None:
-        before = len(self.placements)
-        self.patches += [Patch(p.offset, before + p.placement) for p in made.patches]
-        self.placements += made.placements
-        for text in (Text(self.end, bytes(made.start - self.end)), *made.texts):
-            self._add_text(text)
-        self.end = made.start + made.size
+    def add_archive(self, archive: ArchiveLayout) -> None:
+        placements_before = len(self.placements)
+        self.patches += [
+            CrcPatch(p.offset, placements_before + p.placement_index) for p in archive.patches
+        ]
+        self.placements += archive.placements
+        for literal in (LiteralBytes(self.end, bytes(archive.start - self.end)), *archive.literals):
+            self._add_literal(literal)
+        self.end = archive.start + archive.size
 
-    def _add_text(self, text: Text) -> None:
-        """Many small texts follow each other; they are written as one."""
-        if self.texts:
-            last = self.texts[-1]
-            if last.offset + len(last.content) == text.offset:
-                self.texts[-1] = Text(last.offset, last.content + text.content)
+    def _add_literal(self, literal: LiteralBytes) -> None:
+        """Append a literal; merge it with the previous literal if adjacent, for fewer writes."""
+        if self.literals:
+            last = self.literals[-1]
+            if last.offset + len(last.content) == literal.offset:
+                self.literals[-1] = LiteralBytes(last.offset, last.content + literal.content)
                 return
-        if text.content:
-            self.texts.append(text)
+        if literal.content:
+            self.literals.append(literal)
 
 
 @dataclass
-class Shards:
-    """The files, each filled up to `limit` before the next is begun."""
+class ChunkFiles:
+    """The `.distcp` files; a new file begins when the current file would exceed `bytes_max`."""
 
-    limit: int
-    shards: list[Shard] = field(default_factory=lambda: [Shard()])
+    bytes_max: int
+    files: list[ChunkFile] = field(default_factory=lambda: [ChunkFile()])
 
-    def add(self, record: Any) -> _StorageInfo:
-        shard = self.shards[-1]
-        made = archive(record, shard.start)
-        if shard.end and made.start + made.size > self.limit:
-            shard = Shard()
-            self.shards.append(shard)
-            made = archive(record)
-        shard.add(made)
-        return _StorageInfo(_name(len(self.shards) - 1), made.start, made.size)
+    def add_record(self, record: Any) -> _StorageInfo:
+        """Add `record` as an archive, and return the archive's file, offset and size."""
+        chunk_file = self.files[-1]
+        archive = plan_archive(record, chunk_file.next_offset)
+        if chunk_file.end and archive.start + archive.size > self.bytes_max:
+            chunk_file = ChunkFile()
+            self.files.append(chunk_file)
+            archive = plan_archive(record)
+        chunk_file.add_archive(archive)
+        return _StorageInfo(_chunk_file_name(len(self.files) - 1), archive.start, archive.size)
 
-    def closed(self) -> list[File]:
+    def target_files(self) -> list[TargetFile]:
         files = []
-        for number, shard in enumerate(self.shards):
-            said = tuple(shard.texts), tuple(shard.placements), tuple(shard.patches)
-            files.append(File(f"{FOLDER}/{_name(number)}", shard.end, *said))
+        for index, chunk_file in enumerate(self.files):
+            contents = (
+                tuple(chunk_file.literals),
+                tuple(chunk_file.placements),
+                tuple(chunk_file.patches),
+            )
+            files.append(
+                TargetFile(
+                    f"{ITERATION_FOLDER}/{_chunk_file_name(index)}", chunk_file.end, *contents
+                )
+            )
         return files
 
 
-def _name(number: int) -> str:
-    return f"__0_{number}.distcp"
+def _chunk_file_name(index: int) -> str:
+    return f"__0_{index}.distcp"
 
 
 @dataclass
-class Index:
-    """What `.metadata` says: the keys, and where each chunk and each object lies."""
+class MetadataBuilder:
+    """Builds `.metadata`: the keys, and the file and offset of each tensor chunk and object."""
 
-    shards: Shards
+    chunk_files: ChunkFiles
     keys: dict[str, TensorStorageMetadata | BytesStorageMetadata] = field(default_factory=dict)
     storage: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
 
     def add_objects(self, keys: Iterable[str], value: list[Any]) -> None:
-        """Keys of one value, which is stored once."""
-        where = self.shards.add(value)
+        """Add keys that all have the same value; the value is stored once."""
+        storage_info = self.chunk_files.add_record(value)
         for key in keys:
             self.keys[key] = BytesStorageMetadata()
-            self.storage[MetadataIndex(key)] = where
+            self.storage[MetadataIndex(key)] = storage_info
 
-    def add_tensor(self, place: Place, promise: Promise) -> None:
-        sizes = (*(1 for _ in place.at), *promise.sizes)
-        offsets = (*place.at, *(0 for _ in promise.sizes))
-        entry = self.keys.get(place.key)
+    def add_tensor(self, position: KeyPosition, placeholder: TensorPlaceholder) -> None:
+        """Add a logical tensor as one chunk of the key in `position`."""
+        sizes = (*(1 for _ in position.leading_index), *placeholder.sizes)
+        offsets = (*position.leading_index, *(0 for _ in placeholder.sizes))
+        entry = self.keys.get(position.key)
         if entry is None:
-            whole = torch.Size((*place.counts, *promise.sizes))
-            entry = TensorStorageMetadata(TensorProperties(promise.dtype), whole, [])
-            self.keys[place.key] = entry
-        assert isinstance(entry, TensorStorageMetadata), place.key
+            full_size = torch.Size((*position.leading_sizes, *placeholder.sizes))
+            entry = TensorStorageMetadata(TensorProperties(placeholder.dtype), full_size, [])
+            self.keys[position.key] = entry
+        assert isinstance(entry, TensorStorageMetadata), position.key
         entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        where = self.shards.add(replace(promise, shape=sizes))
-        self.storage[MetadataIndex(place.key, offsets)] = where
+        storage_info = self.chunk_files.add_record(replace(placeholder, shape=sizes))
+        self.storage[MetadataIndex(position.key, offsets)] = storage_info
 
-    def pickled(self) -> bytes:
-        # No field that names a run or a moment: the same model gives the same bytes.
+    def to_bytes(self) -> bytes:
+        # No field has a run name or a time, so the same model gives the same bytes.
         record = Metadata(self.keys, planner_data={}, storage_data=self.storage)
         return pickle.dumps(record, PICKLE_PROTOCOL)
 
 
-def _apart(args: Namespace) -> bool:
-    """Megatron-Core itself decides by this argument how its layers are keyed."""
+def _has_per_layer_keys(args: Namespace) -> bool:
+    """Tell whether each layer has its own keys. As in Megatron-Core, moe_layer_freq decides."""
     frequency = args.moe_layer_freq
     return not isinstance(frequency, int) or frequency > 1
 
 
-def _promise(checkpoint: Checkpoint, parameter: Parameter, rows: int) -> Promise:
+def _make_placeholder(
+    checkpoint: Checkpoint, parameter: ParameterSpec, vocab_rows: int
+) -> TensorPlaceholder:
     logical = checkpoint.tensors[parameter.name]
     height = logical.shape[0]
-    size = rows if parameter.split is Split.VOCAB else height
-    return Promise(parameter.name, Part(0, ((0, height),), size), logical.shape, logical.dtype)
+    size = vocab_rows if parameter.shard_rule is ShardRule.VOCAB else height
+    return TensorPlaceholder(
+        parameter.name, ShardSpec(0, ((0, height),), size), logical.shape, logical.dtype
+    )
 
 
-def _dtypes(keys: Keys, promises: Mapping[str, Promise]) -> dict[str, torch.dtype]:
-    """Each key's: one that holds the numbers of all its layers exactly."""
+def _key_dtypes(
+    keys: KeyNaming, placeholders: Mapping[str, TensorPlaceholder]
+) -> dict[str, torch.dtype]:
+    """Return each key's dtype: the smallest that represents all tensors of the key exactly."""
     dtypes: dict[str, torch.dtype] = {}
-    for name, promise in promises.items():
-        key = keys.place(name).key
-        dtypes[key] = torch.promote_types(dtypes.get(key, promise.dtype), promise.dtype)
+    for name, placeholder in placeholders.items():
+        key = keys.position(name).key
+        dtypes[key] = torch.promote_types(dtypes.get(key, placeholder.dtype), placeholder.dtype)
     return dtypes
 
 
-def _modules(names: Iterable[str], spec: Spec) -> Iterator[str]:
-    """Those that ask for a state when they are loaded."""
+def _modules_with_extra_state(names: Iterable[str], spec: LayerSpec) -> Iterator[str]:
+    """Yield the modules for which Megatron loads an extra state."""
     for name in names:
         module, _, leaf = name.rpartition(".")
-        kind = module.rpartition(".")[2]
+        leaf_module = module.rpartition(".")[2]
         if leaf != "weight":
             continue
-        if kind.startswith("linear_") or (spec == "te" and kind.endswith("layernorm")):
+        if leaf_module.startswith("linear_") or (
+            spec == "te" and leaf_module.endswith("layernorm")
+        ):
             yield module
-        if spec == "te" and kind == "linear_proj":
-            yield f"{module.removesuffix(kind)}core_attention"
+        if spec == "te" and leaf_module == "linear_proj":
+            yield f"{module.removesuffix(leaf_module)}core_attention"
 
 
-def _notes(config: GPTConfig, spec: Spec) -> Iterator[str]:
+def _spec_notes(config: GPTConfig, spec: LayerSpec) -> Iterator[str]:
     if spec == "te" and any(config.moe_layers):
         yield (
-            "Megatron with --transformer-impl local asks for the norms of layers with experts by "
-            "another name; for it, write with --megatron-spec local"
+            "this target cannot be loaded by Megatron with --transformer-impl local, which has "
+            "other names for the norms of layers with experts; for that, convert again with "
+            "--megatron-spec local"
         )

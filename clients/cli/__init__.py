@@ -1,0 +1,1 @@
+"""Commands of the clients: `preamble adapters`, `preamble bench` and their server flags."""

@@ -1,7 +1,7 @@
-"""`preamble adapters`: list, show, upload, load, unload, promote and roll back, on a server.
+"""`preamble adapters`: lists and changes the adapters of a server.
 
-One action is one call. What came of it goes to stdout, as lines for a person or, with `--json`, as
-one JSON document; what went wrong goes to stderr. Needs no torch and no checkpoint.
+Each action is one call. The result goes to stdout, as text or, with `--json`, as one JSON document;
+an error goes to stderr. The command needs no torch and no checkpoint.
 """
 
 import argparse
@@ -19,78 +19,86 @@ from clients.client import Client
 from clients.transport import CallError
 from protos.preamble.v1 import adapters_pb2 as pb
 
-# What each action needs, and what it does.
+# For each action, the name of its argument and its help text.
 ACTIONS: Mapping[str, tuple[str, str]] = {
-    "list": ("", "all adapters of the server that this caller may use"),
-    "show": ("NAME", "one of them, as its card says"),
-    "upload": ("NAME", "send a file: the next version of NAME, or NAME@VERSION"),
-    "load": ("NAME", "have the server look at its directory now"),
-    "unload": ("NAME@VERSION", "take a version away; who uses it finishes"),
-    "promote": ("NAME@VERSION", "from now on NAME alone means this version"),
-    "rollback": ("NAME", "take the last promotion back"),
+    "list": ("", "list all adapters that this caller can use"),
+    "show": ("NAME", "show an adapter and its metadata (the card in its file)"),
+    "upload": ("NAME", "upload a file as the next version of NAME, or as NAME@VERSION"),
+    "load": ("NAME", "rescan the server's adapter directory immediately, and show the adapter"),
+    "unload": (
+        "NAME@VERSION",
+        "unload a version and delete its file on the server; running requests finish with it",
+    ),
+    "promote": ("NAME@VERSION", "make this version the current version of NAME"),
+    "rollback": ("NAME", "undo the last promotion of NAME"),
 }
 
 
 def adapters_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters",
-        description="Look at the adapters of a running server, and change them.",
-        epilog="Without a server: `preamble adapters check FILE` looks at a file, `preamble "
-        "adapters import SOURCE TARGET` makes one of PEFT's, TGIS's or NeMo's, `preamble adapters "
-        "export FILE TARGET` one of theirs.",
+        description="List and change the adapters of a running server.",
+        epilog="Without a server: `preamble adapters check FILE` checks a file, `preamble "
+        "adapters import SOURCE TARGET` converts an adapter of PEFT, TGIS or NeMo, and `preamble "
+        "adapters export FILE TARGET` converts an adapter file to one of these formats.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for word, (name, text) in ACTIONS.items():
-        action = actions.add_parser(word, help=text, description=text)
+    for action_name, (name, text) in ACTIONS.items():
+        action_parser = actions.add_parser(action_name, help=text, description=text)
         if name:
-            action.add_argument("name", metavar=name, help="the adapter")
-        if word == "upload":
-            action.add_argument("file", metavar="FILE", type=Path, help="as `preamble tune` writes")
-        add_server_flags(action)
-        action.add_argument("--json", action="store_true", help="print JSON")
+            action_parser.add_argument("name", metavar=name, help="the adapter")
+        if action_name == "upload":
+            action_parser.add_argument(
+                "file",
+                metavar="FILE",
+                type=Path,
+                help="an adapter file, as `preamble tune` writes it",
+            )
+        add_server_flags(action_parser)
+        action_parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def adapters_command(argv: Sequence[str]) -> int:
-    """`argv` begins after the command's own word."""
+    """Run `preamble adapters`; `argv` does not contain the command's name."""
     flags = adapters_parser().parse_args(argv)
     try:
         with open_client(flags) as client:
-            sys.stdout.write(_answer(client, flags))
+            sys.stdout.write(_run_action(client, flags))
     except ValueError as error:
-        return _failed(str(error))
+        return _report_error(str(error))
     except CallError as error:
-        return _failed(f"{error.code}: {error}")
+        return _report_error(f"{error.code}: {error}")
     return 0
 
 
-def _failed(reason: str) -> int:
+def _report_error(reason: str) -> int:
     sys.stderr.write(f"preamble adapters: {reason}\n")
     return 1
 
 
-def _answer(client: Client, flags: argparse.Namespace) -> str:
+def _run_action(client: Client, flags: argparse.Namespace) -> str:
     if flags.action == "list":
         adapters = client.adapters()
         if flags.json:
-            return _json([_record(adapter) for adapter in adapters])
-        return "".join(f"{_line(adapter)}\n" for adapter in adapters)
+            return _json([_adapter_record(adapter) for adapter in adapters])
+        return "".join(f"{_adapter_line(adapter)}\n" for adapter in adapters)
     calls = AdapterCalls(client)
     if flags.action == "unload":
         calls.unload(flags.name)
         return _json({"unloaded": flags.name}) if flags.json else f"{flags.name} is unloaded\n"
-    adapter = _changed(calls, flags)
+    adapter = _call_action(calls, flags)
     if flags.json:
-        return _json(_record(adapter))
-    return _sheet(adapter) if flags.action == "show" else f"{_line(adapter)}\n"
+        return _json(_adapter_record(adapter))
+    return _adapter_details(adapter) if flags.action == "show" else f"{_adapter_line(adapter)}\n"
 
 
-def _changed(calls: AdapterCalls, flags: argparse.Namespace) -> pb.Adapter:
+def _call_action(calls: AdapterCalls, flags: argparse.Namespace) -> pb.Adapter:
     if flags.action == "upload":
         try:
             return calls.upload(flags.name, flags.file)
         except OSError as error:
-            reason = f"{flags.file} cannot be read ({error.strerror}); give an adapter's file"
+            reason = f"{flags.file} cannot be read ({error.strerror}); give an adapter file"
             raise ValueError(reason) from None
     call: Callable[[str], pb.Adapter] = getattr(calls, flags.action)
     return call(flags.name)
@@ -100,24 +108,24 @@ def _json(value: object) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def _record(adapter: pb.Adapter) -> dict[str, Any]:
-    """Every field, set or not, so that a program need not ask."""
+def _adapter_record(adapter: pb.Adapter) -> dict[str, Any]:
+    """Convert an adapter to JSON with its unset fields, so that every record has the same keys."""
     record: dict[str, Any] = MessageToDict(
         adapter, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     return record
 
 
-def _line(adapter: pb.Adapter) -> str:
-    mark = "*" if adapter.current else " "
+def _adapter_line(adapter: pb.Adapter) -> str:
+    current_mark = "*" if adapter.current else " "
     key = f"{adapter.name}@{adapter.version}"
-    task = f"  {_shown(adapter.task)}" if adapter.task else ""
-    return f"{mark} {key:30}  {adapter.virtual_tokens:5} rows  {adapter.digest[:12]}{task}"
+    task = f"  {_printable(adapter.task)}" if adapter.task else ""
+    return f"{current_mark} {key:30}  {adapter.virtual_tokens:5} rows  {adapter.digest[:12]}{task}"
 
 
-def _sheet(adapter: pb.Adapter) -> str:
+def _adapter_details(adapter: pb.Adapter) -> str:
     lines = [f"{adapter.name}@{adapter.version}{' (current)' if adapter.current else ''}"]
-    facts = _record(adapter)
+    facts = _adapter_record(adapter)
     for name in ("name", "version", "current"):
         del facts[name]
     for name, value in facts.items():
@@ -127,10 +135,10 @@ def _sheet(adapter: pb.Adapter) -> str:
             value = ", ".join(f"{key} {number:g}" for key, number in sorted(value.items()))
         elif isinstance(value, list):
             value = ", ".join(map(json.dumps, value))
-        lines.append(f"  {name.replace('_', ' '):16} {_shown(str(value))}")
+        lines.append(f"  {name.replace('_', ' '):16} {_printable(str(value))}")
     return "\n".join(lines) + "\n"
 
 
-def _shown(text: str) -> str:
-    """A card is anybody's text, and a terminal obeys what it is shown."""
+def _printable(text: str) -> str:
+    """Escape control characters, since the text of a card could otherwise control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

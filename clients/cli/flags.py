@@ -1,6 +1,6 @@
-"""Flags that say which server, as whom, and how securely; the same for every command that asks one.
+"""Server flags of the client commands: address, timeout, token and TLS.
 
-A command line is seen by everyone on its machine; so a token can come from a file. Knows no method.
+A token can be read from a file, because all users of a machine can see the arguments of commands.
 """
 
 import argparse
@@ -12,37 +12,45 @@ from clients.transport import Tls
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--server", metavar="HOST:PORT", required=True, help="where it listens")
-    add("--timeout-s", metavar="S", type=float, default=60.0, help="seconds (default: 60)")
-    add("--token", metavar="T", help="the caller's token; @FILE reads a file")
-    add("--tls", action="store_true", help="over TLS, with the system's roots")
-    add("--ca", metavar="FILE", help="over TLS, with the roots in this file (PEM)")
-    add("--cert", metavar="FILE", help="our own certificate (PEM), for servers that want one")
-    add("--key", metavar="FILE", help="its private key (PEM)")
+    add("--server", metavar="HOST:PORT", required=True, help="address of the server")
+    add(
+        "--timeout-s",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="timeout of each call, in seconds (default: 60)",
+    )
+    add("--token", metavar="T", help="bearer token; @FILE reads it from a file")
+    add(
+        "--tls", action="store_true", help="use TLS with gRPC's default root certificates; see --ca"
+    )
+    add("--ca", metavar="FILE", help="use TLS with the root certificates in this file (PEM)")
+    add("--cert", metavar="FILE", help="client certificate (PEM), for mutual TLS")
+    add("--key", metavar="FILE", help="private key of the client certificate (PEM)")
 
 
 def open_client(args: argparse.Namespace) -> Client:
-    """The client that the flags describe; a ValueError says which file cannot be read."""
-    token, tls = way_of(args)
+    """Create the client from the flags. Raises ValueError if a file cannot be read."""
+    token, tls = read_credentials(args)
     return Client(args.server, args.timeout_s, token=token, tls=tls)
 
 
-def way_of(args: argparse.Namespace) -> tuple[str | None, Tls | None]:
-    """The token and the encryption that the flags ask for."""
+def read_credentials(args: argparse.Namespace) -> tuple[str | None, Tls | None]:
+    """Read the token and the TLS credentials from the flags."""
     token, tls = args.token, None
     if token is not None and token.startswith("@"):
-        token = (_read(token[1:], "--token") or b"").decode(errors="replace").strip()
+        token = (_read_file(token[1:], "--token") or b"").decode(errors="replace").strip()
     if token is not None and not (token.isascii() and token.isprintable()):
-        raise ValueError("--token is not printable ASCII, as a token is")
+        raise ValueError("--token has characters that are not printable ASCII; give a valid token")
     if args.tls or args.ca or args.cert or args.key:
         roots, key, chain = (
-            _read(getattr(args, name), f"--{name}") for name in ("ca", "key", "cert")
+            _read_file(getattr(args, name), f"--{name}") for name in ("ca", "key", "cert")
         )
         tls = Tls(roots, key, chain)
     return token, tls
 
 
-def _read(path: str | None, flag: str) -> bytes | None:
+def _read_file(path: str | None, flag: str) -> bytes | None:
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:

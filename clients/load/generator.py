@@ -1,8 +1,8 @@
-"""Load: many streamed calls to a running server, begun on a schedule, and what each of them took.
+"""Load generator: sends open-loop (Poisson) or closed-loop streaming requests, and times each call.
 
-Open loop: calls begin when a Poisson process says, whether or not earlier ones have ended, and all
-times count from that moment, so that a server that stalls does not slow down who measures it.
-Closed loop: so many are under way at once. Knows nothing of how results are told.
+Open loop: calls start at the times of a Poisson process, whether or not earlier calls have ended.
+TTFT and end-to-end time count from the scheduled start, so a late start does not reduce them.
+Closed loop: a fixed number of calls is in flight. `clients.load.report` reports the results.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import grpc
 import grpc.aio
 
-from clients.transport import Tls, call_error, channel_options, metadata_of
+from clients.transport import Tls, call_metadata, channel_options, read_call_error
 from protos.preamble.v1 import admin_pb2
 from protos.preamble.v1 import generation_pb2 as pb
 
@@ -27,44 +27,46 @@ SERVICE_CLASSES: Mapping[str, pb.ServiceClass] = {
     "latency": pb.SERVICE_CLASS_LATENCY,
     "throughput": pb.SERVICE_CLASS_THROUGHPUT,
 }
-STREAM = "/preamble.v1.GenerationService/GenerateStream"
-INFO = "/preamble.v1.AdminService/GetServerInfo"
-WARMUP_AT_ONCE = 8
+GENERATE_STREAM_METHOD = "/preamble.v1.GenerationService/GenerateStream"
+SERVER_INFO_METHOD = "/preamble.v1.AdminService/GetServerInfo"
+WARMUP_CONCURRENCY = 8
 
 
 class LoadError(Exception):
-    """What a user asked for cannot be; the message says what can."""
+    """The load cannot run with these settings; the message says what to change."""
 
 
 @dataclass(frozen=True)
-class Length:
-    """How many tokens: of a fixed number, evenly from a range, or around a mean, exponentially."""
+class LengthSampler:
+    """Token counts: fixed, uniform over a range, or exponential with a mean."""
 
     kind: Literal["fixed", "range", "mean"]
     low: int
     high: int
 
     @classmethod
-    def of(cls, word: str) -> "Length":
-        """`128`, `64-256` or `~128`."""
-        low, dash, high = word.removeprefix("~").partition("-")
+    def parse(cls, text: str) -> "LengthSampler":
+        """Parse `128` (fixed), `64-256` (range) or `~128` (mean)."""
+        low, dash, high = text.removeprefix("~").partition("-")
         try:
             numbers = int(low), int(high or low)
         except ValueError:
             numbers = 0, 0
-        if not 0 < numbers[0] <= numbers[1] or (dash and word.startswith("~")):
-            raise LoadError(f"{word!r} is no length; give tokens as 128, 64-256 or ~128 (a mean)")
-        return cls("mean" if word.startswith("~") else "range" if dash else "fixed", *numbers)
+        if not 0 < numbers[0] <= numbers[1] or (dash and text.startswith("~")):
+            raise LoadError(
+                f"{text!r} is not a length; give tokens as 128, 64-256 or ~128 (a mean)"
+            )
+        return cls("mean" if text.startswith("~") else "range" if dash else "fixed", *numbers)
 
-    def draw(self, source: random.Random, most: int) -> int:
+    def sample(self, rng: random.Random, tokens_max: int) -> int:
         if self.kind == "mean":
-            return max(1, min(most, round(source.expovariate(1 / self.low))))
-        return min(most, source.randint(self.low, self.high))
+            return max(1, min(tokens_max, round(rng.expovariate(1 / self.low))))
+        return min(tokens_max, rng.randint(self.low, self.high))
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One line of a dataset. Unset fields are drawn like everyone's."""
+class DatasetPrompt:
+    """One line of a dataset. Unset fields get the values of the `LoadSpec`."""
 
     prompt: str | list[int] | dict[str, str]
     new_tokens: int | None = None
@@ -72,34 +74,36 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is asked of the server, and when."""
+class LoadSpec:
+    """The load: arrivals, prompts and lengths."""
 
-    rate: float | None = None  # Requests a second, in an open loop; None: a closed loop.
-    concurrency: int = 1  # Of the closed loop.
-    requests_max: int | None = 100  # None: only `duration_s` bounds them.
-    duration_s: float | None = None  # No call begins later than this.
-    warmup_requests: int = 4  # Before all that is measured.
-    prompt: Length = Length("fixed", 128, 128)
-    new: Length = Length("fixed", 128, 128)
-    dataset: tuple[Prompt, ...] = ()  # In turn, instead of random ids.
-    adapters: tuple[str, ...] = ("",)  # In turn.
+    rate: float | None = None  # Open loop: requests per second. None: closed loop.
+    concurrency: int = 1  # Closed loop: calls in flight.
+    requests_max: int | None = 100  # None: only `duration_s` limits the load.
+    duration_s: float | None = None  # No call starts later than this.
+    warmup_requests: int = 4  # Sent first, and not measured.
+    prompt_length: LengthSampler = LengthSampler("fixed", 128, 128)
+    output_length: LengthSampler = LengthSampler("fixed", 128, 128)
+    # Calls use the prompts of the dataset in turn. Empty: prompts of random ids.
+    dataset: tuple[DatasetPrompt, ...] = ()
+    adapters: tuple[str, ...] = ("",)  # Calls use these adapters in turn.
     service_class: str = "latency"
-    timeout_s: float = 120.0  # Of each call.
+    timeout_s: float = 120.0  # Timeout of each call.
     seed: int = 0
 
 
 @dataclass
-class Sent:
-    """One call. Times are in seconds since the load began; None: it did not get so far."""
+class CallRecord:
+    """Times and tokens of one call. Times are seconds since the load began; None: no such event."""
 
-    due: float  # When it was to begin: what its times are counted from.
-    begun: float = 0.0
-    first: float | None = None  # First message with a token.
-    last: float | None = None  # Last one.
-    end: float = 0.0
+    due_s: float  # Scheduled start, from which TTFT and end-to-end time count.
+    started_s: float = 0.0
+    first_token_s: float | None = None  # Time of the first message with tokens.
+    last_token_s: float | None = None  # Time of the last message with tokens.
+    ended_s: float = 0.0
     prompt_tokens: int = 0
-    messages: list[tuple[float, int]] = field(default_factory=list)  # When, and how many tokens.
+    # Time and token count of each message with tokens.
+    messages: list[tuple[float, int]] = field(default_factory=list)
     code: str = "OK"
     reason: str = ""
 
@@ -113,241 +117,282 @@ class Sent:
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self.first is None else self.first - self.due
+        return None if self.first_token_s is None else self.first_token_s - self.due_s
 
     @property
     def e2e_s(self) -> float:
-        return self.end - self.due
+        return self.ended_s - self.due_s
 
     @property
     def tpot_s(self) -> float | None:
-        """From the first tokens to the last ones, for each token after the first message's."""
-        later = self.tokens - self.messages[0][1] if self.messages else 0
-        if self.first is None or self.last is None or later <= 0:
+        """Time per output token.
+
+        The time from the first to the last message, divided by the number of tokens in all messages
+        but the first.
+        """
+        later_tokens = self.tokens - self.messages[0][1] if self.messages else 0
+        if self.first_token_s is None or self.last_token_s is None or later_tokens <= 0:
             return None
-        return (self.last - self.first) / later
+        return (self.last_token_s - self.first_token_s) / later_tokens
 
     @property
-    def gaps(self) -> list[tuple[float, int]]:
-        """Between one message with tokens and the next: seconds, and how many the later one has."""
+    def message_gaps(self) -> list[tuple[float, int]]:
+        """List the gaps between messages: seconds, and token count of the later message."""
         pairs = itertools.pairwise(self.messages)
         return [(after - before, count) for (before, _), (after, count) in pairs]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What became of a load."""
+class LoadRun:
+    """The calls of a finished load."""
 
-    sent: list[Sent]
-    seconds: float  # From the first call that was due to the last one's end.
-    cpu_s: float  # Of this process, meanwhile: the generator's own.
+    calls: list[CallRecord]
+    seconds: float  # From the start of the load to the end of the last call.
+    cpu_s: float  # CPU time of the generator process.
     open_loop: bool
 
     @property
-    def late_s(self) -> list[float]:
-        """How much later than due each call began, in an open loop: the generator's fault."""
-        return [one.begun - one.due for one in self.sent] if self.open_loop else []
+    def start_delays_s(self) -> list[float]:
+        """Open loop: how late the generator started each call, relative to the schedule."""
+        return [call.started_s - call.due_s for call in self.calls] if self.open_loop else []
 
 
 Metadata = tuple[tuple[str, str], ...]
-Progress = Callable[[int, int, float], None]  # Under way, ended, seconds so far.
+# Called with the number of calls in flight, the number of finished calls, and the seconds so far.
+ProgressCallback = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
-class Where:
-    """The server, and how it is reached."""
+class ServerEndpoint:
+    """Address and credentials of the server."""
 
     address: str  # HOST:PORT.
     token: str | None = None
     tls: Tls | None = None
 
-    def channel(self) -> grpc.aio.Channel:
-        # What is refused counts as refused: nothing here is tried again.
+    def open_channel(self) -> grpc.aio.Channel:
+        # No retries: a refused call counts as an error.
         options = [*channel_options(self.tls), ("grpc.enable_retries", 0)]
         if self.tls is None:
             return grpc.aio.insecure_channel(self.address, options=options)
         return grpc.aio.secure_channel(self.address, self.tls.credentials, options=options)
 
 
-def run(where: Where, work: Work, progress: Progress | None = None) -> Run:
-    """The whole load, to its end."""
-    return asyncio.run(load(where, work, progress))
+def run_load(
+    endpoint: ServerEndpoint, spec: LoadSpec, progress: ProgressCallback | None = None
+) -> LoadRun:
+    """Run the load, and return the records of all calls."""
+    return asyncio.run(run_load_async(endpoint, spec, progress))
 
 
-async def load(where: Where, work: Work, progress: Progress | None = None) -> Run:
-    async with where.channel() as channel:
-        metadata = metadata_of(where.token)
-        return await _Load(channel, work, await _room(channel, metadata), metadata).run(progress)
+async def run_load_async(
+    endpoint: ServerEndpoint, spec: LoadSpec, progress: ProgressCallback | None = None
+) -> LoadRun:
+    async with endpoint.open_channel() as channel:
+        metadata = call_metadata(endpoint.token)
+        return await _LoadGenerator(
+            channel, spec, await _server_limits(channel, metadata), metadata
+        ).run(progress)
 
 
-async def _room(channel: grpc.aio.Channel, metadata: Metadata) -> tuple[int, int]:
-    """The vocabulary's size, and how many tokens a request may have."""
-    ask = channel.unary_unary(
-        INFO,
+async def _server_limits(channel: grpc.aio.Channel, metadata: Metadata) -> tuple[int, int]:
+    """Return the vocabulary size and the context length of the model."""
+    get_server_info = channel.unary_unary(
+        SERVER_INFO_METHOD,
         request_serializer=admin_pb2.GetServerInfoRequest.SerializeToString,
         response_deserializer=admin_pb2.GetServerInfoResponse.FromString,
     )
     try:
-        said = await ask(admin_pb2.GetServerInfoRequest(), timeout=30.0, metadata=metadata)
+        response = await get_server_info(
+            admin_pb2.GetServerInfoRequest(), timeout=30.0, metadata=metadata
+        )
     except grpc.aio.AioRpcError as error:
-        told = call_error(error)
-        raise LoadError(f"the server does not tell what it is ({told.code}: {told})") from None
-    return said.model.vocabulary_size, said.model.context_tokens_max
+        failure = read_call_error(error)
+        raise LoadError(
+            f"GetServerInfo failed ({failure.code}: {failure}); check --server and --token"
+        ) from None
+    return response.model.vocabulary_size, response.model.context_tokens_max
 
 
-class _Load:
+class _LoadGenerator:
+    """Sends the calls of one load and records them."""
+
     def __init__(
-        self, channel: grpc.aio.Channel, work: Work, room: tuple[int, int], metadata: Metadata
+        self, channel: grpc.aio.Channel, spec: LoadSpec, limits: tuple[int, int], metadata: Metadata
     ) -> None:
-        self._work, self._metadata = work, metadata
-        self._vocabulary, self._context = room
-        self._draw = random.Random(work.seed)
-        self._call: Any = channel.unary_stream(
-            STREAM,
+        self._spec = spec
+        self._metadata = metadata
+        self._vocab_size, self._context_tokens_max = limits
+        self._rng = random.Random(spec.seed)
+        self._stream_call: Any = channel.unary_stream(
+            GENERATE_STREAM_METHOD,
             request_serializer=pb.GenerateStreamRequest.SerializeToString,
             response_deserializer=pb.GenerateStreamResponse.FromString,
         )
         self._start = 0.0
-        self._sent: list[Sent] = []
+        self._calls: list[CallRecord] = []
 
-    async def run(self, progress: Progress | None) -> Run:
+    async def run(self, progress: ProgressCallback | None) -> LoadRun:
         await self._warm_up()
-        telling = asyncio.create_task(self._tell(progress)) if progress else None
+        progress_task = asyncio.create_task(self._report_progress(progress)) if progress else None
         cpu_s, self._start = time.process_time(), time.perf_counter()
         try:
-            await (self._closed() if self._work.rate is None else self._open(self._work.rate))
+            await (
+                self._run_closed_loop()
+                if self._spec.rate is None
+                else self._run_open_loop(self._spec.rate)
+            )
         finally:
-            if telling is not None:
-                telling.cancel()
-        seconds = max((one.end for one in self._sent), default=0.0)
-        spent_s = time.process_time() - cpu_s
-        return Run(self._sent, seconds, spent_s, self._work.rate is not None)
+            if progress_task is not None:
+                progress_task.cancel()
+        seconds = max((call.ended_s for call in self._calls), default=0.0)
+        cpu_used_s = time.process_time() - cpu_s
+        return LoadRun(self._calls, seconds, cpu_used_s, self._spec.rate is not None)
 
     async def _warm_up(self) -> None:
-        room = asyncio.Semaphore(WARMUP_AT_ONCE)
+        semaphore = asyncio.Semaphore(WARMUP_CONCURRENCY)
 
-        async def one(message: pb.GenerateStreamRequest) -> None:
-            async with room:
-                await self._send(message, Sent(0.0))
+        async def send_warmup(message: pb.GenerateStreamRequest) -> None:
+            async with semaphore:
+                await self._send(message, CallRecord(0.0))
 
-        asked = itertools.islice(self._messages(), self._work.warmup_requests)
-        await asyncio.gather(*(one(message) for message, _ in asked))
+        warmup_messages = itertools.islice(self._messages(), self._spec.warmup_requests)
+        await asyncio.gather(*(send_warmup(message) for message, _ in warmup_messages))
 
-    async def _open(self, rate: float) -> None:
-        """Arrivals are drawn before anything is sent, so the answers have no say in them."""
-        arrivals = random.Random(self._work.seed + 1)
-        due, tasks = 0.0, []
-        for message, length in self._bounded():
-            due += arrivals.expovariate(rate)
-            if self._work.duration_s is not None and due > self._work.duration_s:
+    async def _run_open_loop(self, rate: float) -> None:
+        """Start calls at scheduled times, which do not depend on the responses."""
+        arrivals = random.Random(self._spec.seed + 1)
+        due_s, tasks = 0.0, []
+        for message, length in self._limited_messages():
+            due_s += arrivals.expovariate(rate)
+            if self._spec.duration_s is not None and due_s > self._spec.duration_s:
                 break
-            wait = due - self._now()
-            if wait > 0:
-                await asyncio.sleep(wait)
-            sent = self._note(Sent(due, prompt_tokens=length))
-            tasks.append(asyncio.create_task(self._send(message, sent)))
+            wait_s = due_s - self._now()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            call = self._record_call(CallRecord(due_s, prompt_tokens=length))
+            tasks.append(asyncio.create_task(self._send(message, call)))
         await asyncio.gather(*tasks)
 
-    async def _closed(self) -> None:
-        messages = self._bounded()
+    async def _run_closed_loop(self) -> None:
+        messages = self._limited_messages()
 
         async def caller() -> None:
             for message, length in messages:
-                if self._work.duration_s is not None and self._now() > self._work.duration_s:
+                if self._spec.duration_s is not None and self._now() > self._spec.duration_s:
                     return
-                sent = self._note(Sent(self._now(), prompt_tokens=length))
-                await self._send(message, sent)
+                call = self._record_call(CallRecord(self._now(), prompt_tokens=length))
+                await self._send(message, call)
 
-        await asyncio.gather(*(caller() for _ in range(self._work.concurrency)))
+        await asyncio.gather(*(caller() for _ in range(self._spec.concurrency)))
 
-    def _note(self, sent: Sent) -> Sent:
-        self._sent.append(sent)
-        return sent
+    def _record_call(self, call: CallRecord) -> CallRecord:
+        self._calls.append(call)
+        return call
 
-    async def _send(self, message: pb.GenerateStreamRequest, sent: Sent) -> None:
-        sent.begun = self._now()
+    async def _send(self, message: pb.GenerateStreamRequest, call: CallRecord) -> None:
+        call.started_s = self._now()
         try:
-            timeout_s = self._work.timeout_s
-            async for response in self._call(message, timeout=timeout_s, metadata=self._metadata):
+            timeout_s = self._spec.timeout_s
+            async for response in self._stream_call(
+                message, timeout=timeout_s, metadata=self._metadata
+            ):
                 if tokens := len(response.token_ids):
-                    sent.last = self._now()
-                    sent.first = sent.last if sent.first is None else sent.first
-                    sent.messages.append((sent.last, tokens))
+                    call.last_token_s = self._now()
+                    call.first_token_s = (
+                        call.last_token_s if call.first_token_s is None else call.first_token_s
+                    )
+                    call.messages.append((call.last_token_s, tokens))
                 if response.HasField("failure"):
-                    sent.code, sent.reason = "FAILED", response.failure.reason
+                    call.code = "FAILED"
+                    call.reason = response.failure.reason
         except grpc.aio.AioRpcError as error:
-            told = call_error(error)
-            sent.code, sent.reason = told.code, told.reason
-        sent.end = self._now()
+            failure = read_call_error(error)
+            call.code = failure.code
+            call.reason = failure.reason
+        call.ended_s = self._now()
 
-    def _bounded(self) -> Iterator[tuple[pb.GenerateStreamRequest, int]]:
-        return itertools.islice(self._messages(), self._work.requests_max)
+    def _limited_messages(self) -> Iterator[tuple[pb.GenerateStreamRequest, int]]:
+        return itertools.islice(self._messages(), self._spec.requests_max)
 
     def _messages(self) -> Iterator[tuple[pb.GenerateStreamRequest, int]]:
-        """What to send, without end, and how many tokens its prompt has (0: not known here)."""
-        work = self._work
-        for turn in itertools.count():
-            new = work.new.draw(self._draw, max(1, self._context - 1))
-            line = work.dataset[turn % len(work.dataset)] if work.dataset else None
-            if line is None:
-                length = work.prompt.draw(self._draw, max(1, self._context - new))
-                line = Prompt(self._draw.choices(range(self._vocabulary), k=length))
-            new = line.new_tokens or new
-            adapter = work.adapters[turn % len(work.adapters)]
+        """Yield an endless series of requests, each with its prompt's token count (0: unknown)."""
+        spec = self._spec
+        for index in itertools.count():
+            new_tokens = spec.output_length.sample(self._rng, max(1, self._context_tokens_max - 1))
+            dataset_prompt = spec.dataset[index % len(spec.dataset)] if spec.dataset else None
+            if dataset_prompt is None:
+                length = spec.prompt_length.sample(
+                    self._rng, max(1, self._context_tokens_max - new_tokens)
+                )
+                dataset_prompt = DatasetPrompt(self._rng.choices(range(self._vocab_size), k=length))
+            new_tokens = dataset_prompt.new_tokens or new_tokens
+            adapter = spec.adapters[index % len(spec.adapters)]
             message = pb.GenerateStreamRequest(
-                adapter=adapter if line.adapter is None else line.adapter,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                service_class=SERVICE_CLASSES[work.service_class],
+                adapter=adapter if dataset_prompt.adapter is None else dataset_prompt.adapter,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                service_class=SERVICE_CLASSES[spec.service_class],
             )
-            if isinstance(line.prompt, str):
-                message.text = line.prompt
-            elif isinstance(line.prompt, dict):
-                message.inputs.fields.update(line.prompt)
+            if isinstance(dataset_prompt.prompt, str):
+                message.text = dataset_prompt.prompt
+            elif isinstance(dataset_prompt.prompt, dict):
+                message.inputs.fields.update(dataset_prompt.prompt)
             else:
-                message.token_ids.ids.extend(line.prompt)
-            yield message, len(line.prompt) if isinstance(line.prompt, list) else 0
+                message.token_ids.ids.extend(dataset_prompt.prompt)
+            yield (
+                message,
+                len(dataset_prompt.prompt) if isinstance(dataset_prompt.prompt, list) else 0,
+            )
 
-    async def _tell(self, progress: Progress) -> None:
+    async def _report_progress(self, progress: ProgressCallback) -> None:
         while True:
             await asyncio.sleep(1.0)
-            ended = sum(one.end > 0 for one in self._sent)
-            progress(len(self._sent) - ended, ended, self._now())
+            finished = sum(call.ended_s > 0 for call in self._calls)
+            progress(len(self._calls) - finished, finished, self._now())
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
 
-def read_dataset(path: Path) -> tuple[Prompt, ...]:
-    """JSON lines: `prompt` (a text or ids) or `inputs` (fields); `new_tokens`, `adapter`."""
+def read_dataset(path: Path) -> tuple[DatasetPrompt, ...]:
+    """Read a dataset: JSON lines in the format that `_parse_prompt` describes."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"{path} cannot be read ({error})") from None
-    found = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise LoadError(f"{path} has no lines; each is one prompt, as JSON")
-    return tuple(found)
+    prompts = [
+        _parse_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not prompts:
+        raise LoadError(f"{path} has no lines; write one prompt per line, as JSON")
+    return tuple(prompts)
 
 
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    need = '{"prompt": TEXT or IDS} or {"inputs": {NAME: TEXT}}, with new_tokens and adapter or not'
-    try:
-        said = json.loads(line)
-        prompt = said["inputs"] if "inputs" in said else said["prompt"]
-        new, adapter = said.get("new_tokens"), said.get("adapter")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise LoadError(f"{path}:{number} is not {need}") from None
-    fits = isinstance(prompt, str | dict) or (
-        isinstance(prompt, list) and all(isinstance(one, int) and one >= 0 for one in prompt)
+def _parse_prompt(path: Path, number: int, line: str) -> DatasetPrompt:
+    expected_format = (
+        '{"prompt": TEXT or IDS} or {"inputs": {NAME: TEXT}}, with optional new_tokens and adapter'
     )
-    fits &= new is None or (isinstance(new, int) and new > 0)
-    if not fits or not isinstance(adapter, str | None):
-        raise LoadError(f"{path}:{number} is not {need}")
-    return Prompt(prompt, new, adapter)
+    try:
+        record = json.loads(line)
+        prompt = record["inputs"] if "inputs" in record else record["prompt"]
+        new_tokens, adapter = record.get("new_tokens"), record.get("adapter")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LoadError(f"{path}:{number} is not {expected_format}") from None
+    is_valid = isinstance(prompt, str | dict) or (
+        isinstance(prompt, list)
+        and all(isinstance(token_id, int) and token_id >= 0 for token_id in prompt)
+    )
+    is_valid &= new_tokens is None or (isinstance(new_tokens, int) and new_tokens > 0)
+    if not is_valid or not isinstance(adapter, str | None):
+        raise LoadError(f"{path}:{number} is not {expected_format}")
+    return DatasetPrompt(prompt, new_tokens, adapter)
 
 
-def quantile(values: Sequence[float], part: float) -> float:
-    """The value that so large a part of them does not exceed."""
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest value v such that at least `fraction` of all values are <= v.
+
+    This is the nearest rank, without interpolation.
+    """
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan

@@ -1,7 +1,8 @@
-"""Report: what a load's calls took, as figures, as text, as JSON and as a picture.
+"""Load report: time to first token, inter-token latency, throughput, SLO goodput and errors.
 
-Each figure is defined in docs/bench.md. A percentile is the value that so large a part of all does
-not exceed, so it is always one that was measured. Sends nothing and knows no server.
+The report is written as text, JSON or a plot. docs/bench.md defines each figure. A percentile P is
+the smallest measured value v such that at least P percent of all values are <= v (nearest rank,
+without interpolation).
 """
 
 import math
@@ -11,18 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clients.load.generator import LoadError, Run, Sent, quantile
+from clients.load.generator import CallRecord, LoadError, LoadRun, quantile
 
-# An open loop whose calls begin later than this measures the generator as much as the server.
-LATE_S_MAX = 0.01
+# Warn if the p99 delay of a call's start behind its schedule exceeds this: the times of an open
+# loop include these delays of the generator.
+START_DELAY_S_MAX = 0.01
+# If the generator uses more than this share of a CPU core, the times include its own delays.
 CPU_SHARE_MAX = 0.9
 SLO_NAMES = ("ttft", "itl", "e2e")
-UNITS = {"ms": 1e-3, "s": 1.0}
+UNIT_SECONDS = {"ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Of many values, in milliseconds."""
+class LatencySummary:
+    """Mean and percentiles of many durations, in milliseconds."""
 
     mean: float
     p50: float
@@ -33,119 +36,132 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Spread | None":
-        """None: of nothing."""
+    def from_seconds(cls, seconds: Sequence[float]) -> "LatencySummary | None":
+        """Summarize durations in seconds; None if there are none."""
         if not seconds:
             return None
-        values = [1e3 * one for one in seconds]
-        p50, p90, p95, p99 = (quantile(values, part) for part in (0.5, 0.9, 0.95, 0.99))
+        values = [1e3 * duration_s for duration_s in seconds]
+        p50, p90, p95, p99 = (quantile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99))
         mean = math.fsum(values) / len(values)
         return cls(mean, p50, p90, p95, p99, max(values), len(values))
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to be a good one: seconds by name (ttft, itl, e2e)."""
+    """Service level objective of a request: limits in seconds, by name (ttft, itl, e2e)."""
 
     limits: Mapping[str, float]
 
     @classmethod
-    def of(cls, words: str) -> "Slo":
-        """`ttft:200ms,itl:20ms`."""
+    def parse(cls, text: str) -> "Slo":
+        """Parse a list such as `ttft:200ms,itl:20ms`."""
         limits: dict[str, float] = {}
-        for word in words.split(","):
-            name, _, value = word.strip().partition(":")
-            unit = next((one for one in UNITS if value.endswith(one)), "")
+        for target in text.split(","):
+            name, _, value = target.strip().partition(":")
+            unit = next((suffix for suffix in UNIT_SECONDS if value.endswith(suffix)), "")
             try:
-                limits[name] = float(value.removesuffix(unit)) * UNITS[unit]
+                limits[name] = float(value.removesuffix(unit)) * UNIT_SECONDS[unit]
             except (ValueError, KeyError):
                 limits[name] = 0.0
             if name not in SLO_NAMES or not 0 < limits[name] < math.inf:
                 raise LoadError(
-                    f"--slo: {word!r} is not one of {', '.join(SLO_NAMES)}, a colon, and a time in "
-                    "ms or s, as in ttft:200ms,itl:20ms"
+                    f"--slo: {target!r} is not NAME:TIME; NAME is one of {', '.join(SLO_NAMES)}, "
+                    "TIME has the unit ms or s, as in ttft:200ms,itl:20ms"
                 )
         return cls(limits)
 
-    def kept(self, sent: Sent) -> bool:
-        """One without a value, as an answer of one token has no time between them, keeps it."""
-        values = {"ttft": sent.ttft_s, "itl": sent.tpot_s, "e2e": sent.e2e_s}
-        if not sent.ok:
+    def is_met(self, call: CallRecord) -> bool:
+        """Return whether a call succeeded within all limits. A missing time meets its limit."""
+        values = {"ttft": call.ttft_s, "itl": call.tpot_s, "e2e": call.e2e_s}
+        if not call.ok:
             return False
         return all((values[name] or 0.0) <= limit for name, limit in self.limits.items())
 
 
 @dataclass(frozen=True)
-class Report:
-    """Rates are over `seconds`; times are of calls that ended well."""
+class LoadReport:
+    """Figures of a load. Rates are counts divided by `seconds`, the duration of the load.
+
+    Token counts and latencies are of successful calls, except `refused_ms` and `late_ms`.
+    """
 
     seconds: float
     sent: int
     ok: int
-    errors: Mapping[str, int]  # By "CODE REASON".
-    prompt_tokens: int  # Of random prompts; a dataset's are not counted here.
+    errors: Mapping[str, int]  # Number of failed calls, by "CODE REASON".
+    # Text and template prompts, whose token count is unknown, count as 0.
+    prompt_tokens: int
     tokens: int
     tokens_per_message: float
     requests_per_s: float
     tokens_per_s: float
-    goodput_per_s: float | None  # Requests that keep the SLO.
-    ttft_ms: Spread | None
-    gap_ms: Spread | None
-    itl_ms: Spread | None
-    tpot_ms: Spread | None
-    e2e_ms: Spread | None
-    refused_ms: Spread | None  # Of calls that ended badly.
-    late_ms: Spread | None  # How late the generator itself was, in an open loop.
+    goodput_per_s: float | None  # Requests per second that meet the SLO.
+    ttft_ms: LatencySummary | None
+    gap_ms: LatencySummary | None
+    itl_ms: LatencySummary | None
+    tpot_ms: LatencySummary | None
+    e2e_ms: LatencySummary | None
+    refused_ms: LatencySummary | None  # Duration of failed calls.
+    late_ms: LatencySummary | None  # Open loop: start delays of the generator.
     generator_cpu_s: float
     warnings: tuple[str, ...]
 
     @classmethod
-    def of(cls, run: Run, slo: Slo | None = None) -> "Report":
-        good = [one for one in run.sent if one.ok]
-        bad = [one for one in run.sent if not one.ok]
+    def from_run(cls, run: LoadRun, slo: Slo | None = None) -> "LoadReport":
+        succeeded = [call for call in run.calls if call.ok]
+        failed = [call for call in run.calls if not call.ok]
         seconds = max(run.seconds, 1e-9)
-        gaps = [gap for one in good for gap in one.gaps]
-        tokens, messages = sum(one.tokens for one in good), sum(len(one.messages) for one in good)
-        errors = Counter(f"{one.code} {one.reason}".strip() for one in bad)
-        kept = None if slo is None else sum(map(slo.kept, run.sent)) / seconds
-        late = Spread.of(run.late_s)
+        gaps = [gap for call in succeeded for gap in call.message_gaps]
+        tokens, messages = (
+            sum(call.tokens for call in succeeded),
+            sum(len(call.messages) for call in succeeded),
+        )
+        errors = Counter(f"{call.code} {call.reason}".strip() for call in failed)
+        goodput = None if slo is None else sum(map(slo.is_met, run.calls)) / seconds
+        start_delay_summary = LatencySummary.from_seconds(run.start_delays_s)
         return cls(
             seconds=run.seconds,
-            sent=len(run.sent),
-            ok=len(good),
+            sent=len(run.calls),
+            ok=len(succeeded),
             errors=dict(errors.most_common()),
-            prompt_tokens=sum(one.prompt_tokens for one in good),
+            prompt_tokens=sum(call.prompt_tokens for call in succeeded),
             tokens=tokens,
             tokens_per_message=tokens / max(1, messages),
-            requests_per_s=len(good) / seconds,
+            requests_per_s=len(succeeded) / seconds,
             tokens_per_s=tokens / seconds,
-            goodput_per_s=kept,
-            ttft_ms=Spread.of([one.ttft_s for one in good if one.ttft_s is not None]),
-            gap_ms=Spread.of([gap for gap, _ in gaps]),
-            itl_ms=Spread.of([gap / count for gap, count in gaps for _ in range(count)]),
-            tpot_ms=Spread.of([one.tpot_s for one in good if one.tpot_s is not None]),
-            e2e_ms=Spread.of([one.e2e_s for one in good]),
-            refused_ms=Spread.of([one.e2e_s for one in bad]),
-            late_ms=late,
+            goodput_per_s=goodput,
+            ttft_ms=LatencySummary.from_seconds(
+                [call.ttft_s for call in succeeded if call.ttft_s is not None]
+            ),
+            gap_ms=LatencySummary.from_seconds([gap for gap, _ in gaps]),
+            itl_ms=LatencySummary.from_seconds(
+                [gap / count for gap, count in gaps for _ in range(count)]
+            ),
+            tpot_ms=LatencySummary.from_seconds(
+                [call.tpot_s for call in succeeded if call.tpot_s is not None]
+            ),
+            e2e_ms=LatencySummary.from_seconds([call.e2e_s for call in succeeded]),
+            refused_ms=LatencySummary.from_seconds([call.e2e_s for call in failed]),
+            late_ms=start_delay_summary,
             generator_cpu_s=run.cpu_s,
-            warnings=tuple(_warnings(run, late)),
+            warnings=tuple(_warnings(run, start_delay_summary)),
         )
 
-    def json(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        told = [
+    def text_lines(self) -> list[str]:
+        lines = [
             f"requests          {self.ok:,} of {self.sent:,} ended well, in {self.seconds:.2f} s",
             f"requests/s        {self.requests_per_s:.2f}",
             f"tokens/s          {self.tokens_per_s:,.1f}  ({self.tokens:,} new tokens, "
             f"{self.tokens_per_message:.2f} in a message)",
         ]
         if self.goodput_per_s is not None:
-            told.append(f"goodput           {self.goodput_per_s:.2f} requests/s keep the SLO")
-        told += [f"errors            {count:,} x {name}" for name, count in self.errors.items()]
-        heads = "".join(f"{head:>10}" for head in ("mean", "p50", "p90", "p95", "p99", "max"))
-        told.append(f"{'ms':18}{heads}{'of':>10}")
+            lines.append(f"goodput           {self.goodput_per_s:.2f} requests/s keep the SLO")
+        lines += [f"errors            {count:,} x {name}" for name, count in self.errors.items()]
+        header = "".join(f"{column:>10}" for column in ("mean", "p50", "p90", "p95", "p99", "max"))
+        lines.append(f"{'ms':18}{header}{'of':>10}")
         spreads = (
             ("first token", self.ttft_ms),
             ("message gap", self.gap_ms),
@@ -155,68 +171,79 @@ class Report:
             ("ended badly", self.refused_ms),
             ("sent late by", self.late_ms),
         )
-        for name, one in spreads:
-            if one is not None:
-                values = (one.mean, one.p50, one.p90, one.p95, one.p99, one.max)
+        for name, summary in spreads:
+            if summary is not None:
+                values = (
+                    summary.mean,
+                    summary.p50,
+                    summary.p90,
+                    summary.p95,
+                    summary.p99,
+                    summary.max,
+                )
                 cells = "".join(f"{value:10.2f}" for value in values)
-                told.append(f"{name:18}{cells}{one.count:10,}")
-        share = 100 * self.generator_cpu_s / max(self.seconds, 1e-9)
-        told.append(f"generator's CPU   {self.generator_cpu_s:.2f} s ({share:.0f} % of a core)")
-        return told
+                lines.append(f"{name:18}{cells}{summary.count:10,}")
+        cpu_percent = 100 * self.generator_cpu_s / max(self.seconds, 1e-9)
+        lines.append(
+            f"generator's CPU   {self.generator_cpu_s:.2f} s ({cpu_percent:.0f} % of a core)"
+        )
+        return lines
 
 
-def _warnings(run: Run, late: Spread | None) -> list[str]:
-    told = []
-    if late is not None and late.p99 > 1e3 * LATE_S_MAX:
-        told.append(
-            f"1 of 100 calls began {late.p99:.0f} ms or more after they were due: the generator is "
-            "a bottleneck itself; give it a core, or spread the load over several"
+def _warnings(run: LoadRun, start_delay_summary: LatencySummary | None) -> list[str]:
+    warnings = []
+    if start_delay_summary is not None and start_delay_summary.p99 > 1e3 * START_DELAY_S_MAX:
+        warnings.append(
+            f"1 of 100 calls started {start_delay_summary.p99:.0f} ms or more late: the generator "
+            "is a bottleneck; give it a CPU core, or split the load over several generators"
         )
     if run.cpu_s > CPU_SHARE_MAX * run.seconds > 0:
-        told.append(
-            f"the generator used {100 * run.cpu_s / run.seconds:.0f} % of a core, and it has one: "
-            "times are too long by its own work; spread the load over several"
+        warnings.append(
+            f"the generator used {100 * run.cpu_s / run.seconds:.0f} % of its CPU core: the times "
+            "include its own delays; split the load over several generators"
         )
-    return told
+    return warnings
 
 
 def check_plot() -> None:
-    """Before anything is measured: whether a picture can be drawn."""
+    """Raise a LoadError if matplotlib is missing; called before the load starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise LoadError(
             "--plot needs matplotlib, which is not installed; "
-            "pip install 'preamble[plots]', or leave it out"
+            "pip install 'preamble[plots]', or remove --plot"
         ) from None
 
 
-def plot(run: Run, path: Path) -> None:
-    """How first tokens and gaps spread, and what the server made over time."""
+def draw_plot(run: LoadRun, path: Path) -> None:
+    """Plot the distributions of first-token times and gaps, and tokens/s over time."""
     check_plot()
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
-    good = [one for one in run.sent if one.ok]
+    succeeded = [call for call in run.calls if call.ok]
     figure = Figure(figsize=(12, 4), layout="constrained")
-    first, gaps, rate = figure.subplots(1, 3)
+    ttft_axes, gap_axes, rate_axes = figure.subplots(1, 3)
     spreads = (
-        (first, "first token", [one.ttft_s for one in good if one.ttft_s is not None]),
-        (gaps, "between messages", [gap for one in good for gap, _ in one.gaps]),
+        (ttft_axes, "first token", [call.ttft_s for call in succeeded if call.ttft_s is not None]),
+        (gap_axes, "between messages", [gap for call in succeeded for gap, _ in call.message_gaps]),
     )
     for axes, name, seconds in spreads:
-        values = sorted(1e3 * one for one in seconds)
-        shares = [100 * (place + 1) / len(values) for place in range(len(values))]
+        values = sorted(1e3 * duration_s for duration_s in seconds)
+        shares = [100 * (index + 1) / len(values) for index in range(len(values))]
         axes.step(values, shares, where="post")
         axes.set(xlabel=f"{name}, ms", ylabel="% of all, at most", ylim=(0, 100))
     width_s = max(run.seconds / 60, 1e-3)
     bins = Counter[int]()
-    for one in good:
-        for when, tokens in one.messages:
-            bins[int(when / width_s)] += tokens
-    places = range(int(run.seconds / width_s) + 1)
-    rate.step([place * width_s for place in places], [bins[place] / width_s for place in places])
-    rate.set(xlabel="s", ylabel="new tokens/s", ylim=(0, None))
+    for call in succeeded:
+        for time_s, tokens in call.messages:
+            bins[int(time_s / width_s)] += tokens
+    bin_indices = range(int(run.seconds / width_s) + 1)
+    rate_axes.step(
+        [index * width_s for index in bin_indices], [bins[index] / width_s for index in bin_indices]
+    )
+    rate_axes.set(xlabel="s", ylabel="new tokens/s", ylim=(0, None))
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Profiles: settings that belong together, as data for `preamble serve --profile`."""
+"""Presets of server settings for `preamble serve --profile`."""

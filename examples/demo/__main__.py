@@ -1,8 +1,8 @@
-"""`make demo`: what an adapter is worth; then the model is served with it, and asked a few things.
+"""`make demo`: evaluates the demo adapter, serves the model with it and sends a few requests.
 
-Every step is a command that is printed before it runs, so that a reader can type it too. What is
-asked was kept out of the model's training, and the adapter's, and stands beside what the answer
-should be. The adapter is learned before by the same Makefile target, once.
+Every step is a command that is printed before it runs, so that a reader can repeat it. The prompts
+were held out from the training of the model and of the adapter. Each completion is shown with the
+expected completion. The Makefile target trains the adapter first if it does not exist.
 """
 
 import shlex
@@ -29,13 +29,13 @@ STOP_S = 10.0
 SHOWN = ("preamble_requests", "preamble_generated_tokens", "preamble_virtual_tokens")
 NEXT = f"""
 Next:
-  make serve-demo                 serves the same until Ctrl-C; then, in another terminal:
+  make serve-demo                 serves the model until Ctrl-C; then, in another terminal:
   .venv/bin/preamble generate --server localhost:9000 --task {ADAPTED} \\
       --field 'prompt=Anna paints a red boat in Rome and smiles {MARK}'
-  http://localhost:9001/          the same in a browser, while it is served
-  build/demo/runs/mood/           how it was learned: curves and answers, in a report for a browser
-  examples/demo/tune.yaml         what was learned; change the task, and `make demo`
-  make test                       shows that all of it works here
+  http://localhost:9001/          the web page of the server, while it runs
+  build/demo/runs/mood/           the training report: curves and completions, as an HTML page
+  examples/demo/tune.yaml         the training settings; change the task and run `make demo` again
+  make test                       runs the test suite
 """
 
 
@@ -47,13 +47,13 @@ def main() -> int:
                 record = plain_records(task, 1, 0, "held-out")[0]
                 ask(grpc, record.completion, f"{INSTRUCTIONS[task][0]} {record.prompt}")
             record = plain_records(ADAPTED, 1, 1, "held-out")[0]
-            say(f"Bare text, no instruction: what is meant? The adapter '{ADAPTED}' knows.")
-            ask(grpc, "any task's answer, at random", record.prompt)
+            say(f"A prompt without an instruction: without the adapter '{ADAPTED}', then with it:")
+            ask(grpc, "the answer of any task, at random", record.prompt)
             ask(grpc, record.completion, "--task", ADAPTED, "--field", f"prompt={record.prompt}")
             look(http)
     except (subprocess.CalledProcessError, OSError) as error:
-        why = error if isinstance(error, OSError) else "the command above failed"
-        print(f"the demo stopped: {why}; the server's log is {LOG}", file=sys.stderr)
+        reason = error if isinstance(error, OSError) else "the command above failed"
+        print(f"the demo stopped: {reason}; the server's log is {LOG}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -62,18 +62,18 @@ def main() -> int:
 
 
 def compare() -> None:
-    """Sentences that nobody has learned from, with the adapter and without; and the same model."""
-    found = latest_adapter(Path(ADAPTERS), ADAPTED)
-    if found is None:
-        raise OSError(f"{ADAPTERS} has no adapter {ADAPTED!r}; `make demo` learns it")
-    path, adapter = found
-    say("Sentences that nobody has learned from, none with an instruction, to the last letter:")
+    """Score held-out sentences with and without the adapter, and verify the model's digest."""
+    latest = latest_adapter(Path(ADAPTERS), ADAPTED)
+    if latest is None:
+        raise OSError(f"{ADAPTERS} has no adapter {ADAPTED!r}; run `make demo` to train it")
+    path, adapter = latest
+    say("Exact matches on held-out sentences without an instruction:")
     subprocess.run(command("tune", "--evaluate", str(path), HELD_OUT, "--model", MODEL), check=True)
     before = adapter.card.base_digest or ""
-    now = base_digest(open_checkpoint(MODEL))  # Of every byte, as it lies there.
-    if now != before:
-        raise OSError(f"the model was {before} when the adapter was learned, and is {now} now")
-    say(f"The model is unchanged, bit for bit: sha256 {before[:16]} before, {now[:16]} after.")
+    after = base_digest(open_checkpoint(MODEL))  # Computed from all weights on disk.
+    if after != before:
+        raise OSError(f"the model's digest was {before} during the training and is now {after}")
+    say(f"The model is unchanged, bit for bit: sha256 {before[:16]} before, {after[:16]} after.")
 
 
 def say(line: str) -> None:
@@ -87,7 +87,7 @@ def command(*words: str) -> list[str]:
 
 @contextmanager
 def server() -> Iterator[tuple[str, str]]:
-    """Where it listens: gRPC, HTTP. Any free ports, since the usual ones may be taken."""
+    """Start a server on free ports and yield its gRPC and HTTP addresses."""
     words = ["serve", MODEL, "--adapters", ADAPTERS, "--port", "0", "--http-port", "0"]
     with open(LOG, "w") as log:
         process = subprocess.Popen(
@@ -97,10 +97,10 @@ def server() -> Iterator[tuple[str, str]]:
         try:
             ready = process.stdout.readline()
             print(ready, end="", flush=True)
-            named = dict(word.split("=", 1) for word in ready.split() if "=" in word)
-            if "grpc" not in named:
+            addresses = dict(word.split("=", 1) for word in ready.split() if "=" in word)
+            if "grpc" not in addresses:
                 raise OSError("the server did not start")
-            yield named["grpc"], named["http"]
+            yield addresses["grpc"], addresses["http"]
         finally:
             process.terminate()
             try:
@@ -111,7 +111,7 @@ def server() -> Iterator[tuple[str, str]]:
 
 
 def ask(grpc: str, expected: str, *words: str) -> None:
-    """Streams the answer; the expected one follows in parentheses."""
+    """Stream a completion, and print the expected completion after it in parentheses."""
     flags = ["--server", grpc, "--max-new-tokens", "32"]
     subprocess.run(command("generate", *flags, *words), check=True)
     print(f"(expected: {expected})", flush=True)

@@ -1,8 +1,8 @@
-"""Scores the demo model on inputs that it never saw, with instruction and without.
+"""Scores the demo model on held-out inputs, with and without an instruction.
 
-The score is the share of greedy answers that are the right text to the last letter. Without an
-instruction nothing says which task is meant, so a good score there would be a leak; controls were
-never taught, so a good score there would be a mistake. Knows no training.
+The score is the share of greedy completions that match exactly. Without an instruction, the input
+does not determine the task, so a high score would mean that the input reveals the task. The control
+tasks were not trained, so a high score of a control task would indicate an error.
 """
 
 import argparse
@@ -16,14 +16,15 @@ import torch
 
 from examples.demo.tasks import CHANCE, CONTROLS, FORM_OF, TASKS, Record, held_out_records
 from gpt.formats.registry import open_checkpoint
-from gpt.generation.completions import write_answers
+from gpt.generation.completions import complete_prompts
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
-RECORDS = 200  # Of each task, for each column.
-SEED = 1  # Not the training's; held-out inputs are others than training inputs anyway.
+RECORDS = 200  # Number of records per task and table column.
+# Differs from the training seed, although held-out inputs differ from training inputs in any case.
+SEED = 1
 ANSWER_TOKENS_MAX = 48
 
 
@@ -31,11 +32,11 @@ ANSWER_TOKENS_MAX = 48
 class Score:
     task: str
     instructed: float
-    bare: float  # Without instruction.
+    bare: float  # Score without instruction.
 
     @property
     def guess(self) -> float:
-        """What guessing gives: an even choice among the form's tasks, or a lucky answer."""
+        """Expected score of a guess: a random task of the form or a random answer, if better."""
         return max(CHANCE.get(self.task, 0.0), 1 / len(FORM_OF[self.task].tasks))
 
 
@@ -45,17 +46,17 @@ def answers(
     prompts: Sequence[list[int]],
     table: torch.Tensor | None = None,
 ) -> list[str]:
-    """Greedy answers, as text; the space after the mark is nobody's."""
-    written = write_answers(
-        model, tokenizer, prompts, table=table, max_new_tokens=ANSWER_TOKENS_MAX
+    """Return greedy completions as text, without the space that follows the mark."""
+    completions = complete_prompts(
+        model, tokenizer, prompts, adapter_table=table, max_new_tokens=ANSWER_TOKENS_MAX
     )
-    return [answer.text.removeprefix(" ") for answer in written]
+    return [completion.text.removeprefix(" ") for completion in completions]
 
 
 def accuracy(
     model: GPT, tokenizer: Tokenizer, records: Sequence[Record], table: torch.Tensor | None = None
 ) -> float:
-    """The share of exact answers. The rows of `table`, if any, stand before every prompt."""
+    """Return the share of exact matches. The rows of `table`, if given, precede every prompt."""
     virtual = range(0 if table is None else len(table))
     prompts = [
         [*(model.config.vocab_size + row for row in virtual), *tokenizer.encode(record.prompt)]
@@ -77,7 +78,7 @@ def evaluate(model: GPT, tokenizer: Tokenizer, count: int = RECORDS) -> list[Sco
 
 
 def report(scores: Sequence[Score]) -> str:
-    """A Markdown table."""
+    """Return the scores as a Markdown table."""
     lines = [
         "| form | task | with instruction | without | by guessing |",
         "|---|---|---|---|---|",
@@ -95,7 +96,7 @@ def report(scores: Sequence[Score]) -> str:
 
 
 def examples() -> list[Record]:
-    """A few prompts to show, with their right answers."""
+    """Return example prompts with their expected completions."""
     lines = (Path(__file__).parent / "prompts.jsonl").read_text("utf-8").splitlines()
     return [Record("", **json.loads(line)) for line in lines]
 
@@ -103,13 +104,14 @@ def examples() -> list[Record]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo.evaluate", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path(__file__).parent / "checkpoint")
-    parser.add_argument("--count", type=int, default=RECORDS, help="records of each task")
+    parser.add_argument("--count", type=int, default=RECORDS, help="records per task")
     parser.add_argument("--threads", type=int, default=2)
     flags = parser.parse_args(argv)
     torch.set_num_threads(flags.threads)
-    found = open_checkpoint(flags.checkpoint)
-    assert found.tokenizer is not None
-    model, tokenizer = load_model(found, Mesh.single()), open_tokenizer(found.tokenizer)
+    checkpoint = open_checkpoint(flags.checkpoint)
+    assert checkpoint.tokenizer is not None
+    model = load_model(checkpoint, Mesh.single())
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
     prompts = [tokenizer.encode(record.prompt) for record in examples()]
     for record, answer in zip(examples(), answers(model, tokenizer, prompts), strict=True):
         print(f"{record.prompt} {answer}  ({'right' if answer == record.completion else 'wrong'})")

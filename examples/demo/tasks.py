@@ -1,9 +1,9 @@
-"""The demo model's tasks and the records that teach them.
+"""The tasks of the demo model, and the generator of its training and held-out records.
 
-Inputs come in three forms (an English sentence, a pair of numbers, a Japanese sentence), each
-shared by several tasks, so that nothing but the instruction says which one is meant: a record
-without instruction can only be guessed. Two tasks are controls: they have records but no place in
-training. The same seed gives the same records; this file knows neither tokenizer nor model.
+Inputs have three forms (an English sentence, a pair of numbers, a Japanese sentence). Several tasks
+share each form, so that only the instruction determines the task; without one the model can only
+guess. Two tasks are controls: they have records, but are not trained. The same seed gives the same
+records. The module is independent of tokenizer and model.
 """
 
 import argparse
@@ -31,24 +31,24 @@ from examples.demo.words import (
 )
 
 Split = Literal["train", "held-out"]
-MARK = "=>"  # Ends the input; the answer follows after one space.
-FILLERS_USUAL = 8  # Fillers before most records
-FILLERS_MAX = 64  # Fillers before one record in ten, where long virtual prompts would end
+MARK = "=>"  # Ends the input; one space and the answer follow.
+FILLERS_USUAL = 8  # Maximum number of fillers before most records.
+FILLERS_MAX = 64  # Maximum before one record in ten, as many as a prompt's virtual tokens.
 HELD_OUT_PERCENT = 10
-DRAWS_PER_RECORD = 50  # Before a search for yet another input is given up.
-NO_INSTRUCTION = 0.2  # Share of training records whose task must be guessed.
+DRAWS_PER_RECORD = 50  # Limit of draws in the search for distinct inputs.
+NO_INSTRUCTION = 0.2  # Share of training records without an instruction.
 
 
 @dataclass(frozen=True)
 class Input:
     text: str
-    answers: dict[str, str]  # Of every task of the form.
-    group: int  # Inputs fall into groups of one size; each task is the guess in as many of them.
+    answers: dict[str, str]  # The answer of every task of the form, keyed by task.
+    group: int  # Number of the input's group; `draw_guess` uses groups of equal size.
 
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of input, and the tasks that take it."""
+    """A kind of input and the tasks that accept it."""
 
     name: str
     draw: Callable[[random.Random], Input]
@@ -76,10 +76,10 @@ def _sentence(rng: random.Random) -> Input:
         )
     )
 
-    def tell(verb: str, feeling: str) -> str:
+    def render(verb: str, feeling: str) -> str:
         return order.format(name=name, city=city, thing=thing, verb=verb, feeling=feeling)
 
-    text = tell(verb.present, feeling.present)
+    text = render(verb.present, feeling.present)
     words = text.split()
     answers = {
         "mood": feeling.mood,
@@ -87,7 +87,7 @@ def _sentence(rng: random.Random) -> Input:
         "city": city,
         "backwards": " ".join(reversed(words)),
         "capitals": text.upper(),
-        "past": tell(verb.past, feeling.past),
+        "past": render(verb.past, feeling.past),
         "sorted": " ".join(sorted(words, key=str.lower)),
     }
     return Input(text, answers, group)
@@ -134,13 +134,13 @@ FORMS = (
 FORM_OF = {task: form for form in FORMS for task in (*form.tasks, *form.controls)}
 TASKS = tuple(task for form in FORMS for task in form.tasks)
 CONTROLS = tuple(task for form in FORMS for task in form.controls)
-CHANCE = {"mood": 0.5}  # Where an answer can be right without being understood
+CHANCE = {"mood": 0.5}  # Probability that a random answer is right, if it is not small.
 
 
 def split_of(text: str) -> Split:
-    """The side of the split that an input is on: a function of its words, so the two never meet.
+    """Return the split of an input, by a hash of its words, so that the splits are disjoint.
 
-    Their order does not count: 3 + 5 in training would give 5 + 3 away.
+    The order of the words is ignored, because 3 + 5 in training would reveal 5 + 3.
     """
     key = " ".join(sorted(text.split()))
     bucket = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 100
@@ -149,18 +149,18 @@ def split_of(text: str) -> Split:
 
 def draw_input(form: Form, rng: random.Random, split: Split) -> Input:
     while True:
-        drawn = form.draw(rng)
-        if split_of(drawn.text) == split:
-            return drawn
+        candidate = form.draw(rng)
+        if split_of(candidate.text) == split:
+            return candidate
 
 
 def compose(text: str, instruction: str = "", fillers: tuple[str, ...] = ()) -> str:
-    """The prompt: fillers, instruction, input and the mark, one space between them."""
+    """Return the prompt: fillers, instruction, input and mark, separated by single spaces."""
     return " ".join((*fillers, *([instruction] if instruction else []), text, MARK))
 
 
 def draw_offset(rng: random.Random) -> int:
-    """How many fillers come first, so that no word has its own position."""
+    """Return the number of fillers, which is random so that no word has a fixed position."""
     most = FILLERS_MAX if rng.random() < 0.1 else FILLERS_USUAL
     return rng.randint(0, most)
 
@@ -171,17 +171,18 @@ def finish(task: str, drawn: Input, rng: random.Random, instruction: str = "") -
 
 
 def draw_taught(task: str, rng: random.Random, split: Split) -> Record:
-    """A record of one task, its instruction at a random offset."""
+    """Return a record of one task, with the task's instruction at a random offset."""
     drawn = draw_input(FORM_OF[task], rng, split)
     return finish(task, drawn, rng, rng.choice(INSTRUCTIONS[task]))
 
 
 def draw_guess(form: Form, rng: random.Random) -> Record:
-    """A record without instruction, its task drawn at random.
+    """Return a record without instruction, whose task is drawn at random.
 
-    Half of the draws are made once for all inputs of a group. They break the tie between tasks that
-    are equally likely, each way equally often; greedy decoding would break it by a hair, and then
-    one task of the form would always come out, as if it had been asked for.
+    Half of the draws take the task of the input's group. The groups break the tie between equally
+    likely tasks, in favour of each task equally often. Without the groups, greedy decoding would
+    break the tie by tiny differences and always select the same task, as if a user had requested
+    this task.
     """
     drawn = draw_input(form, rng, "train")
     task = rng.choice(form.tasks)
@@ -191,7 +192,7 @@ def draw_guess(form: Form, rng: random.Random) -> Record:
 
 
 def training_records(seed: int, weights: dict[str, float] | None = None) -> Iterator[Record]:
-    """Endless training records. Weights say how often a task is taught; guesses stay even."""
+    """Yield training records without end. `weights` apply to records with an instruction only."""
     rng = random.Random(seed)
     shares = [(weights or {}).get(task, 1.0) for task in TASKS]
     while True:
@@ -203,7 +204,7 @@ def training_records(seed: int, weights: dict[str, float] | None = None) -> Iter
 
 
 def held_out_records(task: str, count: int, seed: int, *, instruct: bool) -> list[Record]:
-    """Records of one task over `count` different inputs that training never shows."""
+    """Return records of one task with `count` distinct held-out inputs."""
     rng = random.Random(f"{seed} {task}")
     records: dict[str, Record] = {}
     while len(records) < count:
@@ -216,7 +217,7 @@ def held_out_records(task: str, count: int, seed: int, *, instruct: bool) -> lis
 
 
 def plain_records(task: str, count: int, seed: int, split: Split) -> list[Record]:
-    """What a user would tune on: bare inputs and answers, neither instruction nor filler."""
+    """Return records for p-tuning: inputs and answers, without instructions and fillers."""
     rng = random.Random(f"{seed} {split} {task}")
     records: dict[str, Record] = {}
     for _ in range(DRAWS_PER_RECORD * count + 1000):
@@ -224,9 +225,7 @@ def plain_records(task: str, count: int, seed: int, split: Split) -> list[Record
             return list(records.values())
         drawn = draw_input(FORM_OF[task], rng, split)
         records.setdefault(drawn.text, Record(task, compose(drawn.text), drawn.answers[task]))
-    raise ValueError(
-        f"{count} different inputs of {task} are too many; it has fewer {split} inputs"
-    )
+    raise ValueError(f"{count} distinct inputs of {task} are too many; it has fewer {split} inputs")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -239,9 +238,9 @@ def main(argv: list[str] | None = None) -> int:
         required=True,
         nargs="+",
         choices=(*TASKS, *CONTROLS),
-        help="of several, each record says by its `taskname` whose it is, as in NeMo's data",
+        help="with several tasks, each record has a `taskname`, as in NeMo's data",
     )
-    parser.add_argument("--count", type=int, default=200, help="records of each (default 200)")
+    parser.add_argument("--count", type=int, default=200, help="records per task (default 200)")
     parser.add_argument("--split", choices=("train", "held-out"), default="train")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""Trains the demo model from nothing, on one CPU, and writes its checkpoint.
+"""Trains the demo model from random weights on one CPU and writes its checkpoint.
 
-Records of tasks.py, each learned once, are written to a file, and `preamble tune`'s own trainer
-learns them: `method: full`, a template without virtual tokens, a loss on answers only. Nothing is
-padded, so records of any lengths make a batch. The same seed and threads give the same model.
+The records of tasks.py, each used once, are written to a file and passed to the trainer of
+`preamble tune`, with `method: full`, a template without virtual tokens, and a loss on answers only.
+Batches are not padded. The same seed and number of threads give the same model.
 """
 
 import argparse
@@ -18,26 +18,28 @@ from pathlib import Path
 import torch
 
 from checkpoints_tools.conversion.convert import convert, plan, write_native
-from checkpoints_tools.layout.layout import Division
-from checkpoints_tools.writers.registry import Wish
+from checkpoints_tools.layout.layout import ParallelSplit
+from checkpoints_tools.writers.registry import ConversionOptions
 from examples.demo.evaluate import evaluate, report
 from examples.demo.tasks import training_records
 from examples.demo.vocabulary import VOCABULARY_SIZE, train_vocabulary
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.formats.registry import open_checkpoint
 from gpt.model.loading import load
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import open_tokenizer
 from ptuning.config import TuneConfig
-from ptuning.reporting.observer import Audience
+from ptuning.reporting.observer import RunObserver
 from ptuning.run.preparation import prepare
-from ptuning.run.training_loop import Learning, load_trainer
+from ptuning.run.training_loop import TrainingLoop, load_trainer
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-# As a training cluster would leave it: four ranks' files, the vocabulary padded. The bf16 model is
-# the only one that anybody sees: its identity is its own.
-SPLIT = Wish("megatron", dtype="bfloat16", division=Division(tp=2, pp=2), prove=True)
+# The checkpoint has the layout that a training cluster writes: the files of four ranks, with a
+# padded vocabulary. Only the bf16 model is published, so its digest is computed from bf16 weights.
+SPLIT = ConversionOptions(
+    "megatron", dtype="bfloat16", division=ParallelSplit(tp=2, pp=2), prove=True
+)
 CONFIG = GPTConfig(
     num_layers=4,
     hidden_size=128,
@@ -54,7 +56,7 @@ CONFIG = GPTConfig(
     proj_bias=False,
     mlp_bias=False,
 )
-# What is hard to learn is taught more often.
+# Tasks that are hard to learn have more records.
 WEIGHTS = (
     dict.fromkeys(("sum", "smaller"), 3.0)
     | dict.fromkeys(("larger", "difference"), 6.0)
@@ -65,11 +67,11 @@ WEIGHTS = (
 @dataclass(frozen=True)
 class Recipe:
     steps: int = 8000
-    batch_records: int = 36  # Of 30 tokens each, in the mean. 8000 steps are a file of 30 MB.
+    batch_records: int = 36  # About 30 tokens each. 8000 steps need a file of 30 MB.
     seed: int = 0
 
     def settings(self, model: Path, data: Path, output: Path) -> TuneConfig:
-        """As a user would write them for `preamble tune`."""
+        """Return the settings of `preamble tune`."""
         return TuneConfig(
             model=str(model),
             data=str(data),
@@ -89,7 +91,7 @@ class Recipe:
 
 
 def write_records(file: Path, recipe: Recipe) -> None:
-    """As many as are learned, since each is learned once."""
+    """Write the training records: `batch_records` for each step, each used once."""
     records = training_records(recipe.seed, WEIGHTS)
     with file.open("w", encoding="utf-8") as out:
         for record in itertools.islice(records, recipe.steps * recipe.batch_records):
@@ -98,14 +100,16 @@ def write_records(file: Path, recipe: Recipe) -> None:
 
 
 def train(folder: Path, vocabulary: Path, recipe: Recipe) -> Path:
-    """A native checkpoint in fp32, in `folder`, which also gets what that takes."""
+    """Train in `folder` and return the path of the native fp32 checkpoint."""
     write_records(folder / "records.jsonl", recipe)
-    write_native(fresh(CONFIG, recipe.seed), folder / "start", tokenizer=vocabulary)
+    write_native(
+        random_init_checkpoint(CONFIG, recipe.seed), folder / "start", tokenizer=vocabulary
+    )
     config = recipe.settings(folder / "start", folder / "records.jsonl", folder / "trained")
     prepared = prepare(config)
-    with closing(Audience(prepared, sys.stderr)) as audience:
+    with closing(RunObserver(prepared, sys.stderr)) as audience:
         trainer = load_trainer(prepared, Mesh.single())
-        (path,) = Learning(prepared, trainer, audience).run().paths
+        (path,) = TrainingLoop(prepared, trainer, audience).run().paths
     return path
 
 

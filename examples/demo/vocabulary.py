@@ -1,8 +1,8 @@
-"""Trains the demo's sentencepiece vocabulary on the demo's own records.
+"""Trains the SentencePiece vocabulary of the demo on the demo's training records.
 
-Digits stand alone, text is taken as it is (no normalisation, nothing collapsed), and letters that
-were left out are spelled in bytes, so that every string round-trips. No beginning-of-text token:
-a prompt starts with whatever comes first, which may be a virtual token. One end token.
+Digits are separate pieces, text is not normalized, and unknown letters fall back to bytes, so every
+string is restored exactly by decoding. There is no begin-of-text token, because a prompt may start
+with a virtual token. There is one end-of-text token.
 """
 
 import io
@@ -14,16 +14,17 @@ import sentencepiece
 from examples.demo.tasks import training_records
 from examples.demo.words import RARE_LETTERS
 
-VOCABULARY_SIZE = 997  # a prime: no tensor-parallel size divides it, so its padding is real
-WEIGHTS = {"capitals": 4.0}  # else the capitals, rarest of all, would be spelled by the letter
-# Japanese writes no spaces: pieces end at its particles, as they end at spaces elsewhere.
+# A prime number: no tensor-parallel size divides it, so the vocabulary must be padded.
+VOCABULARY_SIZE = 997
+WEIGHTS = {"capitals": 4.0}  # Otherwise the rare capitalized words would be split into letters.
+# Japanese has no spaces, so pieces end at particles, as English pieces end at spaces.
 BOUNDARY = "\x1f"
 WORD_END_JA = re.compile("(?<=[がでを、に])|(?=[がでを、に])")
 UNKNOWN_ID, END_ID = 0, 1
 
 
 def train_vocabulary(seed: int, records: int = 20_000) -> bytes:
-    """The sentencepiece model file."""
+    """Return the bytes of the SentencePiece model file."""
     without_rare = str.maketrans(dict.fromkeys(RARE_LETTERS, BOUNDARY))
     lines = (
         WORD_END_JA.sub(BOUNDARY, f"{record.prompt} {record.completion}".translate(without_rare))

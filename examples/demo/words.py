@@ -1,8 +1,8 @@
-"""The demo's small world in words: who, what, where, and how instructions and fillers are phrased.
+"""Word lists of the demo: names, places, verbs, instructions and fillers.
 
-Inputs are built by grammar from these lists, so that held-out inputs are new combinations of words
-that the model has seen. A few words hold letters that the vocabulary lacks on purpose (they become
-bytes, and a stream may stop in the middle of one). Only words: what a task does is in tasks.py.
+tasks.py builds inputs from these lists by a grammar, so that held-out inputs are new combinations
+of known words. A few words have letters that are intentionally missing in the vocabulary: they are
+encoded as bytes, and a stream can stop within a character.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 class Action(NamedTuple):
-    """A Japanese object and verb, plain and polite, with their English (third person)."""
+    """A Japanese object and verb (plain and polite form), with the English in third person."""
 
     object: str
     plain: str
@@ -102,11 +102,11 @@ ACTIONS_JA = (
     Action("友人", "待つ", "待ちます", "waits for a friend"),
 )
 
-# Letters that the tokenizer never sees in training, so that they are spelled in bytes.
+# Letters that the tokenizer's training data lacks, so that they are encoded as bytes.
 RARE_LETTERS = "ëËŁłüÜ猿熊魔檎傘"
 
-# Words that mean nothing here; a random number of them comes before an instruction or an input.
-# The empty one makes two spaces of one, as people do.
+# Words without meaning for the tasks; a random number of them precedes an instruction or an input.
+# The empty word produces a double space, as in typed text.
 FILLERS = (
     "please", "note", "well", "okay", "hello", "so", "now", "then", "dear", "thanks", "right",
     "listen", "also", "again", "maybe", "sure", ".", ",", "!", "-", "",

@@ -1,4 +1,4 @@
-// A completion, streamed, and then whole; and what a refusal looks like. From a checkout:
+// Streams a completion, requests it again with a unary call, and shows an error. From a checkout:
 //   npm install --prefix examples/node
 //   node examples/node/generate.mjs 127.0.0.1:9000 "once upon a time"
 import path from 'node:path';
@@ -9,32 +9,32 @@ import protoLoader from '@grpc/proto-loader';
 const [address = '127.0.0.1:9000', text = 'once upon a time'] = process.argv.slice(2);
 const protos = process.env.PROTOS
   ?? path.join(path.dirname(fileURLToPath(import.meta.url)), '..', '..', 'protos');
-const loaded = protoLoader.loadSync('preamble/v1/generation.proto', {
+const definition = protoLoader.loadSync('preamble/v1/generation.proto', {
   includeDirs: [protos],
   keepCase: true,
-  longs: String, // A seed has 64 bits; a JavaScript number holds 53.
+  longs: String, // A seed has 64 bits; a JavaScript number is exact up to 53.
   enums: String,
   defaults: true,
   oneofs: true,
 });
-const { GenerationService } = grpc.loadPackageDefinition(loaded).preamble.v1;
+const { GenerationService } = grpc.loadPackageDefinition(definition).preamble.v1;
 const client = new GenerationService(address, grpc.credentials.createInsecure(), {
   'grpc.keepalive_time_ms': 25_000,
 });
 const deadline = () => ({ deadline: Date.now() + 20_000 });
 
-async function streamed(request) {
-  let whole = '';
-  for await (const piece of client.GenerateStream(request, deadline())) {
-    whole += piece.text;
-    if (piece.finish_reason !== 'FINISH_REASON_UNSPECIFIED') {
-      return { text: whole, finish_reason: piece.finish_reason, usage: piece.usage };
+async function callStreaming(request) {
+  let text = '';
+  for await (const part of client.GenerateStream(request, deadline())) {
+    text += part.text;
+    if (part.finish_reason !== 'FINISH_REASON_UNSPECIFIED') {
+      return { text, finish_reason: part.finish_reason, usage: part.usage };
     }
   }
-  throw new Error('the stream ended without a reason');
+  throw new Error('the stream ended without a finish reason');
 }
 
-function unary(method, request) {
+function callUnary(method, request) {
   return new Promise((resolve, reject) => {
     client[method](request, deadline(), (error, response) =>
       error ? reject(error) : resolve(response));
@@ -42,11 +42,11 @@ function unary(method, request) {
 }
 
 const request = { text, max_new_tokens: 8 };
-const piecewise = await streamed(request);
-const answer = await unary('Generate', request);
-console.log(JSON.stringify({ streamed: piecewise.text, whole: answer.text, usage: answer.usage }));
+const streamed = await callStreaming(request);
+const response = await callUnary('Generate', request);
+console.log(JSON.stringify({ streamed: streamed.text, whole: response.text, usage: response.usage }));
 try {
-  await unary('Generate', { text, sampling: { temperature: -1 } });
+  await callUnary('Generate', { text, sampling: { temperature: -1 } });
 } catch (error) {
   console.log(JSON.stringify({ code: grpc.status[error.code], message: error.details }));
 }

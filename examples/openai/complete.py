@@ -1,9 +1,9 @@
-"""OpenAI's own client, on a running server: its models, a stream, and what a text is worth.
+"""OpenAI's Python client on a running server: lists models, streams a completion, scores a prompt.
 
     python examples/openai/complete.py http://HOST:PORT/v1 [MODEL]
 
-Needs `pip install openai`, and knows nothing of the server but docs/openai.md. A token, where the
-server takes one, stands in OPENAI_API_KEY.
+The example needs `pip install openai` and uses only the API of docs/openai.md. If the server
+requires a token, set the environment variable OPENAI_API_KEY to the token.
 """
 
 import os
@@ -13,7 +13,7 @@ import openai
 
 
 def main(address: str, *names: str) -> int:
-    # The library does not start without a key; a server without tokens looks at none.
+    # The client requires a key; a server without tokens ignores it.
     client = openai.OpenAI(base_url=address, api_key=os.environ.get("OPENAI_API_KEY") or "none")
     try:
         models = [model.id for model in client.models.list()]
@@ -29,9 +29,9 @@ def main(address: str, *names: str) -> int:
         scored = client.completions.create(
             model=model, prompt="the quick brown", max_tokens=0, echo=True, logprobs=1
         )
-        told = scored.choices[0].logprobs
-        assert told is not None
-        for token, logprob in zip(told.tokens or (), told.token_logprobs or (), strict=True):
+        scores = scored.choices[0].logprobs
+        assert scores is not None
+        for token, logprob in zip(scores.tokens or (), scores.token_logprobs or (), strict=True):
             print(f"{token!r:>12}  {'' if logprob is None else f'{logprob:.3f}'}")
     except openai.APIStatusError as error:
         print(f"{error.status_code} {error.code}: {error.message}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Triton's own client, on a running server: a whole answer, then two at once on one stream.
+"""Triton's client on a running server: a unary completion, then two completions on one stream.
 
     python examples/tritonclient/generate.py HOST:PORT [ADAPTER]
 
-Needs `pip install tritonclient[grpc]`, and knows nothing of the server but docs/kserve.md.
+The example needs `pip install tritonclient[grpc]` and uses only the API of docs/kserve.md.
 """
 
 import queue
@@ -15,18 +15,17 @@ from tritonclient.utils import InferenceServerException
 
 
 def tensor(name: str, value: str | int | bool) -> triton.InferInput:
-    """One value, as an input of shape [1]."""
-    kinds: dict[type, tuple[str, Any]] = {
+    """Return an input tensor of shape [1] with one value."""
+    datatypes: dict[type, tuple[str, Any]] = {
         str: ("BYTES", np.object_),
         int: ("INT32", np.int32),
         bool: ("BOOL", np.bool_),
     }
-    datatype, kind = kinds[type(value)]
-    made = triton.InferInput(name, [1], datatype)
-    made.set_data_from_numpy(
-        np.array([value.encode() if isinstance(value, str) else value], dtype=kind)
-    )
-    return made
+    datatype, dtype = datatypes[type(value)]
+    element = value.encode() if isinstance(value, str) else value
+    infer_input = triton.InferInput(name, [1], datatype)
+    infer_input.set_data_from_numpy(np.array([element], dtype=dtype))
+    return infer_input
 
 
 def main(address: str, model: str = "preamble") -> int:
@@ -41,25 +40,25 @@ def main(address: str, model: str = "preamble") -> int:
 
 def show(client: triton.InferenceServerClient, model: str) -> None:
     inputs = [tensor("text_input", "Once upon a time"), tensor("max_tokens", 16)]
-    answer = client.infer(model, [*inputs, tensor("exclude_input_in_output", True)])
-    print("whole:", answer.as_numpy("text_output")[0].decode())
+    response = client.infer(model, [*inputs, tensor("exclude_input_in_output", True)])
+    print("whole:", response.as_numpy("text_output")[0].decode())
 
-    came: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    texts = {"0": "", "1": ""}
-    client.start_stream(callback=lambda result, error: came.put((result, error)))
-    for place in texts:
-        client.async_stream_infer(model, [*inputs, tensor("stream", True)], request_id=place)
-    left = len(texts)
-    while left:
-        result, error = came.get(timeout=60)
+    results: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    texts = {"0": "", "1": ""}  # Keyed by request id.
+    client.start_stream(callback=lambda result, error: results.put((result, error)))
+    for request_id in texts:
+        client.async_stream_infer(model, [*inputs, tensor("stream", True)], request_id=request_id)
+    unfinished = len(texts)
+    while unfinished:
+        result, error = results.get(timeout=60)
         if error is not None:
             raise error
-        response = result.get_response()
-        texts[response.id] += result.as_numpy("text_output")[0].decode()
-        left -= response.parameters["triton_final_response"].bool_param
+        part = result.get_response()
+        texts[part.id] += result.as_numpy("text_output")[0].decode()
+        unfinished -= part.parameters["triton_final_response"].bool_param
     client.stop_stream()
-    for place, text in texts.items():
-        print(f"streamed {place}:", text)
+    for request_id, text in texts.items():
+        print(f"streamed {request_id}:", text)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The adapter file: one safetensors with the table and, as metadata, the card.
+"""Adapter file: reads and writes the safetensors file with the virtual-token table and the card.
 
-It is written whole or not at all, and read with its digest checked, so nothing half-written and
-nothing changed since is ever used. Adapters of HF PEFT, TGIS and NeMo are read as well. Whether an
-adapter fits a model is asked here; how its rows enter the model is not known.
+The table is the file's only tensor, and the card is the file's metadata. Writes are atomic, and a
+read compares the digest, so no incomplete or changed file is used. Adapters of Hugging Face PEFT,
+TGIS and NeMo can be read too. The module checks whether an adapter fits a model; it does not apply
+adapters.
 """
 
-import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,23 +16,24 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from gpt.adapters.card import Adapter, Card, Golden, Name, build_adapter, parse_name
+from gpt.adapters.card import Adapter, AdapterName, Card, GoldenExample, build_adapter, parse_name
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
+from gpt.atomic_files import write_atomic
 from gpt.checkpoint.files.safetensors_file import open_safetensors
-from gpt.checkpoint.logical_tensor import Checkpoint, Identity
+from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOATS
+from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, CheckpointError, RequestError
 
 __all__ = [
     "Adapter",
+    "AdapterName",
     "Card",
-    "Golden",
-    "Name",
+    "GoldenExample",
     "build_adapter",
     "check_adapter",
-    "check_folder",
+    "check_publish_directory",
     "instruction_adapter",
     "latest_adapter",
     "open_adapter",
@@ -49,17 +50,20 @@ TABLE = "table"
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:
-    """Write the file and bring it to the disk; whoever looks sees all of it or none."""
+    """Write the adapter to `path` atomically, and flush it to disk."""
     if path.suffix != SUFFIX:
-        raise AdapterError(f"{path} must end with {SUFFIX}, or nobody will take it for an adapter")
+        raise AdapterError(
+            f"the name {path} must end with {SUFFIX}; files with other names are not read as "
+            "adapters"
+        )
     try:
-        _write(adapter, path, os.replace if overwrite else os.link)
+        _write_file(adapter, path, overwrite=overwrite)
     except FileExistsError:
         raise AdapterError(f"{path} exists already; remove it or choose another name") from None
 
 
 def publish_adapter(adapter: Adapter, folder: Path) -> Path:
-    """Write the file as the next version of its card's name; what was written never changes."""
+    """Write the adapter as NAME@N with the next version number N; never change older versions."""
     name, version = adapter.card.name, _last_version(folder, adapter.card.name)
     while True:
         version += 1
@@ -68,40 +72,38 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
             parse_name(f"{name}@{version}")
         except RequestError:
             raise AdapterError(
-                f"{folder} has no version of {name!r} left; use a new name"
+                f"all version numbers of {name!r} in {folder} are used; choose a new name"
             ) from None
         try:
-            # Of two that chose one number, the second link fails: it takes the next number.
-            _write(adapter, path, os.link)
+            # If another process has used the same version, the write fails, and the next version
+            # is tried.
+            _write_file(adapter, path, overwrite=False)
         except FileExistsError:
             continue
         return path
 
 
 def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
-    """The newest version of a name that `publish_adapter` has written."""
+    """Open the newest version of `name` that `publish_adapter` wrote; return None without any."""
     path = folder / f"{name}@{_last_version(folder, name)}{SUFFIX}"
     return (path, open_adapter(path)) if path.exists() else None
 
 
-def check_folder(folder: Path) -> None:
-    """Make the folder, and write into it as `publish_adapter` will; nothing else stays."""
-    probe = folder / f".{secrets.token_hex(8)}.part"
-    linked = probe.with_suffix(".link")
+def check_publish_directory(folder: Path) -> None:
+    """Create the folder, and write and remove a probe file, as `publish_adapter` would write."""
+    probe = folder / f".{secrets.token_hex(8)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        try:
-            os.link(probe, linked)
-        finally:
-            linked.unlink(missing_ok=True)
-            probe.unlink()
+        write_atomic(probe, b"", overwrite=False, durable=False)
+        probe.unlink()
     except FileExistsError:
-        raise AdapterError(f"{folder} is not a directory; name one, new or not") from None
+        raise AdapterError(
+            f"{folder} is not a directory; give a new or existing directory"
+        ) from None
     except OSError as error:
         raise AdapterError(
-            f"{folder} cannot take an adapter: {error.strerror}; give a directory, new or "
-            "not, that is writable, on a file system with hard links"
+            f"{folder} cannot be written to: {error.strerror}; give a new or existing directory "
+            "that is writable, on a file system with hard links"
         ) from None
 
 
@@ -109,16 +111,15 @@ def _last_version(folder: Path, name: str) -> int:
     versions = [0]
     for file in folder.glob(f"{name}*{SUFFIX}"):
         try:
-            found = parse_name(file.name.removesuffix(SUFFIX))
+            adapter_name = parse_name(file.name.removesuffix(SUFFIX))
         except RequestError:
             continue
-        if found.name == name:
-            versions.append(found.version or 1)
+        if adapter_name.name == name:
+            versions.append(adapter_name.version or 1)
     return max(versions)
 
 
-def _write(adapter: Adapter, path: Path, place: Callable[[Path, Path], None]) -> None:
-    """`place` gives the finished file its name."""
+def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -126,35 +127,24 @@ def _write(adapter: Adapter, path: Path, place: Callable[[Path, Path], None]) ->
         "digest": adapter.digest,
     }
     content = safetensors.torch.save({TABLE: adapter.table}, metadata)
-    # Hidden, and with another ending: a directory of adapters may be read at any moment.
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    # A server can scan the directory at any time. It ignores the partial file of `write_atomic`,
+    # which is hidden.
     try:
-        with open(part, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        place(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # The name, too, must survive a power cut.
-        finally:
-            os.close(folder)
+        write_atomic(path, content, overwrite=overwrite)
     except FileExistsError:
         raise
     except OSError as error:
         raise AdapterError(
-            f"{path} cannot be written: {error.strerror}; give a directory that exists, is "
-            "writable and has room"
+            f"{path} cannot be written: {error.strerror}; give an existing, writable directory "
+            "with free space"
         ) from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None = None) -> Adapter:
-    """Our own file; a PEFT directory or its weights; a TGIS decoder.pt or its directory; a .nemo.
+    """Open an adapter: a native file, a PEFT or TGIS file or directory, or a .nemo file.
 
-    `task` chooses one of several: by number in a multitask PEFT adapter, by name in NeMo's. `base`
-    is looked at only where the table cannot be told, or checked, without its model.
+    `task` selects one of several tasks: by number in a multitask PEFT adapter, by name in a NeMo
+    adapter. `base` is used only if the table cannot be read or checked without the base model.
     """
     path = Path(path)
     try:
@@ -165,28 +155,28 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
                 return open_tgis(path / "decoder.pt")
             return open_peft(path, task, base.config if base else None)
         if not path.is_file():
-            raise AdapterError(f"there is no adapter at {path}; give a file or a directory")
+            raise AdapterError(f"{path} does not exist; give the file or directory of an adapter")
         if path.suffix in (".pt", ".pth"):
             return open_tgis(path)
         if path.name in ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"):
             return open_peft(path.parent, task, base.config if base else None)
-        return _open_own(path)
+        return _open_native(path)
     except CheckpointError as error:
         raise AdapterError(str(error)) from None
     except OSError as error:
         raise AdapterError(
             f"cannot read {error.filename or path}: {error.strerror or error}; give an adapter "
-            "that exists here, and that this user may read"
+            "that exists and that this user may read"
         ) from None
 
 
-def _open_own(path: Path) -> Adapter:
+def _open_native(path: Path) -> Adapter:
     if path.suffix != SUFFIX:
         raise AdapterError(
-            f"{path} is no adapter; needed is a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
-            "a .nemo of prompt learning"
+            f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
+            "a .nemo file of prompt learning"
         )
-    tensors = open_safetensors(path)  # Checks every word of the header, and says what is wrong.
+    tensors = open_safetensors(path)  # Validates the header, with better errors than the library.
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -194,22 +184,25 @@ def _open_own(path: Path) -> Adapter:
         raise AdapterError(f"{path} has a broken header ({error}); copy it again") from None
     if metadata.get("format") != FORMAT:
         raise AdapterError(
-            f"{path} has weights, and nothing says that they are an adapter; needed is a file "
+            f"{path} has no adapter metadata, so its weights may not be an adapter; give a file "
             "that `preamble tune` wrote, a PEFT directory, or a decoder.pt"
         )
     _check_version(metadata.get("version", ""), path)
     if list(tensors) != [TABLE] or tensors[TABLE].dtype != torch.float32:
-        found = ", ".join(f"{name} {stored.dtype}" for name, stored in list(tensors.items())[:4])
-        raise AdapterError(
-            f"{path} holds {found or 'nothing'}; version {VERSION} of the format holds one tensor, "
-            f"{TABLE}, in torch.float32: export it again"
+        tensor_summary = ", ".join(
+            f"{name} {stored.dtype}" for name, stored in list(tensors.items())[:4]
         )
-    # Copied out of the mapped file: that may be replaced or cut while the adapter is in use.
+        raise AdapterError(
+            f"{path} contains {tensor_summary or 'nothing'}; version {VERSION} of the format has "
+            f"one tensor, {TABLE}, in torch.float32: export the adapter again"
+        )
+    # build_adapter copies the table, since the mapped file may be truncated during use.
     adapter = build_adapter(Card.from_json(metadata.get("card", "")), tensors[TABLE].tensor())
     if adapter.digest != metadata.get("digest"):
         raise AdapterError(
-            f"{path} is not what was saved: its digest is {_short(adapter.digest)}, it says "
-            f"{_short(metadata.get('digest'))}; copy it again"
+            f"{path} was changed after it was saved: its digest is "
+            f"{_short_digest(adapter.digest)}, but it records "
+            f"{_short_digest(metadata.get('digest'))}; copy the file again"
         )
     return adapter
 
@@ -219,78 +212,93 @@ def _check_version(version: str, path: Path) -> None:
         return
     if version.isascii() and version.isdigit() and int(version[:9]) > VERSION:
         raise AdapterError(
-            f"{path} is an adapter of version {version[:9]}, this Preamble reads version "
-            f"{VERSION}; use a newer Preamble, or export the adapter with this one"
+            f"{path} has format version {version[:9]}, but this release of Preamble reads only "
+            f"version {VERSION}; use a newer release, or export the adapter again with this "
+            "release"
         )
-    raise AdapterError(f"{path} says that its version is {version[:20]!r}; it must be {VERSION}")
+    raise AdapterError(
+        f"{path} has the format version {version[:20]!r}, which must be {VERSION}; copy the file "
+        "again"
+    )
 
 
 def check_adapter(
-    adapter: Adapter, config: GPTConfig, identity: Identity | None, *, rows_max: int | None = None
+    adapter: Adapter,
+    config: GPTConfig,
+    identity: ModelIdentity | None,
+    *,
+    rows_max: int | None = None,
 ) -> tuple[str, ...]:
-    """Refuses an adapter that is not for this model. What could not be checked is returned.
+    """Refuse an adapter that does not fit this model; return notes on omitted checks.
 
-    `rows_max` is half the context, unless an operator says otherwise.
+    `rows_max` limits the number of virtual tokens; the default is half of the model's context
+    length.
     """
     card, (rows, width) = adapter.card, adapter.table.shape
     if width != table_width(card.kind, config):
-        what = f"rows of {width}, the model is {config.hidden_size} wide"
+        mismatch = f"rows of width {width}, but the model has hidden_size {config.hidden_size}"
         if card.kind == "prefix":
-            what = (
-                f"{width} numbers for each virtual token, this model needs "
-                f"{config.prefix_width}: keys and values of {config.num_layers} layers, each "
-                f"{config.num_query_groups} KV heads of {config.kv_channels}"
+            mismatch = (
+                f"{width} values per virtual token, but this model needs "
+                f"{config.prefix_width}: keys and values of {config.num_layers} layers, each with "
+                f"{config.num_query_groups} KV heads of {config.kv_channels} channels"
             )
         raise AdapterError(
-            f"adapter {card.name!r} has {what}; use it with the model that it was trained on"
+            f"adapter {card.name!r} has {mismatch}; use it with the model that it was trained on"
         )
-    limit = config.max_position_embeddings // 2 if rows_max is None else rows_max
-    if rows > limit:
+    virtual_tokens_limit = config.max_position_embeddings // 2 if rows_max is None else rows_max
+    if rows > virtual_tokens_limit:
         context = config.max_position_embeddings
         raise AdapterError(
-            f"adapter {card.name!r} has {rows} virtual tokens, over the limit of {limit} (the "
-            f"model's context is {context}); train it with fewer, or allow more"
+            f"adapter {card.name!r} has {rows} virtual tokens, over the limit of "
+            f"{virtual_tokens_limit} (the model's context has {context} tokens); train it with "
+            "fewer virtual tokens, or raise the limit"
         )
-    if not bool(adapter.table.to(FLOATS[config.dtype]).isfinite().all()):
+    if not bool(adapter.table.to(FLOAT_DTYPES[config.dtype]).isfinite().all()):
         raise AdapterError(
-            f"adapter {card.name!r} has values that {config.dtype} cannot hold, the largest is "
+            f"adapter {card.name!r} has values that overflow in {config.dtype}, up to "
             f"{float(adapter.table.abs().max()):.3g}; serve the model in bfloat16 or float32"
         )
     if card.base_digest is None:
         return (
-            f"adapter {card.name!r} does not say which model it was trained on; it is used as it "
-            "is, and is right only if that was this one",
+            f"adapter {card.name!r} does not record its base model, so it is used without a check; "
+            "its outputs are correct only if it was trained on this model",
         )
     if identity is None:
-        return (f"adapter {card.name!r} was not compared with the model's own digest",)
-    # Either settles it: a fingerprint is quick to have, a digest is the same for any format.
-    same = card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
-    if not same and card.base_digest != identity.digest:
+        return (f"adapter {card.name!r} was not compared with the model's digest",)
+    # One match is enough: the fingerprint is cheap to compute; the digest does not change when the
+    # model is converted to another format.
+    is_same_base = (
+        card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
+    )
+    if not is_same_base and card.base_digest != identity.digest:
         raise AdapterError(
-            f"adapter {card.name!r} was trained on the model {_short(card.base_digest)}, this is "
-            f"{_short(identity.digest)}; use it with its own, or tune one for this model"
+            f"adapter {card.name!r} was trained on the model with digest "
+            f"{_short_digest(card.base_digest)}, but this model has digest "
+            f"{_short_digest(identity.digest)}; use the adapter with its base model, or tune an "
+            "adapter for this model"
         )
     return (identity.note,) if identity.note else ()
 
 
 def table_width(kind: str, config: GPTConfig) -> int:
-    """How many numbers a virtual token has in this model, in an adapter of that kind."""
+    """Return how many values per virtual token an adapter of `kind` must have for this model."""
     return config.prefix_width if kind == "prefix" else config.hidden_size
 
 
-def _short(digest: str | None) -> str:
+def _short_digest(digest: str | None) -> str:
     return digest[:12] if digest else "nothing"
 
 
 def instruction_adapter(card: Card, token_ids: Sequence[int], rows: Tensor) -> Adapter:
-    """The adapter that says what an instruction says: the embeddings of its own tokens.
+    """Build an adapter from the token embeddings of an instruction text.
 
-    `rows` are the embedding's rows for `token_ids`, in order, without positions: virtual tokens get
-    theirs where they stand. With it the model must do exactly what it does with the text.
+    `rows` are the word embeddings of `token_ids`, without position embeddings, which the model adds
+    to virtual tokens. The model's outputs with this adapter equal its outputs with the text.
     """
     if len(rows) != len(token_ids):
         raise AdapterError(
-            f"the instruction of {card.name!r} has {len(token_ids)} tokens, {len(rows)} embedding "
-            "rows were given; give one row for each token"
+            f"the instruction of {card.name!r} has {len(token_ids)} tokens, but {len(rows)} "
+            "embedding rows were given; give one row for each token"
         )
     return build_adapter(replace(card, method=card.method or "instruction"), rows)

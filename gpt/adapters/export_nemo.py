@@ -1,14 +1,14 @@
-"""An adapter as NeMo 1.20 to 1.22 reads it: a `.nemo` of prompt learning, with its template.
+"""NeMo export: writes an adapter and its template as a .nemo file of NeMo 1.20 to 1.22.
 
-Its table is there twice: as what an encoder without a network reads, and as what it made. So NeMo
-can use it at once, and learn on from it. What NeMo would take for something else is refused, what
-it has no place for is returned as notes. Knows no NeMo but by its files.
+The table is stored twice: as the input of a prompt encoder of type "embedding", which returns its
+input unchanged, and as the encoder's output. So NeMo can use it for inference and for further
+training. Template text that NeMo would parse as a field or a pseudo-token is refused; notes list
+the card fields that the format does not have.
 """
 
 import io
 import os
 import re
-import secrets
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,33 @@ import yaml
 from torch import Tensor
 
 from gpt.adapters.card import Adapter
-from gpt.adapters.export_peft import Export, begin_row, refuse_prefix
-from gpt.adapters.prompt_template import MARK, Field, Template
+from gpt.adapters.export_peft import AdapterExport, bos_row, check_not_prefix
+from gpt.adapters.prompt_template import VIRTUAL_PROMPT_MARK, PromptTemplate, TemplateField
+from gpt.atomic_files import open_atomic
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
-from gpt.formats.nemo.archive import CONFIG
+from gpt.formats.nemo.archive import CONFIG_FILE
 
 SUFFIX = ".nemo"
 WEIGHTS = "model_weights.ckpt"
-MODEL = (
+TARGET_CLASS = (
     "nemo.collections.nlp.models.language_modeling.megatron_gpt_prompt_learning_model."
     "MegatronGPTPromptLearningModel"
 )
-PLAIN = f"{MARK}0|>{{prompt}}"
-PSEUDO = re.compile(r"<prompt_[0-9]+>")
+DEFAULT_TEMPLATE = f"{VIRTUAL_PROMPT_MARK}0|>{{prompt}}"
+PSEUDO_TOKEN = re.compile(r"<prompt_[0-9]+>")
 
 
-def as_nemo(adapter: Adapter, base: Checkpoint | None, base_name: str | None) -> Export:
-    """`base_name` is the path of the model's own `.nemo`, as NeMo will look for it."""
-    refuse_prefix(adapter, "NeMo")
+def convert_to_nemo(
+    adapter: Adapter, base: Checkpoint | None, base_name: str | None
+) -> AdapterExport:
+    """Convert an adapter to the files of a .nemo archive.
+
+    `base_name` is the path of the base model's `.nemo`, from which NeMo will load it.
+    """
+    check_not_prefix(adapter, "NeMo")
     notes: list[str] = []
-    template, table = _in_order(adapter, base, notes)
+    template, table = _order_rows(adapter, base, notes)
     task = _task_name(adapter.card.name, notes)
     weights = {
         "prompt_table": {f"prompt_table.{task}.prompt_embeddings.weight": table},
@@ -46,143 +52,160 @@ def as_nemo(adapter: Adapter, base: Checkpoint | None, base_name: str | None) ->
     }
     content = io.BytesIO()
     torch.save(weights, content)
-    config = _config(task, template, base_name)
+    config = _nemo_config(task, template, base_name)
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    begins = template.bos == "first"
-    notes.append(f"set inference.add_BOS={begins} in NeMo, which does not read it from the file")
+    adds_bos = template.bos == "first"
+    notes.append(f"set inference.add_BOS={adds_bos} in NeMo, which does not read it from the file")
     if base_name is None:
-        notes.append("it does not say which model it is for: give NeMo gpt_model_file")
-    if any(isinstance(part, tuple) for part in template.parts[: _last_rows(template)]):
-        notes.append("NeMo places rows that stand after a text rightly only in batches of one")
+        notes.append("the .nemo does not record the base model: set gpt_model_file in NeMo")
+    if any(isinstance(part, tuple) for part in template.parts[: _last_virtual_part(template)]):
+        notes.append("NeMo places virtual tokens after text correctly only at batch size 1")
     card = adapter.card
-    parts = {"stops": card.stop, "max_new_tokens": card.max_new_tokens, "description": card.task}
-    lost = [name for name, value in parts.items() if value]
-    if lost:
-        notes.append(f"that format has no place for the {' and the '.join(lost)}")
-    return Export({CONFIG: text.encode(), WEIGHTS: content.getvalue()}, tuple(notes))
+    unsupported = {
+        "stops": card.stop,
+        "max_new_tokens": card.max_new_tokens,
+        "description": card.task,
+    }
+    lost_fields = [name for name, value in unsupported.items() if value]
+    if lost_fields:
+        notes.append(f"the format has no field for the {' and the '.join(lost_fields)}")
+    return AdapterExport({CONFIG_FILE: text.encode(), WEIGHTS: content.getvalue()}, tuple(notes))
 
 
-def check_nemo(path: Path, *, overwrite: bool) -> None:
-    """Refuse a place that is taken, as `write_nemo` would, before anything is computed."""
+def check_nemo_target(path: Path, *, overwrite: bool) -> None:
+    """Refuse a target that `write_nemo` would refuse; called before any computation."""
     if path.suffix != SUFFIX or not path.parent.is_dir():
         raise AdapterError(
-            f"{path} cannot be written; NeMo takes a {SUFFIX} file: give one in a directory that "
-            "is there"
+            f"{path} cannot be written; give the name of a {SUFFIX} file, which NeMo requires, in "
+            "an existing directory"
         )
     if os.path.lexists(path) and (not overwrite or path.is_symlink() or not path.is_file()):
-        raise AdapterError(f"{path} exists already; give --overwrite for a file, or another place")
+        raise AdapterError(
+            f"{path} exists already; give --overwrite if it is a regular file, else choose another "
+            "path"
+        )
 
 
-def write_nemo(export: Export, path: Path, *, overwrite: bool = False) -> None:
-    """Pack the archive: it is there whole, or not at all."""
-    check_nemo(path, overwrite=overwrite)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+def write_nemo(export: AdapterExport, path: Path, *, overwrite: bool = False) -> None:
+    """Write the archive atomically."""
+    check_nemo_target(path, overwrite=overwrite)
     try:
-        with open(part, "xb") as file:
-            with tarfile.open(fileobj=file, mode="w") as archive:
-                for name, content in export.files.items():
-                    member = tarfile.TarInfo(f"./{name}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
-            file.flush()
-            os.fsync(file.fileno())
-        if overwrite:
-            part.replace(path)
-        else:
-            os.link(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # The name, too, must survive a power cut.
-        finally:
-            os.close(folder)
+        with (
+            open_atomic(path, overwrite=overwrite) as file,
+            tarfile.open(fileobj=file, mode="w") as archive,
+        ):
+            for name, content in export.files.items():
+                member = tarfile.TarInfo(f"./{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
     except OSError as error:
         raise AdapterError(
-            f"{path} cannot be written: {error.strerror}; give a place in a directory that "
-            "exists, is writable and has room"
+            f"{path} cannot be written: {error.strerror}; give a path in an existing, writable "
+            "directory with free space"
         ) from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
-def _in_order(
+def _order_rows(
     adapter: Adapter, base: Checkpoint | None, notes: list[str]
-) -> tuple[Template, Tensor]:
-    """Rows in the order of the text, as NeMo puts one after another wherever virtual tokens are."""
-    found, table = adapter.card.template, adapter.table.contiguous()
-    if found is None:
-        notes.append("it had no template, so its rows stand before {prompt}")
-        return Template(PLAIN, (len(table),)), table
-    _check_text(adapter.card.name, found)
-    runs = [part for part in found.parts if isinstance(part, range)]
-    ordered = torch.cat([table[run.start : run.stop] for run in runs])
+) -> tuple[PromptTemplate, Tensor]:
+    """Sort rows by their position in the template, because NeMo assigns rows in that order.
+
+    A begin-of-text token after the leading rows (bos "text") becomes an extra row.
+    """
+    template, table = adapter.card.template, adapter.table.contiguous()
+    if template is None:
+        notes.append("the adapter had no template, so its rows are before {prompt}")
+        return PromptTemplate(DEFAULT_TEMPLATE, (len(table),)), table
+    _check_literals(adapter.card.name, template)
+    row_ranges = [part for part in template.parts if isinstance(part, range)]
+    ordered = torch.cat([table[row_range.start : row_range.stop] for row_range in row_ranges])
     if not torch.equal(ordered, table):
-        notes.append("the rows were put into the order in which they stand in the template")
-    text, bos, splits = "", found.bos, list[int]()
-    lead = next((n for n, part in enumerate(found.parts) if not isinstance(part, range)), len(runs))
-    for part in found.parts:
+        notes.append("the rows were sorted by their position in the template")
+    text = ""
+    bos = template.bos
+    splits = list[int]()
+    leading_parts = next(
+        (n for n, part in enumerate(template.parts) if not isinstance(part, range)), len(row_ranges)
+    )
+    for part in template.parts:
         if isinstance(part, range):
-            text += f"{MARK}{len(splits)}|>"
+            text += f"{VIRTUAL_PROMPT_MARK}{len(splits)}|>"
             splits.append(len(part))
         else:
-            text += "".join(f"{{{one.name}}}" if isinstance(one, Field) else one for one in part)
+            text += "".join(
+                f"{{{element.name}}}" if isinstance(element, TemplateField) else element
+                for element in part
+            )
     if bos == "text":
-        # NeMo knows no such token behind rows; as a row of its own it is the same.
-        if lead:
-            row, end = begin_row(adapter, base, "after"), sum(splits[:lead])
-            ordered = torch.cat([ordered[:end], row, ordered[end:]])
-            splits[lead - 1] += 1
-            notes.append("the begin-of-text token behind the leading rows became a row of its own")
-        bos = "none" if lead else "first"
-    kept = {"truncate_field": found.truncate_field, "answer_field": found.answer_field}
-    return Template(text, tuple(splits), **kept, bos=bos, eos=found.eos), ordered
+        # NeMo cannot insert the begin-of-text token after rows. An extra row with the token's
+        # embedding is equivalent.
+        if leading_parts:
+            bos_embedding, position = bos_row(adapter, base, "after"), sum(splits[:leading_parts])
+            ordered = torch.cat([ordered[:position], bos_embedding, ordered[position:]])
+            splits[leading_parts - 1] += 1
+            notes.append("the begin-of-text token after the leading rows became an extra row")
+        bos = "none" if leading_parts else "first"
+    template_fields = {
+        "truncate_field": template.truncate_field,
+        "answer_field": template.answer_field,
+    }
+    return PromptTemplate(
+        text, tuple(splits), **template_fields, bos=bos, eos=template.eos
+    ), ordered
 
 
-def _check_text(name: str, template: Template) -> None:
-    """NeMo takes all between braces for a field, and some texts for its own."""
+def _check_literals(name: str, template: PromptTemplate) -> None:
+    """Refuse literals that NeMo would parse: braces, pseudo-tokens, and `$` before a field."""
     for part in template.parts:
-        literals = [] if isinstance(part, range) else [one for one in part if isinstance(one, str)]
+        literals = (
+            []
+            if isinstance(part, range)
+            else [literal for literal in part if isinstance(literal, str)]
+        )
         for text in literals:
-            bad = next((one for one in "{}" if one in text), None)
-            own = PSEUDO.search(text)
-            if bad or own or text.endswith("$"):
-                what = bad or (own[0] if own else "$ before a field")
+            brace = next((character for character in "{}" if character in text), None)
+            pseudo_token = PSEUDO_TOKEN.search(text)
+            if brace or pseudo_token or text.endswith("$"):
+                conflict = brace or (pseudo_token[0] if pseudo_token else "$ before a field")
                 raise AdapterError(
-                    f"the template of adapter {name!r} has {what!r} in its text, which NeMo would "
-                    "take for something else; export it --to peft, or train without it"
+                    f"the template of adapter {name!r} has {conflict!r} in its text, which NeMo "
+                    "would not read as text; export the adapter with --to peft, or train it with "
+                    "a template without this text"
                 )
 
 
-def _last_rows(template: Template) -> int:
-    places = [n for n, part in enumerate(template.parts) if isinstance(part, range)]
-    return places[-1] if places else 0
+def _last_virtual_part(template: PromptTemplate) -> int:
+    indices = [n for n, part in enumerate(template.parts) if isinstance(part, range)]
+    return indices[-1] if indices else 0
 
 
 def _task_name(name: str, notes: list[str]) -> str:
-    """NeMo's is the name of a torch module."""
+    """Return a task name for NeMo, which must be a valid key of a torch ModuleDict."""
     task = name.replace(".", "_")
     task += "_" if hasattr(torch.nn.ModuleDict, task) or task == "training" else ""
     if task != name:
-        notes.append(f"NeMo cannot name a task {name!r}; it is {task!r} there")
+        notes.append(f"NeMo cannot use the task name {name!r}; the task is named {task!r}")
     return task
 
 
-def _config(task: str, template: Template, base_name: str | None) -> dict[str, Any]:
-    """All that NeMo's own config of prompt learning has, so that it can learn on as well."""
+def _nemo_config(task: str, template: PromptTemplate, base_name: str | None) -> dict[str, Any]:
+    """Build a complete config of NeMo's prompt learning, so that NeMo can continue training."""
     record = {
         "taskname": task,
         "prompt_template": template.text,
-        "total_virtual_tokens": template.rows,
+        "total_virtual_tokens": template.virtual_tokens,
         "virtual_token_splits": list(template.splits),
         "truncate_field": template.truncate_field,
         "answer_only_loss": template.answer_field is not None,
         "answer_field": template.answer_field,
     }
-    # As its default is, but for what says that nothing stands between the rows and the table.
+    # NeMo's defaults, except encoder_type: "embedding" is an encoder that returns its input.
     encoder = {"encoder_type": "embedding", "dropout": 0.0, "num_layers": 2}
     return {
         "seed": 1234,
         "nemo_path": f"{task}{SUFFIX}",
-        "virtual_prompt_style": "p-tuning",  # There is no other since 1.17, for inference neither.
+        # NeMo 1.17 and newer support only this style, and also require it for inference.
+        "virtual_prompt_style": "p-tuning",
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "global_batch_size": 8,
@@ -221,5 +244,5 @@ def _config(task: str, template: Template, base_name: str | None) -> dict[str, A
             "betas": [0.9, 0.98],
             "sched": {"name": "CosineAnnealing", "warmup_steps": 50, "min_lr": 0.0},
         },
-        "target": MODEL,
+        "target": TARGET_CLASS,
     }

@@ -1,15 +1,13 @@
-"""An adapter as other programs read it: a directory of HF PEFT's, or one of TGIS's prompt store.
+"""PEFT and TGIS export: an adapter as a PEFT directory, or as decoder.pt of TGIS's prompt store.
 
-Both know what stands before a text, and nothing else: a template whose rows stand elsewhere is
-refused, and what their formats have no place for is returned as notes. The directory appears whole
-or not at all. Knows no model but the checkpoint that it is given.
+Both formats support virtual tokens only before the text; a template with virtual tokens elsewhere
+is refused. Notes list the card fields that the format does not have. The directory is written
+atomically. The module opens no model files; it uses only the checkpoint that the caller passes.
 """
 
 import io
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,32 +17,33 @@ import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter
-from gpt.adapters.import_peft import PREFIX, PROMPTS
+from gpt.adapters.import_peft import PREFIX_TUNING, PROMPT_EMBEDDINGS_KEY
+from gpt.atomic_files import stage_folder
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
 from gpt.tokenizers.tokenizer import open_tokenizer
 
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
-# What a directory may have that `overwrite` replaces; it is no other's then.
-REPLACED = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
+# `overwrite` replaces only directories that contain no other files.
+REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
 
 
 @dataclass(frozen=True)
-class Export:
+class AdapterExport:
     files: Mapping[str, bytes]
-    notes: tuple[str, ...]  # What the format does not hold, and its user must do.
+    notes: tuple[str, ...]  # Card fields that were lost, and instructions to the user.
 
 
-def as_peft(adapter: Adapter, base: Checkpoint | None, base_name: str | None) -> Export:
-    """Prompt or prefix tuning, as PEFT loads it for any causal model of the same weights and
-    vocabulary.
-    """
-    table, notes = _leading(adapter, base)
+def convert_to_peft(
+    adapter: Adapter, base: Checkpoint | None, base_name: str | None
+) -> AdapterExport:
+    """Convert an adapter to PEFT's prompt tuning or prefix tuning."""
+    table, notes = _leading_rows(adapter, base)
     rows, width = table.shape
     config: dict[str, object] = {
-        "task_type": "CAUSAL_LM",  # Without it PEFT loads the prompt, and never uses it.
+        "task_type": "CAUSAL_LM",  # Without task_type PEFT loads the prompt but does not use it.
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "num_virtual_tokens": rows,
@@ -61,151 +60,131 @@ def as_peft(adapter: Adapter, base: Checkpoint | None, base_name: str | None) ->
         if base is not None:
             config["num_layers"] = base.config.num_layers
             config["num_attention_heads"] = base.config.num_attention_heads
-    weights = safetensors.torch.save({PROMPTS: table}, {"format": "pt"})
+    weights = safetensors.torch.save({PROMPT_EMBEDDINGS_KEY: table}, {"format": "pt"})
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     files = dict(zip(PEFT_FILES, (text.encode(), weights), strict=True))
-    return Export(files, (*notes, *_lost(adapter)))
+    return AdapterExport(files, (*notes, *_lost_fields(adapter)))
 
 
 def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, object]:
-    """Where a layer ends in the table, only the model says. Heads are those that have keys."""
+    """Return PEFT's config of a prefix; the numbers of layers and KV heads come from the model."""
     if base is None:
         raise AdapterError(
-            f"adapter {adapter.card.name!r} is keys and values of layers, and PEFT must be told "
-            "how many layers and heads there are; give its model with --model"
+            f"adapter {adapter.card.name!r} is a prefix, and PEFT needs its numbers of layers and "
+            "heads; give the base model with --model"
         )
-    network = base.config
+    model_config = base.config
     return {
-        "peft_type": PREFIX,
-        "token_dim": network.num_query_groups * network.kv_channels,
-        "num_layers": network.num_layers,
-        "num_attention_heads": network.num_query_groups,
-        "prefix_projection": False,  # What it made is in the table.
+        "peft_type": PREFIX_TUNING,
+        "token_dim": model_config.num_query_groups * model_config.kv_channels,
+        "num_layers": model_config.num_layers,
+        "num_attention_heads": model_config.num_query_groups,
+        "prefix_projection": False,  # The table is already projected.
     }
 
 
-def refuse_prefix(adapter: Adapter, format: str) -> None:
-    """For formats that only have rows where an embedding's would stand."""
+def check_not_prefix(adapter: Adapter, format_name: str) -> None:
+    """Refuse prefix adapters, for formats that only support rows."""
     if adapter.card.kind == "prefix":
         raise AdapterError(
-            f"adapter {adapter.card.name!r} is keys and values of layers, for which {format} has "
-            "no place; export it --to peft"
+            f"adapter {adapter.card.name!r} is a prefix, which {format_name} does not support; "
+            "export it with --to peft"
         )
 
 
-def as_tgis(adapter: Adapter, base: Checkpoint | None) -> Export:
-    """`decoder.pt`, a bare matrix; the directory's name is the prompt's id there."""
-    refuse_prefix(adapter, "TGIS")
-    table, notes = _leading(adapter, base)
+def convert_to_tgis(adapter: Adapter, base: Checkpoint | None) -> AdapterExport:
+    """Convert an adapter to `decoder.pt`, a single matrix; the directory name is the prompt id."""
+    check_not_prefix(adapter, "TGIS")
+    table, notes = _leading_rows(adapter, base)
     content = io.BytesIO()
     torch.save(table, content)
-    return Export({TGIS_FILES[0]: content.getvalue()}, (*notes, *_lost(adapter)))
+    return AdapterExport({TGIS_FILES[0]: content.getvalue()}, (*notes, *_lost_fields(adapter)))
 
 
-def _lost(adapter: Adapter) -> tuple[str, ...]:
+def _lost_fields(adapter: Adapter) -> tuple[str, ...]:
     card = adapter.card
-    parts = {
+    unsupported = {
         "template": card.template is not None and card.template.fields,
         "stop strings": card.stop,
         "max_new_tokens": card.max_new_tokens,
     }
-    lost = [name for name, value in parts.items() if value]
-    return (f"that format has no place for the {' and the '.join(lost)}",) if lost else ()
+    names = [name for name, value in unsupported.items() if value]
+    return (f"the format has no field for the {' and the '.join(names)}",) if names else ()
 
 
-def _leading(adapter: Adapter, base: Checkpoint | None) -> tuple[Tensor, tuple[str, ...]]:
-    """The rows in the order in which they stand before the text, and what its tokens must be."""
+def _leading_rows(adapter: Adapter, base: Checkpoint | None) -> tuple[Tensor, tuple[str, ...]]:
+    """Return the rows in template order, and notes that tell the user how to tokenize prompts."""
     template = adapter.card.template
     if template is None:
         return adapter.table, ()
-    runs = [part for part in template.parts if isinstance(part, range)]
-    if list(template.parts[: len(runs)]) != runs:
+    row_ranges = [part for part in template.parts if isinstance(part, range)]
+    if list(template.parts[: len(row_ranges)]) != row_ranges:
         raise AdapterError(
-            f"adapter {adapter.card.name!r} has virtual tokens after some of its text, and the "
-            "format only knows those before all of it; train it with all of them at the front"
+            f"adapter {adapter.card.name!r} has virtual tokens after some of its text, but the "
+            "format supports only leading virtual tokens; train the adapter with all virtual "
+            "tokens before the text"
         )
-    table = torch.cat([adapter.table[run.start : run.stop] for run in runs])
+    table = torch.cat([adapter.table[row_range.start : row_range.stop] for row_range in row_ranges])
     if template.bos == "text":
-        return table, ("a begin-of-text token stands after the rows and before the text",)
-    plain = "tokenize texts without special tokens (add_special_tokens=False)"
+        return table, ("tokenize texts with a begin-of-text token; the rows are before this token",)
+    tokenize_note = "tokenize texts without special tokens (add_special_tokens=False)"
     if template.bos == "none":
-        return table, (plain,)
-    table = torch.cat([begin_row(adapter, base, "before"), table])
-    return table, (f"the first row is the begin-of-text token, so {plain}",)
+        return table, (tokenize_note,)
+    table = torch.cat([bos_row(adapter, base, "before"), table])
+    return table, (f"the first row is the begin-of-text token, so {tokenize_note}",)
 
 
-def begin_row(adapter: Adapter, base: Checkpoint | None, where: str) -> Tensor:
-    """The begin-of-text token, which stands before or after the rows, as a row of its own."""
-    name, other = adapter.card.name, {"before": "after", "after": "before"}[where]
+def bos_row(adapter: Adapter, base: Checkpoint | None, side: str) -> Tensor:
+    """Return the embedding of the begin-of-text token, which becomes an extra row.
+
+    `side` is the token's position relative to the virtual tokens, for error messages.
+    """
+    name, other_side = adapter.card.name, {"before": "after", "after": "before"}[side]
     if base is None:
         raise AdapterError(
-            f"adapter {name!r} has a begin-of-text token {where} its virtual ones, and the format "
-            f"only one {other} them; give its model with --model, and the token becomes a row"
+            f"adapter {name!r} has the begin-of-text token {side} its virtual tokens, but the "
+            f"format allows it only {other_side} them; give the base model with --model, and the "
+            "token is stored as a row"
         )
-    token = open_tokenizer(base.tokenizer).bos_id if base.tokenizer is not None else None
-    if token is None or not 0 <= token < base.config.vocab_size:
+    bos_id = open_tokenizer(base.tokenizer).bos_id if base.tokenizer is not None else None
+    if bos_id is None or not 0 <= bos_id < base.config.vocab_size:
         raise AdapterError(
-            f"adapter {name!r} has a begin-of-text token {where} its virtual ones, and the "
-            f"tokenizer of {base.path} has none; give the tokenizer that it was trained with"
+            f"adapter {name!r} has the begin-of-text token {side} its virtual tokens, but the "
+            f"tokenizer of {base.path} has no such token; give the tokenizer that the adapter was "
+            "trained with"
         )
-    return base.tensors[EMBEDDING].corner(token, 1, base.config.hidden_size).float()
+    return base.tensors[EMBEDDING_KEY].read_sample(bos_id, 1, base.config.hidden_size).float()
 
 
-def check_export(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a place that is taken, as `write_export` would, before anything is computed."""
+def check_export_target(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a target that `write_export` would refuse; called before any computation."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
-        raise AdapterError(f"{folder} exists, and is no directory; choose another place")
-    held = sorted(entry.name for entry in os.scandir(folder))
-    if held and not overwrite:
+        raise AdapterError(f"{folder} exists and is not a directory; choose another path")
+    file_names = sorted(entry.name for entry in os.scandir(folder))
+    if file_names and not overwrite:
         raise AdapterError(
-            f"{folder} exists already, with {held[0]} in it; give --overwrite, or another place"
+            f"{folder} exists already and contains {file_names[0]}; give --overwrite, or choose "
+            "another path"
         )
-    others = [name for name in held if name not in REPLACED]
-    if others:
+    foreign_files = [name for name in file_names if name not in REPLACEABLE_FILES]
+    if foreign_files:
         raise AdapterError(
-            f"{folder} holds {others[0]}, which is not an adapter's; it is not overwritten: choose "
-            "another place"
+            f"{folder} contains {foreign_files[0]}, which is not an adapter file, so it is not "
+            "overwritten; choose another path"
         )
 
 
-def write_export(export: Export, folder: Path, *, overwrite: bool = False) -> None:
-    """Make the directory: it is there with all of its files, or not at all."""
-    hidden = f".{folder.name}.{secrets.token_hex(4)}"
-    part, old = folder.with_name(f"{hidden}.part"), folder.with_name(f"{hidden}.old")
+def write_export(export: AdapterExport, folder: Path, *, overwrite: bool = False) -> None:
+    """Write the directory atomically."""
     try:
-        check_export(folder, overwrite=overwrite)
-        part.mkdir()
-        for name, content in export.files.items():
-            with open(part / name, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        _sync(part)
-        if folder.exists():
-            folder.rename(old)
-        try:
-            part.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
-        _sync(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        check_export_target(folder, overwrite=overwrite)
+        with stage_folder(folder, overwrite=overwrite) as partial_folder:
+            for name, content in export.files.items():
+                (partial_folder / name).write_bytes(content)
     except OSError as error:
         raise AdapterError(
-            f"{folder} cannot be written: {error.strerror}; give a place in a directory that "
-            "exists, is writable and has room"
+            f"{folder} cannot be written: {error.strerror}; give a path in an existing, writable "
+            "directory with free space"
         ) from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Names, too, must survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

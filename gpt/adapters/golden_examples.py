@@ -1,47 +1,55 @@
-"""Golden examples: what an adapter wrote where it was learned, replayed where it is used.
+"""Golden examples: recorded outputs of an adapter, which a server replays and compares.
 
-An answer is the same if its tokens are, and its log-probability is, within what rounding makes of
-the dtypes. Where another token was about as likely, rounding may choose it: that is a tie, and told
-as one. Comparing needs an answer's tokens and scores alone, so a server compares by the same lines.
+A golden example is recorded after training. The verdict of a replay is "same" if the tokens are
+equal, and the log-probabilities are equal within the rounding error of the dtypes. The verdict is
+"tie" if the first different token was about as likely as the recorded token, because rounding may
+have caused the change. Otherwise the verdict is "different". For an example without recorded token
+ids, only the text is compared. A comparison needs only token ids and scores, so servers use the
+same code.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gpt.adapters.card import CARD_BYTES_MAX, GOLDEN_MAX, Adapter, Card, Golden
-from gpt.adapters.prompt_template import Template
-from gpt.dtypes import FLOAT_NAMES
+from gpt.adapters.card import CARD_BYTES_MAX, GOLDEN_EXAMPLES_MAX, Adapter, Card, GoldenExample
+from gpt.adapters.prompt_template import PromptTemplate
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import AdapterError, RequestError
-from gpt.generation.completions import NEW_TOKENS, Answer, write_answers
+from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
 from gpt.model.gpt_model import GPT
-from gpt.model.pipeline import chunks_of
+from gpt.model.pipeline import model_chunks
 from gpt.tokenizers.tokenizer import Tokenizer
 
-# Longer answers are kept up to here, so that a replay stays short.
-TOKENS_MAX = 64
-# Of an example's inputs: so all of them have room in a card.
-INPUT_BYTES_MAX = CARD_BYTES_MAX // (4 * GOLDEN_MAX)
+# Recorded answers are limited to this length, so that a replay is short.
+GOLDEN_TOKENS_MAX = 64
+# Limit of an example's inputs, so that the maximum number of examples fits into a card.
+INPUT_BYTES_MAX = CARD_BYTES_MAX // (4 * GOLDEN_EXAMPLES_MAX)
 
-# How far the mean log-probability of an answer's tokens may move, in nats. Splits and batches move
-# fp32 by less than 1e-5. Measured against fp32, 16 to 24 tokens an answer: a trained model moves by
-# 0.003 in bfloat16 and 0.0003 in float16; lively random ones of 4 to 16 layers by up to 0.03 and
-# 0.004. Where weights themselves are rounded more (8 bits), who checks gives a tolerance.
+# Tolerances of the mean log-probability per token, in nats. Different parallel sizes and batches
+# change this mean by less than 1e-5 in fp32. Measured differences from fp32, with 16 to 24 tokens
+# per answer: 0.003 in bfloat16 and 0.0003 in float16 for a trained model; up to 0.03 in bfloat16
+# and 0.004 in float16 for random models of 4 to 16 layers with large weights. For quantized weights
+# (8 bits) the caller passes its own tolerance.
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-3,
     "float32": 1e-3,
     "float16": 0.02,
     "bfloat16": 0.1,
 }
-# Two tokens are a tie up to so many tolerances: one token moves more than the mean of them. Choices
-# that bfloat16 turned in those random models were within 0.2 nats.
-TIE = 4
+# Two tokens tie if their log-probabilities differ by at most this many tolerances: the rounding
+# error of one token is larger than that of the mean. In the random models above, where bfloat16
+# chose another token, its log-probability was within 0.2 nats of the recorded token's.
+TIE_TOLERANCES = 4
 
-Result = Literal["same", "tie", "different"]
+ReplayVerdict = Literal["same", "tie", "different"]
 
 
-class Scored(Protocol):
-    """A token's log-probability, and the best ones with theirs, best first."""
+class TokenScore(Protocol):
+    """A token's log-probability, and the most likely tokens at its position.
+
+    `tops` has pairs of token id and log-probability, the most likely first.
+    """
 
     @property
     def logprob(self) -> float: ...
@@ -51,198 +59,234 @@ class Scored(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one example came out. `why` has no word of its texts."""
+class ExampleReplay:
+    """The comparison of one example. `reason` contains no text of the example."""
 
-    result: Result
-    difference: float = 0.0  # Of the mean log-probability of a token, if the tokens are the same.
-    why: str = ""
+    verdict: ReplayVerdict
+    # Difference of the mean log-probability per token, if the tokens are equal.
+    logprob_difference: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class Replay:
-    """How all of an adapter's golden examples came out."""
+class GoldenReplay:
+    """The comparisons of all golden examples of an adapter."""
 
-    outcomes: tuple[Outcome, ...]
+    examples: tuple[ExampleReplay, ...]
     tolerance: float
-    lines: tuple[str, ...] = ()  # For people: each that is not the same, with its texts.
+    mismatch_lines: tuple[str, ...] = ()  # For display: examples that differ, with their texts.
 
     @property
     def checked(self) -> int:
-        return len(self.outcomes)
+        return len(self.examples)
 
     @property
     def different(self) -> int:
-        return sum(one.result == "different" for one in self.outcomes)
+        return sum(example.verdict == "different" for example in self.examples)
 
     @property
     def ties(self) -> int:
-        return sum(one.result == "tie" for one in self.outcomes)
+        return sum(example.verdict == "tie" for example in self.examples)
 
     @property
-    def worst_logprob(self) -> float:
-        return max((one.difference for one in self.outcomes), default=0.0)
+    def logprob_difference_max(self) -> float:
+        return max((example.logprob_difference for example in self.examples), default=0.0)
 
     @property
     def passed(self) -> bool:
         return not self.different
 
 
-def tolerance_of(golden: Sequence[Golden], dtype: str) -> float:
-    """What rounding may make of examples, of the coarsest dtype that had a part in them."""
-    dtypes = {dtype, *(one.dtype for one in golden)}
-    return max(TOLERANCES[one] for one in dtypes & TOLERANCES.keys())
+def golden_tolerance(golden: Sequence[GoldenExample], dtype: str) -> float:
+    """Return the largest tolerance among the model's dtype and the dtypes of the examples."""
+    dtypes = {dtype, *(example.dtype for example in golden)}
+    return max(TOLERANCES[name] for name in dtypes & TOLERANCES.keys())
 
 
-def golden_prompt(
+def render_golden_prompt(
     card: Card, tokenizer: Tokenizer, inputs: Mapping[str, str], vocab_size: int, tokens_max: int
 ) -> list[int]:
-    """An example's ids. One that would be cut is refused: it would be cut otherwise elsewhere."""
-    rendered = _template(card).render(
-        tokenizer, inputs, vocab_size=vocab_size, tokens_max=tokens_max, answer=False
+    """Return the token ids of an example's prompt.
+
+    A prompt that is too long is refused, because its truncation would depend on the context length.
+    """
+    rendered = _require_template(card).render(
+        tokenizer, inputs, vocab_size=vocab_size, tokens_max=tokens_max, with_answer=False
     )
-    if rendered.truncated:
+    if rendered.truncated_tokens:
         raise RequestError(
-            f"the prompt is {rendered.truncated} tokens too long, and would be cut", "inputs"
+            f"the prompt is {rendered.truncated_tokens} tokens too long; shorten it", "inputs"
         )
     if card.kind == "prefix" and len(rendered.ids) == card.virtual_tokens:
-        raise RequestError("no text stands behind the prefix, which says nothing alone", "inputs")
+        raise RequestError("the prompt has no text after the prefix; give some text", "inputs")
     return rendered.ids
 
 
-def make_golden(
+def record_golden_examples(
     model: GPT | Sequence[GPT],
     tokenizer: Tokenizer,
     adapter: Adapter,
     inputs: Sequence[Mapping[str, str]],
-) -> tuple[Golden, ...]:
-    """Examples of what the adapter writes now. Every rank calls alike.
+) -> tuple[GoldenExample, ...]:
+    """Record greedy completions as golden examples. All ranks must call with equal arguments.
 
-    Inputs that are too long for one, or without a finite answer, are passed over; the first
-    `GOLDEN_MAX` of the others are made. An answer's own field in them is left out.
+    At most `GOLDEN_EXAMPLES_MAX` inputs are used. Inputs that are too long or lack a field of the
+    template are skipped, and so are completions with non-finite logits. The answer field of the
+    inputs is not recorded.
     """
-    card, answer_tokens = adapter.card, _answer_tokens(adapter.card)
-    template, config = _template(card), chunks_of(model)[0].config
-    wanted = [name for name in template.fields if name != template.answer_field]
-    kept: list[dict[str, str]] = []
+    card, answer_tokens = adapter.card, _answer_token_limit(adapter.card)
+    template, config = _require_template(card), model_chunks(model)[0].config
+    input_fields = [name for name in template.fields if name != template.answer_field]
+    example_inputs: list[dict[str, str]] = []
     prompts: list[list[int]] = []
-    for record in inputs:
-        own = {name: record[name] for name in wanted if name in record}
-        size = sum(len(text.encode(errors="replace")) for text in own.values())
-        if size > INPUT_BYTES_MAX or len(kept) == GOLDEN_MAX:
+    for candidate in inputs:
+        fields = {name: candidate[name] for name in input_fields if name in candidate}
+        size = sum(len(text.encode(errors="replace")) for text in fields.values())
+        if size > INPUT_BYTES_MAX or len(example_inputs) == GOLDEN_EXAMPLES_MAX:
             continue
         tokens_max = config.max_position_embeddings - answer_tokens
         try:
-            prompts.append(golden_prompt(card, tokenizer, own, config.vocab_size, tokens_max))
+            prompts.append(
+                render_golden_prompt(card, tokenizer, fields, config.vocab_size, tokens_max)
+            )
         except RequestError:
             continue
-        kept.append(own)
-    answers = _answers(model, tokenizer, adapter, prompts, [answer_tokens] * len(prompts))
-    dtype = FLOAT_NAMES[chunks_of(model)[0].dtype]
+        example_inputs.append(fields)
+    completions = _complete_prompts(
+        model, tokenizer, adapter, prompts, [answer_tokens] * len(prompts)
+    )
+    dtype = FLOAT_DTYPE_NAMES[model_chunks(model)[0].dtype]
     return tuple(
-        Golden(own, answer.text, tuple(answer.token_ids), min(answer.logprob, 0.0), dtype)
-        for own, answer in zip(kept, answers, strict=True)
-        if not answer.fault
+        GoldenExample(
+            fields,
+            completion.text,
+            tuple(completion.token_ids),
+            min(completion.logprob, 0.0),
+            dtype,
+        )
+        for fields, completion in zip(example_inputs, completions, strict=True)
+        if not completion.has_fault
     )
 
 
-def replay(
+def replay_golden_examples(
     model: GPT, tokenizer: Tokenizer, adapter: Adapter, *, tolerance: float | None = None
-) -> Replay:
-    """The adapter's own examples, by this model. Every rank calls alike."""
+) -> GoldenReplay:
+    """Replay the adapter's golden examples on this model. All ranks must call."""
     card, config = adapter.card, model.config
     if tolerance is None:
-        tolerance = tolerance_of(card.golden, FLOAT_NAMES[model.dtype])
-    outcomes: list[Outcome | None] = []
+        tolerance = golden_tolerance(card.golden, FLOAT_DTYPE_NAMES[model.dtype])
+    refusals: list[ExampleReplay | None] = []
     prompts: list[list[int]] = []
-    lengths: list[int] = []
-    for one in card.golden:
-        length = len(one.token_ids) or _answer_tokens(card)
-        tokens_max = config.max_position_embeddings - length
+    token_counts: list[int] = []
+    for example in card.golden:
+        token_count = len(example.token_ids) or _answer_token_limit(card)
+        tokens_max = config.max_position_embeddings - token_count
         try:
-            prompt = golden_prompt(card, tokenizer, one.inputs, config.vocab_size, tokens_max)
+            prompt = render_golden_prompt(
+                card, tokenizer, example.inputs, config.vocab_size, tokens_max
+            )
         except RequestError as error:
-            outcomes.append(Outcome("different", why=f"it cannot be asked: {error}"))
+            refusals.append(ExampleReplay("different", reason=f"its prompt is refused: {error}"))
             continue
-        outcomes.append(None)
+        refusals.append(None)
         prompts.append(prompt)
-        lengths.append(length)
-    answers = iter(_answers(model, tokenizer, adapter, prompts, lengths))
-    found: list[Outcome] = []
-    lines: list[str] = []
-    for number, (one, refused) in enumerate(zip(card.golden, outcomes, strict=True), 1):
-        wrote = ""
-        outcome = refused
-        if outcome is None:
-            answer = next(answers)
-            outcome = compare(one, answer.text, answer.token_ids, answer.scores, tolerance)
-            wrote = f" (was {one.output!r}, is {answer.text!r})"
-        found.append(outcome)
-        if outcome.result != "same":
-            lines.append(f"example {number}: {outcome.why}{wrote}")
-    return Replay(tuple(found), tolerance, tuple(lines))
+        token_counts.append(token_count)
+    completions = iter(_complete_prompts(model, tokenizer, adapter, prompts, token_counts))
+    replays: list[ExampleReplay] = []
+    mismatch_lines: list[str] = []
+    for number, (example, refusal) in enumerate(zip(card.golden, refusals, strict=True), 1):
+        text_change = ""
+        example_replay = refusal
+        if example_replay is None:
+            completion = next(completions)
+            example_replay = compare_example(
+                example, completion.text, completion.token_ids, completion.scores, tolerance
+            )
+            text_change = f" (was {example.output!r}, is {completion.text!r})"
+        replays.append(example_replay)
+        if example_replay.verdict != "same":
+            mismatch_lines.append(f"example {number}: {example_replay.reason}{text_change}")
+    return GoldenReplay(tuple(replays), tolerance, tuple(mismatch_lines))
 
 
-def compare(
-    golden: Golden,
+def compare_example(
+    example: GoldenExample,
     text: str,
     token_ids: Sequence[int],
-    scores: Sequence[Scored],
+    scores: Sequence[TokenScore],
     tolerance: float,
-) -> Outcome:
-    """What was written now against what was written then."""
-    then = golden.token_ids
-    if not then:
-        same = text == golden.output
-        return Outcome("same") if same else Outcome("different", why="its text is another")
+) -> ExampleReplay:
+    """Compare a new completion with the recorded one."""
+    expected_ids = example.token_ids
+    if not expected_ids:
+        is_same_text = text == example.output
+        return (
+            ExampleReplay("same")
+            if is_same_text
+            else ExampleReplay("different", reason="its text differs")
+        )
     if len(scores) != len(token_ids):
-        return Outcome("different", why="its numbers are not finite")
-    pairs = zip(then, token_ids, strict=False)
-    place = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-    if place is not None:
-        (_, best), *others = scores[place].tops or [(token_ids[place], scores[place].logprob)]
-        gap = next((best - other for token, other in others if token == then[place]), None)
-        if gap is not None and gap <= TIE * tolerance:
-            return Outcome("tie", why=f"its token {place + 1} is another, by {gap:.1g} nats")
-        return Outcome("different", why=f"its token {place + 1} is another")
-    if len(token_ids) != len(then):
-        what = f"it ends after {len(token_ids)} tokens, not {len(then)}"
-        return Outcome("different", why=what)
-    if golden.logprob is None:
-        return Outcome("same")
-    difference = abs(sum(one.logprob for one in scores) - golden.logprob) / len(then)
+        return ExampleReplay("different", reason="the logits are not finite")
+    pairs = zip(expected_ids, token_ids, strict=False)
+    mismatch = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    if mismatch is not None:
+        (_, best), *alternatives = scores[mismatch].tops or [
+            (token_ids[mismatch], scores[mismatch].logprob)
+        ]
+        logprob_gap = next(
+            (best - other for token, other in alternatives if token == expected_ids[mismatch]), None
+        )
+        if logprob_gap is not None and logprob_gap <= TIE_TOLERANCES * tolerance:
+            return ExampleReplay(
+                "tie",
+                reason=f"its token {mismatch + 1} differs, but its log-probability by only "
+                f"{logprob_gap:.1g} nats",
+            )
+        return ExampleReplay("different", reason=f"its token {mismatch + 1} differs")
+    if len(token_ids) != len(expected_ids):
+        length_change = f"it ends after {len(token_ids)} tokens, not {len(expected_ids)}"
+        return ExampleReplay("different", reason=length_change)
+    if example.logprob is None:
+        return ExampleReplay("same")
+    difference = abs(sum(score.logprob for score in scores) - example.logprob) / len(expected_ids)
     if not difference <= tolerance:
-        return Outcome("different", difference, f"its tokens are off by {difference:.2g} nats each")
-    return Outcome("same", difference)
+        return ExampleReplay(
+            "different",
+            difference,
+            f"its tokens are the same, but their log-probability differs by {difference:.2g} nats "
+            "per token",
+        )
+    return ExampleReplay("same", difference)
 
 
-def _template(card: Card) -> Template:
+def _require_template(card: Card) -> PromptTemplate:
     if card.template is None:
         raise AdapterError(
-            f"the card of {card.name!r} has no template to make prompts of golden examples; give "
-            "it one (preamble adapters import --template)"
+            f"the card of {card.name!r} has no template to render golden examples; add a template "
+            "with `preamble adapters import --template`"
         )
     return card.template
 
 
-def _answer_tokens(card: Card) -> int:
-    return min(card.max_new_tokens or NEW_TOKENS, TOKENS_MAX)
+def _answer_token_limit(card: Card) -> int:
+    return min(card.max_new_tokens or NEW_TOKENS_DEFAULT, GOLDEN_TOKENS_MAX)
 
 
-def _answers(
+def _complete_prompts(
     model: GPT | Sequence[GPT],
     tokenizer: Tokenizer,
     adapter: Adapter,
     prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-) -> list[Answer]:
-    return write_answers(
+    token_counts: Sequence[int],
+) -> list[TextCompletion]:
+    return complete_prompts(
         model,
         tokenizer,
         prompts,
-        table=adapter.table.to(chunks_of(model)[0].mesh.device),
-        kind=adapter.card.kind,
-        max_new_tokens=lengths,
-        stops=adapter.card.stop,
-        scored=True,
+        adapter_table=adapter.table.to(model_chunks(model)[0].mesh.device),
+        adapter_kind=adapter.card.kind,
+        max_new_tokens=token_counts,
+        stop_strings=adapter.card.stop,
+        with_scores=True,
     )

@@ -1,9 +1,10 @@
-"""Prompts that NeMo learned, as its `.nemo` files or unpacked directories hold them.
+"""NeMo import: soft prompts of prompt learning and p-tuning from .nemo files and directories.
 
-Three layouts have been written: a table for each task, flat or nested, and since 1.20 one buffer of
-an adapter inside the model. Each is rows as they stand before a text, but for the last one on a
-model with learned positions: those rows hold positions, which are taken out again. Rows that were
-never written down are made again by the encoder beside them, if that is whole.
+NeMo has three layouts: one table per task with flat keys, the same tables in nested dicts, and
+since 1.20 a buffer in an adapter module of the model. All contain the rows of virtual tokens. In
+the last layout, if the model has learned positions, the rows include position embeddings, which
+this module subtracts. If the rows are missing, all zeros or not finite, the prompt encoder in the
+file computes them (`nemo_encoder.py`).
 """
 
 import re
@@ -14,67 +15,76 @@ from typing import Any
 from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter
-from gpt.adapters.import_peft import card_name, plain_name, plain_table
+from gpt.adapters.import_peft import card_name, checked_table, sanitized_name
 from gpt.adapters.nemo_encoder import SavedEncoder
-from gpt.adapters.prompt_template import Template
-from gpt.checkpoint.files.file_tree import FileTree, Span, files_below
+from gpt.adapters.prompt_template import PromptTemplate
+from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
 from gpt.checkpoint.files.torch_zip import read_archive
-from gpt.checkpoint.logical_tensor import Checkpoint, some
+from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
 from gpt.errors import AdapterError, ConfigError
-from gpt.formats.mappings.nemo_yaml import Fields, read_config
-from gpt.formats.nemo.archive import CONFIG, open_archive
-from gpt.settings import shown
+from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config
+from gpt.formats.nemo.archive import CONFIG_FILE, open_nemo_archive
+from gpt.settings import short_repr
 
-TASK = re.compile(r"prompt_table\.(.+)\.prompt_embeddings\.weight")
-LEAF = "ptuning_adapter.inference_table"
-RANKS_MAX = 1024  # Of tensors.
-POSITIONS = "embedding.position_embeddings.weight"
-# Every tensor rank has the whole table, and the first stage has it alone; of one rank, of tensor
-# ranks, and of stages too.
-WEIGHTS = tuple(
+TASK_KEY = re.compile(r"prompt_table\.(.+)\.prompt_embeddings\.weight")
+INFERENCE_TABLE_KEY = "ptuning_adapter.inference_table"
+RANKS_MAX = 1024  # Tensor parallel ranks.
+POSITION_EMBEDDING_KEY = "embedding.position_embeddings.weight"
+# Only the first pipeline stage has the table, and each of its tensor parallel ranks has all of it.
+# The file names: of one rank, with tensor parallelism, with tensor and pipeline parallelism.
+WEIGHT_FILES = tuple(
     f"{folder}model_weights.ckpt"
     for folder in ("", "mp_rank_{:02d}/", "tp_rank_{:02d}_pp_rank_000/")
 )
 
 
 def is_nemo_prompt(path: Path) -> bool:
-    """Whether a path is of the kind that `open_nemo_prompt` reads."""
-    return path.suffix == ".nemo" or (path / CONFIG).is_file()
+    """Tell whether a path is a .nemo file or the directory of an unpacked .nemo file."""
+    return path.suffix == ".nemo" or (path / CONFIG_FILE).is_file()
 
 
 def open_nemo_prompt(path: Path, task: str | None, base: Checkpoint | None) -> Adapter:
-    """One task's prompt. `base` is needed where its positions are in the rows."""
-    tree = open_archive(path)[0] if path.is_file() else files_below(path)
-    first, *others = _weights(path, tree)
-    state = _state(first)
+    """Open the soft prompt of one task.
+
+    `base`, the base model, is needed if the rows include the model's position embeddings, or if
+    they must be computed from the embeddings of the task's name.
+    """
+    tree = open_nemo_archive(path)[0] if path.is_file() else scan_folder_recursive(path)
+    first_rank, *other_ranks = _weight_files(path, tree)
+    state = _read_state_dict(first_rank)
     tables = _tables(state)
-    inner = [key for key in state if f".{key}".endswith(f".{LEAF}")]
-    fields = Fields(_config(tree), str(path / CONFIG))
-    encoder = SavedEncoder(path, state, lambda: map(_state, others), fields, base)
-    names, notes = {*tables, *(_new_tasks(fields) if encoder.beside else ())}, []
-    if names:
-        name = _chosen(names, task, path)
-        template, table = _template(fields, name), tables.get(name)
+    inference_table_keys = [key for key in state if f".{key}".endswith(f".{INFERENCE_TABLE_KEY}")]
+    fields = NemoConfig(_read_model_config(tree), str(path / CONFIG_FILE))
+    encoder = SavedEncoder(path, state, lambda: map(_read_state_dict, other_ranks), fields, base)
+    task_names, notes = {*tables, *(_new_tasks(fields) if encoder.is_per_task else ())}, []
+    if task_names:
+        name = _choose_task(task_names, task, path)
+        template, table = _task_template(fields, name), tables.get(name)
         notes.append("imported from NeMo's prompt learning")
         if template is None:
-            notes.append(f"its config has no template of the task {name!r}")
-    elif len(inner) == 1 or (encoder.inside and not inner):
+            notes.append(f"its config has no template for the task {name!r}")
+    elif len(inference_table_keys) == 1 or (encoder.is_in_model and not inference_table_keys):
         name, template = "", None
-        table = plain_table(state[inner[0]], f"{path}: {inner[0]}") if inner else None
-        notes.append("imported from NeMo's p-tuning adapter; its place is before the text")
+        table = (
+            checked_table(state[inference_table_keys[0]], f"{path}: {inference_table_keys[0]}")
+            if inference_table_keys
+            else None
+        )
+        notes.append("imported from NeMo's p-tuning adapter; its rows are before the text")
     else:
         raise AdapterError(
-            f"{path} holds no prompt that NeMo learned, but {some(sorted(map(str, state)))}; give "
-            "the .nemo that prompt learning or p-tuning saved at its end"
+            f"{path} has no soft prompt of NeMo; it contains "
+            f"{summarize_names(sorted(map(str, state)))}: give the .nemo file that prompt learning "
+            "or p-tuning saved at its end"
         )
     if table is None or not bool(table.isfinite().all()) or not bool(table.any()):
-        table = encoder.rows(name)
-        notes.append("its rows were made again by the encoder that was saved with it")
+        table = encoder.compute_rows(name)
+        notes.append("its rows were computed by the encoder in the file")
     if not name:
-        table, note = _without_positions(path, table, fields, base)
+        table, note = _subtract_positions(path, table, fields, base)
         notes.append(note)
     card = Card(
-        plain_name(name) if name else card_name(path.with_suffix("")),
+        sanitized_name(name) if name else card_name(path.with_suffix("")),
         task=name,
         template=template,
         method="nemo",
@@ -83,113 +93,124 @@ def open_nemo_prompt(path: Path, task: str | None, base: Checkpoint | None) -> A
     return build_adapter(card, table)
 
 
-def _config(tree: FileTree) -> dict[str, Any]:
-    if CONFIG not in tree.spans:
-        raise AdapterError(f"{tree.path} has no {CONFIG}; it is not of NeMo, or not all of it")
-    return read_config(tree.spans[CONFIG])
+def _read_model_config(tree: FileTree) -> dict[str, Any]:
+    if CONFIG_FILE not in tree.spans:
+        raise AdapterError(
+            f"{tree.path} has no {CONFIG_FILE}; it was not saved by NeMo or is incomplete: copy it "
+            "again"
+        )
+    return read_config(tree.spans[CONFIG_FILE])
 
 
-def _weights(path: Path, tree: FileTree) -> list[Span]:
-    """The first stage's, of each tensor rank."""
-    for name in WEIGHTS:
-        many = name.format(0) != name
-        numbered = [name.format(rank) for rank in range(RANKS_MAX if many else 1)]
-        spans = [tree.spans[one] for one in numbered if one in tree.spans]
-        if spans and numbered[0] in tree.spans:
+def _weight_files(path: Path, tree: FileTree) -> list[Span]:
+    """Return the weight files of the first pipeline stage, by tensor parallel rank."""
+    for name in WEIGHT_FILES:
+        is_per_rank = name.format(0) != name
+        file_names = [name.format(rank) for rank in range(RANKS_MAX if is_per_rank else 1)]
+        spans = [tree.spans[file_name] for file_name in file_names if file_name in tree.spans]
+        if spans and file_names[0] in tree.spans:
             return spans
-    found = ", ".join(name.format(0) for name in WEIGHTS)
+    expected = ", ".join(name.format(0) for name in WEIGHT_FILES)
     raise AdapterError(
-        f"{path} has none of {found}; found were {some(sorted(tree.spans))}: give "
-        "an archive that prompt learning saved, whole"
+        f"{path} has none of the files {expected}; it contains "
+        f"{summarize_names(sorted(tree.spans))}: give a complete archive that prompt learning saved"
     )
 
 
-def _state(span: Span) -> dict[str, Any]:
-    """The weights' names and tensors, of all nests."""
+def _read_state_dict(span: Span) -> dict[str, Any]:
+    """Read the state dict, with the nested prompt table as top-level entries."""
     record = read_archive(span)
     if isinstance(record, dict) and isinstance(record.get("state_dict"), dict):
         record = record["state_dict"]
     if not isinstance(record, dict):
-        raise AdapterError(f"{span.path} is a {type(record).__name__}, not a model's state")
+        raise AdapterError(f"{span.path} is a {type(record).__name__}, not a state dict")
     nested = record.get("prompt_table")
     return {**record, **nested} if isinstance(nested, dict) else record
 
 
-def _new_tasks(fields: Fields) -> list[str]:
-    """Those whose rows the encoder makes."""
-    named = fields.get("new_tasks", [])
-    return [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
+def _new_tasks(fields: NemoConfig) -> list[str]:
+    """List the tasks whose rows the encoder computes."""
+    tasks = fields.get("new_tasks", [])
+    return [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
 
 
 def _tables(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    found = ((TASK.fullmatch(str(key)), value) for key, value in state.items())
-    return {match[1]: plain_table(value, match[0]) for match, value in found if match}
+    matched = ((TASK_KEY.fullmatch(str(key)), value) for key, value in state.items())
+    return {match[1]: checked_table(value, match[0]) for match, value in matched if match}
 
 
-def _chosen(tables: Collection[str], task: str | None, path: Path) -> str:
+def _choose_task(tables: Collection[str], task: str | None, path: Path) -> str:
     if task is None and len(tables) == 1:
         return next(iter(tables))
     if task is None or task not in tables:
-        what = "several tasks" if task is None else f"no task {task[:60]!r}"
-        raise AdapterError(f"{path} has {what}; say which of {some(sorted(tables))}")
+        problem = "several tasks" if task is None else f"no task {task[:60]!r}"
+        names = summarize_names(sorted(tables))
+        raise AdapterError(f"{path} has {problem}; set task to one of {names}")
     return task
 
 
-def _template(fields: Fields, task: str) -> Template | None:
-    """The task's own, with the order of tokens that it was trained with."""
+def _task_template(fields: NemoConfig, task: str) -> PromptTemplate | None:
+    """Read the task's template, with the begin- and end-of-text tokens of its training."""
     templates = fields.get("task_templates", [])
-    found = [
-        one
-        for one in (templates if isinstance(templates, list) else [])
-        if isinstance(one, Mapping) and one.get("taskname") == task
+    matching = [
+        template_record
+        for template_record in (templates if isinstance(templates, list) else [])
+        if isinstance(template_record, Mapping) and template_record.get("taskname") == task
     ]
-    if not found:
+    if not matching:
         return None
-    text, splits = found[0].get("prompt_template"), found[0].get("virtual_token_splits")
-    splits = [found[0].get("total_virtual_tokens")] if splits is None else splits
-    whole = isinstance(splits, list) and all(type(one) is int for one in splits)
-    if not isinstance(text, str) or not whole:
+    text, splits = matching[0].get("prompt_template"), matching[0].get("virtual_token_splits")
+    splits = [matching[0].get("total_virtual_tokens")] if splits is None else splits
+    is_valid = isinstance(splits, list) and all(type(split) is int for split in splits)
+    if not isinstance(text, str) or not is_valid:
         raise AdapterError(
-            f"{fields.where}: the template of {task!r} is {shown(text)} with the splits "
-            f"{shown(splits)}; needed are a text and whole numbers: mend the file"
+            f"{fields.location}: the template of {task!r} is {short_repr(text)} with the splits "
+            f"{short_repr(splits)}; the template must be a text, and the splits whole numbers: "
+            "correct the file"
         )
-    data = fields.under("data")
-    answer = found[0].get("answer_field")
-    # NeMo holds it to its place only where loss is for the answer alone.
-    last = isinstance(answer, str) and text.endswith(f"{{{answer}}}")
+    data = fields.section("data")
+    answer = matching[0].get("answer_field")
+    # Only with answer_only_loss does NeMo require that the answer is at the end.
+    is_answer_last = isinstance(answer, str) and text.endswith(f"{{{answer}}}")
     try:
-        return Template(
+        return PromptTemplate(
             text,
             tuple(splits),
-            truncate_field=found[0].get("truncate_field"),
-            answer_field=answer if last else None,
+            truncate_field=matching[0].get("truncate_field"),
+            answer_field=answer if is_answer_last else None,
             bos="first" if data.get("add_bos", False) is True else "none",
             eos=data.get("add_eos", True) is True,
         )
     except ConfigError as error:
-        raise AdapterError(f"{fields.where}: the template of {task!r}: {error}") from None
+        raise AdapterError(f"{fields.location}: the template of {task!r}: {error}") from None
 
 
-def _without_positions(
-    path: Path, table: Tensor, fields: Fields, base: Checkpoint | None
+def _subtract_positions(
+    path: Path, table: Tensor, fields: NemoConfig, base: Checkpoint | None
 ) -> tuple[Tensor, str]:
-    """NeMo puts these rows where positions were added already; here those are added after."""
+    """Subtract the model's learned positions from the rows, if it has any.
+
+    NeMo inserts these rows after it has added the positions; Preamble adds positions to the rows.
+    """
     if base is not None:
-        learned = base.config.learned_positions
+        has_learned_positions = base.config.has_learned_positions
     else:
-        learned = fields.text("position_embedding_type", "learned_absolute").startswith("learned")
-    if not learned:
+        has_learned_positions = fields.text(
+            "position_embedding_type", "learned_absolute"
+        ).startswith("learned")
+    if not has_learned_positions:
         return table, ""
     if base is None:
         raise AdapterError(
-            f"the rows of {path} replace embeddings and their learned positions, which only the "
-            "model can tell apart; give the model it was trained on with --model"
+            f"the rows of {path} include learned position embeddings, which must be subtracted; "
+            "give the model that the prompt was trained on with --model"
         )
-    positions = base.tensors[POSITIONS]
+    positions = base.tensors[POSITION_EMBEDDING_KEY]
     if table.ndim != 2 or table.shape[1:] != positions.shape[1:] or len(table) > positions.shape[0]:
         raise AdapterError(
-            f"the prompt in {path} has the shape {tuple(table.shape)}, the model's positions "
-            f"{positions.shape}; it is another model's"
+            f"the prompt in {path} has the shape {tuple(table.shape)}, but the model's position "
+            f"embedding has the shape {positions.shape}; give the model that the prompt was "
+            "trained on with --model"
         )
-    taken = positions.corner(0, *table.shape).float()
-    return table - taken, "the model's positions were taken out of its rows"
+    position_rows = positions.read_sample(0, *table.shape).float()
+    return table - position_rows, "the model's position embeddings were subtracted from its rows"

@@ -1,9 +1,9 @@
-"""Soft prompts that other programs saved: HF PEFT's prompt adapters, and TGIS's decoder.pt.
+"""PEFT and TGIS import: soft prompts of PEFT directories and of TGIS's decoder.pt.
 
-At serving time each is one table, of rows or of layers' keys and values, whatever trained it, so
-reading one is finding that table and refusing whatever would need more. A file that cannot be read
-is a CheckpointError of whoever reads such files, which `open_adapter` turns into its own. None of
-these formats says which model it belongs to; the card then says so too.
+For inference, each supported adapter is one table: rows, or keys and values of all layers. The
+import reads that table, and refuses adapters that need more than a table. An unreadable file raises
+a CheckpointError, which `open_adapter` converts to an AdapterError. These formats do not record the
+digest of the base model, so the card has no base digest.
 """
 
 import json
@@ -16,67 +16,71 @@ from torch import Tensor
 
 from gpt.adapters.card import TABLE_BYTES_MAX, Adapter, Card, build_adapter
 from gpt.checkpoint.files.safetensors_file import open_safetensors
-from gpt.checkpoint.files.torch_save import is_dense, load_torch, open_torch
+from gpt.checkpoint.files.torch_save import is_dense, load_weights_only, open_state_dict
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 
-PROMPTS = "prompt_embeddings"
-MULTITASK = "MULTITASK_PROMPT_TUNING"
-PREFIX = "PREFIX_TUNING"
-PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING", MULTITASK, PREFIX)
+PROMPT_EMBEDDINGS_KEY = "prompt_embeddings"
+MULTITASK_PROMPT_TUNING = "MULTITASK_PROMPT_TUNING"
+PREFIX_TUNING = "PREFIX_TUNING"
+PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING", MULTITASK_PROMPT_TUNING, PREFIX_TUNING)
 CONFIG_BYTES_MAX = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-ORDER = "its place is before the text and its begin-of-text token"
+PLACEMENT_NOTE = "its virtual tokens come first, then the begin-of-text token, then the text"
 
 
-def open_peft(folder: Path, task: str | None, network: GPTConfig | None = None) -> Adapter:
-    """A directory with adapter_config.json and adapter_model.safetensors, or .bin.
+def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = None) -> Adapter:
+    """Open a directory with adapter_config.json and adapter_model.safetensors or adapter_model.bin.
 
-    A prefix's layers and heads are compared with those of `network`, if that is given: a table of
-    others may be just as wide.
+    If `model_config` is given, the layers and heads of a prefix are compared with it, since the
+    table's width alone does not determine them.
     """
-    weights = next((p for p in _weights(folder) if p.is_file()), None)
+    weights = next((p for p in _weight_files(folder) if p.is_file()), None)
     config_file = folder / "adapter_config.json"
     if weights is None:
-        what = "adapter_config.json but no weights" if config_file.is_file() else "no adapter"
+        problem = "adapter_config.json but no weights" if config_file.is_file() else "no adapter"
         raise AdapterError(
-            f"{folder} has {what}; needed is a PEFT directory with adapter_model.safetensors, or a "
-            "TGIS one with decoder.pt"
+            f"{folder} has {problem}; give a PEFT directory with adapter_model.safetensors, or a "
+            "TGIS directory with decoder.pt"
         )
-    notes = [f"imported from PEFT; {ORDER}"]
+    notes = [f"imported from PEFT; {PLACEMENT_NOTE}"]
     config: dict[str, Any] = {}
     if config_file.is_file():
-        config = _config(config_file, notes)
+        config = _read_config(config_file, notes)
     else:
-        notes.append("there was no adapter_config.json: nothing says what the rows are for")
-    tensors = _tensors(weights)
-    kind = str(config.get("peft_type", "PROMPT_TUNING"))
-    known = {PROMPTS, "prefix_task_cols", "prefix_task_rows"} if kind == MULTITASK else {PROMPTS}
-    if set(tensors) != known:
+        notes.append("there was no adapter_config.json: the adapter type is assumed")
+    tensors = _read_tensors(weights)
+    peft_type = str(config.get("peft_type", "PROMPT_TUNING"))
+    expected_keys = (
+        {PROMPT_EMBEDDINGS_KEY, "prefix_task_cols", "prefix_task_rows"}
+        if peft_type == MULTITASK_PROMPT_TUNING
+        else {PROMPT_EMBEDDINGS_KEY}
+    )
+    if set(tensors) != expected_keys:
         raise AdapterError(
-            f"{weights} holds {', '.join(sorted(tensors)[:4])}; a {kind} adapter holds "
-            f"{', '.join(sorted(known))}: only adapters that stand before a text are read"
+            f"{weights} has {', '.join(sorted(tensors)[:4])}; a {peft_type} adapter has "
+            f"{', '.join(sorted(expected_keys))}: only soft prompts and prefixes are supported"
         )
-    tensors = {key: plain_table(tensor, f"{weights}: {key}") for key, tensor in tensors.items()}
-    table = tensors[PROMPTS]
-    if kind == MULTITASK:
-        table = _collapse(tensors, task, weights)
+    tensors = {key: checked_table(tensor, f"{weights}: {key}") for key, tensor in tensors.items()}
+    table = tensors[PROMPT_EMBEDDINGS_KEY]
+    if peft_type == MULTITASK_PROMPT_TUNING:
+        table = _task_rows(tensors, task, weights)
         notes.append(f"task {task or 0} of {len(tensors['prefix_task_cols'])}")
-    _compare(config, table, weights)
-    if kind == PREFIX and network is not None:
-        _compare_layers(config, network, weights)
-    # Its layout is ours: for each layer the keys, as attention reads them, and then the values.
-    ours = "prefix" if kind == PREFIX else "rows"
-    card = Card(card_name(folder), method=kind.lower(), kind=ours, notes=tuple(notes))
+    _check_sizes(config, table, weights)
+    if peft_type == PREFIX_TUNING and model_config is not None:
+        _check_layers(config, model_config, weights)
+    # PEFT's prefix has the same layout as ours: for each layer the keys, then the values.
+    adapter_kind = "prefix" if peft_type == PREFIX_TUNING else "rows"
+    card = Card(card_name(folder), method=peft_type.lower(), kind=adapter_kind, notes=tuple(notes))
     return build_adapter(card, table)
 
 
-def _weights(folder: Path) -> tuple[Path, ...]:
+def _weight_files(folder: Path) -> tuple[Path, ...]:
     return folder / "adapter_model.safetensors", folder / "adapter_model.bin"
 
 
-def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ValueError(f"over {CONFIG_BYTES_MAX} bytes")
@@ -85,25 +89,26 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read ({error}); save the adapter again") from None
-    kind = config.get("peft_type")
-    if kind not in PEFT_TYPES:
+    peft_type = config.get("peft_type")
+    if peft_type not in PEFT_TYPES:
         raise AdapterError(
-            f"{path} is of the type {str(kind)[:40]}, which changes more than the prompt; read are "
-            f"{', '.join(PEFT_TYPES)}: train one of those, or merge this one into the model"
+            f"{path} has the type {str(peft_type)[:40]}, which changes more than the prompt; "
+            f"supported types are {', '.join(PEFT_TYPES)}: train one of these types, or merge this "
+            "adapter into the model"
         )
     task_type, submodules = config.get("task_type"), config.get("num_transformer_submodules")
     if task_type is None:
-        notes.append("its config has no task_type, so PEFT itself would ignore it")
+        notes.append("its config has no task_type, so PEFT would ignore the adapter")
     elif task_type != "CAUSAL_LM" or submodules not in (None, 1):
         raise AdapterError(
-            f"{path} is for {str(task_type)[:40]} with {str(submodules)[:9]} submodules; this "
-            "model is CAUSAL_LM with 1: train the adapter for that"
+            f"{path} is for {str(task_type)[:40]} with {str(submodules)[:9]} transformer "
+            "submodules; only CAUSAL_LM with one is supported: train the adapter for CAUSAL_LM"
         )
-    replaced = config.get("modules_to_save")
-    if replaced:
+    saved_modules = config.get("modules_to_save")
+    if saved_modules:
         raise AdapterError(
-            f"{path} also replaces weights ({str(replaced)[:99]}); only adapters that leave the "
-            "model as it is are read: train it without modules_to_save"
+            f"{path} also replaces weights ({str(saved_modules)[:99]}); only adapters that do not "
+            "change the model are supported: train it without modules_to_save"
         )
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and base:
@@ -111,112 +116,119 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     return config
 
 
-def _compare(config: dict[str, Any], table: Tensor, weights: Path) -> None:
-    layers, parts = config.get("num_layers"), 1
-    if config.get("peft_type") == PREFIX:
-        parts = 2 * layers if isinstance(layers, int) else 0
-    for key, found, count in (
+def _check_sizes(config: dict[str, Any], table: Tensor, weights: Path) -> None:
+    layers, layer_parts = config.get("num_layers"), 1
+    if config.get("peft_type") == PREFIX_TUNING:
+        layer_parts = 2 * layers if isinstance(layers, int) else 0
+    for key, actual, count in (
         ("num_virtual_tokens", table.shape[0], 1),
-        ("token_dim", table.shape[-1], parts),
+        ("token_dim", table.shape[-1], layer_parts),
     ):
-        said = config.get(key)
-        if said is not None and count and (not isinstance(said, int) or said * count != found):
+        declared = config.get(key)
+        if (
+            declared is not None
+            and count
+            and (not isinstance(declared, int) or declared * count != actual)
+        ):
             raise AdapterError(
-                f"{weights} has a table of {' x '.join(map(str, table.shape))}, its config says "
-                f"{key} {str(said)[:20]}; they are of different adapters: save it again"
+                f"{weights} has a table of {' x '.join(map(str, table.shape))}, but its config has "
+                f"{key} {str(declared)[:20]}; table and config belong to different adapters: save "
+                "the adapter again"
             )
 
 
-def _compare_layers(config: dict[str, Any], network: GPTConfig, weights: Path) -> None:
-    for key, needed in (
-        ("num_layers", network.num_layers),
-        ("token_dim", network.num_query_groups * network.kv_channels),
-        ("num_attention_heads", network.num_query_groups),  # PEFT says those that have keys.
+def _check_layers(config: dict[str, Any], model_config: GPTConfig, weights: Path) -> None:
+    for key, required in (
+        ("num_layers", model_config.num_layers),
+        ("token_dim", model_config.num_query_groups * model_config.kv_channels),
+        ("num_attention_heads", model_config.num_query_groups),  # PEFT means KV heads.
     ):
-        said = config.get(key)
-        if said is not None and said != needed:
+        declared = config.get(key)
+        if declared is not None and declared != required:
             raise AdapterError(
-                f"{weights} is keys and values of a model with {key} {str(said)[:20]}, this one "
-                f"has {needed} (KV heads count); use it with the model that it was trained on"
+                f"{weights} is a prefix for a model with {key} {str(declared)[:20]}, but this "
+                f"model has {required} (heads are KV heads); use the prefix with the model that it "
+                "was trained on"
             )
 
 
-def _collapse(tensors: dict[str, Tensor], task: str | None, weights: Path) -> Tensor:
-    """One task's rows of a multitask adapter: P * (cols[k] @ rows[k])."""
-    shared = tensors[PROMPTS]
+def _task_rows(tensors: dict[str, Tensor], task: str | None, weights: Path) -> Tensor:
+    """Compute one task's rows of a multitask adapter: prompt * (cols[k] @ rows[k])."""
+    prompt = tensors[PROMPT_EMBEDDINGS_KEY]
     cols, rows = tensors["prefix_task_cols"], tensors["prefix_task_rows"]
     fits = (
-        shared.ndim == 2
+        prompt.ndim == 2
         and cols.ndim == rows.ndim == 3
         and len(cols) == len(rows)
-        and (cols.shape[1], rows.shape[2]) == tuple(shared.shape)
+        and (cols.shape[1], rows.shape[2]) == tuple(prompt.shape)
         and cols.shape[2] == rows.shape[1]
     )
     if not fits:
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in tensors.items())
-        raise AdapterError(
-            f"{weights} has shapes that do not go together ({shapes}); save it again"
-        )
+        raise AdapterError(f"{weights} has inconsistent shapes ({shapes}); save it again")
     tasks = len(cols)
     if task is None and tasks != 1:
-        raise AdapterError(f"{weights} has {tasks} tasks; say which, from 0 to {tasks - 1}")
-    known = {str(number): number for number in range(tasks)}
-    if task is not None and task not in known:
+        raise AdapterError(
+            f"{weights} has {tasks} tasks; set task to a number from 0 to {tasks - 1}"
+        )
+    task_numbers = {str(number): number for number in range(tasks)}
+    if task is not None and task not in task_numbers:
         raise AdapterError(f"{weights} has no task {task[:20]}; its tasks are 0 to {tasks - 1}")
-    number = known[task or "0"]
-    return shared * (cols[number] @ rows[number])
+    number = task_numbers[task or "0"]
+    return prompt * (cols[number] @ rows[number])
 
 
 def open_tgis(path: Path) -> Adapter:
-    """A bare matrix in a torch file, as text-generation-inference keeps prompts."""
+    """Open a single matrix in a torch file, the prompt format of TGIS."""
     if path.with_name("encoder.pt").is_file():
         raise AdapterError(
-            f"{path} has an encoder.pt beside it, so it is for a model with an encoder; this model "
-            "has none"
+            f"{path} has an encoder.pt beside it, so it is for a model with an encoder; give a "
+            "decoder.pt for a decoder-only model"
         )
-    found = load_torch(path, mapped=False)
-    if not isinstance(found, Tensor):
+    matrix = load_weights_only(path, mmap=False)
+    if not isinstance(matrix, Tensor):
         raise AdapterError(
-            f"{path} holds a {type(found).__name__}; a decoder.pt is one matrix of rows x hidden"
+            f"{path} contains a {type(matrix).__name__}; a decoder.pt must be one matrix of rows x "
+            "hidden: save it again"
         )
-    table = plain_table(found, str(path))
-    # `<name>/decoder.pt` is how the store names them.
+    table = checked_table(matrix, str(path))
+    # The prompt store of TGIS has files `<name>/decoder.pt`.
     name = path.parent if path.stem in ("decoder", "encoder") else path.with_suffix("")
-    notes = (f"imported from TGIS; {ORDER}",)
+    notes = (f"imported from TGIS; {PLACEMENT_NOTE}",)
     return build_adapter(Card(card_name(name), method="tgis", notes=notes), table)
 
 
 def card_name(path: Path) -> str:
-    """A card's name from a file's or directory's."""
-    return plain_name(path.resolve().name)
+    """Derive a card name from the name of a file or directory."""
+    return sanitized_name(path.resolve().name)
 
 
-def plain_name(said: str) -> str:
-    """A card's name from whatever somebody calls it."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", said).lstrip("._-")[:100] or "imported"
+def sanitized_name(name: str) -> str:
+    """Derive a valid card name from any text."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("._-")[:100] or "imported"
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return {key: stored.tensor() for key, stored in open_safetensors(path).items()}
-    # Not mapped: the file may be replaced or cut while the adapter is in use.
-    return {key: stored.tensor() for key, stored in open_torch(path, mapped=False).items()}
+    # Not memory-mapped, since the file may be truncated during use.
+    return {key: stored.tensor() for key, stored in open_state_dict(path, mmap=False).items()}
 
 
-def plain_table(tensor: object, where: str) -> Tensor:
-    """In fp32; refuses what is not simply numbers in memory, whatever shape it claims."""
+def checked_table(tensor: object, source: str) -> Tensor:
+    """Convert a table to fp32; refuse everything except dense float tensors of limited size."""
     if not isinstance(tensor, Tensor):
         raise AdapterError(
-            f"{where} is a {type(tensor).__name__}, where a matrix is needed; save it again"
+            f"{source} is a {type(tensor).__name__}; it must be a matrix: save it again"
         )
     if not is_dense(tensor) or tensor.dtype not in DTYPES:
         raise AdapterError(
-            f"{where} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; it must be a dense "
-            "matrix of float32, bfloat16 or float16: save it so"
+            f"{source} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; it must be a dense "
+            "matrix of float32, bfloat16 or float16: save it again as such a matrix"
         )
     if tensor.numel() * 4 > TABLE_BYTES_MAX:
         raise AdapterError(
-            f"{where} has the shape {tuple(tensor.shape)}: {tensor.numel() * 4} bytes, over the "
-            f"limit of {TABLE_BYTES_MAX}; that is no adapter"
+            f"{source} has the shape {tuple(tensor.shape)}: {tensor.numel() * 4} bytes, over the "
+            f"limit of {TABLE_BYTES_MAX}, so the file is not an adapter; give an adapter's file"
         )
     return tensor.detach().float()

@@ -1,8 +1,9 @@
-"""Rows that NeMo did not write down, made again by the encoder that was saved beside them.
+"""NeMo prompt encoder: recomputes the virtual-token rows that a .nemo file does not contain.
 
-NeMo keeps a table only where a validation came before the save; its encoder is there at any time,
-each tensor rank having a part of a split one. Up to 1.16 it read the task's name as well, as the
-model embeds it. What is not whole is refused. Knows no templates and no positions.
+NeMo stores a valid table of rows only if a validation ran before the save. It always stores the
+prompt encoder, the network that computes the rows; with tensor parallelism, each rank stores a
+shard. Up to NeMo 1.16 the first input rows of the encoder are the embeddings of the task's name. An
+incomplete encoder is refused. `import_nemo` handles templates and position embeddings.
 """
 
 import re
@@ -14,144 +15,168 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.adapters.import_peft import plain_table
-from gpt.adapters.prompt_encoders import SPLITS, encode, kind_of, shapes_like
+from gpt.adapters.import_peft import checked_table
+from gpt.adapters.prompt_encoders import (
+    SPLIT_DIMENSIONS,
+    encoder_kind,
+    expected_shapes,
+    run_encoder,
+)
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
-from gpt.formats.mappings.nemo_yaml import Fields
+from gpt.formats.mappings.nemo_yaml import NemoConfig
 from gpt.tokenizers.tokenizer import open_tokenizer
 
-WORDS = "embedding.word_embeddings.weight"
-NETWORK = re.compile(r"(?:mlp_head\.\d{1,3}|first|second)\.(?:weight|bias)|lstm_head\.\w+")
+WORD_EMBEDDING_KEY = "embedding.word_embeddings.weight"
+NETWORK_KEY = re.compile(r"(?:mlp_head\.\d{1,3}|first|second)\.(?:weight|bias)|lstm_head\.\w+")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one layout has an encoder."""
+class _EncoderLayout:
+    """The tensor names of the encoder in one of NeMo's file layouts."""
 
-    rows: str  # The end of the name of what it reads.
-    before: tuple[str, ...]  # What stands before the network's names.
-    named: bool = False  # The task's name takes the place of the first rows.
+    input_suffix: str  # Name suffix of the tensor with the input rows.
+    prefixes: tuple[str, ...]  # Name prefixes of the network's tensors.
+    uses_task_name: bool = False  # Embeddings of the task's name replace the first input rows.
 
 
-INSIDE = _Place("ptuning_adapter.embedding.weight", ("ptuning_adapter.",))
-PLACES = (
-    _Place("prompt_encoder.embedding.weight", ("prompt_encoder.",), named=True),
-    INSIDE,
-    _Place("embeddings.weight", ("", "tpmlp.")),
+MODEL_LAYOUT = _EncoderLayout("ptuning_adapter.embedding.weight", ("ptuning_adapter.",))
+LAYOUTS = (
+    _EncoderLayout("prompt_encoder.embedding.weight", ("prompt_encoder.",), uses_task_name=True),
+    MODEL_LAYOUT,
+    _EncoderLayout("embeddings.weight", ("", "tpmlp.")),
 )
 
 
 @dataclass(frozen=True)
 class SavedEncoder:
-    """What may be in a file that has a prompt, or should have."""
+    """Access to the prompt encoder of a NeMo file, if the file has a prompt encoder."""
 
     path: Path
-    state: Mapping[str, Any]  # Of the first tensor rank.
-    others: Callable[[], Iterable[Mapping[str, Any]]]  # Of the other ranks, in order.
-    fields: Fields
+    state: Mapping[str, Any]  # State dict of the first tensor parallel rank.
+    # Reads the state dicts of the other tensor parallel ranks, in order.
+    other_ranks: Callable[[], Iterable[Mapping[str, Any]]]
+    fields: NemoConfig
     base: Checkpoint | None
 
     @property
-    def inside(self) -> bool:
-        """Whether there is one inside the model."""
-        return _place(_flat(self.state)) is INSIDE
+    def is_in_model(self) -> bool:
+        """Whether the encoder is in an adapter module of the model (NeMo 1.20 and newer)."""
+        return _find_layout(_flatten_state_dict(self.state)) is MODEL_LAYOUT
 
     @property
-    def beside(self) -> bool:
-        """Whether there is one of prompt learning, which knows its tasks."""
-        return _place(_flat(self.state)) not in (None, INSIDE)
+    def is_per_task(self) -> bool:
+        """Whether the encoder is one of prompt learning, which has named tasks."""
+        return _find_layout(_flatten_state_dict(self.state)) not in (None, MODEL_LAYOUT)
 
     @torch.no_grad()
-    def rows(self, task: str) -> Tensor:
-        """What a validation would have put into the table."""
-        place = _place(_flat(self.state))
-        if place is None:
-            raise self._refusal("there is no encoder beside it to make it again")
-        flat = [_flat(state) for state in (self.state, *self.others())]
-        name, *more = (name for name in flat[0] if f".{name}".endswith(f".{place.rows}"))
-        if more:
-            raise self._refusal(f"there are several encoders, {name} and {more[0]}")
-        rows = plain_table(flat[0][name], f"{self.path}: {name}")
-        parts = [self._network(one, name.removesuffix(place.rows), place) for one in flat]
+    def compute_rows(self, task: str) -> Tensor:
+        """Compute the table's rows, as a validation run of NeMo does before a save."""
+        layout = _find_layout(_flatten_state_dict(self.state))
+        if layout is None:
+            raise self._unusable_error("the file has no encoder to compute the prompt again")
+        states = [_flatten_state_dict(state) for state in (self.state, *self.other_ranks())]
+        name, *duplicates = (
+            name for name in states[0] if f".{name}".endswith(f".{layout.input_suffix}")
+        )
+        if duplicates:
+            raise self._unusable_error(f"the file has several encoders, {name} and {duplicates[0]}")
+        rows = checked_table(states[0][name], f"{self.path}: {name}")
+        shards = [
+            self._read_shard(flat_state, name.removesuffix(layout.input_suffix), layout)
+            for flat_state in states
+        ]
         if rows.ndim != 2:
-            raise self._refusal(f"its encoder reads rows of the shape {tuple(rows.shape)}")
-        if kind_of(parts[0]) is None:
-            kind = self.fields.under("p_tuning").text("encoder_type")
-            if place.named or kind != "embedding":
-                raise self._refusal("its encoder is not whole")
+            raise self._unusable_error(f"its encoder has input of shape {tuple(rows.shape)}")
+        if encoder_kind(shards[0]) is None:
+            encoder_type = self.fields.section("p_tuning").text("encoder_type")
+            if layout.uses_task_name or encoder_type != "embedding":
+                raise self._unusable_error("its encoder is incomplete")
             return rows
-        network = self._joined(parts, rows)
-        if place.named:
-            rows = self._with_name(rows, task)
-        return encode(rows, network)
+        weights = self._merge_shards(shards, rows)
+        if layout.uses_task_name:
+            rows = self._prepend_task_name(rows, task)
+        return run_encoder(rows, weights)
 
-    def _network(self, flat: Mapping[str, Any], root: str, place: _Place) -> dict[str, Tensor]:
-        """One rank's part, by the names that `gpt.adapters.prompt_encoders` knows."""
-        found = {}
-        for before in place.before:
-            for name, value in flat.items():
-                inner = name.removeprefix(root + before)
-                if name.startswith(root + before) and NETWORK.fullmatch(inner):
-                    found[inner] = plain_table(value, f"{self.path}: {name}")
-        return found
+    def _read_shard(
+        self, state: Mapping[str, Any], root: str, layout: _EncoderLayout
+    ) -> dict[str, Tensor]:
+        """Return one rank's tensors under the names of `gpt.adapters.prompt_encoders`."""
+        weights = {}
+        for prefix in layout.prefixes:
+            for name, value in state.items():
+                inner = name.removeprefix(root + prefix)
+                if name.startswith(root + prefix) and NETWORK_KEY.fullmatch(inner):
+                    weights[inner] = checked_table(value, f"{self.path}: {name}")
+        return weights
 
-    def _joined(self, parts: Sequence[Mapping[str, Tensor]], rows: Tensor) -> dict[str, Tensor]:
-        network, problem = dict(parts[0]), self._refusal("its encoder is not whole")
-        if kind_of(network) == "split":
-            ranks = self.fields.get("tensor_model_parallel_size", len(parts))
-            if ranks != len(parts):
-                raise self._refusal(
-                    f"its encoder is in {ranks} parts, of which {len(parts)} lie here"
+    def _merge_shards(
+        self, shards: Sequence[Mapping[str, Tensor]], rows: Tensor
+    ) -> dict[str, Tensor]:
+        weights, error = dict(shards[0]), self._unusable_error("its encoder is incomplete")
+        if encoder_kind(weights) == "split":
+            ranks = self.fields.get("tensor_model_parallel_size", len(shards))
+            if ranks != len(shards):
+                raise self._unusable_error(
+                    f"its encoder has {ranks} shards, but the file has {len(shards)}"
                 )
-            for name, dimension in SPLITS.items():
-                if any(name not in part or part[name].ndim <= dimension for part in parts):
-                    raise problem
-                if any(part[name].shape != network[name].shape for part in parts):
-                    raise problem
-            for name, dimension in SPLITS.items():
-                network[name] = torch.cat([part[name] for part in parts], dimension)
+            for name, dimension in SPLIT_DIMENSIONS.items():
+                if any(name not in shard or shard[name].ndim <= dimension for shard in shards):
+                    raise error
+                if any(shard[name].shape != weights[name].shape for shard in shards):
+                    raise error
+            for name, dimension in SPLIT_DIMENSIONS.items():
+                weights[name] = torch.cat([shard[name] for shard in shards], dimension)
         try:
-            wanted = shapes_like(network, rows)
+            required_shapes = expected_shapes(weights, rows)
         except LookupError:
-            raise problem from None
-        if wanted != {name: tuple(value.shape) for name, value in network.items()}:
-            raise problem
-        return network
+            raise error from None
+        if required_shapes != {name: tuple(value.shape) for name, value in weights.items()}:
+            raise error
+        return weights
 
-    def _with_name(self, rows: Tensor, task: str) -> Tensor:
+    def _prepend_task_name(self, rows: Tensor, task: str) -> Tensor:
         base = self.base
         if base is None or base.tokenizer is None:
-            raise self._refusal(
-                "its encoder also read the task's name as the model embeds it, which takes the "
-                "model that it was trained with, and its tokenizer: give it with --model"
+            raise self._unusable_error(
+                "its encoder also used embeddings of the task's name, which need the base model "
+                "and its tokenizer: give the model with --model"
             )
         ids = open_tokenizer(base.tokenizer).encode(task)[: len(rows)]
-        words = base.tensors[WORDS]
+        word_embeddings = base.tensors[WORD_EMBEDDING_KEY]
         if rows.shape[1] != base.config.hidden_size:
-            raise self._refusal(f"it is another model's: its rows have {rows.shape[1]} numbers")
-        name = [words.corner(token, 1, rows.shape[1]).float() for token in ids]
-        return torch.cat([*name, rows[len(ids) :]])
+            raise self._unusable_error(
+                f"the base model does not fit: the encoder's rows have width {rows.shape[1]}"
+            )
+        name_rows = [word_embeddings.read_sample(token, 1, rows.shape[1]).float() for token in ids]
+        return torch.cat([*name_rows, rows[len(ids) :]])
 
-    def _refusal(self, why: str) -> AdapterError:
+    def _unusable_error(self, reason: str) -> AdapterError:
         return AdapterError(
-            f"the prompt in {self.path} is all zeros, or not finite, as NeMo saves it where "
-            f"training stopped before a validation, and {why}; take a save that followed one, or "
-            "train some steps more"
+            f"the prompt in {self.path} is all zeros or not finite, because training stopped "
+            f"before a validation, and {reason}; give a file that NeMo saved after a validation, "
+            "or train longer"
         )
 
 
-def _place(flat: Mapping[str, Any]) -> _Place | None:
-    ends = [f".{name}" for name in flat]
-    return next((p for p in PLACES if any(end.endswith(f".{p.rows}") for end in ends)), None)
+def _find_layout(state: Mapping[str, Any]) -> _EncoderLayout | None:
+    dotted_names = [f".{name}" for name in state]
+    return next(
+        (
+            layout
+            for layout in LAYOUTS
+            if any(dotted_name.endswith(f".{layout.input_suffix}") for dotted_name in dotted_names)
+        ),
+        None,
+    )
 
 
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Names with their nests'; those below the second are nobody's here."""
-    found: dict[str, Any] = {}
+def _flatten_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the names of two levels of nested dicts; deeper levels have no encoder tensors."""
+    flattened: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{inner}": one for inner, one in value.items()}
+            flattened |= {f"{key}.{inner}": tensor for inner, tensor in value.items()}
         else:
-            found[str(key)] = value
-    return found
+            flattened[str(key)] = value
+    return flattened

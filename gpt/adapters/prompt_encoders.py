@@ -1,8 +1,10 @@
-"""The small networks that make an adapter's rows while they are learned, as NeMo and PEFT do it.
+"""Prompt encoders: the MLP, LSTM and tensor-parallel MLP that compute virtual-token rows.
 
-A network is its tensors, under the names of both: linears (`mlp_head`), an LSTM before them
-(`lstm_head`), or two linears that are split over tensor ranks (`first`, `second`). What reads their
-files and what trains them compute the rows here. Knows no model, and nothing of learning.
+A prompt encoder computes the rows of an adapter's table while the adapter is trained. NeMo and PEFT
+define the networks. In this module a network is a dict of its tensors, under the names that both
+use: linear layers (`mlp_head`), an LSTM before them (`lstm_head`), or two linear layers that are
+sharded over tensor parallel ranks (`first`, `second`). The trainer and the readers of NeMo and PEFT
+files call this module, which is independent of the model and of training.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,135 +15,164 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.parallel.mesh import Mesh, enter, leave
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
 
-Kind = Literal["linears", "lstm", "split"]
-Weights = Mapping[str, Tensor]
-Drop = Callable[[Tensor, int], Tensor]  # What an LSTM's layer makes, and its number.
+EncoderKind = Literal["linears", "lstm", "split"]
+EncoderWeights = Mapping[str, Tensor]
+# Called with the input of an LSTM layer and the number of that layer.
+LstmDropout = Callable[[Tensor, int], Tensor]
 
-# Along which dimension the tensor ranks share a tensor of a split network out.
-SPLITS = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
-LSTM_FIRST = "lstm_head.weight_ih_l0"
-WAYS = ("", "_reverse")
-GATES = 4
+# The sharded dimension of each sharded tensor of a split network.
+SPLIT_DIMENSIONS = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
+LSTM_FIRST_KEY = "lstm_head.weight_ih_l0"
+DIRECTION_SUFFIXES = ("", "_reverse")
+LSTM_GATES = 4
 
 
-def kind_of(weights: Mapping[str, object]) -> Kind | None:
-    """What the names are of; None: there is no network, and rows stand for themselves."""
+def encoder_kind(weights: Mapping[str, object]) -> EncoderKind | None:
+    """Infer the kind of network from tensor names.
+
+    Returns None if there is no network; then the input rows are the rows of the table.
+    """
     if "first.weight" in weights:
         return "split"
-    if LSTM_FIRST in weights:
+    if LSTM_FIRST_KEY in weights:
         return "lstm"
     return "linears" if "mlp_head.0.weight" in weights else None
 
 
-def shapes(
-    kind: Kind, width: int, hidden: int, layers: int, source: int | None = None
+def encoder_shapes(
+    kind: EncoderKind, width: int, hidden: int, layers: int, input_width: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of a whole network: from rows of `source` (else `width`) to rows of `width`.
+    """Return the tensor shapes of a network from `input_width` (default `width`) to `width`.
 
-    `layers` are the linears, or of an LSTM its layers; a split network has two linears.
+    `layers` is the number of LSTM layers for the kind "lstm", else of linear layers; a split
+    network always has two linear layers.
     """
-    source = source or width
+    input_width = input_width or width
     if kind == "split":
-        return _linear("first", source, hidden) | _linear("second", hidden, width)
+        return _linear_shapes("first", input_width, hidden) | _linear_shapes(
+            "second", hidden, width
+        )
     if kind == "linears":
-        sizes = [source, *[hidden] * (layers - 1), width]
+        sizes = [input_width, *[hidden] * (layers - 1), width]
     else:
         sizes = [2 * hidden, 2 * hidden, width]
-    found: dict[str, tuple[int, ...]] = {}
-    for number, (wide, made) in enumerate(pairwise(sizes)):
-        found |= _linear(f"mlp_head.{2 * number}", wide, made)
+    tensor_shapes: dict[str, tuple[int, ...]] = {}
+    for number, (in_features, out_features) in enumerate(pairwise(sizes)):
+        tensor_shapes |= _linear_shapes(f"mlp_head.{2 * number}", in_features, out_features)
     for layer in range(layers if kind == "lstm" else 0):
-        wide = 2 * hidden if layer else source
-        for way in WAYS:
-            weight_ih, weight_hh, *biases = _lstm_names(layer, way)
-            found |= {weight_ih: (GATES * hidden, wide), weight_hh: (GATES * hidden, hidden)}
-            found |= dict.fromkeys(biases, (GATES * hidden,))
-    return found
+        in_features = 2 * hidden if layer else input_width
+        for direction in DIRECTION_SUFFIXES:
+            weight_ih, weight_hh, *biases = _lstm_names(layer, direction)
+            tensor_shapes |= {
+                weight_ih: (LSTM_GATES * hidden, in_features),
+                weight_hh: (LSTM_GATES * hidden, hidden),
+            }
+            tensor_shapes |= dict.fromkeys(biases, (LSTM_GATES * hidden,))
+    return tensor_shapes
 
 
-def _linear(name: str, source: int, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width, source), f"{name}.bias": (width,)}
+def _linear_shapes(name: str, in_features: int, out_features: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
 
 
-def _lstm_names(layer: int, way: str) -> list[str]:
-    """In the order in which torch takes them."""
+def _lstm_names(layer: int, direction: str) -> list[str]:
+    """Return the tensor names of an LSTM layer in the argument order of torch.lstm."""
     parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    return [f"lstm_head.{part}_l{layer}{way}" for part in parts]
+    return [f"lstm_head.{part}_l{layer}{direction}" for part in parts]
 
 
-def shapes_like(weights: Weights, rows: Tensor) -> dict[str, tuple[int, ...]]:
-    """What a whole network with these sizes has, to compare: a file may have less, or others."""
-    kind = kind_of(weights)
+def expected_shapes(weights: EncoderWeights, rows: Tensor) -> dict[str, tuple[int, ...]]:
+    """Infer the sizes from `weights` and `rows`; return the shapes of a network of these sizes.
+
+    The caller compares the shapes with the tensors of a file, to detect an incomplete network.
+    """
+    kind = encoder_kind(weights)
     assert kind is not None
     if kind == "split":
         hidden, width = weights["first.weight"].shape[0], weights["second.bias"].shape[-1]
-        return shapes(kind, width, hidden, 2, rows.shape[-1])
+        return encoder_shapes(kind, width, hidden, 2, rows.shape[-1])
     linears = [name for name in weights if name.startswith("mlp_head.") and name.endswith("bias")]
-    width = weights[f"{last_linear(weights)}.bias"].shape[-1]
+    width = weights[f"{output_linear(weights)}.bias"].shape[-1]
     if kind == "linears":
         hidden = weights["mlp_head.0.weight"].shape[0]
-        return shapes(kind, width, hidden, len(linears), rows.shape[-1])
-    layers = sum(".weight_ih_l" in name and not name.endswith(WAYS[1]) for name in weights)
-    hidden = weights[LSTM_FIRST].shape[0] // GATES
-    return shapes(kind, width, hidden, layers, rows.shape[-1])
+        return encoder_shapes(kind, width, hidden, len(linears), rows.shape[-1])
+    layers = sum(
+        ".weight_ih_l" in name and not name.endswith(DIRECTION_SUFFIXES[1]) for name in weights
+    )
+    hidden = weights[LSTM_FIRST_KEY].shape[0] // LSTM_GATES
+    return encoder_shapes(kind, width, hidden, layers, rows.shape[-1])
 
 
-def last_linear(weights: Mapping[str, object]) -> str:
-    """The name of the linear that makes the rows."""
-    if kind_of(weights) == "split":
+def output_linear(weights: Mapping[str, object]) -> str:
+    """Return the name of the last linear layer."""
+    if encoder_kind(weights) == "split":
         return "second"
-    numbers = [int(name.split(".")[1]) for name in weights if name.startswith("mlp_head.")]
-    return f"mlp_head.{max(numbers, default=0)}"
+    indices = [int(name.split(".")[1]) for name in weights if name.startswith("mlp_head.")]
+    return f"mlp_head.{max(indices, default=0)}"
 
 
-def encode(
-    rows: Tensor, weights: Weights, mesh: Mesh | None = None, drop: Drop | None = None
+def run_encoder(
+    rows: Tensor,
+    weights: EncoderWeights,
+    mesh: Mesh | None = None,
+    dropout: LstmDropout | None = None,
 ) -> Tensor:
-    """What the network makes of a task's own rows (n, source): the adapter's rows (n, width).
+    """Compute the adapter's rows (n, width) from a task's input rows (n, input_width).
 
-    Every tensor rank has them all, and must call. The mesh shares no rows out.
+    All tensor parallel ranks must call with the same complete rows; the mesh must not use sequence
+    parallelism.
     """
-    kind = kind_of(weights)
+    kind = encoder_kind(weights)
     if kind is None:
         return rows
     mesh = mesh or Mesh.single(rows.device)
-    last = last_linear(weights)
-    weight, bias = weights[f"{last}.weight"], weights[f"{last}.bias"]
-    x = features(rows, weights, mesh, drop)
+    output_name = output_linear(weights)
+    weight, bias = weights[f"{output_name}.weight"], weights[f"{output_name}.bias"]
+    x = encoder_features(rows, weights, mesh, dropout)
     if kind == "split":
-        return leave(F.linear(x, weight), mesh) + bias
+        return from_row_parallel(F.linear(x, weight), mesh) + bias
     return F.linear(x, weight, bias)
 
 
-def features(
-    rows: Tensor, weights: Weights, mesh: Mesh | None = None, drop: Drop | None = None
+def encoder_features(
+    rows: Tensor,
+    weights: EncoderWeights,
+    mesh: Mesh | None = None,
+    dropout: LstmDropout | None = None,
 ) -> Tensor:
-    """What the last linear reads; of a split network, this rank's columns of it."""
-    kind = kind_of(weights)
+    """Compute the input of the last linear layer; a split network computes this rank's columns."""
+    kind = encoder_kind(weights)
     if kind == "split":
         mesh = mesh or Mesh.single(rows.device)
         assert not mesh.sequence_parallel
-        x = enter(rows, mesh, len(rows))
+        x = to_column_parallel(rows, mesh, len(rows))
         x = F.linear(x, weights["first.weight"], weights["first.bias"])
         return F.gelu(x, approximate="tanh")
-    x = _lstm(rows, weights, drop) if kind == "lstm" else rows
-    for number in range(0, int(last_linear(weights).split(".")[1]), 2):
+    x = _run_lstm(rows, weights, dropout) if kind == "lstm" else rows
+    for number in range(0, int(output_linear(weights).split(".")[1]), 2):
         name = f"mlp_head.{number}"
         x = F.relu(F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"]))
     return x
 
 
-def _lstm(rows: Tensor, weights: Weights, drop: Drop | None) -> Tensor:
-    """Both ways, side by side. A layer at a time, so that what is dropped between is `drop`'s."""
-    x = rows.unsqueeze(1)  # (n, 1, source): one sequence.
+def _run_lstm(rows: Tensor, weights: EncoderWeights, dropout: LstmDropout | None) -> Tensor:
+    """Run the bidirectional LSTM one layer at a time, with `dropout` between layers."""
+    x = rows.unsqueeze(1)  # (n, 1, input_width): one sequence.
     for layer in range(sum(name.startswith("lstm_head.weight_ih") for name in weights) // 2):
-        if layer and drop is not None:
-            x = drop(x, layer)
-        held = [weights[name] for way in WAYS for name in _lstm_names(layer, way)]
-        start = x.new_zeros(2, 1, held[1].shape[1])
-        # cuDNN keeps what a backward needs only if it is told that one may come.
-        learning = torch.is_grad_enabled()
-        x = torch.lstm(x, (start, start), held, True, 1, 0.0, learning, True, False)[0]
+        if layer and dropout is not None:
+            x = dropout(x, layer)
+        layer_weights = [
+            weights[name]
+            for direction in DIRECTION_SUFFIXES
+            for name in _lstm_names(layer, direction)
+        ]
+        initial_state = x.new_zeros(2, 1, layer_weights[1].shape[1])
+        # cuDNN saves the activations for the backward pass only with train=True.
+        needs_grad = torch.is_grad_enabled()
+        x = torch.lstm(
+            x, (initial_state, initial_state), layer_weights, True, 1, 0.0, needs_grad, True, False
+        )[0]
     return x.squeeze(1)

@@ -1,8 +1,10 @@
-"""Prompts from templates: text, fields and virtual tokens become ids, in training as in serving.
+"""Prompt template: converts text, fields and virtual tokens to token ids, for training and serving.
 
-A template is parsed once, and ids are built part by part, so a field is only ever text: it cannot
-become a marker, another field or a control token. Text between virtual tokens is tokenized in one
-piece. The ids before the answer are those that serving sends. Knows no model and no files.
+Each virtual token becomes a token id at or above the vocabulary size. A template is parsed once,
+and ids are built part by part, so the value of a field is always text: it cannot become a marker of
+virtual tokens, another field or a control token. Text between virtual tokens is tokenized in one
+piece. In a training example, the ids before the answer equal the prompt's ids in serving. The
+module uses no model and opens no files.
 """
 
 import re
@@ -12,70 +14,80 @@ from functools import cached_property
 from typing import Any, Self
 
 from gpt.errors import ConfigError, PromptTooLongError, RequestError
-from gpt.settings import nearest, settings
-from gpt.tokenizers.tokenizer import TextStream, Tokenizer
+from gpt.settings import parse_settings, suggest_nearest
+from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
 
-MARK = "<|VIRTUAL_PROMPT_"
-PART = re.compile(r"<\|VIRTUAL_PROMPT_([0-9]+)\|>|\{([A-Za-z_][A-Za-z0-9_-]*)\}")
+VIRTUAL_PROMPT_MARK = "<|VIRTUAL_PROMPT_"
+PART_PATTERN = re.compile(r"<\|VIRTUAL_PROMPT_([0-9]+)\|>|\{([A-Za-z_][A-Za-z0-9_-]*)\}")
 
-# Where a begin-of-text token stands: nowhere; before everything, as NeMo puts it; or before the
-# text and after virtual tokens that lead, as HF PEFT and TGIS put it.
-BOS = ("none", "first", "text")
+# Position of the begin-of-text token: "none"; "first", before everything, as in NeMo; or "text",
+# after leading virtual tokens and before the text, as in Hugging Face PEFT and TGIS.
+BOS_POSITIONS = ("none", "first", "text")
 
 
 @dataclass(frozen=True)
-class Field:
+class TemplateField:
     name: str
 
 
-# A stretch between virtual tokens, tokenized in one piece: literals and fields. Or the rows of an
-# adapter's table that stand there.
-Text = tuple[str | Field, ...]
-Virtual = range
+# A text part: the literals and fields between virtual tokens, tokenized in one piece.
+TextPart = tuple[str | TemplateField, ...]
+VirtualPart = range  # The range of the table rows that a marker stands for.
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """Token ids; one that is at least the vocabulary's size names a row of the adapter's table."""
+class RenderedPrompt:
+    """Token ids; id `vocab_size + n` is row n of the adapter's table."""
 
     ids: list[int]
-    answer_start: int  # Where the answer's ids begin; len(ids) if there are none.
-    truncated: int  # Tokens that the template's truncate_field lost.
+    # Index of the answer's first id: len(ids) in a prompt, and 0 in a training example of a
+    # template without answer_field.
+    answer_start: int
+    truncated_tokens: int  # Tokens removed from the template's truncate_field.
 
 
 @dataclass(frozen=True)
-class Template:
-    """`{field}`s and markers `<|VIRTUAL_PROMPT_0|>`, ...; marker n stands for splits[n] rows.
+class PromptTemplate:
+    """A text with fields `{name}` and markers `<|VIRTUAL_PROMPT_n|>`.
 
-    Braces around anything but a name are text. Spaces at both ends of the whole are dropped.
+    Marker n stands for splits[n] virtual tokens. Braces are a field only around a name; other
+    braces are text. Spaces at both ends of the prompt are removed.
     """
 
     text: str
     splits: tuple[int, ...] = ()
-    truncate_field: str | None = None  # Loses its end where a prompt is too long; None: refused.
-    answer_field: str | None = None  # What the model is to write. Only training renders it.
-    bos: str = "none"
-    eos: bool = True  # Whether an answer ends with the end-of-text token. Prompts never do.
+    truncate_field: str | None = None  # Truncated at its end if a prompt is too long; None: error.
+    answer_field: str | None = None  # The completion to learn; rendered in training only.
+    bos: str = "none"  # One of BOS_POSITIONS.
+    eos: bool = True  # Whether answers end with the end-of-text token; prompts never do.
 
     def __post_init__(self) -> None:
-        markers = [int(mark) for mark, _ in PART.findall(self.text) if mark]
-        if self.text.count(MARK) != len(markers):
+        markers = [int(marker) for marker, _ in PART_PATTERN.findall(self.text) if marker]
+        if self.text.count(VIRTUAL_PROMPT_MARK) != len(markers):
             raise ConfigError(
-                f"the template has a broken marker; it must be {MARK}0|>, {MARK}1|>, ..."
+                f"the template has a broken marker; it must be {VIRTUAL_PROMPT_MARK}0|>, "
+                f"{VIRTUAL_PROMPT_MARK}1|>, ..."
             )
         if sorted(markers) != list(range(len(self.splits))):
             raise ConfigError(
-                f"the template has the virtual prompts {markers} and {len(self.splits)} splits; "
-                "number the markers from 0, use each once, and give one split for each"
+                f"the template has the markers {markers}, but `splits` has {len(self.splits)} "
+                "numbers; number the markers from 0, use each once, and give the number of virtual "
+                "tokens of each in `splits`"
             )
         if any(rows < 1 for rows in self.splits):
-            raise ConfigError(f"splits are {list(self.splits)}; each must be at least 1 row")
-        if self.bos not in BOS:
-            raise ConfigError(f"the template's bos is {self.bos!r}; known are: {', '.join(BOS)}")
+            raise ConfigError(
+                f"splits are {list(self.splits)}; each must be at least 1 virtual token"
+            )
+        if self.bos not in BOS_POSITIONS:
+            raise ConfigError(
+                f"the template's bos is {self.bos!r}; choose one of: {', '.join(BOS_POSITIONS)}"
+            )
         for role in ("truncate_field", "answer_field"):
             name = getattr(self, role)
             if name is not None and name not in self.fields:
-                raise ConfigError(f"{role} {name!r} is not in the template; {self._known(name)}")
+                raise ConfigError(
+                    f"{role} {name!r} is not in the template; {self._field_hint(name)}"
+                )
         if self.answer_field is not None:
             self._check_answer(self.answer_field)
 
@@ -84,38 +96,38 @@ class Template:
             raise ConfigError(f"{name!r} is the answer; truncate_field must be another field")
         if not self.text.endswith(f"{{{name}}}") or self.text.count(f"{{{name}}}") > 1:
             raise ConfigError(
-                f"the answer {{{name}}} must be the last thing in the template, and only there; "
-                "move it to the end"
+                f"the answer {{{name}}} must occur once, at the end of the template; move it to "
+                "the end"
             )
 
     @cached_property
-    def parts(self) -> tuple[Text | Virtual, ...]:
-        """The template in order, with neighbouring literals and fields together."""
-        found: list[Text | Virtual] = []
-        text: list[str | Field] = []
+    def parts(self) -> tuple[TextPart | VirtualPart, ...]:
+        """The text parts and virtual parts in order; adjacent literals and fields are one part."""
+        parts: list[TextPart | VirtualPart] = []
+        text: list[str | TemplateField] = []
         end = 0
-        for match in PART.finditer(self.text):
+        for match in PART_PATTERN.finditer(self.text):
             text.append(self.text[end : match.start()])
             end = match.end()
             marker, name = match.groups()
             if name:
-                text.append(Field(name))
+                text.append(TemplateField(name))
             else:
                 row = sum(self.splits[: int(marker)])
-                found += [tuple(filter(None, text)), range(row, row + self.splits[int(marker)])]
+                parts += [tuple(filter(None, text)), range(row, row + self.splits[int(marker)])]
                 text = []
         text.append(self.text[end:])
-        found.append(tuple(filter(None, text)))
-        return tuple(part for part in found if part)
+        parts.append(tuple(filter(None, text)))
+        return tuple(part for part in parts if part)
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The names of the fields in order, the answer's too."""
-        return tuple(dict.fromkeys(name for _, name in PART.findall(self.text) if name))
+        """The names of the fields in order, including the answer."""
+        return tuple(dict.fromkeys(name for _, name in PART_PATTERN.findall(self.text) if name))
 
     @property
-    def rows(self) -> int:
-        """How many virtual tokens a prompt has, and so how many rows the adapter's table."""
+    def virtual_tokens(self) -> int:
+        """The number of virtual tokens in a prompt, and of rows in the adapter's table."""
         return sum(self.splits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,8 +135,8 @@ class Template:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> Self:
-        """The inverse of `to_dict`; an unknown key is an error."""
-        return settings(cls, record, "template")
+        """Parse the result of `to_dict`; an unknown key is an error."""
+        return parse_settings(cls, record, "template")
 
     def render(
         self,
@@ -133,138 +145,171 @@ class Template:
         *,
         vocab_size: int,
         tokens_max: int,
-        answer: bool,
-    ) -> Rendered:
-        """The ids of a prompt, or with `answer` of a whole training example.
+        with_answer: bool,
+    ) -> RenderedPrompt:
+        """Return the ids of a prompt, or with `with_answer` the ids of a training example.
 
-        The example's ids before `answer_start` are exactly the ids of the prompt alone, whatever
-        would merge with the answer's first letters: so the model learns to continue what it will be
-        sent. A prompt's inputs may hold the answer, which is then not looked at. Without an
-        answer_field the whole example is the answer.
+        The example's ids before `answer_start` equal the ids of the prompt alone, even if the
+        tokenizer would merge the end of the prompt with the answer. So training and serving use the
+        same prompts. Without `with_answer`, an answer in the inputs is ignored. If the template has
+        no answer_field, the whole example is the answer.
         """
-        self._check_inputs(inputs, answer)
-        values, truncated = dict(inputs), 0
-        ids, start = self._ids(tokenizer, values, vocab_size, answer)
+        self._check_inputs(inputs, with_answer)
+        field_values, truncated_tokens = dict(inputs), 0
+        ids, answer_start = self._encode_parts(tokenizer, field_values, vocab_size, with_answer)
         if len(ids) > tokens_max and self.truncate_field is not None:
-            value = values[self.truncate_field]
-            pieces = tokenizer.encode(value)
-            kept = len(pieces)
-            while len(ids) > tokens_max and kept:
-                # Cutting text can change how the rest is tokenized, so look again until it fits.
-                kept = max(0, kept - (len(ids) - tokens_max))
-                values[self.truncate_field] = value[: _length(tokenizer, pieces[:kept])]
-                ids, start = self._ids(tokenizer, values, vocab_size, answer)
-            truncated = len(pieces) - kept
+            value = field_values[self.truncate_field]
+            field_ids = tokenizer.encode(value)
+            remaining_tokens = len(field_ids)
+            while len(ids) > tokens_max and remaining_tokens:
+                # Cutting the text can change its tokens, so repeat until the prompt fits.
+                remaining_tokens = max(0, remaining_tokens - (len(ids) - tokens_max))
+                field_values[self.truncate_field] = value[
+                    : _text_length(tokenizer, field_ids[:remaining_tokens])
+                ]
+                ids, answer_start = self._encode_parts(
+                    tokenizer, field_values, vocab_size, with_answer
+                )
+            truncated_tokens = len(field_ids) - remaining_tokens
         if len(ids) > tokens_max:
-            raise self._too_long(len(ids), tokens_max, len(ids) - start if answer else None)
+            raise self._too_long_error(
+                len(ids), tokens_max, len(ids) - answer_start if with_answer else None
+            )
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token", "inputs")
-        return Rendered(ids, start, truncated)
+        return RenderedPrompt(ids, answer_start, truncated_tokens)
 
-    def _ids(
-        self, tokenizer: Tokenizer, values: Mapping[str, str], vocab_size: int, answer: bool
+    def _encode_parts(
+        self,
+        tokenizer: Tokenizer,
+        field_values: Mapping[str, str],
+        vocab_size: int,
+        with_answer: bool,
     ) -> tuple[list[int], int]:
         ids: list[int] = []
         bos_at, only_virtual = 0, True
         answer_ids: list[int] = []
-        for place, part in enumerate(self.parts):
+        for index, part in enumerate(self.parts):
             if isinstance(part, range):
                 ids += [vocab_size + row for row in part]
             else:
                 only_virtual = False
-                ends = place == 0, place == len(self.parts) - 1
-                before, after = self._encoded(tokenizer, part, values, ends, answer)
-                ids += before
-                answer_ids = after
+                at_ends = index == 0, index == len(self.parts) - 1
+                prompt_ids, new_answer_ids = self._encode_text_part(
+                    tokenizer, part, field_values, at_ends, with_answer
+                )
+                ids += prompt_ids
+                answer_ids = new_answer_ids
             if only_virtual and self.bos == "text":
                 bos_at = len(ids)
         if self.bos != "none":
-            ids.insert(bos_at, self._control(tokenizer.bos_id, "bos"))
-        start = len(ids) if self.answer_field is not None or not answer else 0
-        if answer and self.eos:
-            answer_ids = [*answer_ids, self._control(tokenizer.eos_id, "eos")]
-        return ids + answer_ids, start
+            ids.insert(bos_at, self._require_token(tokenizer.bos_id, "bos"))
+        answer_start = len(ids) if self.answer_field is not None or not with_answer else 0
+        if with_answer and self.eos:
+            answer_ids = [*answer_ids, self._require_token(tokenizer.eos_id, "eos")]
+        return ids + answer_ids, answer_start
 
-    def _encoded(
+    def _encode_text_part(
         self,
         tokenizer: Tokenizer,
-        part: Text,
-        values: Mapping[str, str],
-        ends: tuple[bool, bool],
-        answer: bool,
+        part: TextPart,
+        field_values: Mapping[str, str],
+        at_ends: tuple[bool, bool],
+        with_answer: bool,
     ) -> tuple[list[int], list[int]]:
-        """The ids of a stretch of text, and those of the answer at its end."""
-        ours = part[-1] if part[-1] == Field(self.answer_field or "") else None
+        """Return the ids of a text part, and the ids of the answer if it ends the part."""
+        answer_part = part[-1] if part[-1] == TemplateField(self.answer_field or "") else None
         texts = [
-            values[one.name] if isinstance(one, Field) else one for one in part if one is not ours
+            field_values[element.name] if isinstance(element, TemplateField) else element
+            for element in part
+            if element is not answer_part
         ]
-        prompt = _stripped("".join(texts), ends)
+        prompt = _strip_ends("".join(texts), at_ends)
         ids = tokenizer.encode(prompt) if prompt else []
-        if not answer or not isinstance(ours, Field):
+        if not with_answer or not isinstance(answer_part, TemplateField):
             return ids, []
-        # The space between prompt and answer belongs to the answer: the prompt alone loses it.
-        whole = _stripped("".join([*texts, values[ours.name]]), ends)
-        together = tokenizer.encode(whole) if whole else []
-        if together[: len(ids)] == ids:
-            return ids, together[len(ids) :]
-        # A token would reach across the boundary. Serving cannot send half of it.
-        return ids, tokenizer.encode(whole[len(prompt) :], started=True)
+        # The space before the answer is part of the answer, since prompts lose trailing spaces.
+        full_text = _strip_ends("".join([*texts, field_values[answer_part.name]]), at_ends)
+        full_ids = tokenizer.encode(full_text) if full_text else []
+        if full_ids[: len(ids)] == ids:
+            return ids, full_ids[len(ids) :]
+        # One token would contain the end of the prompt and the start of the answer, which is
+        # impossible in serving. So both are encoded separately.
+        return ids, tokenizer.encode(full_text[len(prompt) :], continues_text=True)
 
-    def _control(self, token_id: int | None, name: str) -> int:
+    def _require_token(self, token_id: int | None, name: str) -> int:
         if token_id is None:
             raise ConfigError(
-                f"the template asks for {name}, and this model's tokenizer has no such token; "
-                f"set {name} to {'none' if name == 'bos' else 'false'} in the template"
+                f"the template requires the {name} token, but this model's tokenizer has no such "
+                f"token; set {name} to {'none' if name == 'bos' else 'false'} in the template"
             )
         return token_id
 
-    def _known(self, name: str) -> str:
-        return nearest(name, self.fields) if self.fields else "it has no fields"
+    def _field_hint(self, name: str) -> str:
+        return suggest_nearest(name, self.fields) if self.fields else "it has no fields"
 
-    def _check_inputs(self, inputs: Mapping[str, str], answer: bool) -> None:
+    def _check_inputs(self, inputs: Mapping[str, str], with_answer: bool) -> None:
         for name, value in inputs.items():
             if name not in self.fields:
                 raise RequestError(
-                    f"field {name!r} is not in the template; {self._known(name)}", name
+                    f"field {name!r} is not in the template; {self._field_hint(name)}", name
                 )
             if not isinstance(value, str):
                 raise RequestError(
-                    f"field {name!r} is a {type(value).__name__}; it must be a text", name
+                    f"field {name!r} is a {type(value).__name__}; it must be a string", name
                 )
         for name in self.fields:
-            if name not in inputs and (answer or name != self.answer_field):
-                needed = [one for one in self.fields if answer or one != self.answer_field]
+            if name not in inputs and (with_answer or name != self.answer_field):
+                required = [
+                    field_name
+                    for field_name in self.fields
+                    if with_answer or field_name != self.answer_field
+                ]
                 raise RequestError(
-                    f"field {name!r} is missing; the template needs {', '.join(needed)}", name
+                    f"field {name!r} is missing; the template needs {', '.join(required)}", name
                 )
 
-    def _too_long(self, found: int, tokens_max: int, answer: int | None) -> PromptTooLongError:
-        what = "the prompt has" if answer is None else "prompt and answer have"
-        cut = f" with {self.truncate_field!r} cut to nothing" if self.truncate_field else ""
-        way = f"shorten it by {found - tokens_max} tokens"
-        if self.rows >= tokens_max:
-            way = "the virtual tokens alone leave no room for text: allow more"
-        elif answer and self.answer_field and self.rows + answer >= tokens_max:
-            way = f"the answer alone has {answer}: shorten it, or allow more"
+    def _too_long_error(
+        self, prompt_tokens: int, tokens_max: int, answer_tokens: int | None
+    ) -> PromptTooLongError:
+        subject = "the prompt has" if answer_tokens is None else "prompt and answer have"
+        truncation_note = f" without {self.truncate_field!r}" if self.truncate_field else ""
+        remedy = f"shorten it by {prompt_tokens - tokens_max} tokens"
+        if self.virtual_tokens >= tokens_max:
+            remedy = "the virtual tokens alone reach the limit, so raise the limit"
+        elif (
+            answer_tokens
+            and self.answer_field
+            and self.virtual_tokens + answer_tokens >= tokens_max
+        ):
+            remedy = (
+                f"the answer alone has {answer_tokens} tokens, so shorten it, or raise the limit"
+            )
         return PromptTooLongError(
-            f"{what} {found - self.rows} tokens{cut} + {self.rows} virtual tokens = {found}, over "
-            f"the limit of {tokens_max}; {way}",
+            f"{subject} {prompt_tokens - self.virtual_tokens} tokens{truncation_note} + "
+            f"{self.virtual_tokens} virtual tokens = {prompt_tokens}, over "
+            f"the limit of {tokens_max}; {remedy}",
             "inputs",
         )
 
 
-def _stripped(text: str, ends: tuple[bool, bool]) -> str:
-    """Without spaces at those ends that are ends of the whole prompt; only spaces, as in NeMo."""
-    first, last = ends
-    text = text.lstrip(" ") if first else text
-    return text.rstrip(" ") if last else text
+def _strip_ends(text: str, at_ends: tuple[bool, bool]) -> str:
+    """Remove leading spaces if the text begins the prompt, and trailing spaces if it ends it.
 
-
-def _length(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """How many characters of a text its first tokens are, without the half of one at the end.
-
-    Exact if decoding gives the text back. Else it is near, and the text that is cut is still the
-    caller's, not what the tokenizer made of it.
+    The two flags of `at_ends` are: the text begins the prompt, the text ends the prompt. Other
+    whitespace is not removed, as in NeMo.
     """
-    stream = TextStream(tokenizer)
+    at_start, at_end = at_ends
+    text = text.lstrip(" ") if at_start else text
+    return text.rstrip(" ") if at_end else text
+
+
+def _text_length(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Return the length in characters of a text's first tokens `ids`.
+
+    An incomplete character at the end does not count. The length is exact if decoding returns the
+    same text, else approximate; in both cases the caller truncates the original text, not the
+    decoded text.
+    """
+    stream = IncrementalDetokenizer(tokenizer)
     return sum(len(stream.push(token_id)) for token_id in ids)

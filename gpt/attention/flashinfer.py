@@ -1,9 +1,9 @@
-"""Attention over the paged pool by FlashInfer, if it is installed and asked for.
+"""FlashInfer attention backend over the paged KV cache.
 
-Its kernels share out the work of a step by a plan, which its host code makes once for all layers:
-one wrapper for sequences with a single new token, one for the others. The pool's layout is theirs
-(HND). Keys and values are stored by our own code, and what has no pool goes to
-gpt/attention/paged.py.
+The backend is used only if requested. FlashInfer's host code plans the work of a step once for all
+layers. One wrapper plans decode (sequences with one new token), another plans prefill. The KV pool
+has FlashInfer's layout (HND). gpt/attention/fp8_kv_cache.py stores keys and values, and
+gpt/attention/paged.py serves batches without a pool.
 """
 
 from dataclasses import dataclass
@@ -14,125 +14,145 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.attention.fp8_kv_cache import EightBits, scales_of
-from gpt.attention.paged import KV, ragged
+from gpt.attention.backend import AttentionBackend
+from gpt.attention.fp8_kv_cache import Fp8KVAttention, layer_scales
+from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
 
-DTYPES = (torch.bfloat16, torch.float16)
-WIDTHS = (64, 128, 256)  # Channels of a head that its kernels are compiled for.
-WORKSPACE_BYTES = 128 << 20  # As its documents ask for.
-# So many queries of a KV head are better multiplied as a matrix.
-MATRIX_QUERIES = 4
+WORKSPACE_BYTES = 128 << 20  # The size that FlashInfer's documentation recommends.
+# From this number of query heads per KV head, tensor cores are faster in decode.
+TENSOR_CORE_QUERIES_MIN = 4
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Sequences that go to one wrapper, and their rows; None: all of the batch's, in order."""
+class _WrapperCall:
+    """A planned wrapper, and the flat rows of the batch that it computes (None: all rows)."""
 
     wrapper: Any
     rows: Tensor | None
 
 
-class FlashInferAttention:
-    """What a model attends by (`attend`) and fills its pool by (`store`).
+class FlashInferAttention(AttentionBackend):
+    """Attention by FlashInfer's kernels.
 
-    `scales`, (layers of the pool, 2) in fp32, as in gpt/attention/fp8_kv_cache.py; None: 1.
+    `scales`: (layers of the pool, 2) in fp32, as in gpt/attention/fp8_kv_cache.py; None: 1.
     """
 
     name = "flashinfer"
 
-    def __init__(self, device: torch.device, *, queries: int, scales: Tensor | None = None) -> None:
-        """`queries` of each KV head."""
-        library = import_module("flashinfer")
-        room = (torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        self._singles = library.BatchDecodeWithPagedKVCacheWrapper(
-            next(room), kv_layout="HND", use_tensor_cores=queries >= MATRIX_QUERIES
+    def __init__(
+        self, device: torch.device, *, queries_per_kv_head: int, scales: Tensor | None = None
+    ) -> None:
+        """`queries_per_kv_head`: query heads per KV head."""
+        flashinfer = import_module("flashinfer")
+        workspaces = (
+            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
         )
-        self._runs = library.BatchPrefillWithPagedKVCacheWrapper(next(room), kv_layout="HND")
-        self._eight_bits = EightBits(scales)
-        # On the host: they are arguments of each call.
+        self._decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            next(workspaces),
+            kv_layout="HND",
+            use_tensor_cores=queries_per_kv_head >= TENSOR_CORE_QUERIES_MIN,
+        )
+        self._prefill_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            next(workspaces), kv_layout="HND"
+        )
+        self._fp8_attention = Fp8KVAttention(scales)
+        # Scales on the host, because run() takes Python floats.
         self._scales = None if scales is None else scales.cpu()
-        self._parts: list[_Part] = []  # The latest plan: the wrappers hold it.
+        self._calls: list[_WrapperCall] = []  # The latest plan; its state is in the wrappers.
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
-        self._eight_bits.store(k, v, batch, kv)
+        self._fp8_attention.store(k, v, batch, kv)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
-        """As gpt.attention.paged.ragged does."""
+        """The same as gpt.attention.paged.ragged_attention."""
         if kv is None:
-            return ragged(q, k, v, batch, kv, window)
-        parts = batch.kept.get(FlashInferAttention)
-        if parts is None or parts is not self._parts:
-            parts = self._parts = self._plan(batch, q, kv, window)
-            batch.kept[FlashInferAttention] = parts
-        assert isinstance(parts, list)
+            return ragged_attention(q, k, v, batch, kv, window)
+        calls = batch.attention_metadata.get(FlashInferAttention)
+        if calls is None or calls is not self._calls:
+            calls = self._calls = self._plan_wrappers(batch, q, kv, window)
+            batch.attention_metadata[FlashInferAttention] = calls
+        assert isinstance(calls, list)
         options = {}
-        scales = scales_of(self._scales, kv)
+        scales = layer_scales(self._scales, kv)
         if scales is not None:
             options = {"k_scale": float(scales[0]), "v_scale": float(scales[1])}
-        if len(parts) == 1:
-            whole: Tensor = parts[0].wrapper.run(q.contiguous(), kv, **options)
-            return whole
+        if len(calls) == 1:
+            output: Tensor = calls[0].wrapper.run(q.contiguous(), kv, **options)
+            return output
         y = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for part in parts:
-            y[part.rows] = part.wrapper.run(q.index_select(0, part.rows), kv, **options)
+        for call in calls:
+            y[call.rows] = call.wrapper.run(q.index_select(0, call.rows), kv, **options)
         return y
 
-    def _plan(self, batch: Batch, q: Tensor, kv: KV, window: int | None) -> list[_Part]:
-        """Plan both wrappers for this batch: single tokens and runs, as there are some."""
-        lengths = np.array(batch.lengths)
-        some = [(self._singles, lengths == 1), (self._runs, lengths > 1)]
-        parts = []
-        for wrapper, mask in some:
+    def _plan_wrappers(
+        self, batch: Batch, q: Tensor, kv: KV, window: int | None
+    ) -> list[_WrapperCall]:
+        """Plan the decode and prefill wrappers for this batch; skip a wrapper without sequences."""
+        lengths = np.array(batch.query_lengths)
+        wrapper_masks = [(self._decode_wrapper, lengths == 1), (self._prefill_wrapper, lengths > 1)]
+        calls = []
+        for wrapper, mask in wrapper_masks:
             if not mask.any():
                 continue
             rows = None
             if not mask.all():
                 rows = torch.from_numpy(np.flatnonzero(np.repeat(mask, lengths))).to(q.device)
-            _planned(wrapper, batch, np.flatnonzero(mask), q, kv, begins=wrapper is self._runs,
-                     window=window)  # fmt: skip
-            parts.append(_Part(wrapper, rows))
-        return parts
+            is_prefill = wrapper is self._prefill_wrapper
+            sequences = np.flatnonzero(mask)
+            _plan_wrapper(wrapper, batch, sequences, q, kv, is_prefill=is_prefill, window=window)
+            calls.append(_WrapperCall(wrapper, rows))
+        return calls
 
 
-def _planned(
+def _plan_wrapper(
     wrapper: Any,
     batch: Batch,
     sequences: np.ndarray,
     q: Tensor,
     kv: KV,
     *,
-    begins: bool,
+    is_prefill: bool,
     window: int | None,
 ) -> None:
-    """Tell a wrapper where these sequences' keys lie; `begins`: and where their queries do.
+    """Call plan() of a wrapper for `sequences`; for prefill also with the starts of the queries.
 
-    Counts stay on the host, or it would wait for the device to have them back.
+    The offsets and the lengths of the last blocks are host tensors, because plan() would copy
+    device tensors back and block. Only the block numbers (`indices`) are on the device.
     """
-    assert batch.tables is not None
-    _, _, groups, size, width = kv.shape
-    contexts = np.array(batch.contexts)[sequences]
-    counts = -(-contexts // size)
-    ends = np.concatenate([[0], counts.cumsum()])
-    owners = np.repeat(sequences, counts)
-    places = np.arange(len(owners)) - np.repeat(ends[:-1], counts)
-    flat = torch.from_numpy(owners * batch.tables.shape[1] + places).to(batch.tables.device)
-    indices = batch.tables.flatten().index_select(0, flat).int()
-    parts = [ends, contexts - (counts - 1) * size]
-    if begins:
-        parts.insert(0, np.concatenate([[0], np.array(batch.lengths)[sequences].cumsum()]))
-    numbers = [torch.from_numpy(part.astype(np.int32)) for part in parts]
-    options = {} if not begins else {"causal": True}
+    assert batch.block_tables is not None
+    _, _, kv_heads, block_tokens, head_dim = kv.shape
+    context_lengths = np.array(batch.context_lengths)[sequences]
+    block_counts = -(-context_lengths // block_tokens)
+    kv_indptr = np.concatenate([[0], block_counts.cumsum()])
+    block_sequences = np.repeat(sequences, block_counts)
+    table_columns = np.arange(len(block_sequences)) - np.repeat(kv_indptr[:-1], block_counts)
+    table_indices = torch.from_numpy(
+        block_sequences * batch.block_tables.shape[1] + table_columns
+    ).to(batch.block_tables.device)
+    indices = batch.block_tables.flatten().index_select(0, table_indices).int()
+    index_arrays = [kv_indptr, context_lengths - (block_counts - 1) * block_tokens]
+    if is_prefill:
+        index_arrays.insert(
+            0, np.concatenate([[0], np.array(batch.query_lengths)[sequences].cumsum()])
+        )
+    index_tensors = [torch.from_numpy(array.astype(np.int32)) for array in index_arrays]
+    options = {} if not is_prefill else {"causal": True}
     wrapper.plan(
-        *(*numbers[:-1], indices, numbers[-1]),
-        *(q.shape[1], groups, width, size),
+        *index_tensors[:-1],
+        indices,
+        index_tensors[-1],
+        q.shape[1],
+        kv_heads,
+        head_dim,
+        block_tokens,
         **options,
         pos_encoding_mode="NONE",
         window_left=-1 if window is None else window - 1,
         q_data_type=q.dtype,
         kv_data_type=kv.dtype,
-        sm_scale=width**-0.5,
+        sm_scale=head_dim**-0.5,
     )

@@ -1,8 +1,9 @@
-"""Keys and values in eight bits (e4m3): attention over such a pool in plain torch.
+"""FP8 (e4m3) KV cache: stores quantized keys and values, and computes attention over them in torch.
 
-A pool holds half as much of what decoding reads most. Numbers are kept with four significant bits
-and are at most 448: what is larger is stored as that, never as NaN. This is the twin of what the
-kernels for GPUs do, and serves where they cannot: the blocks of a step are widened, then attended.
+An fp8 pool is half as large as a bf16 pool, and decode reads half as many bytes. Values have four
+significant bits; magnitudes above 448 are stored as 448, never as NaN. The module is the reference
+of the GPU kernels, and the fallback where they are unavailable: the blocks of a step are
+dequantized, then passed to the torch attention.
 """
 
 from dataclasses import replace
@@ -10,73 +11,76 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gpt.attention.kv_cache import NARROW
-from gpt.attention.paged import KV, ragged, store
+from gpt.attention.backend import AttentionBackend
+from gpt.attention.kv_cache import FP8_DTYPE
+from gpt.attention.paged import KV, ragged_attention, store_kv
 from gpt.batch import Batch
 
 
-class EightBits:
-    """What a model attends by (`attend`) and fills its pool by (`store`).
+class Fp8KVAttention(AttentionBackend):
+    """Attention over an fp8 KV pool in torch.
 
-    `scales`, (layers of the pool, 2) in fp32: what stored keys and values are multiplied by; None:
-    they are stored as they are.
+    `scales`: (layers of the pool, 2) in fp32. A key or value is its stored fp8 value times the
+    scale; None means 1.
     """
-
-    name = "torch"
 
     def __init__(self, scales: Tensor | None = None) -> None:
         self._scales = scales
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
-        if kv.dtype != NARROW:  # Of the plain loop.
-            store(k, v, batch, kv)
+        if kv.dtype != FP8_DTYPE:  # The caller passes an unquantized pool.
+            store_kv(k, v, batch, kv)
             return
-        assert batch.slots is not None
-        block, place = batch.slots
-        memory = kv.view(torch.uint8)  # In which torch can index.
-        for kind, x in enumerate(self._narrowed(k, v, kv)):
-            memory[block, kind, :, place] = x
+        assert batch.slot_mapping is not None
+        block, offset = batch.slot_mapping
+        kv_bytes = kv.view(torch.uint8)  # torch does not index fp8 tensors.
+        for key_or_value, x in enumerate(self._quantize(k, v, kv)):
+            kv_bytes[block, key_or_value, :, offset] = x
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
-        """As gpt.attention.paged.ragged does, of a copy of the blocks that the step reads."""
-        if kv is None or kv.dtype != NARROW:
-            return ragged(q, k, v, batch, kv, window)
-        assert batch.tables is not None
-        blocks = batch.tables.flatten()
-        near = batch.kept.get(EightBits)
-        if near is None:
-            places = torch.arange(len(blocks), device=blocks.device).view_as(batch.tables)
-            near = batch.kept[EightBits] = replace(batch, tables=places, kept={})
-        assert isinstance(near, Batch)
-        read = self._widened(kv.view(torch.uint8).index_select(0, blocks), kv, q.dtype)
-        # What came in with the step is seen as later steps will see it.
-        news = torch.stack(self._narrowed(k, v, kv), dim=1)
-        k, v = self._widened(news, kv, q.dtype).unbind(1)
-        return ragged(q, k, v, near, read, window)
+        """Run `ragged_attention` on a dequantized copy of the blocks that the step reads."""
+        if kv is None or kv.dtype != FP8_DTYPE:
+            return ragged_attention(q, k, v, batch, kv, window)
+        assert batch.block_tables is not None
+        blocks = batch.block_tables.flatten()
+        gathered_batch = batch.attention_metadata.get(Fp8KVAttention)
+        if gathered_batch is None:
+            gathered_tables = torch.arange(len(blocks), device=blocks.device).view_as(
+                batch.block_tables
+            )
+            gathered_batch = batch.attention_metadata[Fp8KVAttention] = replace(
+                batch, block_tables=gathered_tables, attention_metadata={}
+            )
+        assert isinstance(gathered_batch, Batch)
+        gathered_kv = self._dequantize(kv.view(torch.uint8).index_select(0, blocks), kv, q.dtype)
+        # The new keys and values are rounded too, so that this step sees what later steps will see.
+        new_kv = torch.stack(self._quantize(k, v, kv), dim=1)
+        k, v = self._dequantize(new_kv, kv, q.dtype).unbind(1)
+        return ragged_attention(q, k, v, gathered_batch, gathered_kv, window)
 
-    def _narrowed(self, k: Tensor, v: Tensor, kv: KV) -> tuple[Tensor, Tensor]:
-        scales = scales_of(self._scales, kv)
+    def _quantize(self, k: Tensor, v: Tensor, kv: KV) -> tuple[Tensor, Tensor]:
+        scales = layer_scales(self._scales, kv)
         if scales is not None:
             k, v = k / scales[0], v / scales[1]
-        return narrowed(k), narrowed(v)
+        return quantize_fp8(k), quantize_fp8(v)
 
-    def _widened(self, x: Tensor, kv: KV, dtype: torch.dtype) -> Tensor:
-        """Bytes of keys and values (..., 2, ...), the second dimension, as numbers."""
-        scales = scales_of(self._scales, kv)
-        wide = x.view(NARROW).to(dtype)
-        return wide if scales is None else wide * scales.to(dtype).view(2, *[1] * (x.dim() - 2))
-
-
-def narrowed(x: Tensor) -> Tensor:
-    """The bytes of these numbers; what is too large is the largest there is."""
-    most = torch.finfo(NARROW).max
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide).clamp(-most, most).to(NARROW).view(torch.uint8)
+    def _dequantize(self, x: Tensor, kv: KV, dtype: torch.dtype) -> Tensor:
+        """Dequantize bytes whose second dimension is (keys, values)."""
+        scales = layer_scales(self._scales, kv)
+        values = x.view(FP8_DTYPE).to(dtype)
+        return values if scales is None else values * scales.to(dtype).view(2, *[1] * (x.dim() - 2))
 
 
-def scales_of(scales: Tensor | None, kv: KV) -> Tensor | None:
-    """Those of a layer. A pool's layers lie one after another, so where it begins says which."""
+def quantize_fp8(x: Tensor) -> Tensor:
+    """Return the e4m3 bytes of `x`, clamped to the largest finite value."""
+    fp8_max = torch.finfo(FP8_DTYPE).max
+    clamp_dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(clamp_dtype).clamp(-fp8_max, fp8_max).to(FP8_DTYPE).view(torch.uint8)
+
+
+def layer_scales(scales: Tensor | None, kv: KV) -> Tensor | None:
+    """Return the scales of the layer of `kv`; the storage offset of `kv` gives the layer index."""
     return None if scales is None else scales[kv.storage_offset() // kv.numel()]

@@ -1,8 +1,9 @@
-"""The memory for keys and values: blocks of tokens, allocated once.
+"""Paged KV cache: one preallocated pool of fixed-size blocks (pages) of keys and values.
 
-A pool holds the blocks of this rank's layers and KV heads, in the model's dtype or in eight bits.
-Who owns a block is not known here: a batch says which blocks a sequence reads and which slots its
-new tokens fill.
+The KV pool contains the blocks of this rank's layers and KV heads, in the model's dtype or in fp8.
+Some engines call a block a page. The module does not know which sequence owns a block: the block
+table of a batch lists the blocks that a sequence reads, and the slot mapping lists the slots that
+the new tokens fill.
 """
 
 import ctypes
@@ -16,22 +17,22 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.cpu.huge_pages import zeros
-from gpt.parallel.sharding import first_group, local_groups
+from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.parallel.weight_sharding import first_kv_head, local_kv_heads
 
 BLOCK_TOKENS = 32
-NARROW = torch.float8_e4m3fn
-# How much of a pool is taken at once, and what madvise() calls that; Python has no name for it.
-_PIECE_BYTES = 1 << 23
-_POPULATE_WRITE = 23
-# How keys and values may be kept; "auto" is the model's own dtype.
-KINDS = {"fp8": NARROW}
+FP8_DTYPE = torch.float8_e4m3fn
+# Bytes per madvise() call of the prefault thread, and the advice constant (not defined in Python).
+_PREFAULT_CHUNK_BYTES = 1 << 23
+_MADV_POPULATE_WRITE = 23
+# The values of `kv_dtype` besides "auto", which means the model's dtype.
+KV_DTYPES = {"fp8": FP8_DTYPE}
 
 
 class KVPool:
-    """Keys and values of `blocks` blocks, for each layer (blocks, 2, groups, tokens, channels).
+    """Keys and values of `blocks` blocks; a layer is (blocks, 2, KV heads, tokens, channels).
 
-    A block's keys of one head lie together, so that reading it takes few and long rows.
+    The keys of one head in a block are contiguous, so that kernels read few long rows.
     """
 
     def __init__(
@@ -46,89 +47,93 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         self.block_tokens = block_tokens
-        groups = local_groups(config, tp)
-        shape = (len(layers), blocks, 2, groups, block_tokens, config.kv_channels)
-        self._memory = zeros(shape, dtype, torch.device(device))
-        # The same as what torch can index: of numbers of eight bits, bytes.
-        self._moved = self._memory.view(torch.uint8) if dtype == NARROW else self._memory
-        self._layers = {layer: self._memory[place] for place, layer in enumerate(layers)}
+        kv_heads = local_kv_heads(config, tp)
+        shape = (len(layers), blocks, 2, kv_heads, block_tokens, config.kv_channels)
+        self._memory = huge_page_zeros(shape, dtype, torch.device(device))
+        # torch does not index fp8 tensors, so the same memory is viewed as bytes.
+        self._indexable = self._memory.view(torch.uint8) if dtype == FP8_DTYPE else self._memory
+        self._layers = {layer: self._memory[index] for index, layer in enumerate(layers)}
 
     def layer(self, layer: int) -> Tensor:
-        """Keys and values of a global layer."""
+        """Return the keys and values of one layer, by its global number."""
         return self._layers[layer]
 
-    def populate(self, free_bytes: Callable[[], int]) -> None:
-        """Have the system give all of this memory, in spare time; a thread of its own waits for it.
+    def prefault(self, free_bytes: Callable[[], int]) -> None:
+        """Pre-fault the memory pages of a pool in CPU memory, in a low-priority background thread.
 
-        Otherwise each new page is waited for by the prompt that is first to write there, which took
-        a tenth of its time and more. As much as the pool has is left to others: where several
-        servers begin at once, each has counted the same memory as free.
+        Otherwise the prefill that first writes a page waits for the page fault, which took a tenth
+        of the prefill time and more. The thread stops when the free memory is smaller than this
+        pool, because several servers that start together may have counted the same free memory.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)
-            thread = threading.Thread(target=_populate, args=arguments, daemon=True)
+            thread = threading.Thread(target=_prefault, args=arguments, daemon=True)
             thread.name = "pool"
             thread.start()
 
-    def _take(self, start: int, free_bytes: Callable[[], int]) -> bool:
-        """A piece of the memory; False if there is none, or the system cannot be asked."""
-        length = min(_PIECE_BYTES, self._memory.nbytes - start)
+    def _prefault_chunk(self, start: int, free_bytes: Callable[[], int]) -> bool:
+        """Pre-fault the chunk at `start`; False at the end, or if prefaulting must stop."""
+        length = min(_PREFAULT_CHUNK_BYTES, self._memory.nbytes - start)
         if length <= 0 or free_bytes() < self._memory.nbytes:
             return False
-        return _madvise(self._memory.data_ptr() + start, length, _POPULATE_WRITE) == 0
+        return _madvise(self._memory.data_ptr() + start, length, _MADV_POPULATE_WRITE) == 0
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero them in every layer: what is not finite would reach their next owner."""
-        self._moved[:, torch.tensor(blocks, device=self._memory.device)] = 0
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero the blocks in every layer, so that NaN values do not reach the next sequence."""
+        self._indexable[:, torch.tensor(blocks, device=self._memory.device)] = 0
 
-    def fill(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
-        """Write keys and values of tokens, (tokens, layers, 2, groups, channels).
+    def write_tokens(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
+        """Write keys and values (tokens, layers, 2, KV heads, channels) into `blocks`.
 
-        `start` is the first one's place in the first of these blocks.
+        `start` is the offset of the first token in the first block.
         """
         memory = self._memory
-        places = torch.arange(start, start + len(values), device=memory.device)
-        held = torch.tensor(blocks, device=memory.device)[places // self.block_tokens]
-        # What is not finite would reach the block's next owner, whatever became of this one.
-        most = torch.finfo(memory.dtype).max
-        narrow = memory.dtype == NARROW
-        wide = values.dtype if narrow else torch.promote_types(values.dtype, memory.dtype)
-        values = values.to(memory.device, wide).clamp(-most, most).to(memory.dtype)
-        values = values.view(self._moved.dtype)
-        self._moved[:, held, :, :, places % self.block_tokens] = values
+        positions = torch.arange(start, start + len(values), device=memory.device)
+        token_blocks = torch.tensor(blocks, device=memory.device)[positions // self.block_tokens]
+        # Clamped, because values outside the range of the pool's dtype would become infinite, and
+        # would stay in the block when another sequence gets the block.
+        dtype_max = torch.finfo(memory.dtype).max
+        is_fp8 = memory.dtype == FP8_DTYPE
+        clamp_dtype = values.dtype if is_fp8 else torch.promote_types(values.dtype, memory.dtype)
+        values = values.to(memory.device, clamp_dtype).clamp(-dtype_max, dtype_max).to(memory.dtype)
+        values = values.view(self._indexable.dtype)
+        self._indexable[:, token_blocks, :, :, positions % self.block_tokens] = values
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks in every layer; all are read before any is written."""
         device = self._memory.device
-        held = self._moved.index_select(1, torch.tensor(sources, device=device))
-        self._moved.index_copy_(1, torch.tensor(targets, device=device), held)
+        contents = self._indexable.index_select(1, torch.tensor(sources, device=device))
+        self._indexable.index_copy_(1, torch.tensor(targets, device=device), contents)
 
 
-def _populate(pool: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) -> None:
-    """As long as there is such a pool."""
+def _prefault(pool_ref: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) -> None:
+    """Pre-fault the pool chunk by chunk until it is done or the pool is freed."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Of this thread, on Linux.
-    start, there = 0, True
-    while there:
-        held = pool()
-        there = held is not None and held._take(start, free_bytes)
-        start += _PIECE_BYTES
-        del held
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Only this thread.
+    start, has_more = 0, True
+    while has_more:
+        pool = pool_ref()
+        has_more = pool is not None and pool._prefault_chunk(start, free_bytes)
+        start += _PREFAULT_CHUNK_BYTES
+        del pool
 
 
 def _madvise(address: int, length: int, advice: int) -> int:
-    """As the system has it: Python's own keeps all other threads waiting."""
-    call = getattr(ctypes.CDLL(None), "madvise", None)
-    if call is None:
+    """Call libc's madvise() and return its result.
+
+    Python's mmap.madvise() would hold the GIL during the call.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None:
         return -1
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return int(call(address, length, advice))
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(madvise(address, length, advice))
 
 
-def prefix_part(
+def prefix_shard(
     table: Tensor, config: GPTConfig, layers: Sequence[int], rank: int, tp: int
 ) -> Tensor:
-    """Of a prefix adapter's table what a rank's pool takes: these layers, and its KV heads."""
+    """Return the part of a prefix adapter's table for a rank: its `layers` and its KV heads."""
     shape = (-1, config.num_layers, 2, config.num_query_groups, config.kv_channels)
-    first, count = first_group(config, rank, tp), local_groups(config, tp)
-    return table.view(shape)[:, list(layers), :, first : first + count]
+    first_head, heads = first_kv_head(config, rank, tp), local_kv_heads(config, tp)
+    return table.view(shape)[:, list(layers), :, first_head : first_head + heads]

@@ -1,45 +1,51 @@
-"""Attention over a ragged batch: one signature, a plain twin, and a fast form.
+"""Paged attention over a ragged batch of prefill and decode tokens, with its slow reference.
 
-Each query sees its own sequence's tokens up to itself (within the window, if there is one), whether
-their keys came in this step or lie in the pool. `reference` says it in a loop that can be read;
-`ragged` groups what is alike, so that nobody pays for another's length: single new tokens by their
-contexts, prompts by their place. Shapes: q (T, H, D), k and v (T, G, D), H = G x queries.
+Each query attends to the tokens of its sequence up to itself (within the window, if any), whether
+their keys are new in this step or in the KV pool. `reference_attention` is a readable loop over
+sequences. `ragged_attention` groups sequences to limit padding: decode tokens by context length,
+prefill tokens by length and position. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query
+heads, G KV heads and D channels per head; H is a multiple of G.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt.attention.varlen import Drop, family, lean, rectangle, visible
+from gpt.attention.varlen import (
+    AttentionDropout,
+    memory_efficient,
+    padded_sdpa,
+    visible_mask,
+    visible_rows,
+)
 from gpt.batch import Batch
 from gpt.cpu import kernels, training_kernels
 
 KV = Tensor  # (blocks, 2, G, block tokens, D): keys and values of a layer, head by head.
-Attend = Callable[[Tensor, Tensor, Tensor, Batch, KV | None, int | None], Tensor]
-Store = Callable[[Tensor, Tensor, Batch, KV], None]
 
-# What is read at once should stay in the cache between its gathering and its use.
-GATHERED_BYTES = 4 << 20
-SCORES_BYTES = 4 << 20
+# Gathered keys and values, and scores, should stay in the CPU cache until they are used.
+GATHER_BYTES_MAX = 4 << 20
+SCORES_BYTES_MAX = 4 << 20
 TILE_QUERIES = 128
-# So many new tokens of a sequence go one by one where that is done without gathering.
-SHORT_TOKENS = 4
+# With the C kernels (gpt/cpu/kernels.py), sequences with up to this many new tokens are computed
+# token by token, like decode tokens.
+DECODE_TOKENS_MAX = 4
 
 
-def store(k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
+def store_kv(k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
     """Write this step's keys and values into their slots of the pool."""
-    assert batch.slots is not None
-    if kernels.serves(k, kv):
-        kernels.store(k, v, batch.slots, kv)
+    assert batch.slot_mapping is not None
+    if kernels.supports_tensors(k, kv):
+        kernels.store_kv(k, v, batch.slot_mapping, kv)
         return
-    block, place = batch.slots
-    kv[block, 0, :, place] = k
-    kv[block, 1, :, place] = v
+    block, offset = batch.slot_mapping
+    kv[block, 0, :, offset] = k
+    kv[block, 1, :, offset] = v
 
 
-def reference(
+def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,277 +53,369 @@ def reference(
     kv: KV | None,
     window: int | None,
     *,
-    drop: Drop | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """One sequence at a time, in whole matrices. `drop` thins a sequence's probabilities."""
+    """Compute attention one sequence at a time, with full matrices; `dropout` on probabilities."""
     outputs = []
     start = 0
-    for sequence, (length, context) in enumerate(zip(batch.lengths, batch.contexts, strict=True)):
-        rows = slice(start, start + length)
-        start += length
+    for sequence, (query_length, context_length) in enumerate(
+        zip(batch.query_lengths, batch.context_lengths, strict=True)
+    ):
+        rows = slice(start, start + query_length)
+        start += query_length
         if kv is None:
-            seen_rows = family(batch, sequence)
-            keys, values = (torch.cat([x[part] for part in seen_rows]) for x in (k, v))
+            row_ranges = visible_rows(batch, sequence)
+            keys, values = (torch.cat([x[row_range] for row_range in row_ranges]) for x in (k, v))
         else:
-            assert batch.tables is not None
-            blocks = kv[batch.tables[sequence]].permute(1, 0, 3, 2, 4)
-            keys, values = blocks.flatten(1, 2)[:, :context]
-        queries = q.shape[1] // keys.shape[1]
-        keys, values = (x.repeat_interleave(queries, dim=1) for x in (keys, values))
+            assert batch.block_tables is not None
+            blocks = kv[batch.block_tables[sequence]].permute(1, 0, 3, 2, 4)
+            keys, values = blocks.flatten(1, 2)[:, :context_length]
+        queries_per_kv_head = q.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(queries_per_kv_head, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * q.shape[-1] ** -0.5
-        seen = visible(batch.positions[rows], torch.arange(context, device=q.device), window)
-        scores = scores.masked_fill(~seen, float("-inf"))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        probabilities = scores.softmax(-1, dtype=wide).to(q.dtype)
-        if drop is not None:
-            probabilities = drop(probabilities, sequence)
+        is_visible = visible_mask(
+            batch.positions[rows], torch.arange(context_length, device=q.device), window
+        )
+        scores = scores.masked_fill(~is_visible, float("-inf"))
+        softmax_dtype = torch.promote_types(q.dtype, torch.float32)
+        probabilities = scores.softmax(-1, dtype=softmax_dtype).to(q.dtype)
+        if dropout is not None:
+            probabilities = dropout(probabilities, sequence)
         outputs.append(torch.einsum("hqk,khd->qhd", probabilities, values))
     return torch.cat(outputs)
 
 
-def ragged(
+def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
 ) -> Tensor:
-    """Group by group; what the groups are is found out once for all layers of a step."""
+    """Compute attention group by group; the groups are planned once for all layers of a step."""
     if kv is None:
-        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-        if training_kernels.attends(q, k, batch, window):
-            return training_kernels.attend(q, k, v, batch)
-        if learns and not q.is_cuda:
-            return lean(q, k, v, batch, window)
-        return rectangle(q, k, v, batch, window)
-    plan = planned(batch, Shape(q.shape[1], k.shape[1], kv.shape[3], window), q, kv)
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        if training_kernels.supports_attention(q, k, batch, window):
+            return training_kernels.varlen_attention(q, k, v, batch)
+        if needs_grad and not q.is_cuda:
+            return memory_efficient(q, k, v, batch, window)
+        return padded_sdpa(q, k, v, batch, window)
+    plan = cached_plan(batch, AttentionShape(q.shape[1], k.shape[1], kv.shape[3], window), q, kv)
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for single in plan.native:
-        single.attend(q, kv, y)
+    for native in plan.native:
+        native.attend(q, kv, y)
     for group in plan.groups:
-        group.attend(q, k, v, kv, plan.room, y)
+        group.attend(q, k, v, kv, plan.gather_buffer, y)
     return y
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a plan depends on beside the batch."""
+class AttentionShape:
+    """The inputs from which the plan is computed, besides the batch."""
 
     heads: int
-    groups: int
+    kv_heads: int
     block_tokens: int
     window: int | None
 
     @property
-    def queries(self) -> int:
-        return self.heads // self.groups
+    def queries_per_kv_head(self) -> int:
+        return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Some queries of every sequence of a group, and the keys that any of them sees."""
+class GroupTile:
+    """Some queries of every sequence of a group, and all keys visible to at least one of them."""
 
     queries: slice
     keys: slice
-    mask: Tensor  # (sequences x G or 1, queries, keys): 0, or minus infinity where none is seen.
+    # 0, or -inf for invisible keys. Decode: (sequences x G, 1, keys); prefill: (1, new tokens x
+    # query heads per KV head, keys).
+    mask: Tensor
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sequences with equally many new tokens, whose keys fill one rectangle."""
+class EqualLengthGroup:
+    """Sequences with equally many new tokens, whose keys are gathered into one padded tensor."""
 
-    rows: slice | Tensor  # Of the batch.
+    rows: slice | Tensor  # Flat rows of the batch.
     sequences: int
-    shape: Shape
-    gather: Tensor | None  # Rows of the pool, of keys and of values, by sequence, group, block.
-    tiles: list[Tile]
+    shape: AttentionShape
+    # (2, sequences x G x blocks): indices of rows of the pool, each the keys or the values of a KV
+    # head in a block. None: all visible keys are in the batch.
+    pool_rows: Tensor | None
+    tiles: list[GroupTile]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: KV, room: Tensor, out: Tensor) -> None:
-        """Fill this group's rows of `out`. A tile's queries are (sequences x G, queries, D)."""
-        d, count, groups = q.shape[-1], self.sequences, self.shape.groups
-        q = _by_group(_taken(q, self.rows), count, groups)
-        if self.gather is None:
-            keys, values = (_by_group(_taken(x, self.rows), count, groups) for x in (k, v))
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, gather_buffer: Tensor, out: Tensor
+    ) -> None:
+        """Fill this group's rows of `out`.
+
+        A tile's queries: (sequences x G, new tokens x query heads per KV head, D).
+        """
+        head_dim = q.shape[-1]
+        sequences = self.sequences
+        kv_heads = self.shape.kv_heads
+        q = _by_kv_head(_select_rows(q, self.rows), sequences, kv_heads)
+        if self.pool_rows is None:
+            keys, values = (
+                _by_kv_head(_select_rows(x, self.rows), sequences, kv_heads) for x in (k, v)
+            )
         else:
-            # One after the other, so that the core which gathers a head's keys reads them too.
+            # Keys and values are gathered separately, each in the order of sequence and head, so
+            # that the CPU core that gathers a head's keys probably also multiplies them.
             keys, values = (
                 torch.index_select(kv.view(-1, x.shape[-1]), 0, rows, out=x[: len(rows)]).view(
-                    count * groups, -1, d
+                    sequences * kv_heads, -1, head_dim
                 )
-                for rows, x in zip(self.gather, room, strict=True)
+                for rows, x in zip(self.pool_rows, gather_buffer, strict=True)
             )
-        pieces = []
+        outputs = []
         for tile in self.tiles:
-            seen, read = keys[:, tile.keys].transpose(1, 2), values[:, tile.keys]
-            asked = q[:, tile.queries]
-            mask = tile.mask.expand(len(asked), asked.shape[1], -1)
-            scores = torch.baddbmm(mask, asked, seen, alpha=d**-0.5)
-            pieces.append(torch.bmm(scores.softmax(-1), read))
-        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        y = y.view(count, groups, -1, self.shape.queries, d).transpose(1, 2)
-        out[self.rows] = y.reshape(-1, self.shape.heads, d)
+            tile_keys, tile_values = keys[:, tile.keys].transpose(1, 2), values[:, tile.keys]
+            tile_queries = q[:, tile.queries]
+            mask = tile.mask.expand(len(tile_queries), tile_queries.shape[1], -1)
+            scores = torch.baddbmm(mask, tile_queries, tile_keys, alpha=head_dim**-0.5)
+            outputs.append(torch.bmm(scores.softmax(-1), tile_values))
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        y = y.view(sequences, kv_heads, -1, self.shape.queries_per_kv_head, head_dim).transpose(
+            1, 2
+        )
+        out[self.rows] = y.reshape(-1, self.shape.heads, head_dim)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the library in C does of a step, and what is done here, group by group."""
+class AttentionPlan:
+    """The work of a step: calls of the C kernels, and groups that torch computes."""
 
-    native: Sequence[kernels.Paged | kernels.Runs]
-    groups: Sequence[Group]
-    room: Tensor  # Where keys and values are gathered.
+    native: Sequence[kernels.DecodeAttention | kernels.PrefillAttention]
+    groups: Sequence[EqualLengthGroup]
+    gather_buffer: Tensor  # Memory for gathered keys and values.
 
 
-def _taken(x: Tensor, rows: slice | Tensor) -> Tensor:
+def _select_rows(x: Tensor, rows: slice | Tensor) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
-def _by_group(x: Tensor, sequences: int, groups: int) -> Tensor:
-    """(sequences x new tokens, heads, D) as (sequences x G, new tokens x heads of a group, D)."""
-    d = x.shape[-1]
-    x = x.reshape(sequences, -1, groups, x.shape[1] // groups, d).transpose(1, 2)
-    return x.reshape(sequences * groups, -1, d)
+def _by_kv_head(x: Tensor, sequences: int, kv_heads: int) -> Tensor:
+    """Rearrange (sequences x new tokens, heads, D) by KV head.
+
+    Return (sequences x G, new tokens x heads per KV head, D).
+    """
+    head_dim = x.shape[-1]
+    x = x.reshape(sequences, -1, kv_heads, x.shape[1] // kv_heads, head_dim).transpose(1, 2)
+    return x.reshape(sequences * kv_heads, -1, head_dim)
 
 
-def planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:
-    """Who does what of a step, for queries `like` these; found out once."""
-    plan = batch.kept.get(shape)
+def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
+    """Return the plan of a step for queries like `like`, computed once per batch."""
+    plan = batch.attention_metadata.get(shape)
     if plan is None:
-        plan = batch.kept[shape] = _planned(batch, shape, like, kv)
-    assert isinstance(plan, Plan)
+        plan = batch.attention_metadata[shape] = _make_plan(batch, shape, like, kv)
+    assert isinstance(plan, AttentionPlan)
     return plan
 
 
-def _planned(batch: Batch, shape: Shape, like: Tensor, kv: KV) -> Plan:
-    """Sequences with one new token go together if their contexts are alike, others if equal."""
-    contexts = batch.contexts
-    native: list[kernels.Paged | kernels.Runs] = []
-    serves = kernels.serves(like, kv)
-    short_max = SHORT_TOKENS if serves else 1
-    short = [s for s, length in enumerate(batch.lengths) if length <= short_max]
-    long = [s for s, length in enumerate(batch.lengths) if length > short_max]
-    token_bytes = 2 * shape.groups * like.shape[-1] * like.element_size()
-    tokens_max = GATHERED_BYTES // token_bytes
-    groups: list[Group] = []
-    if serves and short:
-        native.append(_singles(batch, short, shape))
-    elif short:
+def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
+    """Plan the calls of the C kernels if they support the tensors; group the other sequences.
+
+    A group has decode tokens with similar context lengths, or prefill sequences with equal numbers
+    of new tokens and of past tokens.
+    """
+    context_lengths = batch.context_lengths
+    native: list[kernels.DecodeAttention | kernels.PrefillAttention] = []
+    is_native = kernels.supports_tensors(like, kv)
+    decode_tokens_max = DECODE_TOKENS_MAX if is_native else 1
+    decode_sequences = [
+        sequence
+        for sequence, length in enumerate(batch.query_lengths)
+        if length <= decode_tokens_max
+    ]
+    prefill_sequences = [
+        sequence
+        for sequence, length in enumerate(batch.query_lengths)
+        if length > decode_tokens_max
+    ]
+    token_bytes = 2 * shape.kv_heads * like.shape[-1] * like.element_size()
+    tokens_max = GATHER_BYTES_MAX // token_bytes
+    groups: list[EqualLengthGroup] = []
+    if is_native and decode_sequences:
+        native.append(_native_decode(batch, decode_sequences, shape))
+    elif decode_sequences:
         groups = [
-            _decoding(batch, some, shape, like)
-            for some in _by_context(short, contexts, shape, tokens_max)
+            _decode_group(batch, bucket, shape, like)
+            for bucket in _bucket_by_context(decode_sequences, context_lengths, shape, tokens_max)
         ]
-    if serves and long and kernels.attends_runs(like):
-        native.append(_runs(batch, long, shape))
-        long = []
-    alike: dict[tuple[int, int], list[int]] = {}
-    for s in long:
-        alike.setdefault((batch.lengths[s], batch.past[s]), []).append(s)
-    for (length, past), sequences in alike.items():
-        scores = shape.heads * min(length, TILE_QUERIES) * (length + past) * like.element_size()
-        together = max(1, min(SCORES_BYTES // scores, tokens_max // (length + past)))
-        for at in range(0, len(sequences), together):
-            groups.append(_prompts(batch, sequences[at : at + together], shape, like))
-    largest = max((g.gather.shape[1] for g in groups if g.gather is not None), default=0)
-    room = like.new_empty(2, largest, shape.block_tokens * like.shape[-1])
-    return Plan(native, groups, room)
-
-
-def _singles(batch: Batch, sequences: Sequence[int], shape: Shape) -> kernels.Paged:
-    assert batch.tables is not None
-    rows, owners, contexts = [], [], []
-    for s in sequences:
-        for n in range(batch.lengths[s]):
-            rows.append(batch.starts[s] + n)
-            owners.append(s)
-            contexts.append(batch.past[s] + n + 1)
-    return kernels.Paged(rows, owners, contexts, batch.tables, window=shape.window)
-
-
-def _runs(batch: Batch, sequences: Sequence[int], shape: Shape) -> kernels.Runs:
-    assert batch.tables is not None
-    starts, lengths, past = (
-        [numbers[s] for s in sequences] for numbers in (batch.starts, batch.lengths, batch.past)
+    if is_native and prefill_sequences and kernels.supports_prefill(like):
+        native.append(_native_prefill(batch, prefill_sequences, shape))
+        prefill_sequences = []
+    by_length: dict[tuple[int, int], list[int]] = {}
+    for sequence in prefill_sequences:
+        lengths = batch.query_lengths[sequence], batch.past_lengths[sequence]
+        by_length.setdefault(lengths, []).append(sequence)
+    for (length, past_length), sequences in by_length.items():
+        scores = (
+            shape.heads * min(length, TILE_QUERIES) * (length + past_length) * like.element_size()
+        )
+        sequences_max = max(
+            1, min(SCORES_BYTES_MAX // scores, tokens_max // (length + past_length))
+        )
+        for start in range(0, len(sequences), sequences_max):
+            groups.append(
+                _prefill_group(batch, sequences[start : start + sequences_max], shape, like)
+            )
+    gather_rows_max = max(
+        (group.pool_rows.shape[1] for group in groups if group.pool_rows is not None), default=0
     )
-    return kernels.Runs(starts, sequences, lengths, past, batch.tables, window=shape.window)
+    gather_buffer = like.new_empty(2, gather_rows_max, shape.block_tokens * like.shape[-1])
+    return AttentionPlan(native, groups, gather_buffer)
 
 
-def _by_context(
-    sequences: Sequence[int], contexts: Sequence[int], shape: Shape, tokens_max: int
+def _native_decode(
+    batch: Batch, sequences: Sequence[int], shape: AttentionShape
+) -> kernels.DecodeAttention:
+    assert batch.block_tables is not None
+    rows = []
+    row_sequences = []
+    context_lengths = []
+    for sequence in sequences:
+        for index in range(batch.query_lengths[sequence]):
+            rows.append(batch.query_starts[sequence] + index)
+            row_sequences.append(sequence)
+            context_lengths.append(batch.past_lengths[sequence] + index + 1)
+    return kernels.DecodeAttention(
+        rows, row_sequences, context_lengths, batch.block_tables, window=shape.window
+    )
+
+
+def _native_prefill(
+    batch: Batch, sequences: Sequence[int], shape: AttentionShape
+) -> kernels.PrefillAttention:
+    assert batch.block_tables is not None
+    starts, lengths, past_lengths = (
+        [values_by_sequence[sequence] for sequence in sequences]
+        for values_by_sequence in (batch.query_starts, batch.query_lengths, batch.past_lengths)
+    )
+    return kernels.PrefillAttention(
+        starts, sequences, lengths, past_lengths, batch.block_tables, window=shape.window
+    )
+
+
+def _bucket_by_context(
+    sequences: Sequence[int], context_lengths: Sequence[int], shape: AttentionShape, tokens_max: int
 ) -> list[list[int]]:
-    """Parts whose shortest context is not much less than the longest, of bounded size."""
-    parts: list[list[int]] = []
-    for s in sorted(sequences, key=lambda s: -contexts[s]):
-        longest = contexts[parts[-1][0]] if parts else 0
+    """Split sequences into buckets of similar context lengths.
+
+    A bucket of several sequences has at most about `tokens_max` keys, with the padding. A bucket of
+    one sequence can have more.
+    """
+    buckets: list[list[int]] = []
+    for sequence in sorted(sequences, key=lambda sequence: -context_lengths[sequence]):
+        longest = context_lengths[buckets[-1][0]] if buckets else 0
         if shape.window is not None:
             longest = min(longest, shape.window)
-        full = parts and (len(parts[-1]) + 1) * longest > tokens_max
-        if not parts or full or 2 * contexts[s] + 2 * shape.block_tokens < longest:
-            parts.append([])
-        parts[-1].append(s)
-    return [sorted(part) for part in parts]
+        is_full = buckets and (len(buckets[-1]) + 1) * longest > tokens_max
+        if (
+            not buckets
+            or is_full
+            or 2 * context_lengths[sequence] + 2 * shape.block_tokens < longest
+        ):
+            buckets.append([])
+        buckets[-1].append(sequence)
+    return [sorted(bucket) for bucket in buckets]
 
 
-def _decoding(batch: Batch, sequences: Sequence[int], shape: Shape, like: Tensor) -> Group:
-    """One query for each; blocks before the window are not read."""
-    size, window, device = shape.block_tokens, shape.window, like.device
-    ends = [batch.contexts[s] for s in sequences]
-    first = [0 if window is None else max(0, end - window) // size for end in ends]
-    width = max(-(-end // size) - start for end, start in zip(ends, first, strict=True))
-    begin, end = (torch.tensor(x, device=device) for x in (first, ends))
-    blocks = begin.unsqueeze(1) + torch.arange(width, device=device)
-    keys = begin.unsqueeze(1) * size + torch.arange(width * size, device=device)
-    seen = visible(end - 1, keys, window)
-    mask = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    mask = mask.repeat_interleave(shape.groups, 0).unsqueeze(1)
-    everything = slice(None)
-    return Group(
-        rows=_rows(batch, sequences, device),
+def _decode_group(
+    batch: Batch, sequences: Sequence[int], shape: AttentionShape, like: Tensor
+) -> EqualLengthGroup:
+    """Return the group of sequences with one new token; it skips blocks before the window."""
+    block_tokens = shape.block_tokens
+    window = shape.window
+    device = like.device
+    context_ends = [batch.context_lengths[sequence] for sequence in sequences]
+    first_blocks = [
+        0 if window is None else max(0, end - window) // block_tokens for end in context_ends
+    ]
+    blocks_max = max(
+        -(-end // block_tokens) - start
+        for end, start in zip(context_ends, first_blocks, strict=True)
+    )
+    first_block, end = (torch.tensor(x, device=device) for x in (first_blocks, context_ends))
+    blocks = first_block.unsqueeze(1) + torch.arange(blocks_max, device=device)
+    keys = first_block.unsqueeze(1) * block_tokens + torch.arange(
+        blocks_max * block_tokens, device=device
+    )
+    is_visible = visible_mask(end - 1, keys, window)
+    mask = like.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
+    mask = mask.repeat_interleave(shape.kv_heads, 0).unsqueeze(1)
+    full_slice = slice(None)
+    return EqualLengthGroup(
+        rows=_flat_rows(batch, sequences, device),
         sequences=len(sequences),
         shape=shape,
-        gather=_gathered(batch, sequences, blocks, shape),
-        tiles=[Tile(everything, everything, mask)],
+        pool_rows=_pool_rows(batch, sequences, blocks, shape),
+        tiles=[GroupTile(full_slice, full_slice, mask)],
     )
 
 
-def _prompts(batch: Batch, sequences: Sequence[int], shape: Shape, like: Tensor) -> Group:
-    """Equally long pieces of prompts at the same place; a tile reads the keys that it sees."""
-    size, window, device = shape.block_tokens, shape.window, like.device
-    length, past = batch.lengths[sequences[0]], batch.past[sequences[0]]
-    start = 0  # The position of the first key at hand.
-    gather = None
-    if past:
-        first = 0 if window is None else max(0, past + 1 - window) // size
-        blocks = torch.arange(first, -(-(past + length) // size), device=device)
-        gather = _gathered(batch, sequences, blocks.expand(len(sequences), -1), shape)
-        start = first * size
+def _prefill_group(
+    batch: Batch, sequences: Sequence[int], shape: AttentionShape, like: Tensor
+) -> EqualLengthGroup:
+    """Return the group of prefill chunks of equal length and position, in tiles of queries."""
+    block_tokens = shape.block_tokens
+    window = shape.window
+    device = like.device
+    length, past_length = batch.query_lengths[sequences[0]], batch.past_lengths[sequences[0]]
+    first_key = 0  # The position of the first gathered key.
+    pool_rows = None
+    if past_length:
+        first_block = 0 if window is None else max(0, past_length + 1 - window) // block_tokens
+        blocks = torch.arange(
+            first_block, -(-(past_length + length) // block_tokens), device=device
+        )
+        pool_rows = _pool_rows(batch, sequences, blocks.expand(len(sequences), -1), shape)
+        first_key = first_block * block_tokens
     tiles = []
-    for at in range(0, length, TILE_QUERIES):
-        end = min(at + TILE_QUERIES, length)
-        low = start if window is None else max(start, past + at + 1 - window)
-        high = past + end
-        if gather is not None and end == length:
-            # All that was gathered: of a part of it the product would make a copy first.
-            high = -(-high // size) * size
-        queries = torch.arange(past + at, past + end, device=device)
-        seen = visible(queries, torch.arange(low, high, device=device), window)
-        mask = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        mask = mask.repeat_interleave(shape.queries, 0).unsqueeze(0)
-        asked = slice(at * shape.queries, end * shape.queries)
-        tiles.append(Tile(asked, slice(low - start, high - start), mask))
-    return Group(_rows(batch, sequences, device), len(sequences), shape, gather, tiles)
+    for query_start in range(0, length, TILE_QUERIES):
+        query_end = min(query_start + TILE_QUERIES, length)
+        key_start = (
+            first_key if window is None else max(first_key, past_length + query_start + 1 - window)
+        )
+        key_end = past_length + query_end
+        if pool_rows is not None and query_end == length:
+            # Use all gathered keys: bmm would copy a partial slice first.
+            key_end = -(-key_end // block_tokens) * block_tokens
+        queries = torch.arange(past_length + query_start, past_length + query_end, device=device)
+        is_visible = visible_mask(queries, torch.arange(key_start, key_end, device=device), window)
+        mask = like.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
+        mask = mask.repeat_interleave(shape.queries_per_kv_head, 0).unsqueeze(0)
+        query_slice = slice(
+            query_start * shape.queries_per_kv_head, query_end * shape.queries_per_kv_head
+        )
+        tiles.append(
+            GroupTile(query_slice, slice(key_start - first_key, key_end - first_key), mask)
+        )
+    return EqualLengthGroup(
+        _flat_rows(batch, sequences, device), len(sequences), shape, pool_rows, tiles
+    )
 
 
-def _gathered(batch: Batch, sequences: Sequence[int], places: Tensor, shape: Shape) -> Tensor:
-    """The rows of the pool, one for each head of a block, that hold these places of the tables."""
-    assert batch.tables is not None
-    tables = batch.tables
-    if len(sequences) < len(tables):
-        tables = tables[torch.tensor(sequences, device=tables.device)]
-    blocks = tables.gather(1, places.clamp_max(tables.shape[1] - 1))
-    heads = torch.arange(2 * shape.groups, device=tables.device).view(2, 1, shape.groups, 1)
-    return (blocks.unsqueeze(1) * (2 * shape.groups) + heads).flatten(1)
+def _pool_rows(
+    batch: Batch, sequences: Sequence[int], table_columns: Tensor, shape: AttentionShape
+) -> Tensor:
+    """Return the pool rows, one per head and block, of these columns of the block tables."""
+    assert batch.block_tables is not None
+    block_tables = batch.block_tables
+    if len(sequences) < len(block_tables):
+        block_tables = block_tables[torch.tensor(sequences, device=block_tables.device)]
+    blocks = block_tables.gather(1, table_columns.clamp_max(block_tables.shape[1] - 1))
+    head_indices = torch.arange(2 * shape.kv_heads, device=block_tables.device).view(
+        2, 1, shape.kv_heads, 1
+    )
+    return (blocks.unsqueeze(1) * (2 * shape.kv_heads) + head_indices).flatten(1)
 
 
-def _rows(batch: Batch, sequences: Sequence[int], device: torch.device) -> slice | Tensor:
-    """The flat rows of sequences that are equally long."""
-    length, starts = batch.lengths[sequences[0]], batch.starts
+def _flat_rows(batch: Batch, sequences: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Return the flat rows of sequences with equally many new tokens; a slice if contiguous."""
+    length, starts = batch.query_lengths[sequences[0]], batch.query_starts
     begin = starts[sequences[0]]
     if starts[sequences[-1]] - begin == (len(sequences) - 1) * length:
         return slice(begin, begin + len(sequences) * length)
-    first = torch.tensor([starts[s] for s in sequences], device=device)
-    return (first.unsqueeze(1) + torch.arange(length, device=device)).flatten()
+    first_rows = torch.tensor([starts[sequence] for sequence in sequences], device=device)
+    return (first_rows.unsqueeze(1) + torch.arange(length, device=device)).flatten()

@@ -1,8 +1,8 @@
-"""Which attention a model has: chosen once, when it is loaded, and said in the log.
+"""Attention backend selection: torch, Triton or FlashInfer, chosen once at load and logged.
 
-Nobody asked: the fastest that works here, with the reason if it is not the first. Asked for and not
-to be had: an error that says what to install or to say instead. Each is one object's two functions,
-so a model knows none of them by name.
+"auto" selects Triton if it is available, else torch, and the reason is logged. A requested backend
+that is unavailable raises an error that says what to install or to request instead. The model uses
+only the interface `AttentionBackend`.
 """
 
 import logging
@@ -12,147 +12,139 @@ from importlib import import_module
 
 import torch
 
-from gpt.attention.fp8_kv_cache import EightBits
-from gpt.attention.kv_cache import KINDS
-from gpt.attention.paged import Attend, Store, ragged, store
+from gpt.attention.backend import AttentionBackend, TorchAttention
+from gpt.attention.fp8_kv_cache import Fp8KVAttention
+from gpt.attention.kv_cache import KV_DTYPES
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOATS
+from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-FIRST = "triton"  # Of those that "auto" may mean.
+PREFERRED_BACKEND = "triton"  # Selected by "auto" if available.
 
-# The oldest GPUs that multiply bf16, and that have numbers of eight bits.
-CAPABILITY_MIN, CAPABILITY_EIGHT_BITS_MIN = (8, 0), (8, 9)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How a model attends, and how it fills its pool."""
-
-    attend: Attend
-    store: Store
-
-    @property
-    def name(self) -> str:
-        return name_of(self.attend)
+# The lowest compute capabilities with bf16 tensor cores, and with fp8.
+CAPABILITY_MIN, CAPABILITY_FP8_MIN = (8, 0), (8, 9)
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """The model that will attend."""
+class _Requirements:
+    """The properties of the model that the backend must support."""
 
     config: GPTConfig
     dtype: torch.dtype
     device: torch.device
-    eight_bits: bool  # Whether its pool is of such numbers.
+    fp8_kv: bool  # Whether the KV pool is fp8.
 
 
-def name_of(attend: Attend) -> str:
-    """What the backend is called that this is of."""
-    return str(getattr(getattr(attend, "__self__", None), "name", "torch"))
-
-
-def choose(
+def select_backend(
     name: str,
     config: GPTConfig,
     device: torch.device,
     *,
     dtype: str | None = None,
     kv_dtype: str = "auto",
-) -> Backend:
-    """The backend of this name, for a model that computes in `dtype` (None: as it is stored).
+) -> AttentionBackend:
+    """Return the backend `name` for a model that computes in `dtype` (None: the stored dtype).
 
-    "auto": Triton's if it serves, else torch.
+    "auto" selects Triton if it supports the model, else torch.
     """
-    reason = check(name, config, device, dtype=dtype, kv_dtype=kv_dtype)
-    wanted = _Wanted(config, FLOATS[dtype or config.dtype], device, kv_dtype in KINDS)
-    found = _BACKENDS["torch" if reason else FIRST if name == "auto" else name](wanted)
-    reason = reason or ("it is there" if name == "auto" else "asked for")
-    log.info("event=attention backend=%s kv_dtype=%s reason=%r", found.name, kv_dtype, reason)
-    return found
+    reason = check_backend(name, config, device, dtype=dtype, kv_dtype=kv_dtype)
+    requirements = _Requirements(
+        config, FLOAT_DTYPES[dtype or config.dtype], device, kv_dtype in KV_DTYPES
+    )
+    backend = _BACKENDS["torch" if reason else PREFERRED_BACKEND if name == "auto" else name](
+        requirements
+    )
+    reason = reason or ("available" if name == "auto" else "requested")
+    log.info("event=attention backend=%s kv_dtype=%s reason=%r", backend.name, kv_dtype, reason)
+    return backend
 
 
-def check(
+def check_backend(
     name: str, config: GPTConfig, device: torch.device, *, dtype: str | None, kv_dtype: str
 ) -> str | None:
-    """Refuse what was asked for and cannot be; else why what nobody asked for is not the first."""
-    wanted = _Wanted(config, FLOATS[dtype or config.dtype], device, kv_dtype in KINDS)
-    if wanted.eight_bits and device.type != "cuda":
+    """Raise ConfigError if a requested backend is unavailable.
+
+    With "auto", return the reason why the preferred backend is unavailable, or None.
+    """
+    requirements = _Requirements(
+        config, FLOAT_DTYPES[dtype or config.dtype], device, kv_dtype in KV_DTYPES
+    )
+    if requirements.fp8_kv and device.type != "cuda":
         raise ConfigError(
-            f"kv_dtype is {kv_dtype!r}, and keys and values in eight bits need a CUDA device; the "
-            f"device is {device.type}: say kv_dtype: auto, or device: cuda"
+            f"kv_dtype is {kv_dtype!r}, and an fp8 KV cache needs a CUDA device; the device is "
+            f"{device.type}: set kv_dtype: auto, or device: cuda"
         )
     if name == "torch":
         return None
-    reason = _unfit(FIRST if name == "auto" else name, wanted)
+    reason = _unsupported_reason(PREFERRED_BACKEND if name == "auto" else name, requirements)
     if reason is not None and name != "auto":
         raise ConfigError(
-            f"attention_backend is {name!r}, and {reason}; "
-            f"{_HELP[name]}, or say attention_backend: auto"
+            f"attention_backend {name!r} is unavailable: {reason}; "
+            f"{_REMEDIES[name]}, or set attention_backend: auto"
         )
     return reason
 
 
-def _torch(wanted: _Wanted) -> Backend:
-    if not wanted.eight_bits:
-        return Backend(ragged, store)
-    twin = EightBits()
-    return Backend(twin.attend, twin.store)
+def _torch_backend(requirements: _Requirements) -> AttentionBackend:
+    return Fp8KVAttention() if requirements.fp8_kv else TorchAttention()
 
 
-def _triton(wanted: _Wanted) -> Backend:
+def _triton_backend(requirements: _Requirements) -> AttentionBackend:
     from gpt.attention.triton_paged import TritonAttention
 
-    made = TritonAttention()
-    return Backend(made.attend, made.store)
+    return TritonAttention()
 
 
-def _flashinfer(wanted: _Wanted) -> Backend:
+def _flashinfer_backend(requirements: _Requirements) -> AttentionBackend:
     from gpt.attention.flashinfer import FlashInferAttention
 
-    config = wanted.config
-    queries = config.num_attention_heads // config.num_query_groups
-    made = FlashInferAttention(wanted.device, queries=queries)
-    return Backend(made.attend, made.store)
+    config = requirements.config
+    queries_per_kv_head = config.num_attention_heads // config.num_query_groups
+    return FlashInferAttention(requirements.device, queries_per_kv_head=queries_per_kv_head)
 
 
-_BACKENDS: dict[str, Callable[[_Wanted], Backend]] = {
-    "torch": _torch,
-    "triton": _triton,
-    "flashinfer": _flashinfer,
+_BACKENDS: dict[str, Callable[[_Requirements], AttentionBackend]] = {
+    "torch": _torch_backend,
+    "triton": _triton_backend,
+    "flashinfer": _flashinfer_backend,
 }
-# What each of them computes in, and for which widths of a head.
+# The supported dtypes and numbers of channels per head of each backend.
 _DTYPES = {
     "triton": (torch.bfloat16, torch.float32),
     "flashinfer": (torch.bfloat16, torch.float16),
 }
-_WIDTHS = {"triton": range(2, 257, 2), "flashinfer": (64, 128, 256)}
-_HELP = {
-    "triton": "it comes with a CUDA build of torch (pip install triton), and needs a model in "
-    "bfloat16 or float32 on a GPU of compute capability 8.0 or later",
+_HEAD_DIMS = {"triton": range(2, 257, 2), "flashinfer": (64, 128, 256)}
+_REMEDIES = {
+    "triton": "install a CUDA build of torch with triton (pip install triton), and use a model in "
+    "bfloat16 or float32 on a GPU of compute capability 8.0 or later (8.9 with an fp8 KV cache)",
     "flashinfer": "install it with pip install 'preamble[flashinfer]' beside a CUDA build of "
-    "torch, for a model in bfloat16 with heads of 64, 128 or 256 channels",
+    "torch, and use a model in bfloat16 or float16 with heads of 64, 128 or 256 channels on a GPU "
+    "of compute capability 8.0 or later (8.9 with an fp8 KV cache)",
 }
 
 
-def _unfit(name: str, wanted: _Wanted) -> str | None:
-    """Why this backend does not serve."""
-    if wanted.device.type != "cuda":
-        return f"the device is {wanted.device.type}"
-    if wanted.dtype not in _DTYPES[name]:
-        return f"the model computes in {str(wanted.dtype).removeprefix('torch.')}"
-    if wanted.config.kv_channels not in _WIDTHS[name]:
-        return f"the model's heads have {wanted.config.kv_channels} channels"
-    has = torch.cuda.get_device_capability(wanted.device)
-    least = CAPABILITY_EIGHT_BITS_MIN if wanted.eight_bits else CAPABILITY_MIN
-    if has < least:
-        what = "numbers of eight bits need" if wanted.eight_bits else "it needs"
-        return f"the GPU's compute capability is {has[0]}.{has[1]}; {what} {least[0]}.{least[1]}"
+def _unsupported_reason(name: str, requirements: _Requirements) -> str | None:
+    """Return why this backend does not support the model or the device; None if it does."""
+    if requirements.device.type != "cuda":
+        return f"the device is {requirements.device.type}"
+    if requirements.dtype not in _DTYPES[name]:
+        return f"the model computes in {str(requirements.dtype).removeprefix('torch.')}"
+    if requirements.config.kv_channels not in _HEAD_DIMS[name]:
+        return f"the model's heads have {requirements.config.kv_channels} channels"
+    capability = torch.cuda.get_device_capability(requirements.device)
+    capability_min = CAPABILITY_FP8_MIN if requirements.fp8_kv else CAPABILITY_MIN
+    if capability < capability_min:
+        need = "fp8 needs" if requirements.fp8_kv else f"{name} needs"
+        major, minor = capability_min
+        return (
+            f"the GPU's compute capability is {capability[0]}.{capability[1]}; "
+            f"{need} {major}.{minor}"
+        )
     try:
         import_module(name)
-    except Exception as error:  # Packages for GPUs fail in many ways where something is missing.
-        reason = (str(error).splitlines() or ["it does not say why"])[0]
+    except Exception as error:  # Broken GPU packages raise many kinds of exceptions.
+        reason = (str(error).splitlines() or ["no message"])[0]
         return f"{name} cannot be imported ({type(error).__name__}: {reason})"
     return None

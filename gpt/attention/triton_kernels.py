@@ -1,219 +1,255 @@
-"""Attention over the paged pool on a GPU, in Triton: what gpt/attention/triton_paged.py launches.
+"""Triton kernels of paged attention (flash-decoding and prefill), and of writes to the KV pool.
 
-A program takes some queries of a KV head and a segment of their keys; it reads each key and value
-once, and keeps an online softmax in fp32. Two numbers bound it: a new token reads 2 x context x D
-numbers of each KV head (an H200 reads 4.8 TB/s), a prompt multiplies 4 x D for each pair of a query
-and a key that it sees (989 TFLOP/s in bf16). Lengths are read on the device: no host is asked.
+A program computes some queries of a KV head over one segment of their keys. It reads each key and
+value once and keeps an online softmax in fp32. gpt/attention/triton_paged.py launches the kernels.
+Decode is limited by memory: a token reads 2 x context x D elements of each KV head (an H200 reads
+4.8 TB/s). Prefill is limited by compute: 4 x D operations for each pair of a query and a visible
+key (989 TFLOP/s in bf16). Lengths are read on the device, without a host synchronization.
 """
 
 import triton
 import triton.language as tl
 
-# Where names are short: D channels, WIDTH the next power of two; BLOCK tokens of the pool's block,
-# TILE keys that are read at once; QUERIES heads of a KV head, TOKENS new tokens of a tile, ROWS the
-# two of them multiplied, up to a power of two. WINDOW 0: none.
+# Constants: D: channels of a head; WIDTH: D rounded up to a power of two; GROUPS: KV heads; BLOCK:
+# tokens of a block of the pool; TILE: keys read at once; HEADS: query heads; QUERIES: query heads
+# per KV head; TOKENS: maximum number of new tokens of a work item; ROWS: QUERIES x TOKENS rounded
+# up to a power of two; SEGMENTS: segments of the keys; STAGES: pipeline stages of the loop over the
+# keys; SCALED: whether keys and values have scales; WINDOW: 0 without a window; DTYPE_MAX: see
+# `append_kv`. A work item is a decode token, or a run of new tokens of one sequence.
 
 
 @triton.jit
-def segment_of(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The keys of one segment: whole tiles, equally many for all segments but the last."""
+def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return the key range of one segment.
+
+    The segments have the same number of tiles, but the last ones can be shorter or empty.
+    """
     first = low // TILE * TILE
-    each = tl.cdiv(tl.cdiv(high - first, TILE), SEGMENTS) * TILE
-    begin = first + segment * each
-    return begin, tl.minimum(begin + each, high)
+    segment_keys = tl.cdiv(tl.cdiv(high - first, TILE), SEGMENTS) * TILE
+    begin = first + segment * segment_keys
+    return begin, tl.minimum(begin + segment_keys, high)
 
 
 @triton.jit
-def fixed(most):
-    """A score to count from; where no key was seen, any number does."""
-    return tl.where(most == float("-inf"), 0.0, most)
+def finite_max(running_max):
+    """Return the running maximum to subtract; 0 instead of -inf where no key is visible."""
+    return tl.where(running_max == float("-inf"), 0.0, running_max)
 
 
 @triton.jit
-def places_of(
-    tables, tokens, inside, group,
+def kv_offsets(
+    block_table, tokens, is_inside, kv_head,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys of tokens begin in the pool; it may have more numbers than 32 bits count."""
-    blocks = tl.load(tables + tokens // BLOCK, mask=inside, other=0).to(tl.int64)
-    return ((blocks * (2 * GROUPS) + group) * BLOCK + tokens % BLOCK) * D
+    """Return the tokens' key offsets in the pool (int64: a pool may exceed 2^31 elements)."""
+    blocks = tl.load(block_table + tokens // BLOCK, mask=is_inside, other=0).to(tl.int64)
+    return ((blocks * (2 * GROUPS) + kv_head) * BLOCK + tokens % BLOCK) * D
 
 
 @triton.jit(do_not_specialize=["table_width"])
 def attend_single(
-    q, kv, tables, contexts, starts, pieces,
-    out, partial, sums, scales,
-    q_row, q_head, table_width, factor,
+    q, kv, block_tables, context_lengths, query_starts, work_items,
+    out, partial_out, softmax_stats, scales,
+    q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query of one head that has keys of its own (MHA), on the CUDA cores.
+    """Compute decode attention with one query head per KV head (MHA), on the CUDA cores.
 
-    There is a softmax for each place of a tile, so that threads meet once, at the end.
+    Each key position of a tile (lane) has its own online softmax; the positions are combined once,
+    after the loop.
     """
-    group, segment = tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(pieces + 2 * tl.program_id(0))
-    row = tl.load(starts + sequence)
-    high = tl.load(contexts + sequence)
+    kv_head, segment = tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(work_items + 2 * tl.program_id(0))
+    row = tl.load(query_starts + sequence)
+    high = tl.load(context_lengths + sequence)
     low = tl.maximum(high - WINDOW, 0) if WINDOW else 0
-    begin, end = segment_of(low, high, segment, TILE, SEGMENTS)
+    begin, end = segment_range(low, high, segment, TILE, SEGMENTS)
     channels, lanes = tl.arange(0, WIDTH), tl.arange(0, TILE)
-    real = channels < D
-    factor *= tl.load(scales) if SCALED else 1.0
-    query = tl.load(q + row.to(tl.int64) * q_row + group * q_head + channels, mask=real, other=0.0)
-    query = query.to(tl.float32) * factor
-    most = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
+    is_channel = channels < D
+    softmax_scale *= tl.load(scales) if SCALED else 1.0
+    query = tl.load(
+        q + row.to(tl.int64) * q_row + kv_head * q_head + channels, mask=is_channel, other=0.0
+    )
+    query = query.to(tl.float32) * softmax_scale
+    running_max = tl.full([TILE], float("-inf"), tl.float32)
+    running_sum = tl.zeros([TILE], tl.float32)
     y = tl.zeros([TILE, WIDTH], tl.float32)
-    for at in tl.range(begin, end, TILE, num_stages=STAGES):
-        tokens = at + lanes
-        inside = (tokens >= low) & (tokens < end)
-        places = places_of(tables + sequence * table_width, tokens, inside, group, GROUPS, BLOCK, D)
-        address = kv + places[:, None] + channels[None, :]
-        held = inside[:, None] & real[None, :]
-        keys = tl.load(address, mask=held, other=0.0).to(tl.float32)
-        values = tl.load(address + GROUPS * BLOCK * D, mask=held, other=0.0).to(tl.float32)
-        scores = tl.where(inside, tl.sum(keys * query[None, :], 1), float("-inf"))
-        peak = tl.maximum(most, scores)
-        kept, weights = tl.exp2(most - fixed(peak)), tl.exp2(scores - fixed(peak))
-        total = total * kept + weights
-        y = y * kept[:, None] + weights[:, None] * values
-        most = peak
-    peak = tl.max(most, 0)
-    shares = tl.exp2(most - fixed(peak))
-    total = tl.sum(total * shares, 0)
-    y = tl.sum(y * shares[:, None], 0)
+    for index in tl.range(begin, end, TILE, num_stages=STAGES):
+        tokens = index + lanes
+        is_inside = (tokens >= low) & (tokens < end)
+        offsets = kv_offsets(
+            block_tables + sequence * table_width, tokens, is_inside, kv_head, GROUPS, BLOCK, D
+        )
+        address = kv + offsets[:, None] + channels[None, :]
+        kv_mask = is_inside[:, None] & is_channel[None, :]
+        keys = tl.load(address, mask=kv_mask, other=0.0).to(tl.float32)
+        values = tl.load(address + GROUPS * BLOCK * D, mask=kv_mask, other=0.0).to(tl.float32)
+        scores = tl.where(is_inside, tl.sum(keys * query[None, :], 1), float("-inf"))
+        new_max = tl.maximum(running_max, scores)
+        rescale, weights = (
+            tl.exp2(running_max - finite_max(new_max)),
+            tl.exp2(scores - finite_max(new_max)),
+        )
+        running_sum = running_sum * rescale + weights
+        y = y * rescale[:, None] + weights[:, None] * values
+        running_max = new_max
+    new_max = tl.max(running_max, 0)
+    lane_scales = tl.exp2(running_max - finite_max(new_max))
+    running_sum = tl.sum(running_sum * lane_scales, 0)
+    y = tl.sum(y * lane_scales[:, None], 0)
     if SEGMENTS > 1:
-        at = (tl.program_id(0).to(tl.int64) * GROUPS + group) * SEGMENTS + segment
-        tl.store(partial + at * WIDTH + channels, y)
-        tl.store(sums + 2 * at, peak)
-        tl.store(sums + 2 * at + 1, total)
+        index = (tl.program_id(0).to(tl.int64) * GROUPS + kv_head) * SEGMENTS + segment
+        tl.store(partial_out + index * WIDTH + channels, y)
+        tl.store(softmax_stats + 2 * index, new_max)
+        tl.store(softmax_stats + 2 * index + 1, running_sum)
     else:
-        y = y / tl.where(total == 0.0, 1.0, total) * (tl.load(scales + 1) if SCALED else 1.0)
-        at = row.to(tl.int64) * GROUPS + group
-        tl.store(out + at * D + channels, y.to(out.dtype.element_ty), mask=real)
+        y = (
+            y
+            / tl.where(running_sum == 0.0, 1.0, running_sum)
+            * (tl.load(scales + 1) if SCALED else 1.0)
+        )
+        index = row.to(tl.int64) * GROUPS + kv_head
+        tl.store(out + index * D + channels, y.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["table_width"])
 def attend_tile(
-    q, kv, tables, contexts, starts, pieces,
-    out, partial, sums, scales,
-    q_row, q_head, table_width, factor,
+    q, kv, block_tables, context_lengths, query_starts, work_items,
+    out, partial_out, softmax_stats, scales,
+    q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some new tokens of a sequence, all queries of a KV head, as matrices (ROWS, WIDTH)."""
-    group, segment = tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(pieces + 2 * tl.program_id(0))
-    first = tl.load(pieces + 2 * tl.program_id(0) + 1)
-    start = tl.load(starts + sequence)
-    length = tl.load(starts + sequence + 1) - start
-    past = tl.load(contexts + sequence) - length
+    """Compute attention of a work item's new tokens, for all query heads of one KV head.
+
+    The output is a tile of shape (ROWS, WIDTH).
+    """
+    kv_head, segment = tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(work_items + 2 * tl.program_id(0))
+    first_token = tl.load(work_items + 2 * tl.program_id(0) + 1)
+    start = tl.load(query_starts + sequence)
+    length = tl.load(query_starts + sequence + 1) - start
+    past_length = tl.load(context_lengths + sequence) - length
     rows, channels, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
-    news = first + rows // QUERIES
-    asked = ((rows < TOKENS * QUERIES) & (news < length))[:, None] & (channels < D)[None, :]
-    heads, news_at = group * QUERIES + rows % QUERIES, (start + news).to(tl.int64)
-    asking = q + (news_at * q_row + heads * q_head)[:, None] + channels[None, :]
-    query = tl.load(asking, mask=asked, other=0.0)
-    factor *= tl.load(scales) if SCALED else 1.0
-    high = past + tl.minimum(first + TOKENS, length)
-    low = tl.maximum(past + first + 1 - WINDOW, 0) if WINDOW else 0
-    begin, end = segment_of(low, high, segment, TILE, SEGMENTS)
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    token_indices = first_token + rows // QUERIES
+    query_mask = ((rows < TOKENS * QUERIES) & (token_indices < length))[:, None] & (channels < D)[
+        None, :
+    ]
+    heads, token_rows = kv_head * QUERIES + rows % QUERIES, (start + token_indices).to(tl.int64)
+    query_address = q + (token_rows * q_row + heads * q_head)[:, None] + channels[None, :]
+    query = tl.load(query_address, mask=query_mask, other=0.0)
+    softmax_scale *= tl.load(scales) if SCALED else 1.0
+    high = past_length + tl.minimum(first_token + TOKENS, length)
+    low = tl.maximum(past_length + first_token + 1 - WINDOW, 0) if WINDOW else 0
+    begin, end = segment_range(low, high, segment, TILE, SEGMENTS)
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, WIDTH], tl.float32)
-    for at in range(begin, end, TILE):
-        tokens = at + lanes
-        inside = (tokens >= low) & (tokens < end)
-        places = places_of(tables + sequence * table_width, tokens, inside, group, GROUPS, BLOCK, D)
-        address = kv + places[:, None] + channels[None, :]
-        held = inside[:, None] & (channels < D)[None, :]
-        keys = tl.load(address, mask=held, other=0.0).to(query.dtype)
-        values = tl.load(address + GROUPS * BLOCK * D, mask=held, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * factor
-        before = (past + news)[:, None] - tokens[None, :]
-        seen = inside[None, :] & (before >= 0)
+    for index in range(begin, end, TILE):
+        tokens = index + lanes
+        is_inside = (tokens >= low) & (tokens < end)
+        offsets = kv_offsets(
+            block_tables + sequence * table_width, tokens, is_inside, kv_head, GROUPS, BLOCK, D
+        )
+        address = kv + offsets[:, None] + channels[None, :]
+        kv_mask = is_inside[:, None] & (channels < D)[None, :]
+        keys = tl.load(address, mask=kv_mask, other=0.0).to(query.dtype)
+        values = tl.load(address + GROUPS * BLOCK * D, mask=kv_mask, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * softmax_scale
+        distance = (past_length + token_indices)[:, None] - tokens[None, :]
+        is_visible = is_inside[None, :] & (distance >= 0)
         if WINDOW:
-            seen &= before < WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-        peak = tl.maximum(most, tl.max(scores, 1))
-        kept, weights = tl.exp2(most - fixed(peak)), tl.exp2(scores - fixed(peak)[:, None])
-        total = total * kept + tl.sum(weights, 1)
+            is_visible &= distance < WINDOW
+        scores = tl.where(is_visible, scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        rescale, weights = (
+            tl.exp2(running_max - finite_max(new_max)),
+            tl.exp2(scores - finite_max(new_max)[:, None]),
+        )
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
         weights = weights.to(query.dtype)
-        y = tl.dot(weights, values, y * kept[:, None], input_precision="ieee")
-        most = peak
+        y = tl.dot(weights, values, y * rescale[:, None], input_precision="ieee")
+        running_max = new_max
     if SEGMENTS > 1:
-        at = tl.program_id(0).to(tl.int64) * TOKENS + rows // QUERIES
-        at = (at * (GROUPS * QUERIES) + heads) * SEGMENTS + segment
-        told = (rows < TOKENS * QUERIES) & (news < length)
-        tl.store(partial + at[:, None] * WIDTH + channels[None, :], y, mask=told[:, None])
-        tl.store(sums + 2 * at, most, mask=told)
-        tl.store(sums + 2 * at + 1, total, mask=told)
+        index = tl.program_id(0).to(tl.int64) * TOKENS + rows // QUERIES
+        index = (index * (GROUPS * QUERIES) + heads) * SEGMENTS + segment
+        row_mask = (rows < TOKENS * QUERIES) & (token_indices < length)
+        tl.store(
+            partial_out + index[:, None] * WIDTH + channels[None, :], y, mask=row_mask[:, None]
+        )
+        tl.store(softmax_stats + 2 * index, running_max, mask=row_mask)
+        tl.store(softmax_stats + 2 * index + 1, running_sum, mask=row_mask)
     else:
-        y = y / tl.where(total == 0.0, 1.0, total)[:, None]
+        y = y / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
         y = y * (tl.load(scales + 1) if SCALED else 1.0)
-        at = news_at * (GROUPS * QUERIES) + heads
-        answer = out + at[:, None] * D + channels[None, :]
-        tl.store(answer, y.to(out.dtype.element_ty), mask=asked)
+        index = token_rows * (GROUPS * QUERIES) + heads
+        out_address = out + index[:, None] * D + channels[None, :]
+        tl.store(out_address, y.to(out.dtype.element_ty), mask=query_mask)
 
 
 @triton.jit
-def merge(
-    starts, pieces, out, partial, sums, scales,
+def merge_segments(
+    query_starts, work_items, out, partial_out, softmax_stats, scales,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one new token: what its segments came to, put together."""
-    piece, head = tl.program_id(0) // TOKENS, tl.program_id(1)
-    sequence, first = tl.load(pieces + 2 * piece), tl.load(pieces + 2 * piece + 1)
-    row = tl.load(starts + sequence) + first + tl.program_id(0) % TOKENS
-    there = row < tl.load(starts + sequence + 1)
+    """Merge the partial outputs of the segments, for one head of one new token."""
+    work_item, head = tl.program_id(0) // TOKENS, tl.program_id(1)
+    sequence, first_token = (
+        tl.load(work_items + 2 * work_item),
+        tl.load(work_items + 2 * work_item + 1),
+    )
+    row = tl.load(query_starts + sequence) + first_token + tl.program_id(0) % TOKENS
+    is_token = row < tl.load(query_starts + sequence + 1)
     channels, segments = tl.arange(0, WIDTH), tl.arange(0, SEGMENTS)
-    parts = (tl.program_id(0).to(tl.int64) * HEADS + head) * SEGMENTS + segments
-    held = segments < tl.where(there, SEGMENTS, 0)
-    most = tl.load(sums + 2 * parts, mask=held, other=0.0)
-    total = tl.load(sums + 2 * parts + 1, mask=held, other=0.0)
-    address = partial + parts[:, None] * WIDTH + channels[None, :]
-    y = tl.load(address, mask=held[:, None], other=0.0)
-    shares = tl.exp2(most - fixed(tl.max(most, 0)))
-    total = tl.sum(total * shares, 0)
-    y = tl.sum(y * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    segment_indices = (tl.program_id(0).to(tl.int64) * HEADS + head) * SEGMENTS + segments
+    segment_mask = segments < tl.where(is_token, SEGMENTS, 0)
+    segment_max = tl.load(softmax_stats + 2 * segment_indices, mask=segment_mask, other=0.0)
+    total = tl.load(softmax_stats + 2 * segment_indices + 1, mask=segment_mask, other=0.0)
+    address = partial_out + segment_indices[:, None] * WIDTH + channels[None, :]
+    y = tl.load(address, mask=segment_mask[:, None], other=0.0)
+    segment_scales = tl.exp2(segment_max - finite_max(tl.max(segment_max, 0)))
+    total = tl.sum(total * segment_scales, 0)
+    y = tl.sum(y * segment_scales[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     y = y * (tl.load(scales + 1) if SCALED else 1.0)
-    at = row.to(tl.int64) * HEADS + head
+    index = row.to(tl.int64) * HEADS + head
     tl.store(
-        out + at * D + channels, y.to(out.dtype.element_ty), mask=channels < tl.where(there, D, 0)
+        out + index * D + channels,
+        y.to(out.dtype.element_ty),
+        mask=channels < tl.where(is_token, D, 0),
     )
 
 
 @triton.jit
-def within(x, MOST: tl.constexpr):
-    return tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+def clamp(x, LIMIT: tl.constexpr):
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
-def append(
-    k, v, kv, blocks, places, scales,
+def append_kv(
+    k, v, kv, blocks, offsets, scales,
     k_row, k_group, v_row, v_group,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, MOST: tl.constexpr, SCALED: tl.constexpr,
+    WIDTH: tl.constexpr, DTYPE_MAX: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """A new token's key and value of one KV head into their slot; nowhere if its block is below 0.
+    """Store the key and value of one KV head of a new token; skip a token whose block is < 0.
 
-    MOST is the largest number that the pool holds, where that is less than the model's; 0: any.
+    DTYPE_MAX is the largest value of the pool's dtype if this is not the dtype of k and v; else 0.
     """
-    row, group, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-    block, place = tl.load(blocks + row).to(tl.int64), tl.load(places + row)
-    kept = channels < tl.where(block >= 0, D, 0)
-    key = tl.load(k + row * k_row + group * k_group + channels, mask=kept, other=0.0)
-    value = tl.load(v + row * v_row + group * v_group + channels, mask=kept, other=0.0)
+    row, kv_head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
+    block, offset = tl.load(blocks + row).to(tl.int64), tl.load(offsets + row)
+    channel_mask = channels < tl.where(block >= 0, D, 0)
+    key = tl.load(k + row * k_row + kv_head * k_group + channels, mask=channel_mask, other=0.0)
+    value = tl.load(v + row * v_row + kv_head * v_group + channels, mask=channel_mask, other=0.0)
     if SCALED:
         key = key.to(tl.float32) / tl.load(scales)
         value = value.to(tl.float32) / tl.load(scales + 1)
-    if MOST:
-        # A cast alone may make NaN of what is too large. What is NaN stays so, and is seen.
-        key, value = within(key.to(tl.float32), MOST), within(value.to(tl.float32), MOST)
-    address = kv + ((block * (2 * GROUPS) + group) * BLOCK + place) * D + channels
-    tl.store(address, key.to(kv.dtype.element_ty), mask=kept)
-    tl.store(address + GROUPS * BLOCK * D, value.to(kv.dtype.element_ty), mask=kept)
+    if DTYPE_MAX:
+        # A cast alone may turn large values into NaN. A NaN stays NaN, so that checks find it.
+        key, value = clamp(key.to(tl.float32), DTYPE_MAX), clamp(value.to(tl.float32), DTYPE_MAX)
+    address = kv + ((block * (2 * GROUPS) + kv_head) * BLOCK + offset) * D + channels
+    tl.store(address, key.to(kv.dtype.element_ty), mask=channel_mask)
+    tl.store(address + GROUPS * BLOCK * D, value.to(kv.dtype.element_ty), mask=channel_mask)

@@ -1,9 +1,10 @@
-"""Attention over the paged pool by our own Triton kernels: cut into programs, and launched.
+"""Triton paged-attention backend: cuts a batch into work items and launches the kernels.
 
-A piece of a batch (a single new token, or a run of some) and a KV head is a program. Where that is
-too few to keep a GPU's memory busy, keys are shared out too, and a second kernel joins the parts.
-In how many follows from the number of pieces, never from a context, so work that was recorded for a
-batch of some size serves any contexts. The twins in torch: paged.py, fp8_kv_cache.py.
+A program computes one work item (a decode token, or a run of prefill tokens) for one KV head. If
+there are too few programs to saturate the GPU's memory bandwidth, the keys are split into segments,
+and a second kernel merges the partial outputs. The number of segments depends on the number of work
+items, never on context lengths, so a captured CUDA graph of a batch size serves all contexts. The
+torch references are paged.py and fp8_kv_cache.py.
 """
 
 from dataclasses import dataclass
@@ -14,106 +15,143 @@ import torch
 from torch import Tensor
 
 from gpt.attention import triton_kernels as kernels
-from gpt.attention.fp8_kv_cache import scales_of
-from gpt.attention.paged import KV, ragged
-from gpt.attention.varlen import rectangle
+from gpt.attention.backend import AttentionBackend
+from gpt.attention.fp8_kv_cache import layer_scales
+from gpt.attention.paged import KV, ragged_attention
+from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 
-WIDTH_MAX = 256
-DTYPES = (torch.bfloat16, torch.float32)
-# Enough for four programs on each of an H200's 132 multiprocessors. A constant, for every GPU: it
-# decides in which order a row's sums are taken.
+# About four programs for each of the 132 multiprocessors of an H200. The number does not depend on
+# the GPU: it determines the order in which a row is summed, and different orders would give
+# slightly different results.
 PROGRAMS_MIN = 512
-# Into how many parts keys are shared out. Each number is a kernel to compile, so there are few.
-SEGMENTS = (1, 4, 32)
-# A kernel keeps three tiles of keys and three of values in 227 KiB, and two kernels should fit.
-TILE_BYTES = 16 << 10
-# Of an accumulator in fp32: 64 registers of each of 128 threads.
-TILE_NUMBERS = 8192
-# Rows of queries at once. Of bf16 a warp group multiplies 64; fp32 goes over the CUDA cores.
+# The possible numbers of segments. Each needs a compiled kernel, so there are few.
+SEGMENT_COUNTS = (1, 4, 32)
+# Three tiles of keys and three of values of two programs should fit into 227 KiB of shared memory.
+TILE_BYTES_MAX = 16 << 10
+# Elements of the fp32 accumulator: 64 registers of each of 128 threads.
+TILE_ELEMENTS_MAX = 8192
+# Maximum query rows of a tile with up to 128 channels. bf16: 64 rows for each of two warp groups.
+# fp32 runs on the CUDA cores, with smaller tiles.
 ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
-ROWS_MIN = 16  # Of a matrix that is multiplied.
-# Runs of so few new tokens have their keys shared out, too; for longer ones there is enough to do.
-SHORT_TOKENS = 4
+ROWS_MIN = 16  # The minimum of tl.dot.
+# The keys of work items with up to this many new tokens are split into segments. Longer work items
+# give enough programs without a split.
+SPLIT_KEYS_TOKENS_MAX = 4
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A batch as the kernels read it: int32, on the device, for all layers of a step.
+class TritonMetadata:
+    """The batch as int32 device tensors for the kernels, shared by all layers of a step.
 
-    A context of 0 sees nothing and gets zeros.
+    A sequence with a context length of 0 gets an output of zeros.
     """
 
-    contexts: Tensor  # (B,) tokens that each sequence has after this step.
-    starts: Tensor  # (B + 1,) the flat row of each one's first new token, and where the last ends.
-    tables: Tensor  # (B, blocks)
-    singles: Tensor  # (pieces, 2) sequences with one new token, each with a 0,
-    runs: Tensor  # and pieces of the others: the sequence, and the first of some new tokens of it.
-    run_tokens: int  # New tokens of such a piece at most.
+    context_lengths: Tensor  # (B,) the number of tokens of each sequence after this step.
+    query_starts: Tensor  # (B + 1,) the flat row of each sequence's first new token, and the end.
+    block_tables: Tensor  # (B, blocks)
+    decode_items: Tensor  # (work items, 2): a sequence with one new token, and 0.
+    prefill_items: Tensor  # (work items, 2): a sequence, and the item's first new token.
+    prefill_tokens_max: int  # The largest number of new tokens of a prefill work item.
 
     @classmethod
-    def of(cls, batch: Batch, queries: int, like: Tensor) -> "Placed":
-        """For so many queries `like` these of a KV head."""
-        assert batch.tables is not None
-        if batch.ends is None:
-            return cls._counted(batch, queries, like)
-        # Only the device knows: work that is recorded, each sequence with one new token.
-        starts = torch.arange(len(batch.ends) + 1, dtype=torch.int32, device=like.device)
-        singles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], dim=1)
-        return cls(batch.ends, starts, batch.tables.int(), singles, singles[:0], 1)
+    def from_batch(cls, batch: Batch, queries_per_kv_head: int, like: Tensor) -> "TritonMetadata":
+        """Return the metadata of a batch, for queries like `like`."""
+        assert batch.block_tables is not None
+        if batch.device_context_lengths is None:
+            return cls._from_host_lengths(batch, queries_per_kv_head, like)
+        # Lengths are on the device only (CUDA graph capture): each sequence has one new token.
+        query_starts = torch.arange(
+            len(batch.device_context_lengths) + 1, dtype=torch.int32, device=like.device
+        )
+        decode_items = torch.stack([query_starts[:-1], torch.zeros_like(query_starts[:-1])], dim=1)
+        return cls(
+            batch.device_context_lengths,
+            query_starts,
+            batch.block_tables.int(),
+            decode_items,
+            decode_items[:0],
+            1,
+        )
 
     @classmethod
-    def _counted(cls, batch: Batch, queries: int, like: Tensor) -> "Placed":
-        """From what the host knows, in one copy."""
-        assert batch.tables is not None
-        lengths, past = np.array(batch.lengths), np.array(batch.past)
-        starts = np.concatenate([[0], lengths.cumsum()])
+    def _from_host_lengths(
+        cls, batch: Batch, queries_per_kv_head: int, like: Tensor
+    ) -> "TritonMetadata":
+        """Compute the metadata on the host and copy it to the device in one transfer."""
+        assert batch.block_tables is not None
+        lengths, past_lengths = np.array(batch.query_lengths), np.array(batch.past_lengths)
+        query_starts = np.concatenate([[0], lengths.cumsum()])
         longest = int(lengths.max())
-        tokens = tokens_for(longest, queries, like)
-        singles = np.flatnonzero(lengths == 1) if longest > 1 else np.arange(len(lengths))
-        runs = np.flatnonzero(lengths > 1)
-        counts = -(-lengths[runs] // tokens)
-        owners = np.repeat(runs, counts)
-        firsts = (np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)) * tokens
-        # Those that see the most go first, or the last to begin would be the last to end.
-        order = np.argsort(-(past[owners] + firsts), kind="stable")
-        pieces = [(singles, np.zeros_like(singles)), (owners[order], firsts[order])]
-        parts = [lengths + past, starts, *(np.stack(pair, 1).ravel() for pair in pieces)]
-        packed = torch.from_numpy(np.concatenate(parts).astype(np.int32))
-        contexts, begins, one, more = packed.to(batch.tables.device).split([len(x) for x in parts])
-        return cls(contexts, begins, batch.tables.int(), one.view(-1, 2), more.view(-1, 2), tokens)
+        tokens = work_item_tokens_max(longest, queries_per_kv_head, like)
+        decode_sequences = np.flatnonzero(lengths == 1) if longest > 1 else np.arange(len(lengths))
+        prefill_sequences = np.flatnonzero(lengths > 1)
+        counts = -(-lengths[prefill_sequences] // tokens)
+        work_item_sequences = np.repeat(prefill_sequences, counts)
+        first_tokens = (
+            np.arange(len(work_item_sequences)) - np.repeat(counts.cumsum() - counts, counts)
+        ) * tokens
+        # Work items with the most keys first, so that the slowest do not start last.
+        order = np.argsort(-(past_lengths[work_item_sequences] + first_tokens), kind="stable")
+        work_items = [
+            (decode_sequences, np.zeros_like(decode_sequences)),
+            (work_item_sequences[order], first_tokens[order]),
+        ]
+        arrays = [
+            lengths + past_lengths,
+            query_starts,
+            *(np.stack(pair, 1).ravel() for pair in work_items),
+        ]
+        packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32))
+        context_lengths, device_starts, decode_items, prefill_items = packed.to(
+            batch.block_tables.device
+        ).split([len(x) for x in arrays])
+        return cls(
+            context_lengths,
+            device_starts,
+            batch.block_tables.int(),
+            decode_items.view(-1, 2),
+            prefill_items.view(-1, 2),
+            tokens,
+        )
 
 
-class TritonAttention:
-    """What a model attends by (`attend`) and fills its pool by (`store`).
+class TritonAttention(AttentionBackend):
+    """Attention and KV-pool writes with the Triton kernels of this package.
 
-    `scales`, (layers of the pool, 2) in fp32: what stored keys and values are multiplied by; None:
-    they are stored as they are.
+    `scales`: (layers of the pool, 2) in fp32. A key or value is its stored fp8 value times the
+    scale; None means 1.
     """
 
     name = "triton"
-    captured = True  # Recorded once, it serves other contexts: what it reads is on the device.
+    is_capturable = True  # Kernels read lengths on the device, so a graph fits all lengths.
 
     def __init__(self, scales: Tensor | None = None) -> None:
         self._scales = scales
-        self._ready: set[object] = set()
+        self._compiled: set[object] = set()
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
-        """Write this step's keys and values into their slots; a row whose block is < 0 has none."""
-        assert batch.slots is not None
-        blocks, places = batch.slots
-        tokens, groups, width = k.shape
-        k, v = _inner(k), _inner(v)
-        most = int(torch.finfo(kv.dtype).max) if kv.dtype != k.dtype else 0
+        """Write this step's keys and values into their slots; skip rows whose block is < 0."""
+        assert batch.slot_mapping is not None
+        blocks, offsets = batch.slot_mapping
+        tokens, kv_heads, head_dim = k.shape
+        k, v = _contiguous_rows(k), _contiguous_rows(v)
+        dtype_max = int(torch.finfo(kv.dtype).max) if kv.dtype != k.dtype else 0
         with torch.cuda.device_of(k):
-            kernels.append[(tokens, groups)](
-                *(k, v, kv, blocks, places, scales_of(self._scales, kv)),
-                *(*k.stride()[:2], *v.stride()[:2]),
-                GROUPS=groups,
-                D=width,
-                WIDTH=power_of_two(width),
+            kernels.append_kv[(tokens, kv_heads)](
+                k,
+                v,
+                kv,
+                blocks,
+                offsets,
+                layer_scales(self._scales, kv),
+                *k.stride()[:2],
+                *v.stride()[:2],
+                GROUPS=kv_heads,
+                D=head_dim,
+                WIDTH=next_power_of_two(head_dim),
                 BLOCK=kv.shape[3],
-                MOST=most,
+                DTYPE_MAX=dtype_max,
                 SCALED=self._scales is not None,
                 num_warps=1,
             )
@@ -121,147 +159,196 @@ class TritonAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
-        """As gpt.attention.paged.ragged does."""
+        """The same as gpt.attention.paged.ragged_attention."""
         if kv is None:
-            return ragged(q, k, v, batch, kv, window)
-        first = not any(batch.past) and min(batch.lengths) > 1
-        if first and window is None and q.dtype == kv.dtype == torch.bfloat16:
-            # All that is seen came in with the batch, and the library's kernels are faster at it.
-            return rectangle(q, k, v, batch, window)
-        queries = q.shape[1] // kv.shape[2]
-        placed = batch.kept.get(Placed)
-        if placed is None:
-            placed = Placed.of(batch, queries, q)
-            batch.kept[Placed] = placed
-        assert isinstance(placed, Placed)
+            return ragged_attention(q, k, v, batch, kv, window)
+        is_first_prefill = not any(batch.past_lengths) and min(batch.query_lengths) > 1
+        if is_first_prefill and window is None and q.dtype == kv.dtype == torch.bfloat16:
+            # The pool is not read: no sequence has earlier tokens, so all visible keys are in the
+            # batch. torch's fused kernels are faster for this case.
+            return padded_sdpa(q, k, v, batch, window)
+        queries_per_kv_head = q.shape[1] // kv.shape[2]
+        metadata = batch.attention_metadata.get(TritonMetadata)
+        if metadata is None:
+            metadata = TritonMetadata.from_batch(batch, queries_per_kv_head, q)
+            batch.attention_metadata[TritonMetadata] = metadata
+        assert isinstance(metadata, TritonMetadata)
         if q.is_cuda:
-            self.prepare(q, kv, window)
-        q, out = _inner(q), torch.empty_like(q, memory_format=torch.contiguous_format)
-        layer = _Layer(q, kv, placed, window or 0, scales_of(self._scales, kv), out)
+            self.compile_kernels(q, kv, window)
+        q, out = _contiguous_rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
+        launch = _LayerLaunch(q, kv, metadata, window or 0, layer_scales(self._scales, kv), out)
         with torch.cuda.device_of(q):
-            if len(placed.singles):
-                layer.attend(placed.singles, 1)
-            if len(placed.runs):
-                layer.attend(placed.runs, placed.run_tokens)
+            if len(metadata.decode_items):
+                launch.launch(metadata.decode_items, 1)
+            if len(metadata.prefill_items):
+                launch.launch(metadata.prefill_items, metadata.prefill_tokens_max)
         return out
 
-    def prepare(self, q: Tensor, kv: KV, window: int | None) -> None:
-        """Once for such a layer: have all compiled that any step may ask for.
+    def compile_kernels(self, q: Tensor, kv: KV, window: int | None) -> None:
+        """Compile all kernel variants that later steps may need, once per shape of layer.
 
-        It takes seconds, which a step among others does not have. What is computed is nothing.
+        Compilation takes seconds, too long for a step that serves requests. The launches here
+        compute sequences with a context length of 0.
         """
-        kind = (*q.shape[1:], q.dtype, *kv.shape[2:], kv.dtype, window)
-        if kind in self._ready:
+        signature = (*q.shape[1:], q.dtype, *kv.shape[2:], kv.dtype, window)
+        if signature in self._compiled:
             return
-        self._ready.add(kind)
-        heads, groups = q.shape[1], kv.shape[2]
-        queries = heads // groups
-        lengths = {tokens_for(n, queries, q) for n in (SHORT_TOKENS, *range(16, 129, 16))}
-        for tokens in (1, *sorted(lengths)):
-            for segments in SEGMENTS if tokens <= SHORT_TOKENS else (1,):
-                count = -(-PROGRAMS_MIN // (groups * segments))
-                order = torch.arange(count + 1, dtype=torch.int32, device=q.device)
-                blank = torch.zeros_like(order[1:])
-                pieces = torch.stack([order[:-1], blank], dim=1)
-                placed = Placed(blank, order * tokens, blank.unsqueeze(1), pieces, pieces, tokens)
-                asked = q.new_zeros(count * tokens, *q.shape[1:])
-                scales = scales_of(self._scales, kv)
+        self._compiled.add(signature)
+        heads, kv_heads = q.shape[1], kv.shape[2]
+        queries_per_kv_head = heads // kv_heads
+        token_counts = {
+            work_item_tokens_max(n, queries_per_kv_head, q)
+            for n in (SPLIT_KEYS_TOKENS_MAX, *range(16, 129, 16))
+        }
+        for tokens in (1, *sorted(token_counts)):
+            for segments in SEGMENT_COUNTS if tokens <= SPLIT_KEYS_TOKENS_MAX else (1,):
+                count = -(-PROGRAMS_MIN // (kv_heads * segments))
+                indices = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+                zeros = torch.zeros_like(indices[1:])
+                work_items = torch.stack([indices[:-1], zeros], dim=1)
+                metadata = TritonMetadata(
+                    zeros, indices * tokens, zeros.unsqueeze(1), work_items, work_items, tokens
+                )
+                dummy_q = q.new_zeros(count * tokens, *q.shape[1:])
+                scales = layer_scales(self._scales, kv)
                 with torch.cuda.device_of(q):
-                    layer = _Layer(asked, kv, placed, window or 0, scales, torch.empty_like(asked))
-                    layer.attend(pieces, tokens)
+                    launch = _LayerLaunch(
+                        dummy_q, kv, metadata, window or 0, scales, torch.empty_like(dummy_q)
+                    )
+                    launch.launch(work_items, tokens)
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """A layer of a step: what all its programs read and write."""
+class _LayerLaunch:
+    """The inputs and outputs of one layer's launches."""
 
     q: Tensor
     kv: KV
-    placed: Placed
+    metadata: TritonMetadata
     window: int
     scales: Tensor | None
     out: Tensor
 
-    def attend(self, pieces: Tensor, tokens: int) -> None:
-        """Fill the rows of these pieces, of at most so many new tokens each."""
-        q, kv, placed = self.q, self.kv, self.placed
-        _, heads, d = q.shape
-        groups, width, scaled = kv.shape[2], max(ROWS_MIN, power_of_two(d)), self.scales is not None
-        queries = heads // groups
-        rows = rows_for(tokens, queries, q)
-        segments = segments_for(len(pieces) * groups) if tokens <= SHORT_TOKENS else 1
-        room = len(pieces) * tokens * heads * segments if segments > 1 else 0
-        partial = torch.empty(room * width, dtype=torch.float32, device=q.device)
-        sums = torch.empty(room * 2, dtype=torch.float32, device=q.device)
-        read = (q, kv, placed.tables, placed.contexts, placed.starts, pieces)
-        made = (self.out, partial, sums, self.scales)
-        # Exponentials are of 2, which is what the hardware has.
-        strides, factor = (*q.stride()[:2], placed.tables.stride(0)), log2(e) * d**-0.5
-        shape = {"GROUPS": groups, "WINDOW": self.window, "BLOCK": kv.shape[3]}
-        shape |= {"D": d, "WIDTH": width, "SEGMENTS": segments, "SCALED": scaled}
-        if tokens == queries == 1:
-            kernels.attend_single[len(pieces), groups, segments](
-                *(*read, *made, *strides, factor),
-                **shape,
-                TILE=tile_keys(width, kv),
+    def launch(self, work_items: Tensor, tokens: int) -> None:
+        """Fill the output rows of `work_items`, which have at most `tokens` new tokens each."""
+        q = self.q
+        kv = self.kv
+        metadata = self.metadata
+        _, heads, head_dim = q.shape
+        kv_heads = kv.shape[2]
+        padded_head_dim = max(ROWS_MIN, next_power_of_two(head_dim))
+        is_scaled = self.scales is not None
+        queries_per_kv_head = heads // kv_heads
+        rows = work_item_rows(tokens, queries_per_kv_head, q)
+        segments = (
+            segment_count(len(work_items) * kv_heads) if tokens <= SPLIT_KEYS_TOKENS_MAX else 1
+        )
+        partial_rows = len(work_items) * tokens * heads * segments if segments > 1 else 0
+        partial_out = torch.empty(
+            partial_rows * padded_head_dim, dtype=torch.float32, device=q.device
+        )
+        softmax_stats = torch.empty(partial_rows * 2, dtype=torch.float32, device=q.device)
+        inputs = (
+            q,
+            kv,
+            metadata.block_tables,
+            metadata.context_lengths,
+            metadata.query_starts,
+            work_items,
+        )
+        outputs = (self.out, partial_out, softmax_stats, self.scales)
+        # The kernels use exp2, a hardware instruction, so the scale includes log2(e).
+        strides, softmax_scale = (
+            (*q.stride()[:2], metadata.block_tables.stride(0)),
+            log2(e) * head_dim**-0.5,
+        )
+        constants = {"GROUPS": kv_heads, "WINDOW": self.window, "BLOCK": kv.shape[3]}
+        constants |= {
+            "D": head_dim,
+            "WIDTH": padded_head_dim,
+            "SEGMENTS": segments,
+            "SCALED": is_scaled,
+        }
+        if tokens == queries_per_kv_head == 1:
+            kernels.attend_single[len(work_items), kv_heads, segments](
+                *inputs,
+                *outputs,
+                *strides,
+                softmax_scale,
+                **constants,
+                TILE=tile_keys(padded_head_dim, kv),
                 STAGES=3,
                 num_warps=4,
             )
         else:
-            kernels.attend_tile[len(pieces), groups, segments](
-                *(*read, *made, *strides, factor),
-                **shape,
-                QUERIES=queries,
+            kernels.attend_tile[len(work_items), kv_heads, segments](
+                *inputs,
+                *outputs,
+                *strides,
+                softmax_scale,
+                **constants,
+                QUERIES=queries_per_kv_head,
                 TOKENS=tokens,
                 ROWS=rows,
-                TILE=min(64, tile_keys(width, q)),
+                TILE=min(64, tile_keys(padded_head_dim, q)),
                 num_warps=8 if rows > 64 or q.dtype == torch.float32 else 4,
                 num_stages=3 if q.dtype == torch.bfloat16 else 2,
             )
         if segments > 1:
-            kernels.merge[len(pieces) * tokens, heads](
-                *(placed.starts, pieces, *made),
+            kernels.merge_segments[len(work_items) * tokens, heads](
+                metadata.query_starts,
+                work_items,
+                *outputs,
                 HEADS=heads,
-                D=d,
-                WIDTH=width,
+                D=head_dim,
+                WIDTH=padded_head_dim,
                 TOKENS=tokens,
                 SEGMENTS=segments,
-                SCALED=scaled,
+                SCALED=is_scaled,
                 num_warps=4,
             )
 
 
-def segments_for(programs: int) -> int:
-    """In how many parts each one's keys are shared out, to have enough programs."""
-    enough = (one for one in SEGMENTS if programs * one >= PROGRAMS_MIN)
-    return next(enough, SEGMENTS[-1])
+def segment_count(programs: int) -> int:
+    """Return the number of key segments per work item that gives enough programs."""
+    sufficient = (count for count in SEGMENT_COUNTS if programs * count >= PROGRAMS_MIN)
+    return next(sufficient, SEGMENT_COUNTS[-1])
 
 
-def tokens_for(longest: int, queries: int, like: Tensor) -> int:
-    """New tokens of a piece at most, where a sequence has so many: one of few numbers."""
-    if longest <= SHORT_TOKENS:
-        return min(SHORT_TOKENS, rows_for(SHORT_TOKENS, queries, like) // queries)
-    return rows_for(longest, queries, like) // queries
+def work_item_tokens_max(longest: int, queries_per_kv_head: int, like: Tensor) -> int:
+    """Return the maximum number of new tokens per work item.
+
+    `longest` is the largest number of new tokens of a sequence in the batch. Few results are
+    possible, because each needs a compiled kernel.
+    """
+    if longest <= SPLIT_KEYS_TOKENS_MAX:
+        return min(
+            SPLIT_KEYS_TOKENS_MAX,
+            work_item_rows(SPLIT_KEYS_TOKENS_MAX, queries_per_kv_head, like) // queries_per_kv_head,
+        )
+    return work_item_rows(longest, queries_per_kv_head, like) // queries_per_kv_head
 
 
-def rows_for(tokens: int, queries: int, like: Tensor) -> int:
-    """Rows of a piece of at most so many new tokens, with so many queries each."""
-    most = ROWS_MAX[like.dtype] if like.shape[-1] <= 128 else ROWS_MAX[like.dtype] // 2
-    # All queries of a token are in one piece, however many there are.
-    most = max(most, power_of_two(queries))
-    return min(most, max(ROWS_MIN, power_of_two(tokens * queries)))
+def work_item_rows(tokens: int, queries_per_kv_head: int, like: Tensor) -> int:
+    """Return the query rows of the tile of a work item with at most `tokens` new tokens."""
+    rows_max = ROWS_MAX[like.dtype] if like.shape[-1] <= 128 else ROWS_MAX[like.dtype] // 2
+    # All query heads of a token and KV head are in one tile, whatever their number.
+    rows_max = max(rows_max, next_power_of_two(queries_per_kv_head))
+    return min(rows_max, max(ROWS_MIN, next_power_of_two(tokens * queries_per_kv_head)))
 
 
-def tile_keys(width: int, like: Tensor) -> int:
-    """How many keys of such numbers are read at once."""
-    fit = min(TILE_NUMBERS // width, TILE_BYTES // (width * like.element_size()))
-    return max(16, min(128, fit))
+def tile_keys(head_dim: int, like: Tensor) -> int:
+    """Return the number of keys of a tile, for the dtype of `like`."""
+    keys_max = min(
+        TILE_ELEMENTS_MAX // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size())
+    )
+    return max(16, min(128, keys_max))
 
 
-def power_of_two(count: int) -> int:
-    """The least that is no less."""
+def next_power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
-def _inner(x: Tensor) -> Tensor:
+def _contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,9 +1,11 @@
-"""Attention of whole sequences, whose keys all come in with the batch: training, and one-shot runs.
+"""Varlen attention of whole sequences without a KV cache, for training and one-shot scoring.
 
-A sequence may see a parent's tokens as its past. Three forms do the same: `rectangle` pads what is
-nearly equally long for the library's fused attention; `lean` keeps queries, keys and values alone
-for the backward pass and makes the probabilities again; `unfused` keeps those too, and can thin
-them. It knows no pool. Shapes: q (T, H, D), k and v (T, G, D), H = G x queries.
+A sequence may attend to the tokens of a parent sequence as its past. Three functions compute the
+same attention: `padded_sdpa` pads sequences of similar length for torch's fused attention;
+`memory_efficient` saves only queries, keys and values for the backward pass and recomputes the
+probabilities; `unfused_attention` saves the probabilities and can apply dropout to them. The module
+does not use a KV pool. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV
+heads and D channels per head; H is a multiple of G.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,81 +18,92 @@ from torch import Tensor
 
 from gpt.batch import Batch
 
-# So many queries are computed at once; what lies behind the last of them is not read for them.
+# Queries of a tile; keys after the last query of a tile are not read.
 TILE_QUERIES = 128
-# A rectangle holds sequences from its longest down to this part of it, less a few tokens.
-ALIKE = 0.8
-ALIKE_TOKENS = 16
+# A padded group holds sequences of at least this fraction of its longest length, minus the slack.
+PADDED_LENGTH_RATIO_MIN = 0.8
+PADDED_LENGTH_SLACK_TOKENS = 16
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which key positions each query position sees: (..., queries, keys)."""
+def visible_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return the mask of the key positions visible to each query position: (..., queries, keys)."""
     distance = queries.unsqueeze(-1) - keys
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
 
 
-def family(batch: Batch, sequence: int) -> list[slice]:
-    """The flat rows that a sequence's tokens see: its parent's, and its own."""
+def visible_rows(batch: Batch, sequence: int) -> list[slice]:
+    """Return the flat rows that a sequence attends to: its parent's rows, then its own rows."""
     parent = batch.parents[sequence] if batch.parents else None
-    found = [sequence] if parent is None else [parent, sequence]
-    return [slice(batch.starts[s], batch.starts[s] + batch.lengths[s]) for s in found]
+    sequences = [sequence] if parent is None else [parent, sequence]
+    return [
+        slice(
+            batch.query_starts[sequence],
+            batch.query_starts[sequence] + batch.query_lengths[sequence],
+        )
+        for sequence in sequences
+    ]
 
 
 @dataclass(frozen=True)
-class Drop:
-    """Dropout of a sequence's probabilities (heads, queries, keys)."""
+class AttentionDropout:
+    """Dropout of the attention probabilities (heads, queries, keys) of one sequence."""
 
     p: float
-    # Which stay: of a sequence, so many queries and keys, on the device of the tensor.
-    keep: Callable[[int, tuple[int, int], Tensor], Tensor]
+    # Draws the keep mask. Arguments: sequence, (queries, keys), a tensor on the target device.
+    keep_mask: Callable[[int, tuple[int, int], Tensor], Tensor]
 
     def __call__(self, probabilities: Tensor, sequence: int) -> Tensor:
         _, queries, keys = probabilities.shape
-        # Autograd keeps the mask, a byte for each, and not what it is multiplied with.
-        return probabilities * self.keep(sequence, (queries, keys), probabilities) / (1 - self.p)
+        # For this product autograd saves only the mask (one byte per element), because the mask
+        # needs no gradient.
+        return (
+            probabilities * self.keep_mask(sequence, (queries, keys), probabilities) / (1 - self.p)
+        )
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """Sequences of nearly equal lengths with equally long pasts, padded to the longest."""
+class PaddedGroup:
+    """Sequences of similar lengths and equally long pasts, padded to the longest."""
 
     count: int
-    queries: Tensor | None  # (count, longest) flat rows; a shorter one's last row is repeated.
-    keys: Tensor | None  # (count, past + longest)
-    mask: Tensor | None  # (longest, past + longest); None: causality alone.
+    # (count, longest) flat rows; shorter sequences repeat their last row. None: all rows of the
+    # batch, in order.
+    queries: Tensor | None
+    keys: Tensor | None  # (count, past + longest) flat rows; None: as for `queries`.
+    mask: Tensor | None  # (longest, past + longest); None: the causal mask.
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(count, longest, H, D). What stands behind a sequence is seen by itself alone."""
-        asked, *read = (
-            (x if rows is None else _taken(x, rows.flatten()))
+        """Return the output (count, longest, H, D); only padding queries attend to padding rows."""
+        padded_q, *padded_kv = (
+            (x if rows is None else _select_rows(x, rows.flatten()))
             .view(self.count, -1, *x.shape[1:])
             .transpose(1, 2)
             for x, rows in ((q, self.queries), (k, self.keys), (v, self.keys))
         )
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and self.mask is not None:
-            # With a mask the fused kernels take a key for each query head, or step aside.
-            read = [x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in read]
-            grouped = False
-        keys, values = read
+        is_grouped_query = q.shape[1] != k.shape[1]
+        if is_grouped_query and self.mask is not None:
+            # With a mask, the fused kernels support only equal numbers of query and KV heads.
+            padded_kv = [x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in padded_kv]
+            is_grouped_query = False
+        keys, values = padded_kv
         y = F.scaled_dot_product_attention(
-            asked,
+            padded_q,
             keys,
             values,
             attn_mask=self.mask,
             is_causal=self.mask is None,
-            enable_gqa=grouped,
+            enable_gqa=is_grouped_query,
         )
         return y.transpose(1, 2)
 
 
-def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    return cast(Tensor, _Taken.apply(x, rows))  # type: ignore[no-untyped-call]
+def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    return cast(Tensor, _SelectRows.apply(x, rows))  # type: ignore[no-untyped-call]
 
 
-class _Taken(torch.autograd.Function):
-    """Rows of `x`, some of them many times: a parent's. Their gradients are summed in fp32."""
+class _SelectRows(torch.autograd.Function):
+    """Selected rows of `x`; gradients of rows selected several times are summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -101,67 +114,77 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        summed = grad.new_zeros(ctx.shape, dtype=wide)
-        summed.index_add_(0, ctx.saved_tensors[0], grad.to(wide))
+        sum_dtype = torch.promote_types(grad.dtype, torch.float32)
+        summed = grad.new_zeros(ctx.shape, dtype=sum_dtype)
+        summed.index_add_(0, ctx.saved_tensors[0], grad.to(sum_dtype))
         return summed.to(grad.dtype), None
 
 
-def rectangle(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
-    """The fused attention of the library, rectangle by rectangle, on any device."""
-    plan = batch.kept.get((rectangle, window))
+def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
+    """Run torch's fused attention, one padded group at a time, on any device."""
+    plan = batch.attention_metadata.get((padded_sdpa, window))
     if plan is None:
-        plan = batch.kept[rectangle, window] = _rectangles(batch, window, q.device)
-    rectangles, order = cast(tuple[list[Rectangle], Tensor | None], plan)
-    pieces = [some.attend(q, k, v).reshape(-1, *q.shape[1:]) for some in rectangles]
+        plan = batch.attention_metadata[padded_sdpa, window] = _padded_groups(
+            batch, window, q.device
+        )
+    groups, order = cast(tuple[list[PaddedGroup], Tensor | None], plan)
+    outputs = [group.attend(q, k, v).reshape(-1, *q.shape[1:]) for group in groups]
     if order is None:
-        return pieces[0]
-    return torch.cat(pieces).index_select(0, order)
+        return outputs[0]
+    return torch.cat(outputs).index_select(0, order)
 
 
-def _rectangles(
+def _padded_groups(
     batch: Batch, window: int | None, device: torch.device
-) -> tuple[list[Rectangle], Tensor | None]:
-    """The parts of a batch, and where each of its tokens lies in them."""
-    lengths, past = batch.lengths, batch.past
-    if not any(past) and min(lengths) == max(lengths):
-        return [Rectangle(len(lengths), None, None, _mask(0, lengths[0], window, device))], None
-    parts: list[list[int]] = []
-    for s in sorted(range(len(lengths)), key=lambda s: (-past[s], -lengths[s])):
-        longest = parts[-1][0] if parts else s
+) -> tuple[list[PaddedGroup], Tensor | None]:
+    """Return the padded groups of a batch, and each token's row in their concatenated outputs."""
+    lengths, past_lengths = batch.query_lengths, batch.past_lengths
+    if not any(past_lengths) and min(lengths) == max(lengths):
+        return [
+            PaddedGroup(len(lengths), None, None, _sdpa_mask(0, lengths[0], window, device))
+        ], None
+    buckets: list[list[int]] = []
+    longest_first = sorted(
+        range(len(lengths)), key=lambda sequence: (-past_lengths[sequence], -lengths[sequence])
+    )
+    for sequence in longest_first:
+        longest = buckets[-1][0] if buckets else sequence
         if (
-            not parts
-            or past[s] != past[longest]
-            or lengths[s] < (ALIKE * lengths[longest] - ALIKE_TOKENS)
+            not buckets
+            or past_lengths[sequence] != past_lengths[longest]
+            or lengths[sequence]
+            < (PADDED_LENGTH_RATIO_MIN * lengths[longest] - PADDED_LENGTH_SLACK_TOKENS)
         ):
-            parts.append([])
-        parts[-1].append(s)
+            buckets.append([])
+        buckets[-1].append(sequence)
     order = torch.empty(batch.tokens, dtype=torch.long)
-    rectangles, start = [], 0
-    for part in parts:
-        longest = lengths[part[0]]
+    groups, start = [], 0
+    for bucket in buckets:
+        longest = lengths[bucket[0]]
         queries, keys = [], []
-        for row, s in enumerate(part):
-            *before, own = (torch.arange(rows.start, rows.stop) for rows in family(batch, s))
-            order[own] = start + row * longest + torch.arange(len(own))
-            padded = torch.cat([own, own[-1:].expand(longest - len(own))])
+        for row, sequence in enumerate(bucket):
+            *parent_rows, own_rows = (
+                torch.arange(rows.start, rows.stop) for rows in visible_rows(batch, sequence)
+            )
+            order[own_rows] = start + row * longest + torch.arange(len(own_rows))
+            padded = torch.cat([own_rows, own_rows[-1:].expand(longest - len(own_rows))])
             queries.append(padded)
-            keys.append(torch.cat([*before, padded]))
-        start += len(part) * longest
-        mask = _mask(past[part[0]], longest, window, device)
-        asked, read = (torch.stack(rows).to(device) for rows in (queries, keys))
-        rectangles.append(Rectangle(len(part), asked, read, mask))
-    return rectangles, order.to(device)
+            keys.append(torch.cat([*parent_rows, padded]))
+        start += len(bucket) * longest
+        mask = _sdpa_mask(past_lengths[bucket[0]], longest, window, device)
+        query_rows, key_rows = (torch.stack(rows).to(device) for rows in (queries, keys))
+        groups.append(PaddedGroup(len(bucket), query_rows, key_rows, mask))
+    return groups, order.to(device)
 
 
-def _mask(past: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+def _sdpa_mask(past: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
     if not past and (window is None or window >= length):
         return None
     keys = torch.arange(past + length, device=device)
-    return visible(keys[past:], keys, window)
+    return visible_mask(keys[past:], keys, window)
 
 
-def unfused(
+def unfused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -169,136 +192,167 @@ def unfused(
     kv: Tensor | None,
     window: int | None,
     *,
-    drop: Drop | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Matrix by matrix. Autograd keeps the probabilities in the dtype of the model, as they came
-    and as they were thinned, and the mask of that."""
-    assert kv is None, "what lies in a pool is not trained"
-    pieces = []
-    for s, tile in _tiles(batch, window, q, (k.shape[1], max(batch.lengths))):
-        keys, values = (_joined(x, tile.keys) for x in (k, v))
-        asked = _by_group(q[tile.rows], k.shape[1])
-        probabilities = tile.probabilities(asked, keys)
-        if drop is not None:
+    """Compute attention with separate matmuls and softmax.
+
+    Autograd saves the probabilities in the model's dtype, before and after dropout, and the mask.
+    """
+    assert kv is None, "training with a KV pool is not supported"
+    outputs = []
+    for sequence, tile in _cached_tiles(batch, window, q, (k.shape[1], max(batch.query_lengths))):
+        keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
+        queries = _by_kv_head(q[tile.rows], k.shape[1])
+        probabilities = tile.attention_probabilities(queries, keys)
+        if dropout is not None:
             heads = probabilities.view(q.shape[1], -1, probabilities.shape[-1])
-            probabilities = drop(heads, s).view_as(probabilities)
+            probabilities = dropout(heads, sequence).view_as(probabilities)
         y = torch.bmm(probabilities, values.transpose(0, 1))
-        pieces.append(_by_token(y, q.shape[1]))
-    return torch.cat(pieces)
+        outputs.append(_by_token(y, q.shape[1]))
+    return torch.cat(outputs)
 
 
-def lean(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
-    """Tile by tile, for a CPU: its fused backward pass takes longer than plain products."""
-    return cast(Tensor, _Lean.apply(q, k, v, batch, window))  # type: ignore[no-untyped-call]
+def memory_efficient(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
+    """Compute attention tile by tile on a CPU, where torch's fused backward pass is slower."""
+    return cast(Tensor, _MemoryEfficient.apply(q, k, v, batch, window))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries of a sequence, one after another, and all keys that any of them sees."""
+    """Consecutive queries of a sequence, and all keys visible to at least one of them."""
 
     rows: slice
-    keys: list[slice]  # Parts of the flat rows, in order.
-    mask: Tensor  # (queries of a group, keys): 0, or minus infinity where none is seen.
+    keys: list[slice]  # Ranges of flat rows, in order.
+    mask: Tensor  # (query heads per KV head x queries, keys): 0, or -inf for invisible keys.
 
-    def probabilities(self, asked: Tensor, keys: Tensor) -> Tensor:
-        """(G, queries of a group, keys), of queries by group and keys by token."""
-        mask = self.mask.unsqueeze(0).expand(len(asked), -1, -1)
-        scale = asked.shape[-1] ** -0.5
-        scores = torch.baddbmm(mask, asked, keys.permute(1, 2, 0), alpha=scale)
+    def attention_probabilities(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the probabilities (G, query heads per KV head x queries, keys).
+
+        `keys` has the shape (keys, G, D).
+        """
+        mask = self.mask.unsqueeze(0).expand(len(queries), -1, -1)
+        scale = queries.shape[-1] ** -0.5
+        scores = torch.baddbmm(mask, queries, keys.permute(1, 2, 0), alpha=scale)
         return scores.softmax(-1)
 
 
-class _Lean(torch.autograd.Function):
+class _MemoryEfficient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.batch, ctx.window = batch, window
+        ctx.batch = batch
+        ctx.window = window
         y = torch.empty_like(q)
-        for _, tile in _tiles(batch, window, q, (k.shape[1], TILE_QUERIES)):
-            keys, values = (_joined(x, tile.keys) for x in (k, v))
-            probabilities = tile.probabilities(_by_group(q[tile.rows], k.shape[1]), keys)
-            read = torch.bmm(probabilities, values.transpose(0, 1))
-            y[tile.rows] = _by_token(read, q.shape[1])
+        for _, tile in _cached_tiles(batch, window, q, (k.shape[1], TILE_QUERIES)):
+            keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
+            probabilities = tile.attention_probabilities(
+                _by_kv_head(q[tile.rows], k.shape[1]), keys
+            )
+            attended = torch.bmm(probabilities, values.transpose(0, 1))
+            y[tile.rows] = _by_token(attended, q.shape[1])
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         groups, scale = k.shape[1], q.shape[-1] ** -0.5
-        # What several sequences see is summed in more digits than it has.
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for _, tile in _tiles(ctx.batch, ctx.window, q, (groups, TILE_QUERIES)):
-            keys, values = (_joined(x, tile.keys) for x in (k, v))
-            asked, dy = (_by_group(x[tile.rows], groups) for x in (q, grads[0]))
-            p = tile.probabilities(asked, keys)
+        # Gradients of keys visible to several sequences are summed in fp32.
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=sum_dtype) for x in (k, v))
+        for _, tile in _cached_tiles(ctx.batch, ctx.window, q, (groups, TILE_QUERIES)):
+            keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
+            queries, dy = (_by_kv_head(x[tile.rows], groups) for x in (q, grads[0]))
+            p = tile.attention_probabilities(queries, keys)
             dvalues = torch.bmm(p.transpose(1, 2), dy)
             dp = torch.bmm(dy, values.permute(1, 2, 0))
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype).mul_(scale)
             dq[tile.rows] = _by_token(torch.bmm(ds, keys.transpose(0, 1)), q.shape[1])
-            dkeys = torch.bmm(ds.transpose(1, 2), asked)
-            for whole, piece in ((dk, dkeys), (dv, dvalues)):
+            dkeys = torch.bmm(ds.transpose(1, 2), queries)
+            for total_grad, tile_grad in ((dk, dkeys), (dv, dvalues)):
                 sizes = [rows.stop - rows.start for rows in tile.keys]
-                for rows, part in zip(tile.keys, piece.transpose(0, 1).split(sizes), strict=True):
-                    whole[rows] += part
+                for rows, row_grad in zip(
+                    tile.keys, tile_grad.transpose(0, 1).split(sizes), strict=True
+                ):
+                    total_grad[rows] += row_grad
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _tiles(
+def _cached_tiles(
     batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
 ) -> Iterator[tuple[int, Tile]]:
-    """A batch's tiles of at most so many queries, `sizes` being the groups and that number."""
-    key = (_tiles, window, q.dtype, *sizes)
-    tiles = batch.kept.get(key)
+    """Return the tiles of a batch, computed once.
+
+    `sizes`: the number of KV heads, and the maximum number of queries of a tile.
+    """
+    key = (_cached_tiles, window, q.dtype, *sizes)
+    tiles = batch.attention_metadata.get(key)
     if tiles is None:
-        tiles = batch.kept[key] = _planned(batch, window, q, sizes)
+        tiles = batch.attention_metadata[key] = _make_tiles(batch, window, q, sizes)
     return iter(cast(Sequence[tuple[int, Tile]], tiles))
 
 
-def _planned(
+def _make_tiles(
     batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
 ) -> list[tuple[int, Tile]]:
     groups, queries_max = sizes
     masks: dict[tuple[int, int, int], Tensor] = {}
     tiles = []
-    for s, (length, past) in enumerate(zip(batch.lengths, batch.past, strict=True)):
-        *before, own = family(batch, s)
-        for at in range(0, length, queries_max):
-            end = min(at + queries_max, length)
-            low = 0 if window is None or queries_max >= length else max(0, past + at + 1 - window)
-            shape = (past + at - low, end - at, past + end - low)
+    for sequence, (length, past) in enumerate(
+        zip(batch.query_lengths, batch.past_lengths, strict=True)
+    ):
+        *parent_rows, own_rows = visible_rows(batch, sequence)
+        for query_start in range(0, length, queries_max):
+            query_end = min(query_start + queries_max, length)
+            key_start = (
+                0
+                if window is None or queries_max >= length
+                else max(0, past + query_start + 1 - window)
+            )
+            shape = (
+                past + query_start - key_start,
+                query_end - query_start,
+                past + query_end - key_start,
+            )
             if shape not in masks:
-                masks[shape] = _additive(shape, window, q, q.shape[1] // groups)
-            keys = [slice(rows.start + low, rows.stop) for rows in before if low < past]
-            keys.append(slice(own.start + max(0, low - past), own.start + end))
-            rows = slice(own.start + at, own.start + end)
-            tiles.append((s, Tile(rows, keys, masks[shape])))
+                masks[shape] = _additive_mask(shape, window, q, q.shape[1] // groups)
+            keys = [
+                slice(rows.start + key_start, rows.stop) for rows in parent_rows if key_start < past
+            ]
+            keys.append(
+                slice(own_rows.start + max(0, key_start - past), own_rows.start + query_end)
+            )
+            rows = slice(own_rows.start + query_start, own_rows.start + query_end)
+            tiles.append((sequence, Tile(rows, keys, masks[shape])))
     return tiles
 
 
-def _additive(
-    shape: tuple[int, int, int], window: int | None, like: Tensor, queries: int
+def _additive_mask(
+    shape: tuple[int, int, int], window: int | None, like: Tensor, queries_per_kv_head: int
 ) -> Tensor:
-    """The mask of tokens of which the first has so many keys before it, for a group's queries."""
+    """Return the additive mask of a tile; `shape`: keys before the first query, queries, keys."""
     first, length, keys = shape
-    places = torch.arange(keys, device=like.device)
-    seen = visible(places[first : first + length], places, window)
-    return like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf")).repeat(queries, 1)
+    positions = torch.arange(keys, device=like.device)
+    is_visible = visible_mask(positions[first : first + length], positions, window)
+    return (
+        like.new_zeros(is_visible.shape)
+        .masked_fill_(~is_visible, float("-inf"))
+        .repeat(queries_per_kv_head, 1)
+    )
 
 
-def _joined(x: Tensor, parts: Sequence[slice]) -> Tensor:
-    return x[parts[0]] if len(parts) == 1 else torch.cat([x[rows] for rows in parts])
+def _concat_rows(x: Tensor, row_ranges: Sequence[slice]) -> Tensor:
+    return x[row_ranges[0]] if len(row_ranges) == 1 else torch.cat([x[rows] for rows in row_ranges])
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """(tokens, heads, D) as (G, heads of a group x tokens, D)."""
-    d = x.shape[-1]
-    x = x.reshape(len(x), groups, -1, d).permute(1, 2, 0, 3)
-    return x.reshape(groups, -1, d)
+def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """Rearrange (tokens, heads, D) as (G, heads per KV head x tokens, D)."""
+    head_dim = x.shape[-1]
+    x = x.reshape(len(x), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    return x.reshape(kv_heads, -1, head_dim)
 
 
 def _by_token(x: Tensor, heads: int) -> Tensor:
-    """The reverse of `_by_group`."""
+    """Reverse `_by_kv_head`."""
     return x.reshape(heads, -1, x.shape[-1]).transpose(0, 1)

@@ -1,15 +1,15 @@
-"""Which model a checkpoint is, whatever its format, split and files.
+"""Base digest and fingerprint: the identity of a model, independent of format and sharding.
 
-The digest hashes every logical, unpadded tensor in its stored dtype: a hash of their hashes. The
-fingerprint hashes the part of the config that changes the function, and a few elements of each
-tensor; a start can afford it. A computed digest is kept in the user's cache, not in the source.
+The base digest is a SHA-256 over the SHA-256 of every logical (unsharded, unpadded) tensor in its
+stored dtype. The fingerprint hashes the config fields that affect the forward pass, and a few
+elements of each tensor; it is cheap enough to compute at every start. A computed digest is cached
+in the user's cache directory, never beside the checkpoint.
 """
 
 import hashlib
 import json
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,154 +19,172 @@ from typing import Any
 
 import torch
 
-from gpt.checkpoint.logical_tensor import Checkpoint, Identity, Logical, make_room
+from gpt.atomic_files import write_atomic
+from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, ModelIdentity, allocate_scratch
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOAT_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
 
-__all__ = ["Identity", "base_digest", "combine", "fingerprint", "identify"]
+__all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "identify"]
 
-# Per tensor, the fingerprint takes so many columns of one row at its start, middle and end.
+# The fingerprint samples this number of leading columns of the first, the middle and the last row
+# of each tensor.
 SAMPLE_COLUMNS = 64
 
-# More threads than this only wait for the disk.
+# With more threads than this, the disk limits the speed of hashing.
 WORKERS_MAX = 8
 
 
 def base_digest(checkpoint: Checkpoint) -> str:
-    """The digest, computed from every byte, at the speed of the disk or of the hash."""
+    """Compute the base digest from every byte of the weights."""
 
-    own_room = threading.local()
+    thread_scratch = threading.local()
 
-    def one(logical: Logical) -> str:
-        own = hashlib.sha256()
-        for block in logical.blocks(own_room.bytes):
-            own.update(block)
-        return own.hexdigest()
+    def hash_tensor(logical: LogicalTensor) -> str:
+        hasher = hashlib.sha256()
+        for block in logical.iter_blocks(thread_scratch.bytes):
+            hasher.update(block)
+        return hasher.hexdigest()
 
-    def start() -> None:
-        own_room.bytes = make_room()
+    def init_worker() -> None:
+        thread_scratch.bytes = allocate_scratch()
 
     workers = min(WORKERS_MAX, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, initializer=start) as pool:
-        hashes = pool.map(one, checkpoint.tensors.values())
-        return combine(checkpoint, dict(zip(checkpoint.tensors, hashes, strict=True)))
+    with ThreadPoolExecutor(workers, initializer=init_worker) as pool:
+        hashes = pool.map(hash_tensor, checkpoint.tensors.values())
+        return combine_digests(checkpoint, dict(zip(checkpoint.tensors, hashes, strict=True)))
 
 
-def combine(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:
-    """The digest of tensors whose own hashes are known."""
-    lines = [f"{_head(name, checkpoint.tensors[name])} {hashes[name]}\n" for name in sorted(hashes)]
+def combine_digests(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:
+    """Compute the base digest from the SHA-256 of each tensor."""
+    lines = [
+        f"{_tensor_header(name, checkpoint.tensors[name])} {hashes[name]}\n"
+        for name in sorted(hashes)
+    ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A quick likeness of the model: what it computes, and a few elements of each tensor."""
-    whole = hashlib.sha256(json.dumps(function(checkpoint.config), sort_keys=True).encode())
+    """Hash the functional config and a few elements of each tensor, without a full read."""
+    hasher = hashlib.sha256(
+        json.dumps(functional_config(checkpoint.config), sort_keys=True).encode()
+    )
     for name in sorted(checkpoint.tensors):
         logical = checkpoint.tensors[name]
-        whole.update(_head(name, logical).encode())
+        hasher.update(_tensor_header(name, logical).encode())
         for row in sorted({0, logical.shape[0] // 2, logical.shape[0] - 1}):
-            sample = logical.corner(row, 1, SAMPLE_COLUMNS)
-            whole.update(sample.view(-1).view(torch.uint8).numpy().data)
-    return whole.hexdigest()
+            sample = logical.read_sample(row, 1, SAMPLE_COLUMNS)
+            hasher.update(sample.view(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
-def _head(name: str, logical: Logical) -> str:
+def _tensor_header(name: str, logical: LogicalTensor) -> str:
     shape = "x".join(map(str, logical.shape))
-    return f"{name} {FLOAT_NAMES[logical.dtype]} {shape}"
+    return f"{name} {FLOAT_DTYPE_NAMES[logical.dtype]} {shape}"
 
 
-def function(config: GPTConfig) -> dict[str, Any]:
-    """The fields that change what is computed; readers may fill the others as they like."""
+def functional_config(config: GPTConfig) -> dict[str, Any]:
+    """Return the config fields that affect the forward pass.
+
+    Readers of different formats may set the other fields differently for the same model.
+    """
     fields = config.to_dict()
-    idle = ["dtype", "hidden_dropout", "attention_dropout"]
-    if not config.learned_positions:
-        idle.append("max_position_embeddings")  # A limit; not a shape.
-    if not config.rotary:
-        idle += [name for name in fields if name.startswith(("rotary_", "rope_"))]
+    ignored_fields = ["dtype", "hidden_dropout", "attention_dropout"]
+    if not config.has_learned_positions:
+        # Without learned positions this field is only a limit; no tensor has this size.
+        ignored_fields.append("max_position_embeddings")
+    if not config.uses_rope:
+        ignored_fields += [name for name in fields if name.startswith(("rotary_", "rope_"))]
     if all(config.moe_layers):
-        idle.append("ffn_hidden_size")  # Of dense layers.
+        ignored_fields.append("ffn_hidden_size")  # Only dense layers use this field.
     if not any(config.moe_layers):
-        idle += ["num_experts"]
-        idle += [name for name in fields if name.startswith("moe_")]
+        ignored_fields += ["num_experts"]
+        ignored_fields += [name for name in fields if name.startswith("moe_")]
     if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
         fields["rope_scaling"] = {"kind": "linear", "factor": config.rope_scaling.factor}
-    return {name: _plain(fields[name]) for name in fields if name not in idle}
+    return {name: _normalize_numbers(fields[name]) for name in fields if name not in ignored_fields}
 
 
-def _plain(value: Any) -> Any:
-    """10000 and 10000.0 are one value, whichever a file had."""
+def _normalize_numbers(value: Any) -> Any:
+    """Convert integers to floats, so that 10000 and 10000.0 hash to the same value."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _normalize_numbers(inner) for key, inner in value.items()}
     return float(value) if type(value) is int else value
 
 
-def glance(checkpoint: Checkpoint, cache: Path | None = None) -> Identity:
-    """Which model it is, without reading it all; the digest is empty if nobody has computed it.
+def lookup_identity(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity:
+    """Return the identity without a full read; the digest is empty if not recorded and not cached.
 
-    A record is trusted only if the fingerprint still fits the tensors.
+    If the manifest records an identity whose fingerprint does not match the tensors, an error is
+    raised.
     """
     sampled = fingerprint(checkpoint)
     if checkpoint.identity is None:
-        return Identity(_remembered(checkpoint, sampled, cache), sampled, sampled=sampled)
+        return ModelIdentity(
+            _read_cached_digest(checkpoint, sampled, cache), sampled, sampled=sampled
+        )
     if checkpoint.identity.sampled != sampled:
         raise CheckpointError(
-            f"{checkpoint.path}: the weights are not those that its manifest describes; they were "
-            "changed after it was written: convert the checkpoint again"
+            f"{checkpoint.path}: the weights do not match the fingerprint in the manifest, so they "
+            "were changed after the manifest was written; convert the checkpoint again"
         )
     return checkpoint.identity
 
 
-def identify(checkpoint: Checkpoint, cache: Path | None = None) -> Identity:
-    """Which model it is: as recorded, as cached, or computed now, byte by byte, and cached."""
-    known = glance(checkpoint, cache)
-    if known.digest:
-        return known
-    known = replace(known, digest=base_digest(checkpoint))
-    remember(checkpoint, known, cache)
-    return known
+def identify(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity:
+    """Return the identity; if its digest is neither recorded nor cached, compute and cache it."""
+    identity = lookup_identity(checkpoint, cache)
+    if identity.digest:
+        return identity
+    identity = replace(identity, digest=base_digest(checkpoint))
+    cache_digest(checkpoint, identity, cache)
+    return identity
 
 
-def remember(checkpoint: Checkpoint, identity: Identity, cache: Path | None = None) -> None:
-    """Cache a digest that somebody has computed from every byte."""
+def cache_digest(
+    checkpoint: Checkpoint, identity: ModelIdentity, cache: Path | None = None
+) -> None:
+    """Write a computed base digest to the cache; a checkpoint in memory is not cached."""
     if checkpoint.files:
-        place = _place(checkpoint, identity.sampled, cache)
-        _remember(place, {"path": str(checkpoint.path), "digest": identity.digest})
+        path = _cache_path(checkpoint, identity.sampled, cache)
+        _write_cache(path, {"path": str(checkpoint.path), "digest": identity.digest})
 
 
-def _remembered(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> str:
+def _read_cached_digest(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> str:
     if not checkpoint.files:
         return ""
     try:
-        return str(json.loads(_place(checkpoint, sampled, cache).read_bytes())["digest"])
+        return str(json.loads(_cache_path(checkpoint, sampled, cache).read_bytes())["digest"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
-def _place(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> Path:
-    return (cache or cache_folder()) / f"{_key(checkpoint, sampled)}.json"
+def _cache_path(checkpoint: Checkpoint, sampled: str, cache: Path | None) -> Path:
+    return (cache or digest_cache_folder()) / f"{_cache_key(checkpoint, sampled)}.json"
 
 
-def cache_folder() -> Path:
+def digest_cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "preamble" / "digests"
 
 
-def _key(checkpoint: Checkpoint, sampled: str) -> str:
-    """Changes when a file is replaced, even by one of the same size and time."""
-    facts: list[Any] = [str(checkpoint.path.resolve()), sampled]
+def _cache_key(checkpoint: Checkpoint, sampled: str) -> str:
+    """Return a key that changes when a file is replaced.
+
+    The fingerprint `sampled` also detects a replacement with the same size and modification time,
+    if the sampled elements differ.
+    """
+    key_parts: list[Any] = [str(checkpoint.path.resolve()), sampled]
     for file in checkpoint.files:
         status = file.stat()
-        facts.append([file.name, status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        key_parts.append([file.name, status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
 
 
-def _remember(place: Path, record: dict[str, str]) -> None:
-    """A cache that cannot be written costs time at the next start, nothing else."""
-    part = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+def _write_cache(path: Path, record: dict[str, str]) -> None:
+    """Write a cache record; log a failure, because the digest can be computed again."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(record))
-        part.replace(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(record).encode(), durable=False)
     except OSError as error:
         logging.getLogger(__name__).warning("event=digest_not_cached reason=%s", error)

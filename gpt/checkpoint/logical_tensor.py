@@ -1,9 +1,11 @@
-"""A checkpoint as the rest of Preamble sees it: canonical names and whole, unpadded tensors.
+"""Logical tensors and resharding: whole, unpadded tensors mapped onto slices of stored tensors.
 
-A logical tensor is a map of pieces: each says which box of it lies in which box of a stored tensor,
-and stored tensors are mapped files. Reading copies the boxes asked for straight to where they are
-wanted, so resharding is only which part one reads, and nothing is ever held twice.
-It knows no format; a reader is whatever makes such a map.
+A logical checkpoint maps canonical parameter names to logical tensors. A logical tensor is a list
+of slices. Each slice maps a box of rows and columns of the logical tensor to a box of a stored
+tensor, and stored tensors are views of memory-mapped files. A read copies the requested boxes
+directly to their destination. To reshard, a rank only requests another part of the tensor, and no
+weight is in memory twice. The module is independent of the checkpoint formats; each format's reader
+builds the slices.
 """
 
 from collections import Counter
@@ -16,19 +18,19 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOAT_NAMES, FLOATS
+from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
 from gpt.errors import CheckpointError
-from gpt.parallel.sharding import Part, parameters
+from gpt.parallel.weight_sharding import ShardSpec, parameter_specs
 
-# How the names of a tokenizer's files end; files of one vocabulary may have any prefix.
-TOKENIZER_FILES = ("tokenizer.json", ".model", "vocab.json", "null.json")
+# Suffixes of the names of tokenizer files; the names may have any prefix.
+TOKENIZER_FILE_SUFFIXES = ("tokenizer.json", ".model", "vocab.json", "null.json")
 
-# How much of a tensor is in flight when one streams through it.
+# Size of a block, and of the scratch memory for a block, when a tensor's bytes are streamed.
 BLOCK_BYTES = 4 << 20
 
 
-class Stored(Protocol):
-    """A tensor as it lies in a file, of one dimension or two."""
+class StoredTensor(Protocol):
+    """A tensor of one or two dimensions in the form in which a file stores it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -37,8 +39,8 @@ class Stored(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def where(self) -> str:
-        """The file and the key, for messages."""
+    def location(self) -> str:
+        """The file and the key, for error messages."""
         ...
 
     def tensor(self) -> Tensor:
@@ -47,11 +49,11 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
-    """A tensor that has no file of its own."""
+class InMemoryTensor:
+    """A stored tensor that was already loaded as a torch tensor."""
 
     value: Tensor
-    where: str
+    location: str
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,181 +68,209 @@ class InMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a logical tensor, and where in a stored one it starts.
+class SourceSlice:
+    """A box of a logical tensor, and the position in a stored tensor where the box starts.
 
-    A vector counts as one column. With `transposed` the stored tensor is turned first, so that
-    `source_row` and `source_column` count in the logical tensor's own directions.
+    A vector counts as a matrix of one column. With `transposed` the stored tensor is transposed
+    first, so `source_row` and `source_column` index the transposed tensor.
     """
 
-    source: Stored
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None = None  # None: all of them.
+    source: StoredTensor
+    rows: tuple[int, int]  # First row, and the row after the last one.
+    # First column, and the column after the last one; None: all columns.
+    columns: tuple[int, int] | None = None
     source_row: int = 0
-    row_step: int = 1  # Old Megatron files interleave the rows of queries, keys and values.
+    row_stride: int = 1  # Old Megatron files interleave the rows of queries, keys and values.
     source_column: int = 0
     transposed: bool = False
 
-    def box(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """A view of the stored tensor: the given logical rows and columns, all in this piece."""
-        stored = _matrix(self.source.tensor())
+    def view(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Return a view of these logical rows and columns, which must be inside this slice."""
+        stored = _as_matrix(self.source.tensor())
         stored = stored.T if self.transposed else stored
-        first = self.source_row + (rows[0] - self.rows[0]) * self.row_step
-        stop = first + (rows[1] - rows[0] - 1) * self.row_step + 1
-        left = self.source_column + columns[0] - (self.columns[0] if self.columns else 0)
-        return stored[first : stop : self.row_step, left : left + columns[1] - columns[0]]
+        row_start = self.source_row + (rows[0] - self.rows[0]) * self.row_stride
+        row_stop = row_start + (rows[1] - rows[0] - 1) * self.row_stride + 1
+        column_start = self.source_column + columns[0] - (self.columns[0] if self.columns else 0)
+        return stored[
+            row_start : row_stop : self.row_stride,
+            column_start : column_start + columns[1] - columns[0],
+        ]
 
-    def extent(self, width: int) -> tuple[int, int]:
-        """Rows and columns that the stored tensor must have at least, seen in our directions."""
-        count = self.rows[1] - self.rows[0]
+    def required_shape(self, width: int) -> tuple[int, int]:
+        """Return the minimum shape of the stored tensor, transposed if `transposed` is set."""
+        row_count = self.rows[1] - self.rows[0]
         columns = self.columns or (0, width)
-        last = self.source_row + (count - 1) * self.row_step + 1
-        return last, self.source_column + columns[1] - columns[0]
+        rows_needed = self.source_row + (row_count - 1) * self.row_stride + 1
+        return rows_needed, self.source_column + columns[1] - columns[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
-    """One whole tensor of the model; `dtype` is what reading gives unless told otherwise."""
+class LogicalTensor:
+    """One whole tensor of the model; reads convert to `dtype`, or to the dtype of `out`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    slices: tuple[SourceSlice, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.shape[0] * self._width * self.dtype.itemsize
+        return self.shape[0] * self._columns * self.dtype.itemsize
 
     @property
-    def _width(self) -> int:
+    def _columns(self) -> int:
         return self.shape[1] if len(self.shape) == 2 else 1
 
     @torch.no_grad()
-    def read(self, part: Part | None = None, out: Tensor | None = None) -> Tensor:
-        """What a rank holds of it, copied into `out` and converted to its dtype on the way.
+    def read(self, part: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
+        """Copy the rows or columns of one rank into `out`, and convert them to the dtype of `out`.
 
-        Rows or columns of the part beyond its ranges, a padded vocabulary's, become zero.
+        Without `part` the whole tensor is read. If the part is larger than its ranges, the rest is
+        padding, which is set to zero.
         """
-        part = part or Part(0, ((0, self.shape[0]),), self.shape[0])
-        shape = part.shape(self.shape)
+        part = part or ShardSpec(0, ((0, self.shape[0]),), self.shape[0])
+        shape = part.local_shape(self.shape)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
         assert tuple(out.shape) == shape, f"a part of {shape} does not fit {tuple(out.shape)}"
-        target, filled = _matrix(out), 0
+        out_matrix, filled = _as_matrix(out), 0
         for start, stop in part.ranges:
-            window = target.narrow(part.dim, filled, stop - start)
+            window = out_matrix.narrow(part.dim, filled, stop - start)
             if part.dim == 0:
-                self._copy((start, stop), (0, self._width), window)
+                self._copy_overlaps((start, stop), (0, self._columns), window)
             else:
-                self._copy((0, self.shape[0]), (start, stop), window)
+                self._copy_overlaps((0, self.shape[0]), (start, stop), window)
             filled += stop - start
-        target.narrow(part.dim, filled, part.size - filled).zero_()
+        out_matrix.narrow(part.dim, filled, part.size - filled).zero_()
         return out
 
     @torch.no_grad()
-    def corner(self, row: int, rows: int, columns: int) -> Tensor:
-        """The first columns of a few rows: a cheap sample."""
-        height, width = min(rows, self.shape[0] - row), min(columns, self._width)
-        out = torch.empty(height, width, dtype=self.dtype)
-        self._copy((row, row + height), (0, width), out)
+    def read_sample(self, row: int, rows: int, columns: int) -> Tensor:
+        """Read the first columns of a few rows, as a sample that is cheap to read."""
+        row_count, column_count = min(rows, self.shape[0] - row), min(columns, self._columns)
+        out = torch.empty(row_count, column_count, dtype=self.dtype)
+        self._copy_overlaps((row, row + row_count), (0, column_count), out)
         return out
 
     @torch.no_grad()
-    def rows(self, start: int, stop: int, room: Tensor) -> Tensor:
-        """Whole rows: a view of the file where its bytes are ours already, else made in `room`."""
-        if (direct := self._direct()) is not None:
-            return direct[start:stop]
-        made = room[: (stop - start) * self.row_bytes].view(self.dtype)
-        made = made.view(stop - start, *self.shape[1:])
-        return self.read(Part(0, ((start, stop),), stop - start), made)
+    def read_rows(self, start: int, stop: int, scratch: Tensor) -> Tensor:
+        """Return complete rows: a view of the file if possible, else a copy in `scratch`."""
+        if (mapped_rows := self._mapped_view()) is not None:
+            return mapped_rows[start:stop]
+        out = scratch[: (stop - start) * self.row_bytes].view(self.dtype)
+        out = out.view(stop - start, *self.shape[1:])
+        return self.read(ShardSpec(0, ((start, stop),), stop - start), out)
 
-    def blocks(self, room: Tensor | None = None) -> Iterator[memoryview]:
-        """Its bytes in order; each block is valid only until the next is asked for.
+    def iter_blocks(self, scratch: Tensor | None = None) -> Iterator[memoryview]:
+        """Iterate over the tensor's bytes in row order; a block is valid until the next iteration.
 
-        `room`, of bytes, is where blocks are made if they have to be. Whoever streams many tensors
-        brings one for all: freeing and taking large blocks by turns leaves holes in the heap.
+        `scratch` is a uint8 tensor for the blocks that cannot be views of the file. A caller that
+        streams many tensors passes the same scratch for all of them: repeated allocation of large
+        blocks fragments the heap.
         """
-        if room is None or room.numel() < self.row_bytes:
-            room = make_room(self.row_bytes)
-        step = room.numel() // self.row_bytes
-        for start in range(0, self.shape[0], step):
-            yield as_bytes(self.rows(start, min(self.shape[0], start + step), room))
+        if scratch is None or scratch.numel() < self.row_bytes:
+            scratch = allocate_scratch(self.row_bytes)
+        rows_per_block = scratch.numel() // self.row_bytes
+        for start in range(0, self.shape[0], rows_per_block):
+            yield as_bytes(
+                self.read_rows(start, min(self.shape[0], start + rows_per_block), scratch)
+            )
 
     @property
     def row_bytes(self) -> int:
-        return max(1, self._width * self.dtype.itemsize)
+        return max(1, self._columns * self.dtype.itemsize)
 
-    def _direct(self) -> Tensor | None:
-        """The stored tensor itself, if its bytes are ours."""
-        if len(self.pieces) != 1 or self.pieces[0].source.dtype != self.dtype:
+    def _mapped_view(self) -> Tensor | None:
+        """Return a view of the stored tensor if it has the logical tensor's bytes, else None."""
+        if len(self.slices) != 1 or self.slices[0].source.dtype != self.dtype:
             return None
-        view = self.pieces[0].box((0, self.shape[0]), (0, self._width))
-        # A tensor of one element counts as contiguous whatever its stride; torch's views mind it.
-        plain = view.is_contiguous() and view.stride(-1) == 1 and view.device.type == "cpu"
-        return view if plain else None
+        view = self.slices[0].view((0, self.shape[0]), (0, self._columns))
+        # is_contiguous() ignores the stride of a one-element tensor, but view(dtype) checks it.
+        is_viewable = view.is_contiguous() and view.stride(-1) == 1 and view.device.type == "cpu"
+        return view if is_viewable else None
 
-    def _copy(self, rows: tuple[int, int], columns: tuple[int, int], out: Tensor) -> None:
-        for piece in self.pieces:
-            its = piece.columns or (0, self._width)
-            top, bottom = max(rows[0], piece.rows[0]), min(rows[1], piece.rows[1])
-            left, right = max(columns[0], its[0]), min(columns[1], its[1])
+    def _copy_overlaps(self, rows: tuple[int, int], columns: tuple[int, int], out: Tensor) -> None:
+        for source_slice in self.slices:
+            slice_columns = source_slice.columns or (0, self._columns)
+            top, bottom = max(rows[0], source_slice.rows[0]), min(rows[1], source_slice.rows[1])
+            left, right = max(columns[0], slice_columns[0]), min(columns[1], slice_columns[1])
             if top < bottom and left < right:
                 target = out[top - rows[0] : bottom - rows[0], left - columns[0] :]
-                box = piece.box((top, bottom), (left, right))
-                target.narrow(1, 0, right - left).copy_(box)
+                overlap = source_slice.view((top, bottom), (left, right))
+                target.narrow(1, 0, right - left).copy_(overlap)
 
-    def fault(self) -> str | None:
-        """Why the pieces do not make up the tensor; None if they do, each element once."""
-        for piece in self.pieces:
-            if piece.source.dtype not in FLOAT_NAMES:
-                known = ", ".join(FLOATS)
-                return f"{piece.source.where} is {piece.source.dtype}, not one of {known}"
-            stored = (*piece.source.shape, 1)[:2]
-            have = stored[::-1] if piece.transposed else stored
-            need = piece.extent(self._width)
-            if need[0] > have[0] or need[1] > have[1] or len(piece.source.shape) > 2:
-                found = tuple(piece.source.shape)
-                return f"{piece.source.where} has shape {found}, too small for what is mapped on it"
-        bands: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for piece in self.pieces:
-            bands.setdefault(piece.rows, []).append(piece.columns or (0, self._width))
-        for rows, columns in bands.items():
-            if not _tiles(columns, self._width):
+    def mapping_error(self) -> str | None:
+        """Return why the slices do not cover each element exactly once, or None if they do."""
+        for source_slice in self.slices:
+            if source_slice.source.dtype not in FLOAT_DTYPE_NAMES:
+                supported_dtypes = ", ".join(FLOAT_DTYPES)
+                return (
+                    f"{source_slice.source.location} is {source_slice.source.dtype}, not one of "
+                    f"{supported_dtypes}"
+                )
+            padded_shape = (*source_slice.source.shape, 1)[:2]
+            stored_shape = padded_shape[::-1] if source_slice.transposed else padded_shape
+            required_shape = source_slice.required_shape(self._columns)
+            if (
+                required_shape[0] > stored_shape[0]
+                or required_shape[1] > stored_shape[1]
+                or len(source_slice.source.shape) > 2
+            ):
+                actual = tuple(source_slice.source.shape)
+                return (
+                    f"{source_slice.source.location} has shape {actual}, too small for the slice "
+                    "that is mapped to it"
+                )
+        columns_by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for source_slice in self.slices:
+            columns_by_rows.setdefault(source_slice.rows, []).append(
+                source_slice.columns or (0, self._columns)
+            )
+        for rows, columns in columns_by_rows.items():
+            if not _covers_exactly(columns, self._columns):
                 return f"rows {rows[0]} to {rows[1]} are not covered exactly once"
-        return None if _tiles(list(bands), self.shape[0]) else "its rows are not covered once each"
+        return (
+            None
+            if _covers_exactly(list(columns_by_rows), self.shape[0])
+            else "its rows are not covered exactly once"
+        )
 
 
-def make_room(bytes_min: int = 0) -> Tensor:
-    """Scratch memory for `Logical.blocks`."""
+def allocate_scratch(bytes_min: int = 0) -> Tensor:
+    """Allocate scratch memory for `LogicalTensor.iter_blocks`."""
     return torch.empty(max(bytes_min, BLOCK_BYTES), dtype=torch.uint8)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's bytes, where they are."""
+    """Return the bytes of a contiguous tensor without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def stack(runs: Iterable[tuple[Stored, int, int]], *, transposed: bool = False) -> Logical:
-    """Runs of rows, one under the other: (stored tensor, its first row, how many rows)."""
-    pieces, row = [], 0
-    for source, first, count in runs:
-        piece = Piece(source, (row, row + count), source_row=first, transposed=transposed)
-        pieces.append(piece)
+def concat_rows(
+    row_runs: Iterable[tuple[StoredTensor, int, int]], *, transposed: bool = False
+) -> LogicalTensor:
+    """Concatenate runs of rows; each run is (stored tensor, first row, row count)."""
+    slices, row = [], 0
+    for source, first_row, count in row_runs:
+        source_slice = SourceSlice(
+            source, (row, row + count), source_row=first_row, transposed=transposed
+        )
+        slices.append(source_slice)
         row += count
-    first_shape = pieces[0].source.shape
+    first_shape = slices[0].source.shape
     columns = first_shape[:1] if transposed else first_shape[1:]
-    dtype = pieces[0].source.dtype
-    for piece in pieces[1:]:
-        if piece.source.dtype in FLOAT_NAMES and dtype in FLOAT_NAMES:
-            # Where pieces differ in precision, the whole has one that holds all of them exactly.
-            dtype = torch.promote_types(dtype, piece.source.dtype)
-    return Logical((row, *columns), dtype, tuple(pieces))
+    dtype = slices[0].source.dtype
+    for source_slice in slices[1:]:
+        if source_slice.source.dtype in FLOAT_DTYPE_NAMES and dtype in FLOAT_DTYPE_NAMES:
+            # If slices have different dtypes, use a dtype that represents all values exactly.
+            dtype = torch.promote_types(dtype, source_slice.source.dtype)
+    return LogicalTensor((row, *columns), dtype, tuple(slices))
 
 
-def _matrix(tensor: Tensor) -> Tensor:
+def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
-def _tiles(spans: list[tuple[int, int]], size: int) -> bool:
+def _covers_exactly(spans: list[tuple[int, int]], size: int) -> bool:
     end = 0
     for start, stop in sorted(spans):
         if start != end or stop <= start:
@@ -250,169 +280,177 @@ def _tiles(spans: list[tuple[int, int]], size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Which model this is, whatever form its files have.
+class ModelIdentity:
+    """The identity of a model, independent of the format of its files."""
 
-    `sampled` is the fingerprint of the tensors as these very files hold them; it differs from
-    `fingerprint`, the origin's, once the dtype was changed, and then `note` says so.
-    """
-
-    digest: str
-    fingerprint: str
-    note: str = ""
-    sampled: str = ""
-    stored: str = ""  # The digest of these very files, where it is not the origin's.
+    digest: str  # The base digest of the original weights.
+    fingerprint: str  # The fingerprint of the original weights.
+    note: str = ""  # Describes the dtype conversion if the weights were converted.
+    sampled: str = ""  # Fingerprint of the tensors in these files; a dtype conversion changes it.
+    stored: str = ""  # Digest of the tensors in these files; empty if it equals `digest`.
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """What files hold twice, as ranks do that share a norm: the one that is read, and another."""
+class ReplicaPair:
+    """Two stored copies of a tensor, such as a norm weight on two ranks; readers use `primary`."""
 
     name: str
-    kept: Stored
-    other: Stored
+    primary: StoredTensor
+    replica: StoredTensor
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a reader found: an architecture, a map of every tensor, and what lies beside them."""
+    """A logical checkpoint: the architecture, a map of every tensor, and the tokenizer's path."""
 
     path: Path
     format: str
     config: GPTConfig
-    tensors: Mapping[str, Logical]
-    files: tuple[Path, ...] = ()  # The weights'; empty if they are in memory.
+    tensors: Mapping[str, LogicalTensor]
+    files: tuple[Path, ...] = ()  # The weight files; empty if the weights are in memory.
     tokenizer: Path | None = None  # A file or a directory.
-    notes: tuple[str, ...] = ()
-    identity: Identity | None = None  # As recorded; None where the format does not say.
-    split: Mapping[str, int] = field(default_factory=dict)  # The writer's: tp, pp, vpp, ep.
-    copies: tuple[Copy, ...] = ()  # Compared by who reads everything.
+    notes: tuple[str, ...] = ()  # For the user: assumptions of the reader, ignored files.
+    identity: ModelIdentity | None = None  # From the manifest; None if there is no manifest.
+    split: Mapping[str, int] = field(default_factory=dict)  # tp, pp, vpp, ep of the training run.
+    copies: tuple[ReplicaPair, ...] = ()  # Replicas, which callers that read all weights compare.
 
-    def read(self, name: str, part: Part | None = None, out: Tensor | None = None) -> Tensor:
+    def read(self, name: str, part: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
         return self.tensors[name].read(part, out)
 
     def in_dtype(self, dtype: torch.dtype) -> "Checkpoint":
-        """The same, converted as it is read; but the choice among experts stays exact."""
+        """Return a checkpoint whose reads convert to `dtype`.
+
+        The expert biases of routers keep their dtype, so that the choice of experts stays the same.
+        """
         tensors = {
             name: logical if name.endswith(".expert_bias") else replace(logical, dtype=dtype)
             for name, logical in self.tensors.items()
         }
-        config = self.config.with_fields(dtype=FLOAT_NAMES[dtype])
+        config = self.config.with_fields(dtype=FLOAT_DTYPE_NAMES[dtype])
         return replace(self, config=config, tensors=tensors)
 
     def check(self) -> None:
-        """Hold the map against the config: every tensor is there, whole, and of its shape."""
-        needed = parameters(self.config)
-        missing = [name for name in needed if name not in self.tensors]
+        """Check that every parameter of the config is mapped completely and has its shape."""
+        expected_parameters = parameter_specs(self.config)
+        missing = [name for name in expected_parameters if name not in self.tensors]
         if missing:
             raise CheckpointError(
-                f"{self.path} lacks {some(missing)}; the config and the weights disagree, or "
-                f"files are lost: take both from the same, whole checkpoint"
+                f"{self.path} lacks {summarize_names(missing)}; the config does not fit the "
+                "weights, or files are missing: take both from the same complete checkpoint"
             )
-        refuse_leftover(self.path, [name for name in self.tensors if name not in needed])
-        for name, parameter in needed.items():
+        refuse_unexpected_weights(
+            self.path, [name for name in self.tensors if name not in expected_parameters]
+        )
+        for name, parameter in expected_parameters.items():
             logical = self.tensors[name]
             if logical.shape != parameter.shape:
                 raise CheckpointError(
-                    f"{name} in {self.path}: found {logical.shape}, need {parameter.shape} by the "
-                    f"config; the config and the weights disagree: take both from the same model"
+                    f"{name} in {self.path}: found shape {logical.shape}, but the config requires "
+                    f"{parameter.shape}; the config does not fit the weights: take both from the "
+                    "same model"
                 )
-            fault = logical.fault()
-            if fault:
+            error = logical.mapping_error()
+            if error:
                 raise CheckpointError(
-                    f"{name} in {self.path}: {fault}; files are missing or do not belong together"
+                    f"{name} in {self.path}: {error}; files are missing or are of different "
+                    "checkpoints: copy the whole checkpoint again"
                 )
 
 
-def in_memory(
+def checkpoint_from_tensors(
     config: GPTConfig, tensors: Mapping[str, Tensor], tokenizer: Path | None = None
 ) -> Checkpoint:
-    """A checkpoint of tensors that are not in files."""
-    logical = {
-        name: stack([(InMemory(value, name), 0, value.shape[0])]) for name, value in tensors.items()
+    """Make a checkpoint of torch tensors."""
+    logical_tensors = {
+        name: concat_rows([(InMemoryTensor(value, name), 0, value.shape[0])])
+        for name, value in tensors.items()
     }
-    dtype = common_dtype(tensor.pieces[0].source for tensor in logical.values())
+    dtype = majority_dtype(tensor.slices[0].source for tensor in logical_tensors.values())
     if dtype is not None:
-        config = config.with_fields(dtype=FLOAT_NAMES[dtype])
-    return Checkpoint(Path("memory"), "memory", config, logical, tokenizer=tokenizer)
+        config = config.with_fields(dtype=FLOAT_DTYPE_NAMES[dtype])
+    return Checkpoint(Path("memory"), "memory", config, logical_tensors, tokenizer=tokenizer)
 
 
-def overridden(config: GPTConfig, changes: GPTConfig | Mapping[str, Any] | None) -> GPTConfig:
-    """A reader's config, with what the user knows better: all of it, or some fields."""
-    if isinstance(changes, GPTConfig):
-        return changes
-    return GPTConfig.from_dict({**config.to_dict(), **changes}) if changes else config
+def apply_overrides(
+    config: GPTConfig, overrides: GPTConfig | Mapping[str, Any] | None
+) -> GPTConfig:
+    """Return the config with the user's overrides: a whole config, or some fields."""
+    if isinstance(overrides, GPTConfig):
+        return overrides
+    return GPTConfig.from_dict({**config.to_dict(), **overrides}) if overrides else config
 
 
-def common_dtype(tensors: Iterable[Stored]) -> torch.dtype | None:
-    """The floating dtype that most of the weights have; None if none is one we know."""
-    weights: Counter[torch.dtype] = Counter()
+def majority_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """Return the float dtype that most elements have; None if no tensor has a float dtype."""
+    elements_by_dtype: Counter[torch.dtype] = Counter()
     for stored in tensors:
-        if stored.dtype in FLOAT_NAMES:
-            weights[stored.dtype] += torch.Size(stored.shape).numel()
-    return max(weights, key=lambda dtype: weights[dtype]) if weights else None
+        if stored.dtype in FLOAT_DTYPE_NAMES:
+            elements_by_dtype[stored.dtype] += torch.Size(stored.shape).numel()
+    return (
+        max(elements_by_dtype, key=lambda dtype: elements_by_dtype[dtype])
+        if elements_by_dtype
+        else None
+    )
 
 
 def find_tokenizer(*folders: Path) -> Path | None:
-    """The first of the directories that holds a file of a tokenizer."""
+    """Return the first of `folders` that contains a tokenizer file, or None."""
     for folder in folders:
-        for ending in TOKENIZER_FILES:
-            if any(file.is_file() for file in folder.glob(f"*{ending}")):
+        for suffix in TOKENIZER_FILE_SUFFIXES:
+            if any(file.is_file() for file in folder.glob(f"*{suffix}")):
                 return folder
     return None
 
 
-def alike(left: Sequence[Stored], right: Sequence[Stored]) -> bool:
-    """Whether tensors are copies of others: a few rows tell that from what was trained apart."""
+def samples_equal(left: Sequence[StoredTensor], right: Sequence[StoredTensor]) -> bool:
+    """Return whether the first, the middle and the last rows of all pairs of tensors are equal.
+
+    These rows differ if the tensors were trained separately.
+    """
     if len(left) != len(right):
         return False
-    for mine, its in zip(left, right, strict=True):
-        if tuple(mine.shape) != tuple(its.shape):
+    for left_tensor, right_tensor in zip(left, right, strict=True):
+        if tuple(left_tensor.shape) != tuple(right_tensor.shape):
             return False
-        if mine.shape and mine.shape[0]:
-            rows = [0, mine.shape[0] // 2, mine.shape[0] - 1]
-            if not torch.equal(mine.tensor()[rows], its.tensor()[rows]):
+        if left_tensor.shape and left_tensor.shape[0]:
+            rows = [0, left_tensor.shape[0] // 2, left_tensor.shape[0] - 1]
+            if not torch.equal(left_tensor.tensor()[rows], right_tensor.tensor()[rows]):
                 return False
-        elif not torch.equal(mine.tensor(), its.tensor()):
+        elif not torch.equal(left_tensor.tensor(), right_tensor.tensor()):
             return False
     return True
 
 
-def refuse_untied(
-    path: Path, head: Sequence[Stored], embedding: Sequence[Stored], remedy: str
+def refuse_untied_head(
+    path: Path, head: Sequence[StoredTensor], embedding: Sequence[StoredTensor], remedy: str
 ) -> None:
-    """A tied model's files may repeat the embedding as the head, but no head of its own.
+    """Refuse a tied model whose files contain an LM head that differs from the embedding.
 
-    Both are given as the parts that files hold of them.
+    `head` and `embedding` are the stored parts of both tensors. A copy of the embedding is allowed.
     """
-    if not alike(head, embedding):
+    if not samples_equal(head, embedding):
         pairs = zip(head, embedding, strict=False)
-        differing = next((p for p in pairs if not alike(p[:1], p[1:])), (head[0], embedding[0]))
+        differing = next(
+            (p for p in pairs if not samples_equal(p[:1], p[1:])), (head[0], embedding[0])
+        )
         raise CheckpointError(
-            f"{path}: the config ties the head to the embedding, but {differing[0].where} is not "
-            f"equal to {differing[1].where}; if they were trained apart, {remedy}"
+            f"{path}: the config ties the head to the embedding, but {differing[0].location} is "
+            f"not equal to {differing[1].location}; if the model was trained with an untied head, "
+            f"{remedy}"
         )
 
 
-def refuse_larger_vocabulary(path: Path, config: GPTConfig, rows: int) -> None:
-    """Rows of padding can be left out; rows that are not there cannot be made."""
-    if config.vocab_size > rows:
+def refuse_unexpected_weights(path: Path, names: Iterable[str]) -> None:
+    unexpected_names = list(names)
+    if unexpected_names:
         raise CheckpointError(
-            f"{path}: vocab_size is overridden with {config.vocab_size}, but the embedding has "
-            f"{rows} rows; the true size can only be smaller: give at most {rows}"
+            f"{path}: the config has no parameter for {len(unexpected_names)} of the weights: "
+            f"{summarize_names(unexpected_names)}; without these weights the outputs would be "
+            "wrong: take the config and the weights from the same model"
         )
 
 
-def refuse_leftover(path: Path, names: Iterable[str]) -> None:
-    left = list(names)
-    if left:
-        raise CheckpointError(
-            f"{path}: the config has no place for {len(left)} of the weights: {some(left)}; they "
-            "would change the result, so the model is not read: take both from the same model"
-        )
-
-
-def some(names: Sequence[str]) -> str:
-    """A few of many names, for a message."""
+def summarize_names(names: Sequence[str]) -> str:
+    """Return the first three names and the count of the others, for an error message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

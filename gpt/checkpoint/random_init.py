@@ -1,8 +1,10 @@
-"""A checkpoint of new weights, for a model that has none yet: drawn as they are read.
+"""Random initialization: a checkpoint of new weights, which are drawn when they are read.
 
-Each logical tensor is drawn whole, from a generator that its name and the seed decide, and a rank
-keeps its part; so a fresh model is the same at any split, and none is ever whole in memory. The
-rule is Megatron's: normal weights, those that write to the residual smaller by depth.
+Each logical (unsharded) tensor is drawn by a generator that is seeded with the seed and the
+tensor's name, and each rank keeps its part. So the weights do not depend on the parallel sizes, and
+the whole model is never in memory. The rule is Megatron's: matrices have a normal distribution, and
+for the matrices that write to the residual stream, its standard deviation is divided by sqrt(2 *
+layers). Norm weights are 1 (0 if gamma - 1 is stored), biases are 0.
 """
 
 import zlib
@@ -13,54 +15,56 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.logical_tensor import Checkpoint, stack
+from gpt.checkpoint.logical_tensor import Checkpoint, concat_rows
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOATS
-from gpt.parallel.sharding import Parameter, Split, parameters
+from gpt.dtypes import FLOAT_DTYPES
+from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
 
-Draw = Callable[[Parameter], Tensor]
+Initializer = Callable[[ParameterSpec], Tensor]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A stored tensor that no file holds: every look at it draws it again."""
+class GeneratedTensor:
+    """A stored tensor without a file: each call of `tensor` draws the same values again."""
 
-    parameter: Parameter
+    parameter: ParameterSpec
     dtype: torch.dtype
-    draw: Draw
+    initialize: Initializer
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.parameter.shape
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"fresh weights: {self.parameter.name}"
 
     def tensor(self) -> Tensor:
-        return self.draw(self.parameter).to(self.dtype)
+        return self.initialize(self.parameter).to(self.dtype)
 
 
-def drawn(config: GPTConfig, draw: Draw) -> Checkpoint:
-    """The checkpoint whose every tensor is what `draw` makes, in the config's dtype."""
-    dtype = FLOATS[config.dtype]
+def generated_checkpoint(config: GPTConfig, initialize: Initializer) -> Checkpoint:
+    """Make a checkpoint whose tensors are drawn by `initialize`, in the config's dtype."""
+    dtype = FLOAT_DTYPES[config.dtype]
     tensors = {
-        name: stack([(Drawn(parameter, dtype, draw), 0, parameter.shape[0])])
-        for name, parameter in parameters(config).items()
+        name: concat_rows([(GeneratedTensor(parameter, dtype, initialize), 0, parameter.shape[0])])
+        for name, parameter in parameter_specs(config).items()
     }
     return Checkpoint(Path("fresh"), "fresh", config, tensors)
 
 
-def fresh(config: GPTConfig, seed: int, std: float = 0.02) -> Checkpoint:
-    """What a training run starts from: Megatron's initial values."""
+def random_init_checkpoint(config: GPTConfig, seed: int, std: float = 0.02) -> Checkpoint:
+    """Make a checkpoint with Megatron's initial values, from which training can start."""
 
-    def draw(parameter: Parameter) -> Tensor:
+    def initialize(parameter: ParameterSpec) -> Tensor:
         if len(parameter.shape) == 1:
-            scale = "norm" in parameter.name and parameter.name.endswith("weight")
-            ones = scale and not config.layernorm_zero_centered_gamma
-            return torch.full(parameter.shape, float(ones))
-        shrink = (2 * config.num_layers) ** -0.5 if parameter.split is Split.COLUMNS else 1.0
+            is_norm_weight = "norm" in parameter.name and parameter.name.endswith("weight")
+            fills_with_ones = is_norm_weight and not config.layernorm_zero_centered_gamma
+            return torch.full(parameter.shape, float(fills_with_ones))
+        depth_scale = (
+            (2 * config.num_layers) ** -0.5 if parameter.shard_rule is ShardRule.COLUMNS else 1.0
+        )
         generator = torch.Generator().manual_seed(seed + zlib.crc32(parameter.name.encode()))
-        return torch.randn(parameter.shape, generator=generator) * std * shrink
+        return torch.randn(parameter.shape, generator=generator) * std * depth_scale
 
-    return drawn(config, draw)
+    return generated_checkpoint(config, initialize)

@@ -1,7 +1,8 @@
-"""What a model costs: parameters, and bytes of weights and KV on each rank.
+"""Inference cost model: parameters, weight bytes and KV-cache bytes of each rank.
 
-All of it is counted from the table in `gpt.parallel.sharding`, the one that the model itself is
-built by, so a ledger cannot drift from what is allocated. Plain arithmetic: no torch.
+All sizes are computed from the parameter table in `gpt.parallel.weight_sharding`. The model is
+built from the same table, so the estimates equal the memory that a rank allocates. The module does
+not import torch.
 """
 
 from dataclasses import dataclass
@@ -9,23 +10,23 @@ from functools import lru_cache
 from math import prod
 
 from gpt.config import DTYPE_BYTES, GPTConfig
-from gpt.parallel.sharding import (
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import (
     check_split,
-    kept_dtype,
-    local_groups,
-    on_stage,
-    parameters,
-    part,
-    stage_layers,
+    is_on_stage,
+    local_kv_heads,
+    parameter_dtype,
+    parameter_specs,
+    shard_spec,
 )
 
-# A number of a key or a value; these may be kept in fewer bits than all else.
+# Bytes per KV-cache element; the cache may have a smaller dtype than the weights.
 KV_BYTES = {**DTYPE_BYTES, "fp8": 1}
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """Bytes of one rank. KV is per token of context, over the rank's own layers and groups."""
+    """Sizes of one rank; KV bytes per token are summed over the rank's layers and KV heads."""
 
     tp_rank: int
     pp_rank: int
@@ -37,13 +38,13 @@ class RankCost:
 
 @lru_cache(maxsize=64)
 def parameter_count(config: GPTConfig) -> int:
-    """Parameters of the whole model, padding and copies not counted."""
-    return sum(prod(parameter.shape) for parameter in parameters(config).values())
+    """Return the number of parameters of the model, without vocabulary padding and replicas."""
+    return sum(prod(parameter.shape) for parameter in parameter_specs(config).values())
 
 
 def kv_bytes_per_token(config: GPTConfig, layers: int, tp: int = 1, dtype: str = "") -> int:
-    """Keys and values of one token in `layers` layers of one tensor rank."""
-    width = local_groups(config, tp) * config.kv_channels
+    """Return the KV-cache bytes of one token in `layers` layers on one tensor rank."""
+    width = local_kv_heads(config, tp) * config.kv_channels
     return 2 * layers * width * KV_BYTES[dtype or config.dtype]
 
 
@@ -56,28 +57,38 @@ def rank_costs(
     kv_dtype: str = "auto",
     stages: list[int] | None = None,
 ) -> list[RankCost]:
-    """Every rank of a split, stage by stage: what it will hold. "auto": keys as the model."""
+    """Return the sizes of all ranks of a split, stage by stage.
+
+    `kv_dtype` "auto" means the model's dtype. `stages` has the number of layers of each stage.
+    """
     check_split(config, tp, pp, stages)
     dtype = dtype or config.dtype
-    kept_in = dtype if kv_dtype == "auto" else kv_dtype
-    table = parameters(config)
+    kv_cache_dtype = dtype if kv_dtype == "auto" else kv_dtype
+    parameter_table = parameter_specs(config)
     costs = []
     for stage, (layers,) in enumerate(stage_layers(config.num_layers, pp, stages)):
-        held = [p for p in table.values() if on_stage(config, p.name, layers)]
+        stage_parameters = [
+            p for p in parameter_table.values() if is_on_stage(config, p.name, layers)
+        ]
         for rank in range(tp):
-            counts = {p.name: prod(part(p, config, rank, tp).shape(p.shape)) for p in held}
+            counts = {
+                p.name: prod(shard_spec(p, config, rank, tp).local_shape(p.shape))
+                for p in stage_parameters
+            }
             costs.append(
                 RankCost(
                     tp_rank=rank,
                     pp_rank=stage,
                     layers=len(layers),
                     parameters=sum(counts.values()),
-                    weight_bytes=sum(n * _bytes(name, dtype) for name, n in counts.items()),
-                    kv_bytes_per_token=kv_bytes_per_token(config, len(layers), tp, kept_in),
+                    weight_bytes=sum(
+                        count * _bytes_per_parameter(name, dtype) for name, count in counts.items()
+                    ),
+                    kv_bytes_per_token=kv_bytes_per_token(config, len(layers), tp, kv_cache_dtype),
                 )
             )
     return costs
 
 
-def _bytes(name: str, dtype: str) -> int:
-    return DTYPE_BYTES[kept_dtype(name, dtype)]
+def _bytes_per_parameter(name: str, dtype: str) -> int:
+    return DTYPE_BYTES[parameter_dtype(name, dtype)]

@@ -1,8 +1,8 @@
-"""Compiles what lies in cpu/ into one library. `make kernels` and the wheel build run it.
+"""Build of the C kernel library from gpt/cpu/src, for `make kernels` and the wheel.
 
-How it is compiled stands here alone. Without the library answers on a CPU are slower, and no less
-right, so a machine that cannot compile it hears of that in one line and goes on. It imports nothing
-of ours, since it runs before there is anything else.
+Only this module defines the compiler flags. Without the library, inference on a CPU gives the same
+results more slowly, so a failed build only prints one line on stderr. The module imports nothing
+from this repository, because it runs before the package is installed.
 """
 
 import os
@@ -13,26 +13,26 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = "libkernels.so"
-OPTIONS = ("-O3", "-Wall", "-Wextra", "-Wno-psabi", "-fopenmp", "-shared", "-fPIC")
+COMPILER_FLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-psabi", "-fopenmp", "-shared", "-fPIC")
 
 
 def main(folder: Path) -> int:
-    """Puts the library into `folder`; 1 if there is none now, after saying why."""
-    library, part = folder / LIBRARY, folder / f".{LIBRARY}.{os.getpid()}.part"
+    """Build the library in `folder`. Returns 0, or 1 if the build failed, with a line on stderr."""
+    library, partial = folder / LIBRARY, folder / f".{LIBRARY}.{os.getpid()}.part"
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     sources = sorted(map(str, FOLDER.glob("src/*.c")))
-    command = [*compiler, *OPTIONS, "-o", str(part), *sources, "-lm"]
+    command = [*compiler, *COMPILER_FLAGS, "-o", str(partial), *sources, "-lm"]
     try:
-        code = subprocess.run(command, check=False).returncode
+        exit_code = subprocess.run(command, check=False).returncode
         reason = f"{compiler[0]} failed (above)"
     except OSError as error:
-        code, reason = 1, f"no C compiler: {compiler[0]}: {error.strerror}"
-    if code == 0:
-        os.replace(part, library)  # Whoever runs with the old one keeps it.
+        exit_code, reason = 1, f"no C compiler: {compiler[0]}: {error.strerror}"
+    if exit_code == 0:
+        os.replace(partial, library)  # Running processes keep the old file open.
         return 0
-    for file in (part, library):  # An old one would not be what the source says.
+    for file in (partial, library):  # An old library would not match the source.
         file.unlink(missing_ok=True)
-    sys.stderr.write(f"{LIBRARY} was not built ({reason}): answers on a CPU will be slower\n")
+    sys.stderr.write(f"{LIBRARY} was not built ({reason}): inference on a CPU will be slower\n")
     return 1
 
 

@@ -1,8 +1,8 @@
-"""The likeliest token of some rows without the whole head: by its bytes, then some of itself.
+"""Exact greedy argmax: int8 logits bound each token, bf16 decides among the candidates.
 
-Bytes take half of the memory that the head has, are multiplied in half of the time, and say in
-which bounds each logit lies. Only panels with a token that can be the likeliest are then computed
-from the head, as its product would: the token is that product's, to the last tie
+An int8 copy of the LM head needs half the memory and half the time of the bf16 head, and bounds
+each logit. Then only the panels that may contain the best token are computed from the bf16 head,
+with the same arithmetic as the full GEMM, so the token is identical, also for ties
 (gpt/cpu/src/exact_argmax.c).
 """
 
@@ -13,100 +13,153 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpt.cpu import int8_linear
-from gpt.cpu.huge_pages import zeros
-from gpt.cpu.kernels import BRIEF_NUMBERS, POINTER, brief, library
-from gpt.cpu.packed_linear import COLUMNS, Norm, Panels, Weight
+from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.cpu.kernels import KEEP_GIL_ELEMENTS_MAX, POINTER, library, library_keeping_gil
+from gpt.cpu.packed_linear import PANEL_COLUMNS, CpuNorm, PackedLinear, PackedWeight
 
 ROWS_MAX = 256  # As in gpt/cpu/src/exact_argmax.c.
-ROWS_READ = 12  # So many are multiplied while memory brings what they are multiplied by.
-# In which norms of a head's columns bounds are sure: floats' squares must not come to nothing.
-NORMS = (1e-10, 1e10)
-ROWS_AT_ONCE = 4096  # Of a head, while it is read.
-# Where it was not quicker, it is not tried for so many steps, and for twice as many the next time.
-PAUSE_MIN, PAUSE_MAX = 8, 1024
+MEMORY_BOUND_ROWS = 12  # Up to this number of rows the GEMM is limited by memory bandwidth.
+# The range of column norms with valid bounds: squares in fp32 must not underflow or overflow.
+NORM_RANGE = (1e-10, 1e10)
+CHUNK_ROWS = 4096  # Rows of the head that are converted to fp32 at once.
+# After a step whose number of bf16 panels makes screening slower than the full GEMM, screening is
+# paused for this number of steps. Each further such step doubles the pause.
+PAUSE_STEPS_MIN, PAUSE_STEPS_MAX = 8, 1024
 
 
-class _Record(ctypes.Structure):
+class _ScreenedHead(ctypes.Structure):
     """As in gpt/cpu/src/exact_argmax.c."""
 
     _fields_ = (
-        ("bytes", Weight),
-        *((name, POINTER) for name in ("errors", "norms", "mean", "exact")),
+        ("int8_weight", PackedWeight),
+        *((name, POINTER) for name in ("error_norms", "column_norms")),
+        *((name, POINTER) for name in ("column_mean", "bf16_panels")),
         ("norm_max", ctypes.c_double),
     )
 
 
-class Shortlist:
-    """Of a head in panels of bf16: `weight` is the same as it was, and is not kept."""
+class ScreenedArgmax:
+    """Screened argmax of a packed bf16 LM head; the unpacked head `weight` is not stored."""
 
     def __init__(
         self,
         weight: Tensor,
-        head: Panels,
-        norm: Norm | None,
-        mean: Tensor,
-        norms: Tensor,
+        head: PackedLinear,
+        norm: CpuNorm | None,
+        column_mean: Tensor,
+        column_norms: Tensor,
         norm_max: float,
     ) -> None:
-        """Bytes lack the `mean` of all columns, whose `norms` without it are these. See `of`."""
-        assert head.record.scales is None and head.record.channels == weight.shape[1]
-        self._memory = zeros((int8_linear.size(weight),), torch.uint8, torch.device("cpu"))
-        scales, errors = int8_linear.lay(weight, self._memory, less=mean)
-        # A norm may have been rounded down. What bytes are has one of no more than both together.
-        errors *= 1.001
-        norms = F.pad(norms * 1.001, (0, len(errors) - len(norms))) + errors
-        self._kept, self._norm = (head, scales, errors, norms, mean), norm
-        memory, (columns, channels) = self._memory.data_ptr(), weight.shape
-        self._record = _Record(
-            Weight(memory, channels, columns, True, False, scales.data_ptr()),
-            *(errors.data_ptr(), norms.data_ptr(), mean.data_ptr(), head.record.panels, norm_max),
+        """Quantize `weight - column_mean`, which has the norms `column_norms`. See `build`."""
+        assert head.weight_args.scales is None and head.weight_args.channels == weight.shape[1]
+        self._memory = huge_page_zeros(
+            (int8_linear.packed_bytes(weight),), torch.uint8, torch.device("cpu")
         )
-        self._panels = -(-len(weight) // COLUMNS)
-        self._pause, self._again = 0, PAUSE_MIN
-        self.steps, self.looked = 0, 0  # That it answered, and the head's panels that it took.
+        scales, errors = int8_linear.pack_int8(weight, self._memory, column_mean=column_mean)
+        # The factor covers rounding of the norms. The norm of the quantized column is at most the
+        # sum of the column's norm and the error's norm.
+        errors *= 1.001
+        column_norms = F.pad(column_norms * 1.001, (0, len(errors) - len(column_norms))) + errors
+        self._keepalive = (head, scales, errors, column_norms, column_mean)
+        self._norm = norm
+        memory, (columns, channels) = self._memory.data_ptr(), weight.shape
+        self._head = _ScreenedHead(
+            PackedWeight(memory, channels, columns, True, False, scales.data_ptr()),
+            errors.data_ptr(),
+            column_norms.data_ptr(),
+            column_mean.data_ptr(),
+            head.weight_args.panels,
+            norm_max,
+        )
+        self._panels = -(-len(weight) // PANEL_COLUMNS)
+        self._pause = 0
+        self._next_pause = PAUSE_STEPS_MIN
+        # The number of screened steps, and of bf16 panels that they computed.
+        self.steps = 0
+        self.panels_scored = 0
 
     @classmethod
-    def of(cls, weight: Tensor, head: Panels, norm: Norm | None = None) -> "Shortlist | None":
-        """Of a head, and the norm that rows go through first, if any.
+    def build(
+        cls, weight: Tensor, head: PackedLinear, norm: CpuNorm | None = None
+    ) -> "ScreenedArgmax | None":
+        """Return the screened argmax of a head, with the norm in front of the head, if any.
 
-        None: this machine cannot, or there is a number in such a head that spoils all bounds.
+        None if this machine has no int8 GEMM, or if values of the head allow no valid bounds.
         """
-        if not int8_linear.multiplies():
+        if not int8_linear.has_int8_gemm():
             return None
-        # What all have in common, often much, decides nothing: finer steps are left for the rest.
-        parts = weight.detach().split(ROWS_AT_ONCE)
-        mean = torch.stack([part.float().sum(0) for part in parts]).sum(0) / len(weight)
-        largest = torch.stack([part.float().norm(dim=1).amax() for part in parts]).amax()
-        norms = torch.cat([(part.float() - mean).norm(dim=1) for part in parts])
-        # Bytes are off by half a step in each channel, and a step is at most a 127th of the norm.
+        # The mean over tokens, often large, does not affect the argmax; without it the int8 steps
+        # are finer.
+        chunks = weight.detach().split(CHUNK_ROWS)
+        column_mean = torch.stack([chunk.float().sum(0) for chunk in chunks]).sum(0) / len(weight)
+        largest_norm = torch.stack([chunk.float().norm(dim=1).amax() for chunk in chunks]).amax()
+        column_norms = torch.cat([(chunk.float() - column_mean).norm(dim=1) for chunk in chunks])
+        # The int8 error is at most half a step per channel, and a step is at most norm / 127.
         slack = 1 + weight.shape[1] ** 0.5 / (2 * int8_linear.CODE_MAX)
-        most = 1.001 * slack * float(torch.maximum(largest, norms.amax()))
-        return cls(weight, head, norm, mean, norms, most) if NORMS[0] < most < NORMS[1] else None
+        norm_max = 1.001 * slack * float(torch.maximum(largest_norm, column_norms.amax()))
+        return (
+            cls(weight, head, norm, column_mean, column_norms, norm_max)
+            if NORM_RANGE[0] < norm_max < NORM_RANGE[1]
+            else None
+        )
 
-    def best(self, x: Tensor) -> Tensor | None:
-        """The token of each row, the first of equals, for at most ROWS_MAX rows.
+    def argmax(self, x: Tensor) -> Tensor | None:
+        """Return the argmax token of each row (of equal logits the first), for up to ROWS_MAX rows.
 
-        None: it would not be quicker just now, or there are numbers that allow no bounds.
+        None if screening is paused, or if values of `x` allow no valid bounds.
         """
         assert x.dtype == torch.bfloat16 and len(x) <= ROWS_MAX
         if self._pause:
             self._pause -= 1
             return None
-        x, places = x.contiguous(), torch.empty(len(x), dtype=torch.int64)
-        short = self._memory.numel() * len(x) <= BRIEF_NUMBERS
-        found = brief() if short else library()
-        assert found is not None
-        looked = found.preamble_shortlist(
-            ctypes.byref(self._record),
-            None if self._norm is None else ctypes.byref(self._norm.record),
-            *(x.data_ptr(), len(x), places.data_ptr(), torch.get_num_threads()),
+        x, tokens = x.contiguous(), torch.empty(len(x), dtype=torch.int64)
+        keeps_gil = self._memory.numel() * len(x) <= KEEP_GIL_ELEMENTS_MAX
+        lib = library_keeping_gil() if keeps_gil else library()
+        assert lib is not None
+        scored = lib.preamble_screened_argmax(
+            ctypes.byref(self._head),
+            None if self._norm is None else ctypes.byref(self._norm.norm_args),
+            x.data_ptr(),
+            len(x),
+            tokens.data_ptr(),
+            torch.get_num_threads(),
         )
-        if looked < 0:
+        if scored < 0:
             return None
-        self.steps, self.looked = self.steps + 1, self.looked + looked
-        # A panel of the head is twice one of bytes, and that is what many rows take in work, too.
-        if 2 * looked > self._panels * max(1, len(x) / ROWS_READ):
-            self._pause, self._again = self._again, min(2 * self._again, PAUSE_MAX)
+        self.steps = self.steps + 1
+        self.panels_scored = self.panels_scored + scored
+        # A bf16 panel has twice the memory traffic of an int8 panel, and with many rows more work.
+        if 2 * scored > self._panels * max(1, len(x) / MEMORY_BOUND_ROWS):
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, PAUSE_STEPS_MAX)
         else:
-            self._again = PAUSE_MIN
-        return places
+            self._next_pause = PAUSE_STEPS_MIN
+        return tokens
+
+
+class CpuGreedyHead:
+    """Greedy head of a packed LM head: screened if this is faster, else over all panels."""
+
+    def __init__(
+        self,
+        head: PackedLinear,
+        norm: CpuNorm | None,
+        vocab_size: int,
+        screened: ScreenedArgmax | None = None,
+    ) -> None:
+        """`norm`: the norm in front of the head; `vocab_size`: the head's columns less padding."""
+        self._head = head
+        self._norm = norm
+        self._vocab_size = vocab_size
+        self.screened = screened
+
+    def argmax(self, x: Tensor) -> Tensor | None:
+        """Return each row's argmax token (of equal logits the first).
+
+        Return None if the computation over all panels found a logit that is not finite.
+        """
+        if self.screened is not None and len(x) <= ROWS_MAX:
+            token_ids = self.screened.argmax(x)
+            if token_ids is not None:
+                return token_ids
+        return self._head.matmul_argmax(x, self._norm, self._vocab_size)

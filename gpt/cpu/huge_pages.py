@@ -1,7 +1,7 @@
-"""Zeroed memory in huge pages, for the KV cache and for packed weights.
+"""Zeroed memory in huge pages, for the KV cache and packed weights on a CPU.
 
-Mapped anonymously, it is zero and takes no room until it is written; huge pages spare the TLB. On
-other devices it is plain `torch.zeros`. Knows nothing of what is kept in it.
+An anonymous mapping reads as zeros and takes no memory until it is written; huge pages reduce TLB
+misses. On other devices the memory comes from `torch.zeros`.
 """
 
 import math
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that is there when it is written; large pages of it, where the machine has them."""
+def huge_page_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a zeroed tensor; the first write allocates its memory, in huge pages if available."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Mapped memory is zero and is not there until it is written; torch would write all of it now.
-    size = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # torch.zeros would write, and so allocate, all of the memory at once.
+    size_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,9 +1,9 @@
-"""Products of bf16 rows with weights of one byte each, in panels: half of what bf16 reads.
+"""INT8 weight-only linear layers on a CPU: packed panels with one scale per column (VNNI).
 
-Each column of a weight has a scale, and so has each run of 64 channels of a row, which is brought
-to bytes on its way in (gpt/cpu/src/gemm_int8.c). A row's result does not depend on the rows beside
-it. Whether a model still says the same with such weights is not known here: see
-gpt/backends/quantization_check.py.
+Each weight column has a scale. The input rows are quantized inside the GEMM, with a scale for each
+group of 64 channels (gpt/cpu/src/gemm_int8.c). An int8 weight has half the bytes of a bf16 weight.
+The result of a row does not depend on the other rows. gpt/linear/quantization_check.py measures
+how much the quantization changes a model's output.
 """
 
 import torch
@@ -11,90 +11,99 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpt.cpu.kernels import library
-from gpt.cpu.packed_linear import COLUMNS, Panels
+from gpt.cpu.packed_linear import PANEL_COLUMNS, PackedLinear
 from gpt.errors import ConfigError
 
 # Channels of a row that share a scale: as in gpt/cpu/src/gemm.h.
-GROUP = 64
-# The largest code of a weight, on both sides of 0; the library is given it with 128 added.
+GROUP_CHANNELS = 64
+# The largest magnitude of an int8 weight; the library stores weights as unsigned, with 128 added.
 CODE_MAX = 127
-# How many numbers are brought to bytes at once, so that little memory is needed besides.
-NUMBERS_MAX = 1 << 22
+# Elements that are quantized at once, to limit the temporary memory.
+CHUNK_ELEMENTS_MAX = 1 << 22
 
 
-def multiplies() -> bool:
-    """Whether this machine multiplies bytes, and the library is there."""
-    found = library()
-    # Where the library was built for another kind of machine it has no such thing to ask.
-    ask = getattr(found, "preamble_multiplies_int8", None)
-    return ask is not None and bool(ask())
+def has_int8_gemm() -> bool:
+    """Return whether the library is available and this machine supports its int8 GEMM."""
+    lib = library()
+    # A library built by a compiler without AVX-512 does not have this function.
+    probe = getattr(lib, "preamble_has_int8_gemm", None)
+    return probe is not None and bool(probe())
 
 
-def refuse_unfit(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise what a user should hear who asks for such weights where they cannot be."""
+def check_supported(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError if int8 weights are unsupported here."""
     if device.type != "cpu":
-        reason, remedy = f"its device is {device.type}", "take linear_backend fp8 there"
+        reason, remedy = f"the device is {device.type}", "set linear_backend: fp8 instead"
     elif dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        reason, remedy = f"its dtype is {name}", "say dtype bfloat16 with it"
+        reason, remedy = f"the model's dtype is {name}", "set dtype: bfloat16"
     elif library() is None:
-        reason, remedy = "the library in C was not built", "build it (make kernels)"
-    elif not multiplies():
-        reason, remedy = "this CPU lacks AVX512-VNNI or AVX512-bf16", "leave it out"
+        reason, remedy = "the C library was not built", "build it (make kernels)"
+    elif not has_int8_gemm():
+        reason, remedy = "this CPU lacks AVX512-VNNI or AVX512-bf16", "remove it"
     else:
         return
-    raise ConfigError(f"weights is int8, and cannot be had: {reason}; {remedy}")
+    raise ConfigError(f"weights 'int8' is unavailable: {reason}; {remedy}")
 
 
-def size(weight: Tensor, *, gated: bool = False) -> int:
-    """How many bytes `Int8Panels` holds of a weight."""
+def packed_bytes(weight: Tensor, *, gated: bool = False) -> int:
+    """Return the bytes of a weight in the panels of `Int8PackedLinear`."""
     columns, channels = weight.shape
     columns //= 1 + gated
-    return -(-columns * (1 + gated) // COLUMNS) * COLUMNS * -(-channels // GROUP) * GROUP
+    return (
+        -(-columns * (1 + gated) // PANEL_COLUMNS)
+        * PANEL_COLUMNS
+        * -(-channels // GROUP_CHANNELS)
+        * GROUP_CHANNELS
+    )
 
 
-class Int8Panels(Panels):
-    """A weight as bytes with a scale for each column, and the product with it."""
+class Int8PackedLinear(PackedLinear):
+    """The GEMM with an int8 weight in panels, with one scale per column."""
 
     def __init__(
-        self, weight: Tensor, memory: Tensor, *, wide: bool = False, gated: bool = False
+        self, weight: Tensor, memory: Tensor, *, fp32_output: bool = False, gated: bool = False
     ) -> None:
-        """`memory` has room for `size` bytes, and becomes the weight."""
-        scales, _ = lay(weight, memory, gated=gated)
-        self._hold(weight, memory, scales, wide=wide, gated=gated)
+        """Quantize `weight` into `memory` (`packed_bytes` bytes), which this object references."""
+        scales, _ = pack_int8(weight, memory, gated=gated)
+        self._set_weight(weight, memory, scales, fp32_output=fp32_output, gated=gated)
 
 
-def lay(
-    weight: Tensor, memory: Tensor, *, gated: bool = False, less: Tensor | None = None
+def pack_int8(
+    weight: Tensor, memory: Tensor, *, gated: bool = False, column_mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Write a weight into `memory` as bytes, in panels, a few at a time; without `less` (channels).
+    """Quantize a weight, minus `column_mean`, into int8 panels in `memory`.
 
-    Of each column its scale, and the norm of what its bytes lack, as columns stand in panels.
+    Returns the scale and the norm of the quantization error of each column, in panel order.
     """
     _, channels = weight.shape
-    lanes = COLUMNS // (1 + gated)
+    lanes = PANEL_COLUMNS // (1 + gated)
     halves = weight.detach().view(1 + gated, -1, channels)
-    each = max(1, NUMBERS_MAX // (COLUMNS * channels))  # Panels at once.
-    told: list[tuple[Tensor, Tensor]] = []
-    words = memory.view(torch.int32)
-    for start in range(0, halves.shape[1], each * lanes):
-        part = halves[:, start : start + each * lanes].float()
-        part = part if less is None else part - less
-        part = F.pad(part, (0, -channels % GROUP, 0, -part.shape[1] % lanes))
-        scales = part.abs().amax(-1, keepdim=True) / CODE_MAX
-        codes = (part / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+    chunk_panels = max(1, CHUNK_ELEMENTS_MAX // (PANEL_COLUMNS * channels))  # Panels per chunk.
+    scales_and_errors: list[tuple[Tensor, Tensor]] = []
+    free_words = memory.view(torch.int32)
+    for start in range(0, halves.shape[1], chunk_panels * lanes):
+        chunk = halves[:, start : start + chunk_panels * lanes].float()
+        chunk = chunk if column_mean is None else chunk - column_mean
+        chunk = F.pad(chunk, (0, -channels % GROUP_CHANNELS, 0, -chunk.shape[1] % lanes))
+        scales = chunk.abs().amax(-1, keepdim=True) / CODE_MAX
+        codes = (chunk / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_()
         codes.clamp_(-CODE_MAX, CODE_MAX)
-        errors = (part - codes * scales).norm(dim=-1, keepdim=True)
-        # Four channels of a column lie together, as one word.
-        four = codes.add_(128).to(torch.uint8).view(torch.int32)
-        four = four.view(1 + gated, -1, lanes, four.shape[-1]).permute(1, 3, 0, 2)
-        here, words = words[: four.numel()], words[four.numel() :]
-        here.view(four.shape).copy_(four)
-        told.append((_in_panels(scales, lanes), _in_panels(errors, lanes)))
-    assert not len(words), "the memory is as large as `size` says"
-    return torch.cat([scales for scales, _ in told]), torch.cat([errors for _, errors in told])
+        errors = (chunk - codes * scales).norm(dim=-1, keepdim=True)
+        # Four channels of a column are contiguous, as one 32-bit word.
+        packed_codes = codes.add_(128).to(torch.uint8).view(torch.int32)
+        packed_codes = packed_codes.view(1 + gated, -1, lanes, packed_codes.shape[-1]).permute(
+            1, 3, 0, 2
+        )
+        target, free_words = free_words[: packed_codes.numel()], free_words[packed_codes.numel() :]
+        target.view(packed_codes.shape).copy_(packed_codes)
+        scales_and_errors.append((_in_panel_order(scales, lanes), _in_panel_order(errors, lanes)))
+    assert not len(free_words), "memory must have `packed_bytes` bytes"
+    return torch.cat([scales for scales, _ in scales_and_errors]), torch.cat(
+        [errors for _, errors in scales_and_errors]
+    )
 
 
-def _in_panels(numbers: Tensor, lanes: int) -> Tensor:
-    """Numbers of columns, (halves, columns, 1), in the order in which columns stand in panels."""
-    return numbers.view(len(numbers), -1, lanes).transpose(0, 1).flatten()
+def _in_panel_order(values: Tensor, lanes: int) -> Tensor:
+    """Reorder values per column, (halves, columns, 1), into the column order of the panels."""
+    return values.view(len(values), -1, lanes).transpose(0, 1).flatten()

@@ -1,9 +1,10 @@
-"""What is written in C, for CPUs: the library beside this file, if it was built.
+"""Python bindings of the C kernel library: paged attention, KV cache writes and GEMM on CPUs.
 
-`gpt/cpu/` has attention over the paged pool, for single new tokens and for runs of them, and
-products with bf16 weights. This is the way in: it finds the library, says once why there is none,
-and hands it addresses. Whoever asks must be ready to hear that it does not serve; the same in torch
-is in gpt/attention/paged.py and gpt/backends/cpu_packing.py.
+The library has attention over the paged KV cache, for decode and prefill, and GEMM with bf16 and
+int8 weights. This module binds the attention and the cache writes, and declares the signatures of
+all functions. It loads the library, logs once if it is missing, and passes it the addresses of
+tensors. Callers must handle a missing library: the torch versions of the same computations are in
+gpt/attention/paged.py and gpt/model/linear.py.
 """
 
 import ctypes
@@ -22,338 +23,404 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 14
+ABI = 15
 DTYPES = (torch.bfloat16, torch.float32)
-WIDTH_MAX = 512
-# What the machine can do best, as the library counts it.
-MACHINES = ("plain", "avx2", "avx512_bf16")
-# Queries of a prompt that are worked on at once, and keys: as in gpt/cpu/src/packed_weight.h and
-# gpt/cpu/src/vectors.h.
+HEAD_DIM_MAX = 512
+# The instruction sets, by the library's level numbers.
+ISA_LEVELS = ("plain", "avx2", "avx512_bf16")
+# Queries of a prefill tile, and keys of a segment: the values are those of
+# gpt/cpu/src/packed_weight.h and gpt/cpu/src/vectors.h.
 TILE = 12
 SEGMENT = 256
 
-# Work of so many rows, with a weight of so many numbers, is over before it is worth letting go.
-BRIEF_ROWS = 16
-BRIEF_NUMBERS = 1 << 24
+# A call with at most this number of rows, and at most this number of weight or KV elements, is too
+# short to be worth a release of the GIL.
+KEEP_GIL_ROWS_MAX = 16
+KEEP_GIL_ELEMENTS_MAX = 1 << 24
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Rows(ctypes.Structure):
+class _DecodeArgs(ctypes.Structure):
     """As in gpt/cpu/src/decode_attention.c."""
 
     _fields_ = (
         *((name, INT) for name in ("rows", "groups", "queries", "width")),
         *((name, INT) for name in ("block_tokens", "table_width", "window", "bf16", "threads")),
         ("scale", ctypes.c_double),
-        *((name, POINTER) for name in ("row", "sequence", "context", "tables")),
+        *((name, POINTER) for name in ("row", "sequence", "context", "block_tables")),
     )
 
 
-class _Runs(ctypes.Structure):
+class _PrefillArgs(ctypes.Structure):
     """As in gpt/cpu/src/prefill_attention.c."""
 
     _fields_ = (
-        *((name, INT) for name in ("pieces", "groups", "queries", "width")),
+        *((name, INT) for name in ("tasks", "groups", "queries", "width")),
         *((name, INT) for name in ("block_tokens", "table_width", "window", "threads")),
         ("scale", ctypes.c_double),
-        *((name, POINTER) for name in ("row", "past", "sequence", "tables")),
-        *((name, POINTER) for name in ("parts", "begins", "shared", "desks")),
+        *((name, POINTER) for name in ("row", "past", "sequence", "block_tables")),
+        *((name, POINTER) for name in ("parts", "part_starts", "shared_keys", "scratch")),
     )
 
 
-# What each function takes, in order: p is an address, i a number. Those that answer say whether
-# they failed; some are there only where the compiler knows AVX-512.
-_TAKES = {
-    "preamble_attend": "p p i i p p",
-    "preamble_store": "ppp ii pp iiii",
-    "preamble_attend_runs": "p p i i p p",
-    "preamble_piece_queries": "i",
-    "preamble_multiply": "p pi p i p p i p",
-    "preamble_best": "p iii p i",
-    "preamble_best_of": "pp i pp i",
-    "preamble_multiply_by": "p iii p i p i ppp i p",
-    "preamble_before_activation": "ppp iii",
-    "preamble_attend_families": "pp",
-    "preamble_layers": "pp",
-    "preamble_layers_numbers": "pi",
-    "preamble_multiplies_int8": "",
-    "preamble_shortlist": "ppp i p i",
+# The argument types of each function: p is an address, i an int64. Functions with an int result
+# return a property, or nonzero on failure. Some functions exist only if the compiler supports
+# AVX-512. A test compares these tables and the structures with the C source.
+_ARGUMENT_KINDS = {
+    "preamble_decode_attention": "p p i i p p",
+    "preamble_store_kv": "ppp ii pp iiii",
+    "preamble_prefill_attention": "p p i i p p",
+    "preamble_prefill_scratch_bytes": "",
+    "preamble_prefill_task_queries": "i",
+    "preamble_gemm": "p pi p i p p i p",
+    "preamble_argmax": "p iii p i",
+    "preamble_gemm_argmax": "pp i pp i",
+    "preamble_gemm_unpacked": "p iii p i p i ppp i p",
+    "preamble_activation_backward": "ppp iii",
+    "preamble_varlen_attention": "pp",
+    "preamble_decoder_layers": "pp",
+    "preamble_decoder_scratch_numel": "pi",
+    "preamble_has_int8_gemm": "",
+    "preamble_screened_argmax": "ppp i p i",
 }
-_ANSWERS = (
-    *("preamble_attend", "preamble_attend_runs", "preamble_best_of"),
-    *("preamble_piece_queries", "preamble_attend_families", "preamble_layers"),
-    "preamble_multiplies_int8",
+_RETURN_INT = (
+    "preamble_decode_attention",
+    "preamble_prefill_attention",
+    "preamble_gemm_argmax",
+    "preamble_varlen_attention",
+    "preamble_decoder_layers",
+    "preamble_has_int8_gemm",
 )
-_ANSWERS_LONG = ("preamble_layers_numbers", "preamble_shortlist")
+_RETURN_INT64 = (
+    "preamble_decoder_scratch_numel",
+    "preamble_prefill_scratch_bytes",
+    "preamble_prefill_task_queries",
+    "preamble_screened_argmax",
+)
 
 
-def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    for name, kinds in _TAKES.items():
-        function = getattr(found, name, None)
+def _declare_signatures(lib: ctypes.CDLL) -> ctypes.CDLL:
+    for name, kinds in _ARGUMENT_KINDS.items():
+        function = getattr(lib, name, None)
         if function is not None:
-            function.argtypes = [POINTER if one == "p" else INT for one in kinds if one != " "]
-            function.restype = ctypes.c_int if name in _ANSWERS else None
-            if name in _ANSWERS_LONG:
+            function.argtypes = [POINTER if kind == "p" else INT for kind in kinds if kind != " "]
+            function.restype = ctypes.c_int if name in _RETURN_INT else None
+            if name in _RETURN_INT64:
                 function.restype = INT
-    return found
+    return lib
 
 
 @cache
-def brief() -> ctypes.CDLL:
-    """The same, called without letting other Python threads in: they may keep the lock for long."""
-    found = library()
-    assert found is not None, "ask `library` first"
-    # What is open already, and not what may lie at its path by now.
-    return _typed(ctypes.PyDLL(str(LIBRARY), handle=found._handle))
+def library_keeping_gil() -> ctypes.CDLL:
+    """Return the library with functions that keep the GIL, for very short calls."""
+    lib = library()
+    assert lib is not None, "call library() first"
+    # The open handle, because the file at the path may have been replaced.
+    return _declare_signatures(ctypes.PyDLL(str(LIBRARY), handle=lib._handle))
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None and a line in the log."""
+    """Return the C library; None, with a log line, if it is missing or of another version."""
     try:
-        # It shares OpenMP's threads with torch, since torch was loaded first.
-        found = _typed(ctypes.CDLL(str(LIBRARY)))
-        if found.preamble_abi() != ABI:
-            raise OSError(f"{LIBRARY} is of another version; build it again: make kernels")
+        # The library shares OpenMP's threads with torch, because torch was loaded first.
+        lib = _declare_signatures(ctypes.CDLL(str(LIBRARY)))
+        if lib.preamble_abi() != ABI:
+            raise OSError(f"{LIBRARY} is of another version; rebuild it: make kernels")
     except (OSError, AttributeError) as error:
         reason = str(error) if LIBRARY.exists() else f"{LIBRARY.name} was not built: make kernels"
         log.info("event=kernels_missing reason=%r", reason)
         return None
-    found.preamble_choose(-1)
-    log.info("event=kernels_loaded machine=%s", MACHINES[found.preamble_machine()])
-    return found
+    lib.preamble_set_isa_level(-1)
+    log.info("event=kernels_loaded machine=%s", ISA_LEVELS[lib.preamble_isa_level()])
+    return lib
 
 
-def machine() -> str | None:
-    """The kind of machine that the library works for; None: there is no library."""
-    found = library()
-    return None if found is None else MACHINES[found.preamble_machine()]
+def isa_level() -> str | None:
+    """Return the instruction set that the library uses; None without the library."""
+    lib = library()
+    return None if lib is None else ISA_LEVELS[lib.preamble_isa_level()]
 
 
-def choose_machine(name: str | None) -> None:
-    """For tests: use what such a machine has, if this one has as much, or the best."""
-    found = library()
-    if found is not None:
-        found.preamble_choose(-1 if name is None else MACHINES.index(name))
+def force_isa_level(name: str | None) -> None:
+    """Limit the library to an instruction set, for tests; None: the best of this machine."""
+    lib = library()
+    if lib is not None:
+        lib.preamble_set_isa_level(-1 if name is None else ISA_LEVELS.index(name))
 
 
-def rest() -> None:
-    """Give back the threads that help this one; whoever runs the model next has its own.
+def release_openmp_threads() -> None:
+    """Release the calling thread's OpenMP workers before another thread runs the model.
 
-    With more of OpenMP's threads than cores, none would wait awake for the next product.
+    With more OpenMP threads than cores, workers would no longer spin while they wait for work.
     """
-    found = library()
-    if found is not None:
-        found.preamble_rest()
+    lib = library()
+    if lib is not None:
+        lib.preamble_release_threads()
 
 
-def serves(x: Tensor, kv: Tensor) -> bool:
-    """Whether the library is there and can work for these."""
+def supports_tensors(x: Tensor, kv: Tensor) -> bool:
+    """Return whether the library is available and supports these tensors."""
     return (
         x.dtype in DTYPES
         and kv.dtype == x.dtype
         and x.device.type == "cpu"
         and not (torch.is_grad_enabled() and x.requires_grad)
-        and x.shape[-1] <= WIDTH_MAX
+        and x.shape[-1] <= HEAD_DIM_MAX
         and kv.is_contiguous()
         and library() is not None
     )
 
 
-class Paged:
-    """Single new tokens of a step, and what they see of the pool: the same for every layer."""
+class DecodeAttention:
+    """Attention of the decode tokens of a step over the pool; one object serves all layers."""
 
     def __init__(
         self,
         rows: Sequence[int],
         sequences: Sequence[int],
-        contexts: Sequence[int],
-        tables: Tensor,
+        context_lengths: Sequence[int],
+        block_tables: Tensor,
         *,
         window: int | None,
     ) -> None:
-        """Each row of the batch, its row of the tables, and how many keys it sees."""
-        self._window, self._contexts = window or 0, sum(contexts)
-        # Kept, since the library is given their addresses.
-        self._tables = tables.long().contiguous()
-        self._numbers = torch.from_numpy(np.array([rows, sequences, contexts], np.int64))
-        self._plan: _Rows | None = None
+        """Describe each decode token: its batch row, its sequence and its number of keys.
 
-    def plan(self, heads: int, kv: Tensor) -> ctypes.Structure:
-        """The same for the library; it is good for as long as this is kept."""
-        if self._plan is None:
-            _, _, groups, block_tokens, width = kv.shape
-            self._plan = _Rows(
-                *(self._numbers.shape[1], groups, heads // groups, width),
-                *(block_tokens, self._tables.shape[1], self._window),
-                *(kv.dtype == torch.bfloat16, torch.get_num_threads()),
-                width**-0.5,
-                *(numbers.data_ptr() for numbers in self._numbers),
-                self._tables.data_ptr(),
+        `sequences` has the token's row in `block_tables`; `context_lengths` counts the keys up to
+        and including the token's own, also those outside the window.
+        """
+        self._window = window or 0
+        self._context_tokens = sum(context_lengths)
+        # Kept alive, because the library gets the addresses.
+        self._block_tables = block_tables.long().contiguous()
+        self._index_arrays = torch.from_numpy(
+            np.array([rows, sequences, context_lengths], np.int64)
+        )
+        self._args: _DecodeArgs | None = None
+
+    def ctypes_args(self, heads: int, kv: Tensor) -> ctypes.Structure:
+        """Return the arguments for the library, built at the first call.
+
+        The structure contains addresses, so it is valid only while this object exists.
+        """
+        if self._args is None:
+            _, _, kv_heads, block_tokens, head_dim = kv.shape
+            self._args = _DecodeArgs(
+                self._index_arrays.shape[1],
+                kv_heads,
+                heads // kv_heads,
+                head_dim,
+                block_tokens,
+                self._block_tables.shape[1],
+                self._window,
+                kv.dtype == torch.bfloat16,
+                torch.get_num_threads(),
+                head_dim**-0.5,
+                *(array.data_ptr() for array in self._index_arrays),
+                self._block_tables.data_ptr(),
             )
-        return self._plan
+        return self._args
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Fill these rows of `out` with those of q; both are (T, H, D)."""
-        short = self._contexts * kv[0, :, :, 0].numel() <= BRIEF_NUMBERS
-        found = brief() if short else library()
-        assert found is not None
-        _attend(found.preamble_attend, self.plan(q.shape[1], kv), q, kv, out)
+        """Write the attention of these tokens to their rows of `out`; `q`, `out`: (T, H, D)."""
+        keeps_gil = self._context_tokens * kv[0, :, :, 0].numel() <= KEEP_GIL_ELEMENTS_MAX
+        lib = library_keeping_gil() if keeps_gil else library()
+        assert lib is not None
+        _call_attention(lib.preamble_decode_attention, self.ctypes_args(q.shape[1], kv), q, kv, out)
 
 
-def attends_prompts() -> bool:
-    """Whether the library has attention for `Runs` on this machine."""
-    return machine() == MACHINES[-1]
+def has_prefill_attention() -> bool:
+    """Return whether the library supports `PrefillAttention` on this machine."""
+    return isa_level() == ISA_LEVELS[-1]
 
 
-def attends_runs(x: Tensor) -> bool:
-    """Whether the library, which serves for such, attends to runs of them as well."""
-    even = x.shape[-1] % 2 == 0
-    return even and x.dtype == torch.bfloat16 and attends_prompts()
+def supports_prefill(x: Tensor) -> bool:
+    """Return whether prefill attention supports `x`, for which `supports_tensors` is true."""
+    has_even_head_dim = x.shape[-1] % 2 == 0
+    return has_even_head_dim and x.dtype == torch.bfloat16 and has_prefill_attention()
 
 
-class Runs:
-    """Runs of new tokens of a step, and what they see of the pool."""
+class PrefillAttention:
+    """Attention of the prefill runs of a step over the pool; one object serves all layers."""
 
     def __init__(
         self,
         rows: Sequence[int],
         sequences: Sequence[int],
         lengths: Sequence[int],
-        past: Sequence[int],
-        tables: Tensor,
+        past_lengths: Sequence[int],
+        block_tables: Tensor,
         *,
         window: int | None,
     ) -> None:
-        """Each run's first row of the batch, its row of the tables, and its tokens' places."""
-        self._window, self._lengths = window or 0, lengths
-        self._tables = tables.long().contiguous()
-        self._numbers = torch.tensor([rows, past, sequences])
-        self._plan: _Runs | None = None
+        """Describe each prefill run: new tokens of one sequence, in adjacent batch rows.
 
-    def plan(self, heads: int, kv: Tensor) -> ctypes.Structure:
-        """The same for the library; it is good for as long as this is kept."""
-        if self._plan is None:
-            found = library()
-            assert found is not None
-            _, _, groups, block_tokens, width = kv.shape
-            threads, queries = torch.get_num_threads(), heads // groups
-            self._desks = torch.empty(threads * found.preamble_desk_bytes(), dtype=torch.uint8)
-            _, past, sequences = self._numbers.tolist()
-            pieces = cut(
-                [length * queries for length in self._lengths],
-                past,
-                self._tables.numpy()[sequences],
+        `rows` has the run's first batch row, `sequences` its row in `block_tables`, `lengths` its
+        number of tokens, and `past_lengths` the number of earlier tokens in the pool.
+        """
+        self._window = window or 0
+        self._lengths = lengths
+        self._block_tables = block_tables.long().contiguous()
+        self._index_arrays = torch.tensor([rows, past_lengths, sequences])
+        self._args: _PrefillArgs | None = None
+
+    def ctypes_args(self, heads: int, kv: Tensor) -> ctypes.Structure:
+        """Return the arguments for the library, built at the first call.
+
+        The structure contains addresses, so it is valid only while this object exists.
+        """
+        if self._args is None:
+            lib = library()
+            assert lib is not None
+            _, _, kv_heads, block_tokens, head_dim = kv.shape
+            threads, queries_per_kv_head = torch.get_num_threads(), heads // kv_heads
+            scratch_bytes = threads * lib.preamble_prefill_scratch_bytes()
+            self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+            _, past_lengths, sequences = self._index_arrays.tolist()
+            tasks = plan_prefill_tasks(
+                [length * queries_per_kv_head for length in self._lengths],
+                past_lengths,
+                self._block_tables.numpy()[sequences],
                 block_tokens,
-                queries_max=found.preamble_piece_queries(width),
-                # Each thread has some, so that none waits long for another.
-                runs_max=len(past) * groups // (2 * threads),
+                queries_max=lib.preamble_prefill_task_queries(head_dim),
+                # At least two tasks per thread, to balance the load.
+                runs_max=len(past_lengths) * kv_heads // (2 * threads),
             )
-            ends = accumulate((len(piece.parts) for piece in pieces), initial=0)
-            self._pieces = (
-                torch.tensor([part for piece in pieces for part in piece.parts]),
-                torch.tensor(list(ends)),
-                torch.tensor([piece.shared for piece in pieces]),
+            part_starts = accumulate((len(task.parts) for task in tasks), initial=0)
+            self._task_arrays = (
+                torch.tensor([part for task in tasks for part in task.parts]),
+                torch.tensor(list(part_starts)),
+                torch.tensor([task.shared_keys for task in tasks]),
             )
-            self._plan = _Runs(
-                *(len(pieces), groups, queries, width),
-                *(block_tokens, self._tables.shape[1], self._window, threads),
-                width**-0.5,
-                *(numbers.data_ptr() for numbers in self._numbers),
-                self._tables.data_ptr(),
-                *(numbers.data_ptr() for numbers in self._pieces),
-                self._desks.data_ptr(),
+            self._args = _PrefillArgs(
+                len(tasks),
+                kv_heads,
+                queries_per_kv_head,
+                head_dim,
+                block_tokens,
+                self._block_tables.shape[1],
+                self._window,
+                threads,
+                head_dim**-0.5,
+                *(array.data_ptr() for array in self._index_arrays),
+                self._block_tables.data_ptr(),
+                *(array.data_ptr() for array in self._task_arrays),
+                self._scratch.data_ptr(),
             )
-        return self._plan
+        return self._args
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Fill these rows of `out` with those of q; both are (T, H, D)."""
-        found = library()
-        assert found is not None
-        _attend(found.preamble_attend_runs, self.plan(q.shape[1], kv), q, kv, out)
+        """Write the attention of these tokens to their rows of `out`; `q`, `out`: (T, H, D)."""
+        lib = library()
+        assert lib is not None
+        args = self.ctypes_args(q.shape[1], kv)
+        _call_attention(lib.preamble_prefill_attention, args, q, kv, out)
 
 
-class Piece(NamedTuple):
-    """Queries of a group that are worked on together, and how many keys their runs share."""
+class PrefillTask(NamedTuple):
+    """Queries of a KV head that are computed together, and the number of keys shared by all runs.
 
-    parts: list[tuple[int, int, int]]  # A run, its first query, how many.
-    shared: int = 0
+    A query is one query head of one token.
+    """
+
+    parts: list[tuple[int, int, int]]  # (run, first query, number of queries)
+    shared_keys: int = 0
 
 
-def cut(
+def plan_prefill_tasks(
     queries: Sequence[int],
-    past: Sequence[int],
-    tables: NDArray[np.int64],
+    past_lengths: Sequence[int],
+    block_tables: NDArray[np.int64],
     block_tokens: int,
     *,
     queries_max: int,
     runs_max: int,
-) -> list[Piece]:
-    """Pieces of runs: a long run's about equal, and of whole tiles; short ones with equal blocks
-    before them together. All three begin with one number or row for each run.
+) -> list[PrefillTask]:
+    """Split prefill runs into tasks.
+
+    A long run is split into about equal tasks of whole tiles. Short runs with a common prefix of
+    cached blocks share a task. `queries` (the run's tokens times the query heads per KV head),
+    `past_lengths` and `block_tables` have one entry per run.
     """
-    pieces: list[Piece] = []
-    known = [one // SEGMENT * SEGMENT for one in past]
-    short = [
+    tasks: list[PrefillTask] = []
+    cached_keys = [tokens // SEGMENT * SEGMENT for tokens in past_lengths]
+    short_runs = [
         run
         for run, count in enumerate(queries)
-        if known[run] and _tiled(count) <= queries_max // 2 and runs_max > 1
+        if cached_keys[run] and _round_up_to_tile(count) <= queries_max // 2 and runs_max > 1
     ]
-    # In this order those who share the most stand side by side.
-    for run in sorted(short, key=lambda run: tables[run].tobytes()):
+    # Sorted by block table, so that runs with a long common prefix are neighbours.
+    for run in sorted(short_runs, key=lambda run: block_tables[run].tobytes()):
         part = (run, 0, queries[run])
-        if pieces:
-            parts, shared = pieces[-1]
+        if tasks:
+            parts, shared_keys = tasks[-1]
             first = parts[0][0]
-            most = min(known[run], known[first] if len(parts) == 1 else shared)
-            alike = _alike(tables[first], tables[run], -(-most // block_tokens))
-            common = min(most, alike * block_tokens // SEGMENT * SEGMENT)
-            fits = sum(_tiled(count) for _, _, count in parts) + _tiled(part[2]) <= queries_max
-            if fits and len(parts) < runs_max and common and common >= shared:
-                pieces[-1] = Piece([*parts, part], common)
+            shared_max = min(
+                cached_keys[run], cached_keys[first] if len(parts) == 1 else shared_keys
+            )
+            equal_blocks = _common_prefix_blocks(
+                block_tables[first], block_tables[run], -(-shared_max // block_tokens)
+            )
+            common_keys = min(shared_max, equal_blocks * block_tokens // SEGMENT * SEGMENT)
+            fits = (
+                sum(_round_up_to_tile(count) for _, _, count in parts) + _round_up_to_tile(part[2])
+                <= queries_max
+            )
+            if fits and len(parts) < runs_max and common_keys and common_keys >= shared_keys:
+                tasks[-1] = PrefillTask([*parts, part], common_keys)
                 continue
-        pieces.append(Piece([part]))
-    for run in sorted(set(range(len(queries))) - set(short)):
+        tasks.append(PrefillTask([part]))
+    for run in sorted(set(range(len(queries))) - set(short_runs)):
         count = queries[run]
-        each = _tiled(-(-count // -(-count // queries_max)))
-        starts = range(0, count, each)
-        pieces += [Piece([(run, start, min(each, count - start))]) for start in starts]
-    return pieces
+        task_queries = _round_up_to_tile(-(-count // -(-count // queries_max)))
+        starts = range(0, count, task_queries)
+        tasks += [PrefillTask([(run, start, min(task_queries, count - start))]) for start in starts]
+    return tasks
 
 
-def _tiled(queries: int) -> int:
-    """The same in whole tiles."""
+def _round_up_to_tile(queries: int) -> int:
+    """Return the number of queries rounded up to whole tiles."""
     return -(-queries // TILE) * TILE
 
 
-def _alike(one: NDArray[np.int64], other: NDArray[np.int64], width: int) -> int:
-    """How many of the first `width` blocks two tables have in common, from the start on."""
-    different = np.flatnonzero(one[:width] != other[:width])
-    return int(different[0]) if len(different) else width
+def _common_prefix_blocks(first: NDArray[np.int64], second: NDArray[np.int64], blocks: int) -> int:
+    """Return the length of the common prefix of two block tables, at most `blocks`."""
+    mismatches = np.flatnonzero(first[:blocks] != second[:blocks])
+    return int(mismatches[0]) if len(mismatches) else blocks
 
 
-def _attend(
-    function: Callable[..., int], plan: ctypes.Structure, q: Tensor, kv: Tensor, out: Tensor
+def _call_attention(
+    function: Callable[..., int], args: ctypes.Structure, q: Tensor, kv: Tensor, out: Tensor
 ) -> None:
     if q.stride(-1) != 1:
         q = q.contiguous()
-    row, head, _ = q.stride()
-    if function(ctypes.byref(plan), q.data_ptr(), row, head, kv.data_ptr(), out.data_ptr()):
-        raise RuntimeError("the library was asked for heads that it does not serve")
+    row_stride, head_stride, _ = q.stride()
+    if function(
+        ctypes.byref(args), q.data_ptr(), row_stride, head_stride, kv.data_ptr(), out.data_ptr()
+    ):
+        raise RuntimeError("the C library does not support the number of channels per head")
 
 
-def store(k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor], kv: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, slot_mapping: tuple[Tensor, Tensor], kv: Tensor) -> None:
     """Write keys and values (T, G, D) into their slots of the pool."""
-    tokens, groups, width = k.shape
-    found = brief() if tokens <= BRIEF_ROWS else library()
-    assert found is not None
+    tokens, kv_heads, head_dim = k.shape
+    lib = library_keeping_gil() if tokens <= KEEP_GIL_ROWS_MAX else library()
+    assert lib is not None
     if k.stride(2) != 1 or v.stride() != k.stride():
         k, v = k.contiguous(), v.contiguous()
-    size, (token, group, _) = k.element_size(), k.stride()
-    blocks, places = (x.contiguous() for x in slots)
-    found.preamble_store(
-        *(kv.data_ptr(), k.data_ptr(), v.data_ptr(), token * size, group * size),
-        *(blocks.data_ptr(), places.data_ptr()),
-        *(tokens, groups, kv.shape[3], width * size),
+    element_bytes, (token_stride, head_stride, _) = k.element_size(), k.stride()
+    blocks, offsets = (x.contiguous() for x in slot_mapping)
+    lib.preamble_store_kv(
+        kv.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        token_stride * element_bytes,
+        head_stride * element_bytes,
+        blocks.data_ptr(),
+        offsets.data_ptr(),
+        tokens,
+        kv_heads,
+        kv.shape[3],
+        head_dim * element_bytes,
     )

@@ -1,9 +1,8 @@
-"""Products of bf16 rows with weights in panels, the order in which a CPU of today reads them best.
+"""Packed bf16 linear layers on a CPU: GEMM fused with norm, bias, activation and residual.
 
-Written in C, for machines that multiply bf16 (gpt/cpu/src/gemm_bf16.c) and for those that have AVX2
-alone (gpt/cpu/src/gemm_avx2.c): whoever asks hears from `multiplies` whether this is one. A product
-ends with a bias, an activation and what is to be added while its sums are in registers, and may
-begin with a norm.
+The C code supports CPUs with bf16 instructions (gpt/cpu/src/gemm_bf16.c) and CPUs with AVX2 only
+(gpt/cpu/src/gemm_avx2.c); `supports_weight` checks for them. The GEMM applies bias, activation and
+residual while its sums are in registers, and optionally a norm to its input.
 """
 
 import ctypes
@@ -13,34 +12,35 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpt.cpu.kernels import (
-    BRIEF_NUMBERS,
-    BRIEF_ROWS,
     INT,
-    MACHINES,
+    ISA_LEVELS,
+    KEEP_GIL_ELEMENTS_MAX,
+    KEEP_GIL_ROWS_MAX,
     POINTER,
-    brief,
+    isa_level,
     library,
-    machine,
+    library_keeping_gil,
 )
 
-# Columns of a weight that lie together; of a gated one as many gates as what they multiply.
-COLUMNS = 32
-# What a product can end with, as the library counts it.
+# Columns of a panel of the packed weight. A panel of a gated weight has 16 gate and 16 up columns.
+PANEL_COLUMNS = 32
+# The activations of the library; the index is the library's code.
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2")
-GATED = "gated_"  # So begins the name of one that multiplies half of the columns by the others.
+# Name prefix of gated activations: activation(gate) * up; gate and up are the column halves.
+GATED_PREFIX = "gated_"
 
 
-class Weight(ctypes.Structure):
+class PackedWeight(ctypes.Structure):
     """As in gpt/cpu/src/packed_weight.h."""
 
     _fields_ = (
         ("panels", POINTER),
-        *((name, INT) for name in ("channels", "columns", "wide", "gated")),
+        *((name, INT) for name in ("channels", "columns", "fp32_output", "gated")),
         ("scales", POINTER),
     )
 
 
-class NormRecord(ctypes.Structure):
+class NormArgs(ctypes.Structure):
     """As in gpt/cpu/src/packed_weight.h."""
 
     _fields_ = (
@@ -51,75 +51,86 @@ class NormRecord(ctypes.Structure):
     )
 
 
-def multiplies(weight: Tensor) -> bool:
-    """Whether the library is there and has products with such a weight."""
+def supports_weight(weight: Tensor) -> bool:
+    """Return whether the library is available and supports this weight."""
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and weight.shape[1] % 2 == 0
-        and machine() in MACHINES[1:]
+        and isa_level() in ISA_LEVELS[1:]
     )
 
 
-def size(weight: Tensor, *, gated: bool = False) -> int:
-    """How many numbers `Panels` holds of a weight."""
+def packed_numel(weight: Tensor, *, gated: bool = False) -> int:
+    """Return the number of elements of a weight in the panels of `PackedLinear`."""
     columns, channels = weight.shape
     columns //= 1 + gated
-    return -(-columns * (1 + gated) // COLUMNS) * COLUMNS * channels
+    return -(-columns * (1 + gated) // PANEL_COLUMNS) * PANEL_COLUMNS * channels
 
 
-class Norm:
-    """LayerNorm, or RMSNorm, by a scale and perhaps a shift."""
+class CpuNorm:
+    """The parameters of a LayerNorm or RMSNorm for the C library."""
 
     def __init__(self, scale: Tensor, shift: Tensor | None, epsilon: float, *, rms: bool) -> None:
-        # Kept, since the library is given their addresses.
-        self._numbers = [x.detach().float().contiguous() for x in (scale, shift) if x is not None]
-        addresses = [x.data_ptr() for x in self._numbers]
-        second = addresses[1] if shift is not None else None
-        self.record = NormRecord(addresses[0], second, epsilon, rms)
+        # Kept alive, because the library gets the addresses.
+        self._tensors = [x.detach().float().contiguous() for x in (scale, shift) if x is not None]
+        addresses = [x.data_ptr() for x in self._tensors]
+        shift_address = addresses[1] if shift is not None else None
+        self.norm_args = NormArgs(addresses[0], shift_address, epsilon, rms)
 
 
-class Panels:
-    """A weight (columns, channels) in the order in which a product reads it, and the product.
+class PackedLinear:
+    """The GEMM with a weight (columns, channels) packed in panels.
 
-    A row's sums are the same to the bit, however many rows there are.
+    The results of a row are bit-identical for any number of rows.
     """
 
     def __init__(
-        self, weight: Tensor, memory: Tensor, *, wide: bool = False, gated: bool = False
+        self, weight: Tensor, memory: Tensor, *, fp32_output: bool = False, gated: bool = False
     ) -> None:
-        """`memory` has room for `size` numbers, and becomes the weight.
+        """Pack `weight` into `memory` (`packed_numel` elements), which this object references.
 
-        `wide`: what comes out is fp32, and not rounded to the weight's dtype. `gated`: the first
-        half of the columns are gates of the second.
+        `fp32_output`: the output is fp32, not rounded to the weight's dtype. `gated`: the first
+        half of the columns is the gate of the second half.
         """
-        lanes, channels = COLUMNS // (1 + gated), weight.shape[1]
+        lanes, channels = PANEL_COLUMNS // (1 + gated), weight.shape[1]
         halves = weight.detach().view(1 + gated, -1, channels)
         padded = F.pad(halves, (0, 0, 0, -halves.shape[1] % lanes))
         pairs = padded.view(1 + gated, -1, lanes, channels // 2, 2).permute(1, 3, 0, 2, 4)
         memory.view(pairs.shape).copy_(pairs)
-        self._hold(weight, memory, None, wide=wide, gated=gated)
+        self._set_weight(weight, memory, None, fp32_output=fp32_output, gated=gated)
 
-    def _hold(
-        self, weight: Tensor, memory: Tensor, scales: Tensor | None, *, wide: bool, gated: bool
+    def _set_weight(
+        self,
+        weight: Tensor,
+        memory: Tensor,
+        scales: Tensor | None,
+        *,
+        fp32_output: bool,
+        gated: bool,
     ) -> None:
-        """What such a weight became. With `scales`, of columns, it is bytes."""
-        self._dtype = torch.float32 if wide else weight.dtype
+        """Set the packed weight; with `scales` (one per column) it is int8."""
+        self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
-        # Kept, since the library is given their addresses.
-        self._memory, self._scales = memory, scales
-        self.numbers = memory.numel()
+        # Kept alive, because the library gets the addresses.
+        self._memory = memory
+        self._scales = scales
+        self.numel = memory.numel()
         self.nbytes = memory.nbytes + (0 if scales is None else scales.nbytes)
-        self.record = Weight(
-            *(memory.data_ptr(), weight.shape[1], self._columns, wide, gated),
+        self.weight_args = PackedWeight(
+            memory.data_ptr(),
+            weight.shape[1],
+            self._columns,
+            fp32_output,
+            gated,
             None if scales is None else scales.data_ptr(),
         )
-        found = library()
-        assert found is not None, "ask `multiplies` first"
-        self._at_length = found.preamble_multiply
-        small = memory.numel() <= BRIEF_NUMBERS
-        self._in_brief = brief().preamble_multiply if small else self._at_length
-        self._best_of = found.preamble_best_of
+        lib = library()
+        assert lib is not None, "call supports_weight() first"
+        self._gemm = lib.preamble_gemm
+        keeps_gil = memory.numel() <= KEEP_GIL_ELEMENTS_MAX
+        self._gemm_keeping_gil = library_keeping_gil().preamble_gemm if keeps_gil else self._gemm
+        self._gemm_argmax = lib.preamble_gemm_argmax
 
     def __call__(
         self,
@@ -128,63 +139,82 @@ class Panels:
         activation: str | None,
         residual: Tensor | None,
         *,
-        norm: Norm | None = None,
+        norm: CpuNorm | None = None,
     ) -> Tensor:
-        """The product of rows, or of normed ones."""
-        x, rows, weight = x.contiguous(), x.shape[0], self.record
+        """Return the linear of the rows, with optional norm, bias, activation and residual."""
+        x, rows, weight_args = x.contiguous(), x.shape[0], self.weight_args
         if residual is not None:
             residual = residual.contiguous()
-        assert x.dtype == torch.bfloat16 and x.shape[1] == weight.channels
+        assert x.dtype == torch.bfloat16 and x.shape[1] == weight_args.channels
         assert bias is None or bias.dtype == x.dtype
         assert residual is None or (residual.dtype == x.dtype and residual.shape[0] == rows)
         y = torch.empty((rows, self._columns), dtype=self._dtype)
-        multiply = self._in_brief if rows <= BRIEF_ROWS else self._at_length
-        multiply(
-            ctypes.byref(weight),
-            *(x.data_ptr(), rows),
+        gemm = self._gemm_keeping_gil if rows <= KEEP_GIL_ROWS_MAX else self._gemm
+        gemm(
+            ctypes.byref(weight_args),
+            x.data_ptr(),
+            rows,
             None if bias is None else bias.data_ptr(),
-            number(activation, gated=bool(weight.gated)),
+            activation_code(activation, gated=bool(weight_args.gated)),
             None if residual is None else residual.data_ptr(),
-            *(y.data_ptr(), torch.get_num_threads()),
-            None if norm is None else ctypes.byref(norm.record),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            None if norm is None else ctypes.byref(norm.norm_args),
         )
         return y
 
-    def best(self, x: Tensor, norm: Norm | None, columns: int) -> Tensor | None:
-        """The place of each row's largest result among the first `columns`, the first of equals.
+    def matmul_argmax(self, x: Tensor, norm: CpuNorm | None, columns: int) -> Tensor | None:
+        """Return the index of each row's largest output in the first `columns` columns.
 
-        None: not every result is finite.
+        Of equal outputs the first counts. Return None if any output is not finite.
         """
         x, rows = x.contiguous(), x.shape[0]
-        places = torch.empty(rows, dtype=torch.int64)
-        whole = self.record
-        weight = Weight(
-            *(whole.panels, whole.channels, columns, whole.wide, whole.gated), whole.scales
+        indices = torch.empty(rows, dtype=torch.int64)
+        full_args = self.weight_args
+        weight_args = PackedWeight(
+            full_args.panels,
+            full_args.channels,
+            columns,
+            full_args.fp32_output,
+            full_args.gated,
+            full_args.scales,
         )
-        odd = self._best_of(
-            *(ctypes.byref(weight), x.data_ptr(), rows),
-            None if norm is None else ctypes.byref(norm.record),
-            *(places.data_ptr(), torch.get_num_threads()),
+        has_nonfinite = self._gemm_argmax(
+            ctypes.byref(weight_args),
+            x.data_ptr(),
+            rows,
+            None if norm is None else ctypes.byref(norm.norm_args),
+            indices.data_ptr(),
+            torch.get_num_threads(),
         )
-        return None if odd else places
+        return None if has_nonfinite else indices
 
 
-def number(activation: str | None, *, gated: bool) -> int:
-    """An activation as the library counts it; a weight with gates has one that uses them."""
+def activation_code(activation: str | None, *, gated: bool) -> int:
+    """Return the library's code of an activation; it must be gated if and only if `gated`."""
     name = activation or ""
-    assert name.startswith(GATED) == gated, (activation, gated)
-    return ACTIVATIONS.index(name.removeprefix(GATED) or None)
+    assert name.startswith(GATED_PREFIX) == gated, (activation, gated)
+    return ACTIVATIONS.index(name.removeprefix(GATED_PREFIX) or None)
 
 
-def best(logits: Tensor) -> Tensor:
-    """The place of each row's largest number (R, V), the first of equals; NaN is never it."""
-    fits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
-    if not fits or machine() != MACHINES[-1]:
-        return logits.argmax(-1)
-    rows, width = logits.shape
-    places = torch.empty(rows, dtype=torch.int64)
-    brief().preamble_best(
-        *(logits.data_ptr(), logits.stride(0), rows, width),
-        *(places.data_ptr(), torch.get_num_threads()),
+def argmax_rows(logits: Tensor) -> Tensor:
+    """Return the index of the largest of each row of logits (R, V), the first of ties.
+
+    The C kernel ignores NaN. torch, which is used without AVX-512, returns the first NaN's index.
+    """
+    is_dense_fp32 = (
+        logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
     )
-    return places
+    if not is_dense_fp32 or isa_level() != ISA_LEVELS[-1]:
+        return logits.argmax(-1)
+    rows, vocab_size = logits.shape
+    indices = torch.empty(rows, dtype=torch.int64)
+    library_keeping_gil().preamble_argmax(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab_size,
+        indices.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return indices

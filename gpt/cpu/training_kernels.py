@@ -1,9 +1,9 @@
-"""What the library in C does for learning on a CPU: frozen bf16 weights, and attention's gradients.
+"""C kernels for training on a CPU: frozen bf16 linears and varlen attention, with backward.
 
-Products forwards and backwards make panels of a weight that lies as it came, in passing, so nobody
-holds a second copy; attention keeps what comes in and makes the probabilities again. Whoever calls
-asks first whether it is served; the same in torch is in gpt/model/layers.py and
-gpt/attention/varlen.py.
+The GEMMs of forward and backward pack panels of the weight on the fly, so no packed copy is stored.
+Attention saves its inputs and recomputes the probabilities. Callers must check `supports_linear` or
+`supports_attention` first; the torch versions of the same computations are in gpt/model/linear.py
+and gpt/attention/varlen.py.
 """
 
 import ctypes
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from gpt.batch import Batch
-from gpt.cpu.kernels import MACHINES, library, machine
-from gpt.cpu.packed_linear import COLUMNS
+from gpt.cpu.kernels import ISA_LEVELS, isa_level, library
+from gpt.cpu.packed_linear import PANEL_COLUMNS
 
-# What a product can end with, as the library counts it, where it knows the slope.
+# The activations with a backward pass in the library; the index is the library's code.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
-# For fewer rows the panels cost more than they save.
+# With fewer rows, packing the panels takes longer than the faster GEMM saves.
 ROWS_MIN = 64
 
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Families(ctypes.Structure):
+class _VarlenArgs(ctypes.Structure):
     """As in gpt/cpu/src/varlen_attention.c."""
 
     _fields_ = (
@@ -34,45 +34,45 @@ class _Families(ctypes.Structure):
     )
 
 
-class _Tensors(ctypes.Structure):
+class _VarlenTensors(ctypes.Structure):
     """As in gpt/cpu/src/varlen_attention.c."""
 
     _fields_ = tuple((name, _Pointer) for name in ("q", "k", "v", "dy", "out", "dk", "dv"))
 
 
-def _learns(x: Tensor) -> bool:
+def _has_backward(x: Tensor) -> bool:
     return (
         x.dtype == torch.bfloat16
         and x.device.type == "cpu"
         and torch.is_grad_enabled()
         and x.requires_grad
-        and machine() == MACHINES[-1]
+        and isa_level() == ISA_LEVELS[-1]
     )
 
 
-def multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Whether the library is there, and has the product of such rows and its gradient."""
+def supports_linear(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the library is available and supports this linear and its gradient."""
     return (
-        _learns(x)
+        _has_backward(x)
         and x.dim() == 2
         and len(x) >= ROWS_MIN
         and not weight.requires_grad
         and weight.dtype == x.dtype
         and weight.is_contiguous()
-        and all(size % COLUMNS == 0 for size in weight.shape)
+        and all(size % PANEL_COLUMNS == 0 for size in weight.shape)
     )
 
 
-def multiply(
+def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
 ) -> Tensor:
-    """The product, and what comes after it; `activation` is one of `ACTIVATIONS`."""
-    y = _Product.apply(x, weight, bias, activation, residual)  # type: ignore[no-untyped-call]
+    """Compute the linear with bias, activation (one of `ACTIVATIONS`) and residual."""
+    y = _Linear.apply(x, weight, bias, activation, residual)  # type: ignore[no-untyped-call]
     return cast(Tensor, y)
 
 
-class _Product(torch.autograd.Function):
-    """Keeps what the activation is taken of, and no rows if there is none."""
+class _Linear(torch.autograd.Function):
+    """Saves the activation's input if there is an activation; never the input rows."""
 
     @staticmethod
     def forward(
@@ -83,116 +83,143 @@ class _Product(torch.autograd.Function):
         activation: str | None,
         residual: Tensor | None,
     ) -> Tensor:
-        before = None if activation is None else x.new_empty(len(x), len(weight))
+        pre_activation = None if activation is None else x.new_empty(len(x), len(weight))
         ctx.activation = activation
-        ctx.save_for_backward(weight, before)
-        end = (bias, activation, residual)
-        return _multiplied(x, weight, *end, before=before, turned=False)
+        ctx.save_for_backward(weight, pre_activation)
+        epilogue = (bias, activation, residual)
+        return _gemm(x, weight, *epilogue, pre_activation=pre_activation, transposed=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, before = ctx.saved_tensors
+        weight, pre_activation = ctx.saved_tensors
         dy = grads[0].contiguous()
-        if before is not None:
-            found, dx = library(), torch.empty_like(dy)
-            assert found is not None
-            found.preamble_before_activation(
-                *(before.data_ptr(), dy.data_ptr(), dx.data_ptr(), dy.numel()),
-                *(ACTIVATIONS.index(ctx.activation), torch.get_num_threads()),
+        if pre_activation is not None:
+            lib, dx = library(), torch.empty_like(dy)
+            assert lib is not None
+            lib.preamble_activation_backward(
+                pre_activation.data_ptr(),
+                dy.data_ptr(),
+                dx.data_ptr(),
+                dy.numel(),
+                ACTIVATIONS.index(ctx.activation),
+                torch.get_num_threads(),
             )
             dy = dx
-        dx = _multiplied(dy, weight, None, None, None, before=None, turned=True)
+        dx = _gemm(dy, weight, None, None, None, pre_activation=None, transposed=True)
         return dx, None, None, None, grads[0] if ctx.needs_input_grad[4] else None
 
 
-def _multiplied(
+def _gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
     residual: Tensor | None,
     *,
-    before: Tensor | None,
-    turned: bool,
+    pre_activation: Tensor | None,
+    transposed: bool,
 ) -> Tensor:
-    """Rows times the weight's rows; `turned`: times its columns, as gradients go."""
-    found, threads = library(), torch.get_num_threads()
-    assert found is not None, "ask `multiplies` first"
-    columns, channels = weight.shape[::-1] if turned else weight.shape
+    """Return x @ weight.T with bias, activation and residual.
+
+    `transposed`: x @ weight instead, for the gradient of the input.
+    """
+    lib, threads = library(), torch.get_num_threads()
+    assert lib is not None, "call supports_linear() first"
+    columns, channels = weight.shape[::-1] if transposed else weight.shape
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     assert bias is None or bias.dtype == x.dtype
     assert residual is None or (residual.dtype == x.dtype and len(residual) == len(x))
-    y, memory = x.new_empty(len(x), columns), x.new_empty(threads * channels * COLUMNS)
-    found.preamble_multiply_by(
-        *(weight.data_ptr(), channels, columns, turned, x.data_ptr(), len(x)),
-        *(_address(bias), ACTIVATIONS.index(activation), _address(residual), y.data_ptr()),
-        *(_address(before), threads, memory.data_ptr()),
+    y, scratch = x.new_empty(len(x), columns), x.new_empty(threads * channels * PANEL_COLUMNS)
+    lib.preamble_gemm_unpacked(
+        weight.data_ptr(),
+        channels,
+        columns,
+        transposed,
+        x.data_ptr(),
+        len(x),
+        _data_ptr(bias),
+        ACTIVATIONS.index(activation),
+        _data_ptr(residual),
+        y.data_ptr(),
+        _data_ptr(pre_activation),
+        threads,
+        scratch.data_ptr(),
     )
     return y
 
 
-def _address(x: Tensor | None) -> int | None:
+def _data_ptr(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def attends(q: Tensor, k: Tensor, batch: Batch, window: int | None) -> bool:
-    """Whether the library is there, and has attention of such a batch and its gradients."""
+def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -> bool:
+    """Return whether the library supports attention of this batch and its gradient."""
     return (
-        (_learns(q) or _learns(k))  # Of a learned prefix, in the first layer keys alone do.
-        and q.shape[-1] % COLUMNS == 0
-        and (window is None or window >= max(batch.contexts))
-        # Gradients of a group are one thread's.
+        # In prefix tuning, only the keys need a gradient in the first layer.
+        (_has_backward(q) or _has_backward(k))
+        and q.shape[-1] % PANEL_COLUMNS == 0
+        and (window is None or window >= max(batch.context_lengths))
+        # Each thread computes the gradients of whole KV heads. With fewer KV heads than threads,
+        # some threads would have no work.
         and k.shape[1] >= torch.get_num_threads()
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-    """Whole sequences and their parents, without a pool."""
-    return cast(Tensor, _Attention.apply(q, k, v, batch))  # type: ignore[no-untyped-call]
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    """Compute attention of whole sequences and their parents, without a KV pool."""
+    return cast(Tensor, _VarlenAttention.apply(q, k, v, batch))  # type: ignore[no-untyped-call]
 
 
-class _Attention(torch.autograd.Function):
+class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         ctx.save_for_backward(q, k, v)
         ctx.batch = batch
         y = torch.empty_like(q)
-        _attended(batch, q, k, v, (None, y, None, None))
+        _call_attention(batch, q, k, v, (None, y, None, None))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        made = [torch.empty_like(x) for x in (q, k, v)]
-        _attended(ctx.batch, q, k, v, (grads[0].contiguous(), *made))
-        return *made, None
+        input_grads = [torch.empty_like(x) for x in (q, k, v)]
+        _call_attention(ctx.batch, q, k, v, (grads[0].contiguous(), *input_grads))
+        return *input_grads, None
 
 
-def _attended(
-    batch: Batch, q: Tensor, k: Tensor, v: Tensor, others: tuple[Tensor | None, ...]
+def _call_attention(
+    batch: Batch, q: Tensor, k: Tensor, v: Tensor, grad_and_outputs: tuple[Tensor | None, ...]
 ) -> None:
-    """`others`: what y gets, and what is made: y; or what q gets, what k gets, what v gets."""
-    found = library()
-    assert found is not None, "ask `attends` first"
-    numbers = _numbers(batch)
-    families = _Families(
-        *(len(batch.lengths), len(q), q.shape[1], k.shape[1], q.shape[2], torch.get_num_threads()),
+    """Call the library; `grad_and_outputs` are (dy, output or dq, dk, dv).
+
+    Forward: (None, y, None, None); backward: (dy, dq, dk, dv).
+    """
+    lib = library()
+    assert lib is not None, "call supports_attention() first"
+    index_arrays = _sequence_arrays(batch)
+    args = _VarlenArgs(
+        len(batch.query_lengths),
+        len(q),
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        torch.get_num_threads(),
         q.shape[2] ** -0.5,
-        *(row.data_ptr() for row in numbers),
+        *(array.data_ptr() for array in index_arrays),
     )
-    tensors = _Tensors(*(_address(x) for x in (q, k, v, *others)))
-    if found.preamble_attend_families(ctypes.byref(families), ctypes.byref(tensors)):
-        raise MemoryError("there is no memory for attention's gradients; make batches smaller")
+    tensors = _VarlenTensors(*(_data_ptr(x) for x in (q, k, v, *grad_and_outputs)))
+    if lib.preamble_varlen_attention(ctypes.byref(args), ctypes.byref(tensors)):
+        raise MemoryError("not enough memory for the buffers of attention; make batches smaller")
 
 
-def _numbers(batch: Batch) -> Tensor:
-    """Each sequence's start and length, its parent's start, and its past."""
-    numbers = batch.kept.get(_numbers)
-    if numbers is None:
-        parents = batch.parents or (None,) * len(batch.lengths)
-        starts = [0 if parent is None else batch.starts[parent] for parent in parents]
-        rows = [batch.starts, batch.lengths, starts, batch.past]
-        numbers = batch.kept[_numbers] = torch.tensor(rows)
-    return cast(Tensor, numbers)
+def _sequence_arrays(batch: Batch) -> Tensor:
+    """Return rows of start, length, parent's start and past length of each sequence."""
+    arrays = batch.attention_metadata.get(_sequence_arrays)
+    if arrays is None:
+        parents = batch.parents or (None,) * len(batch.query_lengths)
+        parent_starts = [0 if parent is None else batch.query_starts[parent] for parent in parents]
+        rows = [batch.query_starts, batch.query_lengths, parent_starts, batch.past_lengths]
+        arrays = batch.attention_metadata[_sequence_arrays] = torch.tensor(rows)
+    return cast(Tensor, arrays)

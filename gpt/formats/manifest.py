@@ -1,8 +1,8 @@
-"""`preamble.json`: what Preamble wrote into a directory, and which model it is.
+"""Manifest `preamble.json`: format, config, model identity, and size and checksum of each file.
 
-In a native checkpoint it is the last file to be written, and without it there is no checkpoint; in
-a directory of another format it stands beside that format's own files, whose reader does not need
-it. It has every file's size and checksum, and a version: a newer one is refused by its number.
+A native checkpoint is complete only with its manifest, which is therefore written last. A converted
+checkpoint of another format also has a manifest, but the reader of that format does not need it.
+The manifest has a version number; newer versions are refused.
 """
 
 import json
@@ -11,25 +11,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.files.safetensors_file import read_text
-from gpt.checkpoint.logical_tensor import Identity
+from gpt.checkpoint.files.safetensors_file import read_small_file
+from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
-from gpt.settings import shown
+from gpt.settings import short_repr
 
 FORMAT, VERSION = "preamble.checkpoint", 1
 MANIFEST = "preamble.json"
 NATIVE = "native"
-# Checksums that a file may have: of the first version, and of those that are written piecewise.
-CHECKSUMS = ("sha256", "crc32")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    layout: str  # The format of the files beside it, as their reader calls it.
+    """The content of a manifest."""
+
+    layout: str  # The format of the listed files, as in Checkpoint.format.
     config: GPTConfig
-    identity: Identity
-    files: Mapping[str, Mapping[str, Any]]  # Sizes in bytes, and checksums, by path.
+    identity: ModelIdentity
+    files: Mapping[str, Mapping[str, Any]]  # The size in bytes and a checksum, by path.
 
     def to_bytes(self) -> bytes:
         record = {
@@ -44,60 +44,64 @@ class Manifest:
 
 
 def is_native(folder: Path) -> bool:
-    """Whether a directory has a manifest, and that is of a native checkpoint."""
-    where = folder / MANIFEST
-    return where.is_file() and _record(where).get("layout", NATIVE) in (None, NATIVE)
+    """Tell whether a directory has the manifest of a native checkpoint."""
+    path = folder / MANIFEST
+    return path.is_file() and _load_record(path).get("layout", NATIVE) in (None, NATIVE)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a directory; each file that it names is there and has its size.
+    """Read the manifest of a directory, and check the existence and size of each listed file.
 
-    Checksums are `verify`'s work.
+    Checksums are not compared; the command `verify` does that.
     """
-    where = folder / MANIFEST
-    record = _record(where)
+    path = folder / MANIFEST
+    record = _load_record(path)
     files, identity, layout = (record.get(key) for key in ("files", "identity", "layout"))
     layout = NATIVE if layout is None else layout
     if (
         not isinstance(record.get("config"), dict)
         or not isinstance(identity, dict)
-        or {*identity, "stored"} != set(Identity.__dataclass_fields__)  # It came later.
+        # Older manifests do not have `stored`.
+        or {*identity, "stored"} != set(ModelIdentity.__dataclass_fields__)
         or not all(isinstance(value, str) for value in identity.values())
         or not isinstance(files, dict)
         or not isinstance(layout, str)
     ):
-        raise CheckpointError(f"{where} lacks its config, files or identity; copy it again")
+        raise CheckpointError(f"{path} has no valid config, files or identity; copy it again")
     for name, entry in files.items():
         _check_file(folder, name, entry)
     try:
         config = GPTConfig.from_dict(record["config"])
     except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    return Manifest(layout, config, Identity(**identity), files)
+        raise CheckpointError(f"{path}: {error}") from None
+    return Manifest(layout, config, ModelIdentity(**identity), files)
 
 
-def _record(where: Path) -> dict[str, Any]:
+def _load_record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(read_text(where))
+        record = json.loads(read_small_file(path))
     except OSError as error:
-        raise CheckpointError(f"cannot read {where}: {error.strerror}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON ({error}); copy it again") from None
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise CheckpointError(f"{where} is not a manifest of a Preamble checkpoint")
+        raise CheckpointError(f"{path} is not a manifest of a Preamble checkpoint")
     version = record.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"{where} has format version {shown(version)}, this Preamble reads up to {VERSION}; "
-            "upgrade Preamble, or write the checkpoint again with this one"
+            f"{path} has format version {short_repr(version)}, but this release of Preamble reads "
+            f"versions up to {VERSION}; use a newer release, or write the checkpoint again with "
+            "this release"
         )
     return record
 
 
 def _check_file(folder: Path, name: str, entry: object) -> None:
-    """A listed file lies inside the directory and has its size."""
+    """Check that a listed file lies inside the directory and has the listed size."""
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
-        raise CheckpointError(f"{folder / MANIFEST} does not say how large {name!r} is")
+        raise CheckpointError(
+            f"{folder / MANIFEST} has no size in bytes for {name!r}; copy it again"
+        )
     parts = Path(name).parts
     if Path(name).is_absolute() or ".." in parts or not parts or not name.isprintable():
         raise CheckpointError(
@@ -108,5 +112,6 @@ def _check_file(folder: Path, name: str, entry: object) -> None:
     size = (folder / name).stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(
-            f"{folder / name} has {size} bytes, its manifest says {entry['bytes']}; copy it again"
+            f"{folder / name} has {size} bytes, but the manifest records {entry['bytes']}; copy it "
+            "again"
         )

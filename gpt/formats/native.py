@@ -1,7 +1,7 @@
-"""Preamble's own checkpoint: canonical tensors, whole and unsharded, in safetensors files.
+"""Preamble's native checkpoint: canonical, unsharded tensors in safetensors files.
 
-The manifest, `preamble.json`, is written last: a directory without it is no checkpoint. It has the
-config, and names the files; nothing else in the directory is looked at.
+The manifest, `preamble.json`, has the config and the list of files; other files in the directory
+are ignored. It is written last, so a directory without a manifest is not a complete checkpoint.
 """
 
 import re
@@ -10,54 +10,57 @@ from pathlib import Path
 from typing import Any
 
 from gpt.checkpoint.files.safetensors_file import open_safetensors
-from gpt.checkpoint.logical_tensor import (
-    Checkpoint,
-    Logical,
-    overridden,
-    refuse_larger_vocabulary,
-    stack,
-)
+from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, apply_overrides, concat_rows
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.manifest import MANIFEST, NATIVE, read_manifest
+from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 
-TOKENIZER = "tokenizer"
-# Beside them may lie a proof, which is of this form too.
-WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors")
+TOKENIZER_FOLDER = "tokenizer"
+# The pattern excludes the proof (stored reference logits), another safetensors file beside the
+# weights.
+WEIGHT_FILE_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-def open_native(path: Path, changes: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
-    """A directory whose manifest is of this form. `changes` are fields of GPTConfig to override."""
+def open_native(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a directory with a native manifest. `overrides` replaces fields of GPTConfig."""
     manifest = read_manifest(path)
     if manifest.layout != NATIVE:
         raise CheckpointError(
-            f"{path / MANIFEST} is of files in {manifest.layout} form, which are not here; copy the"
-            " whole directory again"
+            f"{path / MANIFEST} describes files in {manifest.layout} format, which are missing; "
+            "copy the whole directory again"
         )
     config = manifest.config
     try:
-        used = overridden(config, changes)
+        effective_config = apply_overrides(config, overrides)
     except ConfigError as error:
         raise CheckpointError(f"{path / MANIFEST}: {error}") from None
-    refuse_larger_vocabulary(path, used, config.vocab_size)
-    tensors: dict[str, Logical] = {}
-    weights = [path / name for name in manifest.files if WEIGHTS.fullmatch(name)]
-    for file in weights:
+    refuse_larger_vocabulary(path, effective_config.vocab_size, config.vocab_size)
+    tensors: dict[str, LogicalTensor] = {}
+    weight_files = [path / name for name in manifest.files if WEIGHT_FILE_NAME.fullmatch(name)]
+    for file in weight_files:
         for name, stored in open_safetensors(file).items():
             if name in tensors:
-                raise CheckpointError(f"{file} holds {name}, which another file holds too")
-            tensors[name] = stack([(stored, 0, stored.shape[0] if stored.shape else 1)])
-    if used.vocab_size < config.vocab_size:
+                raise CheckpointError(
+                    f"{file} contains {name}, which another file contains too; convert the "
+                    "checkpoint again"
+                )
+            tensors[name] = concat_rows([(stored, 0, stored.shape[0] if stored.shape else 1)])
+    if effective_config.vocab_size < config.vocab_size:
         for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             if name in tensors:
-                source = tensors[name].pieces[0].source
-                tensors[name] = stack([(source, 0, used.vocab_size)])
-    recorded = manifest.identity
+                source = tensors[name].slices[0].source
+                tensors[name] = concat_rows([(source, 0, effective_config.vocab_size)])
+    identity = manifest.identity
     checkpoint = Checkpoint(
-        *(path, "native", used, tensors, tuple(weights)),
-        tokenizer=path / TOKENIZER if (path / TOKENIZER).is_dir() else None,
-        notes=(recorded.note,) if recorded.note else (),
-        identity=recorded if used == config else None,
+        path,
+        "native",
+        effective_config,
+        tensors,
+        tuple(weight_files),
+        tokenizer=path / TOKENIZER_FOLDER if (path / TOKENIZER_FOLDER).is_dir() else None,
+        notes=(identity.note,) if identity.note else (),
+        identity=identity if effective_config == config else None,
     )
     checkpoint.check()
     return checkpoint

@@ -1,8 +1,8 @@
-"""What a user knows better than a checkpoint's files, as programs are told it.
+"""User overrides of a checkpoint: `--config-json`, `--true-vocab-size` and the tokenizer.
 
-A file of fields, the true size of the vocabulary, a tokenizer: each is named in the message that
-asks for it. A key that is none is refused here, where the file that has it can still be named;
-whether a value can be is the reader's business.
+If a checkpoint does not record a value, the reader's error message tells the user to give one of
+these flags. This module refuses unknown keys, so that the error can name the file; the readers
+check the values.
 """
 
 import difflib
@@ -22,39 +22,40 @@ FILE_BYTES_MAX = 16 << 20
 
 
 def read_overrides(config_json: str | None, true_vocab_size: int | None) -> dict[str, Any]:
-    """Fields of GPTConfig; empty where nothing is given."""
-    changes = _read(Path(config_json)) if config_json is not None else {}
+    """Read the fields of GPTConfig that the flags override; return an empty dict without flags."""
+    overrides = _read_config_json(Path(config_json)) if config_json is not None else {}
     if true_vocab_size is None:
-        return changes
+        return overrides
     if true_vocab_size < 1:
         raise ConfigError(
             f"--true-vocab-size is {true_vocab_size}; it must be a whole number of at least 1"
         )
-    if changes.get("vocab_size", true_vocab_size) != true_vocab_size:
+    if overrides.get("vocab_size", true_vocab_size) != true_vocab_size:
         raise ConfigError(
             f"--true-vocab-size is {true_vocab_size}, but vocab_size in {config_json} is "
-            f"{changes['vocab_size']!r}; give one of them"
+            f"{overrides['vocab_size']!r}; remove one of them"
         )
-    return {**changes, "vocab_size": true_vocab_size}
+    return {**overrides, "vocab_size": true_vocab_size}
 
 
-def open_overridden(
-    path: str, changes: Mapping[str, Any], tokenizer: str | None = None
+def open_with_overrides(
+    path: str, overrides: Mapping[str, Any], tokenizer: str | None = None
 ) -> "Checkpoint":
-    """A checkpoint as its user describes it."""
+    """Open a checkpoint, and replace config fields and the tokenizer by the user's."""
     from gpt.formats.registry import open_checkpoint
 
-    checkpoint = open_checkpoint(path, changes)
+    checkpoint = open_checkpoint(path, overrides)
     if tokenizer is None:
         return checkpoint
     if not Path(tokenizer).exists():
         raise ConfigError(
-            f"the tokenizer {tokenizer} does not exist; give its file, or the directory that has it"
+            f"the tokenizer {tokenizer} does not exist; give a tokenizer file, or the directory "
+            "that contains it"
         )
     return replace(checkpoint, tokenizer=Path(tokenizer))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_config_json(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             record = json.loads(file.read(FILE_BYTES_MAX))
@@ -65,11 +66,17 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config-json: {path} is not JSON ({error}); correct it") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"--config-json: {path} is not a JSON object of fields and values")
-    known = [field.name for field in fields(GPTConfig)]
+        raise ConfigError(
+            f"--config-json: {path} is not a JSON object; it must map field names to values"
+        )
+    field_names = [field.name for field in fields(GPTConfig)]
     for key in record:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            way = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
-            raise ConfigError(f"--config-json: {path} has an unknown key {key[:60]!r}; {way}")
+        if key not in field_names:
+            close_matches = difflib.get_close_matches(key, field_names, n=1)
+            hint = (
+                f"did you mean {close_matches[0]!r}?"
+                if close_matches
+                else f"choose one of: {', '.join(field_names)}"
+            )
+            raise ConfigError(f"--config-json: {path} has an unknown key {key[:60]!r}; {hint}")
     return record

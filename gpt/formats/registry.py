@@ -1,8 +1,8 @@
-"""Opens any checkpoint: looks at what is there, names the format, and asks its reader.
+"""Checkpoint format registry: detects a path's format and opens it with that format's reader.
 
-The evidence is tested from the most to the least specific. A format that is known but not read yet
-is refused by its name; what is no checkpoint at all is told what was looked for and what was found.
-Readers import nothing from here.
+Formats are tested from the most to the least specific file pattern. A recognized format without a
+reader is refused, and the error names the format. For a path that is not a checkpoint, the error
+lists the expected and the actual files. Readers do not import this module.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.digest import function
+from gpt.checkpoint.digest import functional_config
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
@@ -23,7 +23,7 @@ from gpt.formats.native import open_native
 from gpt.formats.nemo.lightning import find_lightning, open_lightning
 from gpt.formats.nemo.reader import find_nemo, open_nemo
 
-READABLE = (
+READABLE_FORMATS = (
     "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM), metadata.json "
     "(Megatron-Core, torch_dist), a .nemo file or model_config.yaml (NeMo), context and weights "
     "(NeMo 2)"
@@ -33,32 +33,32 @@ READABLE = (
 def open_checkpoint(
     path: str | Path, config: GPTConfig | Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """The checkpoint at a path, checked but not read: names, shapes, sizes, and its config.
+    """Open the checkpoint at a path; check its config, names, shapes and sizes, without weights.
 
-    `config` is what the user knows better than the files: a whole GPTConfig, or some of its fields.
+    `config` replaces the config in the files: a whole GPTConfig, or a mapping of some fields.
     """
     try:
-        found = Path(path).expanduser()
-    except RuntimeError:  # What pathlib raises.
+        resolved_path = Path(path).expanduser()
+    except RuntimeError:  # Raised by expanduser.
         raise CheckpointError(
-            f"{path} begins with a user who has no home here; give the path from / on"
+            f"{path} begins with ~ and a user without a home directory; give an absolute path"
         ) from None
     try:
-        return _recognised(_open(found, config))
+        return _with_recorded_identity(_open_detected(resolved_path, config))
     except OSError as error:
-        # Any reader may meet it in any file; its name says where.
+        # A reader opens many files; `filename` is the path of the file that failed.
         raise CheckpointError(
             f"cannot read {error.filename or path}: {error.strerror or error}; give the directory "
-            "of a checkpoint that exists here, and that this user may read"
+            "of a checkpoint that exists and that this user may read"
         ) from None
     except RecursionError:
         raise CheckpointError(
-            f"{path} holds values inside each other, deeper than any model's; it is broken or "
-            "hostile: copy it again from where it was trained"
+            f"{path} contains more deeply nested values than any model has; it is broken or "
+            "hostile: copy it again from the training run"
         ) from None
 
 
-def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoint:
+def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoint:
     if path.name in (MANIFEST, "config.json"):
         path = path.parent
     if not path.exists():
@@ -76,85 +76,86 @@ def _open(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> Checkpoin
         return open_torch_dist(path, config)
     if find_lightning(path):
         return open_lightning(path, config)
-    if path.is_dir() and (root := _foreign(path, ROOTS)) is not None:
+    if path.is_dir() and (root_kind := _detect_unsupported(path, CHECKPOINT_ROOTS)) is not None:
         raise CheckpointError(
-            f"{path} is {root}, but it has no weights in a form that is read; copy what is missing,"
-            f" or save them so: readable are {READABLE}"
+            f"{path} is {root_kind}, but has no weights in a supported format; copy the missing "
+            f"files, or save the weights as one of: {READABLE_FORMATS}"
         )
     if path.is_dir() and (path / "config.json").is_file():
         return open_huggingface(path, config)
-    if alone := _one_archive(path):
-        checkpoint = open_nemo(alone, config)
-        note = f"{alone.name} is read, the only archive in {path}"
+    if only_archive := _find_only_archive(path):
+        checkpoint = open_nemo(only_archive, config)
+        note = f"{only_archive.name} was read, because it is the only archive in {path}"
         return replace(checkpoint, notes=(note, *checkpoint.notes))
-    foreign = _foreign(path, OTHERS)
-    if foreign is not None:
+    unsupported_format = _detect_unsupported(path, UNSUPPORTED_FORMATS)
+    if unsupported_format is not None:
         raise CheckpointError(
-            f"{path} is {foreign}, which this version does not read; convert it to Hugging Face's "
-            f"format first: readable are directories with {READABLE}"
+            f"{path} is {unsupported_format}, which this release does not read; convert it to "
+            f"Hugging Face's format first. Supported are directories with {READABLE_FORMATS}"
         )
     names = sorted(child.name for child in path.iterdir())[:5] if path.is_dir() else ["a file"]
     raise CheckpointError(
-        f"{path} is not a checkpoint: looked for {READABLE}, found {', '.join(names) or 'nothing'};"
-        " give the directory that holds them"
+        f"{path} is not a checkpoint: looked for {READABLE_FORMATS}, found "
+        f"{', '.join(names) or 'nothing'}; give the directory that contains them"
     )
 
 
-def _recognised(checkpoint: Checkpoint) -> Checkpoint:
-    """The same, and which model it is, where Preamble wrote that beside another format's files.
+def _with_recorded_identity(checkpoint: Checkpoint) -> Checkpoint:
+    """Add the identity from a manifest that Preamble wrote beside files of another format.
 
-    Those files are their own format's, and may be edited; then the record is of another model.
+    The manifest is ignored, with a note, if it is unreadable or if its config differs from the
+    files' config, since other tools may have changed the files.
     """
     if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
         return checkpoint
     try:
         manifest = read_manifest(checkpoint.path)
     except CheckpointError as error:
-        return replace(checkpoint, notes=(*checkpoint.notes, f"not used: {error}"))
-    if function(manifest.config) != function(checkpoint.config):
-        note = f"the config is not the one of {MANIFEST}, which is not used"
+        return replace(checkpoint, notes=(*checkpoint.notes, f"the manifest is not used: {error}"))
+    if functional_config(manifest.config) != functional_config(checkpoint.config):
+        note = f"{MANIFEST} is not used: its config differs from the checkpoint's"
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     notes = (manifest.identity.note,) if manifest.identity.note else ()
     return replace(checkpoint, identity=manifest.identity, notes=(*checkpoint.notes, *notes))
 
 
-Evidence = tuple[tuple[str, str], ...]  # A pattern of paths, and what it is a sign of.
+Evidence = tuple[tuple[str, str], ...]  # A path pattern, and the format that it indicates.
 
-# What trainers leave around weights.
-ROOTS: Evidence = (
+# Files that training frameworks write beside the weights.
+CHECKPOINT_ROOTS: Evidence = (
     ("context/model.yaml", "a NeMo 2.0 checkpoint"),
     ("context/io.json", "a NeMo 2.0 checkpoint"),
     ("latest_checkpointed_iteration.txt", "a Megatron checkpoint root"),
     ("latest_train_state.pt", "a Megatron-Bridge checkpoint root"),
 )
 
-OTHERS: Evidence = (
+UNSUPPORTED_FORMATS: Evidence = (
     ("global_step*/*model_states.pt", "a DeepSpeed checkpoint"),
     ("layer_*-model_*-model_states.pt", "a DeepSpeed checkpoint"),
     ("mp_rank_*_model_states.pt", "a DeepSpeed checkpoint"),
     ("zero_pp_rank_*", "a DeepSpeed checkpoint"),
     ("*.gguf", "a directory of GGUF files"),
-    ("params.json", "a checkpoint in Meta's or Mistral's own form"),
+    ("params.json", "a checkpoint in Meta's or Mistral's own format"),
     ("adapter_config.json", "an adapter, not a model"),
 )
 
-FILES: Mapping[str, str] = {
+UNSUPPORTED_FILES: Mapping[str, str] = {
     ".gguf": "a GGUF file",
-    ".safetensors": "one file of weights without its directory",
-    ".bin": "one file of weights without its directory",
-    ".pt": "one file of weights without its directory",
+    ".safetensors": "a single weight file without the rest of its directory",
+    ".bin": "a single weight file without the rest of its directory",
+    ".pt": "a single weight file without the rest of its directory",
 }
 
 
-def _one_archive(path: Path) -> Path | None:
+def _find_only_archive(path: Path) -> Path | None:
     archives = [file for file in path.glob("*.nemo") if file.is_file()] if path.is_dir() else []
     return archives[0] if len(archives) == 1 else None
 
 
-def _foreign(path: Path, evidence: Evidence) -> str | None:
-    """The name of a format that has no reader here; None if there is no sign of one."""
+def _detect_unsupported(path: Path, evidence: Evidence) -> str | None:
+    """Return the name of a recognized format without a reader; None if no pattern matches."""
     if path.is_file():
-        return FILES.get(path.suffix)
+        return UNSUPPORTED_FILES.get(path.suffix)
     for pattern, name in evidence:
         if any(path.glob(pattern)):
             return name

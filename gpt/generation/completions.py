@@ -1,9 +1,10 @@
-"""Answers to many prompts by a model in process, cut where a server would cut them.
+"""Batched greedy completion of many prompts in process, with stop strings and a token budget.
 
-Greedy, some prompts at a time so that memory is bounded, on any split: every rank calls alike and
-gets all of it. Where a text ends, by a token or a stop string, is `CertainText`'s business, as in a
-server. Knows no adapters: ids at or above the vocabulary are rows of the table that it is given,
-whose kind is as a card says it.
+Prompts run in batches of bounded size, so memory is bounded. It works at any parallel split: all
+ranks make the same call and get all completions. A text ends at a stop token or a stop string,
+which the same `StopStringDetokenizer` finds as in the server. The module opens no adapter files:
+the caller passes the adapter's table and its kind, and prompt ids at or above the vocabulary size
+are rows of the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,89 +12,100 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gpt.generation.generate import stream
+from gpt.generation.generate import generate_steps
 from gpt.generation.reference_sampler import Score
-from gpt.generation.stop_strings import CertainText
+from gpt.generation.stop_strings import StopStringDetokenizer
 from gpt.model.gpt_model import GPT
-from gpt.model.pipeline import chunks_of
-from gpt.sampling_params import Sampling
+from gpt.model.pipeline import model_chunks
+from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import Tokenizer
 
-# Where neither a card nor settings say, as in a server.
-NEW_TOKENS = 128
-# Of prompts and the longest answers to them, at once.
-TOKENS_MAX = 8192
+# max_new_tokens if neither an adapter's card nor the settings define it, as in the server.
+NEW_TOKENS_DEFAULT = 128
+# Limit of the sum of prompt lengths and max_new_tokens in a batch.
+BATCH_TOKENS_MAX = 8192
 
 
 @dataclass
-class Answer:
-    """What greedy decoding wrote, with the token that stopped it, if one did."""
+class TextCompletion:
+    """One greedy completion; `token_ids` include the stop token, if any."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)  # With the two best, if they are asked for.
-    logprob: float = 0.0  # The sum over the tokens.
-    cut: bool = False  # It was ended by max_new_tokens.
-    fault: bool = False  # The model's numbers were not finite.
+    scores: list[Score] = field(default_factory=list)  # If requested: one per token, with top two.
+    logprob: float = 0.0  # Sum of the tokens' log-probabilities.
+    is_truncated: bool = False  # Whether max_new_tokens ended the completion.
+    has_fault: bool = False  # Whether the model's logits were not finite.
 
 
-def write_answers(
+def complete_prompts(
     model: GPT | Sequence[GPT],
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,
-    table: Tensor | None = None,
-    kind: str = "rows",
-    max_new_tokens: int | Sequence[int] = NEW_TOKENS,
-    stops: Sequence[str] = (),
-    scored: bool = False,
-    tokens_max: int = TOKENS_MAX,
-) -> list[Answer]:
-    """One for each prompt, in order. A maximum that has no room in the context is cut to it."""
-    given = max_new_tokens
-    most = [given] * len(prompts) if isinstance(given, int) else list(given)
-    context = chunks_of(model)[0].config.max_position_embeddings
-    rules = [
-        Sampling(
+    adapter_table: Tensor | None = None,
+    adapter_kind: str = "rows",
+    max_new_tokens: int | Sequence[int] = NEW_TOKENS_DEFAULT,
+    stop_strings: Sequence[str] = (),
+    with_scores: bool = False,
+    tokens_max: int = BATCH_TOKENS_MAX,
+) -> list[TextCompletion]:
+    """Complete each prompt; reduce max_new_tokens if the model's context would be exceeded."""
+    new_tokens = max_new_tokens
+    limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
+    context = model_chunks(model)[0].config.max_position_embeddings
+    samplings = [
+        SamplingParams(
             max_new_tokens=max(1, min(limit, context - len(prompt))),
             stop_token_ids=tokenizer.stop_ids,
-            logprobs=2 if scored else None,
+            logprobs=2 if with_scores else None,
         )
-        for prompt, limit in zip(prompts, most, strict=True)
+        for prompt, limit in zip(prompts, limits, strict=True)
     ]
-    answers = [Answer() for _ in prompts]
-    sizes = [len(prompt) + rule.max_new_tokens for prompt, rule in zip(prompts, rules, strict=True)]
-    for some in _portions(sizes, tokens_max):
-        texts = [CertainText(tokenizer, stops) for _ in some]
-        over: set[int] = set()
-        chosen = [prompts[place] for place in some], [rules[place] for place in some]
-        for pieces in stream(model, *chosen, table=table, kind=kind, dropped=over):
-            for piece in pieces:
-                answer, text = answers[some[piece.row]], texts[piece.row]
-                answer.token_ids.append(piece.token_id)
-                answer.logprob += piece.logprob
-                answer.scores += [piece.score] if piece.score else []
-                answer.fault |= piece.finish_reason == "fault"
-                if piece.finish_reason != "stop":
-                    answer.text += text.push(piece.token_id)
-                if text.stopped:
-                    over.add(piece.row)
-                elif piece.finish_reason is not None:
-                    answer.text += text.finish()
-                    answer.cut = piece.finish_reason == "length" and not text.stopped
-    return answers
+    completions = [TextCompletion() for _ in prompts]
+    sizes = [
+        len(prompt) + sampling.max_new_tokens
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    for indices in _length_sorted_batches(sizes, tokens_max):
+        detokenizers = [StopStringDetokenizer(tokenizer, stop_strings) for _ in indices]
+        finished_rows: set[int] = set()
+        batch = [prompts[index] for index in indices], [samplings[index] for index in indices]
+        for outputs in generate_steps(
+            model,
+            *batch,
+            adapter_table=adapter_table,
+            adapter_kind=adapter_kind,
+            dropped_rows=finished_rows,
+        ):
+            for output in outputs:
+                completion, detokenizer = completions[indices[output.row]], detokenizers[output.row]
+                completion.token_ids.append(output.token_id)
+                completion.logprob += output.logprob
+                completion.scores += [output.score] if output.score else []
+                completion.has_fault |= output.finish_reason == "fault"
+                if output.finish_reason != "stop":
+                    completion.text += detokenizer.push(output.token_id)
+                if detokenizer.is_stopped:
+                    finished_rows.add(output.row)
+                elif output.finish_reason is not None:
+                    completion.text += detokenizer.finish()
+                    completion.is_truncated = (
+                        output.finish_reason == "length" and not detokenizer.is_stopped
+                    )
+    return completions
 
 
-def _portions(sizes: Sequence[int], tokens_max: int) -> Iterator[list[int]]:
-    """Places, the long ones together: a batch runs as long as its longest answer."""
-    order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
-    portion: list[int] = []
-    room = tokens_max
-    for place in order:
-        if portion and sizes[place] > room:
-            yield portion
-            portion, room = [], tokens_max
-        portion.append(place)
-        room -= sizes[place]
-    if portion:
-        yield portion
+def _length_sorted_batches(sizes: Sequence[int], tokens_max: int) -> Iterator[list[int]]:
+    """Yield batches of indices, longest first, so that the lengths in a batch are similar."""
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    batch: list[int] = []
+    tokens_left = tokens_max
+    for index in order:
+        if batch and sizes[index] > tokens_left:
+            yield batch
+            batch, tokens_left = [], tokens_max
+        batch.append(index)
+        tokens_left -= sizes[index]
+    if batch:
+        yield batch

@@ -1,7 +1,8 @@
-"""The plain way to generate: all prompts in one ragged batch, one step after another.
+"""Reference generation loop: all prompts in one ragged batch over a paged KV pool, step by step.
 
-It has no queue and no policy, and runs on any split (every rank calls it alike). It is the oracle
-of faster engines, and what a program uses that has a list of prompts and a model.
+The loop has no queue and no scheduling policy. It runs at any parallel split, if all ranks make the
+same call. It is the reference in the tests of the server's engine, and offline programs use it to
+run a list of prompts.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -12,284 +13,360 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpt.attention.kv_cache import BLOCK_TOKENS, KVPool, prefix_part
+from gpt.attention.kv_cache import BLOCK_TOKENS, KVPool, prefix_shard
 from gpt.batch import Batch
 from gpt.errors import RequestError
-from gpt.generation.reference_sampler import Score, choose, score
+from gpt.generation.reference_sampler import Score, sample_token, score_tokens
 from gpt.model import pipeline
 from gpt.model.gpt_model import GPT
-from gpt.parallel.mesh import share_from_last
-from gpt.sampling_params import Sampling
+from gpt.parallel.pipeline_communication import broadcast_from_last_stage
+from gpt.sampling_params import SamplingParams
 
-# "scored": no token was asked for. "fault": the model's logits were not finite, so there is no next
-# token.
+# "scored": max_new_tokens is 0, so only the prompt was scored. "fault": the logits were not finite,
+# so there is no next token.
 FinishReason = Literal["stop", "length", "scored", "fault"]
 
-# Numbers of a score that every rank gets: log-probability, rank, and two for each alternative.
-_SCORE = 2
+# A score is broadcast as numbers: log-probability and rank of the token (these two fields), then id
+# and log-probability of each of the most likely tokens.
+_SCORE_FIELDS = 2
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One new token of one prompt, and why it is the last, if it is."""
+class TokenOutput:
+    """One new token of one prompt; `finish_reason` is set if it is the last token."""
 
-    row: int
-    token_id: int  # -1 with "scored": there is none.
+    row: int  # Index of the prompt.
+    token_id: int  # -1 if `finish_reason` is "scored".
     logprob: float
     finish_reason: FinishReason | None
-    score: Score | None = None  # If the rules ask for `logprobs`.
-    prompt_scores: list[Score | None] = field(default_factory=list)  # With the first piece.
+    score: Score | None = None  # Only if `logprobs` is requested.
+    # As in `Completion`; only in the first output of a prompt.
+    prompt_scores: list[Score | None] = field(default_factory=list)
 
 
 @dataclass
 class Completion:
+    """The complete output for one prompt."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
-    scores: list[Score] = field(default_factory=list)  # If the rules ask for `logprobs`.
-    # If they ask for `prompt_logprobs`; None for the first token, for virtual ones, and for one
-    # behind a prefix.
+    scores: list[Score] = field(default_factory=list)  # Only if `logprobs` is requested.
+    # Only if `prompt_logprobs` is requested: one entry per prompt token. The entry is None for the
+    # first token, for virtual tokens, and for the first token after an adapter prefix.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
 def generate(
     model: GPT | Sequence[GPT],
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling | Sequence[Sampling],
+    sampling: SamplingParams | Sequence[SamplingParams],
     *,
-    table: Tensor | None = None,
-    kind: str = "rows",
+    adapter_table: Tensor | None = None,
+    adapter_kind: str = "rows",
 ) -> list[Completion]:
-    """A completion for each prompt. Ids at or above the vocabulary are rows of `table`.
+    """Complete each prompt. Ids at or above the vocabulary size are rows of `adapter_table`.
 
-    `model` is what this rank has of it: several chunks, in the order of their layers, or one.
-    `kind` is what the table is, as a card says it.
+    `model` is this rank's part: one pipeline chunk, or several chunks in the order of their layers.
+    `adapter_kind` is the kind of the table, "rows" (input embeddings of virtual tokens) or "prefix"
+    (keys and values).
     """
     completions = [Completion() for _ in prompts]
-    for pieces in stream(model, prompts, sampling, table=table, kind=kind):
-        for piece in pieces:
-            completion = completions[piece.row]
-            completion.finish_reason = piece.finish_reason or completion.finish_reason
-            completion.prompt_scores += piece.prompt_scores
-            if piece.token_id < 0:
+    for outputs in generate_steps(
+        model, prompts, sampling, adapter_table=adapter_table, adapter_kind=adapter_kind
+    ):
+        for output in outputs:
+            completion = completions[output.row]
+            completion.finish_reason = output.finish_reason or completion.finish_reason
+            completion.prompt_scores += output.prompt_scores
+            if output.token_id < 0:
                 continue
-            completion.token_ids.append(piece.token_id)
-            completion.logprobs.append(piece.logprob)
-            completion.scores += [piece.score] if piece.score else []
+            completion.token_ids.append(output.token_id)
+            completion.logprobs.append(output.logprob)
+            completion.scores += [output.score] if output.score else []
     return completions
 
 
 @torch.inference_mode()
-def stream(
+def generate_steps(
     model: GPT | Sequence[GPT],
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling | Sequence[Sampling],
+    sampling: SamplingParams | Sequence[SamplingParams],
     *,
-    table: Tensor | None = None,
-    kind: str = "rows",
-    dropped: Container[int] = (),
-) -> Iterator[list[Piece]]:
-    """The same, a step at a time: each step's list has one piece for each unfinished prompt.
+    adapter_table: Tensor | None = None,
+    adapter_kind: str = "rows",
+    dropped_rows: Container[int] = (),
+) -> Iterator[list[TokenOutput]]:
+    """Complete each prompt like `generate`, and yield one output per unfinished prompt and step.
 
-    A caller may put rows that are no longer wanted into `dropped`: no step after that has them.
+    A caller may add the numbers of prompts that it no longer needs to `dropped_rows`; later steps
+    skip these prompts.
     """
     if not prompts:
         return
-    rules = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-    chunks = pipeline.chunks_of(model)
-    model = chunks[-1]  # The one that has the logits, if this rank has them.
-    virtual = 0 if table is None else len(table)
-    check_prompts(model, prompts, rules, virtual)
+    samplings = (
+        [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    )
+    chunks = pipeline.model_chunks(model)
+    model = chunks[-1]  # On the last stage, the last chunk computes the logits.
+    virtual_tokens = 0 if adapter_table is None else len(adapter_table)
+    check_prompts(model, prompts, samplings, virtual_tokens)
     device = model.mesh.device
-    pool, tables = _pool(chunks, prompts, rules)
+    pool, block_tables = _allocate_kv_pool(chunks, prompts, samplings)
     rows = list(range(len(prompts)))
-    past = [0] * len(prompts)
-    if kind == "prefix" and table is not None:
-        past = check_prefixes(prompts, model.config.vocab_size, virtual)
-        _fill(chunks, pool, tables, past, table)
-        table = None
-    ids = [list(prompt[start:]) for prompt, start in zip(prompts, past, strict=True)]
-    made: list[list[int]] = [[] for _ in prompts]
-    # Logits of every place of a prompt are needed in the first step only, for its tokens' scores.
-    whole = any(rule.prompt_logprobs is not None for rule in rules)
+    kv_lengths = [0] * len(prompts)
+    if adapter_kind == "prefix" and adapter_table is not None:
+        kv_lengths = prefix_lengths(prompts, model.config.vocab_size, virtual_tokens)
+        _write_prefix_kv(chunks, pool, block_tables, kv_lengths, adapter_table)
+        adapter_table = None
+    pending_ids = [list(prompt[start:]) for prompt, start in zip(prompts, kv_lengths, strict=True)]
+    output_ids: list[list[int]] = [[] for _ in prompts]
+    # Prompt scores need the logits of all prompt positions, in the first step only.
+    needs_prompt_logits = any(rule.prompt_logprobs is not None for rule in samplings)
     while rows:
         batch = Batch.paged(
-            [len(ids[row]) for row in rows], [past[row] for row in rows], tables[rows], BLOCK_TOKENS
+            [len(pending_ids[row]) for row in rows],
+            [kv_lengths[row] for row in rows],
+            block_tables[rows],
+            BLOCK_TOKENS,
         )
-        batch = batch if whole else replace(batch, rows=batch.last_rows)
-        flat = torch.tensor([token for row in rows for token in ids[row]], device=device)
-        logits = pipeline.forward(chunks, flat, batch, kv=pool, table=table)
-        told = _prompt_scores(model, logits, prompts, rules, past) if whole else {}
-        if logits is not None and whole:
+        batch = batch if needs_prompt_logits else replace(batch, logit_rows=batch.last_rows)
+        flat_ids = torch.tensor(
+            [token for row in rows for token in pending_ids[row]], device=device
+        )
+        logits = pipeline.forward(
+            chunks, flat_ids, batch, kv=pool, virtual_embeddings=adapter_table
+        )
+        prompt_scores = (
+            _prompt_scores(model, logits, prompts, samplings, kv_lengths)
+            if needs_prompt_logits
+            else {}
+        )
+        if logits is not None and needs_prompt_logits:
             logits = logits[batch.last_rows]
-        whole = False
-        turns = [_Turn(rules[row], prompts[row], made[row]) for row in rows]
-        pieces = []
-        for row, context, (token, drawn) in zip(
-            rows, batch.contexts, _choose(model, logits, turns), strict=True
+        needs_prompt_logits = False
+        sampling_inputs = [
+            _SamplingInput(samplings[row], prompts[row], output_ids[row]) for row in rows
+        ]
+        outputs = []
+        for row, context, (token, token_score) in zip(
+            rows, batch.context_lengths, _sample_tokens(model, logits, sampling_inputs), strict=True
         ):
-            past[row], ids[row] = context, [token]
-            made[row].append(token)
-            finish = _finish(token, len(made[row]), rules[row]) if drawn else "fault"
-            token = -1 if finish == "scored" else token
-            logprob = drawn.logprob if drawn else float("nan")
-            asked = drawn if rules[row].logprobs is not None else None
-            pieces.append(Piece(row, token, logprob, finish, asked, told.get(row, [])))
-        yield pieces
-        rows = [p.row for p in pieces if p.finish_reason is None and p.row not in dropped]
+            kv_lengths[row], pending_ids[row] = context, [token]
+            output_ids[row].append(token)
+            finish_reason = (
+                _finish_reason(token, len(output_ids[row]), samplings[row])
+                if token_score
+                else "fault"
+            )
+            token = -1 if finish_reason == "scored" else token
+            logprob = token_score.logprob if token_score else float("nan")
+            requested_score = token_score if samplings[row].logprobs is not None else None
+            outputs.append(
+                TokenOutput(
+                    row, token, logprob, finish_reason, requested_score, prompt_scores.get(row, [])
+                )
+            )
+        yield outputs
+        rows = [p.row for p in outputs if p.finish_reason is None and p.row not in dropped_rows]
 
 
 def check_prompts(
-    model: GPT, prompts: Sequence[Sequence[int]], rules: Sequence[Sampling], virtual: int
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingParams],
+    virtual_tokens: int,
 ) -> None:
-    """Refuse what cannot be run: empty, too long, or with ids that nothing stands behind."""
-    limit, known = model.config.max_position_embeddings, model.config.vocab_size + virtual
-    for prompt, rule in zip(prompts, rules, strict=True):
+    """Refuse prompts that are empty, too long, or have ids outside vocabulary and adapter."""
+    context_max, id_limit = (
+        model.config.max_position_embeddings,
+        model.config.vocab_size + virtual_tokens,
+    )
+    for prompt, sampling in zip(prompts, samplings, strict=True):
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        wrong = next((token for token in prompt if not 0 <= token < known), None)
-        if wrong is not None:
+        invalid_id = next((token for token in prompt if not 0 <= token < id_limit), None)
+        if invalid_id is not None:
             raise RequestError(
-                f"token id {wrong} is outside the vocabulary of {model.config.vocab_size}"
-                + (f" and the {virtual} virtual tokens at hand" if virtual else ""),
+                f"token id {invalid_id} is outside the vocabulary of {model.config.vocab_size}"
+                + (f" and the adapter's {virtual_tokens} virtual tokens" if virtual_tokens else ""),
                 "token_ids",
             )
-        if len(prompt) + rule.max_new_tokens > limit:
-            room = limit - len(prompt)
-            way = f"ask for at most {room} new tokens" if room > 0 else f"cut {1 - room} tokens"
+        if len(prompt) + sampling.max_new_tokens > context_max:
+            tokens_left = context_max - len(prompt)
+            remedy = (
+                f"request at most {tokens_left} new tokens"
+                if tokens_left > 0
+                else f"shorten the prompt by {1 - tokens_left} tokens"
+            )
             raise RequestError(
-                f"prompt ({len(prompt)} tokens) + max_new_tokens ({rule.max_new_tokens}) = "
-                f"{len(prompt) + rule.max_new_tokens}, over the model's context of {limit}; {way}",
+                f"prompt ({len(prompt)} tokens) + max_new_tokens ({sampling.max_new_tokens}) = "
+                f"{len(prompt) + sampling.max_new_tokens}, more than the model's context of "
+                f"{context_max}; {remedy}",
                 "max_new_tokens",
             )
 
 
-def check_prefixes(prompts: Sequence[Sequence[int]], vocab_size: int, virtual: int) -> list[int]:
-    """How many tokens of each prompt are a prefix's: all of them, at the front, or none."""
-    found = []
+def prefix_lengths(
+    prompts: Sequence[Sequence[int]], vocab_size: int, virtual_tokens: int
+) -> list[int]:
+    """Return, for each prompt, the length of the prefix at its beginning.
+
+    The length is `virtual_tokens`, or 0 if the prompt does not use the prefix.
+    """
+    lengths = []
     for prompt in prompts:
         if max(prompt) < vocab_size:
-            found.append(0)
+            lengths.append(0)
             continue
-        begins = list(prompt[:virtual]) == list(range(vocab_size, vocab_size + virtual))
-        if not begins or max(prompt[virtual:], default=vocab_size) >= vocab_size:
+        has_prefix = list(prompt[:virtual_tokens]) == list(
+            range(vocab_size, vocab_size + virtual_tokens)
+        )
+        if not has_prefix or max(prompt[virtual_tokens:], default=vocab_size) >= vocab_size:
             raise RequestError(
-                f"the prompt does not begin with the prefix's {virtual} virtual tokens, in order, "
-                "with text after them; keys and values of layers can only stand first",
+                f"the prompt must begin with the prefix's {virtual_tokens} virtual tokens in "
+                "order, followed by text; correct the token ids",
                 "token_ids",
             )
-        found.append(virtual)
-    return found
+        lengths.append(virtual_tokens)
+    return lengths
 
 
-def _fill(
-    chunks: Sequence[GPT], pool: KVPool, tables: Tensor, past: Sequence[int], table: Tensor
+def _write_prefix_kv(
+    chunks: Sequence[GPT],
+    pool: KVPool,
+    block_tables: Tensor,
+    kv_lengths: Sequence[int],
+    adapter_table: Tensor,
 ) -> None:
-    """Keys and values of a prefix, for each prompt that begins with it."""
+    """Write a prefix's keys and values to the KV cache of each prompt that uses the prefix."""
     mesh, layers = chunks[0].mesh, [layer for chunk in chunks for layer in chunk.layers]
-    part = prefix_part(table, chunks[0].config, layers, mesh.tp_rank, mesh.tp)
-    for row, count in enumerate(past):
-        if count:
-            pool.fill(tables[row].tolist(), 0, part)
+    prefix_kv = prefix_shard(adapter_table, chunks[0].config, layers, mesh.tp_rank, mesh.tp)
+    for row, length in enumerate(kv_lengths):
+        if length:
+            pool.write_tokens(block_tables[row].tolist(), 0, prefix_kv)
 
 
-def _pool(
-    chunks: Sequence[GPT], prompts: Sequence[Sequence[int]], rules: Sequence[Sampling]
+def _allocate_kv_pool(
+    chunks: Sequence[GPT], prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
 ) -> tuple[KVPool, Tensor]:
-    """Memory for every prompt at its longest, and each one's row of blocks."""
-    needs = [
-        -(-(len(prompt) + rule.max_new_tokens) // BLOCK_TOKENS)
-        for prompt, rule in zip(prompts, rules, strict=True)
+    """Allocate a KV pool for all prompts at their maximum length; also return the block tables."""
+    block_counts = [
+        -(-(len(prompt) + sampling.max_new_tokens) // BLOCK_TOKENS)
+        for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
     model, mesh = chunks[0], chunks[0].mesh
-    layers, blocks = [layer for chunk in chunks for layer in chunk.layers], sum(needs)
+    layers, blocks = [layer for chunk in chunks for layer in chunk.layers], sum(block_counts)
     pool = KVPool(model.config, layers, blocks, tp=mesh.tp, dtype=model.dtype, device=mesh.device)
-    tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
-    start = 0
-    for row, need in enumerate(needs):
-        tables[row, :need] = torch.arange(start, start + need)
-        start += need
-    return pool, tables.to(mesh.device)
+    block_tables = torch.zeros(len(block_counts), max(block_counts), dtype=torch.long)
+    first_block = 0
+    for row, block_count in enumerate(block_counts):
+        block_tables[row, :block_count] = torch.arange(first_block, first_block + block_count)
+        first_block += block_count
+    return pool, block_tables.to(mesh.device)
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """What the choice of a row's next token depends on, besides the logits."""
+class _SamplingInput:
+    """The inputs for sampling a row's next token, in addition to the logits."""
 
-    rule: Sampling
+    sampling: SamplingParams
     prompt: Sequence[int]
-    made: Sequence[int]
+    output_ids: Sequence[int]
 
 
-def _choose(
-    model: GPT, logits: Tensor | None, turns: Sequence[_Turn]
+def _sample_tokens(
+    model: GPT, logits: Tensor | None, inputs: Sequence[_SamplingInput]
 ) -> list[tuple[int, Score | None]]:
-    """The last stage's choices and their scores, on every rank; no score: it is not finite."""
-    chosen = torch.zeros(len(turns), dtype=torch.long, device=model.mesh.device)
+    """Sample tokens on the last stage, and return them with their scores on all ranks.
+
+    A score is None if the row's logits are not finite.
+    """
+    sampled = torch.zeros(len(inputs), dtype=torch.long, device=model.mesh.device)
     if logits is not None:
-        chosen = logits.argmax(-1)
-        for row, turn in enumerate(turns):
-            if not turn.rule.plain:
-                position = len(turn.prompt) + len(turn.made)
-                chosen[row] = choose(logits[row], turn.rule, turn.prompt, turn.made, position)
-    tokens = share_from_last(chosen, model.mesh).tolist()
-    tops = [turn.rule.logprobs or 0 for turn in turns]
-    return list(zip(tokens, _scores(model, logits, tokens, tops), strict=True))
+        sampled = logits.argmax(-1)
+        for row, row_input in enumerate(inputs):
+            if not row_input.sampling.is_plain_greedy:
+                position = len(row_input.prompt) + len(row_input.output_ids)
+                sampled[row] = sample_token(
+                    logits[row],
+                    row_input.sampling,
+                    row_input.prompt,
+                    row_input.output_ids,
+                    position,
+                )
+    tokens = broadcast_from_last_stage(sampled, model.mesh).tolist()
+    top_counts = [row_input.sampling.logprobs or 0 for row_input in inputs]
+    return list(zip(tokens, _score_tokens(model, logits, tokens, top_counts), strict=True))
 
 
 def _prompt_scores(
     model: GPT,
     logits: Tensor | None,
     prompts: Sequence[Sequence[int]],
-    rules: Sequence[Sampling],
-    past: Sequence[int],
+    samplings: Sequence[SamplingParams],
+    kv_lengths: Sequence[int],
 ) -> dict[int, list[Score | None]]:
-    """The scores of the prompts of which they are wanted, by all logits behind `past`."""
-    told: dict[int, list[Score | None]] = {}
+    """Return the prompt scores by row, for the prompts that request them.
+
+    `logits` has a row for each prompt position after the prefix, whose length is in `kv_lengths`.
+    """
+    scores_by_row: dict[int, list[Score | None]] = {}
     start = 0
-    for row, (prompt, rule) in enumerate(zip(prompts, rules, strict=True)):
-        start -= past[row]
-        if rule.prompt_logprobs is not None:
-            known = range(past[row] + 1, len(prompt))
-            places = [p for p in known if prompt[p] < model.config.vocab_size]
-            before = None if logits is None else logits[[start + p - 1 for p in places]]
-            tops = [rule.prompt_logprobs] * len(places)
-            scores = _scores(model, before, [prompt[p] for p in places], tops)
-            told[row] = [None] * len(prompt)
-            for place, one in zip(places, scores, strict=True):
-                told[row][place] = one
+    for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        start -= kv_lengths[row]
+        if sampling.prompt_logprobs is not None:
+            positions = range(kv_lengths[row] + 1, len(prompt))
+            scored_positions = [p for p in positions if prompt[p] < model.config.vocab_size]
+            previous_logits = (
+                None if logits is None else logits[[start + p - 1 for p in scored_positions]]
+            )
+            top_counts = [sampling.prompt_logprobs] * len(scored_positions)
+            scores = _score_tokens(
+                model, previous_logits, [prompt[p] for p in scored_positions], top_counts
+            )
+            scores_by_row[row] = [None] * len(prompt)
+            for position, token_score in zip(scored_positions, scores, strict=True):
+                scores_by_row[row][position] = token_score
         start += len(prompt)
-    return told
+    return scores_by_row
 
 
-def _scores(
-    model: GPT, logits: Tensor | None, tokens: Sequence[int], tops: Sequence[int]
+def _score_tokens(
+    model: GPT, logits: Tensor | None, tokens: Sequence[int], top_counts: Sequence[int]
 ) -> list[Score | None]:
-    """The last stage's scores on every rank. None: that row's logits are not finite."""
-    most = max(tops, default=0)
-    told = torch.zeros(len(tokens), _SCORE + 2 * most, dtype=torch.float64)
+    """Compute scores on the last stage, and return them on all ranks.
+
+    A score is None if the row's logits are not finite.
+    """
+    top_max = max(top_counts, default=0)
+    packed = torch.zeros(len(tokens), _SCORE_FIELDS + 2 * top_max, dtype=torch.float64)
     if logits is not None:
-        for place, one in enumerate(score(logits, tokens, tops)):
-            numbers = [one.logprob, one.rank, *(number for top in one.tops for number in top)]
-            told[place, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        told[~logits.isfinite().all(-1).cpu(), 0] = float("nan")
-    # Ids are exact in fp64 up to 2^53, so one message carries all.
-    shared = share_from_last(told.to(model.mesh.device), model.mesh).tolist()
-    counts = [min(count, model.config.vocab_size) for count in tops]
-    return [_read(numbers, count) for numbers, count in zip(shared, counts, strict=True)]
+        for row, token_score in enumerate(score_tokens(logits, tokens, top_counts)):
+            numbers = [
+                token_score.logprob,
+                token_score.rank,
+                *(number for top in token_score.tops for number in top),
+            ]
+            packed[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        packed[~logits.isfinite().all(-1).cpu(), 0] = float("nan")
+    # fp64 represents ids up to 2^53 exactly, so one broadcast can send all numbers.
+    shared = broadcast_from_last_stage(packed.to(model.mesh.device), model.mesh).tolist()
+    counts = [min(count, model.config.vocab_size) for count in top_counts]
+    return [_unpack_score(numbers, count) for numbers, count in zip(shared, counts, strict=True)]
 
 
-def _read(numbers: Sequence[float], count: int) -> Score | None:
-    logprob, rank, *rest = numbers
+def _unpack_score(numbers: Sequence[float], count: int) -> Score | None:
+    logprob, rank, *alternatives = numbers
     if not isfinite(logprob):
         return None
-    tops = tuple((int(rest[2 * i]), rest[2 * i + 1]) for i in range(count))
+    tops = tuple((int(alternatives[2 * i]), alternatives[2 * i + 1]) for i in range(count))
     return Score(logprob, int(rank), tops)
 
 
-def _finish(token: int, made: int, rule: Sampling) -> FinishReason | None:
-    if rule.max_new_tokens == 0:
+def _finish_reason(token: int, output_count: int, sampling: SamplingParams) -> FinishReason | None:
+    if sampling.max_new_tokens == 0:
         return "scored"
-    if token in rule.stop_token_ids:
+    if token in sampling.stop_token_ids:
         return "stop"
-    return "length" if made >= rule.max_new_tokens else None
+    return "length" if output_count >= sampling.max_new_tokens else None

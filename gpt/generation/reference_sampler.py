@@ -1,8 +1,9 @@
-"""From a row of logits to a token by a request's rules: the plain twin, one row at a time.
+"""Reference sampler: logits processors and the seeded draw, one row at a time.
 
-The rules and their order are those of `gpt.sampling_params.Sampling`. Then comes the draw: one
-uniform number, made from (seed, position), looked up in the cumulated weights. All in fp64, and by
-values, not by ranks: of equal tokens all are kept or none, in whatever order they are.
+The logits processors and their order are those of `gpt.sampling_params.SamplingParams`. The draw is
+one uniform number computed from (seed, position), looked up in the cumulative weights. All
+arithmetic is fp64. Filters such as top-k compare values rather than ranks, so tokens with equal
+logits are all kept or all removed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,134 +12,144 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.sampling_params import Sampling, uniform
+from gpt.sampling_params import SamplingParams, uniform_draw
 
 
 @dataclass(frozen=True)
 class Score:
-    """A token by the model's own distribution, before any rule, and the best beside it."""
+    """A token's log-probability and rank, computed from the logits before logits processing."""
 
     logprob: float
-    rank: int  # 1 and how many are strictly likelier.
-    tops: tuple[tuple[int, float], ...] = ()  # Token id and log-probability, best first.
+    rank: int  # 1 + the number of strictly more likely tokens.
+    tops: tuple[tuple[int, float], ...] = ()  # Most likely tokens: id and log-probability.
 
 
-def choose(
-    logits: Tensor, sampling: Sampling, prompt: Sequence[int], made: Sequence[int], position: int
+def sample_token(
+    logits: Tensor,
+    sampling: SamplingParams,
+    prompt: Sequence[int],
+    output_ids: Sequence[int],
+    position: int,
 ) -> int:
-    """The token after `prompt` and `made`, whose place in the sequence is `position`.
+    """Sample the token at `position`, which follows `prompt` and `output_ids`.
 
-    Ids outside the vocabulary are virtual: no rule sees them.
+    Ids outside the vocabulary are virtual tokens, which logits processors ignore.
     """
-    if sampling.plain or not logits.isfinite().all():
+    if sampling.is_plain_greedy or not logits.isfinite().all():
         return int(logits.argmax())
-    shaped = shape(logits, sampling, prompt, made)
+    processed = process_logits(logits, sampling, prompt, output_ids)
     if sampling.temperature == 0:
-        return int(shaped.argmax())
-    cumulated = weigh(shaped, sampling).cumsum(0)
-    target = uniform(sampling.seed, position) * cumulated[-1]
-    return int(torch.searchsorted(cumulated, target, right=True))
+        return int(processed.argmax())
+    cumulative = sampling_weights(processed, sampling).cumsum(0)
+    target = uniform_draw(sampling.seed, position) * cumulative[-1]
+    return int(torch.searchsorted(cumulative, target, right=True))
 
 
-def shape(logits: Tensor, sampling: Sampling, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-    """The logits (V,) in fp64 after bias, penalties, length decay and bans."""
-    vocabulary = len(logits)
+def process_logits(
+    logits: Tensor, sampling: SamplingParams, prompt: Sequence[int], output_ids: Sequence[int]
+) -> Tensor:
+    """Return the logits (V,) in fp64 after bias, penalties, length decay and bans."""
+    vocab_size = len(logits)
     x = logits.to(torch.float64, copy=True)
     for token, bias in dict(sampling.logit_bias).items():
-        if 0 <= token < vocabulary:
+        if 0 <= token < vocab_size:
             x[token] += bias
-    known = [token for token in made if 0 <= token < vocabulary]
-    for token in {*known, *(token for token in prompt if 0 <= token < vocabulary)}:
-        penalty, count = sampling.repetition_penalty, known.count(token)
+    vocab_output_ids = [token for token in output_ids if 0 <= token < vocab_size]
+    for token in {*vocab_output_ids, *(token for token in prompt if 0 <= token < vocab_size)}:
+        penalty, count = sampling.repetition_penalty, vocab_output_ids.count(token)
         x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
         x[token] -= sampling.frequency_penalty * count
         x[token] -= sampling.presence_penalty * (count > 0)
     for token in set(sampling.stop_token_ids):
-        if 0 <= token < vocabulary:
-            x[token] += x[token].abs() * sampling.growth(len(made))
-    for banned in _bans(sampling, prompt, made, vocabulary):
-        left = x.masked_fill(banned, float("-inf"))
-        # A ban that would leave nothing does not count.
-        x = left if left.amax() > float("-inf") else x
+        if 0 <= token < vocab_size:
+            x[token] += x[token].abs() * sampling.stop_logit_growth(len(output_ids))
+    for ban_mask in _ban_masks(sampling, prompt, output_ids, vocab_size):
+        allowed = x.masked_fill(ban_mask, float("-inf"))
+        # Ignore a ban that would leave no token.
+        x = allowed if allowed.amax() > float("-inf") else x
     return x
 
 
-def weigh(shaped: Tensor, sampling: Sampling) -> Tensor:
-    """What each token (V,) weighs in a draw: the likeliest 1, those left out by a rule 0."""
-    # From the best one down, so that a tiny temperature cannot reach infinity but below.
-    weights = ((shaped - shaped.amax()) / sampling.temperature).exp()
-    kept = weights.sort(descending=True).values
-    if 0 < sampling.top_k < len(kept):
-        kept = kept[kept >= kept[sampling.top_k - 1]]
+def sampling_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return unnormalized sampling weights (V,): 1 for the best token, 0 for filtered tokens."""
+    # Subtract the maximum first, so that a tiny temperature overflows to -inf, never to +inf.
+    weights = ((logits - logits.amax()) / sampling.temperature).exp()
+    descending = weights.sort(descending=True).values
+    if 0 < sampling.top_k < len(descending):
+        descending = descending[descending >= descending[sampling.top_k - 1]]
     if sampling.top_p < 1:
-        # A token stays while those before it have not reached top_p; so the first always stays.
-        before = torch.cat([kept.new_zeros(1), kept.cumsum(0)[:-1]])
-        kept = kept[before < sampling.top_p * kept.sum()]
-    floor = max(float(kept[-1]), sampling.min_p)
-    weights = weights.masked_fill(weights < floor, 0)
-    return _typical(weights, sampling.typical_p) if sampling.typical_p < 1 else weights
+        # Keep a token if the mass before it is below top_p, so the first is always kept.
+        mass_before = torch.cat([descending.new_zeros(1), descending.cumsum(0)[:-1]])
+        descending = descending[mass_before < sampling.top_p * descending.sum()]
+    weight_min = max(float(descending[-1]), sampling.min_p)
+    weights = weights.masked_fill(weights < weight_min, 0)
+    return _apply_typical_p(weights, sampling.typical_p) if sampling.typical_p < 1 else weights
 
 
-def _typical(weights: Tensor, typical_p: float) -> Tensor:
-    """Those (V,) whose surprise is nearest to the expected one, until they make up `typical_p`."""
+def _apply_typical_p(weights: Tensor, typical_p: float) -> Tensor:
+    """Keep the tokens whose surprisal is nearest to the entropy, up to a mass of `typical_p`."""
     p = weights / weights.sum()
     surprise = -p.log()
     expected = (p * surprise)[p > 0].sum()
     distance = (surprise - expected).abs()
-    nearest = distance.sort()
-    before = (p[nearest.indices].cumsum(0) < typical_p).sum().clamp(max=len(p) - 1)
-    return weights.masked_fill(distance > nearest.values[before], 0)
+    by_distance = distance.sort()
+    cutoff = (p[by_distance.indices].cumsum(0) < typical_p).sum().clamp(max=len(p) - 1)
+    return weights.masked_fill(distance > by_distance.values[cutoff], 0)
 
 
-def _bans(
-    sampling: Sampling, prompt: Sequence[int], made: Sequence[int], vocabulary: int
+def _ban_masks(
+    sampling: SamplingParams, prompt: Sequence[int], output_ids: Sequence[int], vocab_size: int
 ) -> Iterator[Tensor]:
-    """Masks (V,) of what may not be drawn, those that must hold first."""
+    """Yield masks (V,) of banned tokens in order of priority; earlier masks have precedence."""
 
-    def mask(tokens: Sequence[int]) -> Tensor:
-        known = [token for token in tokens if 0 <= token < vocabulary]
-        return torch.zeros(vocabulary, dtype=torch.bool).index_fill(
-            0, torch.tensor(known).long(), 1
+    def token_mask(tokens: Sequence[int]) -> Tensor:
+        vocab_ids = [token for token in tokens if 0 <= token < vocab_size]
+        return torch.zeros(vocab_size, dtype=torch.bool).index_fill(
+            0, torch.tensor(vocab_ids).long(), 1
         )
 
     if sampling.allowed_token_ids:
-        yield ~mask(sampling.allowed_token_ids)
-    text = (*prompt, *made)
-    ends = [
-        word[-1]
-        for word in sampling.bad_words
-        if len(word) <= len(text) + 1 and text[len(text) - len(word) + 1 :] == word[:-1]
+        yield ~token_mask(sampling.allowed_token_ids)
+    token_ids = (*prompt, *output_ids)
+    banned_ids = [
+        bad_word[-1]
+        for bad_word in sampling.bad_words
+        if len(bad_word) <= len(token_ids) + 1
+        and token_ids[len(token_ids) - len(bad_word) + 1 :] == bad_word[:-1]
     ]
-    if ends:
-        yield mask(ends)
+    if banned_ids:
+        yield token_mask(banned_ids)
     if sampling.no_repeat_ngram_size:
-        yield mask(_repeats(text, sampling.no_repeat_ngram_size, vocabulary))
-    if len(made) < sampling.min_new_tokens:
-        yield mask(sampling.stop_token_ids)
+        yield token_mask(_repeated_ngram_ends(token_ids, sampling.no_repeat_ngram_size, vocab_size))
+    if len(output_ids) < sampling.min_new_tokens:
+        yield token_mask(sampling.stop_token_ids)
 
 
-def _repeats(text: Sequence[int], size: int, vocabulary: int) -> list[int]:
-    """The tokens that would make the last `size` tokens a run that `text` has already."""
-    runs = [tuple(text[at : at + size]) for at in range(len(text) - size + 1)]
-    begun = tuple(text[len(text) - size + 1 :])
-    if not all(0 <= token < vocabulary for token in begun):
-        return []  # Virtual tokens are like no other, not even like themselves.
-    return [run[-1] for run in runs if run[:-1] == begun]
+def _repeated_ngram_ends(token_ids: Sequence[int], size: int, vocab_size: int) -> list[int]:
+    """Return the tokens that would repeat an n-gram of `size` tokens in `token_ids`."""
+    ngrams = [tuple(token_ids[start : start + size]) for start in range(len(token_ids) - size + 1)]
+    ngram_prefix = tuple(token_ids[len(token_ids) - size + 1 :])
+    if not all(0 <= token < vocab_size for token in ngram_prefix):
+        return []  # An n-gram with virtual tokens never counts as repeated.
+    return [ngram[-1] for ngram in ngrams if ngram[:-1] == ngram_prefix]
 
 
-def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Score]:
-    """Each token's place among its row of `logits` (N, V), with as many of the best as `tops` says.
+def score_tokens(logits: Tensor, tokens: Sequence[int], top_counts: Sequence[int]) -> list[Score]:
+    """Return the score of each token in its row of `logits` (N, V).
 
-    Of equals the lower id is the better one.
+    A score includes the row's most likely tokens, as many as `top_counts` states. Of equally likely
+    tokens, the lower id is first.
     """
-    own = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+    token_column = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
     logprobs = logits.log_softmax(-1)
-    ranks = 1 + (logits > logits.gather(-1, own)).sum(-1)
+    ranks = 1 + (logits > logits.gather(-1, token_column)).sum(-1)
     scores = []
-    for row, (token, rank, count) in enumerate(zip(tokens, ranks.tolist(), tops, strict=True)):
-        best: list[int] = []
+    for row, (token, rank, count) in enumerate(
+        zip(tokens, ranks.tolist(), top_counts, strict=True)
+    ):
+        best_ids: list[int] = []
         if count:
-            best = logits[row].sort(stable=True, descending=True).indices[:count].tolist()
-        alternatives = tuple((one, float(logprobs[row, one])) for one in best)
+            best_ids = logits[row].sort(stable=True, descending=True).indices[:count].tolist()
+        alternatives = tuple((token_id, float(logprobs[row, token_id])) for token_id in best_ids)
         scores.append(Score(float(logprobs[row, token]), rank, alternatives))
     return scores

@@ -1,93 +1,108 @@
-"""From tokens to text that will not be taken back.
+"""Stop strings: incremental detokenizer that withholds text until no stop string can match it.
 
-Half a character is held back, and so is whatever may yet become a stop string. Stop strings are
-found wherever tokens join, and nothing of them is given out unless it is asked for. A server's
-streams and the answers that training measures end by the same lines. Knows no requests.
+It withholds incomplete characters, and text that may be the beginning of a stop string. A stop
+string is found across token boundaries, and is not part of the output unless requested. Server
+streams and the evaluation of trained adapters both use this code.
 """
 
 from collections.abc import Sequence
 
-from gpt.tokenizers.tokenizer import TextStream, Tokenizer
+from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
-class CertainText:
-    """`push` tokens, then `finish`; what they return, joined, is the text. `stopped` says why.
+class StopStringDetokenizer:
+    """Call `push` for each token, then `finish`; concatenate the returned texts.
 
-    The stop string that is complete first ends the text, so it does not matter how tokens cut it.
-    In what the first `unsearched` tokens say none is looked for.
+    The text ends at the stop string that is complete first, independently of token boundaries;
+    `matched_stop` is this stop string. The text of the first `unsearched_tokens` tokens is not
+    searched.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         stops: Sequence[str],
-        unsearched: int = 0,
+        unsearched_tokens: int = 0,
         *,
-        included: bool = False,
+        include_stop: bool = False,
     ) -> None:
-        """`included`: the stop string that is found is part of the text."""
-        self._unsearched, self._included = unsearched, included
-        # The prompt stands before, so a leading space is part of the completion.
-        self._stream = TextStream(tokenizer, started=True)
-        # An adapter's card may have an empty one, which says nothing.
-        self._searches = [_Search(stop) for stop in stops if stop]
-        self._held = ""
-        self.stop: str | None = None  # The one that was found.
+        """Prepare the search; with `include_stop` the matched stop string is part of the text."""
+        self._unsearched_tokens = unsearched_tokens
+        self._include_stop = include_stop
+        # The completion continues the prompt, so its leading space is kept.
+        self._detokenizer = IncrementalDetokenizer(tokenizer, continues_text=True)
+        # An adapter's card may have an empty stop string; ignore it.
+        self._matchers = [_StopStringMatcher(stop) for stop in stops if stop]
+        self._pending_text = ""
+        self.matched_stop: str | None = None
 
     @property
-    def stopped(self) -> bool:
-        return self.stop is not None
+    def is_stopped(self) -> bool:
+        return self.matched_stop is not None
 
     def push(self, token_id: int) -> str:
-        if self._unsearched:
-            self._unsearched -= 1
-            return self._stream.push(token_id)
-        text = self._until_stop(self._stream.push(token_id))
-        if self.stopped:
+        """Add a token, and return the text that can no longer be part of a stop string."""
+        if self._unsearched_tokens:
+            self._unsearched_tokens -= 1
+            return self._detokenizer.push(token_id)
+        text = self._cut_at_stop(self._detokenizer.push(token_id))
+        if self.is_stopped:
             return text
-        sure = len(text) - max((search.matched for search in self._searches), default=0)
-        self._held = text[sure:]
-        return text[:sure]
+        safe_length = len(text) - max(
+            (search.matched_length for search in self._matchers), default=0
+        )
+        self._pending_text = text[safe_length:]
+        return text[:safe_length]
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
-        return "" if self.stopped else self._until_stop(self._stream.finish())
+        """Return the remaining text after the last token."""
+        return "" if self.is_stopped else self._cut_at_stop(self._detokenizer.finish())
 
-    def _until_stop(self, more: str) -> str:
-        """What was held and `more`, up to the stop string in it, if there is one."""
-        ends = [(end, search) for search in self._searches if (end := search.push(more))]
-        text = self._held + more
-        if not ends:
+    def _cut_at_stop(self, new_text: str) -> str:
+        """Return the pending text and `new_text`, up to the first stop string, if any."""
+        matches = [(end, search) for search in self._matchers if (end := search.push(new_text))]
+        text = self._pending_text + new_text
+        if not matches:
             return text
-        first = min(end for end, _ in ends)
-        self.stop = max((search.word for end, search in ends if end == first), key=len)
-        return text[: len(self._held) + first - (0 if self._included else len(self.stop))]
+        first_end = min(end for end, _ in matches)
+        self.matched_stop = max(
+            (search.stop_string for end, search in matches if end == first_end), key=len
+        )
+        return text[
+            : len(self._pending_text)
+            + first_end
+            - (0 if self._include_stop else len(self.matched_stop))
+        ]
 
 
-class _Search:
-    """Looks for a word in a text that comes bit by bit, as Knuth, Morris and Pratt do.
+class _StopStringMatcher:
+    """Incremental Knuth-Morris-Pratt search for one stop string.
 
-    Each character of the text is looked at once, whatever the word: this runs on an event loop.
+    The search runs on an event loop, so its cost must be linear in the text for any stop string.
     """
 
-    def __init__(self, word: str) -> None:
-        assert word
-        self.word = word
-        self.matched = 0  # How much of the word's beginning the text ends with.
-        # Of each beginning of the word: how much of the word's beginning it ends with, itself not.
-        self._borders = [0]
-        for character in word[1:]:
-            self._borders.append(self._after(self._borders[-1], character))
+    def __init__(self, stop_string: str) -> None:
+        assert stop_string
+        self.stop_string = stop_string
+        self.matched_length = 0  # Length of the longest stop-string prefix that ends the text.
+        # KMP failure function: for each prefix of the stop string, the length of the longest proper
+        # prefix that is also its suffix (border).
+        self._border_lengths = [0]
+        for character in stop_string[1:]:
+            self._border_lengths.append(self._advance(self._border_lengths[-1], character))
 
     def push(self, text: str) -> int | None:
-        """Where in this bit of the text the word is complete; not to be asked any more then."""
-        for place, character in enumerate(text, 1):
-            self.matched = self._after(self.matched, character)
-            if self.matched == len(self.word):
-                return place
+        """Search further text; return the index in `text` where the stop string ends, else None.
+
+        After a match, `push` must not be called again.
+        """
+        for end, character in enumerate(text, 1):
+            self.matched_length = self._advance(self.matched_length, character)
+            if self.matched_length == len(self.stop_string):
+                return end
         return None
 
-    def _after(self, matched: int, character: str) -> int:
-        while matched and self.word[matched] != character:
-            matched = self._borders[matched - 1]
-        return matched + (self.word[matched] == character)
+    def _advance(self, length: int, character: str) -> int:
+        while length and self.stop_string[length] != character:
+            length = self._border_lengths[length - 1]
+        return length + (self.stop_string[length] == character)

@@ -1,8 +1,9 @@
-"""What the backward pass computes again instead of finding it kept.
+"""Activation checkpointing (selective, block, full): activations recomputed in the backward pass.
 
-Whole layers or the attention core, by choice (`Recompute`); and always, small functions of which
-what comes in is enough (`from_inputs`). Randomness is counted, not drawn from a state, so that a
-second run is the first one again. It knows no layers.
+`RecomputePolicy` selects what is recomputed: all layers (full), some layers (block), or the
+attention core (selective). Norms and gated activations are always recomputed from their inputs
+(`recompute_from_inputs`). Activation checkpointing saves no random state, because dropout is
+counter-based and a recomputation gives equal masks. The module does not depend on the layers.
 """
 
 from collections.abc import Callable
@@ -15,40 +16,44 @@ from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """Nothing, attention's core, the first `layers` layers of what a stage holds, or all."""
+class RecomputePolicy:
+    """What the backward pass recomputes.
+
+    none: nothing; selective: the attention core; block: the first `layers` layers of a stage; full:
+    all layers.
+    """
 
     kind: Literal["none", "selective", "block", "full"] = "none"
     layers: int = 1
 
-    def whole(self, place: int) -> bool:
-        """Whether a layer is computed again, by its place among those at hand."""
-        return self.kind == "full" or (self.kind == "block" and place < self.layers)
+    def recomputes_layer(self, index: int) -> bool:
+        """Return whether the layer with this index in its stage is recomputed."""
+        return self.kind == "full" or (self.kind == "block" and index < self.layers)
 
     @property
-    def core(self) -> bool:
+    def recomputes_core_attention(self) -> bool:
         return self.kind == "selective"
 
 
-NOTHING = Recompute()
+NO_RECOMPUTE = RecomputePolicy()
 
 
-def again(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """`function(*arguments)`, of which the backward pass finds the arguments alone."""
+def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """Return `function(*arguments)`; save only the arguments, recompute in the backward pass."""
     if not torch.is_grad_enabled():
         return function(*arguments)
-    made = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return cast(Tensor, made)
+    output = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return cast(Tensor, output)
 
 
-def from_inputs(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """`function(*tensors)`, which keeps these tensors, in their dtype, and nothing between."""
+def recompute_from_inputs(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Return `function(*tensors)`; save only these tensors, recompute in the backward pass."""
     if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors):
         return function(*tensors)
-    return cast(Tensor, _FromInputs.apply(function, *tensors))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RecomputeFromInputs.apply(function, *tensors))  # type: ignore[no-untyped-call]
 
 
-class _FromInputs(torch.autograd.Function):
+class _RecomputeFromInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         ctx.function = function
@@ -57,13 +62,13 @@ class _FromInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
+        needs_grad = ctx.needs_input_grad[1:]
         tensors = [
             None if x is None else x.detach().requires_grad_(need)
-            for x, need in zip(ctx.saved_tensors, needed, strict=True)
+            for x, need in zip(ctx.saved_tensors, needs_grad, strict=True)
         ]
         with torch.enable_grad():
             y = ctx.function(*tensors)
-        wanted = [x for x in tensors if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(y, wanted, grads[0]))
-        return None, *(next(found) if need else None for need in needed)
+        differentiable = [x for x in tensors if x is not None and x.requires_grad]
+        input_grads = iter(torch.autograd.grad(y, differentiable, grads[0]))
+        return None, *(next(input_grads) if need else None for need in needs_grad)

@@ -1,8 +1,8 @@
-"""Fills a GPT from a checkpoint, each rank with its own part and nothing else.
+"""Model loading: allocates a GPT and reads each rank's shard of the weights from a checkpoint.
 
-The model is allocated empty at its final size, dtype and device; then every parameter is read
-straight into place from the mapped files. So no rank holds what it does not own, and nothing is
-held twice. All that headers can tell is checked before the first byte is allocated.
+The model is allocated empty with its final sizes, dtype and device; then every parameter is read
+from the memory-mapped files directly into its memory. So a rank stores only its own shards, and
+each tensor once. Opening the checkpoint checks the file headers before any parameter is allocated.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ import torch
 
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOATS
+from gpt.dtypes import FLOAT_DTYPES, is_finite
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.registry import open_checkpoint
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import check_split, parameters, part, stage_layers
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import check_split, parameter_specs, shard_spec
 
 
 def load(
@@ -27,8 +28,11 @@ def load(
     dtype: torch.dtype | str | None = None,
     config: GPTConfig | Mapping[str, Any] | None = None,
 ) -> GPT:
-    """The whole model, on one device; `dtype` is as stored unless given, `config` overrides."""
-    mesh = Mesh.single(device_of(device))
+    """Load the whole model on one device.
+
+    `dtype` is the stored dtype by default; `config` overrides the checkpoint's configuration.
+    """
+    mesh = Mesh.single(parse_device(device))
     check_dtype(dtype)
     return load_model(open_checkpoint(path, config), mesh, dtype=dtype)
 
@@ -42,9 +46,10 @@ def load_model(
     layers: range | None = None,
     **options: Any,
 ) -> GPT:
-    """This rank's part of the model: its tensor part of `layers`, by default its stage's.
+    """Load this rank's part of the model: its tensor-parallel shard of `layers`.
 
-    `options` go to the model as they are. The weights need no gradient.
+    By default `layers` are the layers of the rank's pipeline stage. `options` are passed to GPT.
+    The parameters do not require gradients.
     """
     config = checkpoint.config
     check_split(config, mesh.tp, mesh.pp)
@@ -52,48 +57,40 @@ def load_model(
         layers = stage_layers(config.num_layers, mesh.pp)[mesh.pp_rank][0]
     check_dtype(dtype)
     if isinstance(dtype, str):
-        dtype = FLOATS[dtype]
+        dtype = FLOAT_DTYPES[dtype]
     device = mesh.device if device is None else device
     model = GPT(config, mesh, layers=layers, dtype=dtype, device=device, **options)
-    fill(model, checkpoint)
+    load_weights(model, checkpoint)
     return model.requires_grad_(False)
 
 
-def device_of(name: torch.device | str) -> torch.device:
-    """The device of this name, if it is one that the model runs on, and is there."""
+def parse_device(name: torch.device | str) -> torch.device:
+    """Return the device of this name; raise ConfigError if it is unsupported or unavailable."""
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device is {str(name)!r}; known are: cpu, cuda, cuda:N")
+            raise ConfigError(f"device is {str(name)!r}; choose one of: cpu, cuda, cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"device {str(name)!r} cannot be used ({reason}); cpu always can"
-        ) from None
+        raise ConfigError(f"device {str(name)!r} is unavailable ({reason}); use cpu") from None
     return device
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> None:
-    """Refuse what the model cannot compute in; None is as stored."""
-    if dtype is not None and dtype not in FLOATS and dtype not in FLOATS.values():
-        raise ConfigError(f"dtype is {str(dtype)!r}; known are: {', '.join(FLOATS)}")
+    """Raise ConfigError if the model does not support this dtype; None: the stored dtype."""
+    if dtype is not None and dtype not in FLOAT_DTYPES and dtype not in FLOAT_DTYPES.values():
+        raise ConfigError(f"dtype is {str(dtype)!r}; choose one of: {', '.join(FLOAT_DTYPES)}")
 
 
-def fill(model: GPT, checkpoint: Checkpoint) -> None:
-    """Read this rank's part of every parameter that the model has, in place."""
-    mesh, table = model.mesh, parameters(checkpoint.config)
-    for name, value in model.named_parameters():
-        held = part(table[name], checkpoint.config, mesh.tp_rank, mesh.tp)
-        checkpoint.read(name, held, out=value.detach())
-        if not _finite(value.detach()):
+def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
+    """Read this rank's shard of every parameter of the model, in place."""
+    mesh, parameter_table = model.mesh, parameter_specs(checkpoint.config)
+    for name, parameter in model.named_parameters():
+        shard = shard_spec(parameter_table[name], checkpoint.config, mesh.tp_rank, mesh.tp)
+        checkpoint.read(name, shard, out=parameter.detach())
+        if not is_finite(parameter.detach()):
             raise CheckpointError(
-                f"{checkpoint.path}: {name} holds values that are not finite, and the model would "
-                "answer nonsense; the training that wrote it diverged, or the file is damaged: "
-                "take an earlier checkpoint, or copy it again"
+                f"{checkpoint.path}: {name} holds values that are not finite; the training "
+                "diverged or the file is damaged: use an earlier checkpoint, or copy the file again"
             )
-
-
-def _finite(value: torch.Tensor) -> bool:
-    """Whether all of it is: both extremes are NaN if any element is. Memory speed, and no room."""
-    return all(bool(extreme.isfinite()) for extreme in value.aminmax())

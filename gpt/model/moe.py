@@ -1,8 +1,9 @@
-"""Mixture of experts: a router chooses a few MLPs for each token and weighs their outputs.
+"""Mixture-of-experts layer: top-k router, experts split over tensor ranks, shared expert.
 
-Every expert is split over the tensor ranks like a dense MLP, so that any number of experts works at
-any split. The router reads this rank's own rows; its scores then enter with the rows, which
-makes gradients add up over tensor ranks with and without sequence parallelism.
+Every expert is split over the tensor ranks like a dense MLP. There is no separate expert
+parallelism, so the number of experts may be any. The router computes the logits of this rank's
+rows; `to_column_parallel` then gathers the logits like the rows, so that their gradients are
+summed over tensor ranks with and without sequence parallelism.
 """
 
 from typing import cast
@@ -12,19 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.config import GPTConfig
-from gpt.model.layers import MLP, Build, Onto
-from gpt.parallel.mesh import enter, leave
+from gpt.model.build_context import BuildContext
+from gpt.model.mlp import MLP
+from gpt.model.residual_dropout import Residual
+from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
 
 
-class Experts(nn.Module):
-    """The experts of a layer and, if the network has one, the expert that all tokens share."""
+class MoELayer(nn.Module):
+    """The router, the experts and the optional shared expert of one layer."""
 
-    def __init__(self, build: Build, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         name = f"decoder.layers.{layer}.mlp"
-        self.config, self.mesh = build.config, build.mesh
+        self.config = build.config
+        self.mesh = build.mesh
         self.router = nn.Module()
-        build.fill(self.router, f"{name}.router")
+        build.allocate_parameters(self.router, f"{name}.router")
         self.experts = nn.Module()
         self.experts.local_experts = nn.ModuleList(
             MLP(build, f"{name}.experts.local_experts.{expert}")
@@ -34,57 +38,64 @@ class Experts(nn.Module):
         if build.config.moe_shared_expert_intermediate_size:
             self.shared_experts = MLP(build, f"{name}.shared_experts")
             if build.config.moe_shared_expert_gate:
-                build.fill(self.shared_experts, f"{name}.shared_experts")
+                build.allocate_parameters(self.shared_experts, f"{name}.shared_experts")
 
-    def forward(self, x: Tensor, tokens: int, onto: Onto | None = None) -> Tensor:
-        scores = F.linear(x, cast(Tensor, self.router.weight))
-        weights = self._route(scores)
-        y = leave(self._sum_experts(enter(x, self.mesh, tokens), scores, tokens), self.mesh)
-        biases = [expert.linear_fc2.bias for expert in self._experts()]
+    def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
+        router_logits = F.linear(x, cast(Tensor, self.router.weight))
+        weights = self._routing_weights(router_logits)
+        y = from_row_parallel(
+            self._sum_experts(to_column_parallel(x, self.mesh, tokens), router_logits, tokens),
+            self.mesh,
+        )
+        biases = [expert.linear_fc2.bias for expert in self._local_experts()]
         if biases[0] is not None:
             y = y + weights @ torch.stack([cast(Tensor, bias) for bias in biases])
         if self.shared_experts is not None:
-            shared = self.shared_experts(x, tokens)
+            shared_output = self.shared_experts(x, tokens)
             if self.config.moe_shared_expert_gate:
                 gate = cast(Tensor, self.shared_experts.gate_weight)
-                shared = shared * torch.sigmoid(F.linear(x, gate))
-            y = y + shared
-        return y if onto is None else onto.add(y)
+                shared_output = shared_output * torch.sigmoid(F.linear(x, gate))
+            y = y + shared_output
+        return y if residual is None else residual.add_output(y)
 
-    def _sum_experts(self, x: Tensor, scores: Tensor, tokens: int) -> Tensor:
-        """This rank's summand of all experts' weighted outputs, for all rows."""
-        weights = self._route(enter(scores, self.mesh, tokens))
+    def _sum_experts(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
+        """Return the weighted sum of all experts' outputs, before the sum over tensor ranks."""
+        weights = self._routing_weights(to_column_parallel(router_logits, self.mesh, tokens))
         y = torch.zeros_like(x)
-        for number, expert in enumerate(self._experts()):
-            rows = weights[:, number].nonzero().squeeze(-1)
+        for expert_id, expert in enumerate(self._local_experts()):
+            rows = weights[:, expert_id].nonzero().squeeze(-1)
             if len(rows):
-                out = expert.partial(x[rows]) * weights[rows, number].unsqueeze(-1)
-                y = y.index_add(0, rows, out)
+                expert_output = expert.partial_output(x[rows]) * weights[rows, expert_id].unsqueeze(
+                    -1
+                )
+                y = y.index_add(0, rows, expert_output)
         return y
 
-    def _experts(self) -> list[MLP]:
-        return [cast(MLP, e) for e in cast(nn.ModuleList, self.experts.local_experts)]
+    def _local_experts(self) -> list[MLP]:
+        return [cast(MLP, expert) for expert in cast(nn.ModuleList, self.experts.local_experts)]
 
-    def _route(self, scores: Tensor) -> Tensor:
+    def _routing_weights(self, router_logits: Tensor) -> Tensor:
         bias = cast("Tensor | None", getattr(self.router, "expert_bias", None))
-        return route(scores, bias, self.config)
+        return routing_weights(router_logits, bias, self.config)
 
 
-def route(scores: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
-    """The weight of each expert for each token, zero for those not chosen: (T, experts)."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    logits = scores.to(wide)
-    sigmoid = config.moe_router_score_function == "sigmoid"
-    if sigmoid:
-        values = logits.sigmoid()
+def routing_weights(router_logits: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
+    """Return the weights (T, experts) of the experts; an expert that is not chosen has zero."""
+    compute_dtype = torch.promote_types(router_logits.dtype, torch.float32)
+    logits = router_logits.to(compute_dtype)
+    is_sigmoid = config.moe_router_score_function == "sigmoid"
+    if is_sigmoid:
+        expert_scores = logits.sigmoid()
     else:
-        values = logits.softmax(-1) if config.moe_router_pre_softmax else logits
-    choice = values if bias is None else values + bias.to(wide)
-    chosen = choice.topk(config.moe_router_topk, dim=-1).indices
-    picked = values.gather(-1, chosen)
-    if sigmoid and config.moe_router_topk > 1:
-        picked = picked / (picked.sum(-1, keepdim=True) + 1e-20)
-    elif not sigmoid and not config.moe_router_pre_softmax:
-        picked = picked.softmax(-1)
-    picked = picked * config.moe_router_topk_scaling_factor
-    return torch.zeros_like(values).scatter(-1, chosen, picked).to(scores.dtype)
+        expert_scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+    selection_scores = expert_scores if bias is None else expert_scores + bias.to(compute_dtype)
+    topk_ids = selection_scores.topk(config.moe_router_topk, dim=-1).indices
+    topk_weights = expert_scores.gather(-1, topk_ids)
+    if is_sigmoid and config.moe_router_topk > 1:
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+    elif not is_sigmoid and not config.moe_router_pre_softmax:
+        topk_weights = topk_weights.softmax(-1)
+    topk_weights = topk_weights * config.moe_router_topk_scaling_factor
+    return (
+        torch.zeros_like(expert_scores).scatter(-1, topk_ids, topk_weights).to(router_logits.dtype)
+    )

@@ -1,8 +1,9 @@
-"""One batch through the stages of a pipeline, forward: decoding, on any split.
+"""Pipeline-parallel forward pass: one batch through the stages and model chunks of a rank.
 
-A stage receives hidden states, runs, and sends. On a mesh of one stage nothing is sent. A stage may
-have several chunks of the model; then the last stage sends to the first one too. Gradients, and
-several batches at once, are for who learns (`ptuning.training.pipeline`).
+Pipeline parallelism for inference: a stage receives hidden states, runs its layers, and sends the
+output to the next stage. On a mesh of one stage nothing is sent. A stage may hold several chunks of
+the model; the last stage then sends the output of a chunk to the first stage. Training with
+micro-batches and gradients is in `ptuning.training.pipeline`.
 """
 
 from collections.abc import Sequence
@@ -12,19 +13,19 @@ from torch import Tensor
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.model.gpt_model import GPT
-from gpt.parallel.mesh import receive_from, send_to
+from gpt.parallel.pipeline_communication import receive_from_stage, send_to_stage
 
 
-def take(model: GPT, ids: Tensor, batch: Batch) -> Tensor:
-    """This stage's input: the ids, or the hidden states that the stage before sends."""
-    return ids if model.first else receive(model, batch.tokens)
+def receive_input(model: GPT, ids: Tensor, batch: Batch) -> Tensor:
+    """Return the input of this stage: the token ids, or hidden states from the previous stage."""
+    return ids if model.is_first_stage else receive_hidden(model, batch.tokens)
 
 
-def receive(model: GPT, tokens: int) -> Tensor:
-    """Hidden states of so many tokens, from the stage before."""
+def receive_hidden(model: GPT, tokens: int) -> Tensor:
+    """Receive the hidden states of `tokens` tokens from the previous stage."""
     mesh = model.mesh
-    shape = (mesh.rows(tokens), model.config.hidden_size)
-    return receive_from(shape, model.dtype, mesh, (mesh.pp_rank - 1) % mesh.pp)
+    shape = (mesh.local_rows(tokens), model.config.hidden_size)
+    return receive_from_stage(shape, model.dtype, mesh, (mesh.pp_rank - 1) % mesh.pp)
 
 
 def forward(
@@ -33,22 +34,24 @@ def forward(
     batch: Batch,
     *,
     kv: KVPool | None = None,
-    table: Tensor | None = None,
+    virtual_embeddings: Tensor | None = None,
 ) -> Tensor | None:
-    """Run this stage, chunk by chunk, and pass its outputs on; the last stage returns logits."""
+    """Run the chunks of this stage and send their outputs; the last stage returns logits."""
     x: Tensor | None = None
-    for chunk in chunks_of(model):
+    for chunk in model_chunks(model):
         mesh = chunk.mesh
-        y: Tensor = chunk(take(chunk, ids, batch) if x is None else x, batch, kv, table)
-        if chunk.last:
+        y: Tensor = chunk(
+            receive_input(chunk, ids, batch) if x is None else x, batch, kv, virtual_embeddings
+        )
+        if chunk.is_last_stage:
             return y
         if mesh.pp == 1:
             x = y
         else:
-            send_to(y, mesh, (mesh.pp_rank + 1) % mesh.pp)
+            send_to_stage(y, mesh, (mesh.pp_rank + 1) % mesh.pp)
     return None
 
 
-def chunks_of(model: GPT | Sequence[GPT]) -> Sequence[GPT]:
-    """What this rank has of the model, in the order in which tokens go through it."""
+def model_chunks(model: GPT | Sequence[GPT]) -> Sequence[GPT]:
+    """Return the model chunks of this rank, in the order of the forward pass."""
     return (model,) if isinstance(model, GPT) else model

@@ -1,9 +1,9 @@
-"""Sums over the tensor ranks of a node through memory that each can read: quick for few rows.
+"""Symmetric-memory all-reduce: low-latency sums over the tensor parallel ranks of one node.
 
-What a decoding step sums is some kilobytes, for which a library's ring costs more than the bytes
-do. torch's symmetric memory has kernels in which each rank reads what the others hold, or a switch
-adds it. Whether they are used is decided once, by all ranks alike; what they do not serve, or where
-they cannot be had everything, goes to the group's own backend.
+A decode step sums a few kilobytes. For this size the latency of NCCL's ring exceeds the transfer
+time. torch's symmetric memory has faster kernels: each rank reads the buffers of the other ranks,
+or an NVLink switch adds them (multicast). All ranks decide together, once, whether they use these
+kernels. Tensors and machines that the kernels do not support use the process group's own backend.
 """
 
 import logging
@@ -23,45 +23,48 @@ from gpt.parallel.mesh import Mesh
 log = logging.getLogger(__name__)
 
 KIB = 1 << 10
-BUFFER_BYTES = 8 << 20  # On each rank. More is a prompt's, and the group's backend is good at that.
-ALIGNED_BYTES = 16  # The kernels move so many at once.
-DTYPES = (torch.bfloat16, torch.float32)  # That they add.
-# Up to so many bytes each rank reads all that the others have; with more it is cheaper to add a
-# share each and hand that round. Two ranks have nothing to share. Published figures, for Hopper.
+# Size per rank. Larger tensors occur only in prefill, for which NCCL is fast enough.
+BUFFER_BYTES = 8 << 20
+ALIGNMENT_BYTES = 16  # Size of the kernels' vector loads and stores.
+DTYPES = (torch.bfloat16, torch.float32)  # The dtypes that the kernels support.
+# Up to this size the one-shot kernel is faster, in which each rank reads the whole buffers of all
+# others. Above it the two-shot kernel is faster, in which each rank sums one part and reads the
+# sums of the other parts. With two ranks one-shot is always faster. The values are published
+# thresholds for Hopper GPUs, by number of ranks.
 ONE_SHOT_BYTES_MAX: Mapping[int, int] = MappingProxyType(
     {2: BUFFER_BYTES, 4: 512 * KIB, 8: 256 * KIB}
 )
 
 
-class _UnfitError(Exception):
-    """These ranks cannot; why."""
+class _UnsupportedError(Exception):
+    """Symmetric memory is unavailable on these ranks; the message is the reason."""
 
 
-def way(count_bytes: int, ranks: int, *, multicast: bool) -> str | None:
-    """How so many bytes are summed; None: by the group's own backend."""
-    most = ONE_SHOT_BYTES_MAX.get(ranks)
-    if most is None or not 0 < count_bytes <= BUFFER_BYTES or count_bytes % ALIGNED_BYTES:
+def algorithm(count_bytes: int, world_size: int, *, multicast: bool) -> str | None:
+    """Return the kernel for a tensor of `count_bytes`; None means the group's own backend."""
+    bytes_max = ONE_SHOT_BYTES_MAX.get(world_size)
+    if bytes_max is None or not 0 < count_bytes <= BUFFER_BYTES or count_bytes % ALIGNMENT_BYTES:
         return None
-    if count_bytes <= most:
+    if count_bytes <= bytes_max:
         return "one_shot"
     return "multimem" if multicast else "two_shot"
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Memory that all ranks of a group can read, and the kernels that sum it."""
+class SymmetricBuffer:
+    """Memory that all ranks of a group can read, and the kernels that sum its contents."""
 
-    buffer: Tensor  # BUFFER_BYTES of uint8, the same on each rank.
-    multicast: bool  # Whether the switch between the ranks adds.
+    buffer: Tensor  # A uint8 tensor of BUFFER_BYTES; each rank has one.
+    has_multicast: bool  # Whether the NVLink switch can add buffers (multimem).
     group: str
-    kernels: Any  # torch.ops.symm_mem, or what has its functions.
+    kernels: Any  # torch.ops.symm_mem, or an object with its functions.
 
     @classmethod
-    def open(cls, mesh: Mesh) -> "Shared":
-        """All ranks of the group together; an error says why there is none."""
-        reason = _unfit(mesh)
+    def open(cls, mesh: Mesh) -> "SymmetricBuffer":
+        """Allocate the buffer; all ranks must call this. Raises _UnsupportedError."""
+        reason = _unsupported_reason(mesh)
         if reason is not None:
-            raise _UnfitError(reason)
+            raise _UnsupportedError(reason)
         from torch.distributed import _symmetric_memory as symmetric
 
         assert mesh.tp_group is not None
@@ -71,104 +74,130 @@ class Shared:
         return cls(buffer, handle.multicast_ptr != 0, group, torch.ops.symm_mem)
 
 
-class QuickSums:
-    """For `Mesh.sums`: the sum of a tensor over the ranks; None: it is not served."""
+class SymmetricAllReduce:
+    """Callable for `Mesh.symmetric_all_reduce`; returns None for unsupported tensors."""
 
-    def __init__(self, shared: Shared, ranks: int) -> None:
-        self._shared, self._ranks, self.multicast = shared, ranks, shared.multicast
+    def __init__(self, buffer: SymmetricBuffer, world_size: int) -> None:
+        self._buffer = buffer
+        self._world_size = world_size
+        self.has_multicast = buffer.has_multicast
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if x.dtype not in DTYPES:
             return None
-        how = way(x.nbytes, self._ranks, multicast=self.multicast)
-        return None if how is None else self.summed(x, how)
+        kernel = algorithm(x.nbytes, self._world_size, multicast=self.has_multicast)
+        return None if kernel is None else self.all_reduce(x, kernel)
 
-    def summed(self, x: Tensor, how: str) -> Tensor:
-        """By one way or another. The kernels wait for all ranks before and after they read."""
+    def all_reduce(self, x: Tensor, kernel: str) -> Tensor:
+        """All-reduce by `kernel`, which synchronizes all ranks before and after reading buffers."""
         x = x.contiguous()
-        kernels, group = self._shared.kernels, self._shared.group
-        mine = self._shared.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        if how == "one_shot":
-            y: Tensor = kernels.one_shot_all_reduce_copy(mine, x, "sum", group)
+        kernels, group = self._buffer.kernels, self._buffer.group
+        local = self._buffer.buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        if kernel == "one_shot":
+            y: Tensor = kernels.one_shot_all_reduce_copy(local, x, "sum", group)
             return y
-        mine.copy_(x)
-        if how == "two_shot":
+        local.copy_(x)
+        if kernel == "two_shot":
             y = torch.empty_like(x)
-            kernels.two_shot_all_reduce_out(mine, "sum", group, y)
+            kernels.two_shot_all_reduce_out(local, "sum", group, y)
             return y
-        kernels.multimem_all_reduce_(mine, "sum", group)
-        return mine.clone()  # The next sum goes through the same memory.
+        kernels.multimem_all_reduce_(local, "sum", group)
+        return local.clone()  # Cloned, because the next sum reuses the buffer.
 
 
-def quicken(mesh: Mesh, open_shared: Callable[[Mesh], Shared] = Shared.open) -> Mesh:
-    """The mesh with quick sums, if all of its tensor ranks can have them; they call it together."""
+def use_symmetric_memory(
+    mesh: Mesh, open_buffer: Callable[[Mesh], SymmetricBuffer] = SymmetricBuffer.open
+) -> Mesh:
+    """Return the mesh with a symmetric-memory all-reduce if all tensor ranks support it.
+
+    Otherwise the mesh is returned unchanged. All tensor ranks must call this function.
+    """
     if mesh.tp == 1:
         return mesh
-    found = _agreed(mesh, lambda: QuickSums(open_shared(mesh), mesh.tp))
-    if isinstance(found, QuickSums):
-        sums = found
-        found = _agreed(mesh, lambda: _tried(sums, mesh))
-    if isinstance(found, str):
-        log.info("event=sums by=%s reason=%r", _backend(mesh), found)
+    reducer_or_reason = _run_on_all_ranks(
+        mesh, lambda: SymmetricAllReduce(open_buffer(mesh), mesh.tp)
+    )
+    if isinstance(reducer_or_reason, SymmetricAllReduce):
+        reducer = reducer_or_reason
+        reducer_or_reason = _run_on_all_ranks(mesh, lambda: _self_test(reducer, mesh))
+    if isinstance(reducer_or_reason, str):
+        log.info("event=sums by=%s reason=%r", _backend(mesh), reducer_or_reason)
         return mesh
     log.info(
         "event=sums by=symmetric_memory ranks=%d bytes_max=%d multicast=%s",
-        *(mesh.tp, BUFFER_BYTES, found.multicast),
+        mesh.tp,
+        BUFFER_BYTES,
+        reducer_or_reason.has_multicast,
     )
-    return replace(mesh, sums=found)
+    return replace(mesh, symmetric_all_reduce=reducer_or_reason)
 
 
-def _agreed(mesh: Mesh, work: Callable[[], QuickSums]) -> QuickSums | str:
-    """What came of it if no rank has failed, else why. Ranks that disagree wait for ever."""
-    found: QuickSums | str
+def _run_on_all_ranks(
+    mesh: Mesh, work: Callable[[], SymmetricAllReduce]
+) -> SymmetricAllReduce | str:
+    """Run `work` on all ranks; return its result if it succeeded on all ranks, else the reason.
+
+    All ranks must make the same decision: if only one rank used the kernels, it would wait forever.
+    """
+    reducer_or_reason: SymmetricAllReduce | str
     try:
-        found = work()
-    except _UnfitError as error:
-        found = str(error)
-    except Exception as error:  # torch, the driver's calls and old versions raise many kinds.
-        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    place = "cpu" if mesh.staged else mesh.device
-    fit = torch.tensor([not isinstance(found, str)], dtype=torch.int32, device=place)
-    dist.all_reduce(fit, dist.ReduceOp.MIN, group=mesh.tp_group)
-    return found if isinstance(found, str) or fit else "another rank cannot"
+        reducer_or_reason = work()
+    except _UnsupportedError as error:
+        reducer_or_reason = str(error)
+    except Exception as error:  # torch and the driver raise many kinds of exceptions.
+        reducer_or_reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    device = "cpu" if mesh.stages_through_host else mesh.device
+    succeeded = torch.tensor(
+        [not isinstance(reducer_or_reason, str)], dtype=torch.int32, device=device
+    )
+    dist.all_reduce(succeeded, dist.ReduceOp.MIN, group=mesh.tp_group)
+    return (
+        reducer_or_reason
+        if isinstance(reducer_or_reason, str) or succeeded
+        else "symmetric memory failed on another rank"
+    )
 
 
-def _unfit(mesh: Mesh) -> str | None:
-    """Why these ranks cannot, as all of them see it."""
+def _unsupported_reason(mesh: Mesh) -> str | None:
+    """Return why these ranks cannot use symmetric memory, or None; equal on all ranks."""
     if mesh.device.type != "cuda":
-        return f"their device is {mesh.device.type}"
+        return f"the device is {mesh.device.type}"
     if _backend(mesh) != "nccl":
-        return "they share a device, or send through host memory"
+        return "the ranks share a device, or communicate through host memory"
     if mesh.tp not in ONE_SHOT_BYTES_MAX:
-        return f"there are {mesh.tp} of them; known are {', '.join(map(str, ONE_SHOT_BYTES_MAX))}"
+        supported = ", ".join(map(str, ONE_SHOT_BYTES_MAX))
+        return f"there are {mesh.tp} tensor ranks; the kernels support {supported}"
     if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
-        return f"torch {torch.__version__} has no such kernels"
-    if not _one_host(mesh):
-        return "they are on several hosts"
+        return f"torch {torch.__version__} has no symmetric-memory kernels"
+    if not _is_single_host(mesh):
+        return "the ranks are on several hosts"
     return None
 
 
-def _one_host(mesh: Mesh) -> bool:
-    host = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    mine = torch.frombuffer(bytearray(sha256(host).digest()[:8]), dtype=torch.int64)
-    mine = mine.to(mesh.device)
-    least, most = mine.clone(), mine.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.tp_group)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.tp_group)
-    return bool((least == most).all())
+def _is_single_host(mesh: Mesh) -> bool:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    digest = torch.frombuffer(bytearray(sha256(boot_id).digest()[:8]), dtype=torch.int64)
+    digest = digest.to(mesh.device)
+    smallest, largest = digest.clone(), digest.clone()
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=mesh.tp_group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.tp_group)
+    return bool((smallest == largest).all())
 
 
-def _tried(sums: QuickSums, mesh: Mesh) -> QuickSums:
-    """Each way is tried, with numbers that name their rank; to the end, as others wait there."""
-    want, wrong = mesh.tp * (mesh.tp + 1) // 2, []
-    for how in ("one_shot", "multimem" if sums.multicast else "two_shot"):
+def _self_test(reducer: SymmetricAllReduce, mesh: Mesh) -> SymmetricAllReduce:
+    """Sum known numbers with each kernel; raise _UnsupportedError if a sum is wrong.
+
+    Every rank runs all kernels, even after a failure, because the other ranks wait in each kernel.
+    """
+    expected, failures = mesh.tp * (mesh.tp + 1) // 2, []
+    for kernel in ("one_shot", "multimem" if reducer.has_multicast else "two_shot"):
         for dtype in DTYPES:
             x = torch.full((3, 64), mesh.tp_rank + 1.0, dtype=dtype, device=mesh.device)
-            if not bool((sums.summed(x, how) == want).all()):
-                wrong.append(f"{how} sums of {str(dtype).removeprefix('torch.')} are wrong")
-    if wrong:
-        raise _UnfitError(wrong[0])
-    return sums
+            if not bool((reducer.all_reduce(x, kernel) == expected).all()):
+                failures.append(f"{kernel} sums of {str(dtype).removeprefix('torch.')} are wrong")
+    if failures:
+        raise _UnsupportedError(failures[0])
+    return reducer
 
 
 def _backend(mesh: Mesh) -> str:

@@ -1,8 +1,10 @@
-"""Chats: whose template makes a prompt of messages, and why no message can forge a turn.
+"""Chat template: finds it, escapes control tokens in messages, and encodes the rendered text.
 
-A template comes with the tokenizer, or from the operator; what runs it is elsewhere. It writes
-control tokens as text. So those that stand in a message are broken by a mark before it sees them,
-and only whole ones become ids; all else is encoded as any user's text is.
+A template is in the tokenizer's directory or given by the operator; `serving/admission/` renders
+it. Templates write control tokens (special tokens such as <|im_start|>) as text, and a message may
+contain the same text. Before rendering, this module therefore inserts a mark after each letter of a
+control token in a message. After rendering, only control tokens without marks become control ids,
+and all other text is encoded as user text. A message therefore cannot forge a turn.
 """
 
 import re
@@ -12,192 +14,239 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
-from gpt.tokenizers.special_tokens import read_json, special_names, spelled
+from gpt.tokenizers.special_tokens import read_json, read_token_names, spell_out_guarded
 from gpt.tokenizers.tokenizer import Tokenizer
 
-FILE = "chat_template.jinja"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_BYTES_MAX = 1 << 20
-# Code points that Unicode keeps from ever being characters. One that no message has is the mark.
-MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+# Unicode noncharacters. The escape mark is the first of them that the messages do not contain.
+ESCAPE_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
-def any_of(words: Iterable[str]) -> str:
-    """A pattern of these words, the longest of those that fit.
+def trie_pattern(words: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of these words at a position.
 
-    As a tree, so that a place costs a word's length and not the number of words: a message may be
-    nothing but what many words begin with, and Python does nothing else while it is searched.
+    The pattern is a trie, so the cost per position is the length of a word, not the number of
+    words. Otherwise a message of many word prefixes could block the process, since `re` holds the
+    GIL.
     """
-    tree: dict[str, Any] = {}
+    trie: dict[str, Any] = {}
     for word in words:
-        node = tree
+        node = trie
         for letter in word:
             node = node.setdefault(letter, {})
         node[""] = None
-    return _branches(tree)
+    return _node_pattern(trie)
 
 
-def _branches(node: dict[str, Any]) -> str:
-    straight = ""
+def _node_pattern(node: dict[str, Any]) -> str:
+    common_prefix = ""
     while len(node) == 1 and "" not in node:
         ((letter, node),) = node.items()
-        straight += re.escape(letter)
-    ways = [re.escape(letter) + _branches(rest) for letter, rest in node.items() if letter]
-    if not ways:
-        return straight
-    return f"{straight}(?:{'|'.join(ways)}){'?' if '' in node else ''}"
+        common_prefix += re.escape(letter)
+    alternatives = [
+        re.escape(letter) + _node_pattern(child) for letter, child in node.items() if letter
+    ]
+    if not alternatives:
+        return common_prefix
+    return f"{common_prefix}(?:{'|'.join(alternatives)}){'?' if '' in node else ''}"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The text of a template, and what it may call the special tokens: `bos_token` and others."""
+    """A template's text, and the special tokens by their names: `bos_token` and others."""
 
     text: str
-    names: Mapping[str, str]
-    where: Path
+    special_tokens: Mapping[str, str]
+    source: Path
 
 
 def find_template(
-    place: Path | None, tokenizer: Tokenizer, given: str | None = None
+    tokenizer_path: Path | None, tokenizer: Tokenizer, template_path: str | None = None
 ) -> ChatTemplate | None:
-    """The one that is `given` as a file, or the one in the directory of the tokenizer's files."""
-    folder = place if place is None or place.is_dir() else place.parent
-    names = {} if folder is None else special_names(folder)
+    """Read the template from `template_path`, else from the tokenizer's directory."""
+    folder = (
+        tokenizer_path
+        if tokenizer_path is None or tokenizer_path.is_dir()
+        else tokenizer_path.parent
+    )
+    special_tokens = {} if folder is None else read_token_names(folder)
     for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         if token is not None:
-            names.setdefault(name, tokenizer.spelling(token))
-    if given is not None:
+            special_tokens.setdefault(name, tokenizer.id_to_token(token))
+    if template_path is not None:
         try:
-            return ChatTemplate(_read(Path(given)), names, Path(given))
+            return ChatTemplate(
+                _read_template(Path(template_path)), special_tokens, Path(template_path)
+            )
         except CheckpointError as error:
             raise ConfigError(f"chat_template: {error}") from None
     if folder is None:
         return None
-    if (folder / FILE).is_file():
-        return ChatTemplate(_read(folder / FILE), names, folder / FILE)
+    if (folder / CHAT_TEMPLATE_FILE).is_file():
+        return ChatTemplate(
+            _read_template(folder / CHAT_TEMPLATE_FILE), special_tokens, folder / CHAT_TEMPLATE_FILE
+        )
     config = folder / "tokenizer_config.json"
-    text = _of_config(config) if config.is_file() else None
-    return None if text is None else ChatTemplate(text, names, config)
+    text = _template_from_config(config) if config.is_file() else None
+    return None if text is None else ChatTemplate(text, special_tokens, config)
 
 
-def _read(file: Path) -> str:
+def _read_template(file: Path) -> str:
     try:
         with file.open("rb") as opened:
             data = opened.read(TEMPLATE_BYTES_MAX + 1)
         if len(data) <= TEMPLATE_BYTES_MAX:
             return data.decode()
     except OSError as error:
-        what = f"cannot be read ({error.strerror})"
+        problem = f"cannot be read ({error.strerror})"
     except UnicodeDecodeError:
-        what = "is not UTF-8"
+        problem = "is not UTF-8"
     else:
-        what = f"is over {TEMPLATE_BYTES_MAX} bytes, more than any chat template has"
-    raise CheckpointError(f"{file} {what}; give a file with a template of jinja2")
+        problem = f"has more than {TEMPLATE_BYTES_MAX} bytes, too many for a chat template"
+    raise CheckpointError(f"{file} {problem}; give a file with a jinja2 template")
 
 
-def _of_config(file: Path) -> str | None:
-    """As a text, or as several by name; then it is the one called `default`, or the only one."""
-    found = read_json(file).get("chat_template")
-    if found is None or isinstance(found, str):
-        return found
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        only = next(iter(named.values())) if len(named) == 1 else None
-        text = named.get("default", only)
-        if len(named) == len(found) and isinstance(text, str):
+def _template_from_config(file: Path) -> str | None:
+    """Return the template in tokenizer_config.json.
+
+    If the file has a list of templates, the template named "default" or the only template is
+    returned.
+    """
+    template = read_json(file).get("chat_template")
+    if template is None or isinstance(template, str):
+        return template
+    if isinstance(template, list):
+        templates = {
+            named_template.get("name"): named_template.get("template")
+            for named_template in template
+            if isinstance(named_template, dict)
+        }
+        only_template = next(iter(templates.values())) if len(templates) == 1 else None
+        text = templates.get("default", only_template)
+        if len(templates) == len(template) and isinstance(text, str):
             return text
     raise CheckpointError(
-        f"{file} has a chat_template that is neither a text nor a list of names and templates with "
-        "one called 'default'; correct it, or take it out"
+        f"{file} has a chat_template that is neither a string nor a list of names and templates "
+        "with one named 'default'; correct it, or remove it"
     )
 
 
-class Marked:
-    """Messages that can be given to a template, and the mark that breaks what they must not say."""
+class EscapedMessages:
+    """Messages with escaped control tokens, and the mark that escapes them."""
 
     def __init__(self, messages: list[dict[str, Any]], controls: re.Pattern[str]) -> None:
-        texts = _texts(messages)
-        mark = next((one for one in MARKS if not any(one in text for text in texts)), None)
+        texts = _collect_strings(messages)
+        mark = next(
+            (
+                candidate
+                for candidate in ESCAPE_MARKS
+                if not any(candidate in text for text in texts)
+            ),
+            None,
+        )
         if mark is None:
             raise RequestError(
-                "the messages have all of the code points U+FDD0 to U+FDEF, which stand for no "
-                "character; leave one of them out",
+                "the messages contain all of the noncharacters U+FDD0 to U+FDEF; remove one of "
+                "them",
                 "messages",
             )
         self.mark = mark
-        # Behind each letter: so what overlaps with a control token is broken too.
-        self.messages = _mapped(
+        # `sub` finds no control token that begins inside a match. The mark after each letter breaks
+        # these up too.
+        self.messages = _map_strings(
             messages,
-            lambda text: controls.sub(lambda found: mark.join([*found[0], ""]), text),
+            lambda text: controls.sub(lambda match: mark.join([*match[0], ""]), text),
         )
 
 
-def _texts(value: Any) -> list[str]:
-    found, left = [], [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, dict):
-            left += [*one, *one.values()]
-        elif isinstance(one, list):
-            left += one
-    return found
+def _collect_strings(value: Any) -> list[str]:
+    strings, pending = [], [value]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, str):
+            strings.append(node)
+        elif isinstance(node, dict):
+            pending += [*node, *node.values()]
+        elif isinstance(node, list):
+            pending += node
+    return strings
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _map_strings(value: Any, transform: Any) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return transform(value)
     if isinstance(value, dict):
-        return {change(name): _mapped(one, change) for name, one in value.items()}
-    return [_mapped(one, change) for one in value] if isinstance(value, list) else value
+        return {transform(name): _map_strings(child, transform) for name, child in value.items()}
+    return [_map_strings(child, transform) for child in value] if isinstance(value, list) else value
 
 
-class ChatTokens:
-    """What a template writes, as ids. `marked`, for messages, comes before; `ids` after it."""
+class ChatTemplateEncoder:
+    """Encodes chats: call `escape_messages`, render the template, then call `encode_rendered`."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Some write turns with added tokens that are not special. The template tells which.
-        self._controls = {
+        # Some models mark turns with added tokens that are not special, but occur in the template.
+        self._control_tokens = {
             text: control
-            for text, control in tokenizer.controls.items()
+            for text, control in tokenizer.control_tokens.items()
             if control.special or (text in template.text and not text.isalnum())
         }
-        # Of the special ones the tokenizer itself takes care.
-        self._guarded = {
-            control.id: text for text, control in self._controls.items() if not control.special
+        # The tokenizer itself prevents special tokens in user text. This class prevents the others.
+        self._guarded_tokens = {
+            control.id: text
+            for text, control in self._control_tokens.items()
+            if not control.special
         }
-        self._whole = re.compile(any_of(self._controls) or "(?!)")
-        self._started = bool(self._controls) and self._continues(min(self._controls, key=len))
+        self._control_pattern = re.compile(trie_pattern(self._control_tokens) or "(?!)")
+        self._continues_text = bool(self._control_tokens) and self._is_continuation_after(
+            min(self._control_tokens, key=len)
+        )
 
-    def _continues(self, control: str) -> bool:
-        """Whether text behind a control token is one that goes on: it has no space put before."""
-        behind = self._tokenizer.encode(f"{control}a", special=True)[1:]
-        return behind != self._tokenizer.encode("a")
+    def _is_continuation_after(self, control: str) -> bool:
+        """Tell whether text after a control token is encoded differently from text at the start.
 
-    def marked(self, messages: list[dict[str, Any]]) -> Marked:
-        return Marked(messages, self._whole)
+        If so, the tokenizer adds a leading space only at the start.
+        """
+        ids_after = self._tokenizer.encode(f"{control}a", allow_special=True)[1:]
+        return ids_after != self._tokenizer.encode("a")
 
-    def ids(self, text: str, mark: str) -> tuple[int, ...]:
-        """Those of a rendered text. Nothing is put before it: a template begins texts itself."""
-        found: list[int] = []
+    def escape_messages(self, messages: list[dict[str, Any]]) -> EscapedMessages:
+        return EscapedMessages(messages, self._control_pattern)
+
+    def encode_rendered(self, text: str, mark: str) -> tuple[int, ...]:
+        """Encode a rendered text; no BOS token is added, since templates write bos_token."""
+        token_ids: list[int] = []
         end = 0
-        strip = False  # Whether the last control token takes along the space behind it.
-        for match in self._whole.finditer(text):
-            control = self._controls[match[0]]
-            found += self._plain(
-                text[end : match.start()], mark, left=strip, right=control.lstrip, started=end > 0
+        strip_next = False  # Whether the last control token removes the whitespace after it.
+        for match in self._control_pattern.finditer(text):
+            control = self._control_tokens[match[0]]
+            token_ids += self._encode_text(
+                text[end : match.start()],
+                mark,
+                strip_left=strip_next,
+                strip_right=control.lstrip,
+                continues_text=end > 0,
             )
-            found.append(control.id)
-            end, strip = match.end(), control.rstrip
-        return (*found, *self._plain(text[end:], mark, left=strip, right=False, started=end > 0))
+            token_ids.append(control.id)
+            end, strip_next = match.end(), control.rstrip
+        return (
+            *token_ids,
+            *self._encode_text(
+                text[end:], mark, strip_left=strip_next, strip_right=False, continues_text=end > 0
+            ),
+        )
 
-    def _plain(self, text: str, mark: str, *, left: bool, right: bool, started: bool) -> list[int]:
-        text = text.lstrip() if left else text
-        text = text.rstrip() if right else text
+    def _encode_text(
+        self, text: str, mark: str, *, strip_left: bool, strip_right: bool, continues_text: bool
+    ) -> list[int]:
+        text = text.lstrip() if strip_left else text
+        text = text.rstrip() if strip_right else text
         text = text.replace(mark, "")
         if not text:
             return []
         encode = self._tokenizer.encode
-        ids = encode(text, started=started and self._started)
-        return spelled(ids, self._guarded, lambda letter: encode(letter, started=True))
+        ids = encode(text, continues_text=continues_text and self._continues_text)
+        return spell_out_guarded(
+            ids, self._guarded_tokens, lambda letter: encode(letter, continues_text=True)
+        )

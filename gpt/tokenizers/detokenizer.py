@@ -1,8 +1,8 @@
-"""Token ids to text, one token at a time and never half a character.
+"""Detokenizer: converts token ids to text, one token at a time, in complete characters only.
 
-The one idea: a token is either finished text or some bytes of it, so decoding never looks back, and
-a whole text and a streamed one come from the same lines. What differs between tokenizers (spaces at
-the beginning, bytes that are no text) is a value, `Joining`. Knows no file and no library.
+Each token is decoded to text or to bytes independently of other tokens, so the same code decodes
+complete and streamed texts. `DecodingRules` describe the differences between tokenizers: leading
+spaces and invalid UTF-8. The module opens no files and uses no tokenizer library.
 """
 
 import codecs
@@ -10,127 +10,134 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-# What a token adds to a text: finished text; bytes, perhaps of half a character; None: nothing,
-# for a control token and for an id that no token has (a padded vocabulary can sample one).
+# The content of a token: text; bytes, which may end within a character; or None for a control
+# token and for an id without a token (sampling can return a padding id of the vocabulary).
 Piece = str | bytes | None
 
-# What becomes of the space that encoding put before a text. "keep": all of it. "text": the text
-# loses one leading space. "mark": the first piece loses one mark. "marks": pieces lose a mark until
-# there is text. "token": the first token loses all its marks.
-Lead = Literal["keep", "text", "mark", "marks", "token"]
+# How decoding removes the space that encoding adds before a text.
+# "keep": it removes nothing.
+# "text": one leading space of the text.
+# "mark": the first character of the first text piece, if it is a space mark.
+# "marks": the same for each following piece too, until a piece has text left.
+# "token": every space mark in the first text piece.
+LeadingSpace = Literal["keep", "text", "mark", "marks", "token"]
 
-MARK = "\u2581"  # How sentencepiece writes a space inside a piece.
-# One replacement character for each undecodable byte, as sentencepiece has it. Python's own
-# "replace" gives one for each run that began well, as the byte-level tokenizers have it.
-BYTEWISE = "preamble.bytewise"
+SPACE_MARK = "\u2581"  # The character that stands for a space in a sentencepiece piece.
+# Error handler that writes one replacement character per invalid byte, as sentencepiece does.
+# Python's "replace" writes one per truncated sequence, as byte-level tokenizers do.
+BYTEWISE_ERRORS = "preamble.bytewise"
 
 
-def _bytewise(error: UnicodeError) -> tuple[str, int]:
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
 
-codecs.register_error(BYTEWISE, _bytewise)
+codecs.register_error(BYTEWISE_ERRORS, _replace_each_byte)
 
 
 @dataclass(frozen=True)
-class Joining:
-    """How the pieces of one tokenizer become text."""
+class DecodingRules:
+    """How the pieces of a tokenizer are joined to text."""
 
-    lead: Lead
-    errors: str = "replace"  # The codec error handler for bytes that are no text.
-    control_ends_bytes: bool = False  # Whether a control token cuts a character in two.
+    leading_space: LeadingSpace
+    decode_errors: str = "replace"  # Codec error handler for invalid UTF-8.
+    # Whether a control token flushes pending bytes (as replacement characters); otherwise later
+    # bytes may complete them.
+    control_ends_bytes: bool = False
 
     @property
-    def marked(self) -> bool:
-        """Whether pieces still have marks for spaces, since the first of them matters."""
-        return self.lead in ("mark", "marks", "token")
+    def keeps_space_marks(self) -> bool:
+        """Whether pieces must keep their space marks, because `leading_space` depends on them."""
+        return self.leading_space in ("mark", "marks", "token")
 
 
-class Pieces(Protocol):
-    joining: Joining
+class PieceDecoder(Protocol):
+    decoding_rules: DecodingRules
 
     def piece(self, token_id: int) -> Piece: ...
 
 
-class TextStream:
-    """Decodes token by token and never gives half a character.
+class IncrementalDetokenizer:
+    """Decodes token by token, and returns only complete characters.
 
-    What `push` and at last `finish` gave, joined, is what `decode` gives for all ids at once. Bytes
-    are held back only until they are a character, or certainly none.
+    The texts of all `push` calls and of `finish`, joined, equal the text of `decode` of the same
+    ids. Bytes are kept until they form a character or are known to be invalid.
     """
 
-    def __init__(self, tokenizer: Pieces, *, started: bool = False) -> None:
+    def __init__(self, tokenizer: PieceDecoder, *, continues_text: bool = False) -> None:
         self._piece = tokenizer.piece
-        self._joining = tokenizer.joining
-        self._marked = self._joining.marked
-        self._at_start = not started and self._joining.lead != "keep"
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(self._joining.errors)
-        self._held = False  # Whether _utf8 may hold the beginning of a character.
+        self._rules = tokenizer.decoding_rules
+        self._has_space_marks = self._rules.keeps_space_marks
+        self._at_start = not continues_text and self._rules.leading_space != "keep"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(self._rules.decode_errors)
+        self._has_pending_bytes = False  # Whether _utf8 may have an incomplete character.
 
     def push(self, token_id: int) -> str:
         piece = self._piece(token_id)
         if isinstance(piece, bytes):
-            self._held = True
-            return self._begin(self._utf8.decode(piece))
-        if piece is None and not self._joining.control_ends_bytes:
+            self._has_pending_bytes = True
+            return self._strip_leading_space(self._utf8.decode(piece))
+        if piece is None and not self._rules.control_ends_bytes:
             return ""
-        text = self._release()
+        text = self._flush_bytes()
         if piece is None:
-            return self._begin(text)
-        if self._marked:
+            return self._strip_leading_space(text)
+        if self._has_space_marks:
             if self._at_start and not text:
-                piece = self._unmark(piece)
-            piece = piece.replace(MARK, " ")
-        return self._begin(text + piece)
+                piece = self._strip_mark(piece)
+            piece = piece.replace(SPACE_MARK, " ")
+        return self._strip_leading_space(text + piece)
 
     def finish(self) -> str:
-        """The rest: bytes that would have needed another token become replacement characters."""
-        return self._begin(self._release())
+        """Return the remaining text; incomplete characters become replacement characters."""
+        return self._strip_leading_space(self._flush_bytes())
 
-    def _release(self) -> str:
-        held, self._held = self._held, False
-        return self._utf8.decode(b"", True) if held else ""
+    def _flush_bytes(self) -> str:
+        has_pending_bytes, self._has_pending_bytes = self._has_pending_bytes, False
+        return self._utf8.decode(b"", True) if has_pending_bytes else ""
 
-    def _unmark(self, piece: str) -> str:
-        if self._joining.lead == "token":
+    def _strip_mark(self, piece: str) -> str:
+        if self._rules.leading_space == "token":
             self._at_start = False
-            return piece.replace(MARK, "")
-        if piece.startswith(MARK):
-            self._at_start = self._joining.lead == "marks"
+            return piece.replace(SPACE_MARK, "")
+        if piece.startswith(SPACE_MARK):
+            self._at_start = self._rules.leading_space == "marks"
             return piece[1:]
         return piece
 
-    def _begin(self, text: str) -> str:
+    def _strip_leading_space(self, text: str) -> str:
         if text and self._at_start:
             self._at_start = False
-            if self._joining.lead == "text":
+            if self._rules.leading_space == "text":
                 return text.removeprefix(" ")
         return text
 
 
-class Decoding:
-    """What the kinds share: each token's piece is looked up once, and a whole text is streamed."""
+class TokenizerBase:
+    """Base class of tokenizers: caches pieces, and implements `decode` by the detokenizer."""
 
-    joining: Joining
+    decoding_rules: DecodingRules
 
     def __init__(self) -> None:
         self._pieces: dict[int, Piece] = {}
 
-    def _look_up(self, token_id: int) -> Piece:
+    def _decode_piece(self, token_id: int) -> Piece:
         raise NotImplementedError
 
     def piece(self, token_id: int) -> Piece:
         if token_id not in self._pieces:
-            self._pieces[token_id] = self._look_up(token_id)
+            self._pieces[token_id] = self._decode_piece(token_id)
         return self._pieces[token_id]
 
-    def decode(self, ids: Iterable[int], *, started: bool = False) -> str:
-        stream = TextStream(self, started=started)
+    def decode(self, ids: Iterable[int], *, continues_text: bool = False) -> str:
+        stream = IncrementalDetokenizer(self, continues_text=continues_text)
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def token_bytes(self, token_id: int) -> bytes | None:
         piece = self.piece(token_id)
         if not isinstance(piece, str):
             return piece
-        return (piece.replace(MARK, " ") if self.joining.marked else piece).encode()
+        return (
+            piece.replace(SPACE_MARK, " ") if self.decoding_rules.keeps_space_marks else piece
+        ).encode()

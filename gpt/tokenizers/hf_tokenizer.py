@@ -1,8 +1,9 @@
-"""A tokenizer of the `tokenizers` library: one JSON file, or GPT-2's vocabulary and merges.
+"""Hugging Face tokenizer: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
-Encoding is the library's. Decoding is ours (`gpt/tokenizers/detokenizer.py`), so the file's decoder
-is read as one of a few known ways, and refused by name if it is another. The library would turn
-"</s>" in a user's text into the control token in two ways; both are off unless `special=True`.
+The `tokenizers` library encodes; Preamble decodes (`gpt/tokenizers/detokenizer.py`). So only a few
+decoders in the file are supported; others are refused, and the error names them. The library could
+encode "</s>" in user text as the control token in two ways, as a special token or by merges; both
+are prevented unless `allow_special=True`.
 """
 
 import json
@@ -15,167 +16,200 @@ from typing import Any, Literal
 import tokenizers
 
 from gpt.errors import CheckpointError
-from gpt.tokenizers.detokenizer import BYTEWISE, MARK, Decoding, Joining, Piece
-from gpt.tokenizers.special_tokens import BEGIN, END, Control, Named, checked, spelled, stop_ids
+from gpt.tokenizers.detokenizer import (
+    BYTEWISE_ERRORS,
+    SPACE_MARK,
+    DecodingRules,
+    Piece,
+    TokenizerBase,
+)
+from gpt.tokenizers.special_tokens import (
+    BOS_CANDIDATES,
+    EOS_CANDIDATES,
+    ControlToken,
+    SpecialTokens,
+    check_unicode,
+    collect_stop_ids,
+    spell_out_guarded,
+)
 
-# How the pieces of a tokenizer.json are written. "letters": GPT-2's letter for each byte. "marks":
-# spaces as marks. "fallback": so, and tokens named <0x..> are bytes. "words": spaces in between.
-Style = Literal["letters", "marks", "fallback", "words"]
+# How tokenizer.json writes pieces. "letters": one letter per byte, as in GPT-2. "marks": spaces are
+# written as space marks. "fallback": like "marks", and tokens <0x..> are bytes. "words": words that
+# are joined by spaces.
+PieceStyle = Literal["letters", "marks", "fallback", "words"]
 
 
-class JsonTokenizer(Decoding):
-    """What the library keeps in one JSON file; GPT-2 BPE is read as one such."""
+class HFTokenizer(TokenizerBase):
+    """Tokenizer of a tokenizer.json; GPT-2's two files are first converted to a tokenizer.json."""
 
-    def __init__(self, record: dict[str, Any], where: Path, kind: str, named: Named) -> None:
+    def __init__(
+        self, record: dict[str, Any], source: Path, kind: str, special_tokens: SpecialTokens
+    ) -> None:
         super().__init__()
         self.kind = kind
-        library = _library(record, where)
-        self._style, self.joining = _joining(record.get("decoder"), where)
-        tokens = record.get("added_tokens") or []
-        ordinary = [t for t in tokens if t["content"] in named.special and not t["special"]]
-        for token in ordinary:  # The files beside it know better.
+        library = _parse_library(record, source)
+        self._piece_style, self.decoding_rules = _parse_decoder(record.get("decoder"), source)
+        added_tokens = record.get("added_tokens") or []
+        wrongly_ordinary = [
+            t for t in added_tokens if t["content"] in special_tokens.special and not t["special"]
+        ]
+        for token in wrongly_ordinary:  # Config files beside tokenizer.json declare them special.
             token["special"] = True
-        library = _library(record, where) if ordinary else library
+        library = _parse_library(record, source) if wrongly_ordinary else library
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True
-        self._libraries = {(False, False): library}  # By (special, started).
-        added = library.get_added_tokens_decoder().items()
-        self._hidden = {i for i, token in added if token.special}
-        self.controls: Mapping[str, Control] = {
-            token.content: Control(i, token.special, token.lstrip, token.rstrip)
-            for i, token in added
-            if token.content.strip()  # Runs of spaces are added by some, and are only text.
+        self._libraries = {(False, False): library}  # Keys: (allow_special, continues_text).
+        added_by_id = library.get_added_tokens_decoder().items()
+        self._special_ids = {i for i, token in added_by_id if token.special}
+        self.control_tokens: Mapping[str, ControlToken] = {
+            token.content: ControlToken(i, token.special, token.lstrip, token.rstrip)
+            for i, token in added_by_id
+            if token.content.strip()  # Added tokens of only spaces are not control tokens.
         }
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        begin, end = ((named.bos,), (named.eos,)) if named.bos or named.eos else (BEGIN, END)
-        ends = (vocabulary[text] for text in end if text in vocabulary)
-        self.stop_ids = stop_ids(next(ends, None), named)
+        bos_names, eos_names = (
+            ((special_tokens.bos,), (special_tokens.eos,))
+            if special_tokens.bos or special_tokens.eos
+            else (BOS_CANDIDATES, EOS_CANDIDATES)
+        )
+        eos_ids = (vocabulary[text] for text in eos_names if text in vocabulary)
+        self.stop_ids = collect_stop_ids(next(eos_ids, None), special_tokens)
         self.eos_id = next(iter(self.stop_ids), None)
-        begins = (vocabulary[text] for text in begin if text in vocabulary)
-        self.bos_id = next(begins, named.bos_id)
-        first = library.encode("a", add_special_tokens=True).ids[:1]
-        adds_bos = first == [self.bos_id] if named.adds_bos is None else named.adds_bos
+        bos_ids = (vocabulary[text] for text in bos_names if text in vocabulary)
+        self.bos_id = next(bos_ids, special_tokens.bos_id)
+        first_ids = library.encode("a", add_special_tokens=True).ids[:1]
+        adds_bos = (
+            first_ids == [self.bos_id]
+            if special_tokens.adds_bos is None
+            else special_tokens.adds_bos
+        )
         self.adds_bos = adds_bos and self.bos_id is not None
-        # Text can be unknown; that is no control. BPE names the token, Unigram its number.
+        # The unknown token is allowed in user text. BPE models record its text, Unigram its id.
         model = record["model"]
-        unknown = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
-        guarded = self._hidden - (unknown - {self.bos_id, self.eos_id})
-        self._guarded = {i: token for token, i in vocabulary.items() if i in guarded}
+        unknown_ids = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
+        guarded_ids = self._special_ids - (unknown_ids - {self.bos_id, self.eos_id})
+        self._guarded_tokens = {i: token for token, i in vocabulary.items() if i in guarded_ids}
 
-    def _with(self, special: bool, started: bool) -> tokenizers.Tokenizer:
-        if (special, started) not in self._libraries:
-            # The library keeps such options in the object, so each pair of them has its own.
+    def _library_variant(self, allow_special: bool, continues_text: bool) -> tokenizers.Tokenizer:
+        if (allow_special, continues_text) not in self._libraries:
+            # The library's object stores these options, so each combination has its own object.
             record = json.loads(self._libraries[False, False].to_str())
-            if started:
-                for part in ("normalizer", "pre_tokenizer"):
-                    record[part] = _without_prefix(record[part])
+            if continues_text:
+                for component in ("normalizer", "pre_tokenizer"):
+                    record[component] = _without_space_prefix(record[component])
             library = tokenizers.Tokenizer.from_str(json.dumps(record))
-            library.encode_special_tokens = not special
-            self._libraries[special, started] = library
-        return self._libraries[special, started]
+            library.encode_special_tokens = not allow_special
+            self._libraries[allow_special, continues_text] = library
+        return self._libraries[allow_special, continues_text]
 
-    def encode(self, text: str, *, special: bool = False, started: bool = False) -> list[int]:
-        library = self._with(special, started)
-        ids: list[int] = library.encode(checked(text), add_special_tokens=False).ids
-        if special or self._guarded.keys().isdisjoint(ids):
+    def encode(
+        self, text: str, *, allow_special: bool = False, continues_text: bool = False
+    ) -> list[int]:
+        library = self._library_variant(allow_special, continues_text)
+        ids: list[int] = library.encode(check_unicode(text), add_special_tokens=False).ids
+        if allow_special or self._guarded_tokens.keys().isdisjoint(ids):
             return ids
-        inside = self._with(special=False, started=True)
-        return spelled(
-            ids, self._guarded, lambda letter: inside.encode(letter, add_special_tokens=False).ids
+        continuation_library = self._library_variant(allow_special=False, continues_text=True)
+        return spell_out_guarded(
+            ids,
+            self._guarded_tokens,
+            lambda letter: continuation_library.encode(letter, add_special_tokens=False).ids,
         )
 
-    def spelling(self, token_id: int) -> str:
-        known = 0 <= token_id < self.vocab_size
-        return self._libraries[False, False].id_to_token(token_id) or "" if known else ""
+    def id_to_token(self, token_id: int) -> str:
+        is_in_vocabulary = 0 <= token_id < self.vocab_size
+        return self._libraries[False, False].id_to_token(token_id) or "" if is_in_vocabulary else ""
 
-    def _look_up(self, token_id: int) -> Piece:
-        known = 0 <= token_id < self.vocab_size and token_id not in self._hidden
-        token: str | None = self._libraries[False, False].id_to_token(token_id) if known else None
+    def _decode_piece(self, token_id: int) -> Piece:
+        is_text = 0 <= token_id < self.vocab_size and token_id not in self._special_ids
+        token: str | None = self._libraries[False, False].id_to_token(token_id) if is_text else None
         if token is None:
             return None
-        if self._style == "letters":
-            if all(letter in _BYTES for letter in token):
-                return bytes(_BYTES[letter] for letter in token)
-            return token.encode()  # An added token is written as itself.
-        if self._style == "fallback" and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+        if self._piece_style == "letters":
+            if all(letter in _BYTE_OF_LETTER for letter in token):
+                return bytes(_BYTE_OF_LETTER[letter] for letter in token)
+            return token.encode()  # An added token is plain text.
+        if self._piece_style == "fallback" and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             return bytes([int(token[3:5], 16)])
-        if self._style == "words":
+        if self._piece_style == "words":
             return " " + token
-        return token if self.joining.marked else token.replace(MARK, " ")
+        return token if self.decoding_rules.keeps_space_marks else token.replace(SPACE_MARK, " ")
 
 
-def _library(record: Mapping[str, Any], where: Path) -> tokenizers.Tokenizer:
+def _parse_library(record: Mapping[str, Any], source: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(record))
-    except Exception as error:  # The library raises bare Exceptions, whatever is wrong.
+    except Exception as error:  # The library raises the class Exception for all errors.
         raise CheckpointError(
-            f"{where} is not a tokenizer that can be read ({error}); copy it again from the "
-            "model's source"
+            f"{source} is not a readable tokenizer ({error}); copy it again from the model's source"
         ) from None
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: printable ones are themselves, the others follow U+0100."""
+    """Return the byte of each GPT-2 letter.
+
+    A printable byte is its own letter; the letters of the other bytes are U+0100 and following.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(unprintable)}
 
 
-_BYTES = _byte_letters()
-_MARKS_TO_SPACES = {"type": "Replace", "pattern": {"String": MARK}, "content": " "}
-_STRIP_ONE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_BYTE_OF_LETTER = _byte_letters()
+_MARKS_TO_SPACES = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+_STRIP_LEADING_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def _joining(decoder: Any, where: Path) -> tuple[Style, Joining]:
-    """What the `decoder` of a tokenizer.json means for pieces; what is not known is refused."""
+def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRules]:
+    """Convert the `decoder` of a tokenizer.json to decoding rules; refuse unsupported decoders."""
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
-    kinds = [step.get("type") for step in steps]
+    step_types = [step.get("type") for step in steps]
     if not steps:
-        return "words", Joining("text")
-    if kinds == ["ByteLevel"]:
-        return "letters", Joining("keep")
-    if kinds == ["Metaspace"] and steps[0].get("replacement") == MARK:
+        return "words", DecodingRules("text")
+    if step_types == ["ByteLevel"]:
+        return "letters", DecodingRules("keep")
+    if step_types == ["Metaspace"] and steps[0].get("replacement") == SPACE_MARK:
         scheme = steps[0].get("prepend_scheme", "always")
-        never = scheme == "never" or steps[0].get("add_prefix_space") is False
-        return "marks", Joining("keep" if never else "token")
-    stripped = steps[-1] == _STRIP_ONE
-    middle = kinds[1 : -1 if stripped else None]
-    if steps[0] == _MARKS_TO_SPACES and middle in (["Fuse"], ["ByteFallback", "Fuse"]):
-        # The library replaces a whole run of byte tokens if any of it is wrong. That cannot be
-        # streamed, so here, as in sentencepiece itself, only the wrong bytes are replaced.
-        style: Style = "fallback" if "ByteFallback" in kinds else "marks"
-        return style, Joining("text" if stripped else "keep", BYTEWISE)
+        keeps_space = scheme == "never" or steps[0].get("add_prefix_space") is False
+        return "marks", DecodingRules("keep" if keeps_space else "token")
+    strips_space = steps[-1] == _STRIP_LEADING_SPACE
+    middle_types = step_types[1 : -1 if strips_space else None]
+    if steps[0] == _MARKS_TO_SPACES and middle_types in (["Fuse"], ["ByteFallback", "Fuse"]):
+        # If one byte is invalid, the library replaces the whole run of byte tokens, which is
+        # impossible in a stream. So only invalid bytes are replaced, as in sentencepiece.
+        style: PieceStyle = "fallback" if "ByteFallback" in step_types else "marks"
+        return style, DecodingRules("text" if strips_space else "keep", BYTEWISE_ERRORS)
     raise CheckpointError(
-        f"{where} decodes by {' + '.join(map(str, kinds))}; known are ByteLevel, Metaspace and "
-        "sentencepiece's Replace + ByteFallback + Fuse + Strip: give the model's sentencepiece "
-        "file or vocab.json and merges.txt instead"
+        f"{source} has the decoder {' + '.join(map(str, step_types))}; supported decoders are "
+        "ByteLevel, Metaspace and sentencepiece's Replace + ByteFallback + Fuse + Strip: give the "
+        "model's sentencepiece file or vocab.json and merges.txt instead"
     )
 
 
-def _without_prefix(part: Any) -> Any:
-    """A normalizer or pre-tokenizer that puts no space before the text."""
-    if not isinstance(part, dict):
+def _without_space_prefix(component: Any) -> Any:
+    """Return the normalizer or pre-tokenizer without the rule that adds a leading space."""
+    if not isinstance(component, dict):
         return None
-    match part["type"]:
+    match component["type"]:
         case "Prepend":
             return None
         case "Metaspace":
-            return {**part, "prepend_scheme": "never", "add_prefix_space": False}
+            return {**component, "prepend_scheme": "never", "add_prefix_space": False}
         case "ByteLevel":
-            return {**part, "add_prefix_space": False}
+            return {**component, "add_prefix_space": False}
         case "Sequence":
-            key = "normalizers" if "normalizers" in part else "pretokenizers"
-            steps = [_without_prefix(step) for step in part[key]]
-            return {**part, key: [step for step in steps if step is not None]}
-    return part
+            key = "normalizers" if "normalizers" in component else "pretokenizers"
+            steps = [_without_space_prefix(step) for step in component[key]]
+            return {**component, key: [step for step in steps if step is not None]}
+    return component
 
 
-def gpt2_tokenizer(vocabulary: Path, merges: Path, named: Named) -> JsonTokenizer:
+def gpt2_tokenizer(vocabulary: Path, merges: Path, special_tokens: SpecialTokens) -> HFTokenizer:
     try:
         bpe = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # The library raises bare Exceptions, whatever is wrong.
+    except Exception as error:  # The library raises the class Exception for all errors.
         raise CheckpointError(
             f"{vocabulary} and {merges.name} are not a BPE vocabulary and its merges ({error}); "
             "copy both again from the same source"
@@ -183,8 +217,13 @@ def gpt2_tokenizer(vocabulary: Path, merges: Path, named: Named) -> JsonTokenize
     library = tokenizers.Tokenizer(bpe)
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    special = {END[0], *named.special}  # Only those in the vocabulary: no id may be added.
+    # Only tokens in the vocabulary are added, because others would get new ids.
+    special = {EOS_CANDIDATES[0], *special_tokens.special}
     library.add_special_tokens([t for t in sorted(special) if library.token_to_id(t) is not None])
-    # Megatron and NeMo begin and end texts with the same token, where nothing says otherwise.
-    named = replace(named, bos=named.bos or END[0], eos=named.eos or END[0])
-    return JsonTokenizer(json.loads(library.to_str()), vocabulary, "gpt2", named)
+    # As in Megatron and NeMo, one token is both begin-of-text and end-of-text by default.
+    special_tokens = replace(
+        special_tokens,
+        bos=special_tokens.bos or EOS_CANDIDATES[0],
+        eos=special_tokens.eos or EOS_CANDIDATES[0],
+    )
+    return HFTokenizer(json.loads(library.to_str()), vocabulary, "gpt2", special_tokens)

@@ -1,7 +1,8 @@
-"""Which tokens control the model instead of being text, and how text is kept from becoming one.
+"""Special tokens: finds the control tokens of a tokenizer, and prevents them in user text.
 
-The files beside a tokenizer name them, each in its own way. Text that would reach such a token is
-spelled letter by letter instead, so a user cannot write one.
+A control token marks structure, such as the beginning or end of a text or a turn. Several files in
+the tokenizer's directory declare control tokens, each in its own format. User text that would be
+encoded as a control token is encoded letter by letter instead.
 """
 
 import json
@@ -12,56 +13,58 @@ from typing import Any
 
 from gpt.errors import CheckpointError, RequestError
 
-END = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # Tried when no file names them.
-BEGIN = ("<s>", "<|begin_of_text|>", "<bos>")
+# Candidates for EOS and BOS tokens if the files do not name them.
+EOS_CANDIDATES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+BOS_CANDIDATES = ("<s>", "<|begin_of_text|>", "<bos>")
 
 
-def checked(text: str) -> str:
-    """Refuses half of a surrogate pair: no tokenizer takes one, and each refuses differently."""
+def check_unicode(text: str) -> str:
+    """Refuse lone surrogates, for which each tokenizer library raises a different error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text has a lone surrogate at character {error.start}; it needs to be valid "
-            "unicode, so decode it as UTF-8 first",
+            f"the text has a lone surrogate at character {error.start}; it must be valid Unicode: "
+            "decode it as UTF-8 first",
             field="text",
         ) from None
     return text
 
 
-def spelled(
-    ids: list[int], guarded: Mapping[int, str], encode: Callable[[str], list[int]]
+def spell_out_guarded(
+    ids: list[int], guarded_tokens: Mapping[int, str], encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids with guarded tokens replaced by their letters, encoded one by one.
+    """Replace the tokens that user text must not contain by the encodings of their letters.
 
-    Text reaches such a token by merging ordinary letters, or as a piece matched anywhere.
+    User text can be encoded as such a token by BPE merges, or by a match of a whole piece.
     """
-    found = []
-    spellings: dict[int, list[int]] = {}  # A text may be nothing else.
+    unguarded_ids = []
+    spellings: dict[int, list[int]] = {}  # Cached, since a text may repeat a guarded token.
     for i in ids:
-        if i not in guarded:
-            found.append(i)
+        if i not in guarded_tokens:
+            unguarded_ids.append(i)
             continue
         if i not in spellings:
-            letters = (encode(letter) for letter in guarded[i])
-            spellings[i] = [j for letter in letters for j in letter if j not in guarded]
-        found += spellings[i]
-    return found
+            letters = (encode(letter) for letter in guarded_tokens[i])
+            spellings[i] = [j for letter in letters for j in letter if j not in guarded_tokens]
+        unguarded_ids += spellings[i]
+    return unguarded_ids
 
 
 @dataclass(frozen=True)
-class Control:
-    """A token that a template may write as a text of its own, wherever that stands."""
+class ControlToken:
+    """A token that marks structure and that chat templates can write as text."""
 
     id: int
-    special: bool = True  # Whether no text of a user becomes it; of others a chat must take care.
-    lstrip: bool = False  # Whether it takes along the space before it,
-    rstrip: bool = False  # and behind it.
+    # True: `Tokenizer.encode` prevents it in user text. False: ChatTemplateEncoder must prevent it.
+    special: bool = True
+    lstrip: bool = False  # Whether encoding removes the whitespace before the token.
+    rstrip: bool = False  # Whether encoding removes the whitespace after the token.
 
 
 @dataclass(frozen=True)
-class Named:
-    """What the files beside a tokenizer say about its control tokens."""
+class SpecialTokens:
+    """The control tokens that the tokenizer's config files declare."""
 
     bos: str | None = None
     eos: str | None = None
@@ -79,58 +82,60 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as JSON ({error}); copy it again from the model's source"
         ) from None
     if not isinstance(record, dict):
-        raise CheckpointError(f"{path} holds a {type(record).__name__}; it must be a JSON object")
+        raise CheckpointError(
+            f"{path} contains a {type(record).__name__}; it must be a JSON object: copy it again"
+        )
     return record
 
 
-def _content(token: object) -> str | None:
-    """The text of a token that files write as a string or as an object."""
+def _token_text(token: object) -> str | None:
+    """Return the text of a token, which files store as a string or as an object."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _parse_ids(value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
     return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
 
 
-def read_named(folder: Path) -> Named:
+def read_special_tokens(folder: Path) -> SpecialTokens:
     files = ("special_tokens_map.json", "tokenizer_config.json", "generation_config.json")
-    names, config, generation = (
+    tokens_map, config, generation = (
         read_json(folder / file) if (folder / file).is_file() else {} for file in files
     )
-    named: dict[str, Any] = {**names, **{k: v for k, v in config.items() if v is not None}}
-    added = config.get("added_tokens_decoder")
-    added = added.values() if isinstance(added, Mapping) else ()
+    merged: dict[str, Any] = {**tokens_map, **{k: v for k, v in config.items() if v is not None}}
+    added_tokens = config.get("added_tokens_decoder")
+    added_tokens = added_tokens.values() if isinstance(added_tokens, Mapping) else ()
     tokens: list[object] = [
-        token for token in added if isinstance(token, Mapping) and token.get("special")
+        token for token in added_tokens if isinstance(token, Mapping) and token.get("special")
     ]
     for key in ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token"):
-        tokens.append(named.get(key))
-    more = named.get("additional_special_tokens")
-    tokens += more if isinstance(more, list) else []
-    adds = config.get("add_bos_token")
-    return Named(
-        bos=_content(named.get("bos_token")),
-        eos=_content(named.get("eos_token")),
-        adds_bos=adds if isinstance(adds, bool) else None,
-        special=frozenset(text for text in map(_content, tokens) if text),
-        bos_id=next(iter(_ids(generation.get("bos_token_id"))), None),
-        stop_ids=_ids(generation.get("eos_token_id")),
+        tokens.append(merged.get(key))
+    additional = merged.get("additional_special_tokens")
+    tokens += additional if isinstance(additional, list) else []
+    adds_bos = config.get("add_bos_token")
+    return SpecialTokens(
+        bos=_token_text(merged.get("bos_token")),
+        eos=_token_text(merged.get("eos_token")),
+        adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+        special=frozenset(text for text in map(_token_text, tokens) if text),
+        bos_id=next(iter(_parse_ids(generation.get("bos_token_id"))), None),
+        stop_ids=_parse_ids(generation.get("eos_token_id")),
     )
 
 
-def special_names(folder: Path) -> dict[str, str]:
-    """What the files call `bos_token` and the like, as templates refer to them."""
-    found: dict[str, str] = {}
+def read_token_names(folder: Path) -> dict[str, str]:
+    """Read the token texts by name (`bos_token`, `eos_token` and others), for chat templates."""
+    names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         record = read_json(folder / file) if (folder / file).is_file() else {}
-        texts = {key: _content(value) for key, value in record.items() if key.endswith("_token")}
-        found |= {key: text for key, text in texts.items() if text is not None}
-    return found
+        texts = {key: _token_text(value) for key, value in record.items() if key.endswith("_token")}
+        names |= {key: text for key, text in texts.items() if text is not None}
+    return names
 
 
-def stop_ids(eos_id: int | None, named: Named) -> tuple[int, ...]:
-    """Every id that ends a text, the tokenizer's own first."""
-    return tuple(dict.fromkeys((*(() if eos_id is None else (eos_id,)), *named.stop_ids)))
+def collect_stop_ids(eos_id: int | None, special_tokens: SpecialTokens) -> tuple[int, ...]:
+    """Return all end-of-text ids; the tokenizer's eos_id is the first."""
+    return tuple(dict.fromkeys((*(() if eos_id is None else (eos_id,)), *special_tokens.stop_ids)))

@@ -1,8 +1,8 @@
-"""Opens the tokenizer of a model: sentencepiece, GPT-2 BPE, `tokenizer.json`, or plain numbers.
+"""Tokenizer protocol and opening: sentencepiece, GPT-2 BPE, tokenizer.json or plain token ids.
 
-One protocol for all four. Text becomes a control token only if the caller says `special=True`, and
-encoding never adds one. Knows nothing of prompts, templates or models, except whether a vocabulary
-is large enough.
+All four kinds implement the same protocol. Text becomes a control token only with
+`allow_special=True`, and `encode` never adds a control token such as BOS. The module is independent
+of prompts, templates and models; `check_tokenizer` only compares vocabulary sizes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,76 +11,96 @@ from types import MappingProxyType
 from typing import Literal, Protocol, cast, get_args
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
-from gpt.tokenizers.detokenizer import Decoding, Joining, Piece, Pieces, TextStream
-from gpt.tokenizers.hf_tokenizer import JsonTokenizer, gpt2_tokenizer
+from gpt.tokenizers.detokenizer import (
+    DecodingRules,
+    IncrementalDetokenizer,
+    Piece,
+    PieceDecoder,
+    TokenizerBase,
+)
+from gpt.tokenizers.hf_tokenizer import HFTokenizer, gpt2_tokenizer
 from gpt.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from gpt.tokenizers.special_tokens import Control, read_json, read_named
+from gpt.tokenizers.special_tokens import ControlToken, read_json, read_special_tokens
 
-__all__ = ["NullTokenizer", "TextStream", "Tokenizer", "check_tokenizer", "open_tokenizer"]
+__all__ = [
+    "IncrementalDetokenizer",
+    "NullTokenizer",
+    "Tokenizer",
+    "check_tokenizer",
+    "open_tokenizer",
+]
 
-Kind = Literal["tokenizer.json", "sentencepiece", "gpt2", "null"]
+TokenizerKind = Literal["tokenizer.json", "sentencepiece", "gpt2", "null"]
 
 
-class Tokenizer(Pieces, Protocol):
-    """`started` says that text stands before: then no space is put, or taken, at the beginning."""
+class Tokenizer(PieceDecoder, Protocol):
+    """Converts text to token ids and back.
+
+    `continues_text` means that the text follows other text. Then `encode` does not add a leading
+    space, and `decode` does not remove one.
+    """
 
     kind: str
-    vocab_size: int  # One more than the largest id.
+    vocab_size: int  # The largest token id plus one.
     bos_id: int | None
     eos_id: int | None
-    stop_ids: tuple[int, ...]  # eos_id and whatever else the files say ends a text.
-    adds_bos: bool  # Whether prompts of this model begin with bos_id; encode never adds it.
-    controls: Mapping[str, Control]  # By the text that a template writes for each.
+    stop_ids: tuple[int, ...]  # eos_id, and other end-of-text tokens that the files name.
+    adds_bos: bool  # Whether prompts of this model begin with bos_id; `encode` never adds it.
+    control_tokens: Mapping[str, ControlToken]  # Keys: the tokens' texts in a chat template.
 
-    def encode(self, text: str, *, special: bool = False, started: bool = False) -> list[int]: ...
+    def encode(
+        self, text: str, *, allow_special: bool = False, continues_text: bool = False
+    ) -> list[int]: ...
 
-    def decode(self, ids: Iterable[int], *, started: bool = False) -> str: ...
+    def decode(self, ids: Iterable[int], *, continues_text: bool = False) -> str: ...
 
-    def spelling(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty if it has none of that id."""
+    def id_to_token(self, token_id: int) -> str:
+        """Return the token's text in the vocabulary; empty for an unknown id."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The token's text inside a longer one; None for a control token."""
+        """Return the bytes that the token adds to a text; None for a control token."""
         ...
 
 
-class NullTokenizer(Decoding):
-    """Text is token ids as decimal numbers, for a model that came without a tokenizer."""
+class NullTokenizer(TokenizerBase):
+    """Tokenizer for a model without tokenizer files; a text is token ids in decimal."""
 
     kind = "null"
-    joining = Joining("text")
+    decoding_rules = DecodingRules("text")
     bos_id: int | None = None
     eos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     adds_bos = False
-    controls: Mapping[str, Control] = MappingProxyType({})
+    control_tokens: Mapping[str, ControlToken] = MappingProxyType({})
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
 
-    def encode(self, text: str, *, special: bool = False, started: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, allow_special: bool = False, continues_text: bool = False
+    ) -> list[int]:
         words = text.split()
-        for place, word in enumerate(words):
-            number = word.isascii() and word.isdigit() and len(word) < 20
-            if not number or int(word) >= self.vocab_size:
+        for index, word in enumerate(words):
+            is_number = word.isascii() and word.isdigit() and len(word) < 20
+            if not is_number or int(word) >= self.vocab_size:
                 raise RequestError(
-                    f"word {place + 1} of the text is {word[:20]!r}; this model has no tokenizer, "
-                    f"so a text must be token ids from 0 to {self.vocab_size - 1}, with spaces "
-                    "between them",
+                    f"word {index + 1} of the text is {word[:20]!r}; this model has no tokenizer, "
+                    f"so the text must be token ids from 0 to {self.vocab_size - 1}, separated by "
+                    "spaces",
                     field="text",
                 )
         return [int(word) for word in words]
 
-    def spelling(self, token_id: int) -> str:
+    def id_to_token(self, token_id: int) -> str:
         return str(token_id) if 0 <= token_id < self.vocab_size else ""
 
-    def _look_up(self, token_id: int) -> Piece:
+    def _decode_piece(self, token_id: int) -> Piece:
         return f" {token_id}" if 0 <= token_id < self.vocab_size else None
 
 
-def _null(path: Path) -> NullTokenizer:
+def _open_null_tokenizer(path: Path) -> NullTokenizer:
     size = read_json(path).get("vocab_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise CheckpointError(
@@ -89,8 +109,8 @@ def _null(path: Path) -> NullTokenizer:
     return NullTokenizer(size)
 
 
-# The files of each kind, in order of preference: what HF itself reads comes first.
-_FILES: dict[Kind, tuple[str, ...]] = {
+# The files of each kind, in order of preference; transformers also prefers tokenizer.json.
+_FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
     "tokenizer.json": ("tokenizer.json",),
     "sentencepiece": ("tokenizer.model", ".model"),
     "gpt2": ("vocab.json",),
@@ -98,79 +118,86 @@ _FILES: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def _one(folder: Path, ending: str) -> Path | None:
-    """The file of that name, or the one whose name ends so: NeMo puts a hash before names."""
-    if (folder / ending).is_file():
-        return folder / ending
-    found = sorted(path for path in folder.glob(f"*{ending}") if path.is_file())
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+def _find_single_file(folder: Path, suffix: str) -> Path | None:
+    """Find the file named `suffix`, or the only file whose name ends with it.
+
+    NeMo adds a hash as a prefix to file names.
+    """
+    if (folder / suffix).is_file():
+        return folder / suffix
+    matches = sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
+    if len(matches) > 1:
+        names = ", ".join(path.name for path in matches)
         raise CheckpointError(
-            f"{folder} has several tokenizer files ({names}); give the path of the right one"
+            f"{folder} has several tokenizer files ({names}); give the path of the file to use"
         )
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
-def _find(path: Path, kind: Kind | None) -> tuple[Kind, Path]:
-    kinds = [kind] if kind else list(_FILES)
+def _find_tokenizer_file(path: Path, kind: TokenizerKind | None) -> tuple[TokenizerKind, Path]:
+    kinds = [kind] if kind else list(_FILE_NAMES)
     if not path.is_dir():
         if not path.is_file():
-            raise CheckpointError(f"there is no tokenizer at {path}; give a file or a directory")
-        for one in kinds:
-            if kind or path.name.endswith(_FILES[one]):
-                return one, path
-    for one in kinds if path.is_dir() else ():
-        for ending in _FILES[one]:
-            found = _one(path, ending)
-            if found:
-                return one, found
+            raise CheckpointError(f"the tokenizer {path} does not exist; give a file or directory")
+        for candidate in kinds:
+            if kind or path.name.endswith(_FILE_NAMES[candidate]):
+                return candidate, path
+    for candidate in kinds if path.is_dir() else ():
+        for suffix in _FILE_NAMES[candidate]:
+            file = _find_single_file(path, suffix)
+            if file:
+                return candidate, file
     raise CheckpointError(
-        f"{path} is no tokenizer; needed is tokenizer.json, a sentencepiece *.model, vocab.json "
-        'with merges.txt, or null.json ({"vocab_size": N}) for plain token ids'
+        f"{path} has no tokenizer; give tokenizer.json, a sentencepiece *.model, vocab.json with "
+        'merges.txt, or null.json ({"vocab_size": N}) for plain token ids'
     )
 
 
 def open_tokenizer(path: Path, *, kind: str | None = None) -> Tokenizer:
-    """The tokenizer in a file or a directory; `kind` chooses where there are several."""
-    if kind is not None and kind not in get_args(Kind):
-        raise ConfigError(f"tokenizer kind {kind!r}; known are {', '.join(get_args(Kind))}")
+    """Open the tokenizer in a file or a directory; `kind` selects one if there are several."""
+    if kind is not None and kind not in get_args(TokenizerKind):
+        raise ConfigError(
+            f"tokenizer kind {kind!r} does not exist; choose one of "
+            f"{', '.join(get_args(TokenizerKind))}"
+        )
     try:
-        return _open(*_find(Path(path), cast(Kind | None, kind)))
+        return _open_kind(*_find_tokenizer_file(Path(path), cast(TokenizerKind | None, kind)))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename or path}: {error.strerror or error}; give the tokenizer "
-            "as a file or a directory that exists here, and that this user may read"
+            "as a file or directory that exists and that this user may read"
         ) from None
 
 
-def _open(kind: Kind, file: Path) -> Tokenizer:
-    named = read_named(file.parent)
+def _open_kind(kind: TokenizerKind, file: Path) -> Tokenizer:
+    special_tokens = read_special_tokens(file.parent)
     match kind:
         case "sentencepiece":
-            return SentencePieceTokenizer(file, named)
+            return SentencePieceTokenizer(file, special_tokens)
         case "tokenizer.json":
-            return JsonTokenizer(read_json(file), file, "tokenizer.json", named)
+            return HFTokenizer(read_json(file), file, "tokenizer.json", special_tokens)
         case "null":
-            return _null(file)
+            return _open_null_tokenizer(file)
     prefix = file.name.removesuffix("vocab.json")
     merges = file.with_name(f"{prefix}merges.txt")
-    merges = merges if merges.is_file() else _one(file.parent, "merges.txt") or merges
+    merges = merges if merges.is_file() else _find_single_file(file.parent, "merges.txt") or merges
     if not merges.is_file():
-        raise CheckpointError(f"{file} has no {merges.name} beside it; copy both files of the BPE")
-    return gpt2_tokenizer(file, merges, named)
+        raise CheckpointError(f"{file} has no {merges.name} beside it; copy both BPE files")
+    return gpt2_tokenizer(file, merges, special_tokens)
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
-    """Refuses a tokenizer that cannot be this model's."""
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, source: object) -> None:
+    """Refuse a tokenizer whose size does not fit the model's vocabulary."""
     size = tokenizer.vocab_size
     if size > vocab_size:
         raise CheckpointError(
-            f"the tokenizer in {where} has ids up to {size - 1}, the model's vocabulary ends at "
-            f"{vocab_size - 1}; give the tokenizer that the model was trained with"
+            f"the tokenizer in {source} has ids up to {size - 1}, but the model's vocabulary ends "
+            f"at {vocab_size - 1}; give the tokenizer that the model was trained with"
         )
-    # Vocabularies are padded to multiples of up to a few thousand, and some leave room to grow.
+    # Vocabularies are padded to multiples of up to a few thousand; some also have unused ids.
     if vocab_size - size > max(4096, size // 8):
         raise CheckpointError(
-            f"the tokenizer in {where} has {size} ids, the model's vocabulary {vocab_size}: more "
-            "than padding explains; give the tokenizer that the model was trained with"
+            f"the tokenizer in {source} has {size} ids, but the model's vocabulary has "
+            f"{vocab_size}, which is more than padding explains; give the tokenizer that the model "
+            "was trained with"
         )

@@ -1,7 +1,8 @@
-"""`preamble plan estimate`: one configuration's memory, its time by parts, its FLOPs.
+"""The `preamble plan estimate` command: memory, step time and FLOPs of one configuration.
 
-Nothing is searched, and nothing is started. Three kinds of work: a step of training, a static batch
-(`--infer`), a server of ours under a load (`--infer --continuous`). The JSON's keys are stable.
+The command estimates a training step, a static batch of inference (`--infer`), or a Preamble server
+under a load (`--infer --continuous`). It does not search for a configuration and does not run a
+model. The JSON keys are stable.
 """
 
 import argparse
@@ -18,21 +19,20 @@ from planning.cli.flags import (
     add_shared_flags,
     add_training_flags,
     add_workload_flags,
-    parser_of,
+    make_command_parser,
 )
-from planning.cli.result import Told
+from planning.cli.result import CommandResult
 from planning.cli.specification import Specification
-from planning.figures import ledger_of, number, size
-from planning.figures import say as said
+from planning.figures import format_bytes, format_figure, format_ledger, format_number
 from planning.hardware import Cluster
 from planning.inference.estimate import Percentiles, ServingEstimate, ServingSplit, estimate_serving
-from planning.memory_ledger import Ledger
-from planning.plan import Trust
+from planning.memory_ledger import MemoryLedger
+from planning.plan import Confidence
 from planning.published.static_batch import (
     StaticEstimate,
     StaticJob,
     estimate_static,
-    what_would_fit,
+    fit_advice_lines,
 )
 from planning.training.estimate import (
     TrainingEstimate,
@@ -41,7 +41,7 @@ from planning.training.estimate import (
     check_split,
     estimate_training,
 )
-from planning.training.search import name_of
+from planning.training.search import split_name
 
 EXAMPLES = """
   preamble plan estimate gpt3-22b --gpu a100-80g --gpus 8 --tp 8 --micro-batch 4 --global-batch 4 \\
@@ -56,39 +56,105 @@ EXAMPLES = """
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = parser_of("estimate", "What one configuration costs, and how fast it is.", EXAMPLES)
+    parser = make_command_parser(
+        "estimate", "Estimate the memory, speed and FLOPs of one configuration.", EXAMPLES
+    )
     add_model_flags(parser)
     add_hardware_flags(parser)
-    split = parser.add_argument_group("the split").add_argument
-    split("--tp", metavar="N", type=int, default=1, help="tensor ranks (default: 1)")
-    split("--pp", metavar="N", type=int, default=1, help="pipeline stages (default: 1)")
-    split("--dp", metavar="N", type=int, help="copies (default: what --gpus leaves)")
+    split = parser.add_argument_group("parallelism").add_argument
+    split("--tp", metavar="N", type=int, default=1, help="tensor-parallel size (default: 1)")
+    split("--pp", metavar="N", type=int, default=1, help="pipeline-parallel size (default: 1)")
+    split(
+        "--dp",
+        metavar="N",
+        type=int,
+        help="data-parallel size, for training (default: --gpus / (tp x pp))",
+    )
     train = parser.add_argument_group("training").add_argument
-    train("--vpp", metavar="N", type=int, default=1, help="pieces of a stage (default: 1)")
-    train("--micro-batch", metavar="N", type=int, default=1, help="sequences (default: 1)")
-    train("--recompute", choices=("none", "selective", "block", "full"), default="none")
-    train("--recompute-layers", metavar="N", type=int, default=0, help="of a stage, with block")
-    train("--sequence-parallel", action="store_true")
+    train(
+        "--vpp",
+        metavar="N",
+        type=int,
+        default=1,
+        help="model chunks per pipeline stage, interleaved schedule (default: 1)",
+    )
+    train(
+        "--micro-batch",
+        metavar="N",
+        type=int,
+        default=1,
+        help="sequences per micro-batch (default: 1)",
+    )
+    train(
+        "--recompute",
+        choices=("none", "selective", "block", "full"),
+        default="none",
+        help="activation checkpointing (default: none)",
+    )
+    train(
+        "--recompute-layers",
+        metavar="N",
+        type=int,
+        default=0,
+        help="layers of a stage to recompute, with --recompute block",
+    )
+    train("--sequence-parallel", action="store_true", help="use sequence parallelism")
     add_training_flags(train)
     infer = parser.add_argument_group("inference").add_argument
-    infer("--infer", action="store_true", help="a static batch, as FasterTransformer ran it")
-    infer("--batch", metavar="N", type=int, default=1, help="requests (default: 1)")
-    infer("--continuous", action="store_true", help="with --infer: a server of ours instead")
-    infer("--running-requests-max", metavar="N", type=int, default=64)
-    infer("--step-tokens-max", metavar="N", type=int, default=512)
-    infer("--kv-tokens", metavar="N", type=int, help="(default: what memory allows)")
-    infer("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of which memory is told")
+    infer(
+        "--infer",
+        action="store_true",
+        help="estimate a static batch, as FasterTransformer runs it, instead of training",
+    )
+    infer(
+        "--batch",
+        metavar="N",
+        type=int,
+        default=1,
+        help="number of requests in the batch (default: 1)",
+    )
+    infer(
+        "--continuous",
+        action="store_true",
+        help="with --infer: estimate a Preamble server with continuous batching",
+    )
+    infer(
+        "--running-requests-max",
+        metavar="N",
+        type=int,
+        default=64,
+        help="maximum number of requests that run at once (default: 64)",
+    )
+    infer(
+        "--step-tokens-max",
+        metavar="N",
+        type=int,
+        default=512,
+        help="maximum number of tokens per step (default: 512)",
+    )
+    infer(
+        "--kv-tokens",
+        metavar="N",
+        type=int,
+        help="number of tokens in the KV cache (default: as many as fit in memory)",
+    )
+    infer(
+        "--kv-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="KV-cache dtype (affects the memory estimate only; default: auto)",
+    )
     add_workload_flags(parser)
     add_shared_flags(parser)
     return parser
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> Told:
+def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
     specification = Specification.read(args.spec, vars(args))
     model = specification.model.config()
     if args.infer or args.continuous:
-        return _infer(args, specification, model)
-    return _train(args, specification, model)
+        return _estimate_inference(args, specification, model)
+    return _estimate_training(args, specification, model)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -101,69 +167,74 @@ def _check_flags(args: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"{flag} is {getattr(args, name)}; it must be at least 1")
 
 
-def _train(args: argparse.Namespace, asked: Specification, model: GPTConfig) -> Told:
+def _estimate_training(
+    args: argparse.Namespace, specification: Specification, model: GPTConfig
+) -> CommandResult:
     _check_flags(args, "tp", "pp", "vpp", "micro_batch")
     if args.recompute_layers and args.recompute != "block":
-        raise ConfigError("--recompute-layers is for --recompute block; leave it out, or take that")
-    copies = args.dp if args.dp is not None else 1
-    cluster = asked.hardware.cluster(args.tp * args.pp * max(1, copies))
+        raise ConfigError(
+            f"--recompute-layers is {args.recompute_layers}, and --recompute is {args.recompute}; "
+            "remove --recompute-layers, or set --recompute block"
+        )
+    dp = args.dp if args.dp is not None else 1
+    cluster = specification.hardware.cluster(args.tp * args.pp * max(1, dp))
     split = TrainingSplit(
         args.tp,
         args.pp,
-        _copies(args, cluster),
+        _dp_size(args, cluster),
         args.vpp,
         args.micro_batch,
         args.recompute,
         args.recompute_layers,
         args.sequence_parallel,
     )
-    job = asked.training_job(model, split.dp * split.micro_batch)
+    job = specification.training_job(model, split.dp * split.micro_batch)
     check_split(job, split, cluster)
-    found = estimate_training(job, split, cluster)
-    return Told(_training_text(job, split, cluster, found), training_values(found))
+    estimate = estimate_training(job, split, cluster)
+    return CommandResult(_training_text(job, split, cluster, estimate), training_values(estimate))
 
 
-def _copies(args: argparse.Namespace, cluster: Cluster) -> int:
-    """What the GPUs leave, where nobody says."""
-    copy = args.tp * args.pp
+def _dp_size(args: argparse.Namespace, cluster: Cluster) -> int:
+    """Return the data-parallel size: --dp, by default the number of GPUs / (tp x pp)."""
+    ranks_per_replica = args.tp * args.pp
     if args.dp is not None:
         if args.dp < 1:
             raise ConfigError(f"--dp is {args.dp}; it must be at least 1")
-        if copy * args.dp != cluster.gpus:
+        if ranks_per_replica * args.dp != cluster.gpus:
             raise ConfigError(
-                f"tp {args.tp} x pp {args.pp} x dp {args.dp} is {copy * args.dp} GPUs, and --gpus "
-                f"says {cluster.gpus}; leave out --dp or --gpus"
+                f"tp {args.tp} x pp {args.pp} x dp {args.dp} is {ranks_per_replica * args.dp} "
+                f"GPUs, but --gpus is {cluster.gpus}; remove --dp or --gpus"
             )
         return int(args.dp)
-    if cluster.gpus % copy:
-        below = cluster.gpus // copy * copy
-        near = f"{below} or {below + copy}" if below else f"{copy}"
+    if cluster.gpus % ranks_per_replica:
+        below = cluster.gpus // ranks_per_replica * ranks_per_replica
+        nearest = f"{below} or {below + ranks_per_replica}" if below else f"{ranks_per_replica}"
         raise ConfigError(
-            f"{cluster.gpus} GPUs are no whole number of copies of tp {args.tp} x pp {args.pp} = "
-            f"{copy}; the nearest --gpus is {near}"
+            f"{cluster.gpus} GPUs are not a multiple of tp {args.tp} x pp {args.pp} = "
+            f"{ranks_per_replica}; the nearest --gpus is {nearest}"
         )
-    return cluster.gpus // int(copy)
+    return cluster.gpus // int(ranks_per_replica)
 
 
-def training_values(found: TrainingEstimate) -> Mapping[str, object]:
+def training_values(estimate: TrainingEstimate) -> Mapping[str, object]:
     return {
-        "parameters": found.parameters,
-        "flops_per_iteration": found.flops_per_iteration,
-        "model_flops_per_iteration": found.model_flops,
-        "iteration_s": found.iteration_s,
-        "seconds": dict(found.seconds),
-        "tflops_per_gpu": found.tflops_per_gpu,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "bubble_fraction": found.bubble_fraction,
-        "tokens_per_s": found.tokens_per_s,
-        **memory_values(found.memory),
-        "trust": asdict(found.trust_time),
-        "memory_trust": asdict(found.trust_memory),
+        "parameters": estimate.parameters,
+        "flops_per_iteration": estimate.flops_per_iteration,
+        "model_flops_per_iteration": estimate.model_flops,
+        "iteration_s": estimate.iteration_s,
+        "seconds": dict(estimate.seconds),
+        "tflops_per_gpu": estimate.tflops_per_gpu,
+        "mfu": estimate.mfu,
+        "hfu": estimate.hfu,
+        "bubble_fraction": estimate.bubble_fraction,
+        "tokens_per_s": estimate.tokens_per_s,
+        **memory_values(estimate.memory),
+        "trust": asdict(estimate.time_confidence),
+        "memory_trust": asdict(estimate.memory_confidence),
     }
 
 
-def memory_values(memory: Ledger) -> Mapping[str, object]:
+def memory_values(memory: MemoryLedger) -> Mapping[str, object]:
     return {
         "memory_bytes": {
             "weights": memory.weights,
@@ -175,118 +246,161 @@ def memory_values(memory: Ledger) -> Mapping[str, object]:
             "total": memory.total,
             "capacity": memory.capacity,
         },
-        # What is tight runs as a rule: it is too much where nothing is left to go wrong.
+        # A tight configuration usually runs, so it counts as fitting.
         "fits": memory.verdict != "over",
         "verdict": memory.verdict,
     }
 
 
 def _training_text(
-    job: TrainingJob, split: TrainingSplit, cluster: Cluster, found: TrainingEstimate
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, estimate: TrainingEstimate
 ) -> str:
-    what = "an adapter" if job.trainable == "adapter" else "all parameters"
-    parts = sorted(found.seconds.items(), key=lambda part: -part[1])
+    trained_part = "an adapter" if job.trainable == "adapter" else "all parameters"
+    parts = sorted(estimate.seconds.items(), key=lambda step_part: -step_part[1])
     lines = [
-        ("model", f"{billions(found.parameters)} parameters, sequences of {job.sequence:,}"),
-        ("training", f"{what}, batches of {job.global_batch:,}, {job.dtype}"),
-        ("on", f"{cluster.gpus:,} {cluster.device.name}: {name_of(split)}"),
-        ("step", f"{said('iteration_s', found.iteration_s)}   [{found.trust_time}]"),
-        ("of it", ", ".join(_part(name, s, found.iteration_s) for name, s in parts if s > 0)),
-        ("speed", f"{number(found.tokens_per_s)} tokens/s, {number(found.tflops_per_gpu)} TFLOP/s "
-            f"each GPU, MFU {100 * found.mfu:.1f} %, HFU {100 * found.hfu:.1f} %"),
-        ("FLOPs", f"{found.flops_per_iteration:.4g} a step, {found.model_flops:.4g} of them the "
-            "model's own"),
-        ("bubble", f"{100 * found.bubble_fraction:.1f} % of the ideal step"),
-        *memory_lines(found.memory, found.trust_memory),
-    ]  # fmt: skip
-    return lines_of(lines)
+        (
+            "model",
+            f"{format_parameters(estimate.parameters)} parameters, sequences of {job.sequence:,}",
+        ),
+        ("training", f"{trained_part}, batches of {job.global_batch:,}, {job.dtype}"),
+        ("on", f"{cluster.gpus:,} {cluster.device.name}: {split_name(split)}"),
+        (
+            "step",
+            f"{format_figure('iteration_s', estimate.iteration_s)}   [{estimate.time_confidence}]",
+        ),
+        (
+            "",
+            ", ".join(
+                _format_share(name, seconds, estimate.iteration_s)
+                for name, seconds in parts
+                if seconds > 0
+            ),
+        ),
+        (
+            "speed",
+            f"{format_number(estimate.tokens_per_s)} tokens/s, "
+            f"{format_number(estimate.tflops_per_gpu)} TFLOP/s "
+            f"per GPU, MFU {100 * estimate.mfu:.1f} %, HFU {100 * estimate.hfu:.1f} %",
+        ),
+        (
+            "FLOPs",
+            f"{estimate.flops_per_iteration:.4g} per step, {estimate.model_flops:.4g} "
+            "without recomputation",
+        ),
+        ("bubble", f"{100 * estimate.bubble_fraction:.1f} % of the ideal step"),
+        *memory_lines(estimate.memory, estimate.memory_confidence),
+    ]
+    return format_lines(lines)
 
 
-def _part(name: str, seconds: float, whole: float) -> str:
-    return f"{name.replace('_', ' ')} {100 * seconds / whole:.0f} %"
+def _format_share(name: str, seconds: float, total_seconds: float) -> str:
+    return f"{name.replace('_', ' ')} {100 * seconds / total_seconds:.0f} %"
 
 
 # ----------------------------------------------------------------------------------- inference
 
 
-def _infer(args: argparse.Namespace, asked: Specification, model: GPTConfig) -> Told:
+def _estimate_inference(
+    args: argparse.Namespace, specification: Specification, model: GPTConfig
+) -> CommandResult:
     _check_flags(args, "tp", "pp", "batch")
-    load = asked.workload
-    if load.input_tokens is None or load.output_tokens is None:
+    workload = specification.workload
+    if workload.input_tokens is None or workload.output_tokens is None:
         raise ConfigError(
-            "inference is of prompts and answers; give --input-tokens and --output-tokens"
+            "an inference estimate needs the lengths of prompts and completions; give "
+            "--input-tokens and --output-tokens"
         )
     if args.continuous:
-        return _serve(args, asked, model)
-    cluster = asked.hardware.cluster(args.tp * args.pp)
+        return _estimate_server(args, specification, model)
+    cluster = specification.hardware.cluster(args.tp * args.pp)
     job = StaticJob(
         model,
-        _whole("--input-tokens", load.input_tokens),
-        _whole("--output-tokens", load.output_tokens),
+        _require_integer("--input-tokens", workload.input_tokens),
+        _require_integer("--output-tokens", workload.output_tokens),
         args.batch,
-        asked.dtype or "float16",
+        specification.dtype or "float16",
         args.tp,
         args.pp,
     )
-    found = estimate_static(job, cluster)
-    return Told(_static_text(job, cluster, found), static_values(job, found))
+    estimate = estimate_static(job, cluster)
+    return CommandResult(_static_text(job, cluster, estimate), static_values(job, estimate))
 
 
-def _whole(flag: str, value: float) -> int:
+def _require_integer(flag: str, value: float) -> int:
     if value != int(value):
-        raise ConfigError(f"{flag} is {value:g}; in a static batch all are alike: a whole number")
+        raise ConfigError(
+            f"{flag} is {value:g}; it must be a whole number, because all requests of a static "
+            "batch have this length"
+        )
     return int(value)
 
 
-def static_values(job: StaticJob, found: StaticEstimate) -> Mapping[str, object]:
+def static_values(job: StaticJob, estimate: StaticEstimate) -> Mapping[str, object]:
     return {
         "parameters": parameter_count(job.model),
-        "prefill_ms": found.prefill_ms,
-        "decode_ms_per_token": found.decode_ms_per_token,
-        "request_ms": found.request_ms,
-        "tokens_per_s": found.tokens_per_s,
-        "requests_per_s": found.requests_per_s,
-        "parts_ms": dict(found.parts_ms),
-        **memory_values(found.memory),
-        "trust": asdict(found.trust),
+        "prefill_ms": estimate.prefill_ms,
+        "decode_ms_per_token": estimate.decode_ms_per_token,
+        "request_ms": estimate.request_ms,
+        "tokens_per_s": estimate.tokens_per_s,
+        "requests_per_s": estimate.requests_per_s,
+        "parts_ms": dict(estimate.parts_ms),
+        **memory_values(estimate.memory),
+        "trust": asdict(estimate.confidence),
     }
 
 
-def _static_text(job: StaticJob, cluster: Cluster, found: StaticEstimate) -> str:
-    copies = cluster.gpus // (job.tp * job.pp)
-    many = f", one of {copies} copies" if copies > 1 else ""
-    parts = sorted(found.parts_ms.items(), key=lambda part: -part[1])
+def _static_text(job: StaticJob, cluster: Cluster, estimate: StaticEstimate) -> str:
+    replicas = cluster.gpus // (job.tp * job.pp)
+    replicas_note = f", one of {replicas} replicas" if replicas > 1 else ""
+    parts = sorted(estimate.parts_ms.items(), key=lambda latency_part: -latency_part[1])
     lines = [
-        ("model", f"{billions(parameter_count(job.model))} parameters in {job.dtype}"),
-        ("batch", f"{job.batch:,} request{'s' * (job.batch > 1)} of {job.input_tokens:,} tokens, "
-            f"{job.output_tokens:,} new ones each"),
-        ("on", f"{cluster.device.name}: TP{job.tp} PP{job.pp}{many}"),
-        ("request", f"{said('request_ms', found.request_ms)}   [{found.trust}]"),
-        ("of it", ", ".join(_part(name, ms, found.request_ms) for name, ms in parts if ms > 0)),
-        ("prefill", f"{said('prefill_ms', found.prefill_ms)}, then "
-            f"{said('decode_ms', found.decode_ms_per_token)} a token"),
-        ("speed", f"{number(found.tokens_per_s)} tokens/s, "
-            f"{number(found.requests_per_s)} requests/s"),
-        *memory_lines(found.memory, None),
-        *(("", sentence) for sentence in what_would_fit(job, cluster)),
-    ]  # fmt: skip
-    return lines_of(lines)
+        ("model", f"{format_parameters(parameter_count(job.model))} parameters in {job.dtype}"),
+        (
+            "batch",
+            f"{job.batch:,} request{'s' * (job.batch > 1)} of {job.input_tokens:,} tokens, "
+            f"{job.output_tokens:,} new ones each",
+        ),
+        ("on", f"{cluster.device.name}: TP{job.tp} PP{job.pp}{replicas_note}"),
+        (
+            "request",
+            f"{format_figure('request_ms', estimate.request_ms)}   [{estimate.confidence}]",
+        ),
+        (
+            "",
+            ", ".join(_format_share(name, ms, estimate.request_ms) for name, ms in parts if ms > 0),
+        ),
+        (
+            "prefill",
+            f"{format_figure('prefill_ms', estimate.prefill_ms)}, then "
+            f"{format_figure('decode_ms', estimate.decode_ms_per_token)} per token",
+        ),
+        (
+            "speed",
+            f"{format_number(estimate.tokens_per_s)} tokens/s, "
+            f"{format_number(estimate.requests_per_s)} requests/s",
+        ),
+        *memory_lines(estimate.memory, None),
+        *(("", sentence) for sentence in fit_advice_lines(job, cluster)),
+    ]
+    return format_lines(lines)
 
 
-# ------------------------------------------------------------------------------- a server of ours
+# ---------------------------------------------------------------------------- continuous batching
 
 
-def _serve(args: argparse.Namespace, asked: Specification, model: GPTConfig) -> Told:
-    """One server of ours, under one load."""
-    from planning.cli.serve import dtype_of, loaded, workload_of
+def _estimate_server(
+    args: argparse.Namespace, specification: Specification, model: GPTConfig
+) -> CommandResult:
+    """Estimate a Preamble server under one load."""
+    from planning.cli.serve import has_load, make_workload, serving_dtype
 
-    costs = asked.hardware.machine
+    calibration = specification.hardware.machine_calibration
     ranks = args.tp * args.pp
-    cluster = asked.hardware.cluster(ranks)
+    cluster = specification.hardware.cluster(ranks)
     if cluster.gpus < ranks:
         raise ConfigError(
-            f"--tp {args.tp} x --pp {args.pp} take {ranks} GPUs, and there are {cluster.gpus}; "
-            f"--gpus {ranks}, or smaller --tp and --pp"
+            f"--tp {args.tp} x --pp {args.pp} needs {ranks} GPUs, and there are {cluster.gpus}; "
+            f"set --gpus {ranks}, or a smaller --tp or --pp"
         )
     split = ServingSplit(
         args.tp,
@@ -297,83 +411,99 @@ def _serve(args: argparse.Namespace, asked: Specification, model: GPTConfig) -> 
         args.kv_tokens,
         kv_dtype=args.kv_dtype,
     )
-    if not loaded(asked):
-        raise ConfigError("what load there is is not said; give --request-rate or --concurrency")
-    dtype = dtype_of(asked, model)
-    found = estimate_serving(model, dtype, workload_of(asked), split, cluster, costs)
-    return Told(_serving_text(model, dtype, split, cluster, found), _serving_values(model, found))
+    if not has_load(specification):
+        raise ConfigError("no load is given; set --request-rate or --concurrency")
+    dtype = serving_dtype(specification, model)
+    estimate = estimate_serving(
+        model, dtype, make_workload(specification), split, cluster, calibration
+    )
+    return CommandResult(
+        _serving_text(model, dtype, split, cluster, estimate), _serving_values(model, estimate)
+    )
 
 
-def _serving_values(model: GPTConfig, found: ServingEstimate) -> Mapping[str, object]:
+def _serving_values(model: GPTConfig, estimate: ServingEstimate) -> Mapping[str, object]:
     return {
         "parameters": parameter_count(model),
-        "ttft_ms": asdict(found.ttft_ms),
-        "itl_ms": asdict(found.itl_ms),
-        "request_ms": asdict(found.request_ms),
-        "tokens_per_s": found.tokens_per_s,
-        "requests_per_s": found.requests_per_s,
-        "concurrency": found.concurrency,
-        "utilization": found.utilization,
-        "kv_tokens": found.kv_tokens,
-        **memory_values(found.memory),
-        "trust": asdict(found.trust),
+        "ttft_ms": asdict(estimate.ttft_ms),
+        "itl_ms": asdict(estimate.itl_ms),
+        "request_ms": asdict(estimate.request_ms),
+        "tokens_per_s": estimate.tokens_per_s,
+        "requests_per_s": estimate.requests_per_s,
+        "concurrency": estimate.concurrency,
+        "utilization": estimate.utilization,
+        "kv_tokens": estimate.kv_tokens,
+        **memory_values(estimate.memory),
+        "trust": asdict(estimate.confidence),
     }
 
 
 def _serving_text(
-    model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, found: ServingEstimate
+    model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, estimate: ServingEstimate
 ) -> str:
-    many = f" x{split.replicas} replicas" if split.replicas > 1 else ""
+    replicas_note = f" x{split.replicas} replicas" if split.replicas > 1 else ""
     head = [
-        ("model", f"{billions(parameter_count(model))} parameters in {dtype}"),
-        ("on", f"{cluster.device.name}: TP{split.tp} PP{split.pp}{many}, "
-            f"{split.running_requests_max} requests at once"),
-    ]  # fmt: skip
-    room = ("room", f"{found.kv_tokens:,} tokens of keys and values")
-    memory = memory_lines(found.memory, None)
-    if not math.isfinite(found.request_ms.p95):
-        words = "none: there is no room for a request"
-        if math.isfinite(found.utilization):
-            words = (
-                f"too little: {number(found.requests_per_s)} requests/s at most, and "
-                f"{number(found.utilization)} times as many come"
+        ("model", f"{format_parameters(parameter_count(model))} parameters in {dtype}"),
+        (
+            "on",
+            f"{cluster.device.name}: TP{split.tp} PP{split.pp}{replicas_note}, "
+            f"{split.running_requests_max} requests at once",
+        ),
+    ]
+    kv_line = ("KV cache", f"{estimate.kv_tokens:,} tokens")
+    memory = memory_lines(estimate.memory, None)
+    if not math.isfinite(estimate.request_ms.p95):
+        overload_text = "none: the memory does not hold one request"
+        if math.isfinite(estimate.utilization):
+            overload_text = (
+                f"overloaded: {format_number(estimate.requests_per_s)} requests/s at most, and "
+                f"{format_number(estimate.utilization)} times that rate arrive"
             )
-        return lines_of([*head, ("speed", words), room, *memory])
-    return lines_of(
+        return format_lines([*head, ("speed", overload_text), kv_line, *memory])
+    return format_lines(
         [
             *head,
-            ("first token", f"{_spread('ttft_ms', found.ttft_ms)}   [{found.trust}]"),
-            ("next token", _spread("itl_ms", found.itl_ms)),
-            ("request", _spread("request_ms", found.request_ms)),
-            ("speed", f"{number(found.tokens_per_s)} tokens/s, {number(found.requests_per_s)} "
-                f"requests/s, {number(found.concurrency)} at once"),
-            ("busy", f"{100 * found.utilization:.0f} % of the time"),
-            room,
+            (
+                "first token",
+                f"{_format_percentiles('ttft_ms', estimate.ttft_ms)}   [{estimate.confidence}]",
+            ),
+            ("next token", _format_percentiles("itl_ms", estimate.itl_ms)),
+            ("request", _format_percentiles("request_ms", estimate.request_ms)),
+            (
+                "speed",
+                f"{format_number(estimate.tokens_per_s)} tokens/s, "
+                f"{format_number(estimate.requests_per_s)} requests/s, "
+                f"{format_number(estimate.concurrency)} at once",
+            ),
+            ("utilization", f"{100 * estimate.utilization:.0f} %"),
+            kv_line,
             *memory,
         ]
-    )  # fmt: skip
+    )
 
 
-def _spread(figure: str, times: Percentiles) -> str:
-    return f"{said(figure, times.p50)} median, {said(figure, times.p95)} for 19 of 20"
+def _format_percentiles(figure: str, percentiles: Percentiles) -> str:
+    median = format_figure(figure, percentiles.p50)
+    return f"median {median}, p95 {format_figure(figure, percentiles.p95)}"
 
 
-# ---------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------- formatting
 
 
-def memory_lines(memory: Ledger, trust: Trust | None) -> list[tuple[str, str]]:
+def memory_lines(memory: MemoryLedger, confidence: Confidence | None) -> list[tuple[str, str]]:
     verdict = {
         "fits": "it fits",
-        "tight": f"tight: {size(memory.capacity - memory.total)} is left for what nobody counts",
+        "tight": f"tight: only {format_bytes(memory.capacity - memory.total)} is left for "
+        "fragmentation and libraries",
         "over": "it does not fit",
     }[memory.verdict]
-    bar = f"   [{trust}]" if trust is not None else ""
-    return [("memory", f"{ledger_of(memory)}{bar}"), ("verdict", verdict)]
+    bar = f"   [{confidence}]" if confidence is not None else ""
+    return [("memory", f"{format_ledger(memory)}{bar}"), ("verdict", verdict)]
 
 
-def billions(count: int) -> str:
+def format_parameters(count: int) -> str:
     return f"{count / 1e9:.4g} B" if count >= 1e9 else f"{count / 1e6:.4g} M"
 
 
-def lines_of(lines: list[tuple[str, str]]) -> str:
+def format_lines(lines: list[tuple[str, str]]) -> str:
     return "\n".join(f"{name:12}{text}" for name, text in lines if text)

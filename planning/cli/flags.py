@@ -1,7 +1,8 @@
-"""Flags that subcommands of `preamble plan` share, alike in name and meaning in all of them.
+"""Command-line flags shared by the `preamble plan` subcommands.
 
-A flag that nobody gave is None: then the specification's file decides, and after it the default. A
-destination is the name of the field that it fills, so nothing here knows what a value is for.
+A flag has the same name and meaning in every subcommand. A flag that is not set is None; then the
+value comes from the specification file, or else from the default. The destination of a flag is the
+name of a specification field. This module only defines the flags and parses their values.
 """
 
 import argparse
@@ -9,12 +10,12 @@ import textwrap
 from collections.abc import Callable
 
 from gpt.errors import ConfigError
-from planning.cli.specification import count_of
+from planning.cli.specification import parse_count
 
-Adder = Callable[..., argparse.Action]
+AddArgument = Callable[..., argparse.Action]
 
 
-def parser_of(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+def make_command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"preamble plan {name}",
         description=textwrap.fill(description, 80),
@@ -25,82 +26,138 @@ def parser_of(name: str, description: str, examples: str) -> argparse.ArgumentPa
 
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--spec", metavar="F", help="a YAML file of all that flags can say; flags override it")
-    add("--json", action="store_true", help="write it as JSON")
+    add("--spec", metavar="F", help="a YAML specification file; flags override its values")
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL",
-        help="a checkpoint's path (only its config is read), or a preset: gpt3-5b, 20b, 22b, 40b, "
-        "175b, 530b, 1t, llama2-7b, ...")  # fmt: skip
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="path of a checkpoint (only its config is read), or a preset: gpt3-5b, 20b, 22b, 40b, "
+        "175b, 530b, 1t, llama2-7b, ...",
+    )
     group = parser.add_argument_group("a model without a checkpoint")
     add = group.add_argument
     add("--model", dest="model_flag", metavar="MODEL", help="the same as the first argument")
-    add("--layers", metavar="N", type=int)
-    add("--hidden", metavar="N", type=int, help="width of a hidden state")
+    add("--layers", metavar="N", type=int, help="number of transformer layers")
+    add("--hidden", metavar="N", type=int, help="hidden size")
     add("--heads", metavar="N", type=int, help="attention heads")
-    add("--kv-heads", metavar="N", type=int, help="of keys and values (default: as many)")
-    add("--ffn", metavar="N", type=int, help="width within the MLP (default: 4 x hidden)")
-    add("--seq", metavar="N", type=int, help="tokens of a sequence (default: the context, or 2048)")
-    add("--vocab", metavar="N", type=int, help="tokens of the vocabulary (default: 51200)")
-    add("--gated", action="store_true", default=None,
-        help="LLaMA's kind: gated MLP, rotary positions, RMSNorm, no biases")  # fmt: skip
-    add("--dtype", help="float32, bfloat16, float16; fp8 to train in, int8 to serve "
-        "(default: bfloat16, of a static batch float16)")  # fmt: skip
+    add("--kv-heads", metavar="N", type=int, help="heads of keys and values (default: --heads)")
+    add("--ffn", metavar="N", type=int, help="hidden size of the MLP (default: 4 x hidden)")
+    add(
+        "--seq",
+        metavar="N",
+        type=int,
+        help="sequence length (default: the model's context length, or 2048)",
+    )
+    add("--vocab", metavar="N", type=int, help="vocabulary size (default: 51200)")
+    add(
+        "--gated",
+        action="store_true",
+        default=None,
+        help="LLaMA architecture: gated MLP, rotary positions, RMSNorm, no biases",
+    )
+    add(
+        "--dtype",
+        help="float32, bfloat16 or float16; also fp8 for training, int8 for a static "
+        "batch (default: bfloat16; for a static batch float16)",
+    )
 
 
 def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hardware").add_argument
     add("--gpu", metavar="NAME", help="a100-40g, a100-80g, h100, h200, l40s or b200")
-    add("--gpus", metavar="N", type=int, help="how many there are")
-    add("--nodes", metavar="N", type=int, help="the same, in nodes")
-    add("--gpus-per-node", metavar="N", type=int, help="(default: 8)")
-    add("--calibration", metavar="F", help="for this machine instead: what `preamble plan "
-        "calibrate` has written here")  # fmt: skip
+    add("--gpus", metavar="N", type=int, help="number of GPUs")
+    add("--nodes", metavar="N", type=int, help="number of nodes, instead of --gpus")
+    add("--gpus-per-node", metavar="N", type=int, help="number of GPUs per node (default: 8)")
+    add(
+        "--calibration",
+        metavar="F",
+        help="plan for this machine, with the file that `preamble plan calibrate` wrote",
+    )
 
 
-def add_training_flags(add: Adder) -> None:
-    add("--global-batch", metavar="N", type=int, help="sequences of a step")
-    add("--trainable", choices=("all", "adapter"), help="what learns (default: all; with "
-        "--tune, what its method trains)")  # fmt: skip
-    add("--flash", action=argparse.BooleanOptionalAction, default=None,
-        help="attention that keeps no scores (default: as was usual on that GPU)")  # fmt: skip
-    add("--distributed-optimizer", action=argparse.BooleanOptionalAction, default=None,
-        help="whether copies share the optimizer's values (default: likewise)")  # fmt: skip
+def add_training_flags(add: AddArgument) -> None:
+    add("--global-batch", metavar="N", type=int, help="sequences per step")
+    add(
+        "--trainable",
+        choices=("all", "adapter"),
+        help="train all parameters or an adapter (default: all; with --tune, the file decides)",
+    )
+    add(
+        "--flash",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="use flash attention (default: on, except on A100)",
+    )
+    add(
+        "--distributed-optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="shard the optimizer state across data-parallel replicas (default: on; on A100 only "
+        "if the state does not fit otherwise)",
+    )
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what clients ask").add_argument
-    for what, of in (("input", "a prompt"), ("output", "an answer")):
-        add(f"--{what}-tokens", metavar="N", type=float, help=f"of {of}, on average")
-        add(f"--{what}-tokens-p95", metavar="N", type=float, help="that 19 of 20 stay within")
-    add("--request-rate", metavar="X", type=float, help="requests a second, of many clients")
-    add("--concurrency", metavar="N", type=int, help="or: requests under way at all times")
-    add("--adapters", metavar="N", type=int, help="that requests are for (default: none)")
+    add = parser.add_argument_group("workload").add_argument
+    for figure, text_kind in (("input", "prompt"), ("output", "completion")):
+        add(f"--{figure}-tokens", metavar="N", type=float, help=f"mean {text_kind} length")
+        add(
+            f"--{figure}-tokens-p95",
+            metavar="N",
+            type=float,
+            help=f"95th percentile of the {text_kind} length (default: the mean)",
+        )
+    add("--request-rate", metavar="X", type=float, help="requests per second, at random times")
+    add(
+        "--concurrency",
+        metavar="N",
+        type=int,
+        help="constant number of requests at once, instead of --request-rate",
+    )
+    add(
+        "--adapters",
+        metavar="N",
+        type=int,
+        help="number of adapters that the requests use in turn (default: 0)",
+    )
     add_virtual_tokens(add)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--measure", metavar="N", type=int, help="run the N best for real, briefly, and compare")
-    add("--output", metavar="DIR", help="write the plan there: all candidates, the settings file, "
-        "a report and plots")  # fmt: skip
+    add(
+        "--measure",
+        metavar="N",
+        type=int,
+        help="run the N best candidates briefly, and compare them with their predictions",
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        help="folder to write the plan to: all candidates, the settings file, a report and plots",
+    )
 
 
-def add_virtual_tokens(add: Adder) -> None:
-    add("--virtual-tokens", metavar="N", type=int, help="of each adapter, served or learned")
+def add_virtual_tokens(add: AddArgument) -> None:
+    add("--virtual-tokens", metavar="N", type=int, help="number of virtual tokens of an adapter")
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """A list of an axis: 1,2,4."""
+def parse_int_list(text: str) -> tuple[int, ...]:
+    """Parse the values of a search axis: 1,2,4."""
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(int(number_text) for number_text in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers as 1,2,4") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers such as 1,2,4"
+        ) from None
 
 
-def tokens(text: str) -> float:
+def parse_token_count(text: str) -> float:
     try:
-        return count_of(text)
+        return parse_count(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

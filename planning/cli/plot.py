@@ -1,14 +1,14 @@
-"""`preamble plan plot`: a plan's candidates drawn again, from the CSV that it has written.
+"""The `preamble plan plot` command: redraw the Pareto plots from a plan's candidates.csv.
 
-For who has changed the CSV, or wants other figures on the axes; nothing is predicted here.
+The command is for an edited CSV file, or for other figures on the axes. It makes no predictions.
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from planning.cli.flags import parser_of
-from planning.cli.result import Told
+from planning.cli.flags import make_command_parser
+from planning.cli.result import CommandResult
 
 EXAMPLES = """
   preamble plan plot plans/175b
@@ -17,22 +17,22 @@ EXAMPLES = """
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = parser_of("plot", "Draw a plan's candidates again, from its CSV.", EXAMPLES)
+    parser = make_command_parser("plot", "Redraw a plan's plots from its candidates.csv.", EXAMPLES)
     add = parser.add_argument
-    add("source", metavar="CSV", help="candidates.csv, or the folder that holds it")
-    add("--x", metavar="FIGURE", default="", help="a column of it (default: as the plan has it)")
-    add("--y", metavar="FIGURE", default="", help="likewise")
-    add("--output", metavar="DIR", help="where to (default: beside the CSV)")
-    add("--json", action="store_true", help="write the paths as JSON")
+    add("source", metavar="CSV", help="candidates.csv, or the folder that contains it")
+    add("--x", metavar="FIGURE", default="", help="column of the x axis (default: as in the plan)")
+    add("--y", metavar="FIGURE", default="", help="column of the y axis (default: as in the plan)")
+    add("--output", metavar="DIR", help="folder of the plots (default: the folder of the CSV file)")
+    add("--json", action="store_true", help="print the written paths as JSON")
     return parser
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> Told:
-    from planning.output.files import redraw
+def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
+    from planning.output.plan_writer import redraw
 
     folder = Path(args.output) if args.output else None
     written = redraw(Path(args.source), folder, x=args.x, y=args.y)
     for note in written.notes:
-        say(f"preamble plan plot: {note}")
+        log(f"preamble plan plot: {note}")
     paths = [str(path) for path in written.paths]
-    return Told("\n".join(paths), {"paths": paths})
+    return CommandResult("\n".join(paths), {"paths": paths})

@@ -1,7 +1,7 @@
-"""What a command came to, before anyone prints it: text for people, plain values for programs.
+"""CommandResult: the result of a plan subcommand, as text, JSON values and an exit code.
 
-Commands return it, and only the command line's own module writes to the terminal. A plan is told
-the same way whoever made it, and written to a folder where one is named.
+Every subcommand returns a CommandResult, and only `planning.__main__` prints to stdout. Training
+and serving plans are rendered by the same function, which also writes them to the --output folder.
 """
 
 import argparse
@@ -11,31 +11,33 @@ from pathlib import Path
 
 from planning.plan import Plan
 
-ROWS_MAX = 100  # In JSON that is printed.
+JSON_ROWS_MAX = 100  # Maximum number of rows in printed JSON.
 
 
 @dataclass(frozen=True)
-class Told:
+class CommandResult:
     text: str
-    values: Mapping[str, object]  # For `--json`.
-    code: int = 0
+    values: Mapping[str, object]  # The content that `--json` prints.
+    exit_code: int = 0
 
 
-def told_plan(plan: Plan, args: argparse.Namespace) -> Told:
-    """Code 1 where nothing fits, as where anything else fails."""
-    from planning.output.files import located, record_of, write_plan
-    from planning.output.terminal import tell
+def render_plan(plan: Plan, args: argparse.Namespace) -> CommandResult:
+    """Render a plan, and write it to --output if given. The exit code is 1 if nothing fits."""
+    from planning.output.plan_writer import plan_record, with_settings_path, write_plan
+    from planning.output.terminal import render_text
 
     if not args.output:
-        text = tell(located(plan, Path("DIR")))
+        text = render_text(with_settings_path(plan, Path("DIR")))
         if plan.settings_yaml:
-            text += "\n--output DIR writes that file, all candidates, a report and plots"
+            text += "\nto write this file, all candidates, a report and plots, give --output DIR"
     else:
         written = write_plan(plan, Path(args.output))
         plan = written.plan
-        text = "\n".join([tell(plan), written.said(), *written.notes])
-    values = record_of(plan)
+        text = "\n".join([render_text(plan), written.summary(), *written.notes])
+    values = plan_record(plan)
     rows = values["rows"]
     assert isinstance(rows, list)
-    # The first ones: all of them are in the folder.
-    return Told(text, values | {"rows": rows[:ROWS_MAX]}, 0 if plan.best is not None else 1)
+    # JSON contains only the best rows; the --output folder contains all rows.
+    return CommandResult(
+        text, values | {"rows": rows[:JSON_ROWS_MAX]}, 0 if plan.best is not None else 1
+    )

@@ -1,7 +1,8 @@
-"""`preamble plan serve`: how to serve a model to these clients, within their limits.
+"""The `preamble plan serve` command: find the best serving configuration within latency limits.
 
-The wish becomes a workload, limits and a cluster; the plan is `planning.inference.plan`'s. What
-was planned for this very machine is kept where `preamble serve --profile` looks for it.
+The command converts the specification to a workload, limits and a cluster, from which
+`planning.inference.plan` creates the plan. A plan for this machine is also saved for
+`preamble serve --profile`.
 """
 
 import argparse
@@ -17,16 +18,16 @@ from planning.cli.flags import (
     add_plan_flags,
     add_shared_flags,
     add_workload_flags,
-    parser_of,
+    make_command_parser,
 )
-from planning.cli.result import Told, told_plan
-from planning.cli.specification import DTYPE_NAMES, Specification
-from planning.inference.estimate import Lengths, Workload
-from planning.inference.objective import Wish
+from planning.cli.result import CommandResult, render_plan
+from planning.cli.specification import DTYPE_ALIASES, Specification
+from planning.inference.estimate import LengthDistribution, Workload
 from planning.inference.plan import plan_serving
-from planning.inference.saved_plans import keep
-from planning.inference.service_levels import OBJECTIVES, Limits, Objective
-from planning.measurement.rounds import UNNAMED, measure
+from planning.inference.requirements import Requirements
+from planning.inference.saved_plans import save_plan
+from planning.inference.service_levels import OBJECTIVES, Objective, ServiceLimits
+from planning.measurement.rounds import DEFAULT_FOLDER, measure_plan
 from planning.plan import Plan
 
 EXAMPLES = """
@@ -38,139 +39,186 @@ EXAMPLES = """
       --calibration calibration.yaml --objective throughput
   preamble plan serve --spec plan.yaml --json
 """
-# Clients that nobody describes: a page of text in, a paragraph out.
-INPUT_TOKENS, OUTPUT_TOKENS = 512.0, 128.0
-# As other tools, and people, call the same.
-OBJECTIVE_NAMES = {"throughput_per_gpu": "throughput", "tokens_per_s": "throughput"}
+# The default workload: a page of text as prompt, a paragraph as completion.
+DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 512.0, 128.0
+# Other common names of the objectives.
+OBJECTIVE_ALIASES = {"throughput_per_gpu": "throughput", "tokens_per_s": "throughput"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = parser_of(
+    parser = make_command_parser(
         "serve",
-        "The split, batch, memory and replicas that serve a model best within limits: for "
-        "throughput, for latency, or on the fewest GPUs.",
+        "Find the TP and PP sizes, the batch size, the KV cache size and the number of replicas "
+        "that serve a model best within limits: for throughput, latency, or the fewest GPUs.",
         EXAMPLES,
     )
     add_model_flags(parser)
     add_hardware_flags(parser)
     add_workload_flags(parser)
     limits = parser.add_argument_group("limits").add_argument
-    for figure, what in (
-        ("ttft", "to the first token"),
-        ("itl", "between tokens"),
-        ("request", "of a whole request"),
+    for figure, meaning in (
+        ("ttft", "time to first token"),
+        ("itl", "inter-token latency"),
+        ("request", "duration of a request"),
     ):
-        limits(f"--{figure}-ms-p50", metavar="X", type=float, help=f"ms {what}: the median")
-        limits(f"--{figure}-ms-p95", metavar="X", type=float, help="that 19 of 20 stay within")
-    limits("--min-tokens-per-s", metavar="X", type=float, help="of all replicas together")
-    limits("--max-gpus", metavar="N", type=int)
-    limits("--memory-fraction", metavar="X", type=float, help="that may be used (default: 0.9)")
-    limits("--margin-latency", metavar="X", type=float, help="off each limit (default: 0.1)")
-    limits("--margin-memory", metavar="X", type=float, help="off the memory (default: 0.05)")
-    parser.add_argument("--objective", metavar="NAME", help=f"{', '.join(OBJECTIVES)}: what is "
-        "best among all that keep the limits (default: throughput, for each GPU)")  # fmt: skip
+        limits(f"--{figure}-ms-p50", metavar="X", type=float, help=f"median {meaning}, in ms")
+        limits(f"--{figure}-ms-p95", metavar="X", type=float, help=f"95th percentile {meaning}")
+    limits(
+        "--min-tokens-per-s",
+        metavar="X",
+        type=float,
+        help="minimum of generated tokens per second of all replicas together",
+    )
+    limits("--max-gpus", metavar="N", type=int, help="maximum number of GPUs (default: all)")
+    limits(
+        "--memory-fraction",
+        metavar="X",
+        type=float,
+        help="fraction of each GPU's memory to use (default: 0.9)",
+    )
+    limits(
+        "--margin-latency",
+        metavar="X",
+        type=float,
+        help="safety margin, as a fraction of each latency limit (default: 0.1)",
+    )
+    limits(
+        "--margin-memory",
+        metavar="X",
+        type=float,
+        help="safety margin, as a fraction of the memory (default: 0.05)",
+    )
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="goal of the optimization within the limits: "
+        f"{', '.join(OBJECTIVES)} (default: throughput, per GPU)",
+    )
     add_plan_flags(parser)
     add_shared_flags(parser)
     return parser
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> Told:
-    asked = Specification.read(args.spec, vars(args))
-    model, path = asked.model.config(), asked.model.checkpoint
-    wish = Wish(
+def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
+    specification = Specification.read(args.spec, vars(args))
+    model, path = specification.model.config(), specification.model.checkpoint_path
+    requirements = Requirements(
         model,
-        dtype_of(asked, model),
-        workload_of(asked),
-        limits_of(asked),
-        asked.hardware.cluster(),
-        asked.hardware.machine,
-        objective_of(asked),
-        fill=not loaded(asked),
+        serving_dtype(specification, model),
+        make_workload(specification),
+        make_limits(specification),
+        specification.hardware.cluster(),
+        specification.hardware.machine_calibration,
+        parse_objective(specification),
+        saturate=not has_load(specification),
     )
-    plan = plan_serving(wish, path or "MODEL")
+    plan = plan_serving(requirements, path or "MODEL")
     if args.measure is not None:
-        plan = _measured(args, plan, wish, path, say)
+        plan = _measure_candidates(args, plan, requirements, path, log)
     if path is not None:
-        kept = keep(plan, wish)
-        if kept is not None:
-            say(f"kept for `preamble serve --profile {wish.objective}`: {kept}")
-    return told_plan(plan, args)
+        saved_path = save_plan(plan, requirements)
+        if saved_path is not None:
+            log(f"saved for `preamble serve --profile {requirements.objective}`: {saved_path}")
+    return render_plan(plan, args)
 
 
-def _measured(
-    args: argparse.Namespace, plan: Plan, wish: Wish, path: str | None, say: Callable[[str], None]
+def _measure_candidates(
+    args: argparse.Namespace,
+    plan: Plan,
+    requirements: Requirements,
+    path: str | None,
+    log: Callable[[str], None],
 ) -> Plan:
     if path is None:
         raise ConfigError(
-            "--measure starts servers, and needs a checkpoint's path for them; a preset has no "
-            "weights"
+            "--measure starts servers and needs weights, which presets and sizes do not have; give "
+            "the path of a checkpoint as MODEL"
         )
     from planning.measurement.serving_trial import ServingTrial, check_machine
 
-    check_machine(wish)
-    trial = ServingTrial(wish, Path(path))
-    return measure(plan, trial, Path(args.output or UNNAMED), args.measure, say)
+    check_machine(requirements)
+    trial = ServingTrial(requirements, Path(path))
+    return measure_plan(plan, trial, Path(args.output or DEFAULT_FOLDER), args.measure, log)
 
 
-def objective_of(asked: Specification) -> Objective:
-    word = asked.objective or "throughput"
-    word = OBJECTIVE_NAMES.get(word, word)
+def parse_objective(specification: Specification) -> Objective:
+    name = specification.objective or "throughput"
+    name = OBJECTIVE_ALIASES.get(name, name)
     for objective in OBJECTIVES:
-        if word == objective:
+        if name == objective:
             return objective
-    raise ConfigError(f"objective is {word!r}; known are: {', '.join(OBJECTIVES)}")
+    raise ConfigError(f"objective is {name!r}; choose one of: {', '.join(OBJECTIVES)}")
 
 
-def dtype_of(asked: Specification, model: GPTConfig) -> str:
-    """What our engine computes in: the flag's, else the first of the wanted ones that it has."""
-    named = [DTYPE_NAMES.get(one, one) for one in asked.constraints.quality]
-    computed = [one for one in named if one in ENGINE_DTYPES]
-    if asked.dtype is None and named and not computed:
+def serving_dtype(specification: Specification, model: GPTConfig) -> str:
+    """Return the dtype of the engine.
+
+    It is the requested dtype, else the first dtype of `quality` that the engine supports, else the
+    dtype of the model.
+    """
+    allowed = [
+        DTYPE_ALIASES.get(dtype_name, dtype_name)
+        for dtype_name in specification.constraints.quality
+    ]
+    supported = [dtype_name for dtype_name in allowed if dtype_name in ENGINE_DTYPES]
+    if specification.dtype is None and allowed and not supported:
         raise ConfigError(
-            f"quality allows {', '.join(named)}, none of which is computed here; add one of "
-            f"{', '.join(ENGINE_DTYPES)}"
+            f"quality allows {', '.join(allowed)}, but the server supports none of these dtypes; "
+            f"add one of: {', '.join(ENGINE_DTYPES)}"
         )
-    found = asked.dtype or (computed[0] if computed else model.dtype)
-    if found not in ENGINE_DTYPES:
+    dtype = specification.dtype or (supported[0] if supported else model.dtype)
+    if dtype not in ENGINE_DTYPES:
         raise ConfigError(
-            f"a server does not compute in {found}; known are: {', '.join(ENGINE_DTYPES)}"
+            f"the server does not support dtype {dtype}; choose one of: {', '.join(ENGINE_DTYPES)}"
         )
-    return found
+    return dtype
 
 
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def loaded(asked: Specification) -> bool:
-    """Whether it is said how much is asked at once; else each server is full."""
-    return asked.workload.request_rate is not None or asked.workload.concurrency is not None
-
-
-def workload_of(asked: Specification) -> Workload:
-    wish = asked.workload
-    return Workload(
-        _lengths(wish.input_tokens, wish.input_tokens_p95, INPUT_TOKENS),
-        _lengths(wish.output_tokens, wish.output_tokens_p95, OUTPUT_TOKENS),
-        wish.request_rate,
-        wish.concurrency if loaded(asked) else 1,
-        wish.adapters,
-        wish.virtual_tokens,
+def has_load(specification: Specification) -> bool:
+    """Return whether the specification gives a load; without a load, candidates run saturated."""
+    return (
+        specification.workload.request_rate is not None
+        or specification.workload.concurrency is not None
     )
 
 
-def _lengths(mean: float | None, p95: float | None, usual: float) -> Lengths:
-    mean = usual if mean is None else mean
-    return Lengths(mean, mean if p95 is None else p95)
+def make_workload(specification: Specification) -> Workload:
+    section = specification.workload
+    return Workload(
+        _length_distribution(section.input_tokens, section.input_tokens_p95, DEFAULT_INPUT_TOKENS),
+        _length_distribution(
+            section.output_tokens, section.output_tokens_p95, DEFAULT_OUTPUT_TOKENS
+        ),
+        section.request_rate,
+        section.concurrency if has_load(specification) else 1,
+        section.adapters,
+        section.virtual_tokens,
+    )
 
 
-def limits_of(asked: Specification) -> Limits:
-    wish = asdict(asked.constraints)
+def _length_distribution(
+    mean: float | None, p95: float | None, default: float
+) -> LengthDistribution:
+    mean = default if mean is None else mean
+    return LengthDistribution(mean, mean if p95 is None else p95)
+
+
+def make_limits(specification: Specification) -> ServiceLimits:
+    constraints = asdict(specification.constraints)
     names = {
-        **{name: name for name in wish if name.endswith(("_p50", "_p95"))},
+        **{name: name for name in constraints if name.endswith(("_p50", "_p95"))},
         "min_tokens_per_s": "tokens_per_s_min",
         "max_gpus": "gpus_max",
         "memory_fraction": "memory_fraction",
     }
-    values = {there: wish[here] for here, there in names.items()}
-    values |= {"latency_margin": asked.margins.latency, "memory_margin": asked.margins.memory}
-    return Limits(**{name: value for name, value in values.items() if value is not None})
+    values = {
+        limit_name: constraints[constraint_name] for constraint_name, limit_name in names.items()
+    }
+    values |= {
+        "latency_margin": specification.margins.latency,
+        "memory_margin": specification.margins.memory,
+    }
+    return ServiceLimits(**{name: value for name, value in values.items() if value is not None})

@@ -1,7 +1,8 @@
-"""`preamble plan train`: the fastest way to train a model, or an adapter for it, on these GPUs.
+"""The `preamble plan train` command: find the fastest training configuration on given GPUs.
 
-What is asked becomes a job, a search finds the split, words say why; with `--tune` the settings
-file of a run comes back, changed in nothing but its split.
+The command converts the specification to a training job, for all parameters or for an adapter;
+`planning.training.plan` creates the plan. With `--tune CONFIG`, the plan contains a copy of the
+settings file CONFIG in which only the split is changed.
 """
 
 import argparse
@@ -20,20 +21,20 @@ from planning.cli.flags import (
     add_shared_flags,
     add_training_flags,
     add_virtual_tokens,
-    numbers,
-    parser_of,
-    tokens,
+    make_command_parser,
+    parse_int_list,
+    parse_token_count,
 )
-from planning.cli.result import Told, told_plan
+from planning.cli.result import CommandResult, render_plan
 from planning.cli.specification import Specification
 from planning.hardware import Cluster
-from planning.measurement.rounds import UNNAMED, measure
+from planning.measurement.rounds import DEFAULT_FOLDER, measure_plan
 from planning.plan import Plan
 from planning.training.estimate import TrainingJob
 from planning.training.explanation import default_batch
-from planning.training.plan import plan_training, settled
-from planning.training.search import Axes, split_of
-from planning.training.tune_settings import Tuning
+from planning.training.plan import finalize_plan, plan_training
+from planning.training.search import SearchSpace, split_from_settings
+from planning.training.tune_settings import TuningSettings
 
 EXAMPLES = """
   preamble plan train gpt3-175b --gpu a100-80g --gpus 1024 --global-batch 1536 --tokens 300B
@@ -45,67 +46,102 @@ EXAMPLES = """
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = parser_of(
+    parser = make_command_parser(
         "train",
-        "The split, micro-batch and recomputation that train a model fastest on the GPUs at hand: "
-        "all of it, or an adapter for it.",
+        "Find the parallel sizes, the micro-batch size and the activation checkpointing that train "
+        "a model, or an adapter for it, fastest on the given GPUs.",
         EXAMPLES,
     )
     add_model_flags(parser)
     add_hardware_flags(parser)
-    job = parser.add_argument_group("what is trained").add_argument
-    job("--tune", metavar="CONFIG", help="a settings file of `preamble tune`, to be spread anew")
-    job("--tokens", metavar="N", type=tokens, help="of the whole training, as 300B")
+    job = parser.add_argument_group("training job").add_argument
+    job(
+        "--tune",
+        metavar="CONFIG",
+        help="a settings file of `preamble tune`, to find the best split for its run",
+    )
+    job(
+        "--tokens",
+        metavar="N",
+        type=parse_token_count,
+        help="number of tokens of the whole training run, such as 300B",
+    )
     add_training_flags(job)
     add_virtual_tokens(job)
-    axes = parser.add_argument_group("what is tried: lists as 1,2,4 (default: all)").add_argument
-    for name in ("tp", "pp", "vpp", "micro-batch"):
-        axes(f"--{name}", metavar="LIST", type=numbers)
-    axes("--recompute", metavar="LIST", type=_kinds, help="of none, selective, block, full")
-    axes("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None)
-    axes("--allow-internode-tp", action="store_true", help="tensor ranks across nodes too")
-    axes("--memory-fraction", metavar="X", type=float, help="that may be used (default: 0.9)")
+    axes = parser.add_argument_group(
+        "search space; a LIST is 1,2,4 (default: all values)"
+    ).add_argument
+    for name, meaning in (
+        ("tp", "tensor-parallel sizes"),
+        ("pp", "pipeline-parallel sizes"),
+        ("vpp", "model chunks per pipeline stage (interleaved schedule)"),
+        ("micro-batch", "micro-batch sizes"),
+    ):
+        axes(f"--{name}", metavar="LIST", type=parse_int_list, help=f"{meaning} to try")
+    axes(
+        "--recompute",
+        metavar="LIST",
+        type=_parse_recompute_list,
+        help="activation checkpointing to try: none, selective, block, full",
+    )
+    axes(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="try only configurations with (or without) sequence parallelism (default: both)",
+    )
+    axes(
+        "--allow-internode-tp", action="store_true", help="try tensor parallelism across nodes too"
+    )
+    axes(
+        "--memory-fraction",
+        metavar="X",
+        type=float,
+        help="fraction of each GPU's memory to use (default: 0.9)",
+    )
     add_plan_flags(parser)
     add_shared_flags(parser)
     return parser
 
 
-def _kinds(text: str) -> tuple[str, ...]:
+def _parse_recompute_list(text: str) -> tuple[str, ...]:
     kinds = tuple(text.split(","))
     for kind in kinds:
         if kind not in ("none", "selective", "block", "full"):
-            raise argparse.ArgumentTypeError(f"{kind!r} is none of: none, selective, block, full")
+            raise argparse.ArgumentTypeError(
+                f"unknown {kind!r}; choose from: none, selective, block, full"
+            )
     return kinds
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> Told:
-    flags = {name: value for name, value in vars(args).items() if name not in _AXES}
+def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
+    flags = {name: value for name, value in vars(args).items() if name not in _SEARCH_FLAGS}
     specification = Specification.read(args.spec, flags)
-    tuning = Tuning.read(args.tune) if args.tune else None
-    job, cluster, name = wanted(specification, tuning)
+    tuning = TuningSettings.read(args.tune) if args.tune else None
+    job, cluster, name = training_task(specification, tuning)
     plan = plan_training(
         job,
         cluster,
-        _axes(args, specification),
+        _search_space(args, specification),
         name=name,
         tokens=specification.training.tokens,
         tuning=tuning,
     )
     if args.measure is not None:
-        plan = _measured(args, plan, tuning, say)
-    return told_plan(plan, args)
+        plan = _measure_candidates(args, plan, tuning, log)
+    return render_plan(plan, args)
 
 
-_AXES = ("tp", "pp", "vpp", "micro_batch", "recompute", "sequence_parallel")
+_SEARCH_FLAGS = ("tp", "pp", "vpp", "micro_batch", "recompute", "sequence_parallel")
 
 
-def _axes(args: argparse.Namespace, asked: Specification) -> Axes:
+def _search_space(args: argparse.Namespace, specification: Specification) -> SearchSpace:
     for flag in ("tp", "pp", "vpp", "micro_batch"):
         for value in getattr(args, flag) or ():
             if value < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} has {value}; it must be at least 1")
-    fraction = asked.constraints.memory_fraction
-    return Axes(
+    fraction = specification.constraints.memory_fraction
+    return SearchSpace(
         args.tp or (),
         args.pp or (),
         args.vpp or (),
@@ -117,52 +153,64 @@ def _axes(args: argparse.Namespace, asked: Specification) -> Axes:
     )
 
 
-def wanted(asked: Specification, tuning: Tuning | None) -> tuple[TrainingJob, Cluster, str]:
-    """What is trained, on what, and its name."""
+def training_task(
+    specification: Specification, tuning: TuningSettings | None
+) -> tuple[TrainingJob, Cluster, str]:
+    """Return the training job, the cluster and the model's name."""
     if tuning is not None:
-        return _tuned(asked, tuning)
-    model = asked.model.config()
-    cluster = asked.hardware.cluster()
-    trainable = asked.training.trainable or "all"
+        return _tuning_task(specification, tuning)
+    model = specification.model.config()
+    cluster = specification.hardware.cluster()
+    trainable = specification.training.trainable or "all"
     batch = default_batch(parameter_count(model), trainable, cluster.gpus)
-    job = asked.training_job(model, batch)
-    return job, cluster, asked.model.name
+    job = specification.training_job(model, batch)
+    return job, cluster, specification.model.name
 
 
-def _tuned(asked: Specification, tuning: Tuning) -> tuple[TrainingJob, Cluster, str]:
-    """The settings file says all but the GPUs, and how long examples are."""
-    wish = asked.training
-    if asked.model.path is not None or asked.model.layers is not None:
-        raise ConfigError(f"{tuning.path} names the model, and so does the command; leave one out")
-    if wish.trainable not in (None, tuning.trainable):
+def _tuning_task(
+    specification: Specification, tuning: TuningSettings
+) -> tuple[TrainingJob, Cluster, str]:
+    """Return the training task of a `preamble tune` settings file.
+
+    Only the GPUs, the sequence length and the dtype come from flags.
+    """
+    section = specification.training
+    if specification.model.path is not None or specification.model.layers is not None:
         raise ConfigError(
-            f"--trainable {wish.trainable} contradicts {tuning.path}, whose method is "
-            f"{tuning.config.method}: that trains {tuning.trainable}; leave the flag out"
+            f"the command names a model, and {tuning.path} names one too; remove the model from "
+            "the command"
         )
-    if wish.global_batch not in (None, tuning.config.batch_examples):
+    if section.trainable not in (None, tuning.trainable):
         raise ConfigError(
-            f"--global-batch {wish.global_batch} contradicts {tuning.path}, whose batch_examples "
-            f"is {tuning.config.batch_examples}; change it there"
+            f"--trainable {section.trainable} contradicts {tuning.path}, whose method "
+            f"{tuning.config.method} trains {tuning.trainable}; remove the flag"
         )
-    job = tuning.job(asked.model.seq)
-    if asked.dtype is not None:
-        job = replace(job, dtype=asked.dtype)
-    return job, asked.hardware.cluster(tuning.gpus), tuning.config.model
+    if section.global_batch not in (None, tuning.config.batch_examples):
+        raise ConfigError(
+            f"--global-batch {section.global_batch} contradicts {tuning.path}, whose "
+            f"batch_examples is {tuning.config.batch_examples}; remove the flag, or change the file"
+        )
+    job = tuning.training_job(specification.model.seq)
+    if specification.dtype is not None:
+        job = replace(job, dtype=specification.dtype)
+    return job, specification.hardware.cluster(tuning.gpus), tuning.config.model
 
 
-def _measured(
-    args: argparse.Namespace, plan: Plan, tuning: Tuning | None, say: Callable[[str], None]
+def _measure_candidates(
+    args: argparse.Namespace, plan: Plan, tuning: TuningSettings | None, log: Callable[[str], None]
 ) -> Plan:
     if tuning is None:
         raise ConfigError(
-            "--measure runs `preamble tune` for a few steps, and needs to know of what: give its "
-            "settings file with --tune"
+            "--measure runs `preamble tune` for a few steps and needs its settings file; give the "
+            "file with --tune"
         )
     from planning.measurement.tuning_trial import TuningTrial
 
     trial = TuningTrial(
-        base=tuning.record,
-        settings=lambda row: yaml.safe_load(tuning.yaml(split_of(row.settings), [])),
-        settled=lambda plan, best: settled(plan, tuning, best),
+        base_settings=tuning.record,
+        settings_of_row=lambda row: yaml.safe_load(
+            tuning.to_yaml(split_from_settings(row.settings), [])
+        ),
+        make_final_plan=lambda plan, best: finalize_plan(plan, tuning, best),
     )
-    return measure(plan, trial, Path(args.output or UNNAMED), args.measure, say)
+    return measure_plan(plan, trial, Path(args.output or DEFAULT_FOLDER), args.measure, log)

@@ -1,14 +1,14 @@
-"""`preamble plan validate`: every published table, predicted again, and how far off each row is.
+"""The `preamble plan validate` command: compare predictions with every published table.
 
-Exit code 1 where a table is outside of its target. The tables and their targets are
-`planning.published.validate`'s.
+The exit code is 1 if the error of a table exceeds its target. `planning.published.validate` defines
+the tables and their targets.
 """
 
 import argparse
 from collections.abc import Callable
 
-from planning.cli.flags import parser_of
-from planning.cli.result import Told
+from planning.cli.flags import make_command_parser
+from planning.cli.result import CommandResult
 
 EXAMPLES = """
   preamble plan validate
@@ -18,18 +18,20 @@ EXAMPLES = """
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = parser_of(
+    parser = make_command_parser(
         "validate",
-        "Predict every published table again, and tell the error of each row and table.",
+        "Compare predictions with every published table, and print the errors.",
         EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="write it as JSON, with every row")
-    parser.add_argument("--rows", action="store_true", help="tell every row, not tables alone")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every row")
+    parser.add_argument("--rows", action="store_true", help="print every row of each table")
     return parser
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> Told:
-    from planning.published.validate import validate
+def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
+    from planning.published.validate import validate_tables
 
-    report = validate()
-    return Told(report.text(args.rows), report.figures(), 0 if report.good else 1)
+    report = validate_tables()
+    return CommandResult(
+        report.text(args.rows), report.figures(), 0 if report.is_within_targets else 1
+    )

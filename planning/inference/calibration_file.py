@@ -1,7 +1,9 @@
-"""A machine's calibration: what our engine's steps took there, and the file that keeps it.
+"""Calibration file: measured step costs of reference and user models on one machine, as YAML.
 
-Models were measured one by one: the user's own, and plain ones of a few sizes, between which any
-other finds itself. The file says when it was made, on what, and by which software. No torch.
+A calibration contains the step costs of a user's model and of reference models of several sizes.
+`planning.inference.step_pricing` interpolates the step costs of other models from these costs. The
+file records the date, the device and the software versions of the measurement. The module does not
+import torch.
 """
 
 from collections.abc import Mapping
@@ -11,40 +13,45 @@ from typing import Any
 
 import yaml
 
+from gpt.atomic_files import write_atomic
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.settings import read_yaml, settings, shown
-from planning.atomic_write import put
+from gpt.settings import parse_settings, read_yaml, short_repr
 from planning.hardware import Cluster, Device
-from planning.inference.step_cost import Curve, Steps
+from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 
-# A change that makes old files mean something else has another number.
-FORMAT = 1
-HEAD = "# What steps took here; made by `preamble plan calibrate`, read with --calibration.\n"
+# Version of the file format; increase it with every incompatible change.
+FORMAT_VERSION = 1
+HEADER = (
+    "# Step costs measured on this machine; written by `preamble plan calibrate`, "
+    "read with --calibration.\n"
+)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What of a model decides how long its steps are."""
+class ModelShape:
+    """The sizes of a model that determine the duration of its steps."""
 
     layers: int
     hidden: int
-    layer_weights: int  # Of all layers, those that a token passes.
+    # Number of weights that one token uses, summed over all layers. Of a MoE layer's experts, only
+    # the token's experts count.
+    layer_weights: int
     vocab: int
-    kv_width: int  # Of one layer's keys.
-    query_width: int
+    kv_width: int  # Width of the keys of one layer; the values have the same width.
+    query_width: int  # Width of the queries of one layer.
 
     @classmethod
-    def of(cls, config: GPTConfig) -> "Shape":
+    def from_config(cls, config: GPTConfig) -> "ModelShape":
         h, d = config.hidden_size, config.kv_channels
         queries, keys = config.num_attention_heads * d, config.num_query_groups * d
         attention = h * (2 * queries + 2 * keys)
         matrices = 3 if config.gated else 2
-        experts = sum(config.moe_layers)
+        moe_layers = sum(config.moe_layers)
         active = config.moe_router_topk * config.moe_ffn_hidden_size
         active += config.moe_shared_expert_intermediate_size
-        plain = config.num_layers - experts
-        widths = plain * config.ffn_hidden_size + experts * active
+        dense_layers = config.num_layers - moe_layers
+        widths = dense_layers * config.ffn_hidden_size + moe_layers * active
         return cls(
             layers=config.num_layers,
             hidden=h,
@@ -56,124 +63,141 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Steps of one model, in one dtype and split."""
+class MeasuredModel:
+    """Step costs of one model in one dtype and one TP/PP split."""
 
-    shape: Shape
+    shape: ModelShape
     dtype: str
-    steps: Steps
+    steps: StepCostModel
     tp: int = 1
     pp: int = 1
-    name: str = ""  # For people.
+    name: str = ""  # Name for display.
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """What the steps of our engine cost on a machine."""
+class Calibration:
+    """The measured step costs of the engine on one machine."""
 
     date: str
-    device: str  # In words.
-    kind: str  # cpu or cuda.
-    memory_bytes: int  # Of the device; the machine's, where that is the CPU.
-    flops: float  # Of the largest product that was timed.
-    bandwidth_bytes: float  # At which weights were read.
+    device: str  # Name for display.
+    kind: str  # "cpu" or "cuda".
+    memory_bytes: int  # Memory of the device; for a CPU, memory of the machine.
+    flops: float  # FLOP/s of the largest matrix product that was timed.
+    bandwidth_bytes: float  # Bytes per second at which weights are read.
     threads: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
-    request_s: float = 0.0  # A call's way to its first step, and of its first token back.
-    request_token_s: float = 0.0  # And what each token of its prompt adds to that.
-    error: float = 0.15  # Of a model that was measured itself.
-    models: tuple[Measured, ...] = ()
+    request_s: float = 0.0  # Total server overhead of a request before and after the engine.
+    request_token_s: float = 0.0  # Additional server overhead per prompt token.
+    error: float = 0.15  # Relative error of predictions for a model that was measured.
+    models: tuple[MeasuredModel, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise ConfigError("a calibration has no models; make it anew: preamble plan calibrate")
+            raise ConfigError(
+                "the calibration contains no models; write it again: preamble plan calibrate"
+            )
         for name in ("memory_bytes", "flops", "bandwidth_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
 
-    def cluster(self) -> Cluster:
-        """This machine, as if it were a GPU: what a plan for it is made on."""
+    def as_cluster(self) -> Cluster:
+        """Return this machine as a cluster of one device."""
         name = "this-cpu" if self.kind == "cpu" else "this-gpu"
         speeds = self.flops, self.memory_bytes, self.bandwidth_bytes
-        # Ranks on one CPU talk through its memory.
+        # Ranks on one CPU communicate through memory.
         return Cluster(Device(name, *speeds, self.bandwidth_bytes, self.bandwidth_bytes), 1, 1)
 
 
-def read_calibration(path: Path) -> StepCosts:
+def read_calibration(path: Path) -> Calibration:
     record = read_yaml(path)
-    where = str(path)
-    made = record.pop("format", None)
-    if made != FORMAT:
+    source = str(path)
+    format_version = record.pop("format", None)
+    if format_version != FORMAT_VERSION:
         raise ConfigError(
-            f"{where} has the format {shown(made)}, this reads {FORMAT}; make it anew: "
-            "preamble plan calibrate"
+            f"{source} has format {short_repr(format_version)}, and this version reads format "
+            f"{FORMAT_VERSION}; write it again: preamble plan calibrate"
         )
     models = record.pop("models", ())
-    if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
-        raise ConfigError(f"{where}: models must be a list; make it anew: preamble plan calibrate")
-    measured = tuple(_measured(one, where) for one in models)
+    if not isinstance(models, list) or not all(
+        isinstance(model_record, dict) for model_record in models
+    ):
+        raise ConfigError(
+            f"{source}: models must be a list of mappings; write it again: preamble plan calibrate"
+        )
+    measured = tuple(_parse_model(model_record, source) for model_record in models)
     versions = record.pop("versions", {})
     if not isinstance(versions, dict):
-        raise ConfigError(f"{where}: versions must be a mapping of names to versions")
-    # The schema is the dataclass, but for what was taken out above.
+        raise ConfigError(f"{source}: versions must be a mapping of names to versions")
+    # All other keys are fields of the dataclass.
     flat: dict[str, Any] = {**record, "models": measured, "versions": versions}
     if isinstance(flat.get("memory_bytes"), float):
         flat["memory_bytes"] = int(flat["memory_bytes"])
-    return settings(StepCosts, flat, where)
+    return parse_settings(Calibration, flat, source)
 
 
-def _measured(record: Mapping[str, Any], where: str) -> Measured:
+def _parse_model(record: Mapping[str, Any], source: str) -> MeasuredModel:
     parts = dict(record)
-    steps = _mapping(parts.pop("steps", None), "steps", where)
-    shape = settings(Shape, _mapping(parts.pop("shape", None), "shape", where), where)
+    steps = _require_mapping(parts.pop("steps", None), "steps", source)
+    shape = parse_settings(
+        ModelShape, _require_mapping(parts.pop("shape", None), "shape", source), source
+    )
     for name in ("rows", "draws"):
-        steps[name] = _curve(steps.get(name), name, where)
-    return settings(
-        Measured, {**parts, "shape": shape, "steps": settings(Steps, steps, where)}, where
+        steps[name] = _parse_curve(steps.get(name), name, source)
+    return parse_settings(
+        MeasuredModel,
+        {**parts, "shape": shape, "steps": parse_settings(StepCostModel, steps, source)},
+        source,
     )
 
 
-def _mapping(value: object, name: str, where: str) -> dict[str, Any]:
+def _require_mapping(value: object, name: str, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: a model lacks {name}; make it anew: preamble plan calibrate")
-    return {str(key): one for key, one in value.items()}
+        raise ConfigError(
+            f"{source}: a model has no mapping {name}; write it again: preamble plan calibrate"
+        )
+    return {str(key): member for key, member in value.items()}
 
 
-def _curve(value: object, name: str, where: str) -> Curve:
+def _parse_curve(value: object, name: str, source: str) -> PiecewiseLinear:
     try:
-        listed = value if isinstance(value, list) else []
-        points = tuple((float(x), float(y)) for x, y in listed)
+        pairs = value if isinstance(value, list) else []
+        points = tuple((float(x), float(y)) for x, y in pairs)
     except (TypeError, ValueError):
         points = ()
     if not points or list(points) != sorted(points) or min(y for _, y in points) < 0:
-        raise ConfigError(f"{where}: {name} must be a list of [tokens, seconds], growing in tokens")
-    return Curve(points)
+        raise ConfigError(
+            f"{source}: {name} must be a list of [tokens, seconds], sorted by tokens, with no "
+            "negative seconds; write it again: preamble plan calibrate"
+        )
+    return PiecewiseLinear(points)
 
 
-def write_calibration(costs: StepCosts, path: Path) -> None:
-    """Whole or not at all."""
-    record = {"format": FORMAT, **asdict(costs)}
-    record["versions"] = dict(costs.versions)
-    record["models"] = [_record(one) for one in costs.models]
-    text = HEAD + yaml.safe_dump(record, sort_keys=False, default_flow_style=None, width=100)
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write the file atomically."""
+    record = {"format": FORMAT_VERSION, **asdict(calibration)}
+    record["versions"] = dict(calibration.versions)
+    record["models"] = [_model_record(model) for model in calibration.models]
+    text = HEADER + yaml.safe_dump(record, sort_keys=False, default_flow_style=None, width=100)
     try:
-        put(path, text.encode())
+        write_atomic(path, text.encode(), durable=False)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name another with --output"
+            f"cannot write {path}: {error.strerror}; set another path with --output"
         ) from None
 
 
-def _record(one: Measured) -> dict[str, object]:
-    record = asdict(one)
+def _model_record(model: MeasuredModel) -> dict[str, object]:
+    record = asdict(model)
     for name in ("rows", "draws"):
-        points = getattr(one.steps, name).points
-        record["steps"][name] = [[_short(x), _short(y)] for x, y in points]
+        points = getattr(model.steps, name).points
+        record["steps"][name] = [
+            [_round_to_six_digits(x), _round_to_six_digits(y)] for x, y in points
+        ]
     for name in ("context_s", "pair_s", "sequence_s", "step_s"):
-        record["steps"][name] = _short(getattr(one.steps, name))
+        record["steps"][name] = _round_to_six_digits(getattr(model.steps, name))
     return record
 
 
-def _short(value: float) -> float:
-    """As many digits as a timing can have."""
+def _round_to_six_digits(value: float) -> float:
+    """Round to six significant digits, more than the precision of a timing."""
     return float(f"{value:.6g}")

@@ -1,8 +1,9 @@
-"""Our own engine under a load: what first tokens, next tokens and whole requests will take.
+"""Serving estimate: time to first token, inter-token latency and throughput of a configuration.
 
-A workload's requests are played through the rules by which the scheduler fills its steps, each step
-as long as its price says, and times are counted as a load generator counts them: no formula for
-queues is needed. Arithmetic only: no torch, no server.
+The requests of the workload are simulated by the scheduler's rules, with step durations from the
+step cost model; latencies are computed from the simulated times as a load generator does. Queueing
+is simulated too, except for concurrency above the simulated maximum (`_with_queue`). The module
+does not import torch, and runs no server.
 """
 
 import math
@@ -16,80 +17,103 @@ from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import RankCost, rank_costs
 from gpt.errors import ConfigError
 from planning.hardware import Cluster
-from planning.inference.calibration_file import StepCosts
-from planning.inference.simulator import Call, Played, Rules, simulation
-from planning.inference.step_pricing import Priced, price
-from planning.memory_ledger import FITS_SHARE, Ledger
-from planning.plan import Trust
+from planning.inference.calibration_file import Calibration
+from planning.inference.simulator import (
+    SchedulerRules,
+    SimulatedRequest,
+    SimulationResult,
+    make_simulation,
+)
+from planning.inference.step_pricing import StepPrices, price_steps
+from planning.memory_ledger import MemoryLedger
+from planning.plan import Confidence
+from serving.memory_budget import (
+    ADAPTER_ROWS_MAX,
+    KV_BLOCK_TOKENS,
+    KVBlockLayout,
+    check_step_tokens,
+    kv_cache_bytes,
+    running_kv_tokens_max,
+    workspace_bytes,
+)
 
-BLOCK_TOKENS = 16
-# Requests that are played: enough for a percentile, and for a load to become steady.
-CALLS_MIN, CALLS_MAX = 160, 3000
-AT_ONCE_MAX = 1000  # Of the calls that are played: who comes beyond them waits.
-STAGED_CALLS_MIN = 60  # Of several stages each step is played.
-WARM_SHARE = 0.25
-# A queue that grows by more than this part of what comes has no end.
-BEHIND = 0.05
-# Memory of a GPU that a program takes before it has anything, with its libraries' buffers.
-CONTEXT_BYTES = 1 << 30
-GROUP_BYTES = 400 << 20  # More, where it talks to other ranks.
-SCORED_BYTES = 256 << 20
-ADAPTER_ROWS = 4096  # The pool that all adapters share.
-# What the keys and values of a server on a CPU take of the memory that is free.
-HOST_SHARE = 0.25
-# The widest spread that a lognormal has with such a 95th percentile over its mean.
-SPREAD_MAX = math.exp(0.5 * NormalDist().inv_cdf(0.95) ** 2)
+# Limits of the number of simulated requests, which must suffice for percentiles and a steady load.
+SIMULATED_REQUESTS_MIN, SIMULATED_REQUESTS_MAX = 160, 3000
+SIMULATED_CONCURRENCY_MAX = 1000  # Further concurrent requests are added as queueing time.
+# Replaces SIMULATED_REQUESTS_MIN with several pipeline stages. It is smaller, because each step is
+# then simulated separately, which takes longer.
+PIPELINE_REQUESTS_MIN = 60
+WARMUP_FRACTION = 0.25  # Fraction of the requests that arrive before the load counts as steady.
+# If more than this fraction of the arriving requests does not finish in the simulated time, the
+# load is not steady yet or the server is overloaded. `estimate` then measures the capacity.
+BACKLOG_GROWTH_MAX = 0.05
+# GPU memory of a process without tensors: the CUDA context and buffers of libraries.
+CUDA_CONTEXT_BYTES = 1 << 30
+PROCESS_GROUP_BYTES = 400 << 20  # Communication buffers, if there is more than one rank.
+# The largest ratio of 95th percentile to mean that a lognormal distribution can have.
+P95_OVER_MEAN_MAX = math.exp(0.5 * NormalDist().inv_cdf(0.95) ** 2)
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """How many tokens, over all requests; with both alike each has just so many."""
+class LengthDistribution:
+    """The distribution of a token count over requests; constant if `mean` equals `p95`."""
 
     mean: float
     p95: float
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean < float("inf"):
-            raise ConfigError(f"the mean length is {self.mean}; it must be at least 1 token")
-        if not self.mean <= self.p95 <= SPREAD_MAX * self.mean:
             raise ConfigError(
-                f"lengths of {self.mean:g} tokens on average have a 95th percentile of "
-                f"{self.p95:g}; it must be from {self.mean:g} to {SPREAD_MAX * self.mean:.0f}"
+                f"the mean number of input or output tokens is {self.mean}; it must be at least 1"
+            )
+        if not self.mean <= self.p95 <= P95_OVER_MEAN_MAX * self.mean:
+            raise ConfigError(
+                f"the 95th percentile of input or output tokens is {self.p95:g}, and the mean is "
+                f"{self.mean:g}; the percentile must be from {self.mean:g} to "
+                f"{P95_OVER_MEAN_MAX * self.mean:.0f}"
             )
 
-    def draw(self, count: int, seed: int) -> list[int]:
-        """As many, in any order, that have this mean and spread: lognormal."""
+    def sample_lengths(self, count: int, seed: int) -> list[int]:
+        """Return `count` lengths in random order.
+
+        They are quantiles of the lognormal distribution with this mean and p95.
+        """
         above = NormalDist().inv_cdf(0.95)
-        spread = above - math.sqrt(max(0.0, above**2 - 2 * math.log(self.p95 / self.mean)))
-        middle = math.log(self.mean) - spread**2 / 2
-        places = [NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
-        values = [math.exp(middle + spread * one) for one in places]
-        # What lies beyond the last place is missing; all of them make up for it.
+        sigma = above - math.sqrt(max(0.0, above**2 - 2 * math.log(self.p95 / self.mean)))
+        mu = math.log(self.mean) - sigma**2 / 2
+        normal_quantiles = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
+        values = [math.exp(mu + sigma * variate) for variate in normal_quantiles]
+        # The tail beyond the last quantile is missing; the scale compensates for it.
         scale = self.mean * count / sum(values)
-        lengths = [max(1, round(one * scale)) for one in values]
+        lengths = [max(1, round(length * scale)) for length in values]
         random.Random(seed).shuffle(lengths)
         return lengths
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One of `request_rate` (a second, as a Poisson process) and `concurrency` is set."""
+    """The requests of a load. Either `request_rate` or `concurrency` is set.
 
-    input_tokens: Lengths
-    output_tokens: Lengths
+    `request_rate` is the rate per second of a Poisson process.
+    """
+
+    input_tokens: LengthDistribution
+    output_tokens: LengthDistribution
     request_rate: float | None
     concurrency: int | None
     adapters: int = 0
-    virtual_tokens: int = 0  # Of each request's prompt, before its input; they are cached.
+    virtual_tokens: int = 0  # Virtual tokens at the start of each prompt, usually cached.
 
     def __post_init__(self) -> None:
         if (self.request_rate is None) == (self.concurrency is None):
-            raise ConfigError("a workload has a request_rate or a concurrency, one of the two")
-        load = self.request_rate if self.request_rate is not None else self.concurrency
-        assert load is not None
-        if not 0 < load < float("inf"):
+            raise ConfigError("a workload needs exactly one of request_rate and concurrency")
+        rate_or_concurrency = (
+            self.request_rate if self.request_rate is not None else self.concurrency
+        )
+        assert rate_or_concurrency is not None
+        if not 0 < rate_or_concurrency < float("inf"):
             name = "request_rate" if self.concurrency is None else "concurrency"
-            raise ConfigError(f"{name} is {load}; it must be more than 0")
+            raise ConfigError(f"{name} is {rate_or_concurrency}; it must be more than 0")
         for name in ("adapters", "virtual_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -102,9 +126,9 @@ class ServingSplit:
     replicas: int = 1
     running_requests_max: int = 64
     step_tokens_max: int = 512
-    kv_tokens: int | None = None  # Of each replica; None: what memory allows.
+    kv_tokens: int | None = None  # KV cache tokens per replica; None: as many as fit in memory.
     prefill_stall_ms_max: float = 15.0
-    kv_dtype: str = "auto"  # Or fp8: keys and values in eight bits, of which only memory is told.
+    kv_dtype: str = "auto"  # "auto" or "fp8"; affects the memory, but not the step time.
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "replicas", "running_requests_max", "step_tokens_max"):
@@ -114,11 +138,7 @@ class ServingSplit:
             raise ConfigError(
                 f"prefill_stall_ms_max is {self.prefill_stall_ms_max}; it must be more than 0"
             )
-        if self.running_requests_max > self.step_tokens_max:
-            raise ConfigError(
-                f"running_requests_max is {self.running_requests_max}, and a step has "
-                f"{self.step_tokens_max} tokens (step_tokens_max); each that runs needs one"
-            )
+        check_step_tokens(self.running_requests_max, self.step_tokens_max)
 
     @property
     def gpus(self) -> int:
@@ -132,34 +152,35 @@ class Percentiles:
     p95: float
 
     @classmethod
-    def of(cls, values: Sequence[tuple[float, int]]) -> "Percentiles":
-        """Of values, each of which came so often."""
+    def from_weighted(cls, values: Sequence[tuple[float, int]]) -> "Percentiles":
+        """Return the mean and the percentiles of (value, weight) pairs."""
         ordered = sorted(values)
-        count = sum(times for _, times in ordered)
+        count = sum(weight for _, weight in ordered)
         if not count:
             return cls(0.0, 0.0, 0.0)
 
-        def quantile(part: float) -> float:
-            passed = 0
-            for value, times in ordered:
-                passed += times
-                if passed >= part * count:
+        def quantile(fraction: float) -> float:
+            cumulative_weight = 0
+            for value, weight in ordered:
+                cumulative_weight += weight
+                if cumulative_weight >= fraction * count:
                     return value
             return ordered[-1][0]
 
-        mean = sum(value * times for value, times in ordered) / count
+        mean = sum(value * weight for value, weight in ordered) / count
         return cls(mean, quantile(0.5), quantile(0.95))
 
 
-NEVER = Percentiles(math.inf, math.inf, math.inf)
-NOTHING = Percentiles(0.0, 0.0, 0.0)
+INFINITE_LATENCY = Percentiles(math.inf, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class ServingEstimate:
-    """Rates are of all replicas together; the ledger is of the fullest device.
+    """The predicted figures of a configuration under a workload.
 
-    Where more comes than can be served, `utilization` is above 1 and waits are infinite.
+    Rates are totals over all replicas. `memory` is the ledger of the device that needs the most
+    memory. Under overload, `utilization` is at least 1, TTFT and request time are infinite, and ITL
+    is the ITL of the running requests.
     """
 
     ttft_ms: Percentiles
@@ -167,13 +188,15 @@ class ServingEstimate:
     request_ms: Percentiles
     tokens_per_s: float
     requests_per_s: float
-    concurrency: float  # Requests in the system, on average.
-    utilization: float  # The part of the time in which steps run, or the load over the capacity.
-    kv_tokens: int  # That each replica holds.
-    memory: Ledger
-    trust: Trust
-    steps: int = 0  # That were played,
-    step_tokens: float = 0.0  # and the new tokens in one, on average.
+    concurrency: float  # Mean number of requests in the system.
+    # Fraction of time in which steps run. Under overload: request rate divided by capacity.
+    # Infinite if the weights or one request do not fit in memory.
+    utilization: float
+    kv_tokens: int  # Capacity of each replica's KV cache in tokens.
+    memory: MemoryLedger
+    confidence: Confidence
+    steps: int = 0  # Number of simulated steps.
+    step_tokens: float = 0.0  # Mean number of new tokens in a step.
     preemptions: int = 0
 
 
@@ -183,228 +206,332 @@ def estimate_serving(
     workload: Workload,
     split: ServingSplit,
     cluster: Cluster,
-    costs: StepCosts | None,
+    calibration: Calibration | None,
 ) -> ServingEstimate:
-    """What a server of this split would do under the workload. No costs: by the spec sheet.
+    """Predict the figures of a server under a workload.
 
-    One whose memory has no room for a request serves nothing, and its ledger says so.
+    Step costs come from the calibration or, if it is None, from the specification sheet. If one
+    request does not fit in memory, all latencies are infinite.
     """
-    priced = price(model, dtype, split.tp, split.pp, cluster, costs)
-    on_cpu = costs is not None and costs.kind == "cpu"
+    prices = price_steps(model, dtype, split.tp, split.pp, cluster, calibration)
+    on_cpu = calibration is not None and calibration.kind == "cpu"
     memory, kv_tokens = serving_memory(model, dtype, split, cluster, on_cpu=on_cpu)
-    longest = workload.virtual_tokens + workload.input_tokens.p95 + workload.output_tokens.p95
-    if memory.verdict == "over" or kv_tokens < longest:
-        return ServingEstimate(
-            *(NEVER, NEVER, NEVER, 0.0, 0.0, 0.0, math.inf, kv_tokens, memory, priced.trust)
-        )
-    rules = Rules(
-        running_max=split.running_requests_max,
-        step_tokens_max=split.step_tokens_max,
-        stall_s=split.prefill_stall_ms_max / 1000,
-        kv_tokens=kv_tokens,
-        stages=split.pp,
-        block_tokens=BLOCK_TOKENS,
+    request_tokens_p95 = (
+        workload.virtual_tokens + workload.input_tokens.p95 + workload.output_tokens.p95
     )
-    return _Told(workload, split, rules, priced).estimate(memory, priced.trust)
+    if memory.verdict == "over" or kv_tokens < request_tokens_p95:
+        return ServingEstimate(
+            ttft_ms=INFINITE_LATENCY,
+            itl_ms=INFINITE_LATENCY,
+            request_ms=INFINITE_LATENCY,
+            tokens_per_s=0.0,
+            requests_per_s=0.0,
+            concurrency=0.0,
+            utilization=math.inf,
+            kv_tokens=kv_tokens,
+            memory=memory,
+            confidence=prices.confidence,
+        )
+    rules = SchedulerRules(
+        running_requests_max=split.running_requests_max,
+        step_tokens_max=split.step_tokens_max,
+        prefill_stall_s=split.prefill_stall_ms_max / 1000,
+        kv_tokens=kv_tokens,
+        pipeline_stages=split.pp,
+        block_tokens=KV_BLOCK_TOKENS,
+    )
+    return _LoadEstimator(workload, split, rules, prices).estimate(memory, prices.confidence)
 
 
 def serving_memory(
     model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, *, on_cpu: bool = False
-) -> tuple[Ledger, int]:
-    """What the fullest rank holds, and for how many tokens a replica has keys and values."""
-    ranks = _ranks(model, split.tp, split.pp, dtype, split.kv_dtype)
+) -> tuple[MemoryLedger, int]:
+    """Return the memory ledger of the fullest device and a replica's number of KV cache tokens."""
+    ranks = _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype)
     capacity = cluster.device.memory_bytes
-    shared = split.tp * split.pp * split.replicas if on_cpu else 1
-    workspace = _workspace(model, dtype, split, on_cpu=on_cpu)
-    tokens = split.kv_tokens
-    if tokens is None:
-        tokens = kv_room(model, dtype, split, cluster, on_cpu=on_cpu)
-        if on_cpu:  # More would only be cache.
-            blocks = -(-model.max_position_embeddings // BLOCK_TOKENS)
-            tokens = min(tokens, split.running_requests_max * blocks * BLOCK_TOKENS)
-    fullest = max(ranks, key=lambda one: one.weight_bytes + tokens * one.kv_bytes_per_token)
-    ledger = Ledger(
+    ranks_per_device = split.tp * split.pp * split.replicas if on_cpu else 1
+    workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
+    kv_tokens = split.kv_tokens
+    if kv_tokens is None:
+        kv_tokens = kv_token_capacity(model, dtype, split, cluster, on_cpu=on_cpu)
+        if on_cpu:  # Running requests use no more tokens; more would only extend the prefix cache.
+            tokens_max = running_kv_tokens_max(
+                split.running_requests_max, model.max_position_embeddings, KV_BLOCK_TOKENS
+            )
+            kv_tokens = min(kv_tokens, tokens_max)
+    fullest = max(ranks, key=lambda rank: rank.weight_bytes + kv_tokens * rank.kv_bytes_per_token)
+    ledger = MemoryLedger(
         capacity=capacity,
-        weights=fullest.weight_bytes * shared,
-        kv=(tokens + BLOCK_TOKENS) * fullest.kv_bytes_per_token * shared,
-        workspace=workspace * shared,
+        weights=fullest.weight_bytes * ranks_per_device,
+        kv=(kv_tokens + KV_BLOCK_TOKENS) * fullest.kv_bytes_per_token * ranks_per_device,
+        workspace=workspace * ranks_per_device,
     )
-    return ledger, tokens
+    return ledger, kv_tokens
 
 
-def kv_room(
+def kv_token_capacity(
     model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, *, on_cpu: bool = False
 ) -> int:
-    """Tokens whose keys and values a server lets in where nobody says how many."""
-    capacity = cluster.device.memory_bytes
-    shared = split.tp * split.pp * split.replicas if on_cpu else 1
-    workspace = _workspace(model, dtype, split, on_cpu=on_cpu)
-    rooms = []
-    for one in _ranks(model, split.tp, split.pp, dtype, split.kv_dtype):
-        if not one.kv_bytes_per_token:
+    """Return the number of KV cache tokens that a server allocates by default."""
+    ranks_per_device = split.tp * split.pp * split.replicas if on_cpu else 1
+    memory_bytes = cluster.device.memory_bytes // ranks_per_device
+    workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
+    token_capacities = []
+    for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
+        if not rank.kv_bytes_per_token:
             continue
-        if on_cpu:
-            room = int(HOST_SHARE * max(0, capacity // shared - one.weight_bytes - workspace))
-        else:
-            room = int(FITS_SHARE * capacity) - one.weight_bytes - workspace
-        rooms.append(room // one.kv_bytes_per_token)
-    # Block 0 is nobody's.
-    return max(0, min(rooms) // BLOCK_TOKENS - 1) * BLOCK_TOKENS
+        # A server takes a fixed share (0.9 on a device, 0.25 on a CPU) of the memory that is free
+        # after loading. The planner knows only the total memory. On a device it takes the share of
+        # the total, and subtracts weights and workspace in full, because a plan fits if all parts
+        # together need at most the share. The KV cache of a real server is therefore larger: on a
+        # device by a tenth of the weights, CUDA context and communication buffers (20B parameters
+        # on 80 GB: server 35,920 tokens, plan 32,432), on a CPU by a quarter of the workspace (1.3B
+        # parameters on 64 GiB: server 84,000 tokens, plan 83,472).
+        kv_bytes = kv_cache_bytes(memory_bytes, rank.weight_bytes + workspace, on_cpu=on_cpu)
+        layout = KVBlockLayout(KV_BLOCK_TOKENS, rank.kv_bytes_per_token)
+        token_capacities.append(layout.token_capacity(layout.blocks_within(kv_bytes)))
+    return min(token_capacities)
 
 
 @lru_cache(maxsize=256)
-def _ranks(model: GPTConfig, tp: int, pp: int, dtype: str, kv_dtype: str) -> list[RankCost]:
-    """A search asks for the same ones thousands of times."""
+def _cached_rank_costs(
+    model: GPTConfig, tp: int, pp: int, dtype: str, kv_dtype: str
+) -> list[RankCost]:
+    """Return `rank_costs`, cached because a search needs the same values thousands of times."""
     return rank_costs(model, tp, pp, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def _workspace(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cpu: bool) -> int:
-    """As the runner reserves it: a step's hidden states, logits in fp32, scores of prompts."""
-    widths = 8 * model.hidden_size + 3 * model.ffn_hidden_size
-    hidden = 2 * split.step_tokens_max * widths * DTYPE_BYTES[dtype]
-    hidden += ADAPTER_ROWS * model.hidden_size * DTYPE_BYTES[dtype]
-    logits = 4 * 4 * split.running_requests_max * model.vocab_size
-    known = hidden + logits + SCORED_BYTES
+def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cpu: bool) -> int:
+    """Return a rank's bytes other than weights and KV cache, as the memory ledger counts them.
+
+    Unlike the bytes that a server reserves, they include the adapter rows and, on a GPU, the CUDA
+    context and communication buffers. A server need not reserve the context and the buffers,
+    because the free memory that it measures already excludes them. The bytes do not include CUDA
+    graphs and the rows of speculative decoding, which the planner does not model. With a small
+    model, the KV cache of a real server is therefore smaller (1.3B parameters on 80 GB: server
+    371,968 tokens, plan 372,176).
+    """
+    total_bytes = workspace_bytes(
+        model,
+        DTYPE_BYTES[dtype],
+        step_tokens_max=split.step_tokens_max,
+        logits_rows=split.running_requests_max,
+        adapter_rows=ADAPTER_ROWS_MAX,
+    )
     if on_cpu:
-        return known
-    return known + CONTEXT_BYTES + (GROUP_BYTES if split.tp * split.pp > 1 else 0)
+        return total_bytes
+    return (
+        total_bytes + CUDA_CONTEXT_BYTES + (PROCESS_GROUP_BYTES if split.tp * split.pp > 1 else 0)
+    )
 
 
 @dataclass(frozen=True)
-class _Told:
-    """A workload on one replica, played and told for all of them."""
+class _LoadEstimator:
+    """Simulates a workload on one replica, and scales its figures to all replicas."""
 
     workload: Workload
     split: ServingSplit
-    rules: Rules
-    priced: Priced
+    rules: SchedulerRules
+    prices: StepPrices
 
-    def estimate(self, memory: Ledger, trust: Trust) -> ServingEstimate:
-        simulated = simulation(self.priced.steps, self.rules)
+    def estimate(self, memory: MemoryLedger, confidence: Confidence) -> ServingEstimate:
+        simulator = make_simulation(self.prices.steps, self.rules)
         if self.workload.concurrency is not None:
-            inside = min(self._concurrency, max(AT_ONCE_MAX, 2 * self.rules.running_max))
-            played = simulated.closed(self._calls(1, inside), inside, self.priced.request_s)
-            told = self._read(played, inside, memory, trust)
-            return _queued(told, (self._concurrency - inside) * self.split.replicas)
-        played = simulated.open(self._calls(1))
-        told = self._read(played, 0, memory, trust)
-        if told.requests_per_s >= (1 - BEHIND) * self._rate * self.split.replicas:
-            return told
-        # Either it was not steady yet, or it never will be.
-        most = self._capacity()
-        load = self._rate / most
-        if load < 1:
-            played = simulation(self.priced.steps, self.rules).open(self._calls(4))
-            told = self._read(played, 0, memory, trust)
-            return replace(told, utilization=min(load, told.utilization))
-        return replace(told, ttft_ms=NEVER, request_ms=NEVER, utilization=load)
+            concurrency = min(
+                self._replica_concurrency,
+                max(SIMULATED_CONCURRENCY_MAX, 2 * self.rules.running_requests_max),
+            )
+            simulation_result = simulator.run_closed_loop(
+                self._make_requests(1, concurrency), concurrency, self.prices.request_s
+            )
+            estimate = self._summarize(simulation_result, concurrency, memory, confidence)
+            return _with_queue(
+                estimate, (self._replica_concurrency - concurrency) * self.split.replicas
+            )
+        simulation_result = simulator.run_open_loop(self._make_requests(1))
+        estimate = self._summarize(simulation_result, 0, memory, confidence)
+        if (
+            estimate.requests_per_s
+            >= (1 - BACKLOG_GROWTH_MAX) * self._replica_request_rate * self.split.replicas
+        ):
+            return estimate
+        # The load has not become steady yet, or the server is overloaded.
+        capacity = self._requests_per_s_max()
+        utilization = self._replica_request_rate / capacity
+        if utilization < 1:
+            simulation_result = make_simulation(self.prices.steps, self.rules).run_open_loop(
+                self._make_requests(4)
+            )
+            estimate = self._summarize(simulation_result, 0, memory, confidence)
+            return replace(estimate, utilization=min(utilization, estimate.utilization))
+        return replace(
+            estimate, ttft_ms=INFINITE_LATENCY, request_ms=INFINITE_LATENCY, utilization=utilization
+        )
 
-    def _capacity(self) -> float:
-        """Requests a second of one that always has as many as may run."""
-        full = 2 * self.rules.running_max
-        played = simulation(self.priced.steps, self.rules).closed(self._calls(1, full), full, 0.0)
-        since, until = _window(played, full)
-        return sum(since < one.end_s <= until for one in played.calls) / max(until - since, 1e-9)
+    def _requests_per_s_max(self) -> float:
+        """Return the requests per second of one replica whose queue is never empty."""
+        concurrency = 2 * self.rules.running_requests_max
+        simulation_result = make_simulation(self.prices.steps, self.rules).run_closed_loop(
+            self._make_requests(1, concurrency), concurrency, 0.0
+        )
+        since, until = _steady_window(simulation_result, concurrency)
+        return sum(since < request.end_s <= until for request in simulation_result.requests) / max(
+            until - since, 1e-9
+        )
 
-    def _read(
-        self, played: Played, concurrency: int, memory: Ledger, trust: Trust
+    def _summarize(
+        self,
+        simulation_result: SimulationResult,
+        concurrency: int,
+        memory: MemoryLedger,
+        confidence: Confidence,
     ) -> ServingEstimate:
-        since, until = _window(played, concurrency)
+        since, until = _steady_window(simulation_result, concurrency)
         span, replicas = max(until - since, 1e-9), self.split.replicas
-        seen = [one for one in played.calls if since <= one.arrival_s <= until]
-        gaps = [(gap, count) for gap, count, when in played.gaps if since < when <= until]
-        ended = sum(since < one.end_s <= until for one in played.calls)
-        firsts = sum(since < one.first_s <= until for one in played.calls)
-        inside_s = sum(
-            max(0.0, min(one.end_s + self.priced.request_s, until) - max(one.arrival_s, since))
-            for one in played.calls
+        arrived = [
+            request for request in simulation_result.requests if since <= request.arrival_s <= until
+        ]
+        gaps = [
+            (gap, count)
+            for gap, count, when in simulation_result.token_gaps
+            if since < when <= until
+        ]
+        finished_count = sum(
+            since < request.end_s <= until for request in simulation_result.requests
+        )
+        first_token_count = sum(
+            since < request.first_token_s <= until for request in simulation_result.requests
+        )
+        in_system_s = sum(
+            max(
+                0.0,
+                min(request.end_s + self.prices.request_s, until) - max(request.arrival_s, since),
+            )
+            for request in simulation_result.requests
         )
         return ServingEstimate(
-            ttft_ms=Percentiles.of([(self._ms(one, one.first_s), 1) for one in seen]),
-            itl_ms=Percentiles.of([(1e3 * gap, count) for gap, count in gaps]),
-            request_ms=Percentiles.of([(self._ms(one, one.end_s), 1) for one in seen]),
-            tokens_per_s=replicas * (sum(count for _, count in gaps) + firsts) / span,
-            requests_per_s=replicas * ended / span,
-            concurrency=replicas * inside_s / span,
-            utilization=played.busy_s / max(one.end_s for one in played.calls),
+            ttft_ms=Percentiles.from_weighted(
+                [
+                    (self._client_latency_ms(request, request.first_token_s), 1)
+                    for request in arrived
+                ]
+            ),
+            itl_ms=Percentiles.from_weighted([(1e3 * gap, count) for gap, count in gaps]),
+            request_ms=Percentiles.from_weighted(
+                [(self._client_latency_ms(request, request.end_s), 1) for request in arrived]
+            ),
+            tokens_per_s=replicas * (sum(count for _, count in gaps) + first_token_count) / span,
+            requests_per_s=replicas * finished_count / span,
+            concurrency=replicas * in_system_s / span,
+            utilization=simulation_result.busy_s
+            / max(request.end_s for request in simulation_result.requests),
             kv_tokens=self.rules.kv_tokens,
             memory=memory,
-            trust=trust,
-            steps=played.steps,
-            step_tokens=played.rows / max(1, played.steps),
-            preemptions=played.preemptions,
+            confidence=confidence,
+            steps=simulation_result.steps,
+            step_tokens=simulation_result.tokens / max(1, simulation_result.steps),
+            preemptions=simulation_result.preemptions,
         )
 
-    def _ms(self, call: Call, until_s: float) -> float:
-        """As a client sees it, who is a way off."""
-        way_s = self.priced.request_s + self.priced.request_token_s * (call.prompt - call.cached)
-        return 1e3 * (until_s - call.arrival_s + way_s)
+    def _client_latency_ms(self, request: SimulatedRequest, until_s: float) -> float:
+        """Return the milliseconds from the request's arrival to `until_s`, as a client sees them.
+
+        They include the overhead of the server outside of the engine.
+        """
+        transit_s = self.prices.request_s + self.prices.request_token_s * (
+            request.prompt_tokens - request.cached_tokens
+        )
+        return 1e3 * (until_s - request.arrival_s + transit_s)
 
     @property
-    def _rate(self) -> float:
+    def _replica_request_rate(self) -> float:
         assert self.workload.request_rate is not None
         return self.workload.request_rate / self.split.replicas
 
     @property
-    def _concurrency(self) -> int:
+    def _replica_concurrency(self) -> int:
         assert self.workload.concurrency is not None
         return max(1, round(self.workload.concurrency / self.split.replicas))
 
-    def _calls(self, times: int, inside: int = 0) -> list[Call]:
-        """So many times as many as are in the system at once, and several."""
+    def _make_requests(self, times: int, concurrency: int = 0) -> list[SimulatedRequest]:
+        """Return the requests to simulate.
+
+        There are about five times the requests that are in the system at once, within the limits,
+        multiplied by `times`. `concurrency` is 0 for an open loop.
+        """
         workload = self.workload
-        least = CALLS_MIN if self.rules.stages == 1 else STAGED_CALLS_MIN
-        count = round(min(CALLS_MAX, max(least, 5 * (inside or self._inside))) * times)
-        prompts = workload.input_tokens.draw(count, 1)
-        outputs = workload.output_tokens.draw(count, 2)
-        # They stay in the cache, unless there are more than it holds beside what runs.
-        known = workload.virtual_tokens
-        if known * max(1, workload.adapters) > self.rules.kv_tokens // 2:
-            known = 0
+        requests_min = (
+            SIMULATED_REQUESTS_MIN if self.rules.pipeline_stages == 1 else PIPELINE_REQUESTS_MIN
+        )
+        count = round(
+            min(
+                SIMULATED_REQUESTS_MAX,
+                max(requests_min, 5 * (concurrency or self._expected_concurrency)),
+            )
+            * times
+        )
+        prompts = workload.input_tokens.sample_lengths(count, 1)
+        outputs = workload.output_tokens.sample_lengths(count, 2)
+        # Virtual tokens stay in the prefix cache, unless they fill more than half of the KV cache.
+        cached_tokens = workload.virtual_tokens
+        if cached_tokens * max(1, workload.adapters) > self.rules.kv_tokens // 2:
+            cached_tokens = 0
         arrivals = [0.0] * count
         if workload.concurrency is None:
-            gaps = [-math.log(1 - (place + 0.5) / count) / self._rate for place in range(count)]
+            gaps = [
+                -math.log(1 - (index + 0.5) / count) / self._replica_request_rate
+                for index in range(count)
+            ]
             random.Random(3).shuffle(gaps)
             now = 0.0
-            for place, gap in enumerate(gaps):
+            for index, gap in enumerate(gaps):
                 now += gap
-                arrivals[place] = now
+                arrivals[index] = now
         return [
-            Call(number, time, workload.virtual_tokens + prompt, output, known)
+            SimulatedRequest(number, time, workload.virtual_tokens + prompt, output, cached_tokens)
             for number, (time, prompt, output) in enumerate(
                 zip(arrivals, prompts, outputs, strict=True)
             )
         ]
 
     @property
-    def _inside(self) -> float:
-        """About how many requests are in the system at once."""
+    def _expected_concurrency(self) -> float:
+        """The approximate number of requests in the system of one replica at once."""
         if self.workload.concurrency is not None:
-            return self._concurrency
-        workload, batch = self.workload, self.rules.running_max
+            return self._replica_concurrency
+        workload, batch = self.workload, self.rules.running_requests_max
         prompt, output = workload.input_tokens.mean, workload.output_tokens.mean
         context = batch * (prompt + output / 2)
-        step_s = self.priced.steps.seconds(batch, batch, context, 0, batch)
-        return self._rate * output * self.rules.stages * step_s
+        step_s = self.prices.steps.step_seconds(batch, batch, context, 0, batch)
+        return self._replica_request_rate * output * self.rules.pipeline_stages * step_s
 
 
-def _queued(told: ServingEstimate, more: int) -> ServingEstimate:
-    """With more who wait: each for that many answers, as only so many are played."""
-    if not more or not told.requests_per_s:
-        return told
-    wait_ms = 1e3 * more / told.requests_per_s
+def _with_queue(estimate: ServingEstimate, waiting: int) -> ServingEstimate:
+    """Add to the latencies the queueing time behind `waiting` requests that were not simulated."""
+    if not waiting or not estimate.requests_per_s:
+        return estimate
+    wait_ms = 1e3 * waiting / estimate.requests_per_s
     ttft, request = (
-        Percentiles(one.mean + wait_ms, one.p50 + wait_ms, one.p95 + wait_ms)
-        for one in (told.ttft_ms, told.request_ms)
+        Percentiles(
+            percentiles.mean + wait_ms, percentiles.p50 + wait_ms, percentiles.p95 + wait_ms
+        )
+        for percentiles in (estimate.ttft_ms, estimate.request_ms)
     )
-    return replace(told, ttft_ms=ttft, request_ms=request, concurrency=told.concurrency + more)
+    return replace(
+        estimate, ttft_ms=ttft, request_ms=request, concurrency=estimate.concurrency + waiting
+    )
 
 
-def _window(played: Played, concurrency: int) -> tuple[float, float]:
-    """From when a load is steady until nobody comes any more. 0: an open loop."""
-    arrivals = sorted(one.arrival_s for one in played.calls)
-    warm = int(WARM_SHARE * len(arrivals))
+def _steady_window(simulation_result: SimulationResult, concurrency: int) -> tuple[float, float]:
+    """Return the start and the end of the time in which the load is steady.
+
+    It ends with the last arrival.
+
+    `concurrency` is 0 for an open loop.
+    """
+    arrivals = sorted(request.arrival_s for request in simulation_result.requests)
+    warmup_count = int(WARMUP_FRACTION * len(arrivals))
     if concurrency:
-        # Those that are there at once begin alike, and end before it is steady.
-        warm = min(max(warm, concurrency), len(arrivals) - 2)
-    return arrivals[max(0, warm)], arrivals[-1]
+        # The first `concurrency` requests start together, so they do not represent a steady load.
+        warmup_count = min(max(warmup_count, concurrency), len(arrivals) - 2)
+    return arrivals[max(0, warmup_count)], arrivals[-1]

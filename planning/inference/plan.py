@@ -1,8 +1,8 @@
-"""The plan for serving: what the search has found, in rows and in words, and the settings file.
+"""Serving plan: turns a search result into rows, explanations, a command and serve_config.yaml.
 
-The file is one that `preamble serve --config` starts from unchanged. Where nothing fits, the limit
-that stands in the way is named, in the order in which one would lift them: weights, keys and
-values, latency, throughput. Nothing is searched here. No torch.
+`preamble serve --config` accepts serve_config.yaml unchanged. If no candidate fits, the plan
+explains the first obstacle: weights, KV cache, latency, then throughput. The search itself is in
+`planning.inference.search`. The module does not import torch.
 """
 
 import math
@@ -11,69 +11,82 @@ from dataclasses import replace
 
 import yaml
 
-from planning.figures import label, number, say
-from planning.inference.estimate import ADAPTER_ROWS, ServingSplit, serving_memory
-from planning.inference.objective import Wish
-from planning.inference.search import Candidate, Found, search_serving, splits
-from planning.inference.service_levels import LATENCIES, Held, Objective
-from planning.plan import SETTINGS_FILES, Axis, Cell, Plan, Row
+from planning.figures import format_figure, format_number, label
+from planning.inference.estimate import ServingSplit, serving_memory
+from planning.inference.requirements import Requirements
+from planning.inference.search import (
+    ServingCandidate,
+    ServingSearchResult,
+    search_serving,
+    tp_pp_splits,
+)
+from planning.inference.service_levels import LATENCIES, LimitCheck, Objective
+from planning.plan import SETTINGS_FILES, Axis, Plan, Row, SettingValue
+from serving.memory_budget import ADAPTER_ROWS_MAX
 
-WHY_NOT_MAX = 5
+ALTERNATIVES_MAX = 5
 GROUPS_MAX = 6
-SETTINGS = SETTINGS_FILES["serving"]
-OBJECTIVE_WORDS: Mapping[Objective, str] = {
-    "throughput": "as many tokens a second from each GPU as can be",
-    "latency": "requests that end as soon as can be",
-    "gpus": "as few GPUs as keep the limits",
+SETTINGS_FILE = SETTINGS_FILES["serving"]
+OBJECTIVE_TEXTS: Mapping[Objective, str] = {
+    "throughput": "the most tokens per second per GPU",
+    "latency": "the shortest request",
+    "gpus": "the fewest GPUs that satisfy the limits",
 }
 
 
-def plan_serving(wish: Wish, path: str = "MODEL") -> Plan:
-    """`path` is the model's in the settings file, where a placeholder is one to fill in."""
-    found = search_serving(wish)
+def plan_serving(requirements: Requirements, path: str = "MODEL") -> Plan:
+    """Search for the best configuration and explain the result.
+
+    `path` is the model's path in the settings file.
+    """
+    search = search_serving(requirements)
     plan = Plan(
         "serving",
-        list(_asked(wish, path)),
-        OBJECTIVE_WORDS[wish.objective],
-        _rows(found),
-        *_axes(wish),
-        why_not=list(_why_not(found)),
-        advice=list(_advice(found)),
+        list(_request_lines(requirements, path)),
+        OBJECTIVE_TEXTS[requirements.objective],
+        _rows(search),
+        *_axes(requirements),
+        why_not=list(_alternative_lines(search)),
+        advice=list(_advice(search)),
     )
-    return settle(plan, wish, path)
+    return finalize_plan(plan, requirements, path)
 
 
-def settle(plan: Plan, wish: Wish, path: str) -> Plan:
-    """With what binds, the command and the settings file of the row that is best."""
+def finalize_plan(plan: Plan, requirements: Requirements, path: str) -> Plan:
+    """Add the binding limits, the command and the settings file of the best row."""
     best = plan.best
     if best is None:
         return replace(plan, binding=[], command="", settings_yaml="")
-    settings = server_settings(best, wish, path)
+    settings = server_settings(best, requirements, path)
     replicas = int(best.settings["replicas"])
-    command = f"preamble serve --config {SETTINGS}"
+    command = f"preamble serve --config {SETTINGS_FILE}"
     if replicas > 1:
-        each = int(best.settings["tp"]) * int(best.settings["pp"])
-        command += f"    # {replicas} times, on {each} GPUs each, behind one address"
-    text = head(best) + yaml.safe_dump(settings, sort_keys=False)
-    return replace(plan, binding=list(_binding(best, wish)), command=command, settings_yaml=text)
+        gpus_per_replica = int(best.settings["tp"]) * int(best.settings["pp"])
+        command += (
+            f"    # {replicas} replicas on {gpus_per_replica} GPUs each, behind a load balancer"
+        )
+    text = settings_header(best) + yaml.safe_dump(settings, sort_keys=False)
+    return replace(
+        plan, binding=list(_binding(best, requirements)), command=command, settings_yaml=text
+    )
 
 
-def head(best: Row) -> str:
-    """The comments above its settings."""
-    return "".join(f"# {line}\n" for line in (best.name, *_predictions(best)))
+def settings_header(best: Row) -> str:
+    """Return the comment lines at the top of a settings file."""
+    return "".join(f"# {line}\n" for line in (best.name, *_figure_comments(best)))
 
 
-def server_settings(row: Row, wish: Wish, path: str) -> dict[str, Cell]:
-    """What `preamble serve --config` reads: one replica."""
-    kept = {name: value for name, value in row.settings.items() if name != "replicas"}
-    settings: dict[str, Cell] = {
+def server_settings(row: Row, requirements: Requirements, path: str) -> dict[str, SettingValue]:
+    """Return the settings of one replica, for `preamble serve --config`."""
+    server_fields = {name: value for name, value in row.settings.items() if name != "replicas"}
+    settings: dict[str, SettingValue] = {
         "model": path,
-        "device": wish.device,
-        "dtype": wish.dtype,
-        **kept,
+        "device": requirements.device,
+        "dtype": requirements.dtype,
+        **server_fields,
     }
-    rows = wish.workload.adapters * wish.workload.virtual_tokens
-    if rows > ADAPTER_ROWS:
+    rows = requirements.workload.adapters * requirements.workload.virtual_tokens
+    if rows > ADAPTER_ROWS_MAX:
         settings["adapter_rows_max"] = rows
     return settings
 
@@ -81,15 +94,15 @@ def server_settings(row: Row, wish: Wish, path: str) -> dict[str, Cell]:
 # -------------------------------------------------------------------------------------------- rows
 
 
-def name_of(split: ServingSplit, *, whole: bool = False) -> str:
-    """As people say it."""
-    words = [f"TP{split.tp}", f"PP{split.pp}"]
-    if whole:
-        return " ".join(words)
+def split_name(split: ServingSplit, *, tp_pp_only: bool = False) -> str:
+    """Return the name of a split for display, such as TP4 PP1 x2 batch 64 steps 512/15 ms."""
+    name_parts = [f"TP{split.tp}", f"PP{split.pp}"]
+    if tp_pp_only:
+        return " ".join(name_parts)
     stall = f"{split.prefill_stall_ms_max:g}"
     return " ".join(
         [
-            *words,
+            *name_parts,
             f"x{split.replicas}",
             f"batch {split.running_requests_max}",
             f"steps {split.step_tokens_max}/{stall} ms",
@@ -97,23 +110,33 @@ def name_of(split: ServingSplit, *, whole: bool = False) -> str:
     )
 
 
-def _rows(found: Found) -> list[Row]:
-    """A curve for each number of GPUs; where there are too many, for each size of a copy."""
-    usable = {one.split.gpus for one in found.all if one.standing != "rejected"}
-    copies = len(usable) > GROUPS_MAX
-    return [_row(found.wish, one, copies=copies) for one in found.all]
+def _rows(search: ServingSearchResult) -> list[Row]:
+    """Return the rows of a plan, grouped for plots by number of GPUs.
+
+    If that gives too many groups, the rows are grouped by GPUs per replica.
+    """
+    gpu_counts = {
+        candidate.split.gpus
+        for candidate in search.candidates
+        if candidate.feasibility != "rejected"
+    }
+    by_replica_size = len(gpu_counts) > GROUPS_MAX
+    return [
+        _row(search.requirements, candidate, by_replica_size=by_replica_size)
+        for candidate in search.candidates
+    ]
 
 
-def _group(wish: Wish, split: ServingSplit, *, copies: bool) -> str:
-    if wish.on_cpu:
+def _group(requirements: Requirements, split: ServingSplit, *, by_replica_size: bool) -> str:
+    if requirements.on_cpu:
         return ""
-    count = split.tp * split.pp if copies else split.gpus
-    return f"{count} GPU{'s' if count > 1 else ''}{' a copy' if copies else ''}"
+    count = split.tp * split.pp if by_replica_size else split.gpus
+    return f"{count} GPU{'s' if count > 1 else ''}{' per replica' if by_replica_size else ''}"
 
 
-def _row(wish: Wish, one: Candidate, *, copies: bool) -> Row:
-    split, estimate = one.split, one.estimate
-    settings: dict[str, Cell] = {
+def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_size: bool) -> Row:
+    split, estimate = candidate.split, candidate.estimate
+    settings: dict[str, SettingValue] = {
         "tp": split.tp,
         "pp": split.pp,
         "replicas": split.replicas,
@@ -123,220 +146,269 @@ def _row(wish: Wish, one: Candidate, *, copies: bool) -> Row:
     }
     if split.kv_tokens is not None:
         settings["kv_tokens_max"] = split.kv_tokens
-    figures = {name: value for name, value in one.figures.items() if math.isfinite(value)}
+    figures = {name: value for name, value in candidate.figures.items() if math.isfinite(value)}
     return Row(
-        name_of(split, whole=one.whole),
-        one.standing,
+        split_name(split, tp_pp_only=candidate.covers_tp_pp),
+        candidate.feasibility,
         settings,
         figures,
-        reason=one.reason,
-        trust=estimate.trust if estimate is not None else None,
-        group=_group(wish, split, copies=copies),
-        memory=one.memory,
+        reason=candidate.reason,
+        confidence=estimate.confidence if estimate is not None else None,
+        group=_group(requirements, split, by_replica_size=by_replica_size),
+        memory=candidate.memory,
     )
 
 
-def _axes(wish: Wish) -> tuple[Axis, Axis]:
-    """The latency that matters, and what is made of it."""
-    usual = "request_ms_p95" if wish.objective == "latency" else "itl_ms_p95"
+def _axes(requirements: Requirements) -> tuple[Axis, Axis]:
+    """Return the axes of a plot: the most important latency, and the throughput per GPU."""
+    default_figure = "request_ms_p95" if requirements.objective == "latency" else "itl_ms_p95"
     ranked = ("itl_ms_p95", "request_ms_p95", "ttft_ms_p95")
-    limited = [name for name in ranked if getattr(wish.limits, name) is not None]
-    figure = limited[0] if limited else usual
-    x = Axis(figure, label(figure), "low", wish.limits.within(figure))
+    limited = [name for name in ranked if getattr(requirements.limits, name) is not None]
+    figure = limited[0] if limited else default_figure
+    x = Axis(figure, label(figure), "low", requirements.limits.limit_with_margin(figure))
     return x, Axis("tokens_per_s_per_gpu", label("tokens_per_s_per_gpu"), "high")
 
 
-# ------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------ explanations
 
 
-def _asked(wish: Wish, path: str) -> Iterator[str]:
-    asked, limits, cluster = wish.workload, wish.limits, wish.cluster
-    where = "this CPU" if wish.on_cpu else f"{cluster.gpus} x {cluster.device.name}"
-    yield f"{path} in {wish.dtype}, on {where}"
+def _request_lines(requirements: Requirements, path: str) -> Iterator[str]:
+    workload = requirements.workload
+    limits = requirements.limits
+    cluster = requirements.cluster
+    hardware_text = "this CPU" if requirements.on_cpu else f"{cluster.gpus} x {cluster.device.name}"
+    yield f"{path} in {requirements.dtype}, on {hardware_text}"
     lengths = [
-        f"{what} {number(of.mean)} tokens"
-        + (f" (p95 {number(of.p95)})" if of.p95 > of.mean else "")
-        for what, of in (("input", asked.input_tokens), ("output", asked.output_tokens))
+        f"{direction} {format_number(length_distribution.mean)} tokens"
+        + (
+            f" (p95 {format_number(length_distribution.p95)})"
+            if length_distribution.p95 > length_distribution.mean
+            else ""
+        )
+        for direction, length_distribution in (
+            ("input", workload.input_tokens),
+            ("output", workload.output_tokens),
+        )
     ]
-    if asked.adapters:
-        lengths.append(f"{asked.adapters} adapters of {asked.virtual_tokens} virtual tokens")
-    if wish.fill:
-        load = "as many requests at once as run"
-    elif asked.request_rate is not None:
-        load = f"{asked.request_rate:g} requests/s"
+    if workload.adapters:
+        lengths.append(f"{workload.adapters} adapters of {workload.virtual_tokens} virtual tokens")
+    if requirements.saturate:
+        load_text = "saturated: as many requests at once as can run"
+    elif workload.request_rate is not None:
+        load_text = f"{workload.request_rate:g} requests/s"
     else:
-        load = f"{asked.concurrency} requests at once"
-    yield ", ".join([*lengths, load])
-    held = [
-        f"{label(name)} {say(name, limit)}"
+        load_text = f"{workload.concurrency} requests at once"
+    yield ", ".join([*lengths, load_text])
+    limit_texts = [
+        f"{label(name)} {format_figure(name, limit)}"
         for name in LATENCIES
         if (limit := getattr(limits, name)) is not None
     ]
     if limits.tokens_per_s_min is not None:
-        held.append(f"at least {number(limits.tokens_per_s_min)} tokens/s")
+        limit_texts.append(f"at least {format_number(limits.tokens_per_s_min)} tokens/s")
     if limits.gpus_max is not None:
-        held.append(f"at most {limits.gpus_max} GPUs")
-    if held:
+        limit_texts.append(f"at most {limits.gpus_max} GPUs")
+    if limit_texts:
         margin = f"{100 * limits.latency_margin:g} %"
-        yield f"limits: {', '.join(held)}; {margin} of a latency is kept as a margin"
+        yield f"limits: {', '.join(limit_texts)}; safety margin {margin} of each latency limit"
 
 
-def _predictions(best: Row) -> Iterator[str]:
+def _figure_comments(best: Row) -> Iterator[str]:
     measured = bool(best.measured)
     figures = {**best.figures, **best.measured}
-    shown = ("tokens_per_s", "itl_ms_p95", "ttft_ms_p95", "request_ms_p95", "memory_bytes")
-    told = [f"{label(name)} {say(name, figures[name])}" for name in shown if name in figures]
-    yield f"{'measured' if measured else 'predicted'}: {', '.join(told)}"
-    if best.trust is not None:
-        yield f"[{best.trust}]"
+    shown_figures = ("tokens_per_s", "itl_ms_p95", "ttft_ms_p95", "request_ms_p95", "memory_bytes")
+    figure_texts = [
+        f"{label(name)} {format_figure(name, figures[name])}"
+        for name in shown_figures
+        if name in figures
+    ]
+    yield f"{'measured' if measured else 'predicted'}: {', '.join(figure_texts)}"
+    if best.confidence is not None:
+        yield f"[{best.confidence}]"
 
 
-def _binding(best: Row, wish: Wish) -> Iterator[str]:
-    """The limit with the least room first; else what keeps the batch from growing."""
+def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
+    """Yield each limit with its slack, smallest first, and the KV cache if it limits the batch."""
     figures = {**best.figures, **best.measured}
-    held = sorted(wish.limits.held(figures), key=lambda one: one.slack)
-    for one in held:
-        yield f"{one}, {100 * one.slack:.0f} % left"
+    checks = sorted(requirements.limits.check_figures(figures), key=lambda check: check.slack)
+    for check in checks:
+        yield f"{check} ({100 * check.slack:.0f} % left)"
     batch = int(best.settings["running_requests_max"])
     tokens = int(best.settings.get("kv_tokens_max", 0))
-    most = tokens // wish.usual
-    if most < 2 * batch:
-        yield f"keys and values: memory for {tokens:,} tokens, {most} requests of {wish.usual:,}"
-    elif not held:
-        yield "no limit is set; more requests at once would gain nothing, or are not asked for"
+    kv_requests_max = tokens // requirements.request_tokens_mean
+    if kv_requests_max < 2 * batch:
+        yield (
+            f"KV cache: {tokens:,} tokens, enough for {kv_requests_max} requests of "
+            f"{requirements.request_tokens_mean:,}"
+        )
+    elif not checks:
+        yield (
+            "no limit is set, and the KV cache is large enough for more requests at once than the "
+            "workload has or the objective prefers"
+        )
 
 
-def _why_not(found: Found) -> Iterator[str]:
-    """The best of each other split, and what speaks against it."""
-    best = found.best
+def _alternative_lines(search: ServingSearchResult) -> Iterator[str]:
+    """Yield the best candidate of each other TP/PP split, and why this candidate is worse."""
+    best = search.best
     if best is None:
         return
-    seen = {(best.split.tp, best.split.pp)}
-    for one in found.others:
-        pair = (one.split.tp, one.split.pp)
-        if pair in seen or len(seen) > WHY_NOT_MAX:
+    explained_splits = {(best.split.tp, best.split.pp)}
+    for candidate in search.alternatives:
+        tp_pp = (candidate.split.tp, candidate.split.pp)
+        if tp_pp in explained_splits or len(explained_splits) > ALTERNATIVES_MAX:
             continue
-        seen.add(pair)
-        name = name_of(one.split, whole=one.estimate is None)
-        yield f"{name}: {_against(one, best, found.wish)}"
+        explained_splits.add(tp_pp)
+        name = split_name(candidate.split, tp_pp_only=candidate.estimate is None)
+        yield f"{name}: {_disadvantage(candidate, best, search.requirements)}"
 
 
-def _against(one: Candidate, best: Candidate, wish: Wish) -> str:
-    if one.reason:
-        return one.reason
-    few = wish.objective == "gpus" or wish.workload.request_rate is not None
-    quick = wish.objective == "latency" or (few and one.split.gpus == best.split.gpus)
-    figure = "request_ms_p95" if quick else "tokens_per_s_per_gpu"
-    here, there = one.figures[figure], best.figures[figure]
-    words = f"{label(figure)} {say(figure, here)}"
-    if there and math.isfinite(here):
-        off = 100 * (here / there - 1)
-        words += f", {off:+.0f} %" if abs(off) >= 1 else ", alike"
-    if one.split.gpus != best.split.gpus:
-        words += f", on {one.split.gpus} GPUs"
-    return words
+def _disadvantage(
+    candidate: ServingCandidate, best: ServingCandidate, requirements: Requirements
+) -> str:
+    if candidate.reason:
+        return candidate.reason
+    prefers_fewest_gpus = (
+        requirements.objective == "gpus" or requirements.workload.request_rate is not None
+    )
+    by_latency = requirements.objective == "latency" or (
+        prefers_fewest_gpus and candidate.split.gpus == best.split.gpus
+    )
+    figure = "request_ms_p95" if by_latency else "tokens_per_s_per_gpu"
+    amount, best_amount = candidate.figures[figure], best.figures[figure]
+    text = f"{label(figure)} {format_figure(figure, amount)}"
+    if best_amount and math.isfinite(amount):
+        difference_percent = 100 * (amount / best_amount - 1)
+        is_different = abs(difference_percent) >= 1
+        text += f", {difference_percent:+.0f} %" if is_different else ", about the same"
+    if candidate.split.gpus != best.split.gpus:
+        text += f", on {candidate.split.gpus} GPUs"
+    return text
 
 
-# ------------------------------------------------------------------------- where there is none
+# --------------------------------------------------------------------------- if nothing fits
 
 
-def _advice(found: Found) -> Iterator[str]:
-    """What stands in the way first, and what would make it fit."""
-    if found.best is not None:
-        if found.best.memory is not None and found.best.memory.verdict != "fits":
-            yield "memory is tight: have it run once (--measure) before you rely on it"
+def _advice(search: ServingSearchResult) -> Iterator[str]:
+    """Yield the first obstacle, and changes with which a candidate would fit.
+
+    If a candidate fits, yield only a warning, if the memory of the best candidate is tight.
+    """
+    if search.best is not None:
+        if search.best.memory is not None and search.best.memory.verdict != "fits":
+            yield "memory is tight: run the plan once (--measure) before you rely on it"
         return
-    played = [one for one in found.others if one.estimate is not None]
-    if not played:
-        crowded = [one for one in found.others if one.gpus_needed]
-        yield from _too_slow(crowded) if crowded else _no_room(found)
+    simulated = [candidate for candidate in search.alternatives if candidate.estimate is not None]
+    if not simulated:
+        overloaded = [candidate for candidate in search.alternatives if candidate.gpus_needed]
+        yield from _capacity_advice(overloaded) if overloaded else _memory_advice(search)
     else:
-        yield from _floors(found.wish, played)
+        yield from _limit_advice(search.requirements, simulated)
 
 
-def _no_room(found: Found) -> Iterator[str]:
-    """Nothing holds the weights, or nothing holds a request's keys and values beside them."""
-    wish = found.wish
-    weights = [one for one in found.others if "weights take" in one.reason]
-    least = _smallest(wish)
-    if len(weights) == len(found.others):
+def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
+    """Yield advice if no split has memory for the weights, or for the KV cache of one request."""
+    requirements = search.requirements
+    weights = [candidate for candidate in search.alternatives if "weights take" in candidate.reason]
+    smallest_split = _smallest_fitting_split(requirements)
+    if len(weights) == len(search.alternatives):
         largest = weights[-1] if weights else None
         if largest is not None:
-            yield f"{name_of(largest.split, whole=True)}: {largest.reason}"
+            yield f"{split_name(largest.split, tp_pp_only=True)}: {largest.reason}"
     else:
-        roomy = max(
-            (one for one in found.others if one not in weights),
-            key=lambda one: one.split.tp * one.split.pp,
+        largest_split = max(
+            (candidate for candidate in search.alternatives if candidate not in weights),
+            key=lambda candidate: candidate.split.tp * candidate.split.pp,
         )
-        yield f"{name_of(roomy.split, whole=True)}: {roomy.reason}; shorter requests would fit"
-    if least is None:
-        yield "no split of this model over such GPUs holds it; take GPUs with more memory"
+        largest_name = split_name(largest_split.split, tp_pp_only=True)
+        yield f"{largest_name}: {largest_split.reason}; shorter requests would fit"
+    if smallest_split is None:
+        yield "no split of this model over such GPUs fits; use GPUs with more memory"
     else:
-        tp, pp = least
+        tp, pp = smallest_split
         yield (
-            f"TP{tp} PP{pp}, {tp * pp} GPUs, is the smallest split that holds it, and "
-            f"{wish.gpus} may be used"
+            f"the smallest split that fits is TP{tp} PP{pp}, with {tp * pp} GPUs, but only "
+            f"{requirements.gpus} may be used"
         )
 
 
-def _smallest(wish: Wish) -> tuple[int, int] | None:
-    """The fewest devices that hold the weights and one request, however many there are."""
-    node, layers = wish.cluster.gpus_per_node, wish.model.num_layers
-    for tp, pp in splits(wish.model, node, node * layers, layers):
-        split = ServingSplit(tp, pp, 1, 1, kv_tokens=wish.longest)
-        held, _ = serving_memory(wish.model, wish.dtype, split, wish.cluster, on_cpu=wish.on_cpu)
-        if held.total <= wish.limits.memory_share * held.capacity:
+def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | None:
+    """Return the smallest TP and PP that fit the weights and one request, on any number of GPUs."""
+    node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
+    for tp, pp in tp_pp_splits(requirements.model, node, node * layers, layers):
+        split = ServingSplit(tp, pp, 1, 1, kv_tokens=requirements.request_tokens_p95)
+        ledger, _ = serving_memory(
+            requirements.model,
+            requirements.dtype,
+            split,
+            requirements.cluster,
+            on_cpu=requirements.on_cpu,
+        )
+        if ledger.total <= requirements.limits.usable_memory_share * ledger.capacity:
             return tp, pp
     return None
 
 
-def _too_slow(refused: Sequence[Candidate]) -> Iterator[str]:
-    """Requests come faster than all replicas there is room for can answer."""
-    yield min(refused, key=lambda one: one.gpus_needed).reason
-    yield "fewer requests a second, or more GPUs, would do"
+def _capacity_advice(overloaded: Sequence[ServingCandidate]) -> Iterator[str]:
+    """Yield advice if the request rate exceeds the capacity of all GPUs."""
+    yield min(overloaded, key=lambda candidate: candidate.gpus_needed).reason
+    yield "reduce the request rate, or use more GPUs"
 
 
-def _floors(wish: Wish, played: Sequence[Candidate]) -> Iterator[str]:
-    """Which limit nobody keeps; else which ones nobody keeps together."""
-    floors: dict[str, tuple[Held, Candidate]] = {}
-    for one in played:
-        for held in wish.limits.held(one.figures):
-            if held.figure not in floors or held.slack > floors[held.figure][0].slack:
-                floors[held.figure] = (held, one)
-    impossible = [(held, one) for held, one in floors.values() if held.slack < 0]
-    for held, one in impossible:
-        if held.most:
-            yield _floor(wish, held, one)
+def _limit_advice(
+    requirements: Requirements, candidates: Sequence[ServingCandidate]
+) -> Iterator[str]:
+    """Yield advice about limits that no candidate satisfies, alone or in combination."""
+    best_checks: dict[str, tuple[LimitCheck, ServingCandidate]] = {}
+    for candidate in candidates:
+        for check in requirements.limits.check_figures(candidate.figures):
+            if check.figure not in best_checks or check.slack > best_checks[check.figure][0].slack:
+                best_checks[check.figure] = (check, candidate)
+    impossible = [
+        (check, candidate) for check, candidate in best_checks.values() if check.slack < 0
+    ]
+    for check, candidate in impossible:
+        if check.is_maximum:
+            yield _unreachable_limit_text(requirements, check, candidate)
         else:
-            yield from _replicas_needed(wish, held, one)
+            yield from _replicas_needed(requirements, check, candidate)
     if not impossible:
-        nearest = played[0]
-        yield f"each limit is kept by some, and no candidate keeps all; {nearest.reason} is nearest"
-        yield f"that is {name_of(nearest.split)}; raise that limit, or lower the load"
+        nearest = candidates[0]
+        yield (
+            "each limit is satisfied by a candidate, but no candidate satisfies all limits; the "
+            f"nearest candidate, {split_name(nearest.split)}, is rejected: {nearest.reason}"
+        )
+        yield "relax the violated limit, or reduce the load"
 
 
-def _floor(wish: Wish, held: Held, one: Candidate) -> str:
-    assert one.estimate is not None
-    limit = held.value / (1 - wish.limits.latency_margin)
-    words = (
-        f"no candidate has {label(held.figure)} under {say(held.figure, held.value)} "
-        f"({name_of(one.split)}), and the limit is {say(held.figure, held.limit)} after the "
-        f"margin; {say(held.figure, math.ceil(limit))} could be kept"
+def _unreachable_limit_text(
+    requirements: Requirements, check: LimitCheck, candidate: ServingCandidate
+) -> str:
+    assert candidate.estimate is not None
+    limit = check.value / (1 - requirements.limits.latency_margin)
+    text = (
+        f"the lowest {label(check.figure)} is {format_figure(check.figure, check.value)} "
+        f"({split_name(candidate.split)}), and the limit minus its margin is "
+        f"{format_figure(check.figure, check.limit)}; a limit of "
+        f"{format_figure(check.figure, math.ceil(limit))} is possible"
     )
-    if held.figure.startswith("itl") and one.memory is not None:
-        read_ms = 1e3 * one.memory.weights / wish.cluster.device.bandwidth_bytes
-        words += f"; reading the weights alone takes {say('itl_ms', read_ms)}"
-    return words
+    if check.figure.startswith("itl") and candidate.memory is not None:
+        read_ms = 1e3 * candidate.memory.weights / requirements.cluster.device.memory_bytes_per_s
+        text += f"; reading the weights alone takes {format_figure('itl_ms', read_ms)}"
+    return text
 
 
-def _replicas_needed(wish: Wish, held: Held, one: Candidate) -> Iterator[str]:
-    each = held.value / one.split.replicas
-    if each <= 0:
+def _replicas_needed(
+    requirements: Requirements, check: LimitCheck, candidate: ServingCandidate
+) -> Iterator[str]:
+    tokens_per_s_per_replica = check.value / candidate.split.replicas
+    if tokens_per_s_per_replica <= 0:
         return
-    replicas = math.ceil(held.limit / each)
-    gpus = replicas * one.split.tp * one.split.pp
+    replicas = math.ceil(check.limit / tokens_per_s_per_replica)
+    gpus = replicas * candidate.split.tp * candidate.split.pp
     yield (
-        f"at most {number(held.value)} tokens/s can be made ({name_of(one.split)}), and at least "
-        f"{number(held.limit)} are asked for: that takes {replicas} replicas, {gpus} GPUs, if as "
-        f"many more requests come; {wish.gpus} may be used"
+        f"at most {format_number(check.value)} tokens/s are possible "
+        f"({split_name(candidate.split)}), and the limit is at least "
+        f"{format_number(check.limit)}: that needs {replicas} replicas, {gpus} GPUs, and "
+        f"proportionally more requests; {requirements.gpus} GPUs may be used"
     )

@@ -1,7 +1,8 @@
-"""A plan that was made for this machine, kept where `preamble serve --profile` looks for it.
+"""Saved plans: stores planned settings of this machine, which `preamble serve --profile` reads.
 
-Only what was calibrated or measured here is kept, and only for an objective that is a profile. It
-is a settings file without a model in it: whoever serves one of that shape starts from it.
+A plan is saved only if it was calibrated or measured on this machine, and only if its objective is
+the name of a profile. The file contains no model path: `preamble serve` applies the settings to any
+model of the same shape.
 """
 
 from contextlib import suppress
@@ -9,30 +10,46 @@ from pathlib import Path
 
 import yaml
 
-from planning.atomic_write import put
-from planning.inference.objective import Wish
-from planning.inference.plan import head
+from gpt.atomic_files import write_atomic
+from planning.inference.plan import settings_header
+from planning.inference.requirements import Requirements
 from planning.plan import Plan
-from serving.profiles import PLANNED, PROFILES, machine, plan_file
+from serving.profiles import PLANNED_SETTINGS, PROFILES, describe_machine, plan_file
 
 
-def made_here(plan: Plan, wish: Wish) -> bool:
-    """Whether the plan says what this machine does."""
+def is_for_this_machine(plan: Plan, requirements: Requirements) -> bool:
+    """Return whether the plan is based on measurements of this machine."""
     best = plan.best
     if best is None:
         return False
-    calibrated = wish.costs is not None and wish.costs.device in machine(wish.costs.kind)
+    calibrated = (
+        requirements.calibration is not None
+        and requirements.calibration.device in describe_machine(requirements.calibration.kind)
+    )
     return calibrated or bool(best.measured)
 
 
-def keep(plan: Plan, wish: Wish) -> Path | None:
-    """Where it is now; None: it is no such plan, or there is no room for it."""
+def save_plan(plan: Plan, requirements: Requirements) -> Path | None:
+    """Save a plan for this machine and return the path of the file.
+
+    Return None if the plan is for another machine or not for a profile, or if the write fails.
+    """
     best = plan.best
-    if best is None or wish.objective not in PROFILES or not made_here(plan, wish):
+    if (
+        best is None
+        or requirements.objective not in PROFILES
+        or not is_for_this_machine(plan, requirements)
+    ):
         return None
-    values = {name: value for name, value in best.settings.items() if name in PLANNED}
-    path = plan_file(wish.model, wish.dtype, wish.device, wish.objective)
+    values = {name: value for name, value in best.settings.items() if name in PLANNED_SETTINGS}
+    path = plan_file(
+        requirements.model, requirements.dtype, requirements.device, requirements.objective
+    )
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return put(path, (head(best) + yaml.safe_dump(values, sort_keys=False)).encode())
+        return write_atomic(
+            path,
+            (settings_header(best) + yaml.safe_dump(values, sort_keys=False)).encode(),
+            durable=False,
+        )
     return None

@@ -1,9 +1,9 @@
-"""The best way to serve a workload: splits, batches, KV memory and replicas, all of them tried.
+"""Serving search: tries splits, batch sizes, prefill presets and replicas; picks the best.
 
-What has no room is refused by bytes alone. The rest is played through by
-`planning.inference.estimate`: a coarse grid of everything first, then all that is near to the best
-of it. Of those that keep the limits, with a margin, the objective takes one. What is not taken
-keeps its reason. No torch.
+A candidate that does not fit in memory is rejected without simulation. The others are simulated by
+`planning.inference.estimate`: first a coarse grid, then the neighbours of the best candidates. The
+objective selects the best of the candidates that satisfy the limits with their margins. Each
+rejected candidate has a reason. The module does not import torch.
 """
 
 import math
@@ -12,65 +12,79 @@ from dataclasses import dataclass, field, replace
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.parallel.sharding import check_split
+from gpt.parallel.weight_sharding import check_split
 from planning.hardware import divisors
 from planning.inference.estimate import (
-    BLOCK_TOKENS,
     ServingEstimate,
     ServingSplit,
     Workload,
     estimate_serving,
 )
-from planning.inference.objective import POSTURES, USUAL, Posture, Room, Wish, kv_wanted, room_of
-from planning.inference.service_levels import LOAD_MAX, broken, score
-from planning.memory_ledger import Ledger
-from planning.plan import Standing
+from planning.inference.requirements import (
+    DEFAULT_PREFILL_PRESET,
+    PREFILL_PRESETS,
+    MemoryCapacity,
+    PrefillPreset,
+    Requirements,
+    kv_tokens_needed,
+    memory_capacity,
+)
+from planning.inference.service_levels import UTILIZATION_MAX, score, violated_limit
+from planning.memory_ledger import MemoryLedger
+from planning.plan import Feasibility
+from serving.memory_budget import KV_BLOCK_TOKENS
 
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-COARSE = (1, 4, 16, 64, 256)
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+COARSE_BATCH_SIZES = (1, 4, 16, 64, 256)
 STAGES_MAX = 16
-STAGES_BEYOND = 2  # Of those that hold the model, with as many tensor ranks.
-SPARSE = (16, 64)  # Batches of splits that are seldom the best, and take long to play.
-TIE = 0.02  # Predictions are no better than that: among such, what is simpler wins.
-FEW = 3  # So few splits are looked at closely all.
-BEST = 3  # Else so many.
+STAGE_COUNTS_PER_TP = 2  # Number of PP sizes to try per TP size: the smallest that fit.
+# The only batch sizes to try for splits with more stages than the memory requires
+# (`_is_deep_pipeline`), which are rarely the best and slow to simulate.
+SPARSE_BATCH_SIZES = (16, 64)
+# Candidates within this fraction of the best count as equal; the simplest of them is selected.
+TIE_FRACTION = 0.02
+EXHAUSTIVE_SPLITS_MAX = 3  # Up to this many splits, all batch sizes and presets are tried.
+REFINED_CANDIDATES_MAX = 3  # With more splits, the neighbours of this many candidates are tried.
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ServingCandidate:
     split: ServingSplit
-    standing: Standing
+    feasibility: Feasibility
     estimate: ServingEstimate | None = None
     reason: str = ""
-    memory: Ledger | None = None
-    whole: bool = False  # It stands for all of its tp and pp.
-    gpus_needed: int = 0  # Where there are too few of them for the requests that come.
+    memory: MemoryLedger | None = None
+    covers_tp_pp: bool = False  # Whether it represents all candidates with the same tp and pp.
+    # If the candidate is rejected for lack of GPUs, the number that the request rate needs; else 0.
+    gpus_needed: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Found:
-    wish: Wish
-    best: Candidate | None
-    others: Sequence[Candidate]  # The best ones first, then what is refused.
+class ServingSearchResult:
+    requirements: Requirements
+    best: ServingCandidate | None
+    alternatives: Sequence[ServingCandidate]  # Best candidates first, rejected candidates last.
 
     @property
-    def all(self) -> list[Candidate]:
-        return [*([self.best] if self.best else []), *self.others]
+    def candidates(self) -> list[ServingCandidate]:
+        return [*([self.best] if self.best else []), *self.alternatives]
 
 
-def search_serving(wish: Wish) -> Found:
-    """Everything that was looked at, judged."""
-    return _Search(wish).found()
+def search_serving(requirements: Requirements) -> ServingSearchResult:
+    """Search for the best candidate; return it and all other candidates."""
+    return _ServingSearch(requirements).run_search()
 
 
-def figures_of(load: Workload, split: ServingSplit, estimate: ServingEstimate) -> dict[str, float]:
+def serving_figures(
+    workload: Workload, split: ServingSplit, estimate: ServingEstimate
+) -> dict[str, float]:
     requests_per_s, tokens_per_s = estimate.requests_per_s, estimate.tokens_per_s
     concurrency = estimate.concurrency
-    if load.request_rate is not None and math.isfinite(estimate.request_ms.mean):
-        # What comes is what goes; the requests that were played are a sample of them.
-        requests_per_s = load.request_rate
-        tokens_per_s = requests_per_s * load.output_tokens.mean
+    if workload.request_rate is not None and math.isfinite(estimate.request_ms.mean):
+        # All arriving requests are answered, but only a sample of them is simulated.
+        requests_per_s = workload.request_rate
+        tokens_per_s = requests_per_s * workload.output_tokens.mean
         concurrency = requests_per_s * estimate.request_ms.mean / 1000
     return {
         "tokens_per_s_per_gpu": tokens_per_s / split.gpus,
@@ -91,14 +105,14 @@ def figures_of(load: Workload, split: ServingSplit, estimate: ServingEstimate) -
     }
 
 
-def splits(
+def tp_pp_splits(
     model: GPTConfig, gpus_per_node: int, gpus: int, stages_max: int = STAGES_MAX
 ) -> Iterator[tuple[int, int]]:
-    """Every tp and pp that the model can have, the smaller ones first."""
+    """Yield all pairs of TP and PP sizes that are valid for the model, fewest GPUs first."""
     stages = [pp for pp in divisors(model.num_layers) if pp <= stages_max]
-    # Ranks of one copy fill a node evenly, or one of them would be cut in two.
+    # A TP size must divide the GPUs of a node, or a TP group would span two nodes.
     pairs = [(tp, pp) for tp in divisors(gpus_per_node) for pp in stages]
-    for tp, pp in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1])):
+    for tp, pp in sorted(pairs, key=lambda tp_pp: (tp_pp[0] * tp_pp[1], tp_pp[1])):
         if tp * pp <= gpus:
             try:
                 check_split(model, tp, pp)
@@ -108,257 +122,365 @@ def splits(
 
 
 @dataclass
-class _Search:
-    wish: Wish
-    candidates: dict[ServingSplit, Candidate] = field(default_factory=dict)
-    _capacities: dict[ServingSplit, float] = field(default_factory=dict)
-    _staged: set[tuple[int, int]] = field(default_factory=set)
+class _ServingSearch:
+    requirements: Requirements
+    candidates: dict[ServingSplit, ServingCandidate] = field(default_factory=dict)
+    _requests_per_s_cache: dict[ServingSplit, float] = field(default_factory=dict)
+    _deep_pipelines: set[tuple[int, int]] = field(default_factory=set)
 
-    def found(self) -> Found:
-        wish, rooms = self.wish, dict[tuple[int, int], Room]()
-        for tp, pp in splits(wish.model, wish.cluster.gpus_per_node, wish.gpus):
-            # More stages than it takes save no time; some more leave room for a larger batch.
-            if sum(one[0] == tp for one in rooms) == STAGES_BEYOND:
+    def run_search(self) -> ServingSearchResult:
+        requirements, capacities = self.requirements, dict[tuple[int, int], MemoryCapacity]()
+        for tp, pp in tp_pp_splits(
+            requirements.model, requirements.cluster.gpus_per_node, requirements.gpus
+        ):
+            # Only the smallest PP sizes that fit are tried: more stages do not make a request
+            # faster, and the second size already allows a larger batch.
+            if sum(parallel_sizes[0] == tp for parallel_sizes in capacities) == STAGE_COUNTS_PER_TP:
                 continue
-            room = room_of(wish, tp, pp, 1, USUAL)
-            if room.tokens:
-                rooms[tp, pp] = room
+            capacity = memory_capacity(requirements, tp, pp, 1, DEFAULT_PREFILL_PRESET)
+            if capacity.kv_tokens:
+                capacities[tp, pp] = capacity
             else:
                 split = ServingSplit(tp, pp, 1, 1)
-                self.candidates[split] = Candidate(
-                    split, "rejected", None, room.reason, room.memory, whole=True
+                self.candidates[split] = ServingCandidate(
+                    split, "rejected", None, capacity.reason, capacity.memory, covers_tp_pp=True
                 )
-        self._staged = {pair for pair in rooms if self._is_staged(pair, rooms)}
-        pairs = [(one, replicas) for one in rooms for replicas in self._replicas(*one)]
-        few = len(pairs) <= FEW
-        for pair, replicas in pairs:
-            self._too_many(pair, replicas, rooms[pair])
-            grid = SPARSE if pair in self._staged else BATCHES if few else COARSE
-            batches = self._batches(rooms[pair], replicas, grid)
-            self._grow(pair, replicas, batches, POSTURES if few else (USUAL,))
-        if not few:
-            for one in self._leading():
-                self._near(one, rooms[one.split.tp, one.split.pp])
-        return self._judge()
+        self._deep_pipelines = {
+            tp_pp for tp_pp in capacities if self._is_deep_pipeline(tp_pp, capacities)
+        }
+        pairs = [
+            (parallel_sizes, replicas)
+            for parallel_sizes in capacities
+            for replicas in self._replica_counts(*parallel_sizes)
+        ]
+        is_exhaustive = len(pairs) <= EXHAUSTIVE_SPLITS_MAX
+        for tp_pp, replicas in pairs:
+            self._reject_oversized_batch(tp_pp, replicas, capacities[tp_pp])
+            grid = (
+                SPARSE_BATCH_SIZES
+                if tp_pp in self._deep_pipelines
+                else BATCH_SIZES
+                if is_exhaustive
+                else COARSE_BATCH_SIZES
+            )
+            batches = self._batch_sizes(capacities[tp_pp], replicas, grid)
+            self._try_batches(
+                tp_pp,
+                replicas,
+                batches,
+                PREFILL_PRESETS if is_exhaustive else (DEFAULT_PREFILL_PRESET,),
+            )
+        if not is_exhaustive:
+            for candidate in self._best_by_split():
+                split = candidate.split
+                self._refine_candidate(candidate, capacities[split.tp, split.pp])
+        return self._rank_candidates()
 
-    # ---------------------------------------------------------------------------- what there is
+    # ------------------------------------------------------------------------------ the grid
 
     @staticmethod
-    def _is_staged(pair: tuple[int, int], rooms: Mapping[tuple[int, int], Room]) -> bool:
-        """More stages than are needed: they save no time of a request."""
-        tp, pp = pair
-        whole = any(stages == 1 for _, stages in rooms)
-        return pp > min(stages for ranks, stages in rooms if ranks == tp) or (pp > 1 and whole)
+    def _is_deep_pipeline(
+        tp_pp: tuple[int, int], capacities: Mapping[tuple[int, int], MemoryCapacity]
+    ) -> bool:
+        """Return whether a split with fewer stages would fit in memory too.
 
-    def _replicas(self, tp: int, pp: int) -> list[int]:
-        """How many copies to try; of an open loop, from what one can answer on."""
-        wish, most = self.wish, self.wish.gpus // (tp * pp)
-        if wish.workload.request_rate is not None:
-            return [0]  # Each batch has its own least.
-        if wish.fill:
-            return counts(most) if wish.objective == "gpus" else [most]
-        if (tp, pp) in self._staged:
-            return [max(1, min(most, wish.workload.concurrency or 1))]
-        assert wish.workload.concurrency is not None
-        return counts(min(most, wish.workload.concurrency))
+        That is a split with the same TP size and fewer stages, or any split with one stage.
+        """
+        tp, pp = tp_pp
+        fits_single_stage = any(stages == 1 for _, stages in capacities)
+        return pp > min(stages for ranks, stages in capacities if ranks == tp) or (
+            pp > 1 and fits_single_stage
+        )
 
-    def _batches(self, room: Room, replicas: int, grid: Sequence[int]) -> list[int]:
-        """Up to what memory holds, and up to the first that all who call fit in."""
-        asked = self.wish.workload.concurrency
-        needed = room.batch_max
-        if asked is not None and not self.wish.fill:
-            needed = min(needed, -(-asked // max(1, replicas)))
-        chosen = [batch for batch in grid if batch < needed]
-        return [*chosen, min(needed, grid[-1])]
-
-    def _too_many(self, pair: tuple[int, int], replicas: int, room: Room) -> None:
-        """The first batch that memory does not hold, with that as its reason."""
-        batch = next((one for one in BATCHES if one > room.batch_max), None)
-        if batch is not None and batch in self._batches(
-            replace(room, batch_max=batch), replicas, BATCHES
-        ):
-            split = ServingSplit(*pair, max(1, replicas), batch, max(batch, USUAL.step_tokens))
-            reason = (
-                f"memory holds {room.tokens:,} tokens of keys and values, which is "
-                f"{room.batch_max} requests of {self.wish.usual:,}"
+    def _replica_counts(self, tp: int, pp: int) -> list[int]:
+        """Return the numbers of replicas to try; 0: the number follows from the request rate."""
+        requirements, replicas_max = self.requirements, self.requirements.gpus // (tp * pp)
+        if requirements.workload.request_rate is not None:
+            return [0]  # The number depends on the batch size, too: see `_try_batch`.
+        if requirements.saturate:
+            return (
+                replica_counts(replicas_max) if requirements.objective == "gpus" else [replicas_max]
             )
-            self.candidates[split] = Candidate(split, "rejected", None, reason)
+        if (tp, pp) in self._deep_pipelines:
+            return [max(1, min(replicas_max, requirements.workload.concurrency or 1))]
+        assert requirements.workload.concurrency is not None
+        return replica_counts(min(replicas_max, requirements.workload.concurrency))
 
-    def _leading(self) -> list[Candidate]:
-        """The best of each split, of the best splits; where none keeps the limits, the nearest."""
-        best: dict[tuple[int, int, int], Candidate] = {}
-        for one in sorted(self.candidates.values(), key=self._worth, reverse=True):
-            split = one.split
-            if one.estimate is not None:
-                best.setdefault((split.tp, split.pp, split.replicas), one)
-        return list(best.values())[:BEST]
+    def _batch_sizes(
+        self, capacity: MemoryCapacity, replicas: int, grid: Sequence[int]
+    ) -> list[int]:
+        """Return the batch sizes of the grid that are useful, and the largest useful batch size.
 
-    def _near(self, one: Candidate, room: Room) -> None:
-        """Batches around it, in each posture."""
-        split = one.split
+        A batch size is useful up to the capacity of the KV cache and, unless the plan saturates the
+        server, up to the concurrency of a replica.
+        """
+        concurrency = self.requirements.workload.concurrency
+        needed = capacity.running_requests_max
+        if concurrency is not None and not self.requirements.saturate:
+            needed = min(needed, -(-concurrency // max(1, replicas)))
+        batch_sizes = [batch for batch in grid if batch < needed]
+        return [*batch_sizes, min(needed, grid[-1])]
+
+    def _reject_oversized_batch(
+        self, tp_pp: tuple[int, int], replicas: int, capacity: MemoryCapacity
+    ) -> None:
+        """Add a rejected candidate for the first batch size that does not fit in memory."""
+        batch = next(
+            (
+                batch_size
+                for batch_size in BATCH_SIZES
+                if batch_size > capacity.running_requests_max
+            ),
+            None,
+        )
+        if batch is not None and batch in self._batch_sizes(
+            replace(capacity, running_requests_max=batch), replicas, BATCH_SIZES
+        ):
+            split = ServingSplit(
+                *tp_pp, max(1, replicas), batch, max(batch, DEFAULT_PREFILL_PRESET.step_tokens_max)
+            )
+            reason = (
+                f"the KV cache holds {capacity.kv_tokens:,} tokens, enough for "
+                f"{capacity.running_requests_max} requests of "
+                f"{self.requirements.request_tokens_mean:,} tokens"
+            )
+            self.candidates[split] = ServingCandidate(split, "rejected", None, reason)
+
+    def _best_by_split(self) -> list[ServingCandidate]:
+        """Return the best candidate of each split, for the best splits only.
+
+        If no candidate satisfies the limits, the candidates nearest to the limits are the best.
+        """
+        best_of: dict[tuple[int, int, int], ServingCandidate] = {}
+        for candidate in sorted(self.candidates.values(), key=self._sort_key, reverse=True):
+            split = candidate.split
+            if candidate.estimate is not None:
+                best_of.setdefault((split.tp, split.pp, split.replicas), candidate)
+        return list(best_of.values())[:REFINED_CANDIDATES_MAX]
+
+    def _refine_candidate(self, candidate: ServingCandidate, capacity: MemoryCapacity) -> None:
+        """Try batch sizes near the candidate's, with each prefill preset."""
+        split = candidate.split
         reach = 2 if split.pp > 1 else 4
         low, high = split.running_requests_max // reach, split.running_requests_max * reach
-        batches = self._batches(room, split.replicas, BATCHES)
-        replicas = 0 if self.wish.workload.request_rate is not None else split.replicas
-        near = [batch for batch in batches if low <= batch <= high]
-        self._grow((split.tp, split.pp), replicas, near, POSTURES)
+        batches = self._batch_sizes(capacity, split.replicas, BATCH_SIZES)
+        replicas = 0 if self.requirements.workload.request_rate is not None else split.replicas
+        nearby_batches = [batch for batch in batches if low <= batch <= high]
+        self._try_batches((split.tp, split.pp), replicas, nearby_batches, PREFILL_PRESETS)
 
-    def _grow(
+    def _try_batches(
         self,
-        pair: tuple[int, int],
+        tp_pp: tuple[int, int],
         replicas: int,
         batches: Sequence[int],
-        postures: Sequence[Posture],
+        presets: Sequence[PrefillPreset],
     ) -> None:
-        """Larger and larger batches, until there is room for twice as many as come."""
-        for posture in postures:
+        """Try increasing batch sizes with each preset.
+
+        The last one is the first that is more than twice the number of requests in the system.
+        """
+        for preset in presets:
             for batch in batches:
-                one = self._try(pair, replicas, batch, posture)
-                if one is None or one.standing == "rejected" or self.wish.fill:
+                candidate = self._try_batch(tp_pp, replicas, batch, preset)
+                if (
+                    candidate is None
+                    or candidate.feasibility == "rejected"
+                    or self.requirements.saturate
+                ):
                     continue
-                if 2 * one.figures["concurrency"] < batch * one.split.replicas:
+                if 2 * candidate.figures["concurrency"] < batch * candidate.split.replicas:
                     break
 
     # ---------------------------------------------------------------------------- one candidate
 
-    def _try(
-        self, pair: tuple[int, int], replicas: int, batch: int, posture: Posture
-    ) -> Candidate | None:
-        """The last of those that were looked at; None: there is no room for such a batch."""
-        wish, (tp, pp) = self.wish, pair
-        # Each that runs needs a token of a step.
-        step_tokens = max(posture.step_tokens, -(-batch // BLOCK_TOKENS) * BLOCK_TOKENS)
-        room = room_of(wish, tp, pp, batch, Posture(step_tokens, posture.stall_ms))
-        split = ServingSplit(tp, pp, 1, batch, step_tokens, None, posture.stall_ms)
-        if batch > room.batch_max:
-            return None
-        split = replace(split, kv_tokens=kv_wanted(wish, room, batch))
-        if replicas:
-            return self._note(replace(split, replicas=replicas), room)
-        least = self._least(split)
-        most = wish.gpus // (tp * pp)
-        if least > most:
-            one = replace(split, replicas=max(1, most))
-            each = self._capacity(split)
-            reason = (
-                f"a replica answers {each:.3g} requests/s at most, so for "
-                f"{wish.workload.request_rate:g} it takes {least} of them, {least * tp * pp} GPUs; "
-                f"{wish.gpus} may be used"
-            )
-            needed = least * tp * pp
-            noted = Candidate(one, "rejected", None, reason, gpus_needed=needed)
-            self.candidates[one] = noted
-            return noted
-        tried = [least, *(count for count in counts(most) if count > least)]
-        before = math.inf
-        for count in tried:
-            noted = self._note(replace(split, replicas=count), room)
-            request_ms = noted.figures.get("request_ms_p95", math.inf)
-            gain, before = before - request_ms, request_ms
-            # More replicas only make it quicker, as long as requests wait for each other.
-            quick = wish.objective != "latency" or gain < TIE * request_ms
-            if noted.standing != "rejected" and quick:
-                break
-        return noted
+    def _try_batch(
+        self, tp_pp: tuple[int, int], replicas: int, batch: int, preset: PrefillPreset
+    ) -> ServingCandidate | None:
+        """Try a batch size with one or more numbers of replicas.
 
-    def _note(self, split: ServingSplit, room: Room) -> Candidate:
+        Return the last candidate, or None if the batch does not fit in memory. `replicas` 0: try
+        numbers from the fewest replicas that answer the request rate.
+        """
+        requirements, (tp, pp) = self.requirements, tp_pp
+        # Each running request needs one token of a step.
+        step_tokens = max(preset.step_tokens_max, -(-batch // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS)
+        capacity = memory_capacity(
+            requirements, tp, pp, batch, PrefillPreset(step_tokens, preset.prefill_stall_ms_max)
+        )
+        split = ServingSplit(tp, pp, 1, batch, step_tokens, None, preset.prefill_stall_ms_max)
+        if batch > capacity.running_requests_max:
+            return None
+        split = replace(split, kv_tokens=kv_tokens_needed(requirements, capacity, batch))
+        if replicas:
+            return self._evaluate_cached(replace(split, replicas=replicas), capacity)
+        replicas_min = self._replicas_needed_min(split)
+        replicas_max = requirements.gpus // (tp * pp)
+        if replicas_min > replicas_max:
+            rejected_split = replace(split, replicas=max(1, replicas_max))
+            requests_per_s = self._replica_requests_per_s(split)
+            reason = (
+                f"a replica answers at most {requests_per_s:.3g} requests/s, so "
+                f"{requirements.workload.request_rate:g} requests/s need {replicas_min} replicas "
+                f"with {replicas_min * tp * pp} GPUs, but only {requirements.gpus} may be used"
+            )
+            needed = replicas_min * tp * pp
+            candidate = ServingCandidate(
+                rejected_split, "rejected", None, reason, gpus_needed=needed
+            )
+            self.candidates[rejected_split] = candidate
+            return candidate
+        replica_counts_tried = [
+            replicas_min,
+            *(count for count in replica_counts(replicas_max) if count > replicas_min),
+        ]
+        last_request_ms = math.inf
+        for count in replica_counts_tried:
+            candidate = self._evaluate_cached(replace(split, replicas=count), capacity)
+            request_ms = candidate.figures.get("request_ms_p95", math.inf)
+            gain, last_request_ms = last_request_ms - request_ms, request_ms
+            # For the objective "latency", stop when one more step shortens requests by less than
+            # TIE_FRACTION: more replicas help only while requests wait for each other.
+            is_fast_enough = requirements.objective != "latency" or gain < TIE_FRACTION * request_ms
+            if candidate.feasibility != "rejected" and is_fast_enough:
+                break
+        return candidate
+
+    def _evaluate_cached(self, split: ServingSplit, capacity: MemoryCapacity) -> ServingCandidate:
         if split not in self.candidates:
-            self.candidates[split] = self._judged(split, room)
+            self.candidates[split] = self._evaluate(split, capacity)
         return self.candidates[split]
 
-    def _judged(self, split: ServingSplit, room: Room) -> Candidate:
-        wish = self.wish
+    def _evaluate(self, split: ServingSplit, capacity: MemoryCapacity) -> ServingCandidate:
+        requirements = self.requirements
         estimate = estimate_serving(
-            *(wish.model, wish.dtype, self._load(split), split, wish.cluster, wish.costs)
+            requirements.model,
+            requirements.dtype,
+            self._workload(split),
+            split,
+            requirements.cluster,
+            requirements.calibration,
         )
-        if math.isinf(estimate.utilization):  # The estimate found no room where we saw some.
-            reason = f"memory holds {estimate.kv_tokens} tokens of keys and values"
-            return Candidate(split, "rejected", None, reason, estimate.memory)
-        load = self._load(split)
-        figures = figures_of(load, split, estimate)
-        reason = broken(wish.limits, load, figures)
+        # `memory_capacity` may say that a request fits although the estimate says that it does not.
+        if math.isinf(estimate.utilization):
+            reason = f"the KV cache holds only {estimate.kv_tokens} tokens"
+            return ServingCandidate(split, "rejected", None, reason, estimate.memory)
+        workload = self._workload(split)
+        figures = serving_figures(workload, split, estimate)
+        reason = violated_limit(requirements.limits, workload, figures)
         if math.isinf(estimate.request_ms.mean):
-            reason = "more requests come than it answers"
-        standing: Standing = "rejected" if reason else room.standing
-        return Candidate(split, standing, estimate, reason, estimate.memory, figures=figures)
+            reason = "overloaded: more requests arrive than the servers can answer"
+        feasibility: Feasibility = "rejected" if reason else capacity.feasibility
+        return ServingCandidate(
+            split, feasibility, estimate, reason, estimate.memory, figures=figures
+        )
 
-    def _load(self, split: ServingSplit) -> Workload:
-        return self.wish.load(split.running_requests_max, split.replicas)
+    def _workload(self, split: ServingSplit) -> Workload:
+        return self.requirements.workload_for(split.running_requests_max, split.replicas)
 
-    def _least(self, split: ServingSplit) -> int:
-        """Replicas that answer what comes, and have some time left."""
-        assert self.wish.workload.request_rate is not None
-        capacity = self._capacity(split)
+    def _replicas_needed_min(self, split: ServingSplit) -> int:
+        """Return the fewest replicas that answer the request rate.
+
+        Their utilization is at most UTILIZATION_MAX.
+        """
+        assert self.requirements.workload.request_rate is not None
+        capacity = self._replica_requests_per_s(split)
         if capacity <= 0:
-            return self.wish.gpus + 1
-        return max(1, math.ceil(self.wish.workload.request_rate / (LOAD_MAX * capacity)))
+            return self.requirements.gpus + 1
+        return max(
+            1, math.ceil(self.requirements.workload.request_rate / (UTILIZATION_MAX * capacity))
+        )
 
-    def _capacity(self, split: ServingSplit) -> float:
-        """Requests a second of one replica that is never short of them."""
-        wish = self.wish
-        if split not in self._capacities:
-            full = replace(wish.workload, request_rate=None, concurrency=split.running_requests_max)
-            estimate = estimate_serving(
-                *(wish.model, wish.dtype, full, split, wish.cluster, wish.costs)
+    def _replica_requests_per_s(self, split: ServingSplit) -> float:
+        """Return the requests per second of one saturated replica."""
+        requirements = self.requirements
+        if split not in self._requests_per_s_cache:
+            saturated_workload = replace(
+                requirements.workload, request_rate=None, concurrency=split.running_requests_max
             )
-            self._capacities[split] = estimate.requests_per_s
-        return self._capacities[split]
+            estimate = estimate_serving(
+                requirements.model,
+                requirements.dtype,
+                saturated_workload,
+                split,
+                requirements.cluster,
+                requirements.calibration,
+            )
+            self._requests_per_s_cache[split] = estimate.requests_per_s
+        return self._requests_per_s_cache[split]
 
-    # ------------------------------------------------------------------------------ the verdict
+    # ------------------------------------------------------------------------------ ranking
 
-    def _judge(self) -> Found:
-        all_of = sorted(self.candidates.values(), key=self._worth, reverse=True)
-        for standing in ("fits", "tight"):
-            good = [one for one in all_of if one.standing == standing]
-            if good:
-                best = self._simplest(good)
-                return Found(
-                    self.wish,
-                    replace(best, standing="best"),
-                    [one for one in all_of if one is not best],
+    def _rank_candidates(self) -> ServingSearchResult:
+        ranked = sorted(self.candidates.values(), key=self._sort_key, reverse=True)
+        for feasibility in ("fits", "tight"):
+            feasible = [candidate for candidate in ranked if candidate.feasibility == feasibility]
+            if feasible:
+                best = self._choose_simplest(feasible)
+                return ServingSearchResult(
+                    self.requirements,
+                    replace(best, feasibility="best"),
+                    [candidate for candidate in ranked if candidate is not best],
                 )
-        return Found(self.wish, None, all_of)
+        return ServingSearchResult(self.requirements, None, ranked)
 
-    def _worth(self, one: Candidate) -> tuple[int, float, float]:
-        """What sorts candidates: fits, tight, rejected; then the objective."""
-        rank = ("rejected", "tight", "fits").index(one.standing)
-        if one.estimate is None:
+    def _sort_key(self, candidate: ServingCandidate) -> tuple[int, float, float]:
+        """Return the sort key: feasibility, then the violation of limits, then the objective."""
+        rank = ("rejected", "tight", "fits").index(candidate.feasibility)
+        if candidate.estimate is None:
             return rank - 1, 0.0, 0.0
-        figures = one.figures
-        # Among those that break a limit, whoever breaks it least is nearest.
-        slack = min([held.slack for held in self.wish.limits.held(figures)], default=0.0)
-        return rank, min(0.0, slack), self._score(one)
+        figures = candidate.figures
+        # Among candidates that violate a limit, the candidate with the smallest violation is best.
+        slack = min(
+            [check.slack for check in self.requirements.limits.check_figures(figures)], default=0.0
+        )
+        return rank, min(0.0, slack), self._score(candidate)
 
-    def _score(self, one: Candidate) -> float:
-        return score(self.wish.objective, self._load(one.split), one.figures)
+    def _score(self, candidate: ServingCandidate) -> float:
+        return score(
+            self.requirements.objective, self._workload(candidate.split), candidate.figures
+        )
 
-    def _simplest(self, good: Sequence[Candidate]) -> Candidate:
-        """Of those that are as good as the best one, as far as one can tell."""
-        wish = self.wish
-        few = wish.objective == "gpus" or wish.workload.request_rate is not None
-        if few and wish.objective != "latency":
-            fewest = min(one.split.gpus for one in good)
-            good = [one for one in good if one.split.gpus == fewest]
-            return self._least_of(good, lambda one: one.figures["request_ms_p95"])
-        return self._least_of(good, lambda one: -score(wish.objective, wish.workload, one.figures))
+    def _choose_simplest(self, feasible: Sequence[ServingCandidate]) -> ServingCandidate:
+        """Return the simplest of the candidates that are within TIE_FRACTION of the best."""
+        requirements = self.requirements
+        prefers_fewest_gpus = (
+            requirements.objective == "gpus" or requirements.workload.request_rate is not None
+        )
+        if prefers_fewest_gpus and requirements.objective != "latency":
+            fewest = min(candidate.split.gpus for candidate in feasible)
+            feasible = [candidate for candidate in feasible if candidate.split.gpus == fewest]
+            return self._cheapest_near_minimum(
+                feasible, lambda candidate: candidate.figures["request_ms_p95"]
+            )
+        return self._cheapest_near_minimum(
+            feasible,
+            lambda candidate: (
+                -score(requirements.objective, requirements.workload, candidate.figures)
+            ),
+        )
 
-    def _least_of(
-        self, good: Sequence[Candidate], value: Callable[[Candidate], float]
-    ) -> Candidate:
-        least = min(map(value, good))
-        alike = [one for one in good if value(one) <= least + TIE * abs(least)]
+    def _cheapest_near_minimum(
+        self, candidates: Sequence[ServingCandidate], metric: Callable[[ServingCandidate], float]
+    ) -> ServingCandidate:
+        metric_min = min(map(metric, candidates))
+        near_minimum = [
+            candidate
+            for candidate in candidates
+            if metric(candidate) <= metric_min + TIE_FRACTION * abs(metric_min)
+        ]
 
-        def effort(one: Candidate) -> tuple[float, ...]:
-            split, held = one.split, one.memory
-            total = held.total if held is not None else 0
-            # Where clients come as they like, room for more of them costs nothing.
-            batch = split.running_requests_max * (1 if self.wish.closed else -1)
-            return split.gpus, split.tp * split.pp, batch, total, value(one)
+        def simplicity(candidate: ServingCandidate) -> tuple[float, ...]:
+            split, ledger = candidate.split, candidate.memory
+            total = ledger.total if ledger is not None else 0
+            # In a closed loop the smaller batch size is simpler. In an open loop the larger one is
+            # preferred, because it costs nothing.
+            batch = split.running_requests_max * (1 if self.requirements.is_closed_loop else -1)
+            return split.gpus, split.tp * split.pp, batch, total, metric(candidate)
 
-        return min(alike, key=effort)
+        return min(near_minimum, key=simplicity)
 
 
-def counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the most there can be."""
-    powers = [1 << place for place in range(most.bit_length())]
-    return sorted({*(count for count in powers if count <= most), most} - {0})
+def replica_counts(replicas_max: int) -> list[int]:
+    """Return 1, 2, 4, ... and `replicas_max`."""
+    powers = [1 << exponent for exponent in range(replicas_max.bit_length())]
+    return sorted({*(count for count in powers if count <= replicas_max), replicas_max} - {0})

@@ -1,7 +1,8 @@
-"""What a server must keep under its load, and what its figures are worth: predicted or measured.
+"""Service-level objectives (SLOs): latency and throughput limits with margins, and the score.
 
-A limit is a figure's name and a number, and a margin is taken off it, since a prediction at its
-edge breaks it half of the time. What cannot all be true together is refused. Knows no search.
+Predicted and measured figures are checked in the same way. A margin is subtracted from each latency
+limit, because if a prediction equals the limit, the real latency exceeds the limit half of the
+time. Contradictory limits raise an error. The search is in `planning.inference.search`.
 """
 
 import math
@@ -10,26 +11,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt.errors import ConfigError
-from planning.figures import say
+from planning.figures import format_figure
 from planning.inference.estimate import Workload
 from planning.memory_ledger import FITS_SHARE
 
 Objective = Literal["throughput", "latency", "gpus"]
-# Tokens a second for each GPU; the time of a whole request; as few GPUs as keep the limits.
+# In this order: the most tokens per second per GPU, the shortest request, and the fewest GPUs that
+# satisfy the limits.
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency", "gpus")
 LATENCIES = (
-    *("ttft_ms_p50", "ttft_ms_p95", "itl_ms_p50", "itl_ms_p95"),
-    *("request_ms_p50", "request_ms_p95"),
+    "ttft_ms_p50",
+    "ttft_ms_p95",
+    "itl_ms_p50",
+    "itl_ms_p95",
+    "request_ms_p50",
+    "request_ms_p95",
 )
-# A server is planned for at most this part of what it could answer: queues grow without end at 1,
-# and clients come in bursts.
-LOAD_MAX = 0.9
-ANSWERED_MIN = 0.9  # Of the requests that come: a measurement that loses more had too many.
+# A plan loads a server with at most this fraction of its capacity. Requests arrive at random times,
+# so with a fraction of 1 the queue would grow without bound.
+UTILIZATION_MAX = 0.9
+# If a server answers less than this fraction of the arriving requests, it is overloaded.
+ANSWERED_FRACTION_MIN = 0.9
 
 
 @dataclass(frozen=True)
-class Limits:
-    """None: no limit."""
+class ServiceLimits:
+    """The limits of a serving plan. None means no limit."""
 
     ttft_ms_p50: float | None = None
     ttft_ms_p95: float | None = None
@@ -37,9 +44,9 @@ class Limits:
     itl_ms_p95: float | None = None
     request_ms_p50: float | None = None
     request_ms_p95: float | None = None
-    tokens_per_s_min: float | None = None  # Of all replicas together.
+    tokens_per_s_min: float | None = None  # Minimum total of all replicas.
     gpus_max: int | None = None
-    memory_fraction: float = FITS_SHARE  # Of a device's memory, that may be used.
+    memory_fraction: float = FITS_SHARE  # The usable fraction of a device's memory.
     latency_margin: float = 0.10
     memory_margin: float = 0.05
 
@@ -55,96 +62,113 @@ class Limits:
         for name in ("latency_margin", "memory_margin"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ConfigError(f"{name} is {value:g}; it must be from 0 to less than 1")
-        for first, whole in (("ttft_ms_p50", "request_ms_p50"), ("ttft_ms_p95", "request_ms_p95")):
-            self._check_order(first, whole)
+                raise ConfigError(f"{name} is {value:g}; it must be at least 0 and less than 1")
+        for first, request_limit in (
+            ("ttft_ms_p50", "request_ms_p50"),
+            ("ttft_ms_p95", "request_ms_p95"),
+        ):
+            self._check_order(first, request_limit)
         for figure in ("ttft_ms", "itl_ms", "request_ms"):
             self._check_order(f"{figure}_p50", f"{figure}_p95")
 
     def _check_order(self, smaller: str, larger: str) -> None:
-        """A limit that another one makes idle is a mistake: who sets it believes that it counts."""
+        """Raise ConfigError if the limit of `smaller` is above the limit of `larger`.
+
+        The figure `smaller` is never above the figure `larger`, so its limit would have no effect.
+        """
         low, high = getattr(self, smaller), getattr(self, larger)
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{smaller} is {low:g} and {larger} is {high:g}, which it can never exceed; set "
-                f"{smaller} to {high:g} at most"
+                f"{smaller} is {low:g} and has no effect, since {larger} is {high:g}; set "
+                f"{smaller} to at most {high:g}"
             )
 
-    def check(self, workload: Workload) -> None:
-        """Refuse what this load cannot bring about on any machine."""
-        rate, least = workload.request_rate, self.tokens_per_s_min
-        if rate is not None and least is not None:
-            most = rate * workload.output_tokens.mean
-            if least > most:
+    def check_workload(self, workload: Workload) -> None:
+        """Raise ConfigError if no machine can reach `tokens_per_s_min` with this workload."""
+        rate, tokens_per_s_min = workload.request_rate, self.tokens_per_s_min
+        if rate is not None and tokens_per_s_min is not None:
+            tokens_per_s_max = rate * workload.output_tokens.mean
+            if tokens_per_s_min > tokens_per_s_max:
                 raise ConfigError(
-                    f"tokens_per_s_min is {least:g}, and {rate:g} requests a second of "
-                    f"{workload.output_tokens.mean:g} tokens ask for {most:g}; set at most that, "
-                    f"or a request_rate of {least / workload.output_tokens.mean:.3g}"
+                    f"tokens_per_s_min is {tokens_per_s_min:g}, but {rate:g} requests/s of "
+                    f"{workload.output_tokens.mean:g} tokens are only {tokens_per_s_max:g} "
+                    "tokens/s; set at most that, or a request_rate of "
+                    f"{tokens_per_s_min / workload.output_tokens.mean:.3g} or more"
                 )
 
     @property
-    def memory_share(self) -> float:
-        """Of a device's memory, that a plan fills; less its margin."""
+    def usable_memory_share(self) -> float:
+        """The fraction of a device's memory that a plan may fill.
+
+        It is `memory_fraction` minus the margin.
+        """
         return self.memory_fraction * (1 - self.memory_margin)
 
-    def within(self, name: str) -> float | None:
-        """A latency's limit with its margin."""
+    def limit_with_margin(self, name: str) -> float | None:
+        """Return the limit of a latency minus its margin; None if there is no limit."""
         limit: float | None = getattr(self, name)
         return None if limit is None else limit * (1 - self.latency_margin)
 
-    def held(self, figures: Mapping[str, float]) -> "Iterator[Held]":
-        """Each limit, beside what it is held against."""
+    def check_figures(self, figures: Mapping[str, float]) -> "Iterator[LimitCheck]":
+        """Compare each limit with its figure. A missing figure violates its limit.
+
+        Latency limits are reduced by their margin. The throughput limit has no margin.
+        """
         for name in LATENCIES:
-            limit = self.within(name)
+            limit = self.limit_with_margin(name)
             if limit is not None:
-                yield Held(name, figures.get(name, math.inf), limit, most=True)
+                yield LimitCheck(name, figures.get(name, math.inf), limit, is_maximum=True)
         if self.tokens_per_s_min is not None:
-            made = figures.get("tokens_per_s", 0.0)
-            yield Held("tokens_per_s", made, self.tokens_per_s_min, most=False)
+            tokens_per_s = figures.get("tokens_per_s", 0.0)
+            yield LimitCheck("tokens_per_s", tokens_per_s, self.tokens_per_s_min, is_maximum=False)
 
 
 @dataclass(frozen=True)
-class Held:
-    """A figure and its limit, the margin taken off."""
+class LimitCheck:
+    """The comparison of a figure with its limit.
+
+    The margin is already subtracted from the limit of a latency.
+    """
 
     figure: str
     value: float
     limit: float
-    most: bool  # Whether the limit is the most it may be; else the least.
+    is_maximum: bool  # True: an upper limit; False: a lower limit.
 
     @property
     def slack(self) -> float:
-        """The part of the limit that is left; below 0: it is broken."""
-        if self.most:
+        """The unused fraction of the limit; negative if the limit is violated."""
+        if self.is_maximum:
             return 1 - self.value / self.limit
         return self.value / self.limit - 1
 
     def __str__(self) -> str:
-        limit = say(self.figure, self.limit)
-        bound = f"{limit} after the margin" if self.most else f"at least {limit}"
-        return f"{self.figure} {say(self.figure, self.value)} of {bound}"
+        value = format_figure(self.figure, self.value)
+        limit = format_figure(self.figure, self.limit)
+        bound = f"minus its margin is {limit}" if self.is_maximum else f"is at least {limit}"
+        return f"{self.figure} is {value}; the limit {bound}"
 
 
-def broken(limits: Limits, workload: Workload, figures: Mapping[str, float]) -> str:
-    """Which limit these figures break by most, in words; empty: none."""
+def violated_limit(limits: ServiceLimits, workload: Workload, figures: Mapping[str, float]) -> str:
+    """Describe the limit that the figures violate most; return "" if they satisfy all limits."""
     rate = workload.request_rate
     answered = figures.get("requests_per_s", 0.0)
-    if rate is not None and answered < ANSWERED_MIN * rate:
-        return f"answers {answered:.3g} of the {rate:g} requests/s that come"
-    least = min(limits.held(figures), key=lambda one: one.slack, default=None)
-    return str(least) if least is not None and least.slack < 0 else ""
+    if rate is not None and answered < ANSWERED_FRACTION_MIN * rate:
+        return f"answers only {answered:.3g} of {rate:g} requests/s"
+    tightest = min(limits.check_figures(figures), key=lambda check: check.slack, default=None)
+    return str(tightest) if tightest is not None and tightest.slack < 0 else ""
 
 
 def score(objective: Objective, workload: Workload, figures: Mapping[str, float]) -> float:
-    """By the objective: more is better.
+    """Return the score for an objective; higher is better.
 
-    Where requests come at a rate, all that answer them make the same tokens: then fewer GPUs is
-    more for each, and among as many the quicker one is better.
+    With a fixed request rate, all candidates generate the same tokens. Then fewer GPUs score
+    higher and, with the same number of GPUs, shorter requests score higher.
     """
     request_ms = figures["request_ms_p95"]
     if objective == "latency":
         return -request_ms
     if objective == "gpus" or workload.request_rate is not None:
-        each, total = figures["tokens_per_s_per_gpu"], figures["tokens_per_s"]
-        return each / max(total, 1e-9) - 1e-12 * min(request_ms, 1e9)
+        per_gpu, total = figures["tokens_per_s_per_gpu"], figures["tokens_per_s"]
+        return per_gpu / max(total, 1e-9) - 1e-12 * min(request_ms, 1e9)
     return figures["tokens_per_s_per_gpu"]

@@ -1,8 +1,9 @@
-"""Requests played through the rules by which our scheduler fills steps, on a clock of its own.
+"""Continuous-batching simulator that the planner uses: replays requests on a simulated clock.
 
-The rules are those of `serving/scheduler/scheduler.py` for requests of one class and tenant; a test
-plays the same requests through both. What a step takes is told from outside. Where nothing but
-decoding goes on, many steps are taken at once, so that thousands of requests cost milliseconds.
+The simulator has the rules of `serving/scheduler/scheduler.py` for requests of one class and one
+tenant; a test compares it with `planning.inference.reference_simulator`, which runs the scheduler.
+Step durations come from the step cost model. Consecutive steps that only decode are simulated
+together, so thousands of requests take milliseconds.
 """
 
 from abc import ABC, abstractmethod
@@ -12,369 +13,437 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
-from planning.inference.step_cost import Steps
-from serving.scheduler.prefill_cost import Pace
+from planning.inference.step_cost import StepCostModel
+from serving.memory_budget import KV_BLOCK_TOKENS
+from serving.scheduler.chunked_prefill import PrefillTokenBudget, chunk_end
 
-# As many steps the pace remembers; what comes on top changes nothing.
-PACE_STEPS = 150
-# Nobody waits longer for a prediction; what has ended by then tells enough.
-STEPS_MAX, STAGED_STEPS_MAX = 2_000_000, 100_000
+# `PrefillCostModel` weights old steps down, by a decay per step. After this many equal steps the
+# weight of all older steps is 5 %, so further equal steps are not recorded.
+PREFILL_COST_STEPS_MAX = 150
+# A simulation stops after this many steps if at least one request has finished by then.
+STEPS_MAX, PIPELINE_STEPS_MAX = 2_000_000, 100_000
 
 
 @dataclass(slots=True)
-class Call:
-    """One request. Times are of the engine's clock; the front end's part is added by others."""
+class SimulatedRequest:
+    """One request. Times are engine times, without the overhead of the front end."""
 
     number: int
     arrival_s: float
-    prompt: int  # Tokens, those known already included.
-    output: int
-    cached: int = 0
-    first_s: float = -1.0
+    prompt_tokens: int  # Including cached tokens.
+    output_tokens: int
+    cached_tokens: int = 0  # Prompt tokens that are in the prefix cache.
+    first_token_s: float = -1.0
     end_s: float = -1.0
-    last_s: float = -1.0  # Its last token until now.
-    made: int = 0
-    done: int = 0  # Of its prompt, or of what must be computed again.
-    goal: int = 0
+    last_token_s: float = -1.0  # Time of the most recent token.
+    generated_tokens: int = 0
+    # Number of tokens whose prefill is planned or done, cached tokens included.
+    prefilled_tokens: int = 0
+    # `prefilled_tokens` when the prefill is complete: the prompt tokens and, after a preemption,
+    # also the tokens generated before it.
+    prefill_target: int = 0
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What of a server's settings decides who runs."""
+class SchedulerRules:
+    """The server settings that determine scheduling."""
 
-    running_max: int
+    running_requests_max: int
     step_tokens_max: int
-    stall_s: float
+    prefill_stall_s: float
     kv_tokens: int
-    stages: int = 1
-    block_tokens: int = 16
+    pipeline_stages: int = 1
+    block_tokens: int = KV_BLOCK_TOKENS
 
 
 @dataclass
-class Played:
-    """What became of the calls: in `gaps` seconds between tokens, how many had that, and when."""
+class SimulationResult:
+    """The finished requests and the counters of a simulation.
 
-    calls: list[Call] = field(default_factory=list)
-    gaps: list[tuple[float, int, float]] = field(default_factory=list)
+    A token gap is (seconds between two tokens, number of tokens with that gap, end time).
+    """
+
+    requests: list[SimulatedRequest] = field(default_factory=list)
+    token_gaps: list[tuple[float, int, float]] = field(default_factory=list)
     busy_s: float = 0.0
     steps: int = 0
-    rows: int = 0
+    tokens: int = 0
     preemptions: int = 0
 
 
 @dataclass
-class Pieces:
-    """What a step has of prompts."""
+class PrefillChunks:
+    """The prefill part of a step."""
 
     tokens: int = 0
-    pairs: int = 0
-    count: int = 0
-    over: list[Call] = field(default_factory=list)  # Those whose last piece it is.
+    attention_pairs: int = 0
+    chunk_count: int = 0
+    # Requests whose last prefill chunk is in this step.
+    completed: list[SimulatedRequest] = field(default_factory=list)
 
 
-def simulation(steps: Steps, rules: Rules) -> "Simulation":
-    return OneStage(steps, rules) if rules.stages == 1 else Staged(steps, rules)
+def make_simulation(step_costs: StepCostModel, rules: SchedulerRules) -> "Simulation":
+    return (
+        SingleStageSimulation(step_costs, rules)
+        if rules.pipeline_stages == 1
+        else PipelineSimulation(step_costs, rules)
+    )
 
 
 class Simulation(ABC):
-    """One replica; plays once."""
+    """The simulation of one replica. An instance runs once."""
 
-    def __init__(self, steps: Steps, rules: Rules) -> None:
-        self._steps, self._rules = steps, rules
-        self._pace = Pace()
+    def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
+        self._step_costs = step_costs
+        self._rules = rules
+        self._stall_budget = PrefillTokenBudget(rules.prefill_stall_s, rules.block_tokens)
         self._now = 0.0
-        self._coming: deque[Call] = deque()  # By arrival.
-        self._waiting: list[tuple[float, int, Call]] = []  # Likewise.
-        self._prompts: list[Call] = []  # Those that run and whose prompt is not all planned.
-        self._held = 0  # Keys and values of all that run, those that prompts will have included.
-        self._left: deque[Call] = deque()
-        self._turn_s: float | None = None
-        self.played = Played()
+        # Requests that have not arrived yet, and requests in the queue; both sorted by arrival.
+        self._arrivals: deque[SimulatedRequest] = deque()
+        self._waiting: list[tuple[float, int, SimulatedRequest]] = []
+        # Running requests whose prefill is not completely planned yet.
+        self._prefilling: list[SimulatedRequest] = []
+        # KV cache tokens of all running requests, with the complete prompts of `_prefilling`.
+        self._kv_tokens = 0
+        # Closed loop: requests that no client has sent yet, and the pause between two requests.
+        self._unsent: deque[SimulatedRequest] = deque()
+        self._think_s: float | None = None
+        self.simulation_result = SimulationResult()
 
-    def open(self, calls: list[Call]) -> Played:
-        """Calls come when they come, in order."""
-        self._coming.extend(calls)
+    def run_open_loop(self, requests: list[SimulatedRequest]) -> SimulationResult:
+        """Simulate requests, sorted by `arrival_s`, that arrive at their `arrival_s`."""
+        self._arrivals.extend(requests)
         self._run()
-        return self.played
+        return self.simulation_result
 
-    def closed(self, calls: list[Call], concurrency: int, turn_s: float) -> Played:
-        """So many at once; whoever is answered calls again, `turn_s` later."""
-        self._left, self._turn_s = deque(calls), turn_s
-        for _ in range(min(concurrency, len(calls))):
-            call = self._left.popleft()
-            call.arrival_s = turn_s
-            self._coming.append(call)
+    def run_closed_loop(
+        self, requests: list[SimulatedRequest], concurrency: int, think_s: float
+    ) -> SimulationResult:
+        """Simulate `concurrency` clients that send the next request `think_s` after a response."""
+        self._unsent = deque(requests)
+        self._think_s = think_s
+        for _ in range(min(concurrency, len(requests))):
+            request = self._unsent.popleft()
+            request.arrival_s = think_s
+            self._arrivals.append(request)
         self._run()
-        return self.played
+        return self.simulation_result
 
     @abstractmethod
     def _run(self) -> None:
-        """Until nobody comes any more and all have ended."""
+        """Run until all requests have arrived and finished, or until the limit of steps."""
 
-    def _arrive(self) -> None:
-        while self._coming and self._coming[0].arrival_s <= self._now:
-            call = self._coming.popleft()
-            call.done, call.goal = call.cached, call.prompt
-            self._wait(call)
+    def _enqueue_arrivals(self) -> None:
+        while self._arrivals and self._arrivals[0].arrival_s <= self._now:
+            request = self._arrivals.popleft()
+            request.prefilled_tokens = request.cached_tokens
+            request.prefill_target = request.prompt_tokens
+            self._enqueue(request)
 
-    def _wait(self, call: Call) -> None:
-        insort(self._waiting, (call.arrival_s, call.number, call))
+    def _enqueue(self, request: SimulatedRequest) -> None:
+        insort(self._waiting, (request.arrival_s, request.number, request))
 
-    def _prompt_budget(self, tokens: int, decoding: int) -> int:
-        """Of so many tokens, those that prompts may have while so many wait for their next one."""
+    def _prefill_budget(self, token_budget: int, decoding: int) -> int:
+        """Return the limit of prefill tokens in a step with `token_budget` tokens left.
+
+        `decoding`: the number of requests that decode. If it is not 0, the limit also bounds how
+        long the prefill may delay the next tokens of these requests.
+        """
         if not decoding:
-            return tokens
-        firsts = len(self._waiting) + len(self._prompts)
-        stall_s = self._rules.stall_s * max(1, firsts)
-        return min(tokens, self._pace.tokens_within(stall_s, self._rules.block_tokens))
+            return token_budget
+        first_tokens_pending = len(self._waiting) + len(self._prefilling)
+        return self._stall_budget.limit_tokens(token_budget, first_tokens_pending)
 
-    def _admit(self, left: int, running: int) -> None:
-        """Those that come first, as far as there are tokens, places and memory for them."""
-        rules, size = self._rules, self._rules.block_tokens
-        ahead = sum(one.goal - one.done for one in self._prompts)
-        while self._waiting and left > ahead and running < rules.running_max:
-            call = self._waiting[0][2]
-            # A block for each that runs to grow into.
-            if running and self._held + call.goal + size * (running + 1) > rules.kv_tokens:
+    def _admit(self, token_budget: int, running: int) -> None:
+        """Admit waiting requests in order of arrival until tokens, slots or memory run out."""
+        rules, block_tokens = self._rules, self._rules.block_tokens
+        tokens_pending = sum(
+            prefilling.prefill_target - prefilling.prefilled_tokens
+            for prefilling in self._prefilling
+        )
+        while (
+            self._waiting and token_budget > tokens_pending and running < rules.running_requests_max
+        ):
+            request = self._waiting[0][2]
+            # Each running request needs one more block to grow into.
+            if (
+                running
+                and self._kv_tokens + request.prefill_target + block_tokens * (running + 1)
+                > rules.kv_tokens
+            ):
                 return
             self._waiting.pop(0)
-            self._prompts.append(call)
-            ahead += call.goal - call.done
-            self._held += call.goal
+            self._prefilling.append(request)
+            tokens_pending += request.prefill_target - request.prefilled_tokens
+            self._kv_tokens += request.prefill_target
             running += 1
 
-    def _pieces(self, left: int) -> Pieces:
-        """Of prompts, whole blocks, the first one first."""
-        pieces, size = Pieces(), self._rules.block_tokens
-        for call in self._prompts:
-            if left <= 0:
+    def _plan_prefill_chunks(self, token_budget: int) -> PrefillChunks:
+        """Plan prefill chunks of whole blocks, in order of admission."""
+        chunks, block_tokens = PrefillChunks(), self._rules.block_tokens
+        for request in self._prefilling:
+            if token_budget <= 0:
                 break
-            end = min(call.done + left, call.goal)
-            if end < call.goal and end // size * size > call.done:
-                end = end // size * size
-            new = end - call.done
-            pieces.pairs += new * (call.done + end + 1) // 2
-            pieces.tokens += new
-            pieces.count += 1
-            left -= new
-            call.done = end
-            if end == call.goal:
-                pieces.over.append(call)
-        for call in pieces.over:
-            self._prompts.remove(call)
-        return pieces
+            end = chunk_end(
+                request.prefilled_tokens, token_budget, request.prefill_target, block_tokens
+            )
+            new_tokens = end - request.prefilled_tokens
+            chunks.attention_pairs += new_tokens * (request.prefilled_tokens + end + 1) // 2
+            chunks.tokens += new_tokens
+            chunks.chunk_count += 1
+            token_budget -= new_tokens
+            request.prefilled_tokens = end
+            if end == request.prefill_target:
+                chunks.completed.append(request)
+        for request in chunks.completed:
+            self._prefilling.remove(request)
+        return chunks
 
-    def _first(self, call: Call) -> None:
-        """Its prompt is computed, and with it its next token."""
-        call.made += 1
-        call.last_s = self._now
-        if call.first_s < 0:
-            call.first_s = self._now
+    def _complete_prefill(self, request: SimulatedRequest) -> None:
+        """Record the token that the last prefill chunk generates."""
+        request.generated_tokens += 1
+        request.last_token_s = self._now
+        if request.first_token_s < 0:
+            request.first_token_s = self._now
 
-    def _finish(self, call: Call) -> None:
-        call.end_s = self._now
-        self._held -= call.prompt + call.output - 1
-        self.played.calls.append(call)
-        if self._turn_s is not None and self._left:
-            after = self._left.popleft()
-            after.arrival_s = self._now + self._turn_s
-            self._coming.append(after)
+    def _finish_request(self, request: SimulatedRequest) -> None:
+        request.end_s = self._now
+        self._kv_tokens -= request.prompt_tokens + request.output_tokens - 1
+        self.simulation_result.requests.append(request)
+        if self._think_s is not None and self._unsent:
+            next_request = self._unsent.popleft()
+            next_request.arrival_s = self._now + self._think_s
+            self._arrivals.append(next_request)
 
-    def _short(self, decoding: int) -> bool:
-        """Whether not all of those that decode can grow; half of a block is empty of each."""
-        size = self._rules.block_tokens
-        return decoding > 1 and self._held + decoding * size // 2 >= self._rules.kv_tokens
+    def _is_kv_exhausted(self, decoding: int) -> bool:
+        """Return whether the KV cache is too full for all decoding requests to grow.
 
-    def _put_back(self, call: Call) -> None:
-        """It has lost its place, and waits to be computed again."""
-        self._held -= call.prompt + call.made - 1
-        call.done, call.goal = 0, call.prompt + call.made
-        self.played.preemptions += 1
-        self._wait(call)
+        `_kv_tokens` does not count the empty part of last blocks: half a block per request on
+        average.
+        """
+        block_tokens = self._rules.block_tokens
+        return (
+            decoding > 1 and self._kv_tokens + decoding * block_tokens // 2 >= self._rules.kv_tokens
+        )
+
+    def _requeue_preempted(self, request: SimulatedRequest) -> None:
+        """Put a preempted request back into the queue; all of its tokens are computed again."""
+        self._kv_tokens -= request.prompt_tokens + request.generated_tokens - 1
+        request.prefilled_tokens = 0
+        request.prefill_target = request.prompt_tokens + request.generated_tokens
+        self.simulation_result.preemptions += 1
+        self._enqueue(request)
 
 
-class OneStage(Simulation):
-    """Each step gives all that decode a token, so who ends when is known from the beginning."""
+class SingleStageSimulation(Simulation):
+    """Simulation without pipeline parallelism.
 
-    def __init__(self, steps: Steps, rules: Rules) -> None:
-        super().__init__(steps, rules)
-        self._tick = 0  # Steps so far.
-        # By the step that makes their last token; and what they look back at.
-        self._decoding: list[tuple[int, int, Call]] = []
-        self._context = 0
+    Each step generates one token for each decoding request, so the step in which a request finishes
+    is known when its decoding starts.
+    """
+
+    def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
+        super().__init__(step_costs, rules)
+        self._step_index = 0  # Number of steps so far.
+        # Heap of decoding requests, ordered by the step that generates their last token.
+        self._decode_heap: list[tuple[int, int, SimulatedRequest]] = []
+        self._context_tokens = 0  # Context tokens of all decoding requests.
 
     def _run(self) -> None:
-        while self.played.steps < STEPS_MAX or not self.played.calls:
-            self._arrive()
-            if not (self._waiting or self._prompts or self._decoding):
-                if not self._coming:
+        while self.simulation_result.steps < STEPS_MAX or not self.simulation_result.requests:
+            self._enqueue_arrivals()
+            if not (self._waiting or self._prefilling or self._decode_heap):
+                if not self._arrivals:
                     return
-                self._now = self._coming[0].arrival_s
+                self._now = self._arrivals[0].arrival_s
                 continue
-            count, budget = len(self._decoding), self._rules.step_tokens_max
+            count, budget = len(self._decode_heap), self._rules.step_tokens_max
             if self._waiting:
-                left = self._prompt_budget(budget - count, count)
-                self._admit(left, count + len(self._prompts))
-            if self._prompts:
-                self._mixed(self._pieces(self._prompt_budget(budget - count, count)))
+                token_budget = self._prefill_budget(budget - count, count)
+                self._admit(token_budget, count + len(self._prefilling))
+            if self._prefilling:
+                self._run_mixed_step(
+                    self._plan_prefill_chunks(self._prefill_budget(budget - count, count))
+                )
             else:
-                assert self._decoding, "one waits, and nobody is in its way"
-                self._decodes()
-            while self._decoding and self._decoding[0][0] <= self._tick:
-                self._end(heappop(self._decoding)[2])
-            while self._short(len(self._decoding)):
-                self._preempt()
+                assert self._decode_heap, "a request waits although nothing runs"
+                self._run_decode_steps()
+            while self._decode_heap and self._decode_heap[0][0] <= self._step_index:
+                self._finish_decode(heappop(self._decode_heap)[2])
+            while self._is_kv_exhausted(len(self._decode_heap)):
+                self._preempt_latest()
 
-    def _mixed(self, pieces: Pieces) -> None:
-        """Everyone's next token, and pieces of prompts."""
-        count = len(self._decoding)
-        seconds = self._steps.seconds(
-            count + pieces.tokens,
-            count + len(pieces.over),
-            self._context + count,
-            pieces.pairs,
-            count + pieces.count,
+    def _run_mixed_step(self, chunks: PrefillChunks) -> None:
+        """Simulate a step that decodes and computes prefill chunks."""
+        count = len(self._decode_heap)
+        seconds = self._step_costs.step_seconds(
+            count + chunks.tokens,
+            count + len(chunks.completed),
+            self._context_tokens + count,
+            chunks.attention_pairs,
+            count + chunks.chunk_count,
         )
-        self._pass(seconds, 1)
-        self.played.rows += pieces.tokens
-        self._pace.learn(pieces.tokens, seconds)
-        for call in pieces.over:
-            self._first(call)
-            self._context += call.goal
-            due = self._tick + call.output - call.made
-            heappush(self._decoding, (due, call.number, call))
+        self._advance_clock(seconds, 1)
+        self.simulation_result.tokens += chunks.tokens
+        self._stall_budget.record_step(chunks.tokens, seconds)
+        for request in chunks.completed:
+            self._complete_prefill(request)
+            self._context_tokens += request.prefill_target
+            finish_step = self._step_index + request.output_tokens - request.generated_tokens
+            heappush(self._decode_heap, (finish_step, request.number, request))
 
-    def _decodes(self) -> None:
-        """Only next tokens, until one of them is the last, or somebody comes."""
-        count, steps = len(self._decoding), self._steps
-        first_s = steps.seconds(count, count, self._context + count, 0, count)
-        growth_s = steps.context_s * count
-        room = self._rules.kv_tokens - self._held - count * self._rules.block_tokens // 2
-        most = max(1, min(self._decoding[0][0] - self._tick, room // count))
-        if self._coming:
-            until_s = self._coming[0].arrival_s - self._now
-            most = max(1, min(most, int(until_s / (first_s + growth_s * most / 2))))
-        seconds = most * first_s + growth_s * most * (most - 1) / 2
-        self._pass(seconds, most)
-        for _ in range(min(most, PACE_STEPS)):
-            self._pace.learn(0, seconds / most)
+    def _run_decode_steps(self) -> None:
+        """Simulate decode steps together, up to the next event.
 
-    def _pass(self, seconds: float, steps: int) -> None:
-        count, played = len(self._decoding), self.played
+        The events are: a request finishes, a request arrives, the memory is full.
+        """
+        count, step_costs = len(self._decode_heap), self._step_costs
+        first_s = step_costs.step_seconds(count, count, self._context_tokens + count, 0, count)
+        growth_s = step_costs.context_s * count
+        kv_tokens_free = (
+            self._rules.kv_tokens - self._kv_tokens - count * self._rules.block_tokens // 2
+        )
+        steps_taken = max(
+            1, min(self._decode_heap[0][0] - self._step_index, kv_tokens_free // count)
+        )
+        if self._arrivals:
+            until_s = self._arrivals[0].arrival_s - self._now
+            steps_taken = max(
+                1, min(steps_taken, int(until_s / (first_s + growth_s * steps_taken / 2)))
+            )
+        seconds = steps_taken * first_s + growth_s * steps_taken * (steps_taken - 1) / 2
+        self._advance_clock(seconds, steps_taken)
+        for _ in range(min(steps_taken, PREFILL_COST_STEPS_MAX)):
+            self._stall_budget.record_step(0, seconds / steps_taken)
+
+    def _advance_clock(self, seconds: float, steps: int) -> None:
+        count, simulation_result = len(self._decode_heap), self.simulation_result
         self._now += seconds
-        self._tick += steps
-        self._context += count * steps
-        self._held += count * steps
-        played.busy_s += seconds
-        played.steps += steps
-        played.rows += steps * count
+        self._step_index += steps
+        self._context_tokens += count * steps
+        self._kv_tokens += count * steps
+        simulation_result.busy_s += seconds
+        simulation_result.steps += steps
+        simulation_result.tokens += steps * count
         if count:
-            played.gaps.append((seconds / steps, count * steps, self._now))
+            simulation_result.token_gaps.append((seconds / steps, count * steps, self._now))
 
-    def _end(self, call: Call) -> None:
-        call.made = call.output
-        self._context -= call.prompt + call.output - 1
-        self._finish(call)
+    def _finish_decode(self, request: SimulatedRequest) -> None:
+        request.generated_tokens = request.output_tokens
+        self._context_tokens -= request.prompt_tokens + request.output_tokens - 1
+        self._finish_request(request)
 
-    def _preempt(self) -> None:
-        """Who came last goes back."""
-        last = max(self._decoding, key=lambda one: one[2].arrival_s)
-        self._decoding.remove(last)
-        heapify(self._decoding)
-        due, _, call = last
-        call.made = call.output - (due - self._tick)
-        self._context -= call.prompt + call.made - 1
-        self._put_back(call)
+    def _preempt_latest(self) -> None:
+        """Preempt the decoding request that arrived last."""
+        last = max(self._decode_heap, key=lambda heap_entry: heap_entry[2].arrival_s)
+        self._decode_heap.remove(last)
+        heapify(self._decode_heap)
+        finish_step, _, request = last
+        request.generated_tokens = request.output_tokens - (finish_step - self._step_index)
+        self._context_tokens -= request.prompt_tokens + request.generated_tokens - 1
+        self._requeue_preempted(request)
 
 
 @dataclass
-class _Flight:
-    """A step on its way through the stages."""
+class _InFlightStep:
+    """A step that passes through the pipeline stages."""
 
-    ends_s: float
-    took_s: float  # As the last stage sees it.
-    decoding: list[Call]
-    pieces: Pieces
+    end_s: float
+    last_stage_s: float  # Duration of the step as measured on the last stage.
+    decoding: list[SimulatedRequest]
+    chunks: PrefillChunks
 
 
-class Staged(Simulation):
-    """As many steps are on their way as there are stages; each has its part of who decodes."""
+class PipelineSimulation(Simulation):
+    """Simulation of a pipeline with up to one step in flight per stage.
 
-    def __init__(self, steps: Steps, rules: Rules) -> None:
-        super().__init__(steps, rules)
-        self._flights: deque[_Flight] = deque()
-        self._free_s = [0.0] * rules.stages  # When each stage has done what it was given.
-        self._ready: deque[Call] = deque()  # Those that can decode, and
-        self._decoding = 0  # all that are past their prompt, in flight or not.
+    Each step decodes an equal share of the decoding requests.
+    """
+
+    def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
+        super().__init__(step_costs, rules)
+        self._in_flight: deque[_InFlightStep] = deque()
+        # The time at which each stage finishes its launched steps.
+        self._stage_free_s = [0.0] * rules.pipeline_stages
+        self._ready: deque[SimulatedRequest] = deque()  # Decoding requests that are not in flight.
+        self._decoding_count = 0  # Number of decoding requests, in flight or not.
 
     def _run(self) -> None:
-        while self.played.steps < STAGED_STEPS_MAX or not self.played.calls:
-            if len(self._flights) >= self._rules.stages:
-                self._land()
-            self._arrive()
-            if self._plan():
+        while (
+            self.simulation_result.steps < PIPELINE_STEPS_MAX or not self.simulation_result.requests
+        ):
+            if len(self._in_flight) >= self._rules.pipeline_stages:
+                self._complete_step()
+            self._enqueue_arrivals()
+            if self._launch_step():
                 continue
-            if self._flights:
-                self._land()
-            elif self._coming:
-                self._now = max(self._now, self._coming[0].arrival_s)
+            if self._in_flight:
+                self._complete_step()
+            elif self._arrivals:
+                self._now = max(self._now, self._arrivals[0].arrival_s)
             else:
                 return
 
-    def _plan(self) -> bool:
-        """Launch a step, if there is anything to do."""
+    def _launch_step(self) -> bool:
+        """Launch a step if there is work for it; return whether a step was launched."""
         rules, budget = self._rules, self._rules.step_tokens_max
-        part = -(-self._decoding // rules.stages)
+        decodes_per_step = -(-self._decoding_count // rules.pipeline_stages)
         if self._waiting:
-            left = self._prompt_budget(budget - min(len(self._ready), part), self._decoding)
-            self._admit(left, self._decoding + len(self._prompts))
-            part = -(-self._decoding // rules.stages)
-        chosen = [self._ready.popleft() for _ in range(min(part, len(self._ready)))]
-        pieces = self._pieces(self._prompt_budget(budget - len(chosen), self._decoding))
-        self._decoding += len(pieces.over)
-        rows = len(chosen) + pieces.tokens
+            token_budget = self._prefill_budget(
+                budget - min(len(self._ready), decodes_per_step), self._decoding_count
+            )
+            self._admit(token_budget, self._decoding_count + len(self._prefilling))
+            decodes_per_step = -(-self._decoding_count // rules.pipeline_stages)
+        decoding = [self._ready.popleft() for _ in range(min(decodes_per_step, len(self._ready)))]
+        chunks = self._plan_prefill_chunks(
+            self._prefill_budget(budget - len(decoding), self._decoding_count)
+        )
+        self._decoding_count += len(chunks.completed)
+        rows = len(decoding) + chunks.tokens
         if not rows:
             return False
-        seconds = self._steps.seconds(
+        seconds = self._step_costs.step_seconds(
             rows,
-            len(chosen) + len(pieces.over),
-            sum(one.prompt + one.made for one in chosen),
-            pieces.pairs,
-            len(chosen) + pieces.count,
+            len(decoding) + len(chunks.completed),
+            sum(request.prompt_tokens + request.generated_tokens for request in decoding),
+            chunks.attention_pairs,
+            len(decoding) + chunks.chunk_count,
         )
-        ends, last = self._now, max(self._now, self._free_s[-1])
-        for stage, since in enumerate(self._free_s):
-            ends = self._free_s[stage] = max(ends, since) + seconds
-        self._held += len(chosen)
-        self._flights.append(_Flight(ends, ends - last, chosen, pieces))
-        self.played.steps += 1
-        self.played.rows += rows
-        self.played.busy_s += seconds
+        end_s, last = self._now, max(self._now, self._stage_free_s[-1])
+        for stage, stage_free_s in enumerate(self._stage_free_s):
+            end_s = self._stage_free_s[stage] = max(end_s, stage_free_s) + seconds
+        self._kv_tokens += len(decoding)
+        self._in_flight.append(_InFlightStep(end_s, end_s - last, decoding, chunks))
+        self.simulation_result.steps += 1
+        self.simulation_result.tokens += rows
+        self.simulation_result.busy_s += seconds
         return True
 
-    def _land(self) -> None:
-        flight = self._flights.popleft()
-        self._now = max(self._now, flight.ends_s)
-        self._pace.learn(flight.pieces.tokens, flight.took_s)
-        gaps = [self._now - one.last_s for one in flight.decoding]
-        alike = groupby(sorted(gaps))
-        self.played.gaps += [(gap, len(list(some)), self._now) for gap, some in alike]
-        for call in flight.decoding:
-            call.made += 1
-            call.last_s = self._now
-            self._go_on(call)
-        for call in flight.pieces.over:
-            self._first(call)
-            self._go_on(call)
-        while self._ready and self._short(self._decoding):
-            last = max(self._ready, key=lambda one: one.arrival_s)
+    def _complete_step(self) -> None:
+        step = self._in_flight.popleft()
+        self._now = max(self._now, step.end_s)
+        self._stall_budget.record_step(step.chunks.tokens, step.last_stage_s)
+        gaps = [self._now - request.last_token_s for request in step.decoding]
+        equal_gaps = groupby(sorted(gaps))
+        self.simulation_result.token_gaps += [
+            (gap, len(list(equal_gap_group)), self._now) for gap, equal_gap_group in equal_gaps
+        ]
+        for request in step.decoding:
+            request.generated_tokens += 1
+            request.last_token_s = self._now
+            self._continue_or_finish(request)
+        for request in step.chunks.completed:
+            self._complete_prefill(request)
+            self._continue_or_finish(request)
+        while self._ready and self._is_kv_exhausted(self._decoding_count):
+            last = max(self._ready, key=lambda request: request.arrival_s)
             self._ready.remove(last)
-            self._decoding -= 1
-            self._put_back(last)
+            self._decoding_count -= 1
+            self._requeue_preempted(last)
 
-    def _go_on(self, call: Call) -> None:
-        if call.made == call.output:
-            self._decoding -= 1
-            self._finish(call)
+    def _continue_or_finish(self, request: SimulatedRequest) -> None:
+        if request.generated_tokens == request.output_tokens:
+            self._decoding_count -= 1
+            self._finish_request(request)
         else:
-            self._ready.append(call)
+            self._ready.append(request)

@@ -1,7 +1,8 @@
-"""Steps: what a step of our own engine takes, by what is in it.
+"""Step cost model: the duration of one engine step by its tokens, samples, context and sequences.
 
-A few curves and slopes of one model, in one split, on one device. They are measured, or put
-together from a spec sheet; whoever plays requests through them cannot tell which. No torch.
+The cost model consists of curves and slopes for one GPT in one TP/PP split on one device. They are
+measured or derived from a specification sheet; the simulator does not distinguish these cases. The
+module does not import torch.
 """
 
 from bisect import bisect_right
@@ -10,47 +11,63 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Straight lines through points, on to both sides of them. It begins at the first point."""
+class PiecewiseLinear:
+    """A piecewise linear curve through points that are sorted by x.
+
+    The curve is constant before the first point, and its last segment continues after the last
+    point.
+    """
 
     points: tuple[tuple[float, float], ...]
 
-    def at(self, x: float) -> float:
+    def interpolate(self, x: float) -> float:
         points = self.points
         if len(points) == 1:
             return points[0][1]
-        place = min(max(1, bisect_right(points, (x, float("inf")))), len(points) - 1)
-        (left, low), (right, high) = points[place - 1], points[place]
+        index = min(max(1, bisect_right(points, (x, float("inf")))), len(points) - 1)
+        (left, low), (right, high) = points[index - 1], points[index]
         if x <= points[0][0]:
             return points[0][1]
         return low + (x - left) * (high - low) / (right - left)
 
-    def scaled(self, factor: float) -> "Curve":
-        return Curve(tuple((x, factor * y) for x, y in self.points))
+    def scaled_by(self, factor: float) -> "PiecewiseLinear":
+        return PiecewiseLinear(tuple((x, factor * y) for x, y in self.points))
 
     @classmethod
-    def sum(cls, curves: Sequence["Curve"]) -> "Curve":
-        places = sorted({x for curve in curves for x, _ in curve.points})
-        return cls(tuple((x, sum(curve.at(x) for curve in curves)) for x in places))
+    def sum_curves(cls, curves: Sequence["PiecewiseLinear"]) -> "PiecewiseLinear":
+        xs = sorted({x for curve in curves for x, _ in curve.points})
+        return cls(tuple((x, sum(curve.interpolate(x) for curve in curves)) for x in xs))
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Seconds of one step on the slowest stage. Slopes are of one more of each."""
+class StepCostModel:
+    """Costs in seconds of the parts of a step on the slowest pipeline stage."""
 
-    rows: Curve  # By new tokens: all that is done row by row in the layers.
-    draws: Curve  # By tokens drawn: the head, and sampling.
-    context_s: float  # A token that a decoding sequence looks back at.
-    pair_s: float  # A prompt's token and one before it.
-    sequence_s: float  # A sequence in the step: its plan, its message.
-    step_s: float  # Any step: launches, the planner's turn.
+    # Cost of the layers by the number of new tokens: all matrix products, projections included, but
+    # not the attention to the context.
+    rows: PiecewiseLinear
+    draws: PiecewiseLinear  # Cost of the LM head and sampling, by the number of sampled tokens.
+    context_s: float  # Cost per context token that a decoding sequence attends to.
+    pair_s: float  # Cost per pair of a prompt token and a token that it attends to.
+    sequence_s: float  # Cost per sequence in the step: scheduling and messages.
+    step_s: float  # Cost per step: kernel launches and the engine loop.
 
-    def seconds(
+    def step_seconds(
         self, rows: float, draws: float, context: float, pairs: float, sequences: float
     ) -> float:
-        """Of `rows` tokens in so many `sequences`, of which `draws` get a token."""
+        """Return the seconds of a step that computes `rows` tokens and samples `draws` tokens.
+
+        `sequences`: the number of sequences in the step. `context`: the number of tokens that the
+        decoding sequences attend to. `pairs`: the number of attention pairs of the prefill chunks.
+        """
         if rows <= 0:
             return 0.0
-        head_s = self.draws.at(draws) if draws > 0 else 0.0
-        seen_s = self.context_s * context + self.pair_s * pairs
-        return self.step_s + self.rows.at(rows) + head_s + seen_s + self.sequence_s * sequences
+        head_s = self.draws.interpolate(draws) if draws > 0 else 0.0
+        attention_s = self.context_s * context + self.pair_s * pairs
+        return (
+            self.step_s
+            + self.rows.interpolate(rows)
+            + head_s
+            + attention_s
+            + self.sequence_s * sequences
+        )

@@ -1,7 +1,9 @@
-"""What a step of a model takes: as it was measured, else as like models were, else by spec sheet.
+"""Step pricing: the step cost model of a GPT, from calibration, interpolation or a spec sheet.
 
-Each way ends in the same `Steps`, with the trust it deserves. A model that was not measured lies,
-part by part, between those that were, by what that part of a step grows with. No torch.
+Each source yields a `StepCostModel` and an error bar. The cost of a model that was not measured is
+interpolated between the measured models. Each part of a step is interpolated over the model size
+that its time is proportional to, such as the number of weights of a layer. The module does not
+import torch.
 """
 
 from bisect import bisect_left
@@ -10,212 +12,326 @@ from dataclasses import dataclass, replace
 
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.errors import ConfigError
-from gpt.settings import nearest
+from gpt.settings import suggest_nearest
 from planning.hardware import Cluster
-from planning.inference.calibration_file import Shape, StepCosts
-from planning.inference.step_cost import Curve, Steps
-from planning.plan import Trust
+from planning.inference.calibration_file import Calibration, ModelShape
+from planning.inference.step_cost import PiecewiseLinear, StepCostModel
+from planning.plan import Confidence
 
-# Our engine on a GPU: what of a spec sheet's speed products and readings get, a layer's launches,
-# and what a step costs that has no layers. Of a device that nobody measured these are estimates.
-PRODUCTS = 0.70
-READING = 0.75
-ATTENTION = 0.50  # Keys and values are gathered block by block.
-LAUNCH_S = 200e-6
-STEP_S = 1.5e-3
-REQUEST_S = 4e-3
-# Bytes that pass memory for each element of a hidden state, besides products.
-ELEMENTWISE = 40
-REDUCE_S = {1: 0.0, 2: 15e-6, 4: 20e-6}
-REDUCE_MOST_S = 28e-6
-LINKS = 0.6  # Of their bandwidth, in both directions.
-ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+# Estimates for the engine on a GPU without calibration: the reached fractions of the specification
+# sheet's speeds, the time of a layer's kernel launches, and the fixed costs of a step and of a
+# request.
+MATMUL_EFFICIENCY = 0.70
+MEMORY_READ_EFFICIENCY = 0.75
+ATTENTION_EFFICIENCY = 0.50  # Low, because keys and values are gathered block by block.
+LAYER_LAUNCH_S = 200e-6
+STEP_OVERHEAD_S = 1.5e-3
+REQUEST_OVERHEAD_S = 4e-3
+# Bytes of memory traffic of one layer per element of the hidden state, in a 16-bit dtype. The
+# traffic of the matrix products is not included.
+ELEMENTWISE_BYTES = 40
+ALL_REDUCE_LATENCY_S = {1: 0.0, 2: 15e-6, 4: 20e-6}
+ALL_REDUCE_LATENCY_MAX_S = 28e-6
+LINK_EFFICIENCY = 0.6  # The fraction of the link bandwidth that is reached.
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
+# Relative errors of costs from a specification sheet, of interpolated costs, and of costs far
+# outside of the measurements (size, dtype or number of ranks).
 SPEC_ERROR = 0.35
 SCALED_ERROR = 0.20
 FAR_ERROR = 0.35
-# A layer so many times the largest measured one, or that part of the smallest, is not far.
-NEAR = 4.0
-# An all-reduce between processes of one machine, without a GPU.
-LOCAL_REDUCE_S = 150e-6
+# Up to this factor beyond the range of measured layer sizes, the error bar does not grow.
+NEAR_FACTOR = 4.0
+# Duration of an all-reduce between processes of one machine without a GPU.
+CPU_ALL_REDUCE_S = 150e-6
 
 
 @dataclass(frozen=True)
-class Priced:
-    steps: Steps
+class StepPrices:
+    steps: StepCostModel
     request_s: float
-    trust: Trust
-    request_token_s: float = 0.0  # For each token of its prompt.
+    confidence: Confidence
+    request_token_s: float = 0.0  # Additional overhead per prompt token.
 
 
-def price(
-    model: GPTConfig, dtype: str, tp: int, pp: int, cluster: Cluster, costs: StepCosts | None
-) -> Priced:
+def price_steps(
+    model: GPTConfig,
+    dtype: str,
+    tp: int,
+    pp: int,
+    cluster: Cluster,
+    calibration: Calibration | None,
+) -> StepPrices:
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype is {dtype!r}; {nearest(dtype, DTYPE_BYTES)}")
-    if costs is None:
-        steps = by_spec_sheet(model, dtype, tp, pp, cluster)
-        return Priced(steps, REQUEST_S, Trust("spec-sheet", SPEC_ERROR, "nothing was measured"))
-    shape = Shape.of(model)
-    for one in costs.models:
-        if (one.shape, one.dtype, one.tp, one.pp) == (shape, dtype, tp, pp):
-            trust = Trust("calibrated", costs.error)
-            return Priced(one.steps, costs.request_s, trust, costs.request_token_s)
-    steps, error, note = _scaled(shape, dtype, costs)
+        raise ConfigError(f"dtype is {dtype!r}; {suggest_nearest(dtype, DTYPE_BYTES)}")
+    if calibration is None:
+        steps = steps_from_spec_sheet(model, dtype, tp, pp, cluster)
+        return StepPrices(
+            steps, REQUEST_OVERHEAD_S, Confidence("spec-sheet", SPEC_ERROR, "nothing was measured")
+        )
+    shape = ModelShape.from_config(model)
+    for model_costs in calibration.models:
+        if (model_costs.shape, model_costs.dtype, model_costs.tp, model_costs.pp) == (
+            shape,
+            dtype,
+            tp,
+            pp,
+        ):
+            confidence = Confidence("calibrated", calibration.error)
+            return StepPrices(
+                model_costs.steps, calibration.request_s, confidence, calibration.request_token_s
+            )
+    steps, error, note = _interpolate_models(shape, dtype, calibration)
+    # The note says "one rank", although `_interpolate_models` may use models that were measured on
+    # several ranks if there are no others.
     if tp * pp > 1:
-        steps, error = _divided(steps, model, tp, pp, cluster, costs), max(error, FAR_ERROR)
+        steps, error = (
+            _divide_over_ranks(steps, model, tp, pp, cluster, calibration),
+            max(error, FAR_ERROR),
+        )
         note = f"measured on one rank, not on {tp * pp}"
-    trust = Trust("calibrated", error, note)
-    return Priced(steps, costs.request_s, trust, costs.request_token_s)
+    confidence = Confidence("calibrated", error, note)
+    return StepPrices(steps, calibration.request_s, confidence, calibration.request_token_s)
 
 
-# ------------------------------------------------------------------------------ from like models
+# ------------------------------------------------------------------------------- interpolation
 
 
-def _scaled(shape: Shape, dtype: str, costs: StepCosts) -> tuple[Steps, float, str]:
-    """Each part of a step on the line between the measured models that are next in its size."""
-    like = [one for one in costs.models if one.dtype == dtype and one.tp * one.pp == 1]
-    error, note, factor = SCALED_ERROR, "from models of other sizes", 1.0
-    if not like:
-        like = [one for one in costs.models if one.tp * one.pp == 1] or list(costs.models)
-        like = [one for one in like if one.dtype == like[0].dtype]
-        factor = DTYPE_BYTES[dtype] / DTYPE_BYTES[like[0].dtype]
-        error, note = FAR_ERROR, f"measured in {like[0].dtype}, not in {dtype}"
-    own = next((one for one in like if one.shape == shape), None)
-    if own is not None:
-        return _times(own.steps, factor), costs.error if factor == 1.0 else error, note
-    sizes = sorted(_layer(one.shape) for one in like)
-    if not sizes[0] / NEAR <= _layer(shape) <= sizes[-1] * NEAR:
-        error, note = FAR_ERROR, "far from the sizes that were measured"
-    nearest_one = min(like, key=lambda one: abs(_layer(one.shape) - _layer(shape)))
-    steps = Steps(
-        rows=_between(
-            [(_layer(one.shape), one.steps.rows.scaled(1 / one.shape.layers)) for one in like],
-            _layer(shape),
-        ).scaled(shape.layers),
-        draws=_between([(_head(one.shape), one.steps.draws) for one in like], _head(shape)),
-        context_s=_slope([(_seen(one.shape), one.steps.context_s) for one in like], _seen(shape)),
-        pair_s=_slope([(_pairs(one.shape), one.steps.pair_s) for one in like], _pairs(shape)),
-        sequence_s=nearest_one.steps.sequence_s,
-        step_s=nearest_one.steps.step_s,
+def _interpolate_models(
+    shape: ModelShape, dtype: str, calibration: Calibration
+) -> tuple[StepCostModel, float, str]:
+    """Interpolate each part of a step between measured models; return costs, error and note."""
+    similar = [
+        similar_model
+        for similar_model in calibration.models
+        if similar_model.dtype == dtype and similar_model.tp * similar_model.pp == 1
+    ]
+    error = SCALED_ERROR
+    note = "interpolated from models of other sizes"
+    factor = 1.0
+    if not similar:
+        similar = [
+            similar_model
+            for similar_model in calibration.models
+            if similar_model.tp * similar_model.pp == 1
+        ] or list(calibration.models)
+        similar = [
+            similar_model for similar_model in similar if similar_model.dtype == similar[0].dtype
+        ]
+        factor = DTYPE_BYTES[dtype] / DTYPE_BYTES[similar[0].dtype]
+        error, note = FAR_ERROR, f"measured in {similar[0].dtype}, not in {dtype}"
+    exact = next((similar_model for similar_model in similar if similar_model.shape == shape), None)
+    if exact is not None:
+        return (
+            _scale_step_costs(exact.steps, factor),
+            calibration.error if factor == 1.0 else error,
+            note,
+        )
+    sizes = sorted(_layer_size(similar_model.shape) for similar_model in similar)
+    if not sizes[0] / NEAR_FACTOR <= _layer_size(shape) <= sizes[-1] * NEAR_FACTOR:
+        error, note = FAR_ERROR, "far outside of the measured model sizes"
+    nearest_model = min(
+        similar,
+        key=lambda similar_model: abs(_layer_size(similar_model.shape) - _layer_size(shape)),
     )
-    return _times(steps, factor), error, note
+    steps = StepCostModel(
+        rows=_interpolate_curve(
+            [
+                (
+                    _layer_size(similar_model.shape),
+                    similar_model.steps.rows.scaled_by(1 / similar_model.shape.layers),
+                )
+                for similar_model in similar
+            ],
+            _layer_size(shape),
+        ).scaled_by(shape.layers),
+        draws=_interpolate_curve(
+            [
+                (_head_size(similar_model.shape), similar_model.steps.draws)
+                for similar_model in similar
+            ],
+            _head_size(shape),
+        ),
+        context_s=_interpolate_slope(
+            [
+                (_context_size(similar_model.shape), similar_model.steps.context_s)
+                for similar_model in similar
+            ],
+            _context_size(shape),
+        ),
+        pair_s=_interpolate_slope(
+            [
+                (_pair_size(similar_model.shape), similar_model.steps.pair_s)
+                for similar_model in similar
+            ],
+            _pair_size(shape),
+        ),
+        sequence_s=nearest_model.steps.sequence_s,
+        step_s=nearest_model.steps.step_s,
+    )
+    return _scale_step_costs(steps, factor), error, note
 
 
-def _layer(shape: Shape) -> float:
-    """What a layer's time grows with, beside what any layer costs."""
+def _layer_size(shape: ModelShape) -> float:
+    """Return the number of weights of one layer, which the time of the layer is proportional to."""
     return shape.layer_weights / shape.layers
 
 
-def _head(shape: Shape) -> float:
+def _head_size(shape: ModelShape) -> float:
     return float(shape.vocab * shape.hidden)
 
 
-def _seen(shape: Shape) -> float:
+def _context_size(shape: ModelShape) -> float:
     return float(shape.layers * (shape.kv_width + shape.query_width))
 
 
-def _pairs(shape: Shape) -> float:
+def _pair_size(shape: ModelShape) -> float:
     return float(shape.layers * shape.query_width)
 
 
-def _between(points: Sequence[tuple[float, Curve]], size: float) -> Curve:
-    """On the line through the neighbours; beyond the largest in proportion to the size."""
-    known = dict(sorted(points, key=lambda point: point[0]))
-    sizes = list(known)
+def _interpolate_curve(
+    points: Sequence[tuple[float, PiecewiseLinear]], size: float
+) -> PiecewiseLinear:
+    """Interpolate between the curves of the two neighbouring sizes.
+
+    Above the largest size, or if there is only one size, the curve is proportional to the size.
+    Below the smallest size, the two smallest curves are extrapolated to at least 0.
+    """
+    curve_by_size = dict(sorted(points, key=lambda point: point[0]))
+    sizes = list(curve_by_size)
     largest = sizes[-1]
     if size >= largest or len(sizes) == 1:
-        return known[largest].scaled(size / largest)
-    place = max(1, bisect_left(sizes, size))
-    low, high = sizes[place - 1], sizes[place]
-    part = (size - low) / (high - low)
-    both = Curve.sum([known[low].scaled(1 - part), known[high].scaled(part)])
-    return Curve(tuple((x, max(0.0, y)) for x, y in both.points))
+        return curve_by_size[largest].scaled_by(size / largest)
+    index = max(1, bisect_left(sizes, size))
+    low, high = sizes[index - 1], sizes[index]
+    weight = (size - low) / (high - low)
+    blended = PiecewiseLinear.sum_curves(
+        [curve_by_size[low].scaled_by(1 - weight), curve_by_size[high].scaled_by(weight)]
+    )
+    return PiecewiseLinear(tuple((x, max(0.0, y)) for x, y in blended.points))
 
 
-def _slope(points: Sequence[tuple[float, float]], size: float) -> float:
-    return _between([(at, Curve(((1.0, value),))) for at, value in points], size).at(1.0)
+def _interpolate_slope(points: Sequence[tuple[float, float]], size: float) -> float:
+    return _interpolate_curve(
+        [(model_size, PiecewiseLinear(((1.0, value),))) for model_size, value in points], size
+    ).interpolate(1.0)
 
 
-def _times(steps: Steps, factor: float) -> Steps:
+def _scale_step_costs(steps: StepCostModel, factor: float) -> StepCostModel:
     return replace(
         steps,
-        rows=steps.rows.scaled(factor),
-        draws=steps.draws.scaled(factor),
+        rows=steps.rows.scaled_by(factor),
+        draws=steps.draws.scaled_by(factor),
         context_s=steps.context_s * factor,
         pair_s=steps.pair_s * factor,
     )
 
 
-def _divided(
-    steps: Steps, model: GPTConfig, tp: int, pp: int, cluster: Cluster, costs: StepCosts
-) -> Steps:
-    """A model measured on one rank, on several. Ranks on one CPU share its cores: none is won."""
-    share = 1 / (tp * pp) if costs.kind == "cuda" else 1.0
+def _divide_over_ranks(
+    steps: StepCostModel,
+    model: GPTConfig,
+    tp: int,
+    pp: int,
+    cluster: Cluster,
+    calibration: Calibration,
+) -> StepCostModel:
+    """Estimate the cost on several ranks from a measurement on one rank.
+
+    Ranks on one CPU share its cores, so they only add the cost of all-reduces.
+    """
+    share = 1 / (tp * pp) if calibration.kind == "cuda" else 1.0
     layers = -(-model.num_layers // pp)
-    if costs.kind == "cuda":
-        each = [(rows, _reduce_s(model, rows, tp, cluster)) for rows in ROWS]
+    if calibration.kind == "cuda":
+        all_reduce_points = [(rows, _all_reduce_s(model, rows, tp, cluster)) for rows in ROW_COUNTS]
     else:
-        width = model.hidden_size * DTYPE_BYTES[model.dtype]
-        slow = [(rows, LOCAL_REDUCE_S + rows * width / costs.bandwidth_bytes) for rows in ROWS]
-        each = slow if tp > 1 else [(1, 0.0)]
-    sums = Curve(tuple((float(rows), 2 * layers * seconds) for rows, seconds in each))
+        row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+        cpu_all_reduce_points = [
+            (rows, CPU_ALL_REDUCE_S + rows * row_bytes / calibration.bandwidth_bytes)
+            for rows in ROW_COUNTS
+        ]
+        all_reduce_points = cpu_all_reduce_points if tp > 1 else [(1, 0.0)]
+    all_reduce_cost = PiecewiseLinear(
+        tuple((float(rows), 2 * layers * seconds) for rows, seconds in all_reduce_points)
+    )
     return replace(
         steps,
-        rows=Curve.sum([steps.rows.scaled(share), sums]),
-        draws=steps.draws.scaled(1 / tp if costs.kind == "cuda" else 1.0),
+        rows=PiecewiseLinear.sum_curves([steps.rows.scaled_by(share), all_reduce_cost]),
+        draws=steps.draws.scaled_by(1 / tp if calibration.kind == "cuda" else 1.0),
         context_s=steps.context_s * share,
         pair_s=steps.pair_s * share,
     )
 
 
-# -------------------------------------------------------------------------------- by spec sheet
+# --------------------------------------------------------------------------- specification sheet
 
 
-def by_spec_sheet(model: GPTConfig, dtype: str, tp: int, pp: int, cluster: Cluster) -> Steps:
-    """Of the stage with most layers; each product reads its weights once, or computes longer."""
-    device, width = cluster.device, DTYPE_BYTES[dtype]
-    shape = Shape.of(model)
+def steps_from_spec_sheet(
+    model: GPTConfig, dtype: str, tp: int, pp: int, cluster: Cluster
+) -> StepCostModel:
+    """Return the step costs of the stage with the most layers.
+
+    A matmul takes its compute time or its memory time, whichever is longer.
+    """
+    device, dtype_bytes = cluster.device, DTYPE_BYTES[dtype]
+    shape = ModelShape.from_config(model)
     layers = -(-model.num_layers // pp)
-    part = layers / model.num_layers / tp
-    # fp32 has no fast path: an eighth of the rate of 16 bits.
-    flops = device.flops * PRODUCTS / (1 if width == 2 else 8)
-    bandwidth = device.bandwidth_bytes * READING
-    weights = shape.layer_weights * part
+    rank_share = layers / model.num_layers / tp
+    # fp32 runs at about an eighth of the 16-bit rate.
+    flops = device.flops * MATMUL_EFFICIENCY / (1 if dtype_bytes == 2 else 8)
+    bandwidth = device.memory_bytes_per_s * MEMORY_READ_EFFICIENCY
+    weights = shape.layer_weights * rank_share
 
-    def rows_s(rows: int) -> float:
-        products = max(2 * rows * weights / flops, weights * width / bandwidth)
-        products += ELEMENTWISE * rows * model.hidden_size * layers * width / 2 / bandwidth
-        return max(products, LAUNCH_S * layers) + 2 * layers * _reduce_s(model, rows, tp, cluster)
+    def layers_s(rows: int) -> float:
+        seconds = max(2 * rows * weights / flops, weights * dtype_bytes / bandwidth)
+        seconds += (
+            ELEMENTWISE_BYTES * rows * model.hidden_size * layers * dtype_bytes / 2 / bandwidth
+        )
+        return max(seconds, LAYER_LAUNCH_S * layers) + 2 * layers * _all_reduce_s(
+            model, rows, tp, cluster
+        )
 
     head = shape.vocab * shape.hidden / tp
 
-    def draws_s(rows: int) -> float:
-        return max(2 * rows * head / flops, head * width / bandwidth)
+    def head_s(rows: int) -> float:
+        return max(2 * rows * head / flops, head * dtype_bytes / bandwidth)
 
-    per_token = 2 * layers * max(1, model.num_query_groups // tp) * model.kv_channels * width
+    kv_bytes_per_token = (
+        2 * layers * max(1, model.num_query_groups // tp) * model.kv_channels * dtype_bytes
+    )
     pair_flops = 4 * layers * shape.query_width / tp
-    return Steps(
-        rows=Curve(tuple((float(rows), rows_s(rows)) for rows in ROWS)),
-        draws=Curve(tuple((float(rows), draws_s(rows)) for rows in ROWS)),
-        context_s=per_token / (device.bandwidth_bytes * ATTENTION),
-        pair_s=pair_flops / (device.flops * ATTENTION),
+    return StepCostModel(
+        rows=PiecewiseLinear(tuple((float(rows), layers_s(rows)) for rows in ROW_COUNTS)),
+        draws=PiecewiseLinear(tuple((float(rows), head_s(rows)) for rows in ROW_COUNTS)),
+        context_s=kv_bytes_per_token / (device.memory_bytes_per_s * ATTENTION_EFFICIENCY),
+        pair_s=pair_flops / (device.flops * ATTENTION_EFFICIENCY),
         sequence_s=10e-6,
-        step_s=STEP_S,
+        step_s=STEP_OVERHEAD_S,
     )
 
 
-def _reduce_s(model: GPTConfig, rows: int, tp: int, cluster: Cluster) -> float:
-    """An all-reduce of a hidden state; beyond a node each node's share goes over its network."""
+def _all_reduce_s(model: GPTConfig, rows: int, tp: int, cluster: Cluster) -> float:
+    """Return the seconds of a ring all-reduce of hidden states.
+
+    If the ranks are on several nodes, the time of the network is added.
+    """
     if tp == 1:
         return 0.0
     device = cluster.device
-    size = rows * model.hidden_size * 2
-    inside = min(tp, cluster.gpus_per_node)
-    seconds = REDUCE_S.get(inside, REDUCE_MOST_S)
-    seconds += 2 * size * (inside - 1) / inside / (device.link_bytes * LINKS)
+    message_bytes = rows * model.hidden_size * 2
+    ranks_in_node = min(tp, cluster.gpus_per_node)
+    seconds = ALL_REDUCE_LATENCY_S.get(ranks_in_node, ALL_REDUCE_LATENCY_MAX_S)
+    seconds += (
+        2
+        * message_bytes
+        * (ranks_in_node - 1)
+        / ranks_in_node
+        / (device.link_bytes_per_s * LINK_EFFICIENCY)
+    )
     nodes = -(-tp // cluster.gpus_per_node)
     if nodes > 1:
-        outside = device.network_bytes * cluster.gpus_per_node * LINKS
-        seconds += REDUCE_MOST_S * nodes + 2 * size * (nodes - 1) / nodes / outside
+        node_bytes_per_s = device.network_bytes_per_s * cluster.gpus_per_node * LINK_EFFICIENCY
+        seconds += (
+            ALL_REDUCE_LATENCY_MAX_S * nodes
+            + 2 * message_bytes * (nodes - 1) / nodes / node_bytes_per_s
+        )
     return seconds

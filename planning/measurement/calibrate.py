@@ -1,11 +1,11 @@
-"""A machine's calibration, made: models' steps are timed, and a server's own part is measured.
+"""Calibration: times the steps of reference models and a user's model, and a server's overhead.
 
-Plain models of a few widths stand for all others, and the user's own model for itself. What is
-between steps, and on a call's way to them, is what a real server took longer under a small load
-than its steps alone. Nothing is kept but the figures.
+Reference models of several widths stand for models that are not timed. The server overhead is the
+difference between the latencies of a real server under a small load and the durations of the
+server's steps. The overhead is fitted as a time per step, per sequence, per request and per prompt
+token.
 """
 
-import os
 import platform
 import re
 import tempfile
@@ -20,236 +20,283 @@ import torch
 import yaml
 
 from checkpoints_tools.conversion.convert import write_native
-from clients.load.generator import Length, LoadError, Where, Work, run
-from clients.load.report import Report
-from gpt.checkpoint.random_init import fresh
+from clients.load.generator import LengthSampler, LoadError, LoadSpec, ServerEndpoint, run_load
+from clients.load.report import LoadReport
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import PreambleError
 from gpt.formats.registry import open_checkpoint
-from gpt.model.loading import check_dtype, device_of
-from planning.inference.calibration_file import Measured, StepCosts
-from planning.inference.step_cost import Steps
-from planning.measurement.child_command import server
-from planning.measurement.step_timing import Timed, time_model
-from serving.ranks.rank import share_cores
-from serving.ranks.rank_position import Place
+from gpt.host_limits import total_memory_bytes
+from gpt.model.loading import check_dtype, parse_device
+from planning.inference.calibration_file import Calibration, MeasuredModel
+from planning.inference.step_cost import StepCostModel
+from planning.measurement.child_command import run_server
+from planning.measurement.step_timing import TimedModel, time_model
+from serving.ranks.rank_position import RankPosition
+from serving.ranks.rank_resources import set_thread_count
 
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
-# Widths, layers, heads: of models that stand for others. A GPU is not busy with small ones.
-PLAIN = {
+# Hidden size, layers and heads of the reference models. Small models would not use a GPU fully.
+REFERENCE_MODELS = {
     "cpu": ((64, 8, 2), (256, 8, 4), (512, 8, 8), (1024, 8, 16)),
     "cuda": ((1024, 24, 16), (2048, 16, 16), (4096, 8, 32)),
 }
-VOCABULARY, CONTEXT = 32000, 1024
-# The load under which a server's own part is seen.
-STREAMS = (1, 4, 16, 32)
-PROMPT_TOKENS, NEW_TOKENS, FEW_TOKENS = 32, 48, 8
-LONG_TOKENS, LONG_CALLS = 256, 8
-SLOW_S = 20.0  # A load that takes longer is made smaller.
-# A stream's first calls, in which memory is new and caches are cold, do not count.
-WARM_CALLS = 2
-LOAD_S = 120.0
-START_S = 600.0
+VOCAB_SIZE, CONTEXT_TOKENS = 32000, 1024
+# The load that measures the server overhead.
+CONCURRENCIES = (1, 4, 16, 32)
+PROMPT_TOKENS = 32
+NEW_TOKENS = 48
+NEW_TOKENS_SLOW = 8
+LONG_PROMPT_TOKENS, LONG_PROMPT_REQUESTS = 256, 8
+LOAD_TARGET_S_MAX = 20.0  # A load that would take longer is reduced or left out.
+# Number of first requests per client that are not counted, because memory and caches are cold.
+WARMUP_REQUESTS = 2
+LOAD_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Overhead:
-    """What a server adds: to each step, for each sequence in it, and to a call as a whole."""
+class ServerOverhead:
+    """The time that a server adds per step, sequence in a step, request and prompt token."""
 
     step_s: float
     sequence_s: float
     request_s: float
-    token_s: float  # And of its prompt's tokens, each.
+    prompt_token_s: float  # Additional time per prompt token of a request.
 
 
 @dataclass(frozen=True)
-class Aims:
-    """What is to be calibrated, and how long one model may take (loading not counted)."""
+class CalibrationOptions:
+    """Options of a calibration. `seconds` is the measuring time per model, without its loading."""
 
     model: Path | None = None
     device: str = "cpu"
-    dtype: str | None = None  # None: as stored; plain models in bfloat16 and float32.
+    # None: the checkpoint's dtype; without a checkpoint bfloat16, and on a CPU also float32.
+    dtype: str | None = None
     seconds: float = 8.0
-    plain: Sequence[tuple[int, int, int]] | None = None  # None: those of the device's kind.
-    server: bool = True
+    # Hidden size, layers and heads of each model; None: REFERENCE_MODELS of the device.
+    reference_models: Sequence[tuple[int, int, int]] | None = None
+    measure_server: bool = True
 
 
-def calibrate(aims: Aims, say: Say) -> StepCosts:
-    """One to three minutes, unless the model is large."""
-    check_dtype(aims.dtype)
-    device = device_of(aims.device)
-    share_cores(Place(0, 1, 0, 1), said=True)
-    own = None if aims.model is None else _own(aims, aims.model, say)
-    timed = list(_plain(aims, device.type, own, say))
+def calibrate(options: CalibrationOptions, log: LogFunction) -> Calibration:
+    """Calibrate this machine, in one to three minutes unless the user's model is large."""
+    check_dtype(options.dtype)
+    device = parse_device(options.device)
+    set_thread_count(RankPosition(0, 1, 0, 1), respect_environment=True)
+    user_model = None if options.model is None else _time_user_model(options, options.model, log)
+    timed_models = list(_time_reference_models(options, device.type, user_model, log))
     overhead = None
-    if aims.server and timed:
-        overhead = _plain_overhead(aims, timed, say)
-    measured = [_with(one.measured, overhead) for one in timed]
-    if own is not None:
-        assert aims.model is not None
-        found = _overhead(aims.model, aims, own.measured, say) if aims.server else None
-        overhead = found or overhead
-        measured.append(_with(own.measured, found or overhead))
-        timed.append(own)
-    fastest = max(timed, key=lambda one: one.flops)
-    return StepCosts(
+    if options.measure_server and timed_models:
+        overhead = _reference_overhead(options, timed_models, log)
+    model_costs = [_add_overhead(timed_model.measured, overhead) for timed_model in timed_models]
+    if user_model is not None:
+        assert options.model is not None
+        user_overhead = (
+            _measure_overhead(options.model, options, user_model.measured, log)
+            if options.measure_server
+            else None
+        )
+        overhead = user_overhead or overhead
+        model_costs.append(_add_overhead(user_model.measured, user_overhead or overhead))
+        timed_models.append(user_model)
+    fastest = max(timed_models, key=lambda timed_model: timed_model.flops)
+    return Calibration(
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         device=device_name(device),
         kind=device.type,
         memory_bytes=_memory_bytes(device),
         flops=fastest.flops,
-        bandwidth_bytes=max(one.bandwidth_bytes for one in timed),
+        bandwidth_bytes=max(timed_model.memory_bytes_per_s for timed_model in timed_models),
         threads=torch.get_num_threads(),
         versions=_versions(device),
         request_s=0.0 if overhead is None else overhead.request_s,
-        request_token_s=0.0 if overhead is None else overhead.token_s,
-        models=tuple(measured),
+        request_token_s=0.0 if overhead is None else overhead.prompt_token_s,
+        models=tuple(model_costs),
     )
 
 
-def _own(aims: Aims, model: Path, say: Say) -> Timed:
+def _time_user_model(options: CalibrationOptions, model: Path, log: LogFunction) -> TimedModel:
     checkpoint = open_checkpoint(model)
-    say(f"{model.name}: its steps")
+    log(f"{model.name}: timing steps")
     name = model.name
     return time_model(
-        checkpoint, device=aims.device, dtype=aims.dtype, seconds=aims.seconds, name=name
+        checkpoint, device=options.device, dtype=options.dtype, seconds=options.seconds, name=name
     )
 
 
-def _plain(aims: Aims, kind: str, own: Timed | None, say: Say) -> Iterator[Timed]:
-    dtypes = [aims.dtype or own.measured.dtype] if own else [aims.dtype or "bfloat16"]
-    if own is None and aims.dtype is None:
+def _time_reference_models(
+    options: CalibrationOptions, kind: str, user_model: TimedModel | None, log: LogFunction
+) -> Iterator[TimedModel]:
+    dtypes = (
+        [options.dtype or user_model.measured.dtype]
+        if user_model
+        else [options.dtype or "bfloat16"]
+    )
+    if user_model is None and options.dtype is None:
         dtypes = ["bfloat16", "float32"] if kind == "cpu" else ["bfloat16"]
     for dtype in dtypes:
-        for sizes in PLAIN[kind] if aims.plain is None else aims.plain:
-            network = plain_network(sizes)
-            name = f"{network.num_layers} x {network.hidden_size}"
-            say(f"{name}, {dtype}: its steps")
-            checkpoint = fresh(network.with_fields(dtype=dtype), 0)
+        for sizes in (
+            REFERENCE_MODELS[kind] if options.reference_models is None else options.reference_models
+        ):
+            config = reference_config(sizes)
+            name = f"{config.num_layers} x {config.hidden_size}"
+            log(f"{name}, {dtype}: timing steps")
+            checkpoint = random_init_checkpoint(config.with_fields(dtype=dtype), 0)
             yield time_model(
-                checkpoint, device=aims.device, dtype=dtype, seconds=aims.seconds, name=name
+                checkpoint, device=options.device, dtype=dtype, seconds=options.seconds, name=name
             )
 
 
-def plain_network(sizes: tuple[int, int, int]) -> GPTConfig:
-    width, layers, heads = sizes
+def reference_config(sizes: tuple[int, int, int]) -> GPTConfig:
+    hidden_size, layers, heads = sizes
     return GPTConfig(
         num_layers=layers,
-        hidden_size=width,
+        hidden_size=hidden_size,
         num_attention_heads=heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=CONTEXT_TOKENS,
     )
 
 
-# --------------------------------------------------------------------------- beside the steps
+# --------------------------------------------------------------------------- server overhead
 
 
-def _plain_overhead(aims: Aims, timed: Sequence[Timed], say: Say) -> Overhead | None:
-    """By one of the plain models: the same is added to all."""
-    known = PLAIN[device_of(aims.device).type] if aims.plain is None else aims.plain
-    # One in the middle: of small ones a server's own part hides the steps.
-    place = len(known) // 2
-    sizes, one = known[place], timed[place].measured
-    with fresh_checkpoint(plain_network(sizes).with_fields(dtype=one.dtype)) as model:
-        return _overhead(model, aims, one, say)
+def _reference_overhead(
+    options: CalibrationOptions, timed_models: Sequence[TimedModel], log: LogFunction
+) -> ServerOverhead | None:
+    """Return the overhead of a server with one reference model, for all reference models."""
+    model_sizes = (
+        REFERENCE_MODELS[parse_device(options.device).type]
+        if options.reference_models is None
+        else options.reference_models
+    )
+    # The model has a medium size, because with small models the overhead exceeds the step times.
+    index = len(model_sizes) // 2
+    sizes, middle_model = model_sizes[index], timed_models[index].measured
+    with random_checkpoint(reference_config(sizes).with_fields(dtype=middle_model.dtype)) as model:
+        return _measure_overhead(model, options, middle_model, log)
 
 
 @contextmanager
-def fresh_checkpoint(network: GPTConfig) -> Iterator[Path]:
-    """New weights on disk. No tokenizer, so that nothing ends an answer early."""
+def random_checkpoint(config: GPTConfig) -> Iterator[Path]:
+    """Write random weights to disk for the `with` block.
+
+    The checkpoint has no tokenizer, so no end-of-text token ends a completion early.
+    """
     with tempfile.TemporaryDirectory(prefix="preamble-plan-") as folder:
-        write_native(fresh(network, 0), Path(folder) / "model")
+        write_native(random_init_checkpoint(config, 0), Path(folder) / "model")
         yield Path(folder) / "model"
 
 
-def _overhead(model: Path, aims: Aims, measured: Measured, say: Say) -> Overhead | None:
-    say(f"{measured.name or model.name}: a server under a small load")
-    limits = {"device": aims.device, "dtype": measured.dtype, "prove": False}
+def _measure_overhead(
+    model: Path, options: CalibrationOptions, measured: MeasuredModel, log: LogFunction
+) -> ServerOverhead | None:
+    log(f"{measured.name or model.name}: timing a server under a small load")
+    server_settings = {"device": options.device, "dtype": measured.dtype, "prove": False}
     try:
-        with _server(model, limits) as address:
+        with _run_server(model, server_settings) as address:
             reports = {
-                streams: _load(address, streams, calls, new)
-                for streams, calls, new in loads(measured.steps)
+                concurrency: _run_load(address, concurrency, requests, new_tokens)
+                for concurrency, requests, new_tokens in load_sizes(measured.steps)
             }
-            slow = LONG_CALLS * measured.steps.rows.at(LONG_TOKENS) > SLOW_S
-            long = None if slow else _load(address, 1, LONG_CALLS, 2, LONG_TOKENS)
+            is_slow = (
+                LONG_PROMPT_REQUESTS * measured.steps.rows.interpolate(LONG_PROMPT_TOKENS)
+                > LOAD_TARGET_S_MAX
+            )
+            long_prompt_report = (
+                None
+                if is_slow
+                else _run_load(address, 1, LONG_PROMPT_REQUESTS, 2, LONG_PROMPT_TOKENS)
+            )
     except (PreambleError, LoadError) as error:
-        # Steps are known all the same; who reads the file is told by its figures.
-        say(f"the server's own part is not known: {error}")
+        # The calibration is still useful without the overhead, whose fields are then 0.
+        log(f"the server overhead could not be measured: {error}")
         return None
-    return overhead_of(measured.steps, reports, long)
+    return fit_overhead(measured.steps, reports, long_prompt_report)
 
 
 @contextmanager
-def _server(model: Path, limits: Mapping[str, object]) -> Iterator[str]:
-    """HOST:PORT of one with these settings."""
+def _run_server(model: Path, settings: Mapping[str, object]) -> Iterator[str]:
+    """Run a server with these settings and yield its HOST:PORT."""
     with tempfile.TemporaryDirectory(prefix="preamble-plan-") as folder:
         config = Path(folder) / "serve.yaml"
-        config.write_text(yaml.safe_dump(dict(limits)))
-        words: list[str | Path] = [model, "--config", config, "--no-page"]
-        with server(words, Path(folder) / "log", START_S) as (_, address):
+        config.write_text(yaml.safe_dump(dict(settings)))
+        server_args: list[str | Path] = [model, "--config", config, "--no-page"]
+        with run_server(server_args, Path(folder) / "log", START_TIMEOUT_S) as (_, address):
             yield address
 
 
-def loads(steps: Steps) -> Iterator[tuple[int, int, int]]:
-    """How many streams, calls and new tokens; of a slow model fewer."""
-    for streams in STREAMS:
-        step_s = steps.seconds(streams, streams, 0, 0, streams)
-        rounds = max(2, 6 // streams)
-        new = NEW_TOKENS if rounds * NEW_TOKENS * step_s < SLOW_S else FEW_TOKENS
-        if streams == 1 or rounds * new * step_s < SLOW_S:
-            yield streams, rounds * streams, new
+def load_sizes(step_costs: StepCostModel) -> Iterator[tuple[int, int, int]]:
+    """Yield concurrency, number of requests and new tokens of each load.
+
+    For a slow model, loads have fewer new tokens, and loads of high concurrency are left out.
+    """
+    for concurrency in CONCURRENCIES:
+        step_s = step_costs.step_seconds(concurrency, concurrency, 0, 0, concurrency)
+        rounds = max(2, 6 // concurrency)
+        new_tokens = (
+            NEW_TOKENS if rounds * NEW_TOKENS * step_s < LOAD_TARGET_S_MAX else NEW_TOKENS_SLOW
+        )
+        if concurrency == 1 or rounds * new_tokens * step_s < LOAD_TARGET_S_MAX:
+            yield concurrency, rounds * concurrency, new_tokens
 
 
-def _load(address: str, streams: int, calls: int, new: int, prompt: int = PROMPT_TOKENS) -> Report:
-    work = Work(
-        concurrency=streams,
-        requests_max=calls,
-        warmup_requests=WARM_CALLS,
-        prompt=Length("fixed", prompt, prompt),
-        new=Length("fixed", new, new),
-        timeout_s=LOAD_S,
+def _run_load(
+    address: str, concurrency: int, requests: int, new_tokens: int, prompt: int = PROMPT_TOKENS
+) -> LoadReport:
+    work = LoadSpec(
+        concurrency=concurrency,
+        requests_max=requests,
+        warmup_requests=WARMUP_REQUESTS,
+        prompt_length=LengthSampler("fixed", prompt, prompt),
+        output_length=LengthSampler("fixed", new_tokens, new_tokens),
+        timeout_s=LOAD_TIMEOUT_S,
     )
-    return Report.of(run(Where(address), work))
+    return LoadReport.from_run(run_load(ServerEndpoint(address), work))
 
 
-def overhead_of(
-    steps: Steps, reports: Mapping[int, Report], long: Report | None = None
-) -> Overhead | None:
-    """How much longer tokens took than their steps; never less than nothing."""
+def fit_overhead(
+    step_costs: StepCostModel,
+    reports: Mapping[int, LoadReport],
+    long_prompt_report: LoadReport | None = None,
+) -> ServerOverhead | None:
+    """Fit the overhead to the differences of measured latencies and step durations.
+
+    Return None if a load has no inter-token latency.
+    """
     points = []
-    for streams, report in reports.items():
+    for concurrency, report in reports.items():
         if report.itl_ms is None:
             return None
-        context = streams * (PROMPT_TOKENS + NEW_TOKENS / 2)
-        alone_s = steps.seconds(streams, streams, context, 0, streams)
-        more_s = max(0.0, report.itl_ms.p50 / 1e3 - alone_s)
-        # What is off by a part of a step is off by as much of a short one as of a long one.
-        points.append((float(streams), more_s, alone_s**-2))
-    step_s, sequence_s = _line(points)
+        context = concurrency * (PROMPT_TOKENS + NEW_TOKENS / 2)
+        decode_step_s = step_costs.step_seconds(concurrency, concurrency, context, 0, concurrency)
+        extra_s = max(0.0, report.itl_ms.p50 / 1e3 - decode_step_s)
+        # Step durations have a relative error, so points are weighted by their inverse variance.
+        points.append((float(concurrency), extra_s, decode_step_s**-2))
+    step_s, sequence_s = _fit_line(points)
 
-    def beside_s(report: Report, prompt: int) -> float:
-        """What of the time to a first token is no step's."""
+    def overhead_s(report: LoadReport, prompt: int) -> float:
+        """Return the time to first token minus the duration of its step."""
         if report.ttft_ms is None:
             return 0.0
-        alone_s = steps.seconds(prompt, 1, 0, prompt * (prompt + 1) // 2, 1)
-        return report.ttft_ms.p50 / 1e3 - alone_s - step_s - sequence_s
+        prefill_step_s = step_costs.step_seconds(prompt, 1, 0, prompt * (prompt + 1) // 2, 1)
+        return report.ttft_ms.p50 / 1e3 - prefill_step_s - step_s - sequence_s
 
-    request_s = beside_s(reports[min(reports)], PROMPT_TOKENS)
-    if long is None:
-        return Overhead(step_s, sequence_s, max(0.0, request_s), 0.0)
-    more_s = beside_s(long, LONG_TOKENS) - request_s
-    token_s = max(0.0, more_s / (LONG_TOKENS - PROMPT_TOKENS))
+    request_s = overhead_s(reports[min(reports)], PROMPT_TOKENS)
+    if long_prompt_report is None:
+        return ServerOverhead(step_s, sequence_s, max(0.0, request_s), 0.0)
+    extra_s = overhead_s(long_prompt_report, LONG_PROMPT_TOKENS) - request_s
+    token_s = max(0.0, extra_s / (LONG_PROMPT_TOKENS - PROMPT_TOKENS))
     request_s = max(0.0, request_s - PROMPT_TOKENS * token_s)
-    return Overhead(step_s, sequence_s, request_s, token_s)
+    return ServerOverhead(step_s, sequence_s, request_s, token_s)
 
 
-def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """The best line through weighted points, whose start and slope are not below 0."""
-    whole = sum(weight for _, _, weight in points)
-    x, y = (sum(one[place] * one[2] for one in points) / whole for place in (0, 1))
+def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Fit a line to weighted points; return its intercept and slope, both at least 0."""
+    weight_sum = sum(weight for _, _, weight in points)
+    x, y = (sum(point[axis] * point[2] for point in points) / weight_sum for axis in (0, 1))
     spread = sum(weight * (a - x) ** 2 for a, _, weight in points)
     slope = sum(weight * (a - x) * (b - y) for a, b, weight in points) / spread if spread else 0.0
     slope = max(0.0, slope)
@@ -259,16 +306,16 @@ def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return 0.0, sum(weight * a * b for a, b, weight in points) / squares
 
 
-def _with(measured: Measured, overhead: Overhead | None) -> Measured:
+def _add_overhead(model_costs: MeasuredModel, overhead: ServerOverhead | None) -> MeasuredModel:
     if overhead is None:
-        return measured
-    steps = measured.steps
-    more = replace(
+        return model_costs
+    steps = model_costs.steps
+    step_costs_with_overhead = replace(
         steps,
         step_s=steps.step_s + overhead.step_s,
         sequence_s=steps.sequence_s + overhead.sequence_s,
     )
-    return replace(measured, steps=more)
+    return replace(model_costs, steps=step_costs_with_overhead)
 
 
 # -------------------------------------------------------------------------------- the machine
@@ -281,19 +328,14 @@ def device_name(device: torch.device) -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
+    return total_memory_bytes()
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -304,14 +346,14 @@ def _versions(device: torch.device) -> dict[str, str]:
         versions["preamble"] = "not installed"
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
-        versions["driver"] = _driver()
+        versions["driver"] = _driver_version()
     return versions
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "unknown"
-    found = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", text)
-    return found[1] if found else "unknown"
+    match = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", text)
+    return match[1] if match else "unknown"

@@ -1,8 +1,9 @@
-"""The top of a plan, run for real: each candidate by itself, and the better ones again for longer.
+"""Measurement rounds: runs a plan's top candidates, corrects the predictions of the others, ranks.
 
-What a candidate came to is noted at once, so the same command goes on where it was interrupted. One
-that crashes, runs out of memory or out of time is a row with its reason, and the others go on. How
-a candidate is run, and what its figures are worth, a trial knows.
+Later rounds run the best candidates again for longer. Each result is written to a journal
+immediately, so that the same command continues after an interruption. A candidate that crashes,
+runs out of memory or times out becomes a failed row with the reason of the failure. A `Trial` runs
+one candidate and scores the candidate's figures.
 """
 
 import json
@@ -15,18 +16,18 @@ from typing import Any, Protocol
 
 from gpt.errors import ConfigError, PreambleError
 from planning.figures import ACCEPTABLE
-from planning.plan import Plan, Row, Standing, Trust
+from planning.plan import Confidence, Feasibility, Plan, Row
 
-JOURNAL, VERSION = "measured.jsonl", 1
-UNNAMED = "preamble-plan"  # The folder for results where nobody names one.
-LATER = (4, 2)  # How many of the best run again, for longer; and of these, once more.
-# So many results say how far predictions are off, and whether the next one is worth running.
-TELLING = 3
-ERROR = 0.05  # Of one that was run once, where nothing tells how results scatter.
+JOURNAL_NAME, JOURNAL_VERSION = "measured.jsonl", 1
+DEFAULT_FOLDER = "preamble-plan"  # The default folder for results.
+LATER_ROUND_SIZES = (4, 2)  # The number of candidates in the second and in the third round.
+# After this many results, the prediction errors decide whether another candidate can be the best.
+RESULTS_MIN = 3
+SINGLE_RUN_ERROR = 0.05  # Assumed relative error of a candidate that was run only once.
 
 
 class TrialError(PreambleError):
-    """A candidate that did not come to its end: it has crashed, or has taken too long."""
+    """A candidate crashed or exceeded its time-out; the message is the reason."""
 
 
 class Trial(Protocol):
@@ -34,68 +35,73 @@ class Trial(Protocol):
 
     @property
     def efforts(self) -> Sequence[int]:
-        """What a round asks of each, such as seconds of load."""
+        """The amount of work of a run in each round, such as seconds of load."""
         ...
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """All that results depend on besides a row's settings: what differs is measured anew."""
+        """The model, machine and load that results are valid for; other results are discarded."""
         ...
 
     def run(self, row: Row, effort: int, folder: Path) -> Mapping[str, float]:
-        """Its figures, by the names that the plan predicts them under; or a TrialError."""
+        """Run a candidate and return its figures, named as in the plan, or raise TrialError."""
         ...
 
     def score(self, figures: Mapping[str, float]) -> float:
-        """By the objective: more is better."""
+        """Return the score for the objective; higher is better."""
         ...
 
-    def broken(self, figures: Mapping[str, float]) -> str:
-        """Which limit these break, in words; empty: none."""
+    def violated_limit(self, figures: Mapping[str, float]) -> str:
+        """Describe the limit that the figures violate; return "" if they satisfy all limits."""
         ...
 
-    def settle(self, plan: Plan, best: Row | None) -> Plan:
-        """The plan with the settings file and the command of what is best now."""
+    def finalize_plan(self, plan: Plan, best: Row | None) -> Plan:
+        """Return the plan with the settings file and the command of the best row."""
         ...
 
 
 @dataclass(frozen=True)
-class Result:
-    """What became of a candidate in one round."""
+class TrialResult:
+    """The result of a candidate in one round: figures, or the reason of a failure."""
 
     figures: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
 
 
 class Journal:
-    """Results as they come, a line each; those of a run that was interrupted are there already."""
+    """A file of results, one JSON line each; it includes results of an interrupted run."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], say: Callable[[str], None]):
-        self._path = folder / JOURNAL
-        self._found: dict[str, Result] = {}
-        # As JSON has it, so that what is read compares to it.
-        head = json.loads(json.dumps({"version": VERSION, **identity}))
-        lines = _lines(self._path)
+    def __init__(self, folder: Path, identity: Mapping[str, Any], log: Callable[[str], None]):
+        self._path = folder / JOURNAL_NAME
+        self._results: dict[str, TrialResult] = {}
+        # Converted to JSON and back, so that it can equal the first line of the file.
+        head = json.loads(json.dumps({"version": JOURNAL_VERSION, **identity}))
+        lines = _read_journal(self._path)
         if lines and lines[0] == head:
             for line in lines[1:]:
-                self._found[_key(line["settings"], line["effort"])] = Result(
+                self._results[_result_key(line["settings"], line["effort"])] = TrialResult(
                     line.get("figures", {}), line.get("failure", "")
                 )
-            say(f"{len(self._found)} results stand in {self._path}; what is missing is run")
+            log(f"continuing with {len(self._results)} results from {self._path}")
             return
         if lines:
-            say(f"{self._path} is of another model, machine, load or version; it begins anew")
-        self._write(head, "w")
+            log(
+                f"{self._path} has results of another model, machine, load or version; discarding "
+                "them and starting again"
+            )
+        self._write_record(head, "w")
 
-    def get(self, row: Row, effort: int) -> Result | None:
-        return self._found.get(_key(row.settings, effort))
+    def get_result(self, row: Row, effort: int) -> TrialResult | None:
+        return self._results.get(_result_key(row.settings, effort))
 
-    def note(self, row: Row, effort: int, result: Result) -> None:
-        self._found[_key(row.settings, effort)] = result
-        told = {"failure": result.failure} if result.failure else {"figures": dict(result.figures)}
-        self._write({"settings": dict(row.settings), "effort": effort, **told}, "a")
+    def record_result(self, row: Row, effort: int, result: TrialResult) -> None:
+        self._results[_result_key(row.settings, effort)] = result
+        result_fields = (
+            {"failure": result.failure} if result.failure else {"figures": dict(result.figures)}
+        )
+        self._write_record({"settings": dict(row.settings), "effort": effort, **result_fields}, "a")
 
-    def _write(self, record: Mapping[str, Any], mode: str) -> None:
+    def _write_record(self, record: Mapping[str, Any], mode: str) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open(mode) as file:
@@ -104,231 +110,278 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be written ({error.strerror}); name a folder that can, with "
-                "--output"
+                f"cannot write {self._path}: {error.strerror}; set a writable folder with --output"
             ) from None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines. After a kill the last one may be half of one: it is cut off."""
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    """Read the complete lines, and truncate a last incomplete line, which a kill can leave."""
     try:
         text = path.read_bytes()
     except OSError:
         return []
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        os.truncate(path, len(whole))
+    complete_lines = text[: text.rfind(b"\n") + 1]
+    if len(complete_lines) < len(text):
+        os.truncate(path, len(complete_lines))
     try:
-        found = [json.loads(line) for line in whole.splitlines()]
+        records = [json.loads(line) for line in complete_lines.splitlines()]
     except ValueError:
         return [{}]
-    return found if all(isinstance(line, dict) for line in found) else [{}]
+    return records if all(isinstance(line, dict) for line in records) else [{}]
 
 
-def _key(settings: Mapping[str, Any], effort: int) -> str:
+def _result_key(settings: Mapping[str, Any], effort: int) -> str:
     return json.dumps([dict(settings), effort], sort_keys=True)
 
 
-def _name(row: Row) -> str:
+def _settings_key(row: Row) -> str:
     return json.dumps(dict(row.settings), sort_keys=True)
 
 
-def measure(plan: Plan, trial: Trial, folder: Path, top: int, say: Callable[[str], None]) -> Plan:
-    """The plan, with what its first `top` candidates really did, and the best of those first."""
+def measure_plan(
+    plan: Plan, trial: Trial, folder: Path, top: int, log: Callable[[str], None]
+) -> Plan:
+    """Measure the best `top` candidates, and return the plan with their figures, re-ranked."""
     if top < 1:
-        raise ConfigError(f"--measure is {top}; it is how many candidates are run, at least 1")
-    race = _Race(plan, trial, Journal(folder, trial.identity, say), folder, say)
+        raise ConfigError(f"--measure is {top}; set the number of candidates to run, at least 1")
+    rounds = _MeasurementRounds(plan, trial, Journal(folder, trial.identity, log), folder, log)
     effort, *longer = trial.efforts
-    chosen = race.first(effort, top)
-    for most, effort in zip(LATER, longer, strict=False):
-        if len(chosen) > 1:
-            chosen = race.again(effort, chosen[:most])
-    return race.settled()
+    ranked_rows = rounds.run_first_round(effort, top)
+    for rows_max, effort in zip(LATER_ROUND_SIZES, longer, strict=False):
+        if len(ranked_rows) > 1:
+            ranked_rows = rounds.run_next_round(effort, ranked_rows[:rows_max])
+    return rounds.make_plan()
 
 
 @dataclass
-class _Race:
-    """Candidates against each other, round by round."""
+class _MeasurementRounds:
+    """The state of the measurement of a plan."""
 
     plan: Plan
     trial: Trial
     journal: Journal
     folder: Path
-    say: Callable[[str], None]
-    done: dict[str, list[Result]] = field(default_factory=dict)
+    log: Callable[[str], None]
+    results: dict[str, list[TrialResult]] = field(default_factory=dict)
 
-    def first(self, effort: int, most: int) -> list[Row]:
-        """One after another, each the best by what is known when it begins; ranked."""
-        pool = {_name(row): row for row in self.plan.rows if self._able(row)}
-        run: list[Row] = []
-        while pool and len(run) < most:
-            factors = self._factors()
-            row = max(pool.values(), key=lambda one: self._hope(one, factors))
-            if self._hopeless(row, factors):
-                self.say("by how predictions are off, none of the others can be the best")
+    def run_first_round(self, effort: int, rows_max: int) -> list[Row]:
+        """Run up to `rows_max` candidates and rank them.
+
+        The next candidate is always the most promising one according to the results so far. The
+        round ends early if no other candidate can be the best.
+        """
+        pool = {_settings_key(row): row for row in self.plan.rows if self._is_runnable(row)}
+        measured_rows: list[Row] = []
+        while pool and len(measured_rows) < rows_max:
+            factors = self._correction_factors()
+            row = max(pool.values(), key=lambda candidate: self._expected_rank(candidate, factors))
+            if self._cannot_win(row, factors):
+                self.log("given the prediction errors so far, no other candidate can be the best")
                 break
-            del pool[_name(row)]
-            run.append(row)
-            self._run(row, effort, f"{len(run)} of {min(most, len(run) + len(pool))}")
-        return self._ranked(run)
+            del pool[_settings_key(row)]
+            measured_rows.append(row)
+            self._run(
+                row,
+                effort,
+                f"{len(measured_rows)} of {min(rows_max, len(measured_rows) + len(pool))}",
+            )
+        return self._rank_rows(measured_rows)
 
-    def again(self, effort: int, rows: Sequence[Row]) -> list[Row]:
-        """Each of them for longer; ranked by that."""
+    def run_next_round(self, effort: int, rows: Sequence[Row]) -> list[Row]:
+        """Run the candidates for longer, and rank them by the new results."""
         for number, row in enumerate(rows, 1):
             self._run(row, effort, f"{number} of the best {len(rows)}")
-        return self._ranked(rows)
+        return self._rank_rows(rows)
 
-    def _able(self, row: Row) -> bool:
-        """Whether it may be run: what has no room is not; a broken limit is only a prediction."""
-        limit = row.standing == "rejected" and bool(row.figures)
-        return row.standing in ACCEPTABLE or (limit and bool(self.trial.broken(row.figures)))
+    def _is_runnable(self, row: Row) -> bool:
+        """Return whether a row can run.
 
-    def _run(self, row: Row, effort: int, which: str) -> None:
-        result = self.journal.get(row, effort)
-        known = " (done before)" if result is not None else ""
-        self.say(f"{which}: {row.name}{known}")
+        A row can run if it fits in memory, even if it is rejected because it is predicted to
+        violate a limit: the prediction may be wrong.
+        """
+        is_simulated = row.feasibility == "rejected" and bool(row.figures)
+        return row.feasibility in ACCEPTABLE or (
+            is_simulated and bool(self.trial.violated_limit(row.figures))
+        )
+
+    def _run(self, row: Row, effort: int, progress: str) -> None:
+        result = self.journal.get_result(row, effort)
+        cached_note = " (from the journal)" if result is not None else ""
+        self.log(f"{progress}: {row.name}{cached_note}")
         if result is None:
             try:
-                result = Result(self.trial.run(row, effort, self.folder))
+                result = TrialResult(self.trial.run(row, effort, self.folder))
             except TrialError as error:
-                result = Result(failure=str(error))
-            self.journal.note(row, effort, result)
+                result = TrialResult(failure=str(error))
+            self.journal.record_result(row, effort, result)
         if result.failure:
-            self.say(f"{row.name} failed: {result.failure}")
-        self.done.setdefault(_name(row), []).append(result)
+            self.log(f"{row.name} failed: {result.failure}")
+        self.results.setdefault(_settings_key(row), []).append(result)
 
-    def _ranked(self, rows: Sequence[Row]) -> list[Row]:
-        """Those that keep the limits first, and of these the better ones; without what failed."""
+    def _rank_rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Sort the rows that did not fail: rows within the limits first, then by score."""
 
-        def worth(row: Row) -> tuple[bool, float]:
-            figures = self.done[_name(row)][-1].figures
-            return not self.trial.broken(figures), self.trial.score(figures)
+        def sort_key(row: Row) -> tuple[bool, float]:
+            figures = self.results[_settings_key(row)][-1].figures
+            return not self.trial.violated_limit(figures), self.trial.score(figures)
 
-        good = [row for row in rows if not self.done[_name(row)][-1].failure]
-        return sorted(good, key=worth, reverse=True)
+        finished = [row for row in rows if not self.results[_settings_key(row)][-1].failure]
+        return sorted(finished, key=sort_key, reverse=True)
 
-    # -------------------------------------------------------------------------- what is expected
+    # ------------------------------------------------------------------------------- expectations
 
-    def _good(self) -> list[tuple[Row, Result]]:
-        """What was run to its end, as it was last."""
-        rows = {_name(row): row for row in self.plan.rows}
-        last = [(rows[name], results[-1]) for name, results in self.done.items()]
+    def _finished_results(self) -> list[tuple[Row, TrialResult]]:
+        """Return each row that has run with its last result, except rows that failed."""
+        rows = {_settings_key(row): row for row in self.plan.rows}
+        last = [(rows[name], results[-1]) for name, results in self.results.items()]
         return [(row, result) for row, result in last if not result.failure]
 
-    def _factors(self) -> dict[str, float]:
-        """Measured over predicted, the median of each figure."""
+    def _correction_factors(self) -> dict[str, float]:
+        """Return the median ratio of measured to predicted values of each figure."""
         ratios: dict[str, list[float]] = {}
-        for row, result in self._good():
+        for row, result in self._finished_results():
             for name, value in result.figures.items():
                 if row.figures.get(name):
                     ratios.setdefault(name, []).append(value / row.figures[name])
-        return {name: median(of) for name, of in ratios.items()}
+        return {name: median(figure_ratios) for name, figure_ratios in ratios.items()}
 
-    def _hope(self, row: Row, factors: Mapping[str, float]) -> tuple[bool, bool, float]:
-        """What may not fit is run last: when it fails, all others are known."""
-        figures = corrected(row, factors)
+    def _expected_rank(self, row: Row, factors: Mapping[str, float]) -> tuple[bool, bool, float]:
+        """Return the sort key of a row that has not run; the largest key runs first.
+
+        Tight rows run last, because they may fail.
+        """
+        figures = correct_figures(row, factors)
         return (
-            row.standing != "tight",
-            not self.trial.broken(figures),
+            row.feasibility != "tight",
+            not self.trial.violated_limit(figures),
             self.trial.score(figures),
         )
 
-    def _hopeless(self, row: Row, factors: Mapping[str, float]) -> bool:
-        """Whether even the luckiest error so far would not make it better than the best one."""
-        good, score = self._good(), self.trial.score
-        keep = [score(one.figures) for _, one in good if not self.trial.broken(one.figures)]
-        if len(good) < TELLING or not keep:
+    def _cannot_win(self, row: Row, factors: Mapping[str, float]) -> bool:
+        """Return whether a row would not be the best even with the largest prediction error so far.
+
+        The error of a single run is added to the prediction error. The answer is False before there
+        are RESULTS_MIN results.
+        """
+        finished, score = self._finished_results(), self.trial.score
+        valid_scores = [
+            score(trial_result.figures)
+            for _, trial_result in finished
+            if not self.trial.violated_limit(trial_result.figures)
+        ]
+        if len(finished) < RESULTS_MIN or not valid_scores:
             return False
-        gains = [score(result.figures) - score(corrected(one, factors)) for one, result in good]
-        spare = max(0.0, *gains) + ERROR * max(abs(one) for one in keep)
-        return score(corrected(row, factors)) + spare < max(keep)
+        gains = [
+            score(result.figures) - score(correct_figures(measured_row, factors))
+            for measured_row, result in finished
+        ]
+        score_margin = max(0.0, *gains) + SINGLE_RUN_ERROR * max(
+            abs(valid_score) for valid_score in valid_scores
+        )
+        return score(correct_figures(row, factors)) + score_margin < max(valid_scores)
 
-    # --------------------------------------------------------------------------------- the verdict
+    # ------------------------------------------------------------------------------------- ranking
 
-    def settled(self) -> Plan:
-        kept = {
-            _name(row): result
-            for row, result in self._good()
-            if not self.trial.broken(result.figures)
+    def make_plan(self) -> Plan:
+        valid_results = {
+            _settings_key(row): result
+            for row, result in self._finished_results()
+            if not self.trial.violated_limit(result.figures)
         }
-        # Of those that came furthest: who was run longest is known best.
-        furthest = max((len(self.done[name]) for name in kept), default=0)
-        finals = [name for name in kept if len(self.done[name]) == furthest]
-        winner = max(finals, key=lambda name: self.trial.score(kept[name].figures), default=None)
-        factors = self._factors()
-        rows = [self._told(row, factors, best=_name(row) == winner) for row in self.plan.rows]
-        rows.sort(key=self._place)
-        best = next((row for row in rows if row.standing == "best"), None)
+        # Only candidates that ran in the most rounds can win, because later rounds are longer.
+        rounds_max = max((len(self.results[name]) for name in valid_results), default=0)
+        finals = [name for name in valid_results if len(self.results[name]) == rounds_max]
+        winner = max(
+            finals, key=lambda name: self.trial.score(valid_results[name].figures), default=None
+        )
+        factors = self._correction_factors()
+        rows = [
+            self._measured_row(row, factors, best=_settings_key(row) == winner)
+            for row in self.plan.rows
+        ]
+        rows.sort(key=self._sort_rank)
+        best = next((row for row in rows if row.feasibility == "best"), None)
         advice = [*self.plan.advice, *self._advice(best)]
-        return self.trial.settle(replace(self.plan, rows=rows, advice=advice), best)
+        return self.trial.finalize_plan(replace(self.plan, rows=rows, advice=advice), best)
 
-    def _place(self, row: Row) -> int:
-        """The best, then what was run and is good, then what else is, as it stood."""
-        if row.standing not in ACCEPTABLE:
+    def _sort_rank(self, row: Row) -> int:
+        """Return the sort key: best row, measured rows, rows that fit, tight rows, all others."""
+        if row.feasibility not in ACCEPTABLE:
             return 4
-        if row.standing == "best":
+        if row.feasibility == "best":
             return 0
-        return 1 if row.measured else 2 if row.standing == "fits" else 3
+        return 1 if row.measured else 2 if row.feasibility == "fits" else 3
 
-    def _told(self, row: Row, factors: Mapping[str, float], *, best: bool) -> Row:
-        results = self.done.get(_name(row), ())
+    def _measured_row(self, row: Row, factors: Mapping[str, float], *, best: bool) -> Row:
+        results = self.results.get(_settings_key(row), ())
         if not results:
-            return self._expected(row, factors)
-        failure = next((one.failure for one in results if one.failure), "")
+            return self._corrected_row(row, factors)
+        failure = next((run_result.failure for run_result in results if run_result.failure), "")
         if failure:
-            return replace(row, standing="failed", reason=failure)
+            return replace(row, feasibility="failed", reason=failure)
         figures = results[-1].figures
-        scores = [self.trial.score(one.figures) for one in results]
-        middle = abs(sum(scores) / len(scores)) or 1.0
-        error = (max(scores) - min(scores)) / 2 / middle if len(scores) > 1 else ERROR
-        broken = self.trial.broken(figures)
+        scores = [self.trial.score(run_result.figures) for run_result in results]
+        mean_score = abs(sum(scores) / len(scores)) or 1.0
+        error = (
+            (max(scores) - min(scores)) / 2 / mean_score if len(scores) > 1 else SINGLE_RUN_ERROR
+        )
+        violation = self.trial.violated_limit(figures)
         return replace(
             row,
-            standing="best" if best else "rejected" if broken else "fits",
-            reason=f"measured: {broken}" if broken else "",
+            feasibility="best" if best else "rejected" if violation else "fits",
+            reason=f"measured: {violation}" if violation else "",
             measured=figures,
-            trust=Trust("measured", max(0.01, error)),
+            confidence=Confidence("measured", max(0.01, error)),
         )
 
-    def _expected(self, row: Row, factors: Mapping[str, float]) -> Row:
-        """One that was not run, as the others say that it would be."""
-        if not row.figures or not self._able(row):
+    def _corrected_row(self, row: Row, factors: Mapping[str, float]) -> Row:
+        """Return a row that has not run, with its predictions corrected by the measured rows.
+
+        A row that cannot run is returned unchanged.
+        """
+        if not row.figures or not self._is_runnable(row):
             return row
-        figures = corrected(row, factors)
-        broken = self.trial.broken(figures)
-        standing: Standing = "tight" if row.standing == "tight" else "fits"
-        note = f"corrected by {len(self._good())} that were run" if factors else ""
-        trust = replace(row.trust, note=note or row.trust.note) if row.trust is not None else None
+        figures = correct_figures(row, factors)
+        violation = self.trial.violated_limit(figures)
+        feasibility: Feasibility = "tight" if row.feasibility == "tight" else "fits"
+        note = (
+            f"corrected by {len(self._finished_results())} measured candidates" if factors else ""
+        )
+        confidence = (
+            replace(row.confidence, note=note or row.confidence.note)
+            if row.confidence is not None
+            else None
+        )
         return replace(
             row,
-            standing="rejected" if broken else standing,
-            reason=broken or ("" if row.standing == "rejected" else row.reason),
+            feasibility="rejected" if violation else feasibility,
+            reason=violation or ("" if row.feasibility == "rejected" else row.reason),
             figures=figures,
-            trust=trust,
+            confidence=confidence,
         )
 
     def _advice(self, best: Row | None) -> list[str]:
-        """How far predictions were off; and what to do where nothing is left."""
-        axis, told = self.plan.y, list[str]()
+        """Return lines on the prediction error, and advice if no candidate satisfies the limits."""
+        axis, lines = self.plan.y, list[str]()
         ratios = [
             result.figures[axis.figure] / row.figures[axis.figure]
-            for row, result in self._good()
+            for row, result in self._finished_results()
             if row.figures.get(axis.figure) and axis.figure in result.figures
         ]
         if ratios:
-            worst = max(ratios, key=lambda one: abs(one - 1))
-            told.append(
-                f"{axis.label}, measured over predicted: median {median(ratios):.2f}, worst "
-                f"{worst:.2f}, of {len(ratios)}"
+            worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+            lines.append(
+                f"{axis.label}, measured / predicted: median {median(ratios):.2f}, worst "
+                f"{worst:.2f}, of {len(ratios)} candidates"
             )
         if best is None:
-            told.append(
-                f"none of the {len(self.done)} that were run keeps all limits: raise a limit, or "
-                "have more of them run (--measure)"
+            lines.append(
+                f"none of the {len(self.results)} measured candidates satisfies all limits: relax "
+                "a limit, or run more candidates (--measure)"
             )
-        return told
+        return lines
 
 
-def corrected(row: Row, factors: Mapping[str, float]) -> dict[str, float]:
-    """Its predictions, as far off as those of others were."""
+def correct_figures(row: Row, factors: Mapping[str, float]) -> dict[str, float]:
+    """Return the predictions of a row, multiplied by the correction factors."""
     return {name: value * factors.get(name, 1.0) for name, value in row.figures.items()}

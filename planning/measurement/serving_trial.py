@@ -1,7 +1,8 @@
-"""A candidate for serving, run for real: our server with its settings, under the planned load.
+"""Serving trial: runs a candidate's server under the planned load and measures its figures.
 
-Requests have the lengths that were planned with, and no two prompts begin alike but for their
-adapters' rows. One replica is run, with its share of the load; figures are told for all of them.
+Requests have the planned lengths. Their prompts share no prefix except the virtual tokens of their
+adapters. Only one replica runs, with its share of the load; the measured rates are multiplied by
+the number of replicas.
 """
 
 import hashlib
@@ -18,154 +19,173 @@ import yaml
 
 from gpt.errors import ConfigError
 from planning.inference.estimate import Workload
-from planning.inference.objective import Wish
-from planning.inference.plan import server_settings, settle
-from planning.inference.service_levels import broken, score
-from planning.measurement.child_command import ChildError, child, forget, server
+from planning.inference.plan import finalize_plan, server_settings
+from planning.inference.requirements import Requirements
+from planning.inference.service_levels import score, violated_limit
+from planning.measurement.child_command import ChildError, remove_run_folder, run_child, run_server
 from planning.measurement.rounds import TrialError
 from planning.plan import Plan, Row
-from serving.profiles import machine
+from serving.profiles import describe_machine
 
-LINES_MAX = 20_000
-REQUESTS_MIN = 4  # Of each caller, one after another, or what is steady is too short to see.
+DATASET_LINES_MAX = 20_000
+REQUESTS_PER_CALLER_MIN = 4  # Fewer requests per client do not reach a steady state.
 LOAD_S_MAX = 600.0
-CALL_S_MIN = 60.0  # What a call may take at least, before it counts as lost.
+REQUEST_TIMEOUT_S_MIN = 60.0  # Lower bound of the time-out of a request.
 RATES = ("tokens_per_s", "requests_per_s")
-ROW_SCALE = 0.02  # Of random adapters: as large as rows of embeddings are.
+# Standard deviation of the rows of random adapters; embeddings have a similar one.
+ADAPTER_ROW_STD = 0.02
 
 
-def check_machine(wish: Wish) -> None:
-    """Refuse a wish for GPUs where there is none."""
+def check_machine(requirements: Requirements) -> None:
+    """Raise ConfigError if the plan is for GPUs, not calibrated, and this machine has none."""
     import torch
 
-    if wish.costs is None and wish.device == "cuda" and not torch.cuda.is_available():
+    if (
+        requirements.calibration is None
+        and requirements.device == "cuda"
+        and not torch.cuda.is_available()
+    ):
         raise ConfigError(
-            "--measure runs candidates on this machine, and it has no CUDA device; calibrate the "
+            "--measure runs candidates on this machine, which has no CUDA device; calibrate the "
             "CPU (preamble plan calibrate) and plan with --calibration"
         )
 
 
 @dataclass(frozen=True)
 class ServingTrial:
-    """`path`: the checkpoint. `efforts`: seconds of load in each round."""
+    """Trials of a serving plan. `efforts` are the seconds of load in each round."""
 
-    wish: Wish
-    path: Path
+    requirements: Requirements
+    checkpoint: Path
     efforts: Sequence[int] = (10, 30, 60)
-    start_s: float = 1800.0
+    start_timeout_s: float = 1800.0
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
-        wish = self.wish
+        requirements = self.requirements
         return {
             "of": "serving",
-            "model": str(self.path.resolve()),
-            "dtype": wish.dtype,
-            "machine": machine(self.wish.device),
-            "workload": asdict(wish.workload),
-            "full": wish.fill,
+            "model": str(self.checkpoint.resolve()),
+            "dtype": requirements.dtype,
+            "machine": describe_machine(self.requirements.device),
+            "workload": asdict(requirements.workload),
+            "full": requirements.saturate,
         }
 
     def score(self, figures: Mapping[str, float]) -> float:
-        return score(self.wish.objective, self._any_load, figures)
+        return score(self.requirements.objective, self._nominal_workload, figures)
 
-    def broken(self, figures: Mapping[str, float]) -> str:
-        return broken(self.wish.limits, self._any_load, figures)
+    def violated_limit(self, figures: Mapping[str, float]) -> str:
+        return violated_limit(self.requirements.limits, self._nominal_workload, figures)
 
     @property
-    def _any_load(self) -> Workload:
-        """Of which it counts here only whether it has a rate."""
-        return self.wish.load(1, 1)
+    def _nominal_workload(self) -> Workload:
+        """A workload for `score` and `violated_limit`, which use only its request rate."""
+        return self.requirements.workload_for(1, 1)
 
-    def settle(self, plan: Plan, best: Row | None) -> Plan:
-        return settle(plan, self.wish, str(self.path))
+    def finalize_plan(self, plan: Plan, best: Row | None) -> Plan:
+        return finalize_plan(plan, self.requirements, str(self.checkpoint))
 
     def run(self, row: Row, effort: int, folder: Path) -> Mapping[str, float]:
         name = hashlib.sha256(json.dumps(dict(row.settings)).encode()).hexdigest()[:12]
-        place = folder / "runs" / name
-        place.mkdir(parents=True, exist_ok=True)
+        run_folder = folder / "runs" / name
+        run_folder.mkdir(parents=True, exist_ok=True)
         try:
-            found = self._run(row, float(effort), place)
+            replica_figures = self._measure_replica(row, float(effort), run_folder)
         except ChildError as error:
-            raise TrialError(f"{error} (see {place})") from None
-        forget(place)
+            raise TrialError(f"{error} (see {run_folder})") from None
+        remove_run_folder(run_folder)
         gpus = math.prod(int(row.settings[name]) for name in ("tp", "pp", "replicas"))
-        many = {name: found[name] * int(row.settings["replicas"]) for name in RATES}
-        per_gpu = many["tokens_per_s"] / gpus
-        return {**found, **many, "tokens_per_s_per_gpu": per_gpu}
+        total_rates = {
+            name: replica_figures[name] * int(row.settings["replicas"]) for name in RATES
+        }
+        per_gpu = total_rates["tokens_per_s"] / gpus
+        return {**replica_figures, **total_rates, "tokens_per_s_per_gpu": per_gpu}
 
-    def _run(self, row: Row, effort_s: float, place: Path) -> dict[str, float]:
-        job = self._job(row, effort_s, place)
-        settings = server_settings(row, self.wish, str(self.path))
-        if self.wish.workload.adapters:
-            settings["adapters"] = str(self._adapters(place))
-        file = place / "serve.yaml"
+    def _measure_replica(self, row: Row, effort_s: float, run_folder: Path) -> dict[str, float]:
+        job = self._load_job(row, effort_s, run_folder)
+        settings = server_settings(row, self.requirements, str(self.checkpoint))
+        if self.requirements.workload.adapters:
+            settings["adapters"] = str(self._write_adapters(run_folder))
+        file = run_folder / "serve.yaml"
         file.write_text(yaml.safe_dump(settings))
-        words: list[str | Path] = ["--config", file, "--no-page"]
-        with server(words, place / "serve.log", self.start_s) as (served, address):
-            asked = json.dumps({**job, "address": address})
-            with child(["planning.measurement.steady_load"], place / "load.log", asked) as load:
+        server_args: list[str | Path] = ["--config", file, "--no-page"]
+        with run_server(server_args, run_folder / "serve.log", self.start_timeout_s) as (
+            server_command,
+            address,
+        ):
+            load_job = json.dumps({**job, "address": address})
+            with run_child(
+                ["planning.measurement.steady_load"], run_folder / "load.log", load_job
+            ) as load_command:
                 try:
-                    told = load.output(job["duration_s"] + job["timeout_s"] + CALL_S_MIN)
+                    load_output = load_command.read_output(
+                        job["duration_s"] + job["timeout_s"] + REQUEST_TIMEOUT_S_MIN
+                    )
                 except ChildError as error:
-                    # Where the server is to blame, its own log says it better.
-                    known = served.reason()
-                    telling = served.process.poll() is not None or known.startswith("out of memory")
-                    raise ChildError(known if telling else str(error)) from None
-        found: dict[str, float] = json.loads(told)
-        return found
+                    # If the server failed, its log has a better reason than the load generator's.
+                    server_reason = server_command.failure_reason()
+                    server_failed = (
+                        server_command.process.poll() is not None
+                        or server_reason.startswith("out of memory")
+                    )
+                    raise ChildError(server_reason if server_failed else str(error)) from None
+        figures: dict[str, float] = json.loads(load_output)
+        return figures
 
-    def _job(self, row: Row, effort_s: float, place: Path) -> dict[str, Any]:
-        """The load of one replica, as `planning.measurement.steady_load` reads it."""
+    def _load_job(self, row: Row, effort_s: float, run_folder: Path) -> dict[str, Any]:
+        """Return the load of one replica as `planning.measurement.steady_load` expects it."""
         replicas = int(row.settings["replicas"])
-        load = self.wish.load(int(row.settings["running_requests_max"]), replicas)
+        workload = self.requirements.workload_for(
+            int(row.settings["running_requests_max"]), replicas
+        )
         request_s = row.figures.get("request_ms_p95", 0.0) / 1000
-        seconds = min(LOAD_S_MAX, max(effort_s, REQUESTS_MIN * request_s))
+        seconds = min(LOAD_S_MAX, max(effort_s, REQUESTS_PER_CALLER_MIN * request_s))
         expected = row.figures.get("requests_per_s", 0.0) / replicas * seconds
-        callers = None
-        if load.concurrency is not None:
-            callers = max(1, round(load.concurrency / replicas))
-        count = min(LINES_MAX, 3 * math.ceil(expected) + 8 * (callers or 8))
+        concurrency = None
+        if workload.concurrency is not None:
+            concurrency = max(1, round(workload.concurrency / replicas))
+        count = min(DATASET_LINES_MAX, 3 * math.ceil(expected) + 8 * (concurrency or 8))
         return {
-            "dataset": str(self._dataset(count, place)),
-            "rate": None if load.request_rate is None else load.request_rate / replicas,
-            "concurrency": callers,
+            "dataset": str(self._write_dataset(count, run_folder)),
+            "rate": None if workload.request_rate is None else workload.request_rate / replicas,
+            "concurrency": concurrency,
             "duration_s": seconds,
-            "timeout_s": max(CALL_S_MIN, 10 * request_s),
+            "timeout_s": max(REQUEST_TIMEOUT_S_MIN, 10 * request_s),
         }
 
-    def _dataset(self, count: int, place: Path) -> Path:
-        """Lines of random prompts; seeds are the same for all candidates."""
-        workload, draw = self.wish.workload, random.Random(0)
-        context = self.wish.model.max_position_embeddings
-        inputs = workload.input_tokens.draw(count, 11)
-        outputs = workload.output_tokens.draw(count, 12)
-        file = place / "prompts.jsonl"
-        with file.open("w") as out:
-            for number, (prompt, new) in enumerate(zip(inputs, outputs, strict=True)):
-                new = min(new, max(1, context // 2))
-                length = max(1, min(prompt, context - workload.virtual_tokens - new))
+    def _write_dataset(self, count: int, run_folder: Path) -> Path:
+        """Write random prompts. The seeds are the same for all candidates."""
+        workload, rng = self.requirements.workload, random.Random(0)
+        context = self.requirements.model.max_position_embeddings
+        inputs = workload.input_tokens.sample_lengths(count, 11)
+        outputs = workload.output_tokens.sample_lengths(count, 12)
+        file = run_folder / "prompts.jsonl"
+        with file.open("w") as dataset_file:
+            for number, (prompt, new_tokens) in enumerate(zip(inputs, outputs, strict=True)):
+                new_tokens = min(new_tokens, max(1, context // 2))
+                length = max(1, min(prompt, context - workload.virtual_tokens - new_tokens))
                 line: dict[str, Any] = {
-                    "prompt": draw.choices(range(self.wish.model.vocab_size), k=length),
-                    "new_tokens": new,
+                    "prompt": rng.choices(range(self.requirements.model.vocab_size), k=length),
+                    "new_tokens": new_tokens,
                 }
                 if workload.adapters:
                     line["adapter"] = f"plan-{number % workload.adapters}"
-                out.write(json.dumps(line) + "\n")
+                dataset_file.write(json.dumps(line) + "\n")
         return file
 
-    def _adapters(self, place: Path) -> Path:
-        """As many as are planned for, of random rows: what they say does not matter."""
+    def _write_adapters(self, run_folder: Path) -> Path:
+        """Write the planned number of adapters, with random rows."""
         import torch
 
         from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
 
-        folder, workload = place / "adapters", self.wish.workload
+        folder, workload = run_folder / "adapters", self.requirements.workload
         folder.mkdir(exist_ok=True)
         generator = torch.Generator().manual_seed(0)
-        shape = (max(1, workload.virtual_tokens), self.wish.model.hidden_size)
+        shape = (max(1, workload.virtual_tokens), self.requirements.model.hidden_size)
         for number in range(workload.adapters):
-            rows = ROW_SCALE * torch.randn(shape, generator=generator)
+            rows = ADAPTER_ROW_STD * torch.randn(shape, generator=generator)
             card = Card(f"plan-{number}")
             save_adapter(build_adapter(card, rows), folder / f"{card.name}.safetensors")
         return folder

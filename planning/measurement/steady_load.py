@@ -1,8 +1,9 @@
-"""A load by stdin, in a process of its own: `python -m planning.measurement.steady_load`.
+"""Steady-state load: runs a load and reports its latency and throughput in the steady window.
 
-It sends and times as `preamble bench` does. What it tells is of the time in which the load was
-steady: not of its beginning, when all callers come at once, nor of its end, when some have gone. So
-short loads can be compared, and held against what was predicted. No torch.
+`python -m planning.measurement.steady_load` reads the load from stdin, and sends and times requests
+as `preamble bench` does. The steady window excludes the start, when all clients arrive at once, and
+the end, when some clients have finished. Short loads are therefore comparable with each other and
+with predictions. The module does not import torch.
 """
 
 import json
@@ -13,58 +14,78 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.load.generator import Length, LoadError, Run, Where, Work, quantile, read_dataset, run
+from clients.load.generator import (
+    LengthSampler,
+    LoadError,
+    LoadRun,
+    LoadSpec,
+    ServerEndpoint,
+    quantile,
+    read_dataset,
+    run_load,
+)
 
-LOST_MAX = 0.01  # Of the calls: more of them failed, and what is left tells little.
+FAILED_FRACTION_MAX = 0.01  # If more requests fail, the figures are not meaningful.
 
 
 @dataclass(frozen=True)
-class Steady:
-    """Between two moments of a run."""
+class SteadyWindow:
+    """The part of a run between two times."""
 
-    run: Run
-    since: float
-    until: float
+    run: LoadRun
+    start_s: float
+    end_s: float
 
     @classmethod
-    def of(cls, done: Run, concurrency: int | None) -> "Steady":
-        """`concurrency`: of a closed loop."""
-        until = max(one.due for one in done.sent)
-        ends = sorted(one.end for one in done.sent)
-        # When as many have ended as began together, those that run are of all ages.
-        first = ends[min(concurrency, len(ends)) - 1] if concurrency else until / 10
-        if first > until / 2:
-            return cls(done, 0.0, max(ends))  # Too short for that: all of it, then.
-        return cls(done, first, until)
+    def from_run(cls, load_run: LoadRun, concurrency: int | None) -> "SteadyWindow":
+        """Find the steady window. `concurrency` is the number of clients, or None: an open loop."""
+        until = max(request.due_s for request in load_run.calls)
+        ends = sorted(request.ended_s for request in load_run.calls)
+        # In a closed loop, `concurrency` requests have ended at this time, and later requests start
+        # one by one. In an open loop, the first tenth of the run is excluded.
+        steady_s = ends[min(concurrency, len(ends)) - 1] if concurrency else until / 10
+        if steady_s > until / 2:
+            return cls(load_run, 0.0, max(ends))  # The run is too short: use all of it.
+        return cls(load_run, steady_s, until)
 
-    def figures(self) -> dict[str, float]:
-        good = [one for one in self.run.sent if one.ok]
-        seen = [one for one in good if self.since <= one.due <= self.until] or good
-        span = max(self.until - self.since, 1e-9)
+    def measured_figures(self) -> dict[str, float]:
+        succeeded = [request for request in self.run.calls if request.ok]
+        due_in_window = [
+            request for request in succeeded if self.start_s <= request.due_s <= self.end_s
+        ] or succeeded
+        span = max(self.end_s - self.start_s, 1e-9)
         messages = [
-            count for one in good for when, count in one.messages if self.since < when <= self.until
+            count
+            for request in succeeded
+            for when, count in request.messages
+            if self.start_s < when <= self.end_s
         ]
-        ended = sum(self.since < one.end <= self.until for one in good)
+        finished_count = sum(self.start_s < request.ended_s <= self.end_s for request in succeeded)
         gaps = [
             gap / count
-            for one in good
-            for (gap, count), (when, _) in zip(one.gaps, one.messages[1:], strict=True)
-            if self.since < when <= self.until
+            for request in succeeded
+            for (gap, count), (when, _) in zip(
+                request.message_gaps, request.messages[1:], strict=True
+            )
+            if self.start_s < when <= self.end_s
             for _ in range(count)
         ]
         return {
             "tokens_per_s": sum(messages) / span,
-            "requests_per_s": ended / span,
-            **_spread("ttft_ms", [one.ttft_s for one in seen if one.ttft_s is not None]),
-            **_spread("itl_ms", gaps),
-            **_spread("request_ms", [one.e2e_s for one in seen]),
+            "requests_per_s": finished_count / span,
+            **_summary_figures(
+                "ttft_ms",
+                [request.ttft_s for request in due_in_window if request.ttft_s is not None],
+            ),
+            **_summary_figures("itl_ms", gaps),
+            **_summary_figures("request_ms", [request.e2e_s for request in due_in_window]),
         }
 
 
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
+def _summary_figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
-    values = [1e3 * one for one in seconds]
+    values = [1e3 * duration_s for duration_s in seconds]
     return {
         f"{name}_mean": math.fsum(values) / len(values),
         f"{name}_p50": quantile(values, 0.5),
@@ -72,33 +93,33 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def loaded(job: dict[str, Any]) -> dict[str, float]:
-    """The figures of one load; a LoadError where too many calls failed."""
+def run_job(job: dict[str, Any]) -> dict[str, float]:
+    """Run a load and return its figures. Raise LoadError if too many requests failed."""
     concurrency: int | None = job["concurrency"]
     dataset = read_dataset(Path(job["dataset"]))
-    work = Work(
+    work = LoadSpec(
         rate=job["rate"],
         concurrency=concurrency or 1,
-        requests_max=len(dataset),  # A prompt that comes twice would be known the second time.
+        requests_max=len(dataset),  # A repeated prompt would be in the prefix cache.
         duration_s=job["duration_s"],
-        warmup_requests=0,  # They would take the first lines; the beginning is left out instead.
-        prompt=Length("fixed", 1, 1),
-        new=Length("fixed", 1, 1),
+        warmup_requests=0,  # The steady window excludes the start.
+        prompt_length=LengthSampler("fixed", 1, 1),
+        output_length=LengthSampler("fixed", 1, 1),
         dataset=dataset,
         adapters=("",),
         timeout_s=job["timeout_s"],
     )
-    done = run(Where(job["address"]), work)
-    bad = [one for one in done.sent if not one.ok]
-    if len(bad) > LOST_MAX * len(done.sent):
-        first = f"{bad[0].code} {bad[0].reason}".strip()
-        raise LoadError(f"{len(bad)} of {len(done.sent)} requests failed: {first}")
-    return Steady.of(done, concurrency).figures()
+    load_run = run_load(ServerEndpoint(job["address"]), work)
+    failed = [request for request in load_run.calls if not request.ok]
+    if len(failed) > FAILED_FRACTION_MAX * len(load_run.calls):
+        first = f"{failed[0].code} {failed[0].reason}".strip()
+        raise LoadError(f"{len(failed)} of {len(load_run.calls)} requests failed: {first}")
+    return SteadyWindow.from_run(load_run, concurrency).measured_figures()
 
 
 def main() -> int:
     try:
-        figures = loaded(json.load(sys.stdin))
+        figures = run_job(json.load(sys.stdin))
     except LoadError as error:
         sys.stderr.write(f"preamble load: {error}\n")
         return 1

@@ -1,8 +1,9 @@
-"""Steps of a model, timed: the engine's own runner runs steps that are laid out for that.
+"""Step timing: times the engine's decode and prefill steps and fits a step cost model to them.
 
-Decoding batches of many sizes, with short and long contexts, and pieces of prompts are run in
-turns, so that a slow moment of the machine is slow for all; of each the median counts. What part of
-a step grows with what is then a difference between two of them.
+The engine's model runner runs decode batches of many sizes, with short and long contexts, and
+prefill chunks. Each round times all shapes once, so that a slow moment of the machine affects all
+shapes. The median over the rounds is the time of a shape. The cost of a part of a step is computed
+from the difference between two shapes.
 """
 
 import time
@@ -16,39 +17,39 @@ from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.costs.inference import kv_bytes_per_token
 from gpt.cpu import kernels
-from gpt.dtypes import FLOAT_NAMES
-from gpt.model.loading import device_of
+from gpt.dtypes import FLOAT_DTYPE_NAMES
+from gpt.model.loading import parse_device
 from gpt.parallel.mesh import Mesh
-from gpt.sampling_params import Sampling
-from planning.inference.calibration_file import Measured, Shape
-from planning.inference.step_cost import Curve, Steps
+from gpt.sampling_params import SamplingParams
+from planning.inference.calibration_file import MeasuredModel, ModelShape
+from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from serving.config import ServerConfig
-from serving.messages import Begin, Step, Table
-from serving.ranks.rank import arrange, load
-from serving.worker.model_runner import Runner
+from serving.memory_budget import KV_BLOCK_TOKENS
+from serving.messages import BlockTableUpdate, SlotInit, Step
+from serving.worker.model_runner import ModelRunner
+from serving.worker.startup import load_worker_model, prepare_weights
 
-BLOCK_TOKENS = 16
-DECODES = (1, 2, 4, 8, 16, 32, 64)
-PIECES = (16, 32, 64, 128, 256, 512)
-NEAR_TOKENS, FAR_TOKENS = 32, 512  # That a decoding sequence looks back at.
-FAR_DECODES = (1, 4, 16)
+DECODE_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
+SHORT_CONTEXT_TOKENS, LONG_CONTEXT_TOKENS = 32, 512  # Context lengths of decoding sequences.
+LONG_CONTEXT_BATCH_SIZES = (1, 4, 16)
 ROUNDS_MIN, ROUNDS_MAX = 3, 200
-WARM_ROUNDS = 2
-# A step that takes this part of the time that there is would leave too little for the others.
-PART_MAX = 1 / 12
-KV_BYTES_MAX = 2 << 30  # That a step may look at: beside a large model there is not much more.
-# A part of a step that is too small to be seen among others is not nothing.
-LEAST_S = 1e-9
+WARMUP_ROUNDS = 2
+# Shapes with steps that take more than this fraction of the measuring time are not timed.
+STEP_TIME_FRACTION_MAX = 1 / 12
+KV_BYTES_MAX = 2 << 30  # Limit of a step's KV cache, because large models leave little memory.
+# Lower bound of a part of a step, which may be too small to measure.
+STEP_PART_S_MIN = 1e-9
 
 
 @dataclass(frozen=True, order=True)
-class Kind:
-    """A step to be timed: so many sequences of so many new tokens, after so many others."""
+class StepShape:
+    """The shape of a step to time."""
 
     sequences: int
-    tokens: int
-    past: int
-    draws: bool
+    tokens: int  # Number of new tokens per sequence.
+    context: int  # Number of context tokens per sequence.
+    samples: bool  # Whether the step samples a token for each sequence.
 
     @property
     def rows(self) -> int:
@@ -56,12 +57,12 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A model's steps, and what they say of the device."""
+class TimedModel:
+    """The step costs of a model, and the speeds that it reached on the device."""
 
-    measured: Measured
+    measured: MeasuredModel
     flops: float
-    bandwidth_bytes: float
+    memory_bytes_per_s: float
 
 
 def time_model(
@@ -72,131 +73,180 @@ def time_model(
     seconds: float,
     name: str = "",
     clock: Callable[[], float] = time.perf_counter,
-) -> Timed:
-    """For about so many seconds, loading not counted."""
-    network = checkpoint.config
-    kinds = kinds_of(network)
-    blocks = 1 + max(one.sequences * _blocks(one) for one in kinds)
-    slots = max(one.sequences for one in kinds)
+) -> TimedModel:
+    """Time the steps of a model for about `seconds`, without the time to load it."""
+    model_config = checkpoint.config
+    shapes = step_shapes(model_config)
+    blocks = 1 + max(
+        step_shape.sequences * _blocks_per_sequence(step_shape) for step_shape in shapes
+    )
+    slots = max(step_shape.sequences for step_shape in shapes)
     config = ServerConfig(
         model="",
         running_requests_max=slots,
-        step_tokens_max=max(slots, max(PIECES)),
-        kv_block_tokens=BLOCK_TOKENS,
+        step_tokens_max=max(slots, max(CHUNK_SIZES)),
+        kv_block_tokens=KV_BLOCK_TOKENS,
         dtype=dtype,
     )
-    model = load(checkpoint, Mesh.single(device_of(device)), config)
-    arrange(model, config)
-    runner = Runner(model, config, blocks=blocks, slots=slots)
+    model = load_worker_model(
+        checkpoint, Mesh.single(parse_device(device)), config.model_config, config.cache_config
+    )
+    prepare_weights(model, config.model_config)
+    runner = ModelRunner(
+        model,
+        config.scheduler_config,
+        config.cache_config,
+        async_scheduling=config.uses_async_scheduling("cpu"),
+        blocks=blocks,
+        slots=slots,
+    )
     try:
-        took = _rounds(runner, kinds, seconds, clock)
+        timings = _time_rounds(runner, shapes, seconds, clock)
     finally:
-        kernels.rest()  # Threads that wait awake would take time from who is measured next.
-    steps = fitted(took)
-    shape = Shape.of(network)
-    width = model.dtype.itemsize
-    most = max(one.rows for one in took)
-    return Timed(
-        Measured(shape, FLOAT_NAMES[model.dtype], steps, name=name),
-        flops=2 * most * shape.layer_weights / steps.rows.at(most),
-        bandwidth_bytes=shape.layer_weights * width / steps.rows.at(1),
+        # Spinning threads would slow down the next measurement.
+        kernels.release_openmp_threads()
+    step_costs = fit_step_costs(timings)
+    shape = ModelShape.from_config(model_config)
+    dtype_bytes = model.dtype.itemsize
+    rows_max = max(step_shape.rows for step_shape in timings)
+    return TimedModel(
+        MeasuredModel(shape, FLOAT_DTYPE_NAMES[model.dtype], step_costs, name=name),
+        flops=2 * rows_max * shape.layer_weights / step_costs.rows.interpolate(rows_max),
+        memory_bytes_per_s=shape.layer_weights * dtype_bytes / step_costs.rows.interpolate(1),
     )
 
 
-def kinds_of(network: GPTConfig) -> list[Kind]:
-    """What can be timed of a model with this context, the quick ones first."""
-    context = network.max_position_embeddings
-    near, far = min(NEAR_TOKENS, context // 4), min(FAR_TOKENS, context - 1)
-    kinds = [Kind(count, 1, near, draws) for count in DECODES for draws in (True, False)]
-    kinds += [Kind(count, 1, far, True) for count in FAR_DECODES]
-    pieces = [tokens for tokens in PIECES if tokens <= context]
-    kinds += [Kind(1, tokens, 0, False) for tokens in pieces]
-    late = [tokens for tokens in pieces if tokens + far <= context and tokens >= 64]
-    kinds += [Kind(1, tokens, far, False) for tokens in late[:2]]
-    width = kv_bytes_per_token(network, network.num_layers)
-    held = {one: one.sequences * _blocks(one) * BLOCK_TOKENS * width for one in kinds}
-    small = [one for one in held if held[one] <= KV_BYTES_MAX or one.rows == 1]
-    return sorted(small, key=lambda one: (one.rows, one))
+def step_shapes(config: GPTConfig) -> list[StepShape]:
+    """Return the shapes that the context length and KV_BYTES_MAX allow, by number of rows."""
+    context = config.max_position_embeddings
+    short_context, long_context = (
+        min(SHORT_CONTEXT_TOKENS, context // 4),
+        min(LONG_CONTEXT_TOKENS, context - 1),
+    )
+    shapes = [
+        StepShape(count, 1, short_context, samples)
+        for count in DECODE_BATCH_SIZES
+        for samples in (True, False)
+    ]
+    shapes += [StepShape(count, 1, long_context, True) for count in LONG_CONTEXT_BATCH_SIZES]
+    chunk_sizes = [tokens for tokens in CHUNK_SIZES if tokens <= context]
+    shapes += [StepShape(1, tokens, 0, False) for tokens in chunk_sizes]
+    late = [tokens for tokens in chunk_sizes if tokens + long_context <= context and tokens >= 64]
+    shapes += [StepShape(1, tokens, long_context, False) for tokens in late[:2]]
+    kv_token_bytes = kv_bytes_per_token(config, config.num_layers)
+    kv_bytes = {
+        step_shape: step_shape.sequences
+        * _blocks_per_sequence(step_shape)
+        * KV_BLOCK_TOKENS
+        * kv_token_bytes
+        for step_shape in shapes
+    }
+    small = [
+        step_shape
+        for step_shape in kv_bytes
+        if kv_bytes[step_shape] <= KV_BYTES_MAX or step_shape.rows == 1
+    ]
+    return sorted(small, key=lambda step_shape: (step_shape.rows, step_shape))
 
 
-def _blocks(kind: Kind) -> int:
-    return -(-(kind.past + kind.tokens) // BLOCK_TOKENS)
+def _blocks_per_sequence(step_shape: StepShape) -> int:
+    return -(-(step_shape.context + step_shape.tokens) // KV_BLOCK_TOKENS)
 
 
-def _rounds(
-    runner: Runner, kinds: list[Kind], seconds: float, clock: Callable[[], float]
-) -> dict[Kind, float]:
-    took: dict[Kind, list[float]] = {}
+def _time_rounds(
+    runner: ModelRunner, shapes: list[StepShape], seconds: float, clock: Callable[[], float]
+) -> dict[StepShape, float]:
+    timings: dict[StepShape, list[float]] = {}
     start = clock()
-    for kind in kinds:
-        spent = min(_run(runner, kind, clock) for _ in range(2))  # Some memory is new to the first.
-        if spent > PART_MAX * seconds and kind.rows > 1:
-            break  # And so would those that are larger.
-        took[kind] = []
-    for turn in range(WARM_ROUNDS + ROUNDS_MAX):
-        if turn >= WARM_ROUNDS + ROUNDS_MIN and clock() - start > seconds:
+    for step_shape in shapes:
+        # The first step touches new memory, so the faster of two steps is taken.
+        step_s = min(_time_step(runner, step_shape, clock) for _ in range(2))
+        if step_s > STEP_TIME_FRACTION_MAX * seconds and step_shape.rows > 1:
+            break  # The remaining shapes have at least the same number of rows.
+        timings[step_shape] = []
+    for round_index in range(WARMUP_ROUNDS + ROUNDS_MAX):
+        if round_index >= WARMUP_ROUNDS + ROUNDS_MIN and clock() - start > seconds:
             break
-        for kind, times in took.items():
-            spent = _run(runner, kind, clock)
-            if turn >= WARM_ROUNDS:
-                times.append(spent)
-    return {kind: median(times) for kind, times in took.items()}
+        for step_shape, step_times in timings.items():
+            step_s = _time_step(runner, step_shape, clock)
+            if round_index >= WARMUP_ROUNDS:
+                step_times.append(step_s)
+    return {step_shape: median(step_times) for step_shape, step_times in timings.items()}
 
 
-def _run(runner: Runner, kind: Kind, clock: Callable[[], float]) -> float:
-    """One step's seconds, after one without tokens that lays out its blocks."""
-    count, blocks = kind.sequences, _blocks(kind)
+def _time_step(runner: ModelRunner, step_shape: StepShape, clock: Callable[[], float]) -> float:
+    """Return the seconds of one step.
+
+    A step without tokens sets the block tables before it.
+    """
+    count, blocks = step_shape.sequences, _blocks_per_sequence(step_shape)
     tables = [
-        Table(slot, 0, list(range(1 + slot * blocks, 1 + (slot + 1) * blocks)))
+        BlockTableUpdate(slot, 0, list(range(1 + slot * blocks, 1 + (slot + 1) * blocks)))
         for slot in range(count)
     ]
-    begins = [Begin(slot, Sampling(), [0], []) for slot in range(count)]
-    runner.run(Step(0, begins=begins, tables=tables))
+    begins = [SlotInit(slot, SamplingParams(), [0], []) for slot in range(count)]
+    runner.run_step(Step(0, slot_inits=begins, block_table_updates=tables))
     step = Step(
         0,
         slots=list(range(count)),
-        past=[kind.past] * count,
-        lengths=[kind.tokens] * count,
-        ids=[0] * kind.rows,
-        draws=[kind.draws] * count,
-        scores=[0] * count,
+        past=[step_shape.context] * count,
+        lengths=[step_shape.tokens] * count,
+        token_ids=[0] * step_shape.rows,
+        draws=[step_shape.samples] * count,
+        prompt_score_counts=[0] * count,
     )
-    if kind.rows <= max(DECODES):
-        runner.run(step)  # Decoding follows decoding: what fits into a cache is there.
+    if step_shape.rows <= max(DECODE_BATCH_SIZES):
+        # In a server decode steps follow each other, so the step is timed with warm caches.
+        runner.run_step(step)
     start = clock()
-    runner.run(step)
+    runner.run_step(step)
     if runner.model.mesh.device.type == "cuda":
         torch.cuda.synchronize()
     return clock() - start
 
 
-# -------------------------------------------------------------------------------------- the parts
+# -------------------------------------------------------------------------------------- the fit
 
 
-def fitted(took: Mapping[Kind, float]) -> Steps:
-    """What each part of a step costs, from steps that differ in it."""
-    decodes = {one.sequences: one for one in took if one.tokens == 1 and not one.draws}
-    pieces = {one.tokens: one for one in took if one.tokens > 1 and not one.past}
-    context_s = _context_s(took)
-    pair_s = _pair_s(took)
+def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
+    """Fit the cost of each part of a step to shapes that differ in that part."""
+    decode_shapes = {
+        step_shape.sequences: step_shape
+        for step_shape in timings
+        if step_shape.tokens == 1 and not step_shape.samples
+    }
+    chunk_shapes = {
+        step_shape.tokens: step_shape
+        for step_shape in timings
+        if step_shape.tokens > 1 and not step_shape.context
+    }
+    context_s = _context_s(timings)
+    pair_s = _pair_s(timings)
 
     def decode_s(count: int) -> float:
-        kind = decodes[count]
-        return took[kind] - context_s * count * (kind.past + 1)
+        step_shape = decode_shapes[count]
+        return timings[step_shape] - context_s * count * (step_shape.context + 1)
 
-    def piece_s(tokens: int) -> float:
-        return took[pieces[tokens]] - pair_s * tokens * (tokens + 1) / 2
+    def chunk_s(tokens: int) -> float:
+        return timings[chunk_shapes[tokens]] - pair_s * tokens * (tokens + 1) / 2
 
-    both = sorted(set(decodes) & set(pieces))
-    extra = [(decode_s(count) - piece_s(count)) / (count - 1) for count in both]
-    sequence_s = max(0.0, median(extra)) if extra else 0.0
-    rows = {count: decode_s(count) - sequence_s * count for count in decodes}
-    rows |= {tokens: piece_s(tokens) - sequence_s for tokens in pieces}
-    drawn = {one.sequences: one for one in took if one.draws and one.past == _near(took)}
-    draws = {count: took[drawn[count]] - took[decodes[count]] for count in drawn}
-    return Steps(
-        rows=_rising(rows),
-        draws=_rising(draws),
+    shared_sizes = sorted(set(decode_shapes) & set(chunk_shapes))
+    extra_s = [(decode_s(count) - chunk_s(count)) / (count - 1) for count in shared_sizes]
+    sequence_s = max(0.0, median(extra_s)) if extra_s else 0.0
+    rows = {count: decode_s(count) - sequence_s * count for count in decode_shapes}
+    rows |= {tokens: chunk_s(tokens) - sequence_s for tokens in chunk_shapes}
+    sampling_shapes = {
+        step_shape.sequences: step_shape
+        for step_shape in timings
+        if step_shape.samples and step_shape.context == _short_context(timings)
+    }
+    sampling_s = {
+        count: timings[sampling_shapes[count]] - timings[decode_shapes[count]]
+        for count in sampling_shapes
+    }
+    return StepCostModel(
+        rows=_monotone_curve(rows),
+        draws=_monotone_curve(sampling_s),
         context_s=context_s,
         pair_s=pair_s,
         sequence_s=sequence_s,
@@ -204,49 +254,69 @@ def fitted(took: Mapping[Kind, float]) -> Steps:
     )
 
 
-def _near(took: Mapping[Kind, float]) -> int:
-    return min(one.past for one in took if one.tokens == 1)
+def _short_context(timings: Mapping[StepShape, float]) -> int:
+    return min(step_shape.context for step_shape in timings if step_shape.tokens == 1)
 
 
-def _context_s(took: Mapping[Kind, float]) -> float:
-    """By least squares, from decoding after short and after long contexts."""
-    near = {one.sequences: one for one in took if one.draws and one.past == _near(took)}
-    far = [one for one in took if one.draws and one.past > _near(took)]
+def _context_s(timings: Mapping[StepShape, float]) -> float:
+    """Return the seconds per context token, fitted to decode steps of two context lengths."""
+    short_shapes = {
+        step_shape.sequences: step_shape
+        for step_shape in timings
+        if step_shape.samples and step_shape.context == _short_context(timings)
+    }
+    long_shapes = [
+        step_shape
+        for step_shape in timings
+        if step_shape.samples and step_shape.context > _short_context(timings)
+    ]
     pairs = [
         (
-            one.sequences * (one.past - near[one.sequences].past),
-            took[one] - took[near[one.sequences]],
+            step_shape.sequences
+            * (step_shape.context - short_shapes[step_shape.sequences].context),
+            timings[step_shape] - timings[short_shapes[step_shape.sequences]],
         )
-        for one in far
-        if one.sequences in near
+        for step_shape in long_shapes
+        if step_shape.sequences in short_shapes
     ]
-    return _slope(pairs)
+    return _fit_slope(pairs)
 
 
-def _pair_s(took: Mapping[Kind, float]) -> float:
-    near = {one.tokens: one for one in took if one.tokens > 1 and not one.past}
-    far = [one for one in took if one.tokens > 1 and one.past]
+def _pair_s(timings: Mapping[StepShape, float]) -> float:
+    first_chunk_shapes = {
+        step_shape.tokens: step_shape
+        for step_shape in timings
+        if step_shape.tokens > 1 and not step_shape.context
+    }
+    late_chunk_shapes = [
+        step_shape for step_shape in timings if step_shape.tokens > 1 and step_shape.context
+    ]
     pairs = [
-        (one.tokens * one.past, took[one] - took[near[one.tokens]])
-        for one in far
-        if one.tokens in near
+        (
+            step_shape.tokens * step_shape.context,
+            timings[step_shape] - timings[first_chunk_shapes[step_shape.tokens]],
+        )
+        for step_shape in late_chunk_shapes
+        if step_shape.tokens in first_chunk_shapes
     ]
-    return _slope(pairs)
+    return _fit_slope(pairs)
 
 
-def _slope(pairs: list[tuple[int, float]]) -> float:
+def _fit_slope(pairs: list[tuple[int, float]]) -> float:
     squares = sum(x * x for x, _ in pairs)
     return max(0.0, sum(x * y for x, y in pairs) / squares) if squares else 0.0
 
 
-def _rising(points: Mapping[int, float]) -> Curve:
-    """More never takes less: neighbours of which that is said are noise, and have their mean."""
+def _monotone_curve(points: Mapping[int, float]) -> PiecewiseLinear:
+    """Return an isotonic regression: points that decrease are replaced by the mean of their run."""
     runs: list[tuple[float, list[int]]] = []
     for x, y in sorted(points.items()):
-        level, alike = max(LEAST_S, y), [x]
+        level, merged_xs = max(STEP_PART_S_MIN, y), [x]
         while runs and runs[-1][0] > level:
-            before, others = runs.pop()
-            level = (before * len(others) + level * len(alike)) / (len(others) + len(alike))
-            alike = [*others, *alike]
-        runs.append((level, alike))
-    return Curve(tuple((float(x), level) for level, alike in runs for x in alike))
+            previous_level, previous_xs = runs.pop()
+            level = (previous_level * len(previous_xs) + level * len(merged_xs)) / (
+                len(previous_xs) + len(merged_xs)
+            )
+            merged_xs = [*previous_xs, *merged_xs]
+        runs.append((level, merged_xs))
+    return PiecewiseLinear(tuple((float(x), level) for level, merged_xs in runs for x in merged_xs))

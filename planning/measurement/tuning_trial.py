@@ -1,7 +1,8 @@
-"""A candidate for tuning, run for real: `preamble tune` for a few steps, in a folder of its own.
+"""Tuning trial: runs `preamble tune` for a few steps with a candidate's split, and times them.
 
-The settings are the user's but for the split, the number of steps and all that measures or keeps
-something. The first steps, in which memory is new, do not count.
+Each trial has its own folder. A trial uses the user's settings, except for the split, the number of
+steps, and the settings of evaluation, logging and saving (DROPPED_KEYS). The first steps, which
+allocate memory, are not counted.
 """
 
 import hashlib
@@ -15,88 +16,105 @@ from typing import Any
 
 import yaml
 
-from planning.measurement.child_command import ChildError, child, forget
+from planning.measurement.child_command import ChildError, remove_run_folder, run_child
 from planning.measurement.rounds import TrialError
 from planning.plan import Plan, Row
 from ptuning.reporting.run_logs import read_logs
-from serving.profiles import machine
+from serving.profiles import describe_machine
 
-WARM_STEPS = 2
-STEP_S_MIN = 30.0  # What a step may take at least, before the run counts as stuck.
-SLOWER_MAX = 20.0  # Times its prediction.
-# What would measure, keep or publish something.
-DROPPED = {
-    *("validation", "validate_every", "validation_examples", "patience", "measure"),
-    *("golden_examples", "oracle", "tensorboard", "encoder_from", "warmup_steps"),
+WARMUP_STEPS = 2
+STEP_S_MIN = 30.0  # Lower bound of the time-out of a step.
+SLOWDOWN_MAX = 20.0  # The time-out of a step, as a multiple of its prediction.
+# Settings of validation, golden examples, logging and so on, which would take time in a trial.
+DROPPED_KEYS = {
+    "validation",
+    "validate_every",
+    "validation_examples",
+    "patience",
+    "measure",
+    "golden_examples",
+    "oracle",
+    "tensorboard",
+    "encoder_from",
+    "warmup_steps",
 }
 
 
 @dataclass(frozen=True)
 class TuningTrial:
-    """`base`: the user's own settings. `settings`: those of a row, as `tune` reads them.
+    """Trials of a training plan. `efforts` are the numbers of steps in each round.
 
-    `settled`: the plan with the file and the command of its best row.
+    `base_settings` are the user's settings; `settings_of_row` returns the settings of a row for
+    `preamble tune`; `make_final_plan` adds the settings file and command of the best row to a plan.
     """
 
-    base: Mapping[str, Any]
-    settings: Callable[[Row], Mapping[str, Any]]
-    settled: Callable[[Plan, Row | None], Plan]
-    efforts: Sequence[int] = (5, 20, 50)  # Steps.
-    start_s: float = 1800.0
+    base_settings: Mapping[str, Any]
+    settings_of_row: Callable[[Row], Mapping[str, Any]]
+    make_final_plan: Callable[[Plan, Row | None], Plan]
+    efforts: Sequence[int] = (5, 20, 50)
+    start_timeout_s: float = 1800.0
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
-        machines = [machine("cpu"), machine("cuda")]
+        machines = [describe_machine("cpu"), describe_machine("cuda")]
         return {
             "of": "tuning",
             "machine": machines,
-            "settings": json.dumps(plain(self.base), default=str),
+            "settings": json.dumps(trial_settings(self.base_settings), default=str),
         }
 
     def score(self, figures: Mapping[str, float]) -> float:
         return figures["tokens_per_s"]
 
-    def broken(self, figures: Mapping[str, float]) -> str:
+    def violated_limit(self, figures: Mapping[str, float]) -> str:
         return ""
 
-    def settle(self, plan: Plan, best: Row | None) -> Plan:
-        return self.settled(plan, best)
+    def finalize_plan(self, plan: Plan, best: Row | None) -> Plan:
+        return self.make_final_plan(plan, best)
 
     def run(self, row: Row, effort: int, folder: Path) -> Mapping[str, float]:
-        steps = WARM_STEPS + effort
-        record = plain(self.settings(row))
+        steps = WARMUP_STEPS + effort
+        record = trial_settings(self.settings_of_row(row))
         name = hashlib.sha256(json.dumps(record, default=str).encode()).hexdigest()[:12]
-        place = folder / "runs" / name
-        place.mkdir(parents=True, exist_ok=True)
-        run = place / "run"
-        file = place / "tune.yaml"
-        own = {"steps": steps, "run": str(run), "output": str(place / "adapters")}
-        file.write_text(yaml.safe_dump({**record, **own, "save_every": steps}, sort_keys=False))
-        step_s = max(STEP_S_MIN, SLOWER_MAX * row.figures.get("iteration_s", 0.0))
-        words: list[str | Path] = ["preamble", "tune", file, "--restart"]
+        run_folder = folder / "runs" / name
+        run_folder.mkdir(parents=True, exist_ok=True)
+        run = run_folder / "run"
+        file = run_folder / "tune.yaml"
+        run_fields = {"steps": steps, "run": str(run), "output": str(run_folder / "adapters")}
+        file.write_text(
+            yaml.safe_dump({**record, **run_fields, "save_every": steps}, sort_keys=False)
+        )
+        step_s = max(STEP_S_MIN, SLOWDOWN_MAX * row.figures.get("iteration_s", 0.0))
+        tune_args: list[str | Path] = ["preamble", "tune", file, "--restart"]
         try:
-            with child(words, place / "tune.log") as tuning:
-                tuning.output(self.start_s + steps * step_s)
+            with run_child(tune_args, run_folder / "tune.log") as tuning:
+                tuning.read_output(self.start_timeout_s + steps * step_s)
         except ChildError as error:
-            raise TrialError(f"{error} (see {place})") from None
-        # Each start of a run has a numbered folder.
-        last = max(run.glob("[1-9]*"), key=lambda one: int(one.name), default=run)
-        made = [one for one in read_logs(last, steps).progress if one.step > WARM_STEPS]
-        if not made:
-            raise TrialError(f"it made no step in time that could be seen (see {place})")
-        forget(place)
-        iteration_s = median(one.seconds for one in made)
-        speed = sum(one.tokens for one in made) / max(1e-9, sum(one.seconds for one in made))
-        return {"tokens_per_s": speed, "iteration_s": iteration_s}
+            raise TrialError(f"{error} (see {run_folder})") from None
+        # The run folder has a numbered folder for each start of the run.
+        last = max(run.glob("[1-9]*"), key=lambda step_record: int(step_record.name), default=run)
+        steady_steps = [
+            step_record
+            for step_record in read_logs(last, steps).progress
+            if step_record.step > WARMUP_STEPS
+        ]
+        if not steady_steps:
+            raise TrialError(f"the run logged no step after its warm-up (see {run_folder})")
+        remove_run_folder(run_folder)
+        iteration_s = median(step_record.seconds for step_record in steady_steps)
+        tokens_per_s = sum(step_record.tokens for step_record in steady_steps) / max(
+            1e-9, sum(step_record.seconds for step_record in steady_steps)
+        )
+        return {"tokens_per_s": tokens_per_s, "iteration_s": iteration_s}
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a few steps do not need."""
-    kept = {name: value for name, value in settings.items() if name not in DROPPED}
+def trial_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without DROPPED_KEYS."""
+    settings_left = {name: value for name, value in settings.items() if name not in DROPPED_KEYS}
     for tasks in ("tasks", "task_templates"):
-        if isinstance(kept.get(tasks), list):
-            kept[tasks] = [
-                {name: value for name, value in task.items() if name not in DROPPED}
-                for task in kept[tasks]
+        if isinstance(settings_left.get(tasks), list):
+            settings_left[tasks] = [
+                {name: value for name, value in task.items() if name not in DROPPED_KEYS}
+                for task in settings_left[tasks]
             ]
-    return kept
+    return settings_left

@@ -1,7 +1,7 @@
-"""candidates.csv: all that is known of each candidate, out and in again.
+"""CSV of candidates: writes every row with its figures, and reads candidates.csv back.
 
-Settings stand between the first three columns and `source`, figures between `note` and `reason`, so
-a file tells by itself what is which, and one that was sorted or cut by hand is read as well.
+The columns between the third one and `source` are settings. The columns between `note` and `reason`
+are figures. The header is therefore enough to read a file that a user has edited or sorted.
 """
 
 import csv
@@ -14,153 +14,191 @@ from pathlib import Path
 from typing import get_args
 
 from gpt.errors import ConfigError
-from gpt.settings import nearest, shown
-from planning.memory_ledger import Ledger
-from planning.plan import Cell, Row, Source, Standing, Trust
+from gpt.settings import short_repr, suggest_nearest
+from planning.memory_ledger import MemoryLedger
+from planning.plan import Confidence, Feasibility, Row, SettingValue, Source
 
-BYTES_MAX = 256 << 20  # Of a file that is read; a plan has some megabytes.
-LEAST = 1e-100  # Of a number; such as are smaller, or larger than its inverse, are mistakes.
-FIRST = ("name", "standing", "group")
-MIDDLE = ("source", "error", "note")
-LAST = ("reason",)
-MEASURED, LEDGER = "measured_", "ledger_"
-FORMULAS = ("=", "+", "@", "\t", "\r")  # A text that begins so is a formula to a spreadsheet.
+BYTES_MAX = 256 << 20  # Size limit of a file to read; a plan has some megabytes.
+NUMBER_MIN = 1e-100  # Smaller numbers, and numbers above its inverse, are errors.
+FIRST_COLUMNS = ("name", "standing", "group")
+MIDDLE_COLUMNS = ("source", "error", "note")
+LAST_COLUMNS = ("reason",)
+MEASURED_PREFIX, LEDGER_PREFIX = "measured_", "ledger_"
+# A spreadsheet treats text with one of these first characters as a formula.
+FORMULA_PREFIXES = ("=", "+", "@", "\t", "\r")
 
 
-def table(rows: Sequence[Row], columns_of: Sequence[Row] = ()) -> str:
-    """As CSV; the columns are those of all candidates, also where few of them are told."""
-    known = columns_of or rows
-    settings = list(dict.fromkeys(name for row in known for name in row.settings))
-    figures = list(dict.fromkeys(name for row in known for name in row.figures))
-    measured = list(dict.fromkeys(name for row in known for name in row.measured))
-    held = [one.name for one in fields(Ledger)] if any(row.memory for row in known) else []
+def format_csv(rows: Sequence[Row], column_rows: Sequence[Row] = ()) -> str:
+    """Format rows as CSV; `column_rows` (default: `rows`) determine the columns."""
+    rows_for_columns = column_rows or rows
+    settings = list(dict.fromkeys(name for row in rows_for_columns for name in row.settings))
+    figures = list(dict.fromkeys(name for row in rows_for_columns for name in row.figures))
+    measured = list(dict.fromkeys(name for row in rows_for_columns for name in row.measured))
+    ledger_fields = (
+        [ledger_field.name for ledger_field in fields(MemoryLedger)]
+        if any(row.memory for row in rows_for_columns)
+        else []
+    )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         [
-            *(*FIRST, *settings, *MIDDLE, *figures),
-            *(f"{MEASURED}{name}" for name in measured),
-            *(f"{LEDGER}{name}_bytes" for name in held),
-            *LAST,
+            *FIRST_COLUMNS,
+            *settings,
+            *MIDDLE_COLUMNS,
+            *figures,
+            *(f"{MEASURED_PREFIX}{name}" for name in measured),
+            *(f"{LEDGER_PREFIX}{name}_bytes" for name in ledger_fields),
+            *LAST_COLUMNS,
         ]
     )
     for row in rows:
-        trust = row.trust
+        confidence = row.confidence
         writer.writerow(
             [
-                *map(_text, (row.name, row.standing, row.group)),
-                *(_text(row.settings.get(name)) for name in settings),
-                *map(_text, (trust.source, trust.error, trust.note) if trust else ("", "", "")),
-                *(_text(row.figures.get(name)) for name in figures),
-                *(_text(row.measured.get(name)) for name in measured),
-                *(_text(getattr(row.memory, name, None)) for name in held),
-                _text(row.reason),
+                *map(_format_cell, (row.name, row.feasibility, row.group)),
+                *(_format_cell(row.settings.get(name)) for name in settings),
+                *map(
+                    _format_cell,
+                    (confidence.source, confidence.error, confidence.note)
+                    if confidence
+                    else ("", "", ""),
+                ),
+                *(_format_cell(row.figures.get(name)) for name in figures),
+                *(_format_cell(row.measured.get(name)) for name in measured),
+                *(_format_cell(getattr(row.memory, name, None)) for name in ledger_fields),
+                _format_cell(row.reason),
             ]
         )
     return text.getvalue()
 
 
-def _text(value: Cell | None) -> str:
-    """Seven digits of a number are more than any of them is worth."""
+def _format_cell(value: SettingValue | None) -> str:
+    """Format a cell; seven digits exceed the precision of any figure."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        whole = math.isfinite(value) and value == int(value) and abs(value) < 1e15
-        return f"{value:.0f}" if whole else f"{value:.7g}"
-    return f"'{value}" if str(value).startswith(FORMULAS) else str(value)
+        is_integer = math.isfinite(value) and value == int(value) and abs(value) < 1e15
+        return f"{value:.0f}" if is_integer else f"{value:.7g}"
+    return f"'{value}" if str(value).startswith(FORMULA_PREFIXES) else str(value)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
     try:
         with path.open("rb") as file:
-            content = file.read(BYTES_MAX + 1)  # A device has no size, and no end.
+            content = file.read(BYTES_MAX + 1)  # Bounded, since a device file may never end.
         if len(content) > BYTES_MAX:
-            raise ConfigError(f"{path} is over {BYTES_MAX >> 20} MiB; that is no plan's")
+            raise ConfigError(
+                f"{path} is larger than {BYTES_MAX >> 20} MiB; give the candidates.csv of a plan"
+            )
         lines = list(csv.reader(io.StringIO(content.decode(), newline="")))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; give a plan's candidates.csv, or its folder"
+            f"cannot read {path}: {error.strerror}; give a plan's candidates.csv, or its folder"
         ) from None
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not CSV: {error}") from None
-    head = lines[0] if lines else []
-    lost = [name for name in (*FIRST, *MIDDLE, *LAST) if name not in head]
-    if lost or len(set(head)) < len(head):
-        what = f"lacks the column {lost[0]!r}" if lost else "has a column twice"
-        raise ConfigError(f"{path} {what}; give the candidates.csv of a plan")
+    header = lines[0] if lines else []
+    missing_columns = [
+        name for name in (*FIRST_COLUMNS, *MIDDLE_COLUMNS, *LAST_COLUMNS) if name not in header
+    ]
+    if missing_columns or len(set(header)) < len(header):
+        problem = (
+            f"has no column {missing_columns[0]!r}" if missing_columns else "has a column twice"
+        )
+        raise ConfigError(f"{path} {problem}; give the candidates.csv of a plan")
     for number, line in enumerate(lines[1:], 2):
-        if len(line) != len(head):
-            raise ConfigError(f"{path}:{number} has {len(line)} cells, its header {len(head)}")
+        if len(line) != len(header):
+            raise ConfigError(
+                f"{path}:{number} has {len(line)} cells, and the header has {len(header)}"
+            )
         try:
-            yield _row(dict(zip(head, line, strict=True)), head)
+            yield _parse_row(dict(zip(header, line, strict=True)), header)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
 
 
-def _row(cells: Mapping[str, str], head: Sequence[str]) -> Row:
-    standing = cells["standing"]
-    if standing not in get_args(Standing):
-        raise ValueError(f"standing is {shown(standing)}; {nearest(standing, get_args(Standing))}")
-    middle, end = head.index(MIDDLE[0]), head.index(LAST[0])
-    settings = [name for name in head[: head.index(MIDDLE[0])] if name not in FIRST]
-    numbers = [name for name in head[middle:end] if name not in MIDDLE and cells[name]]
-    held = {name: _number(name, cells[name]) for name in numbers}
+def _parse_row(cells: Mapping[str, str], header: Sequence[str]) -> Row:
+    feasibility = cells["standing"]
+    if feasibility not in get_args(Feasibility):
+        raise ValueError(
+            f"standing is {short_repr(feasibility)}; "
+            f"{suggest_nearest(feasibility, get_args(Feasibility))}"
+        )
+    figures_start, end = header.index(MIDDLE_COLUMNS[0]), header.index(LAST_COLUMNS[0])
+    settings = [
+        name for name in header[: header.index(MIDDLE_COLUMNS[0])] if name not in FIRST_COLUMNS
+    ]
+    numbers = [
+        name for name in header[figures_start:end] if name not in MIDDLE_COLUMNS and cells[name]
+    ]
+    figure_values = {name: _parse_number(name, cells[name]) for name in numbers}
     source = cells["source"]
     if source and source not in get_args(Source):
-        raise ValueError(f"source is {shown(source)}; {nearest(source, get_args(Source))}")
-    error = _number("error", cells["error"] or "0")
+        raise ValueError(
+            f"source is {short_repr(source)}; {suggest_nearest(source, get_args(Source))}"
+        )
+    error = _parse_number("error", cells["error"] or "0")
     if not 0 <= error < math.inf:
-        raise ValueError(f"error is {error:g}; it must be a share, 0 or more")
+        raise ValueError(f"error is {error:g}; it must be a finite fraction, at least 0")
     memory = {
-        name.removeprefix(LEDGER).removesuffix("_bytes"): _whole(name, value)
-        for name, value in held.items()
-        if name.startswith(LEDGER)
+        name.removeprefix(LEDGER_PREFIX).removesuffix("_bytes"): _parse_bytes(name, value)
+        for name, value in figure_values.items()
+        if name.startswith(LEDGER_PREFIX)
     }
     return Row(
-        _read(cells["name"]),
-        standing,  # type: ignore[arg-type]
-        {name: _cell(cells[name]) for name in settings if cells[name]},
-        {name: v for name, v in held.items() if not name.startswith((MEASURED, LEDGER))},
-        {name.removeprefix(MEASURED): v for name, v in held.items() if name.startswith(MEASURED)},
-        _read(cells["reason"]),
-        Trust(source, error, _read(cells["note"])) if source else None,  # type: ignore[arg-type]
-        _read(cells["group"]),
-        _ledger(memory),
+        _parse_text(cells["name"]),
+        feasibility,  # type: ignore[arg-type]
+        {name: _parse_setting(cells[name]) for name in settings if cells[name]},
+        {
+            name: v
+            for name, v in figure_values.items()
+            if not name.startswith((MEASURED_PREFIX, LEDGER_PREFIX))
+        },
+        {
+            name.removeprefix(MEASURED_PREFIX): v
+            for name, v in figure_values.items()
+            if name.startswith(MEASURED_PREFIX)
+        },
+        _parse_text(cells["reason"]),
+        Confidence(source, error, _parse_text(cells["note"])) if source else None,  # type: ignore[arg-type]
+        _parse_text(cells["group"]),
+        _parse_ledger(memory),
     )
 
 
-def _ledger(memory: Mapping[str, int]) -> Ledger | None:
-    known = {one.name for one in fields(Ledger)}
+def _parse_ledger(memory: Mapping[str, int]) -> MemoryLedger | None:
+    field_names = {ledger_field.name for ledger_field in fields(MemoryLedger)}
     if memory.get("capacity", 0) <= 0:
         return None
-    return Ledger(**{name: value for name, value in memory.items() if name in known})
+    return MemoryLedger(**{name: value for name, value in memory.items() if name in field_names})
 
 
-def _number(name: str, text: str) -> float:
+def _parse_number(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{name} is {shown(text)}; it must be a number") from None
-    if value and math.isfinite(value) and not LEAST <= abs(value) <= 1 / LEAST:
-        raise ValueError(f"{name} is {value:g}, which no picture shows; write 0 or leave it out")
+        raise ValueError(f"{name} is {short_repr(text)}; it must be a number") from None
+    if value and math.isfinite(value) and not NUMBER_MIN <= abs(value) <= 1 / NUMBER_MIN:
+        raise ValueError(f"{name} is {value:g}, too small or too large; write 0 or leave it empty")
     return value
 
 
-def _whole(name: str, value: float) -> int:
+def _parse_bytes(name: str, value: float) -> int:
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value:g}; it must be a number of bytes")
     return int(value)
 
 
-def _cell(text: str) -> Cell:
+def _parse_setting(text: str) -> SettingValue:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    return _read(text)
+    return _parse_text(text)
 
 
-def _read(text: str) -> str:
-    """Without the mark that kept a spreadsheet from computing it."""
-    return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULAS) else text
+def _parse_text(text: str) -> str:
+    """Remove the quote that protects a text from being a formula in a spreadsheet."""
+    return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA_PREFIXES) else text

@@ -1,7 +1,7 @@
-"""report.md: a plan as a page of Markdown, for a ticket or a pull request.
+"""Markdown report of a plan (report.md): verdict, reasons, candidates and rejections as tables.
 
-It says what the terminal says, in tables, and which file has the rest. Texts of a plan are put so
-that none of them is markup. Knows no files but their names.
+It is meant for a ticket or a pull request. It has the content of the terminal report, and lists the
+other files of the plan. All texts of the plan are escaped, so they cannot contain markup.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,117 +9,136 @@ from collections.abc import Iterator, Sequence
 from planning.figures import (
     ACCEPTABLE,
     Rejection,
-    counts,
+    count_by_feasibility,
+    escape_unprintable,
+    format_ledger,
+    format_settings,
+    format_table_figure,
     headline,
     label,
-    ledger_of,
-    order,
+    ordered_figures,
     rejections,
-    settings_of,
-    shown,
-    visible,
 )
 from planning.plan import Plan, Row
 
-TOP = 10
+TABLE_ROWS_MAX = 10
 FIGURES_MAX = 6
 REASONS_MAX = 12
-TRUSTS = {
-    "spec-sheet": "from spec sheets, by constants that were fitted to published measurements",
-    "calibrated": "from short measurements on the machine that was planned for",
-    "measured": "from running the very thing",
+SOURCE_TEXTS = {
+    "spec-sheet": "from specification sheets and constants fitted to published measurements",
+    "calibrated": "from microbenchmarks on the target machine",
+    "measured": "from a run of this configuration",
 }
 
 
-def report(plan: Plan) -> str:
-    lines = [f"# Plan for {_plain(plan.title)}", "", *_points(plan.asked)]
-    lines += [f"- objective: {_plain(plan.objective)}", "", "## Verdict", "", *_verdict(plan)]
-    advice = "What would fit" if plan.best is None else "Worth knowing"
+def render_markdown(plan: Plan) -> str:
+    lines = [f"# Plan for {_escape_markdown(plan.title)}", "", *_bullet_list(plan.request)]
+    lines += [
+        f"- objective: {_escape_markdown(plan.objective)}",
+        "",
+        "## Verdict",
+        "",
+        *_verdict_lines(plan),
+    ]
+    advice = "What would fit" if plan.best is None else "Notes"
     for name, texts in (
-        ("What binds", plan.binding),
-        ("Why not others", plan.why_not),
+        ("Binding limits", plan.binding),
+        ("Why not the alternatives", plan.why_not),
         (advice, plan.advice),
     ):
         if texts:
-            lines += ["", f"## {name}", "", *_points(texts)]
-    usable = [row for row in plan.rows if row.standing in ACCEPTABLE]
-    if usable:
-        lines += ["", "## Candidates", "", *_table(plan, usable[:TOP])]
-    many = counts(plan)
-    told = ", ".join(f"{count:,} {name}" for name, count in many.items() if count)
-    lines += ["", f"{len(plan.rows):,} were looked at: {told}." if told else "None was looked at."]
-    for standing in ("rejected", "failed"):
-        found = rejections(plan.rows, standing)
-        if found:
-            lines += ["", f"## {standing.capitalize()}", "", *_reasons(found)]
+            lines += ["", f"## {name}", "", *_bullet_list(texts)]
+    feasible_rows = [row for row in plan.rows if row.feasibility in ACCEPTABLE]
+    if feasible_rows:
+        lines += ["", "## Candidates", "", *_candidate_table(plan, feasible_rows[:TABLE_ROWS_MAX])]
+    count_of = count_by_feasibility(plan)
+    count_texts = ", ".join(f"{count:,} {name}" for name, count in count_of.items() if count)
+    lines += [
+        "",
+        f"{len(plan.rows):,} candidates were tried: {count_texts}."
+        if count_texts
+        else "No candidate was tried.",
+    ]
+    for feasibility in ("rejected", "failed"):
+        rejection_groups = rejections(plan.rows, feasibility)
+        if rejection_groups:
+            lines += ["", f"## {feasibility.capitalize()}", "", *_rejection_table(rejection_groups)]
     if plan.command:
-        lines += ["", "## Start", "", *_fenced(plan.command)]
+        lines += ["", "## Start", "", *_code_block(plan.command)]
     if plan.settings_yaml:
-        lines += ["", *_fenced(plan.settings_yaml, "yaml")]
+        lines += ["", *_code_block(plan.settings_yaml, "yaml")]
     lines += ["", "## Files", "", *_files()]
     return "\n".join(lines) + "\n"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def _verdict_lines(plan: Plan) -> Iterator[str]:
     best = plan.best
     if best is None:
         yield "**Nothing fits.**"
         return
-    yield f"**{_plain(best.name)}**: {_plain(', '.join(headline(plan, best)))}"
+    yield f"**{_escape_markdown(best.name)}**: {_escape_markdown(', '.join(headline(plan, best)))}"
     yield ""
     if best.settings:
-        yield f"- settings: {_plain(', '.join(settings_of(best)))}"
+        yield f"- settings: {_escape_markdown(', '.join(format_settings(best)))}"
     if best.memory is not None:
-        yield f"- memory of the fullest device: {_plain(ledger_of(best.memory))}"
-    if best.trust is not None:
-        yield f"- {_plain(str(best.trust))}: {TRUSTS[best.trust.source]}"
+        yield f"- memory of the fullest device: {_escape_markdown(format_ledger(best.memory))}"
+    if best.confidence is not None:
+        yield f"- {_escape_markdown(str(best.confidence))}: {SOURCE_TEXTS[best.confidence.source]}"
 
 
-def _table(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
-    figures = order(plan, rows)[:FIGURES_MAX]
-    head = ["", *map(label, figures), "memory", "trust"]
-    yield _line(head)
-    yield _line(["---", *("---:" for _ in figures), "---", "---"])
+def _candidate_table(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+    figures = ordered_figures(plan, rows)[:FIGURES_MAX]
+    head = ["", *map(label, figures), "memory", "confidence"]
+    yield _table_line(head)
+    yield _table_line(["---", *("---:" for _ in figures), "---", "---"])
     for row in rows:
-        bold = "**" if row.standing == "best" else ""
-        values = [_plain(shown(row, figure)) or "–" for figure in figures]
-        trust = _plain(str(row.trust)) if row.trust is not None else ""
-        standing = "tight" if row.standing == "tight" else "fits"
-        yield _line([f"{bold}{_plain(row.name)}{bold}", *values, standing, trust])
+        bold = "**" if row.feasibility == "best" else ""
+        values = [_escape_markdown(format_table_figure(row, figure)) or "–" for figure in figures]
+        confidence_text = (
+            _escape_markdown(str(row.confidence)) if row.confidence is not None else ""
+        )
+        feasibility = "tight" if row.feasibility == "tight" else "fits"
+        yield _table_line(
+            [f"{bold}{_escape_markdown(row.name)}{bold}", *values, feasibility, confidence_text]
+        )
 
 
-def _reasons(found: Sequence[Rejection]) -> Iterator[str]:
-    yield _line(["how many", "such as", "why"])
-    yield _line(["---:", "---", "---"])
-    for one in found[:REASONS_MAX]:
-        why = _plain(one.reason or "no reason was given")
-        yield _line([f"{one.count:,}", _plain(one.example), why])
+def _rejection_table(rejection_groups: Sequence[Rejection]) -> Iterator[str]:
+    yield _table_line(["count", "example", "reason"])
+    yield _table_line(["---:", "---", "---"])
+    for rejection in rejection_groups[:REASONS_MAX]:
+        reason_text = _escape_markdown(rejection.reason or "no reason given")
+        yield _table_line(
+            [f"{rejection.count:,}", _escape_markdown(rejection.example), reason_text]
+        )
 
 
 def _files() -> Iterator[str]:
-    yield "- `candidates.csv`: every candidate, with its figures, its memory, and its reason"
-    yield "- `pareto.csv`, `pareto.html`, `pareto.png`: those that no other beats"
-    yield "- `failed.csv`: what was run, and failed"
-    yield "- `plan.json`: all of this, for programs"
+    yield "- `candidates.csv`: all candidates with figures, memory and reasons"
+    yield "- `pareto.csv`, `pareto.html`, `pareto.png`: the candidates on the Pareto frontier"
+    yield "- `failed.csv`: candidates that were run and failed"
+    yield "- `plan.json`: the plan for programs"
 
 
-def _points(texts: Sequence[str]) -> list[str]:
-    return [f"- {_plain(text)}" for text in texts if text]
+def _bullet_list(texts: Sequence[str]) -> list[str]:
+    return [f"- {_escape_markdown(text)}" for text in texts if text]
 
 
-def _line(cells: Sequence[str]) -> str:
+def _table_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _plain(text: str) -> str:
-    """On one line, with nothing that Markdown would take for its own."""
-    return "".join(f"\\{c}" if c in "\\`*_|<>[]#" else c for c in visible(text))
+def _escape_markdown(text: str) -> str:
+    """Escape a text for one line of Markdown."""
+    return "".join(f"\\{c}" if c in "\\`*_|<>[]#" else c for c in escape_unprintable(text))
 
 
-def _fenced(text: str, kind: str = "") -> list[str]:
-    lines = [visible(one) for one in text.split("\n")]
-    longest = max((len(one) - len(one.lstrip("`")) for one in map(str.strip, lines)), default=0)
-    fence = "`" * max(3, longest + 1)
+def _code_block(text: str, kind: str = "") -> list[str]:
+    lines = [escape_unprintable(raw_line) for raw_line in text.split("\n")]
+    backticks_max = max(
+        (len(raw_line) - len(raw_line.lstrip("`")) for raw_line in map(str.strip, lines)), default=0
+    )
+    fence = "`" * max(3, backticks_max + 1)
     while lines and not lines[-1]:
         lines.pop()
     return [f"{fence}{kind}", *lines, fence]

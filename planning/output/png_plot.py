@@ -1,7 +1,7 @@
-"""pareto.png: the same picture as the page's, for a slide or a ticket.
+"""PNG scatter plot of a plan (pareto.png), drawn with matplotlib if that is installed.
 
-matplotlib draws it, and is imported only then; where it is missing, `missing` is the one sentence
-that says so, and all else of a plan is there. Knows no files.
+It shows the same plot as the HTML page. matplotlib is optional: without it, `why_unavailable`
+returns the reason, and only the other files are written.
 """
 
 import importlib.util
@@ -11,117 +11,141 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from planning.figures import known, say, tick, visible
-from planning.output.pareto import View, view
+from planning.figures import escape_unprintable, format_figure, format_tick, row_figure
+from planning.output.pareto import ScatterView, make_scatter_view
 from planning.plan import Plan, Row
 
 COLOURS = ("#0f6b5c", "#b4560b", "#2f62b5", "#8a3f93", "#7a6a00")
-GREY, RED, INK = "#8d897f", "#b3261e", "#1e1d1b"
-INCHES, DOTS = (9.0, 5.4), 150
+GREY = "#8d897f"
+RED = "#b3261e"
+INK = "#1e1d1b"
+FIGURE_INCHES, DPI = (9.0, 5.4), 150
 TITLE_MAX = 100
 
 
-def missing() -> str:
-    """Why there can be no picture; empty: there can."""
+def why_unavailable() -> str:
+    """Return why the PNG cannot be drawn; an empty text if it can be drawn."""
     if importlib.util.find_spec("matplotlib") is not None:
         return ""
-    return "pareto.png needs matplotlib, which is not installed; pip install 'preamble[plots]'"
+    return (
+        "pareto.png was not written: matplotlib is not installed; install it with "
+        "pip install 'preamble[plots]'"
+    )
 
 
-def drawn(plan: Plan) -> bytes:
-    """The PNG."""
+def render_png(plan: Plan) -> bytes:
+    """Draw the plot and return the bytes of the PNG file."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    figure = Figure(figsize=INCHES, layout="constrained")
+    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
     axes: Any = figure.subplots()
-    title = (plan.asked[0] if plan.asked else plan.title)[:TITLE_MAX]
-    axes.set_title(_plain(title), loc="left", fontsize=11, pad=22)
-    axes.set_xlabel(_plain(f"{plan.x.label} ({plan.x.better} is better)"))
-    axes.set_ylabel(_plain(f"{plan.y.label} ({plan.y.better} is better)"))
+    title = (plan.request[0] if plan.request else plan.title)[:TITLE_MAX]
+    axes.set_title(_escape_mathtext(title), loc="left", fontsize=11, pad=22)
+    axes.set_xlabel(_escape_mathtext(f"{plan.x.label} ({plan.x.better} is better)"))
+    axes.set_ylabel(_escape_mathtext(f"{plan.y.label} ({plan.y.better} is better)"))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e3e0d9", linewidth=0.8)
     axes.set_axisbelow(True)
-    seen = view(plan)
-    if seen is None:
+    scatter_view = make_scatter_view(plan)
+    if scatter_view is None:
         axes.text(0.5, 0.5, "no candidate has both figures", ha="center", transform=axes.transAxes)
     else:
-        _points(axes, plan, seen)
-        for one, scale, axis in ((axes.xaxis, seen.x, plan.x), (axes.yaxis, seen.y, plan.y)):
-            places = scale.ticks(7)
-            one.set_major_locator(FixedLocator(places))
-            one.set_minor_locator(NullLocator())
-            one.set_major_formatter(FixedFormatter([tick(axis.figure, at) for at in places]))
+        _draw_points(axes, plan, scatter_view)
+        for mpl_axis, scale, axis in (
+            (axes.xaxis, scatter_view.x, plan.x),
+            (axes.yaxis, scatter_view.y, plan.y),
+        ):
+            tick_values = scale.ticks(7)
+            mpl_axis.set_major_locator(FixedLocator(tick_values))
+            mpl_axis.set_minor_locator(NullLocator())
+            mpl_axis.set_major_formatter(
+                FixedFormatter([format_tick(axis.figure, tick) for tick in tick_values])
+            )
         axes.legend(frameon=False, fontsize=9)
-    made = io.BytesIO()
+    buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Its own font lacks letters of many languages, and draws boxes.
+        # matplotlib's font has no glyphs for many languages, and draws boxes instead.
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        figure.savefig(made, dpi=DOTS, format="png")
-    return made.getvalue()
+        figure.savefig(buffer, dpi=DPI, format="png")
+    return buffer.getvalue()
 
 
-def _points(axes: Any, plan: Plan, seen: View) -> None:
-    axes.set_xscale("log" if seen.x.logarithmic else "linear")
-    axes.set_yscale("log" if seen.y.logarithmic else "linear")
-    axes.set_xlim(seen.x.low, seen.x.high)
-    axes.set_ylim(seen.y.low, seen.y.high)
-    colours = {group: COLOURS[n % len(COLOURS)] for n, group in enumerate(seen.fronts)}
-    ahead = {id(row) for rows in seen.fronts.values() for row in rows}
-    put_aside = [row for row in seen.rows if row.standing in ("rejected", "failed")]
+def _draw_points(axes: Any, plan: Plan, scatter_view: ScatterView) -> None:
+    axes.set_xscale("log" if scatter_view.x.logarithmic else "linear")
+    axes.set_yscale("log" if scatter_view.y.logarithmic else "linear")
+    axes.set_xlim(scatter_view.x.low, scatter_view.x.high)
+    axes.set_ylim(scatter_view.y.low, scatter_view.y.high)
+    colours = {group: COLOURS[n % len(COLOURS)] for n, group in enumerate(scatter_view.fronts)}
+    front_ids = {id(row) for rows in scatter_view.fronts.values() for row in rows}
+    put_aside = [row for row in scatter_view.rows if row.feasibility in ("rejected", "failed")]
     if put_aside:
-        axes.scatter(*_at(plan, put_aside), s=16, c=GREY, marker="x", lw=0.8, label="rejected")
-    for group in {row.group: None for row in seen.rows}:
-        beaten = [
+        axes.scatter(
+            *_coordinates(plan, put_aside), s=16, c=GREY, marker="x", lw=0.8, label="rejected"
+        )
+    for group in {row.group: None for row in scatter_view.rows}:
+        dominated = [
             row
-            for row in seen.rows
-            if row.group == group and id(row) not in ahead and row not in put_aside
+            for row in scatter_view.rows
+            if row.group == group and id(row) not in front_ids and row not in put_aside
         ]
-        axes.scatter(*_at(plan, beaten), s=12, c=colours.get(group, GREY), alpha=0.35, lw=0)
-    for number, (group, rows) in enumerate(seen.fronts.items()):
+        axes.scatter(
+            *_coordinates(plan, dominated), s=12, c=colours.get(group, GREY), alpha=0.35, lw=0
+        )
+    for number, (group, rows) in enumerate(scatter_view.fronts.items()):
         style = "-" if number < len(COLOURS) else "--"
-        words = {"label": _plain(group) or "not beaten", "color": colours[group]}
-        axes.plot(*_at(plan, rows), style, marker="o", markersize=4.5, linewidth=1.4, **words)
+        line_options = {
+            "label": _escape_mathtext(group) or "Pareto frontier",
+            "color": colours[group],
+        }
+        axes.plot(
+            *_coordinates(plan, rows),
+            style,
+            marker="o",
+            markersize=4.5,
+            linewidth=1.4,
+            **line_options,
+        )
     for axis, line in ((plan.x, axes.axvline), (plan.y, axes.axhline)):
         if axis.limit is not None:
-            said = f"limit {say(axis.figure, axis.limit)}"
-            line(axis.limit, color=RED, linestyle="--", linewidth=1, label=said)
-    best = next((row for row in seen.rows if row.standing == "best"), None)
+            limit_label = f"limit {format_figure(axis.figure, axis.limit)}"
+            line(axis.limit, color=RED, linestyle="--", linewidth=1, label=limit_label)
+    best = next((row for row in scatter_view.rows if row.feasibility == "best"), None)
     if best is not None:
-        _recommend(axes, plan, best)
+        _mark_best(axes, plan, best)
 
 
-def _recommend(axes: Any, plan: Plan, best: Row) -> None:
-    (x,), (y,) = _at(plan, [best])
-    error = best.trust.error * y if best.trust is not None else None
-    said = "recommended"
-    if best.trust is not None:
-        said += f", {replace(best.trust, note='')}"
+def _mark_best(axes: Any, plan: Plan, best: Row) -> None:
+    (x,), (y,) = _coordinates(plan, [best])
+    error = best.confidence.error * y if best.confidence is not None else None
+    best_label = "recommended"
+    if best.confidence is not None:
+        best_label += f", {replace(best.confidence, note='')}"
     axes.errorbar(x, y, yerr=error, color=INK, capsize=3, linewidth=1)
     ring = {"s": 130, "facecolors": "none", "edgecolors": INK, "linewidths": 1.6}
-    axes.scatter([x], [y], zorder=5, label=_plain(said), **ring)
+    axes.scatter([x], [y], zorder=5, label=_escape_mathtext(best_label), **ring)
     high = axes.get_ylim()[1]
-    across = axes.transData.transform((x, y))[0] / axes.figure.bbox.width
+    x_fraction = axes.transData.transform((x, y))[0] / axes.figure.bbox.width
     axes.annotate(
-        _plain(best.name),
+        _escape_mathtext(best.name),
         (x, min(high, max(y, y + (error or 0.0)))),
         (0, 8),
         textcoords="offset points",
-        ha="right" if across > 0.7 else "left" if across < 0.3 else "center",
+        ha="right" if x_fraction > 0.7 else "left" if x_fraction < 0.3 else "center",
         weight="bold",
         fontsize=10,
         annotation_clip=False,
     )
 
 
-def _at(plan: Plan, rows: Any) -> tuple[list[float], list[float]]:
+def _coordinates(plan: Plan, rows: Any) -> tuple[list[float], list[float]]:
     return (
-        [known(row, plan.x.figure) or 0.0 for row in rows],
-        [known(row, plan.y.figure) or 0.0 for row in rows],
+        [row_figure(row, plan.x.figure) or 0.0 for row in rows],
+        [row_figure(row, plan.y.figure) or 0.0 for row in rows],
     )
 
 
-def _plain(text: str) -> str:
-    """What matplotlib would take for mathematics, or has no shape for, is shown as it is."""
-    return visible(text).replace("$", r"\$")
+def _escape_mathtext(text: str) -> str:
+    """Escape unprintable characters, and `$`, which starts a formula in matplotlib."""
+    return escape_unprintable(text).replace("$", r"\$")

@@ -1,172 +1,225 @@
-"""A plan's candidates as SVG: fronts as lines, what they beat faint, the recommended one ringed.
+"""SVG scatter plot of a plan's candidates: Pareto fronts, dominated points, limits and the best.
 
-The picture is text that needs nothing else; a script only reads values off it, from the records
-that it carries. Its look is the page's style sheet's, by class names. Knows no plan's meaning.
+The SVG contains a record of each candidate, which the page's script shows when the user points at
+it. The page's style sheet defines the appearance of its classes.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
 
-from planning.figures import cell, known, label, name_of, order, say, shown, tick
-from planning.output.pareto import View
+from markupsafe import Markup
+
+from planning.figures import (
+    format_figure,
+    format_setting,
+    format_table_figure,
+    format_tick,
+    label,
+    ordered_figures,
+    row_figure,
+    setting_label,
+)
+from planning.output.pareto import ScatterView
 from planning.plan import Axis, Plan, Row
-from ptuning.reporting.markup import Html, cleaned
+from ptuning.reporting.html_template import clean_text
+from ptuning.reporting.svg_chart import (
+    LegendEntry,
+    PlotArea,
+    legend_dot,
+    legend_line,
+    svg_circle,
+    svg_polyline,
+    svg_text,
+)
 
 WIDTH, HEIGHT = 720, 430
-LEFT, RIGHT, TOP, BOTTOM = 62, 18, 52, 48  # Margins, which hold the axes' words.
-COLOURS = 5  # Of groups; the style sheet's sixth is grey. More groups get dashes.
+# Margins, which contain the axis labels.
+LEFT = 62
+RIGHT = 18
+TOP = 52
+BOTTOM = 48
+# Group colours: the sixth colour of the style sheet is grey. Further groups get dashed lines.
+COLOUR_COUNT = 5
 LABEL_MAX = 44
+CROSS = Markup('<path class="no" d="M{:g} {:g}l6 6m0-6l-6 6"/>')
 
 
-def draw(plan: Plan, seen: View) -> Html:
-    """The svg element."""
-    colours = group_colours(seen)
-    body = [*_axes(plan, seen), *_limits(plan, seen)]
-    for group, rows in seen.fronts.items():
-        places = " ".join(f"{x:g},{y:g}" for x, y in (_at(plan, seen, row) for row in rows))
-        if len(rows) > 1:
-            body.append(f'<polyline class="{colours[group]}" points="{places}"/>')
-    ahead = {id(row) for rows in seen.fronts.values() for row in rows}
-    # Stable: what is beaten lies under what is not.
-    for row in sorted(seen.rows, key=lambda row: (id(row) in ahead, row.standing == "best")):
-        body.append(_mark(plan, seen, row, colours.get(row.group, "c5"), id(row) in ahead))
-    best = next((row for row in seen.rows if row.standing == "best"), None)
-    if best is not None:
-        body += _ringed(plan, seen, best)
-    body.append('<circle class="at" r="9" visibility="hidden"/>')
-    named = f"{plan.y.label} over {plan.x.label}: {len(seen.rows):,} candidates"
-    if best is not None:
-        named += f"; recommended is {best.name}"
-    return Html(
-        f'<svg class="chart scatter" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{escape(cleaned(named))}" data-candidates="{escape(_carried(plan, seen))}">'
-        f"{''.join(body)}</svg>"
+def render_svg(plan: Plan, scatter_view: ScatterView) -> Markup:
+    """Draw the plot and return the svg element."""
+    area = PlotArea(
+        WIDTH,
+        HEIGHT,
+        left=LEFT,
+        right=WIDTH - RIGHT,
+        top=TOP,
+        foot=HEIGHT - BOTTOM,
+        x=scatter_view.x,
+        y=scatter_view.y,
     )
+    colours = group_colours(scatter_view)
+    body = [*_axes(plan, area), *_limits(plan, area)]
+    for group, rows in scatter_view.fronts.items():
+        if len(rows) > 1:
+            points = [_svg_position(plan, area, row) for row in rows]
+            body.append(svg_polyline(colours[group], points))
+    front_ids = {id(row) for rows in scatter_view.fronts.values() for row in rows}
+    # The sort is stable; dominated points are drawn below the others.
+    for row in sorted(
+        scatter_view.rows, key=lambda row: (id(row) in front_ids, row.feasibility == "best")
+    ):
+        colour = colours.get(row.group, "c5")
+        body.append(_point_mark(plan, area, row, colour, id(row) in front_ids))
+    best = next((row for row in scatter_view.rows if row.feasibility == "best"), None)
+    if best is not None:
+        body += _best_mark(plan, area, best)
+    body.append(Markup('<circle class="at" r="9" visibility="hidden"/>'))
+    aria_label = f"{plan.y.label} over {plan.x.label}: {len(scatter_view.rows):,} candidates"
+    if best is not None:
+        aria_label += f"; recommended: {best.name}"
+    records = _embedded_records(plan, area, scatter_view.rows)
+    return area.svg(body, "chart scatter", aria_label, candidates=records)
 
 
-def group_colours(seen: View) -> dict[str, str]:
+def legend_entries(plan: Plan, scatter_view: ScatterView) -> list[LegendEntry]:
+    entries = [
+        LegendEntry(
+            legend_line(colour) + legend_dot(colour.split()[0], 3.5), group or "Pareto frontier"
+        )
+        for group, colour in group_colours(scatter_view).items()
+    ]
+    feasibilities = {row.feasibility for row in scatter_view.rows}
+    if "best" in feasibilities:
+        entries.append(LegendEntry(legend_dot("ring", 4.5), "recommended, with its error bar"))
+    front_count = sum(map(len, scatter_view.fronts.values()))
+    if len(scatter_view.rows) > front_count:
+        entries.append(LegendEntry(legend_dot("c5 faint", 3), "dominated"))
+    if "tight" in feasibilities:
+        entries.append(LegendEntry(legend_dot("c5 tight", 3.5), "tight in memory"))
+    if feasibilities & {"rejected", "failed"}:
+        entries.append(LegendEntry(CROSS.format(7, 2), "rejected"))
+    if any(axis.limit is not None for axis in (plan.x, plan.y)):
+        entries.append(LegendEntry(legend_line("limit"), "limit, less its margin"))
+    return entries
+
+
+def group_colours(scatter_view: ScatterView) -> dict[str, str]:
     return {
-        group: f"c{place % COLOURS}{' dashed' if place >= COLOURS else ''}"
-        for place, group in enumerate(seen.fronts)
+        group: f"c{index % COLOUR_COUNT}{' dashed' if index >= COLOUR_COUNT else ''}"
+        for index, group in enumerate(scatter_view.fronts)
     }
 
 
-def _at(plan: Plan, seen: View, row: Row) -> tuple[float, float]:
-    x, y = known(row, plan.x.figure), known(row, plan.y.figure)
-    assert x is not None and y is not None  # A view has no others.
-    return _across(seen, x), _up(seen, y)
+def _svg_position(plan: Plan, area: PlotArea, row: Row) -> tuple[float, float]:
+    x, y = row_figure(row, plan.x.figure), row_figure(row, plan.y.figure)
+    assert x is not None and y is not None  # All rows of a view have both figures.
+    return area.x_at(x), area.y_at(y)
 
 
-def _across(seen: View, value: float) -> float:
-    return round(LEFT + seen.x.share(value) * (WIDTH - LEFT - RIGHT), 1)
+def _axes(plan: Plan, area: PlotArea) -> Iterator[Markup]:
+    yield from area.y_axis((tick, format_tick(plan.y.figure, tick)) for tick in area.y.ticks(5))
+    yield from area.x_axis((tick, format_tick(plan.x.figure, tick)) for tick in area.x.ticks(7))
+    y_label = f"{_direction_text(plan.y, '↓', '↑')} {plan.y.label}"
+    yield svg_text("axis", area.left, 16, y_label)
+    x_label = f"{_direction_text(plan.x, '←', '→')} {plan.x.label}"
+    yield svg_text("axis end", area.right, HEIGHT - 8, x_label)
 
 
-def _up(seen: View, value: float) -> float:
-    return round(HEIGHT - BOTTOM - seen.y.share(value) * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def _axes(plan: Plan, seen: View) -> Iterator[str]:
-    for value in seen.y.ticks(5):
-        y = _up(seen, value)
-        yield f'<line class="grid" x1="{LEFT}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>'
-        said = escape(tick(plan.y.figure, value))
-        yield f'<text class="up" x="{LEFT - 8}" y="{y + 4:.1f}">{said}</text>'
-    for value in seen.x.ticks(7):
-        x, foot = _across(seen, value), HEIGHT - BOTTOM
-        yield f'<line class="grid" x1="{x}" y1="{foot}" x2="{x}" y2="{foot + 4}"/>'
-        said = escape(tick(plan.x.figure, value))
-        yield f'<text class="along" x="{x}" y="{foot + 18}">{said}</text>'
-    up = f"{_arrow(plan.y, '↓', '↑')} {plan.y.label}"
-    yield f'<text class="axis" x="{LEFT}" y="16">{escape(cleaned(up))}</text>'
-    along = f"{_arrow(plan.x, '←', '→')} {plan.x.label}"
-    x, y = WIDTH - RIGHT, HEIGHT - 8
-    yield f'<text class="axis end" x="{x}" y="{y}">{escape(cleaned(along))}</text>'
-
-
-def _arrow(axis: Axis, low: str, high: str) -> str:
+def _direction_text(axis: Axis, low: str, high: str) -> str:
     return f"better {low if axis.better == 'low' else high}"
 
 
-def _limits(plan: Plan, seen: View) -> Iterator[str]:
-    """Lines at what was asked for, with what lies beyond them shaded."""
-    foot, end = HEIGHT - BOTTOM, WIDTH - RIGHT
+def _limits(plan: Plan, area: PlotArea) -> Iterator[Markup]:
+    """Draw lines at the requested limits, and shade the area beyond each limit."""
     limit = plan.x.limit
-    if limit is not None and seen.x.has(limit):
-        x = _across(seen, limit)
-        start, width = (x, end - x) if plan.x.better == "low" else (LEFT, x - LEFT)
-        yield (
-            f'<rect class="beyond" x="{start:g}" y="{TOP}" width="{max(0, width):.1f}" '
-            f'height="{foot - TOP}"/><line class="limit" x1="{x}" y1="{TOP}" x2="{x}" y2="{foot}"/>'
-        )
-        said = escape(f"limit {say(plan.x.figure, limit)}")
-        side = "end" if x > WIDTH / 2 else ""
-        nudge = -5 if side else 5
-        yield f'<text class="limit {side}" x="{x + nudge:g}" y="{TOP + 12}">{said}</text>'
+    if limit is not None and area.x.contains(limit):
+        x = area.x_at(limit)
+        start, end = (x, area.right) if plan.x.better == "low" else (area.left, x)
+        yield _shade(start, end, area.top, area.foot)
+        yield area.vertical_line("limit", x)
+        limit_label = f"limit {format_figure(plan.x.figure, limit)}"
+        if x > WIDTH / 2:
+            yield svg_text("limit end", x - 5, area.top + 12, limit_label)
+        else:
+            yield svg_text("limit", x + 5, area.top + 12, limit_label)
     limit = plan.y.limit
-    if limit is not None and seen.y.has(limit):
-        y = _up(seen, limit)
-        start, height = (y, foot - y) if plan.y.better == "high" else (TOP, y - TOP)
-        yield (
-            f'<rect class="beyond" x="{LEFT}" y="{start:g}" width="{end - LEFT}" '
-            f'height="{max(0, height):.1f}"/>'
-            f'<line class="limit" x1="{LEFT}" y1="{y}" x2="{end}" y2="{y}"/>'
-        )
-        said = escape(f"limit {say(plan.y.figure, limit)}")
-        yield f'<text class="limit end" x="{end}" y="{y - 5:g}">{said}</text>'
+    if limit is not None and area.y.contains(limit):
+        y = area.y_at(limit)
+        top, foot = (y, area.foot) if plan.y.better == "high" else (area.top, y)
+        yield _shade(area.left, area.right, top, foot)
+        yield area.horizontal_line("limit", y)
+        limit_label = f"limit {format_figure(plan.y.figure, limit)}"
+        yield svg_text("limit end", area.right, y - 5, limit_label)
 
 
-def _mark(plan: Plan, seen: View, row: Row, colour: str, ahead: bool) -> str:
-    x, y = _at(plan, seen, row)
-    colour = colour.split()[0]
-    if row.standing in ("rejected", "failed"):
-        return f'<path class="no" d="M{x - 3:g} {y - 3:g}l6 6m0-6l-6 6"/>'
-    kinds = [colour]
-    if row.standing == "tight":
+def _shade(start: float, end: float, top: float, foot: float) -> Markup:
+    return Markup('<rect class="beyond" x="{:g}" y="{:g}" width="{:.1f}" height="{:.1f}"/>').format(
+        start, top, max(0, end - start), max(0, foot - top)
+    )
+
+
+def _point_mark(plan: Plan, area: PlotArea, row: Row, colour: str, is_on_front: bool) -> Markup:
+    x, y = _svg_position(plan, area, row)
+    if row.feasibility in ("rejected", "failed"):
+        return CROSS.format(x - 3, y - 3)
+    kinds = [colour.split()[0]]
+    if row.feasibility == "tight":
         kinds.append("tight")
-    if not ahead and row.standing != "best":
+    if not is_on_front and row.feasibility != "best":
         kinds.append("faint")
-    radius = 4 if ahead or row.standing == "best" else 3
-    return f'<circle class="{" ".join(kinds)}" cx="{x:g}" cy="{y:g}" r="{radius}"/>'
+    radius = 4 if is_on_front or row.feasibility == "best" else 3
+    return svg_circle(" ".join(kinds), x, y, radius)
 
 
-def _ringed(plan: Plan, seen: View, best: Row) -> Iterator[str]:
-    x, y = _at(plan, seen, best)
+def _best_mark(plan: Plan, area: PlotArea, best: Row) -> Iterator[Markup]:
+    x, y = _svg_position(plan, area, best)
     top = y - 8
-    if best.trust is not None and best.trust.error > 0:
-        value = known(best, plan.y.figure) or 0.0
-        low, high = value * (1 - best.trust.error), value * (1 + best.trust.error)
-        foot, end = (_up(seen, min(max(one, seen.y.low), seen.y.high)) for one in (low, high))
-        yield f'<path class="whisker" d="M{x:g} {foot:g}V{end:g}m-4 0h8M{x - 4:g} {foot:g}h8"/>'
+    if best.confidence is not None and best.confidence.error > 0:
+        value = row_figure(best, plan.y.figure) or 0.0
+        low, high = value * (1 - best.confidence.error), value * (1 + best.confidence.error)
+        foot, end = (area.y_at(min(max(bound, area.y.low), area.y.high)) for bound in (low, high))
+        yield Markup('<path class="whisker" d="M{:g} {:g}V{:g}m-4 0h8M{:g} {:g}h8"/>').format(
+            x, foot, end, x - 4, foot
+        )
         top = min(top, end)
-    yield f'<circle class="ring" cx="{x:g}" cy="{y:g}" r="8"/>'
-    # Above it, where there is least: the best lies at an edge of what there is.
-    room = 4.2 * min(len(best.name), LABEL_MAX)
-    side = "end" if x > WIDTH - RIGHT - room else "" if x < LEFT + room else "middle"
+    yield svg_circle("ring", x, y, 8)
+    # The label is above the point: the best point is near an edge, so few points are above it.
     name = best.name if len(best.name) <= LABEL_MAX else best.name[: LABEL_MAX - 1] + "…"
-    yield (f'<text class="named {side}" x="{x:g}" y="{top - 7:g}">{escape(cleaned(name))}</text>')
+    label_half_width = 4.2 * min(len(best.name), LABEL_MAX)
+    css_class = "named middle"
+    if x > area.right - label_half_width:
+        css_class = "named end"
+    elif x < area.left + label_half_width:
+        css_class = "named"
+    yield svg_text(css_class, x, top - 7, name)
 
 
-def _carried(plan: Plan, seen: View) -> str:
-    """What a pointer reads: of each candidate where it is, and all that is known of it."""
-    figures = order(plan)
-    settings = list(dict.fromkeys(name for row in seen.rows for name in row.settings))
-    columns = [cleaned(name) for name in (*map(name_of, settings), *map(label, figures))]
-    rows = [_record(plan, seen, row, settings, figures) for row in seen.rows]
+def _embedded_records(plan: Plan, area: PlotArea, plotted: Sequence[Row]) -> str:
+    """Return the JSON for pareto.js: position, name, settings and figures of each candidate."""
+    figures = ordered_figures(plan)
+    settings = list(dict.fromkeys(name for row in plotted for name in row.settings))
+    columns = [clean_text(name) for name in (*map(setting_label, settings), *map(label, figures))]
+    rows = [_candidate_record(plan, area, row, settings, figures) for row in plotted]
     return json.dumps(
         {"columns": columns, "settings": len(settings), "rows": rows}, separators=(",", ":")
     )
 
 
-def _record(
-    plan: Plan, seen: View, row: Row, settings: Sequence[str], figures: Sequence[str]
+def _candidate_record(
+    plan: Plan, area: PlotArea, row: Row, settings: Sequence[str], figures: Sequence[str]
 ) -> list[object]:
     values = [
-        cleaned(cell(row.settings[name])) if name in row.settings else "" for name in settings
+        clean_text(format_setting(row.settings[name])) if name in row.settings else ""
+        for name in settings
     ]
-    values += [shown(row, figure) for figure in figures]
-    standing = "recommended" if row.standing == "best" else row.standing
-    trust = str(row.trust) if row.trust is not None else ""
-    about = [standing, row.group, trust]
-    said = " · ".join(filter(None, map(cleaned, about)))
-    return [*_at(plan, seen, row), cleaned(row.name), said, cleaned(row.reason), values]
+    values += [format_table_figure(row, figure) for figure in figures]
+    feasibility = "recommended" if row.feasibility == "best" else row.feasibility
+    confidence_text = str(row.confidence) if row.confidence is not None else ""
+    about = [feasibility, row.group, confidence_text]
+    hint = " · ".join(filter(None, map(clean_text, about)))
+    return [
+        *_svg_position(plan, area, row),
+        clean_text(row.name),
+        hint,
+        clean_text(row.reason),
+        values,
+    ]

@@ -1,7 +1,7 @@
-"""A plan on a terminal: the verdict first, then why, then what else there was, as plain text.
+"""Terminal report of a plan: verdict, reasons, a candidate table and an ASCII scatter plot.
 
-It fits a hundred columns, but for the command, which is to be copied. Every figure comes from
-planning/figures.py, every point from pareto.py; nothing is computed here.
+It is at most 100 columns wide, except for the command, which is not wrapped so that it can be
+copied. `planning.figures` formats all figures, and `planning.output.pareto` computes the points.
 """
 
 import textwrap
@@ -9,223 +9,244 @@ from collections.abc import Iterator, Sequence
 
 from planning.figures import (
     ACCEPTABLE,
-    counts,
+    count_by_feasibility,
+    escape_unprintable,
+    format_figure,
+    format_ledger,
+    format_settings,
+    format_tick,
     headline,
-    known,
     label,
-    ledger_of,
-    order,
+    ordered_figures,
     rejections,
-    say,
-    settings_of,
-    tick,
-    visible,
+    row_figure,
 )
-from planning.output.pareto import View, view
+from planning.output.pareto import ScatterView, make_scatter_view
 from planning.plan import Plan, Row
 
 WIDTH = 100
-LABEL = 15
-TOP = 5  # Candidates in the table.
-COLUMNS_MAX = 6  # Figures in it.
+LABEL_WIDTH = 15
+TABLE_ROWS_MAX = 5  # Candidates in the table.
+COLUMNS_MAX = 6  # Figures in the table.
 NAME_MAX = 36
-REASONS = 4
-ACROSS, UP = 68, 14  # Characters of the plot.
-LETTERS = "abcdefgh"  # A group's front, where there are several.
+REASONS_MAX = 4
+PLOT_COLUMNS, PLOT_LINES = 68, 14  # Characters of the plot.
+GROUP_LETTERS = "abcdefgh"  # Marks of the groups' Pareto frontiers, if there are several groups.
 
 
-def tell(plan: Plan) -> str:
+def render_text(plan: Plan) -> str:
     best = plan.best
-    lines = _block("asked", plan.asked)
-    lines += _block("objective", [plan.objective])
+    lines = _labelled_block("request", plan.request)
+    lines += _labelled_block("objective", [plan.objective])
     if best is None:
-        lines += _block("recommended", ["nothing: no candidate fits"])
-        lines += _block("what would fit", plan.advice)
+        lines += _labelled_block("recommended", ["nothing: no candidate fits"])
+        lines += _labelled_block("what would fit", plan.advice)
     else:
-        lines += _block("recommended", [_recommended(plan, best)])
-        lines += _block("settings", ["  ".join(settings_of(best))])
+        lines += _labelled_block("recommended", [_best_line(plan, best)])
+        lines += _labelled_block("settings", ["  ".join(format_settings(best))])
         if best.memory is not None:
-            lines += _block("memory", [ledger_of(best.memory)])
-    lines += _block("binding", plan.binding)
-    lines += _block("why not", plan.why_not)
+            lines += _labelled_block("memory", [format_ledger(best.memory)])
+    lines += _labelled_block("binding", plan.binding)
+    lines += _labelled_block("why not", plan.why_not)
     if best is not None:
-        lines += _block("worth knowing", plan.advice)
-    lines += _block("candidates", list(_tally(plan)))
-    lines += ["", *table(plan)] if any(row.standing in ACCEPTABLE for row in plan.rows) else []
-    seen = view(plan)
-    if seen is not None and seen.fronts and len(seen.rows) > 1:
-        lines += ["", *picture(plan, seen)]
+        lines += _labelled_block("notes", plan.advice)
+    lines += _labelled_block("candidates", list(_count_lines(plan)))
+    lines += (
+        ["", *candidate_table(plan)]
+        if any(row.feasibility in ACCEPTABLE for row in plan.rows)
+        else []
+    )
+    scatter_view = make_scatter_view(plan)
+    if scatter_view is not None and scatter_view.fronts and len(scatter_view.rows) > 1:
+        lines += ["", *ascii_scatter(plan, scatter_view)]
     if plan.command:
-        lines += ["", "start with", f"  {visible(plan.command)}"]
+        lines += ["", "start with", f"  {escape_unprintable(plan.command)}"]
     return "\n".join(lines) + "\n"
 
 
-def _recommended(plan: Plan, best: Row) -> str:
-    trust = f"   [{best.trust}]" if best.trust is not None else ""
-    tight = "   (tight: over nine tenths of the memory)" if _is_tight(best) else ""
-    return "   ".join([best.name, *headline(plan, best)]) + trust + tight
+def _best_line(plan: Plan, best: Row) -> str:
+    confidence_text = f"   [{best.confidence}]" if best.confidence is not None else ""
+    tight = "   (tight: needs over 90 % of the memory)" if _is_tight(best) else ""
+    return "   ".join([best.name, *headline(plan, best)]) + confidence_text + tight
 
 
 def _is_tight(row: Row) -> bool:
     return row.memory is not None and row.memory.verdict == "tight"
 
 
-def _tally(plan: Plan) -> Iterator[str]:
-    many = counts(plan)
-    said = [f"{many[name]:,} {word}" for name, word in _STANDINGS.items() if many[name]]
-    yield f"{len(plan.rows):,} looked at: {', '.join(said)}" if said else "none"
-    for standing in ("rejected", "failed"):
-        found = rejections(plan.rows, standing)
-        for one in found[:REASONS]:
-            of = f"{one.count:,} such as {one.example}" if one.count > 1 else one.example
-            yield f"{standing}: {of}: {one.reason or 'no reason was given'}"
-        if len(found) > REASONS:
-            rest = sum(one.count for one in found[REASONS:])
-            yield f"{standing}: {rest:,} for other reasons, which candidates.csv has"
+def _count_lines(plan: Plan) -> Iterator[str]:
+    count_of = count_by_feasibility(plan)
+    count_texts = [
+        f"{count_of[name]:,} {word}" for name, word in _COUNT_WORDS.items() if count_of[name]
+    ]
+    yield f"{len(plan.rows):,} tried: {', '.join(count_texts)}" if count_texts else "none"
+    for feasibility in ("rejected", "failed"):
+        rejection_groups = rejections(plan.rows, feasibility)
+        for rejection in rejection_groups[:REASONS_MAX]:
+            example_text = (
+                f"{rejection.count:,}, for example {rejection.example}"
+                if rejection.count > 1
+                else rejection.example
+            )
+            yield f"{feasibility}: {example_text}: {rejection.reason or 'no reason given'}"
+        if len(rejection_groups) > REASONS_MAX:
+            other_count = sum(rejection.count for rejection in rejection_groups[REASONS_MAX:])
+            yield f"{feasibility}: {other_count:,} for other reasons, listed in candidates.csv"
 
 
-_STANDINGS = {"fits": "fit", "tight": "are tight", "rejected": "rejected", "failed": "failed"}
+_COUNT_WORDS = {"fits": "fit", "tight": "are tight", "rejected": "rejected", "failed": "failed"}
 
 
-def _block(name: str, texts: Sequence[str]) -> list[str]:
+def _labelled_block(name: str, texts: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for text in filter(None, texts):
         head = name if not lines else ""
         lines += textwrap.wrap(
-            visible(text),
+            escape_unprintable(text),
             WIDTH,
-            initial_indent=f"{head:{LABEL}}",
-            subsequent_indent=" " * (LABEL + 2),
+            initial_indent=f"{head:{LABEL_WIDTH}}",
+            subsequent_indent=" " * (LABEL_WIDTH + 2),
             drop_whitespace=True,
             break_on_hyphens=False,
         )
     return lines
 
 
-def table(plan: Plan, top: int = TOP) -> list[str]:
-    """The first candidates that can be had; the last column compares with the recommended one."""
-    rows = [row for row in plan.rows if row.standing in ACCEPTABLE][:top]
-    figures = order(plan, rows)[:COLUMNS_MAX]
-    made = _columns(plan, rows, figures)
-    while len(figures) > 2 and max(map(len, made)) > WIDTH:
+def candidate_table(plan: Plan, top: int = TABLE_ROWS_MAX) -> list[str]:
+    """Format a table of the best feasible candidates; the last column compares with the best."""
+    rows = [row for row in plan.rows if row.feasibility in ACCEPTABLE][:top]
+    figures = ordered_figures(plan, rows)[:COLUMNS_MAX]
+    table_lines = _format_columns(plan, rows, figures)
+    while len(figures) > 2 and max(map(len, table_lines)) > WIDTH:
         figures.pop()
-        made = _columns(plan, rows, figures)
+        table_lines = _format_columns(plan, rows, figures)
     if any(figure in row.measured for row in rows for figure in figures):
-        made.append("m: measured")
-    return made
+        table_lines.append("m: measured")
+    return table_lines
 
 
-def _columns(plan: Plan, rows: Sequence[Row], figures: Sequence[str]) -> list[str]:
-    head = ["", *map(label, figures), "beside it"]
+def _format_columns(plan: Plan, rows: Sequence[Row], figures: Sequence[str]) -> list[str]:
+    head = ["", *map(label, figures), "vs. best"]
     cells = [
         [
-            f"{'*' if row.standing == 'best' else ' '} {_cut(visible(row.name))}",
-            *(_said(row, figure) for figure in figures),
-            _beside(plan, row),
+            f"{'*' if row.feasibility == 'best' else ' '} "
+            f"{_truncate_name(escape_unprintable(row.name))}",
+            *(_figure_text(row, figure) for figure in figures),
+            _compared_to_best(plan, row),
         ]
         for row in rows
     ]
-    widths = [max(len(line[place]) for line in (head, *cells)) for place in range(len(head))]
-    made = []
+    widths = [max(len(line[column]) for line in (head, *cells)) for column in range(len(head))]
+    table_lines = []
     for line in (head, *cells):
         first = f"{line[0]:{widths[0]}}"
-        others = (f"{text:>{width}}" for text, width in zip(line[1:], widths[1:], strict=True))
-        made.append("  ".join([first, *others]).rstrip())
-    return made
+        other_cells = (f"{text:>{width}}" for text, width in zip(line[1:], widths[1:], strict=True))
+        table_lines.append("  ".join([first, *other_cells]).rstrip())
+    return table_lines
 
 
-def _cut(name: str) -> str:
+def _truncate_name(name: str) -> str:
     return name if len(name) <= NAME_MAX else name[: NAME_MAX - 1] + "…"
 
 
-def _said(row: Row, figure: str) -> str:
-    value = known(row, figure)
-    text = "–" if value is None else say(figure, value)
+def _figure_text(row: Row, figure: str) -> str:
+    value = row_figure(row, figure)
+    text = "–" if value is None else format_figure(figure, value)
     return f"{text} m" if figure in row.measured and value is not None else text
 
 
-def _beside(plan: Plan, row: Row) -> str:
-    """How far from the recommended one, on the axis that goes up."""
+def _compared_to_best(plan: Plan, row: Row) -> str:
+    """Return the difference from the recommended candidate in the figure of the y axis."""
     best = plan.best
-    mark = "tight" if row.standing == "tight" else ""
+    mark = "tight" if row.feasibility == "tight" else ""
     if best is None or row is best:
         return mark
-    here, there = known(row, plan.y.figure), known(best, plan.y.figure)
-    if here is None or not there:
+    amount, best_amount = row_figure(row, plan.y.figure), row_figure(best, plan.y.figure)
+    if amount is None or not best_amount:
         return mark
-    off = round(100 * (here / there - 1))
-    said = f"{off:+d} %" if off else "equal"
-    return f"{said}, {mark}" if mark else said
+    difference_percent = round(100 * (amount / best_amount - 1))
+    difference_text = f"{difference_percent:+d} %" if difference_percent else "equal"
+    return f"{difference_text}, {mark}" if mark else difference_text
 
 
-def picture(plan: Plan, seen: View) -> list[str]:
-    """All candidates as characters: fronts, what they beat, and the recommended one."""
-    cells = [[" "] * ACROSS for _ in range(UP)]
-    _limits(plan, seen, cells)
-    groups = list(seen.fronts)
+def ascii_scatter(plan: Plan, scatter_view: ScatterView) -> list[str]:
+    """Draw the scatter plot in characters: frontiers, dominated and recommended candidates."""
+    cells = [[" "] * PLOT_COLUMNS for _ in range(PLOT_LINES)]
+    _draw_limits(plan, scatter_view, cells)
+    groups = list(scatter_view.fronts)
     letters = {
-        id(row): LETTERS[place % len(LETTERS)] if len(groups) > 1 else "o"
-        for place, group in enumerate(groups)
-        for row in seen.fronts[group]
+        id(row): GROUP_LETTERS[index % len(GROUP_LETTERS)] if len(groups) > 1 else "o"
+        for index, group in enumerate(groups)
+        for row in scatter_view.fronts[group]
     }
-    # The least important first, so that what comes later stands over it.
-    for row in sorted(seen.rows, key=lambda row: (row.standing == "best", id(row) in letters)):
-        x, y = known(row, plan.x.figure), known(row, plan.y.figure)
-        assert x is not None and y is not None  # A view has no others.
-        across = min(ACROSS - 1, int(seen.x.share(x) * ACROSS))
-        up = min(UP - 1, int(seen.y.share(y) * UP))
-        mark = "*" if row.standing == "best" else letters.get(id(row), ".")
-        if row.standing in ("rejected", "failed"):
-            mark = "x" if cells[up][across] in " :" else cells[up][across]
-        cells[up][across] = mark
-    framed = _framed(plan, seen, cells)
+    # The most important marks are last, because later marks overwrite earlier ones.
+    for row in sorted(
+        scatter_view.rows, key=lambda row: (row.feasibility == "best", id(row) in letters)
+    ):
+        x, y = row_figure(row, plan.x.figure), row_figure(row, plan.y.figure)
+        assert x is not None and y is not None  # All rows of a view have both figures.
+        column = min(PLOT_COLUMNS - 1, int(scatter_view.x.position(x) * PLOT_COLUMNS))
+        line_index = min(PLOT_LINES - 1, int(scatter_view.y.position(y) * PLOT_LINES))
+        mark = "*" if row.feasibility == "best" else letters.get(id(row), ".")
+        if row.feasibility in ("rejected", "failed"):
+            mark = "x" if cells[line_index][column] in " :" else cells[line_index][column]
+        cells[line_index][column] = mark
+    framed = _frame_plot(plan, scatter_view, cells)
     legend = ["* recommended"] if plan.best is not None else []
     if len(groups) > 1:
-        legend += [f"{LETTERS[n % len(LETTERS)]} {name}" for n, name in enumerate(groups)]
+        legend += [
+            f"{GROUP_LETTERS[n % len(GROUP_LETTERS)]} {name}" for n, name in enumerate(groups)
+        ]
     else:
-        legend.append("o not beaten")
-    if any(row.standing in ACCEPTABLE and id(row) not in letters for row in seen.rows):
-        legend.append(". beaten")
-    if any(row.standing in ("rejected", "failed") for row in seen.rows):
+        legend.append("o Pareto frontier")
+    if any(row.feasibility in ACCEPTABLE and id(row) not in letters for row in scatter_view.rows):
+        legend.append(". dominated")
+    if any(row.feasibility in ("rejected", "failed") for row in scatter_view.rows):
         legend.append("x rejected")
     if any(axis.limit is not None for axis in (plan.x, plan.y)):
         legend.append(": limit")
-    # What belongs together stays on one line.
-    told = textwrap.wrap(
-        "   ".join(visible(one).replace(" ", "\0") for one in legend),
+    # NUL characters keep the words of an entry on one line.
+    legend_lines = textwrap.wrap(
+        "   ".join(escape_unprintable(legend_entry).replace(" ", "\0") for legend_entry in legend),
         WIDTH - 11,
         break_on_hyphens=False,
     )
-    told = [f"{'':11}{one.replace(chr(0), ' ')}" for one in told]
-    return [*framed, *told]
+    legend_lines = [f"{'':11}{legend_entry.replace(chr(0), ' ')}" for legend_entry in legend_lines]
+    return [*framed, *legend_lines]
 
 
-def _limits(plan: Plan, seen: View, cells: list[list[str]]) -> None:
-    if plan.x.limit is not None and seen.x.has(plan.x.limit):
-        across = min(ACROSS - 1, int(seen.x.share(plan.x.limit) * ACROSS))
+def _draw_limits(plan: Plan, scatter_view: ScatterView, cells: list[list[str]]) -> None:
+    if plan.x.limit is not None and scatter_view.x.contains(plan.x.limit):
+        column = min(PLOT_COLUMNS - 1, int(scatter_view.x.position(plan.x.limit) * PLOT_COLUMNS))
         for line in cells:
-            line[across] = ":"
-    if plan.y.limit is not None and seen.y.has(plan.y.limit):
-        cells[min(UP - 1, int(seen.y.share(plan.y.limit) * UP))][:] = [":"] * ACROSS
+            line[column] = ":"
+    if plan.y.limit is not None and scatter_view.y.contains(plan.y.limit):
+        cells[min(PLOT_LINES - 1, int(scatter_view.y.position(plan.y.limit) * PLOT_LINES))][:] = [
+            ":"
+        ] * PLOT_COLUMNS
 
 
-def _framed(plan: Plan, seen: View, cells: Sequence[Sequence[str]]) -> Iterator[str]:
-    ways = {"low": "less is better", "high": "more is better"}
-    yield f"{'':10}{visible(plan.y.label)} ({ways[plan.y.better]})"
+def _frame_plot(
+    plan: Plan, scatter_view: ScatterView, cells: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    direction_texts = {"low": "less is better", "high": "more is better"}
+    yield f"{'':10}{escape_unprintable(plan.y.label)} ({direction_texts[plan.y.better]})"
     ups = {
-        min(UP - 1, int(seen.y.share(value) * UP)): tick(plan.y.figure, value)
-        for value in seen.y.ticks(4)
+        min(PLOT_LINES - 1, int(scatter_view.y.position(value) * PLOT_LINES)): format_tick(
+            plan.y.figure, value
+        )
+        for value in scatter_view.y.ticks(4)
     }
-    for up in reversed(range(UP)):
-        yield f"{ups.get(up, ''):>9} |{''.join(cells[up])}".rstrip()
-    yield f"{'':10}+{'-' * ACROSS}"
-    below = [" "] * (ACROSS + 24)
+    for line_index in reversed(range(PLOT_LINES)):
+        yield f"{ups.get(line_index, ''):>9} |{''.join(cells[line_index])}".rstrip()
+    yield f"{'':10}+{'-' * PLOT_COLUMNS}"
+    below = [" "] * (PLOT_COLUMNS + 24)
     end = 0
-    for value in seen.x.ticks(5):
-        text = tick(plan.x.figure, value)
-        start = max(0, int(seen.x.share(value) * ACROSS) - len(text) // 2)
+    for value in scatter_view.x.ticks(5):
+        text = format_tick(plan.x.figure, value)
+        start = max(0, int(scatter_view.x.position(value) * PLOT_COLUMNS) - len(text) // 2)
         if start >= end:
             below[start : start + len(text)] = text
             end = start + len(text) + 2
     yield f"{'':11}{''.join(below)}".rstrip()
-    yield f"{'':11}{visible(plan.x.label)} ({ways[plan.x.better]})"
+    yield f"{'':11}{escape_unprintable(plan.x.label)} ({direction_texts[plan.x.better]})"

@@ -1,9 +1,8 @@
-"""FasterTransformer: what one pass of a batch through a GPT takes on given GPUs, part by part.
+"""FasterTransformer performance model: roofline latency of a GPT pass (FLOPs, bytes, messages).
 
-A part is a count of operations, bytes or messages over a speed. Speeds are the spec sheet's, cut to
-what single kernels were measured to get of them, and thirteen constants that
-`planning.published.fit_inference` fits to published latencies. It knows of batches, not of
-requests.
+The time of each part is a number of operations, bytes or messages divided by a speed. A speed is
+the speed in the specification sheet times the fraction that single kernels reach in measurements.
+`planning.published.fit_inference` fits thirteen more constants to published latencies.
 """
 
 from collections.abc import Mapping
@@ -12,63 +11,73 @@ from math import ceil, log2, sqrt
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.parallel.sharding import local_groups, stage_layers
-from gpt.settings import nearest
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import local_kv_heads
+from gpt.settings import suggest_nearest
 from planning.hardware import Cluster, Device
 
 
 @dataclass(frozen=True)
-class Constants:
-    """What is fitted. The seconds are an A100's."""
+class FittedConstants:
+    """The fitted constants. Times are for an A100."""
 
-    weight_read: float = 0.882  # Of the bandwidth.
-    kv_read: float = 0.892
-    score_s: float = 8.68e-12  # A prompt's score: of a head, a token, and a token it looks at.
-    element_s: float = 1.78e-10  # All small kernels of a layer: a token and an element of width.
-    layer_s: float = 74.8e-6  # Kernels in a layer that wait for each other.
-    width_s: float = 4.88e-9  # How much longer they take: an element of width.
-    prompt_layer_s: float = 346e-6  # Starting a layer's kernels for a prompt takes at least that.
-    latency: float = 1.08  # An all-reduce between kernels, over one measured alone.
-    node_s: float = 26.5e-6  # More latency, for each doubling of the nodes.
-    message_s: float = 1.47e-8  # More again: times the root of the bytes.
-    draw_s: float = 8.0e-11  # Sampling: a sequence and an entry of the vocabulary.
-    step_s: float = 502e-6  # Once a pass.
-    wait: float = 0.0332  # Of the work, for each doubling of the ranks: the slowest one is late.
+    weight_read: float = 0.882  # Fraction of the memory bandwidth at which weights are read.
+    kv_read: float = 0.892  # Fraction of the memory bandwidth at which the KV cache is read.
+    score_s: float = 8.68e-12  # Time of prefill attention per head and pair of tokens.
+    element_s: float = 1.78e-10  # Time of a layer's small kernels per token and hidden unit.
+    layer_s: float = 74.8e-6  # Delay between dependent kernels, per layer.
+    width_s: float = 4.88e-9  # Delay between dependent kernels, per layer and hidden unit.
+    prompt_layer_s: float = 346e-6  # Lower bound of a prefill layer's time, from kernel launches.
+    latency: float = 1.08  # All-reduce latency in a layer / latency measured in isolation.
+    node_s: float = 26.5e-6  # Additional all-reduce latency per doubling of the nodes.
+    message_s: float = 1.47e-8  # Additional all-reduce time per square root of the bytes.
+    draw_s: float = 8.0e-11  # Time of sampling per sequence and vocabulary entry.
+    step_s: float = 502e-6  # Fixed time of a pass.
+    wait: float = 0.0332  # Share of a layer's time that ranks wait, per doubling of the ranks.
 
 
-FITTED = Constants()
+FITTED = FittedConstants()
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """What single kernels were measured to get of a device; three numbers are for 2, 4, 8 ranks."""
+class KernelSpeeds:
+    """Measured speeds of single kernels on a device. Each tuple is for 2, 4 and 8 ranks."""
 
-    product: float  # Of the spec sheet's FLOP/s, where matrices are large.
-    product_fp8: float
-    bus_bytes: tuple[float, float, float]  # A large all-reduce.
-    reduce_s: tuple[float, float, float]  # A small one.
-    vector: float  # How much faster than an A100 small kernels run: as its memory is, if unknown.
-
-
-def _kernels(
-    product: tuple[float, float], bus_gb: tuple[float, ...], us: tuple[float, ...], vector: float
-) -> Kernels:
-    bus, latency = [1e9 * x for x in bus_gb], [1e-6 * x for x in us]
-    return Kernels(*product, (bus[0], bus[1], bus[2]), (latency[0], latency[1], latency[2]), vector)
+    matmul_fraction: float  # Fraction of the peak FLOP/s that large matmuls reach.
+    matmul_fraction_fp8: float
+    bus_bytes_per_s: tuple[float, float, float]  # Bus bandwidth of a large all-reduce.
+    all_reduce_s: tuple[float, float, float]  # Latency of a small all-reduce.
+    # Speedup relative to an A100; if unknown, the ratio of the memory bandwidths.
+    small_kernel_speedup: float
 
 
-_A100 = _kernels((0.91, 0.0), (193, 217, 222), (13, 16, 23), 1.0)
-KERNELS: Mapping[str, Kernels] = {
+def _kernel_speeds(
+    matmul_fractions: tuple[float, float],
+    bus_gb: tuple[float, ...],
+    us: tuple[float, ...],
+    small_kernel_speedup: float,
+) -> KernelSpeeds:
+    bus_bytes_per_s, latencies_s = [1e9 * x for x in bus_gb], [1e-6 * x for x in us]
+    return KernelSpeeds(
+        *matmul_fractions,
+        (bus_bytes_per_s[0], bus_bytes_per_s[1], bus_bytes_per_s[2]),
+        (latencies_s[0], latencies_s[1], latencies_s[2]),
+        small_kernel_speedup,
+    )
+
+
+_A100 = _kernel_speeds((0.91, 0.0), (193, 217, 222), (13, 16, 23), 1.0)
+KERNEL_SPEEDS: Mapping[str, KernelSpeeds] = {
     "a100-40g": _A100,
     "a100-80g": _A100,
-    "h100": _kernels((0.80, 0.53), (320, 349, 445), (7, 11, 17), 1.64),
-    "h200": _kernels((0.77, 0.60), (315, 348, 460), (7, 11, 18), 2.35),
-    "l40s": _kernels((0.62, 0.50), (20, 5.2, 1.4), (8, 16, 42), 0.42),
-    "b200": _kernels((0.69, 0.48), (534, 634, 704), (11, 16, 27), 3.78),
+    "h100": _kernel_speeds((0.80, 0.53), (320, 349, 445), (7, 11, 17), 1.64),
+    "h200": _kernel_speeds((0.77, 0.60), (315, 348, 460), (7, 11, 18), 2.35),
+    "l40s": _kernel_speeds((0.62, 0.50), (20, 5.2, 1.4), (8, 16, 42), 0.42),
+    "b200": _kernel_speeds((0.69, 0.48), (534, 634, 704), (11, 16, 27), 3.78),
 }
 A100_BANDWIDTH_BYTES = 2.039e12
 
-# Bytes of a weight, and of an activation. Weights of 8 and 4 bits are widened where they are used.
+# Bytes of a weight. Weights of 8 and 4 bits are dequantized when they are used.
 WEIGHT_BYTES: Mapping[str, float] = {
     "float32": 4,
     "float16": 2,
@@ -77,44 +86,47 @@ WEIGHT_BYTES: Mapping[str, float] = {
     "int8": 1,
     "int4": 0.5,
 }
-FLOAT32_SLOWER = 8  # Than 16 bits: it has no fast path.
+FLOAT32_SLOWDOWN = 8  # Time of fp32 matmuls / time of 16-bit matmuls.
 
-# Not fitted. Latencies hardly tell these from the constants above.
-SHARDED = 0.85  # Of the small kernels' work, what tensor ranks divide among them.
-ATTENTION = 0.3  # Of the spec sheet's FLOP/s: the two products of unfused attention.
-SHARPNESS = 4  # How suddenly a product turns from waiting for memory to computing.
-HOP_S = 30e-6  # To the next stage.
-MICRO_BATCH_TOKENS = 2048  # A prompt's pass goes through a pipeline in pieces of at most this.
+# These constants are estimated, because published latencies cannot distinguish their effects from
+# the effects of the fitted constants.
+SHARDED_FRACTION = 0.85  # Fraction of the small kernels' work that is divided over TP ranks.
+ATTENTION_EFFICIENCY = 0.3  # Fraction of the peak FLOP/s that unfused attention matmuls reach.
+ROOFLINE_SHARPNESS = 4  # Exponent of the transition from memory-bound to compute-bound.
+STAGE_SEND_S = 30e-6  # Latency of a message to the next stage.
+MICRO_BATCH_TOKENS = 2048  # Maximum number of prompt tokens of a micro-batch in a pipeline.
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One pass of it: so many sequences, each with so many new tokens, that see so many."""
+class BatchPass:
+    """One forward pass of a batch."""
 
     sequences: float
-    tokens: float
-    context: float
-    prompt: bool
+    tokens: float  # Number of new tokens per sequence.
+    context: float  # Number of tokens that each new token attends to.
+    is_prefill: bool
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A model as it is split on a cluster."""
+class ShardedModel:
+    """A model with its dtype and its TP/PP split on a cluster."""
 
     model: GPTConfig
     dtype: str
     tp: int
     pp: int
     cluster: Cluster
-    constants: Constants = FITTED
+    constants: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
         if self.dtype not in WEIGHT_BYTES:
-            raise ConfigError(f"dtype is {self.dtype!r}; {nearest(self.dtype, WEIGHT_BYTES)}")
+            raise ConfigError(
+                f"dtype is {self.dtype!r}; {suggest_nearest(self.dtype, WEIGHT_BYTES)}"
+            )
         if self.dtype == "fp8" and not self.device.flops_fp8:
             raise ConfigError(
-                f"{self.device.name} has no products of 8-bit floats; --dtype float16 it can, and "
-                "--dtype int8 takes as little memory"
+                f"{self.device.name} does not support fp8; set --dtype float16, or --dtype int8, "
+                "which needs as little memory as fp8"
             )
 
     @property
@@ -122,20 +134,20 @@ class Machine:
         return self.cluster.device
 
     @property
-    def kernels(self) -> Kernels:
+    def kernel_speeds(self) -> KernelSpeeds:
         device = self.device
-        if device.name in KERNELS:
-            return KERNELS[device.name]
-        bus = 0.7 * device.link_bytes
-        faster = device.bandwidth_bytes / A100_BANDWIDTH_BYTES
-        return Kernels(0.75, 0.5, (bus, bus, bus), _A100.reduce_s, faster)
+        if device.name in KERNEL_SPEEDS:
+            return KERNEL_SPEEDS[device.name]
+        bus = 0.7 * device.link_bytes_per_s
+        faster = device.memory_bytes_per_s / A100_BANDWIDTH_BYTES
+        return KernelSpeeds(0.75, 0.5, (bus, bus, bus), _A100.all_reduce_s, faster)
 
     @property
     def flops(self) -> float:
         if self.dtype == "fp8":
-            return self.device.flops_fp8 * self.kernels.product_fp8
-        slower = FLOAT32_SLOWER if self.dtype == "float32" else 1
-        return self.device.flops * self.kernels.product / slower
+            return self.device.flops_fp8 * self.kernel_speeds.matmul_fraction_fp8
+        slower = FLOAT32_SLOWDOWN if self.dtype == "float32" else 1
+        return self.device.flops * self.kernel_speeds.matmul_fraction / slower
 
     @property
     def activation_bytes(self) -> int:
@@ -145,141 +157,179 @@ class Machine:
 # ------------------------------------------------------------------------------------ one pass
 
 
-def pass_seconds(machine: Machine, batch: Batch) -> dict[str, float]:
-    """Seconds of a pass through all stages, by parts. Pieces of the batch follow each other."""
-    pieces = _pieces(machine, batch)
-    piece = Batch(batch.sequences / pieces, batch.tokens, batch.context, batch.prompt)
-    each = layer_seconds(machine, piece)
-    stages = [len(layers) for (layers,) in stage_layers(machine.model.num_layers, machine.pp)]
-    # The first piece goes through all layers; the others follow at the slowest stage's pace.
-    layers = sum(stages) + (pieces - 1) * max(stages)
-    parts = {name: seconds * layers for name, seconds in each.items()}
-    parts["head"] = _head(machine, batch)
-    parts["sampling"] = _sampling(machine, batch)
-    if machine.pp > 1:
-        parts["hops"] = (pieces + machine.pp - 1) * _hop(machine, piece)
+def pass_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, float]:
+    """Return the seconds of a pass through all stages, by parts; micro-batches are pipelined."""
+    micro_batches = _micro_batch_count(sharded_model, batch)
+    micro_batch = BatchPass(
+        batch.sequences / micro_batches, batch.tokens, batch.context, batch.is_prefill
+    )
+    layer_parts = layer_seconds(sharded_model, micro_batch)
+    stages = [
+        len(layers) for (layers,) in stage_layers(sharded_model.model.num_layers, sharded_model.pp)
+    ]
+    # The first micro-batch passes all layers; each further micro-batch adds the time of the slowest
+    # stage.
+    layers = sum(stages) + (micro_batches - 1) * max(stages)
+    parts = {name: seconds * layers for name, seconds in layer_parts.items()}
+    parts["head"] = _lm_head_s(sharded_model, batch)
+    parts["sampling"] = _sampling_s(sharded_model, batch)
+    if sharded_model.pp > 1:
+        parts["hops"] = (micro_batches + sharded_model.pp - 1) * _stage_send_s(
+            sharded_model, micro_batch
+        )
     return parts
 
 
-def _pieces(machine: Machine, batch: Batch) -> int:
-    if machine.pp == 1:
+def _micro_batch_count(sharded_model: ShardedModel, batch: BatchPass) -> int:
+    if sharded_model.pp == 1:
         return 1
-    wanted = machine.pp
-    if batch.prompt:
-        wanted = max(wanted, ceil(batch.sequences * batch.tokens / MICRO_BATCH_TOKENS))
-    return max(1, min(int(batch.sequences), wanted))
+    micro_batches = sharded_model.pp
+    if batch.is_prefill:
+        micro_batches = max(
+            micro_batches, ceil(batch.sequences * batch.tokens / MICRO_BATCH_TOKENS)
+        )
+    return max(1, min(int(batch.sequences), micro_batches))
 
 
-def layer_seconds(machine: Machine, batch: Batch) -> dict[str, float]:
-    """Of a layer, the mean one where they differ."""
-    c, model, tp = machine.constants, machine.model, machine.tp
+def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, float]:
+    """Return the seconds of a layer by parts, or of a mean layer if the layers differ."""
+    c = sharded_model.constants
+    model = sharded_model.model
+    tp = sharded_model.tp
     rows = batch.sequences * batch.tokens
-    shared = 1 - SHARDED + SHARDED / tp
+    sharded_share = 1 - SHARDED_FRACTION + SHARDED_FRACTION / tp
     parts = {
-        "products": _products(machine, rows),
-        "attention": _attention(machine, batch),
-        "small kernels": c.element_s * shared * rows * model.hidden_size / machine.kernels.vector,
+        "products": _matmul_s(sharded_model, rows),
+        "attention": _attention_s(sharded_model, batch),
+        "small kernels": c.element_s
+        * sharded_share
+        * rows
+        * model.hidden_size
+        / sharded_model.kernel_speeds.small_kernel_speedup,
     }
-    ranks = min(tp, machine.cluster.gpus_per_node)
+    ranks = min(tp, sharded_model.cluster.gpus_per_node)
     parts["waiting"] = c.wait * log2(ranks) * sum(parts.values())
     parts["overhead"] = c.layer_s + c.width_s * model.hidden_size
-    parts["all-reduce"] = 2 * all_reduce_s(machine, rows * model.hidden_size)
-    if batch.prompt:
-        # A layer's kernels run while the next one's are started: the slower of both counts.
+    parts["all-reduce"] = 2 * all_reduce_s(sharded_model, rows * model.hidden_size)
+    if batch.is_prefill:
+        # Kernels run while the next layer's kernels are launched, so the longer time is counted.
         busy = sum(parts.values())
-        parts["overhead"] += _either(busy, c.prompt_layer_s) - busy
+        parts["overhead"] += _smooth_max(busy, c.prompt_layer_s) - busy
     return parts
 
 
-def _products(machine: Machine, rows: float) -> float:
-    used, read = _mean_weights(machine.model, machine.tp, rows)
-    compute = 2 * rows * used / machine.flops
-    return _either(compute, read * WEIGHT_BYTES[machine.dtype] / _weight_bytes_s(machine))
+def _matmul_s(sharded_model: ShardedModel, rows: float) -> float:
+    weights_used, weights_read = _mean_weights(sharded_model.model, sharded_model.tp, rows)
+    compute = 2 * rows * weights_used / sharded_model.flops
+    return _smooth_max(
+        compute,
+        weights_read * WEIGHT_BYTES[sharded_model.dtype] / _weight_read_bytes_per_s(sharded_model),
+    )
 
 
-def _weight_bytes_s(machine: Machine) -> float:
-    return machine.device.bandwidth_bytes * machine.constants.weight_read
+def _weight_read_bytes_per_s(sharded_model: ShardedModel) -> float:
+    return sharded_model.device.memory_bytes_per_s * sharded_model.constants.weight_read
 
 
 def _mean_weights(model: GPTConfig, tp: int, rows: float) -> tuple[float, float]:
-    """A rank's weights that a token is multiplied with in a layer, and those that `rows` read."""
+    """Return the number of a layer's weights on a rank that one token uses, and that `rows` use."""
     h, d = model.hidden_size, model.kv_channels
     queries = model.num_attention_heads * d / tp
-    attention = h * (2 * queries + 2 * local_groups(model, tp) * d)
+    attention = h * (2 * queries + 2 * local_kv_heads(model, tp) * d)
     matrices = (3 if model.gated else 2) * h / tp
     experts = sum(model.moe_layers) / model.num_layers
     dense = (1 - experts) * matrices * model.ffn_hidden_size
     if not experts:
         return attention + dense, attention + dense
-    shared = experts * matrices * model.moe_shared_expert_intermediate_size
-    one = experts * matrices * model.moe_ffn_hidden_size
-    chosen, count = model.moe_router_topk, model.num_experts
-    touched = count * (1 - (1 - chosen / count) ** max(1.0, rows))
-    always = attention + dense + shared
-    return always + chosen * one, always + touched * one
+    shared_weights = experts * matrices * model.moe_shared_expert_intermediate_size
+    expert_weights = experts * matrices * model.moe_ffn_hidden_size
+    experts_per_token, count = model.moe_router_topk, model.num_experts
+    touched = count * (1 - (1 - experts_per_token / count) ** max(1.0, rows))
+    always = attention + dense + shared_weights
+    return always + experts_per_token * expert_weights, always + touched * expert_weights
 
 
-def held_weights(model: GPTConfig, tp: int) -> float:
-    """All of a layer's matrices on a rank."""
+def layer_weights_per_rank(model: GPTConfig, tp: int) -> float:
+    """Return the number of all matrix weights of a layer on one rank."""
     return _mean_weights(model, tp, float("inf"))[1]
 
 
-def _attention(machine: Machine, batch: Batch) -> float:
-    model, tp, c = machine.model, machine.tp, machine.constants
-    seen = min(batch.context, model.window_size or batch.context)
-    if batch.prompt:
-        scores = batch.sequences * batch.tokens * seen * model.num_attention_heads / tp
-        product = 4 * scores * model.kv_channels / (ATTENTION * machine.device.flops)
-        return product + c.score_s * scores / machine.kernels.vector
-    width = 2 * local_groups(model, tp) * model.kv_channels * machine.activation_bytes
-    return batch.sequences * seen * width / (machine.device.bandwidth_bytes * c.kv_read)
+def _attention_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
+    model = sharded_model.model
+    tp = sharded_model.tp
+    c = sharded_model.constants
+    context = min(batch.context, model.window_size or batch.context)
+    if batch.is_prefill:
+        scores = batch.sequences * batch.tokens * context * model.num_attention_heads / tp
+        product = (
+            4 * scores * model.kv_channels / (ATTENTION_EFFICIENCY * sharded_model.device.flops)
+        )
+        return product + c.score_s * scores / sharded_model.kernel_speeds.small_kernel_speedup
+    kv_bytes = 2 * local_kv_heads(model, tp) * model.kv_channels * sharded_model.activation_bytes
+    return (
+        batch.sequences * context * kv_bytes / (sharded_model.device.memory_bytes_per_s * c.kv_read)
+    )
 
 
-def _head(machine: Machine, batch: Batch) -> float:
-    weights = machine.model.vocab_size * machine.model.hidden_size / machine.tp
-    read = weights * machine.activation_bytes / _weight_bytes_s(machine)
-    slower = FLOAT32_SLOWER if machine.dtype == "float32" else 1
-    flops = machine.device.flops * machine.kernels.product / slower
-    return _either(2 * batch.sequences * weights / flops, read)
+def _lm_head_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
+    weights = sharded_model.model.vocab_size * sharded_model.model.hidden_size / sharded_model.tp
+    read_s = weights * sharded_model.activation_bytes / _weight_read_bytes_per_s(sharded_model)
+    slower = FLOAT32_SLOWDOWN if sharded_model.dtype == "float32" else 1
+    flops = sharded_model.device.flops * sharded_model.kernel_speeds.matmul_fraction / slower
+    return _smooth_max(2 * batch.sequences * weights / flops, read_s)
 
 
-def _sampling(machine: Machine, batch: Batch) -> float:
-    c = machine.constants
-    drawn = batch.sequences * machine.model.vocab_size
-    return c.step_s + c.draw_s * drawn / machine.kernels.vector
+def _sampling_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
+    c = sharded_model.constants
+    logit_count = batch.sequences * sharded_model.model.vocab_size
+    return c.step_s + c.draw_s * logit_count / sharded_model.kernel_speeds.small_kernel_speedup
 
 
-def _either(one: float, other: float) -> float:
-    """The larger one, a little more where they are alike."""
-    high, low = max(one, other), min(one, other)
-    return float(high * (1 + (low / high) ** SHARPNESS) ** (1 / SHARPNESS))
+def _smooth_max(first_s: float, second_s: float) -> float:
+    """Return a smooth maximum, slightly above the larger value if both are similar."""
+    high, low = max(first_s, second_s), min(first_s, second_s)
+    return float(high * (1 + (low / high) ** ROOFLINE_SHARPNESS) ** (1 / ROOFLINE_SHARPNESS))
 
 
-# ------------------------------------------------------------------------------------- messages
+# -------------------------------------------------------------------------------- communication
 
 
-def all_reduce_s(machine: Machine, elements: float) -> float:
-    """Among the tensor ranks. Beyond a node, all of its network cards carry a part of the ring."""
-    tp, cluster, c = machine.tp, machine.cluster, machine.constants
+def all_reduce_s(sharded_model: ShardedModel, elements: float) -> float:
+    """Return the seconds of an all-reduce over TP ranks.
+
+    Between nodes, the ring uses all network cards of a node.
+    """
+    tp = sharded_model.tp
+    cluster = sharded_model.cluster
+    c = sharded_model.constants
     if tp == 1:
         return 0.0
-    bus, latency = _all_reduce(machine.kernels, min(tp, cluster.gpus_per_node))
+    bus, latency = _all_reduce_speed(sharded_model.kernel_speeds, min(tp, cluster.gpus_per_node))
     nodes = -(-tp // cluster.gpus_per_node)
     if nodes > 1:
-        bus = min(bus, cluster.gpus_per_node * cluster.device.network_bytes)
-    passed = 2 * elements * machine.activation_bytes * (tp - 1) / tp
+        bus = min(bus, cluster.gpus_per_node * cluster.device.network_bytes_per_s)
+    bytes_sent = 2 * elements * sharded_model.activation_bytes * (tp - 1) / tp
     seconds = c.latency * latency + c.node_s * log2(nodes)
-    return seconds + c.message_s * sqrt(passed) + passed / bus
+    return seconds + c.message_s * sqrt(bytes_sent) + bytes_sent / bus
 
 
-def _all_reduce(kernels: Kernels, ranks: int) -> tuple[float, float]:
-    place = 0 if ranks <= 2 else 1 if ranks <= 4 else 2
-    return kernels.bus_bytes[place], kernels.reduce_s[place]
+def _all_reduce_speed(kernel_speeds: KernelSpeeds, ranks: int) -> tuple[float, float]:
+    index = 0 if ranks <= 2 else 1 if ranks <= 4 else 2
+    return kernel_speeds.bus_bytes_per_s[index], kernel_speeds.all_reduce_s[index]
 
 
-def _hop(machine: Machine, batch: Batch) -> float:
-    cluster = machine.cluster
-    inside = machine.tp * machine.pp <= cluster.gpus_per_node
-    speed = cluster.device.link_bytes if inside else cluster.device.network_bytes
+def _stage_send_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
+    cluster = sharded_model.cluster
+    is_in_node = sharded_model.tp * sharded_model.pp <= cluster.gpus_per_node
+    bytes_per_s = (
+        cluster.device.link_bytes_per_s if is_in_node else cluster.device.network_bytes_per_s
+    )
     rows = batch.sequences * batch.tokens
-    return HOP_S + rows * machine.model.hidden_size * machine.activation_bytes / machine.tp / speed
+    return (
+        STAGE_SEND_S
+        + rows
+        * sharded_model.model.hidden_size
+        * sharded_model.activation_bytes
+        / sharded_model.tp
+        / bytes_per_s
+    )

@@ -1,7 +1,8 @@
-"""`python -m planning.published.fit_inference`: fits FasterTransformer's constants.
+"""Fit of the FasterTransformer constants to published latencies; leave-one-model-out errors.
 
-Prints them, the error of each model's rows, and the same with that model kept out of the fit: the
-only errors that say anything of a model that nobody published. Every row counts alike.
+`python -m planning.published.fit_inference` prints the constants, the error of each model's rows,
+and the error of these rows if the model is left out of the fit. For a model without published
+results, only the second error is meaningful. All rows have the same weight.
 """
 
 import sys
@@ -11,12 +12,12 @@ from dataclasses import asdict, fields
 import numpy as np
 import numpy.typing as npt
 
-from planning.published.faster_transformer import FITTED, Constants
-from planning.published.inference_runs import Case, times
+from planning.published.faster_transformer import FITTED, FittedConstants
+from planning.published.inference_runs import PublishedCase, latency_cases
 
-# Where the fit begins, and what it is drawn back to: estimates from single kernels' speeds, so
-# that two constants which the rows cannot tell apart stay near what each of them means.
-GUESS = Constants(
+# The start and the prior of the fit: estimates from the speeds of single kernels. The prior keeps
+# constants realistic if the rows alone cannot determine them.
+INITIAL_CONSTANTS = FittedConstants(
     weight_read=0.88,
     kv_read=0.78,
     score_s=8.3e-12,
@@ -31,108 +32,135 @@ GUESS = Constants(
     step_s=500e-6,
     wait=0.03,
 )
-NAMES = tuple(field.name for field in fields(Constants))
-# A constant that is e times its guess costs as much as this many rows that are e times off.
-PULL = 0.2
-# Errors beyond count by their size, not its square: some tables are of older programs.
-OUTLIER = 0.08
+CONSTANT_NAMES = tuple(field.name for field in fields(FittedConstants))
+# If a constant differs from its prior by a factor, it adds as much to the cost as this many rows
+# whose predictions are wrong by the same factor.
+PRIOR_WEIGHT = 0.2
+# Larger errors count linearly, not squared, because some tables are from older software.
+HUBER_DELTA = 0.08
 ROUNDS_MAX = 40
-STEP = 1e-3
+FINITE_DIFFERENCE = 1e-3
 
 Array = npt.NDArray[np.float64]
 
 
-def constants_of(logs: Array) -> Constants:
-    return Constants(**{name: float(x) for name, x in zip(NAMES, np.exp(logs), strict=True)})
+def constants_from_logs(logs: Array) -> FittedConstants:
+    return FittedConstants(
+        **{name: float(x) for name, x in zip(CONSTANT_NAMES, np.exp(logs), strict=True)}
+    )
 
 
-def logs_of(constants: Constants) -> Array:
-    values: Array = np.array([asdict(constants)[name] for name in NAMES])
+def logs_from_constants(constants: FittedConstants) -> Array:
+    values: Array = np.array([asdict(constants)[name] for name in CONSTANT_NAMES])
     return np.log(values)
 
 
-def errors(cases: Sequence[Case], logs: Array) -> Array:
-    """Logarithms of predicted over published."""
-    constants = constants_of(logs)
-    off: Array = np.array([case.error(constants) for case in cases])
-    return np.log1p(off)
+def log_errors(cases: Sequence[PublishedCase], logs: Array) -> Array:
+    """Return the logarithms of predicted / published."""
+    constants = constants_from_logs(logs)
+    relative_errors: Array = np.array([case.error(constants) for case in cases])
+    return np.log1p(relative_errors)
 
 
-def cost(wrong: Array, logs: Array) -> float:
-    size = np.abs(wrong)
-    each = np.where(size < OUTLIER, size**2 / 2, OUTLIER * (size - OUTLIER / 2))
-    return float(each.sum() + PULL / 2 * ((logs - logs_of(GUESS)) ** 2).sum())
+def huber_cost(residuals: Array, logs: Array) -> float:
+    absolute = np.abs(residuals)
+    row_costs = np.where(
+        absolute < HUBER_DELTA, absolute**2 / 2, HUBER_DELTA * (absolute - HUBER_DELTA / 2)
+    )
+    return float(
+        row_costs.sum()
+        + PRIOR_WEIGHT / 2 * ((logs - logs_from_constants(INITIAL_CONSTANTS)) ** 2).sum()
+    )
 
 
-def fit(cases: Sequence[Case]) -> Constants:
-    """Levenberg and Marquardt's way, on logarithms of constants and of errors."""
-    logs, guess, damping = logs_of(GUESS), logs_of(GUESS), 1e-2
-    wrong = errors(cases, logs)
+def fit_constants(cases: Sequence[PublishedCase]) -> FittedConstants:
+    """Fit the constants by Levenberg-Marquardt, on logarithms of constants and of errors."""
+    logs = logs_from_constants(INITIAL_CONSTANTS)
+    guess = logs_from_constants(INITIAL_CONSTANTS)
+    damping = 1e-2
+    residuals = log_errors(cases, logs)
     for _ in range(ROUNDS_MAX):
-        now = cost(wrong, logs)
-        slopes = np.stack([(errors(cases, logs + s) - wrong) / STEP for s in STEP * _units()], 1)
-        weight = np.minimum(1, OUTLIER / np.maximum(np.abs(wrong), 1e-12))
-        curve = slopes.T @ (weight[:, None] * slopes) + PULL * np.eye(len(NAMES))
-        slope = slopes.T @ (weight * wrong) + PULL * (logs - guess)
+        now = huber_cost(residuals, logs)
+        jacobian = np.stack(
+            [
+                (log_errors(cases, logs + s) - residuals) / FINITE_DIFFERENCE
+                for s in FINITE_DIFFERENCE * _unit_vectors()
+            ],
+            1,
+        )
+        weight = np.minimum(1, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-12))
+        hessian = jacobian.T @ (weight[:, None] * jacobian) + PRIOR_WEIGHT * np.eye(
+            len(CONSTANT_NAMES)
+        )
+        gradient = jacobian.T @ (weight * residuals) + PRIOR_WEIGHT * (logs - guess)
         better = False
         while not better and damping < 1e6:
-            step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -slope)
-            tried = errors(cases, logs + step)
-            better = cost(tried, logs + step) < now
+            step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
+            new_residuals = log_errors(cases, logs + step)
+            better = huber_cost(new_residuals, logs + step) < now
             damping *= 0.2 if better else 4
         if not better:
             break
-        logs, wrong = logs + step, tried
-        if now - cost(wrong, logs) < 1e-7 * now:
+        logs, residuals = logs + step, new_residuals
+        if now - huber_cost(residuals, logs) < 1e-7 * now:
             break
-    return constants_of(logs)
+    return constants_from_logs(logs)
 
 
-def _units() -> Array:
-    return np.eye(len(NAMES))
+def _unit_vectors() -> Array:
+    return np.eye(len(CONSTANT_NAMES))
 
 
-def _of_model(name: str) -> Callable[[Case], bool]:
+def _is_of_model(name: str) -> Callable[[PublishedCase], bool]:
     return lambda case: case.model == name
 
 
-# Groups of rows that are kept from the fit, one at a time.
-MODELS = tuple(dict.fromkeys(case.model for case in times()))
-GROUPS: Mapping[str, Callable[[Case], bool]] = {
-    **{name: _of_model(name) for name in MODELS},
+# Groups of rows to leave out of the fit, one at a time.
+MODELS = tuple(dict.fromkeys(case.model for case in latency_cases()))
+HOLDOUT_GROUPS: Mapping[str, Callable[[PublishedCase], bool]] = {
+    **{name: _is_of_model(name) for name in MODELS},
     "pipelines": lambda case: case.job.pp > 1,
     "across nodes": lambda case: case.job.tp > 8,
     "one GPU": lambda case: case.job.tp == 1,
 }
 
 
-def left_out(group: Callable[[Case], bool]) -> list[float]:
-    """Errors of a group's rows, from constants that were fitted without them."""
-    constants = fit([case for case in times() if not group(case)])
-    return [case.error(constants) for case in times() if group(case)]
+def holdout_errors(group: Callable[[PublishedCase], bool]) -> list[float]:
+    """Return the errors of a group's rows with constants fitted to the other rows."""
+    constants = fit_constants([case for case in latency_cases() if not group(case)])
+    return [case.error(constants) for case in latency_cases() if group(case)]
 
 
-def words(found: Sequence[float]) -> str:
-    size = sorted(abs(x) for x in found)
-    mean, tenth = sum(size) / len(size), size[int(0.9 * (len(size) - 1))]
-    bias = sum(found) / len(found)
-    return f"mean {mean:6.1%}  p90 {tenth:6.1%}  worst {size[-1]:6.1%}  bias {bias:+6.1%}"
+def error_summary(relative_errors: Sequence[float]) -> str:
+    absolute = sorted(abs(x) for x in relative_errors)
+    mean, p90 = sum(absolute) / len(absolute), absolute[int(0.9 * (len(absolute) - 1))]
+    bias = sum(relative_errors) / len(relative_errors)
+    return f"mean {mean:6.1%}  p90 {p90:6.1%}  worst {absolute[-1]:6.1%}  bias {bias:+6.1%}"
 
 
 def main() -> int:
-    constants = fit(times())
-    out = ["constants"]
-    out += [f"    {name}={value:.3g}," for name, value in asdict(constants).items()]
-    out += ["", f"{'fitted':14} {words([case.error(constants) for case in times()])}"]
-    out += [f"{'as it stands':14} {words([case.error(FITTED) for case in times()])}", ""]
-    everything = []
-    for name, group in GROUPS.items():
-        own = [case.error(constants) for case in times() if group(case)]
-        kept = left_out(group)
-        everything += kept if name in MODELS else []
-        out += [f"{name:14} {words(own)}  ({len(own)} rows)", f"{'  kept out':14} {words(kept)}"]
-    out += ["", f"{'models out':14} {words(everything)}"]
-    sys.stdout.write("\n".join(out) + "\n")
+    constants = fit_constants(latency_cases())
+    lines = ["constants"]
+    lines += [f"    {name}={value:.3g}," for name, value in asdict(constants).items()]
+    lines += [
+        "",
+        f"{'fitted':14} {error_summary([case.error(constants) for case in latency_cases()])}",
+    ]
+    lines += [
+        f"{'current':14} {error_summary([case.error(FITTED) for case in latency_cases()])}",
+        "",
+    ]
+    model_holdout_errors = []
+    for name, group in HOLDOUT_GROUPS.items():
+        fitted_errors = [case.error(constants) for case in latency_cases() if group(case)]
+        holdout = holdout_errors(group)
+        model_holdout_errors += holdout if name in MODELS else []
+        lines += [
+            f"{name:14} {error_summary(fitted_errors)}  ({len(fitted_errors)} rows)",
+            f"{'  left out':14} {error_summary(holdout)}",
+        ]
+    lines += ["", f"{'all left out':14} {error_summary(model_holdout_errors)}"]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -1,8 +1,9 @@
-"""`python -m planning.published.fit_training`: planning.training.efficiency, fitted.
+"""Fit of the training efficiency constants to published runs, with leave-one-out errors.
 
-Least squares of logarithms over published runs, held near what is known of the hardware by priors,
-so that few and noisy rows cannot pull a constant where it explains their noise. Prints each
-constant, the error on the rows it was fitted to, and on each row when it is left out.
+`python -m planning.published.fit_training` fits the constants of `planning.training.efficiency` to
+published runs, by least squares of logarithms. The rows are few and noisy, so priors from hardware
+measurements prevent overfitting. The command prints the constants, the errors of the fitted rows,
+and the error of each row if it is left out of the fit.
 """
 
 import sys
@@ -13,31 +14,37 @@ from typing import Any
 
 import numpy as np
 
-from planning.published.training_runs import Layer, Run, Runs, layers, runs
+from planning.published.training_runs import (
+    PublishedLayer,
+    PublishedRun,
+    PublishedTable,
+    layer_times,
+    run_tables,
+)
 from planning.training.efficiency import A100, H100, Software
 from planning.training.estimate import estimate_training, layer_seconds
 from planning.training.step_time import Efficiency
 
-ROUNDS = 8
-NUDGE = 1e-4
+ITERATIONS = 8
+FINITE_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A constant is about `middle`; `spread` is of its logarithm."""
+    """The prior of a constant: its center, and the standard deviation of its logarithm."""
 
-    middle: float
+    center: float
     spread: float
-    # What it sets, if not the field of its name; and how.
+    # Sets the constant in an Efficiency; None: the constant is the field with the same name.
     apply: Callable[[Efficiency, float], Efficiency] | None = None
 
 
-def _hidden(base: Efficiency, exposed: float) -> Efficiency:
+def _with_exposed_share(base: Efficiency, exposed: float) -> Efficiency:
     return replace(base, hidden_forward=1 - exposed, hidden_backward=1 - exposed)
 
 
-# Spreads: microbenchmarks of products and memory are within a tenth of what training sustains;
-# overlap, networks and optimizers differ more from site to site.
+# Microbenchmarks of matmuls and memory are within a tenth of the speeds in training. The overlap of
+# communication, networks and optimizers differ more between clusters.
 PRIORS: Mapping[str, Mapping[str, Prior]] = {
     "a100-80g": {
         "products": Prior(0.75, 0.1),
@@ -51,122 +58,125 @@ PRIORS: Mapping[str, Mapping[str, Prior]] = {
         "products": Prior(0.68, 0.1),
         "products_fp8": Prior(0.5, 0.15),
         "gap_s": Prior(100e-6, 0.7),
-        "exposed": Prior(0.3, 0.3, _hidden),
+        "exposed": Prior(0.3, 0.3, _with_exposed_share),
     },
 }
 BASES: Mapping[str, Efficiency] = {"a100-80g": A100, "h100": H100}
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedEfficiency:
     efficiency: Efficiency
     constants: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Evidence:
-    runs: Sequence[Run]
-    layers: Sequence[Layer]
+class FitRows:
+    runs: Sequence[PublishedRun]
+    layers: Sequence[PublishedLayer]
 
 
-def evidence(device: str) -> Evidence:
-    rows = [run for table in _tables(device) for run in table.runs]
-    return Evidence(rows, [one for one in layers() if one.cluster.device.name == device])
+def rows_of_device(device: str) -> FitRows:
+    rows = [run for table in _tables_of_device(device) for run in table.runs]
+    return FitRows(rows, [layer for layer in layer_times() if layer.cluster.device.name == device])
 
 
-def _tables(device: str) -> list[Runs]:
-    return [table for table in runs() if table.device == device and table.kind != "zero3"]
+def _tables_of_device(device: str) -> list[PublishedTable]:
+    return [table for table in run_tables() if table.device == device and table.kind != "zero3"]
 
 
-def predicted_s(run: Run, efficiency: Efficiency) -> float:
-    kind = Software("", efficiency, 0.0, 0.0)
-    return estimate_training(run.job, run.split, run.cluster, kind).iteration_s
+def predicted_s(run: PublishedRun, efficiency: Efficiency) -> float:
+    software_stack = Software("", efficiency, 0.0, 0.0)
+    return estimate_training(run.job, run.split, run.cluster, software_stack).iteration_s
 
 
-def fit(device: str, rows: Evidence) -> Fit:
-    """Gauss and Newton's steps, halved where they would overshoot."""
+def fit_efficiency(device: str, rows: FitRows) -> FittedEfficiency:
+    """Fit the constants by Gauss-Newton steps, which are halved while they overshoot."""
     priors = PRIORS[device]
     names = list(priors)
 
     def constants(x: Sequence[float]) -> dict[str, float]:
-        return {n: priors[n].middle * exp(v) for n, v in zip(names, x, strict=True)}
+        return {n: priors[n].center * exp(v) for n, v in zip(names, x, strict=True)}
 
     def efficiency(x: Sequence[float]) -> Efficiency:
-        out = BASES[device]
+        fitted = BASES[device]
         for name, value in constants(x).items():
             apply = priors[name].apply
             changes: dict[str, Any] = {name: value}
-            out = apply(out, value) if apply else replace(out, **changes)
-        return out
+            fitted = apply(fitted, value) if apply else replace(fitted, **changes)
+        return fitted
 
     def residuals(x: Sequence[float]) -> list[float]:
-        kept = [v / priors[n].spread for n, v in zip(names, x, strict=True)]
-        return kept + _misfits(rows, efficiency(x))
+        prior_residuals = [v / priors[n].spread for n, v in zip(names, x, strict=True)]
+        return prior_residuals + _row_residuals(rows, efficiency(x))
 
-    x = [0.0] * len(names)
-    for _ in range(ROUNDS):
-        x = _step(x, residuals)
-    return Fit(efficiency(x), constants(x))
-
-
-def _misfits(rows: Evidence, efficiency: Efficiency) -> list[float]:
-    out = [log(predicted_s(run, efficiency) / run.seconds) / run.noise for run in rows.runs]
-    kind = Software("", efficiency, 0.0, 0.0)
-    for one in rows.layers:
-        there, back = layer_seconds(one.job, one.split, one.cluster, kind)
-        out.append(log(there * 1000 / one.forward_ms) / one.noise)
-        out.append(log(back * 1000 / one.backward_ms) / one.noise)
-    return out
+    logs = [0.0] * len(names)
+    for _ in range(ITERATIONS):
+        logs = _gauss_newton_step(logs, residuals)
+    return FittedEfficiency(efficiency(logs), constants(logs))
 
 
-def _step(x: list[float], residuals: Callable[[Sequence[float]], list[float]]) -> list[float]:
-    here = np.array(residuals(x))
-    nudged = [[v + NUDGE * (j == i) for j, v in enumerate(x)] for i in range(len(x))]
-    slopes = np.stack([(np.array(residuals(one)) - here) / NUDGE for one in nudged], 1)
-    move = np.linalg.solve(slopes.T @ slopes, -slopes.T @ here)
-    size = 1.0
-    while size > NUDGE:
-        there = [float(v) for v in np.array(x) + size * move]
-        found = np.array(residuals(there))
-        if found @ found <= here @ here:
-            return there
-        size /= 2
+def _row_residuals(rows: FitRows, efficiency: Efficiency) -> list[float]:
+    residuals = [log(predicted_s(run, efficiency) / run.seconds) / run.noise for run in rows.runs]
+    software_stack = Software("", efficiency, 0.0, 0.0)
+    for layer in rows.layers:
+        forward_s, backward_s = layer_seconds(layer.job, layer.split, layer.cluster, software_stack)
+        residuals.append(log(forward_s * 1000 / layer.forward_ms) / layer.noise)
+        residuals.append(log(backward_s * 1000 / layer.backward_ms) / layer.noise)
+    return residuals
+
+
+def _gauss_newton_step(
+    x: list[float], residuals: Callable[[Sequence[float]], list[float]]
+) -> list[float]:
+    current = np.array(residuals(x))
+    shifted = [[v + FINITE_DIFFERENCE * (j == i) for j, v in enumerate(x)] for i in range(len(x))]
+    jacobian = np.stack(
+        [(np.array(residuals(point)) - current) / FINITE_DIFFERENCE for point in shifted], 1
+    )
+    direction = np.linalg.solve(jacobian.T @ jacobian, -jacobian.T @ current)
+    step_scale = 1.0
+    while step_scale > FINITE_DIFFERENCE:
+        candidate = [float(v) for v in np.array(x) + step_scale * direction]
+        candidate_residuals = np.array(residuals(candidate))
+        if candidate_residuals @ candidate_residuals <= current @ current:
+            return candidate
+        step_scale /= 2
     return x
 
 
-def left_out(device: str) -> Mapping[str, float]:
-    """Signed errors of rows by constants that never saw them.
+def holdout_errors(device: str) -> Mapping[str, float]:
+    """Return the signed error of each row with constants that were fitted without the row.
 
-    Rows of one model in one table that differ in nodes alone are left out together: one of them
-    tells the others.
+    Rows of the same model and table are left out together, because they predict each other.
     """
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for table in _tables(device):
+    groups: dict[tuple[str, str], list[PublishedRun]] = {}
+    for table in _tables_of_device(device):
         if table.kind == "runs":
             for run in table.runs:
                 groups.setdefault((table.name, run.name.split()[0]), []).append(run)
-    whole = evidence(device)
+    all_rows = rows_of_device(device)
     errors = {}
     for (table_name, _), group in groups.items():
-        kept = [run for run in whole.runs if run not in group]
-        found = fit(device, Evidence(kept, whole.layers)).efficiency
+        other_runs = [run for run in all_rows.runs if run not in group]
+        fitted = fit_efficiency(device, FitRows(other_runs, all_rows.layers)).efficiency
         for i, run in enumerate(group):
             key = f"{table_name}: {run.name}" + (f" ({i + 1})" if len(group) > 1 else "")
-            errors[key] = predicted_s(run, found) / run.seconds - 1
+            errors[key] = predicted_s(run, fitted) / run.seconds - 1
     return errors
 
 
-def report(device: str) -> str:
-    found = fit(device, evidence(device))
+def fit_report(device: str) -> str:
+    fitted = fit_efficiency(device, rows_of_device(device))
     lines = [device, "  constants"]
-    lines += [f"    {name} = {value:.4g}" for name, value in found.constants.items()]
-    inside = {
-        f"{table.name}: {run.name}": predicted_s(run, found.efficiency) / run.seconds - 1
-        for table in _tables(device)
+    lines += [f"    {name} = {value:.4g}" for name, value in fitted.constants.items()]
+    fitted_errors = {
+        f"{table.name}: {run.name}": predicted_s(run, fitted.efficiency) / run.seconds - 1
+        for table in _tables_of_device(device)
         if table.kind == "runs"
         for run in table.runs
     }
-    for name, errors in (("fitted", inside), ("left out", left_out(device))):
+    for name, errors in (("fitted", fitted_errors), ("left out", holdout_errors(device))):
         sizes = sorted(abs(error) for error in errors.values())
         lines.append(f"  {name}: {_summary(sizes)}")
         lines += [f"    {100 * error:+5.1f} %  {key}" for key, error in errors.items()]
@@ -176,16 +186,16 @@ def report(device: str) -> str:
 def _summary(sizes: Sequence[float]) -> str:
     mean = sum(sizes) / len(sizes)
     spread = sqrt(sum(size**2 for size in sizes) / len(sizes))
-    ninth = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
+    p90 = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
     return (
         f"{len(sizes)} rows, mean {100 * mean:.1f} %, rms {100 * spread:.1f} %, "
-        f"nine of ten within {100 * ninth:.1f} %, worst {100 * sizes[-1]:.1f} %"
+        f"nine of ten within {100 * p90:.1f} %, worst {100 * sizes[-1]:.1f} %"
     )
 
 
 def main() -> None:
     for device in PRIORS:
-        sys.stdout.write(report(device) + "\n")
+        sys.stdout.write(fit_report(device) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Published speeds and memory of static batches, row by row, each with what it is compared to.
+"""Published inference measurements: latency and memory of static batches, one case per number.
 
-The file says what was measured; this says which job that was. A row that did not fit into memory is
-a case too: what is published of it is that it did not.
+`published/inference.yaml` contains the numbers; this module creates the job that each number was
+measured with. A configuration that ran out of memory is also a case, without a number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,11 @@ import yaml
 
 from gpt.config import GPTConfig
 from planning.hardware import Cluster, find_device
-from planning.published.faster_transformer import FITTED, Constants
+from planning.published.faster_transformer import FITTED, FittedConstants
 from planning.published.static_batch import StaticJob, estimate_static
 
-ROWS = Path(__file__).with_name("inference.yaml")
-GPU = "a100-80g"
+CASES_FILE = Path(__file__).with_name("inference.yaml")
+DEFAULT_GPU = "a100-80g"
 GPUS_PER_NODE = 8
 VOCABULARY = 51200
 POSITIONS = 2048
@@ -28,7 +28,7 @@ TIMES: tuple[Figure, ...] = ("request_ms", "prefill_ms", "decode_ms_per_token")
 
 
 @dataclass(frozen=True)
-class Case:
+class PublishedCase:
     """One published number. GB are 1e9 bytes."""
 
     table: str
@@ -50,43 +50,43 @@ class Case:
         ranks = self.job.tp * self.job.pp
         return Cluster(find_device(self.gpu), max(ranks, GPUS_PER_NODE), GPUS_PER_NODE)
 
-    def predicted(self, constants: Constants = FITTED) -> float:
+    def predict(self, constants: FittedConstants = FITTED) -> float:
         estimate = estimate_static(self.job, self.cluster, constants)
         if self.figure == "memory_gb":
             return estimate.memory.total / 1e9
         return float(getattr(estimate, self.figure))
 
-    def error(self, constants: Constants = FITTED) -> float:
-        """Signed: 0.05 is 5 % too much."""
-        assert self.published is not None, "nothing ran"
-        return self.predicted(constants) / self.published - 1
+    def error(self, constants: FittedConstants = FITTED) -> float:
+        """Return the signed relative error: 0.05 means that the prediction is 5 % too high."""
+        assert self.published is not None, "an out-of-memory case has no number"
+        return self.predict(constants) / self.published - 1
 
 
-def times() -> list[Case]:
+def latency_cases() -> list[PublishedCase]:
     return [case for case in cases() if case.figure in TIMES and case.published is not None]
 
 
-def memories() -> list[Case]:
+def memory_cases() -> list[PublishedCase]:
     return [case for case in cases() if case.figure == "memory_gb"]
 
 
-def out_of_memory() -> list[Case]:
+def out_of_memory_cases() -> list[PublishedCase]:
     return [case for case in cases() if case.published is None]
 
 
 @cache
-def cases() -> tuple[Case, ...]:
-    file = yaml.safe_load(ROWS.read_text("utf-8"))
-    models = {name: _model(widths) for name, widths in file["models"].items()}
+def cases() -> tuple[PublishedCase, ...]:
+    file = yaml.safe_load(CASES_FILE.read_text("utf-8"))
+    models = {name: _make_config(widths) for name, widths in file["models"].items()}
     return tuple(
         case
         for table in file["tables"]
         for row in table["rows"]
-        for case in _row(table, row, models)
+        for case in _cases_of_row(table, row, models)
     )
 
 
-def _model(widths: Mapping[str, int]) -> GPTConfig:
+def _make_config(widths: Mapping[str, int]) -> GPTConfig:
     return GPTConfig(
         num_layers=widths["layers"],
         hidden_size=widths["hidden"],
@@ -96,18 +96,18 @@ def _model(widths: Mapping[str, int]) -> GPTConfig:
     )
 
 
-def _row(
+def _cases_of_row(
     table: Mapping[str, Any], row: Mapping[str, Any], models: Mapping[str, GPTConfig]
-) -> Iterator[Case]:
+) -> Iterator[PublishedCase]:
     for figure in get_args(Figure):
         for batch, value in zip(table["batch"], row.get(figure, table["batch"]), strict=True):
             if figure not in row or value is None:
                 continue
-            yield Case(
+            yield PublishedCase(
                 table=table["name"],
                 source=table["source"],
                 model=table["model"],
-                gpu=table.get("gpu", GPU),
+                gpu=table.get("gpu", DEFAULT_GPU),
                 job=StaticJob(
                     model=models[table["model"]],
                     input_tokens=row["input"],

@@ -1,8 +1,9 @@
-"""A static batch, as FasterTransformer served it: all requests start together and end together.
+"""Static batch estimate: latency and memory of one FasterTransformer batch.
 
-One pass over all prompts, then one pass per further token, as if every request had the mean length
-of context. What a pass takes is `planning.published.faster_transformer`'s business; this adds
-passes up, and counts the bytes that the fullest GPU holds meanwhile.
+All requests of a static batch start and end together. There is one pass over all prompts and then
+one pass per further token, each with the mean context length. The time of a pass comes from
+`planning.published.faster_transformer`; this module adds the times of all passes, and computes the
+memory of the GPU that needs the most.
 """
 
 from collections.abc import Mapping
@@ -13,33 +14,36 @@ from math import prod
 from gpt.config import GPTConfig
 from gpt.costs.inference import kv_bytes_per_token
 from gpt.errors import ConfigError
-from gpt.parallel.sharding import check_split, on_stage, parameters, part, stage_layers
-from planning.figures import size
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import check_split, is_on_stage, parameter_specs, shard_spec
+from planning.figures import format_bytes
 from planning.hardware import Cluster, divisors
-from planning.memory_ledger import TIGHT_SHARE, Ledger
-from planning.plan import Trust
+from planning.memory_ledger import TIGHT_SHARE, MemoryLedger
+from planning.plan import Confidence
 from planning.published.faster_transformer import (
     FITTED,
     WEIGHT_BYTES,
-    Batch,
-    Constants,
-    Machine,
-    held_weights,
+    BatchPass,
+    FittedConstants,
+    ShardedModel,
+    layer_weights_per_rank,
     pass_seconds,
 )
 
-# What a GPU holds besides weights and KV: a context with its libraries' buffers, and temporary
-# results for each prompt token in flight, in hidden states; of those a part is divided by the
-# tensor ranks. The sum of both on one GPU and the first are fitted to published memory.
+# GPU memory besides weights and KV cache. CONTEXT_BYTES is the CUDA context with library buffers.
+# The WORKSPACE constants are the workspace per prompt token, in units of a hidden state; the
+# SHARDED part is divided by the TP size. CONTEXT_BYTES and the sum of both workspaces are fitted to
+# published memory.
 CONTEXT_BYTES = 2_730_000_000
-PROMPT_WIDTHS = 9.5
-PROMPT_WIDTHS_SHARDED = 16.0
+WORKSPACE_WIDTHS = 9.5
+WORKSPACE_WIDTHS_SHARDED = 16.0
 
-# Error bars: nine in ten published latencies of a model that was kept from the fit are within the
-# first. Elsewhere nothing was held against the estimate; those are what we would bet on.
-ERROR = 0.12
-ERROR_OUTSIDE = 0.20
-ERROR_NARROW = 0.25
+# Relative error bars. For models that were left out of the fit, nine in ten published latencies are
+# within ERROR_FITTED of the prediction. The other error bars are estimates, because there are no
+# published rows to compare with.
+ERROR_FITTED = 0.12
+ERROR_EXTRAPOLATED = 0.20
+ERROR_QUANTIZED = 0.25
 ERROR_DEVICE = 0.30
 FITTED_DEVICES = ("a100-40g", "a100-80g")
 FITTED_BATCH_MAX = 256
@@ -53,84 +57,87 @@ class StaticJob:
     input_tokens: int
     output_tokens: int
     batch: int
-    dtype: str = "float16"  # Of the weights: int8 and int4 too, which compute in 16 bits.
+    dtype: str = "float16"  # Dtype of the weights; int8 and int4 weights compute in 16 bits.
     tp: int = 1
     pp: int = 1
 
 
 @dataclass(frozen=True)
 class StaticEstimate:
-    prefill_ms: float  # To the first token.
-    decode_ms_per_token: float  # Of the mean context.
+    prefill_ms: float  # Time to first token.
+    decode_ms_per_token: float  # Time per further token, with the mean context length.
     request_ms: float
-    tokens_per_s: float  # Output, of all requests.
+    tokens_per_s: float  # Generated tokens of all requests.
     requests_per_s: float
-    memory: Ledger
-    trust: Trust
-    parts_ms: Mapping[str, float]  # What request_ms is made of.
+    memory: MemoryLedger
+    confidence: Confidence
+    parts_ms: Mapping[str, float]  # The parts of request_ms.
 
 
 def estimate_static(
-    job: StaticJob, cluster: Cluster, constants: Constants = FITTED
+    job: StaticJob, cluster: Cluster, constants: FittedConstants = FITTED
 ) -> StaticEstimate:
-    _check(job, cluster)
-    machine = Machine(job.model, job.dtype, job.tp, job.pp, cluster, constants)
-    first = pass_seconds(machine, Batch(job.batch, job.input_tokens, job.input_tokens, True))
+    _check_job(job, cluster)
+    sharded_model = ShardedModel(job.model, job.dtype, job.tp, job.pp, cluster, constants)
+    prefill_parts = pass_seconds(
+        sharded_model, BatchPass(job.batch, job.input_tokens, job.input_tokens, True)
+    )
     context = job.input_tokens + job.output_tokens / 2
-    later = pass_seconds(machine, Batch(job.batch, 1, context, False))
-    parts = {name: 1e3 * s for name, s in first.items()}
-    for name, seconds in later.items():
+    decode_parts = pass_seconds(sharded_model, BatchPass(job.batch, 1, context, False))
+    parts = {name: 1e3 * s for name, s in prefill_parts.items()}
+    for name, seconds in decode_parts.items():
         parts[name] = parts.get(name, 0.0) + 1e3 * seconds * (job.output_tokens - 1)
     request_ms = sum(parts.values())
     return StaticEstimate(
-        prefill_ms=1e3 * sum(first.values()),
-        decode_ms_per_token=1e3 * sum(later.values()),
+        prefill_ms=1e3 * sum(prefill_parts.values()),
+        decode_ms_per_token=1e3 * sum(decode_parts.values()),
         request_ms=request_ms,
         tokens_per_s=1e3 * job.batch * job.output_tokens / request_ms,
         requests_per_s=1e3 * job.batch / request_ms,
         memory=static_memory(job, cluster),
-        trust=_trust(job, cluster),
+        confidence=_confidence(job, cluster),
         parts_ms=parts,
     )
 
 
-def static_memory(job: StaticJob, cluster: Cluster) -> Ledger:
-    """Of the stage that holds most."""
-    width = 4 if job.dtype == "float32" else 2
-    widths = PROMPT_WIDTHS + PROMPT_WIDTHS_SHARDED / job.tp
-    prompts = job.batch * job.input_tokens * job.model.hidden_size * width
+def static_memory(job: StaticJob, cluster: Cluster) -> MemoryLedger:
+    """Return the memory ledger of the stage that needs the most memory."""
+    dtype_bytes = 4 if job.dtype == "float32" else 2
+    widths = WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED / job.tp
+    prompts = job.batch * job.input_tokens * job.model.hidden_size * dtype_bytes
     workspace = CONTEXT_BYTES + int(widths * prompts)
-    computed = "float32" if width == 4 else "float16"
+    kv_dtype = "float32" if dtype_bytes == 4 else "float16"
     tokens = job.batch * (job.input_tokens + job.output_tokens)
-    matrices = held_weights(job.model, job.tp) * (width - WEIGHT_BYTES[job.dtype])
+    matrices = layer_weights_per_rank(job.model, job.tp) * (dtype_bytes - WEIGHT_BYTES[job.dtype])
     stages = [
-        Ledger(
+        MemoryLedger(
             capacity=cluster.device.memory_bytes,
-            weights=int(elements * width - layers * matrices),
-            kv=kv_bytes_per_token(job.model, layers, job.tp, computed) * tokens,
+            weights=int(elements * dtype_bytes - layers * matrices),
+            kv=kv_bytes_per_token(job.model, layers, job.tp, kv_dtype) * tokens,
             workspace=workspace,
         )
-        for layers, elements in _held(job.model, job.tp, job.pp)
+        for layers, elements in _stage_parameters(job.model, job.tp, job.pp)
     ]
     return max(stages, key=lambda ledger: ledger.total)
 
 
-def what_would_fit(job: StaticJob, cluster: Cluster) -> list[str]:
-    """Sentences: what is too much, and the nearest jobs that are not. None where it fits."""
+def fit_advice_lines(job: StaticJob, cluster: Cluster) -> list[str]:
+    """Return why a job does not fit, and the nearest jobs that fit; an empty list if it fits."""
     ledger = static_memory(job, cluster)
     if ledger.verdict != "over":
         return []
-    alone = ledger.weights + CONTEXT_BYTES > TIGHT_SHARE * ledger.capacity
-    weights, capacity = size(ledger.weights), size(ledger.capacity)
-    lines = [f"the weights alone are too much: {weights} of {capacity}"]
-    if not alone:
-        lines = [f"weights and KV are too much: {weights} and {size(ledger.kv)} of {capacity}"]
+    weights_too_large = ledger.weights + CONTEXT_BYTES > TIGHT_SHARE * ledger.capacity
+    weights, capacity = format_bytes(ledger.weights), format_bytes(ledger.capacity)
+    lines = [f"the weights alone do not fit: {weights} of {capacity}"]
+    if not weights_too_large:
+        kv_cache = format_bytes(ledger.kv)
+        lines = [f"weights and KV cache do not fit: {weights} and {kv_cache} of {capacity}"]
     batch = _batch_max(job, cluster)
     if batch:
         lines.append(f"a batch of {batch:,} fits TP{job.tp} PP{job.pp}")
     for tp, pp in _splits(job.model, cluster):
         if _fits(replace(job, tp=tp, pp=pp), cluster):
-            lines.append(f"TP{tp} PP{pp}, {tp * pp} GPUs, holds it")
+            lines.append(f"TP{tp} PP{pp}, {tp * pp} GPUs, fits this batch")
             break
     return lines
 
@@ -149,12 +156,12 @@ def _batch_max(job: StaticJob, cluster: Cluster) -> int:
 
 
 def _splits(model: GPTConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """The way people go: more of a node's GPUs, and then more stages of all of them."""
-    ranks = [tp for tp in divisors(cluster.gpus_per_node) if _divides(model, tp)]
+    """Return the splits to suggest: increasing TP within a node, then increasing PP."""
+    ranks = [tp for tp in divisors(cluster.gpus_per_node) if _is_valid_tp(model, tp)]
     return [(tp, 1) for tp in ranks] + [(ranks[-1], pp) for pp in range(2, model.num_layers + 1)]
 
 
-def _divides(model: GPTConfig, tp: int) -> bool:
+def _is_valid_tp(model: GPTConfig, tp: int) -> bool:
     try:
         check_split(model, tp, 1)
     except ConfigError:
@@ -163,42 +170,51 @@ def _divides(model: GPTConfig, tp: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _held(model: GPTConfig, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
-    """Layers and parameters of each stage's first tensor rank, which none holds more than."""
-    table = list(parameters(model).values())
+def _stage_parameters(model: GPTConfig, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
+    """Return layers and parameters of each stage's first TP rank, which has the most memory."""
+    table = list(parameter_specs(model).values())
     stages = []
     for (layers,) in stage_layers(model.num_layers, pp):
-        held = [p for p in table if on_stage(model, p.name, layers)]
-        stages.append((len(layers), sum(prod(part(p, model, 0, tp).shape(p.shape)) for p in held)))
+        local_parameters = [p for p in table if is_on_stage(model, p.name, layers)]
+        stages.append(
+            (
+                len(layers),
+                sum(
+                    prod(shard_spec(p, model, 0, tp).local_shape(p.shape)) for p in local_parameters
+                ),
+            )
+        )
     return tuple(stages)
 
 
-def _check(job: StaticJob, cluster: Cluster) -> None:
+def _check_job(job: StaticJob, cluster: Cluster) -> None:
     for name in ("input_tokens", "output_tokens", "batch"):
         if getattr(job, name) < 1:
             raise ConfigError(f"{name} is {getattr(job, name)}; it must be at least 1")
     check_split(job.model, job.tp, job.pp)
     if job.tp * job.pp > cluster.gpus:
         raise ConfigError(
-            f"tensor parallel {job.tp} x pipeline parallel {job.pp} need {job.tp * job.pp} GPUs, "
-            f"and there are {cluster.gpus}; --gpus {job.tp * job.pp}, or smaller --tp and --pp"
+            f"tp {job.tp} x pp {job.pp} needs {job.tp * job.pp} GPUs, and there are "
+            f"{cluster.gpus}; set --gpus {job.tp * job.pp}, or a smaller --tp or --pp"
         )
 
 
-def _trust(job: StaticJob, cluster: Cluster) -> Trust:
+def _confidence(job: StaticJob, cluster: Cluster) -> Confidence:
     device = cluster.device.name
     if device not in FITTED_DEVICES:
         note = f"constants fitted on A100s, single kernels measured on {device}"
-        return Trust("spec-sheet", ERROR_DEVICE, note)
+        return Confidence("spec-sheet", ERROR_DEVICE, note)
     if job.dtype not in ("float16", "bfloat16"):
-        return Trust("spec-sheet", ERROR_NARROW, f"no published row has weights in {job.dtype}")
+        return Confidence(
+            "spec-sheet", ERROR_QUANTIZED, f"no published row has weights in {job.dtype}"
+        )
     limits = {
         "batch": (job.batch, FITTED_BATCH_MAX),
         "prompt": (job.input_tokens, FITTED_PROMPT_MAX),
         "tensor parallel": (job.tp, FITTED_TP_MAX),
     }
-    for name, (value, most) in limits.items():
-        if value > most:
-            note = f"{name} {value} is beyond the published rows, which end at {most}"
-            return Trust("spec-sheet", ERROR_OUTSIDE, note)
-    return Trust("spec-sheet", ERROR)
+    for name, (value, fitted_max) in limits.items():
+        if value > fitted_max:
+            note = f"{name} {value} is above the largest published value, {fitted_max}"
+            return Confidence("spec-sheet", ERROR_EXTRAPOLATED, note)
+    return Confidence("spec-sheet", ERROR_FITTED)

@@ -1,7 +1,7 @@
-"""Published runs of training as jobs and splits, ready to be predicted.
+"""Published training runs, layer times and activation sizes, as jobs and splits to predict.
 
-The numbers are `published/training.yaml`; here they only become what a prediction takes. A source
-that gives speed gives seconds by the operations that it counts.
+The numbers are in `published/training.yaml`; this module converts them into the arguments of a
+prediction. A published speed is converted into seconds with the FLOPs formula of its source.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from gpt.costs.training import forward_flops, recompute_flops, step_flops
 from planning.hardware import Cluster, find_device
 from planning.training.estimate import TrainingJob, TrainingSplit
 
-DATA = Path(__file__).with_name("training.yaml")
+RUNS_FILE = Path(__file__).with_name("training.yaml")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A row: what ran, and how long a step took."""
+class PublishedRun:
+    """A published run and the duration of its steps."""
 
     name: str
     job: TrainingJob
@@ -35,13 +35,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """A table."""
+class PublishedTable:
+    """A table of published runs."""
 
     name: str
     source: str
-    kind: str  # "runs"; "trend": read off a figure; "zero3": no split of ours.
-    runs: Sequence[Run]
+    # "runs", "trend" (values read from a plot) or "zero3" (a layout that Preamble does not have).
+    kind: str
+    runs: Sequence[PublishedRun]
 
     @property
     def device(self) -> str:
@@ -49,8 +50,8 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer of a model, timed alone."""
+class PublishedLayer:
+    """A published time of a single layer."""
 
     name: str
     job: TrainingJob
@@ -62,30 +63,33 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """GiB of the first stage's results by row of `ROWS`, and of parameters with their states."""
+class PublishedActivations:
+    """Published memory of the first stage: activations for each of ACTIVATION_ROWS, and states.
+
+    The states are parameters, gradients and optimizer state.
+    """
 
     name: str
     job: TrainingJob
     splits: Mapping[str, TrainingSplit]
-    gib: Sequence[float]
+    activation_gib: Sequence[float]
     percent: Sequence[float]
     states_gib: float
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A split that somebody's search took, whose speed is not known."""
+class PublishedChoice:
+    """A split that another planner chose, with unknown speed."""
 
     name: str
     job: TrainingJob
     split: TrainingSplit
     cluster: Cluster
-    recompute: tuple[str, ...]  # What that search could try; empty: anything.
+    recompute: tuple[str, ...]  # Recompute modes that the other planner tried; empty: all modes.
 
 
-# As the figures of K22 have them.
-ROWS: Mapping[str, Mapping[str, Any]] = {
+# The configurations in the figures of K22 (see training.yaml).
+ACTIVATION_ROWS: Mapping[str, Mapping[str, Any]] = {
     "TP": {},
     "TP, SP": {"sequence_parallel": True},
     "TP, selective": {"recompute": "selective"},
@@ -96,42 +100,44 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 @cache
 def _data() -> Mapping[str, Any]:
-    data: Mapping[str, Any] = yaml.safe_load(DATA.read_text())
+    data: Mapping[str, Any] = yaml.safe_load(RUNS_FILE.read_text())
     return data
 
 
 @cache
-def runs() -> Sequence[Runs]:
+def run_tables() -> Sequence[PublishedTable]:
     tables = []
     for table in _data()["tables"]:
-        rows = [_run({**table, **row}) for row in table["rows"]]
-        tables.append(Runs(table["name"], table["source"], table.get("kind", "runs"), rows))
+        rows = [_make_run({**table, **row}) for row in table["rows"]]
+        tables.append(
+            PublishedTable(table["name"], table["source"], table.get("kind", "runs"), rows)
+        )
     return tables
 
 
 @cache
-def chosen() -> Sequence[Choice]:
-    """What a search settled on."""
+def published_choices() -> Sequence[PublishedChoice]:
+    """Return the published choices of other planners."""
     table = _data()["chosen"]
-    found = []
+    choices = []
     for row in table["rows"]:
-        whole = {**table, **row}
-        job, split = _job(whole), _split(whole)
+        fields_of_row = {**table, **row}
+        job, split = _make_job(fields_of_row), _make_split(fields_of_row)
         job = replace(job, distributed_optimizer=row["year"] > 2022)
-        cluster = Cluster(find_device(whole["gpu"]), split.gpus)
-        name = f"{row['year']}: {_name(whole, split)}"
-        found.append(Choice(name, job, split, cluster, tuple(row.get("tried", ()))))
-    return found
+        cluster = Cluster(find_device(fields_of_row["gpu"]), split.gpus)
+        name = f"{row['year']}: {_run_name(fields_of_row, split)}"
+        choices.append(PublishedChoice(name, job, split, cluster, tuple(row.get("tried", ()))))
+    return choices
 
 
 @cache
-def layers() -> Sequence[Layer]:
+def layer_times() -> Sequence[PublishedLayer]:
     table = _data()["layers"]
     return [
-        Layer(
+        PublishedLayer(
             name=f"{row['recompute']}{', SP' if row.get('sequence_parallel') else ''}",
-            job=_job({"batch": table["micro_batch"], **table}),
-            split=_split({**table, **row}),
+            job=_make_job({"batch": table["micro_batch"], **table}),
+            split=_make_split({**table, **row}),
             cluster=Cluster(find_device(table["gpu"]), table["tp"]),
             forward_ms=row["forward_ms"],
             backward_ms=row["backward_ms"],
@@ -142,22 +148,32 @@ def layers() -> Sequence[Layer]:
 
 
 @cache
-def kept() -> Sequence[Kept]:
-    return list(_kept())
+def published_activations() -> Sequence[PublishedActivations]:
+    return list(_read_activations())
 
 
-def _kept() -> Iterator[Kept]:
+def _read_activations() -> Iterator[PublishedActivations]:
     table = _data()["activations"]
     for row in table["rows"]:
-        whole = {**table, **row}
-        splits = {name: _split({**whole, **how}) for name, how in ROWS.items()}
-        yield Kept(row["model"], _job(whole), splits, row["gib"], row["percent"], row["states_gib"])
+        fields_of_row = {**table, **row}
+        splits = {
+            name: _make_split({**fields_of_row, **split_fields})
+            for name, split_fields in ACTIVATION_ROWS.items()
+        }
+        yield PublishedActivations(
+            row["model"],
+            _make_job(fields_of_row),
+            splits,
+            row["gib"],
+            row["percent"],
+            row["states_gib"],
+        )
 
 
-def _run(row: Mapping[str, Any]) -> Run:
-    job, split = _job(row), _split(row)
-    return Run(
-        name=_name(row, split),
+def _make_run(row: Mapping[str, Any]) -> PublishedRun:
+    job, split = _make_job(row), _make_split(row)
+    return PublishedRun(
+        name=_run_name(row, split),
         job=job,
         split=split,
         cluster=Cluster(find_device(row["gpu"]), split.gpus),
@@ -168,7 +184,7 @@ def _run(row: Mapping[str, Any]) -> Run:
     )
 
 
-def _job(row: Mapping[str, Any]) -> TrainingJob:
+def _make_job(row: Mapping[str, Any]) -> TrainingJob:
     model = _data()["models"][row["model"]]
     config = GPTConfig(
         num_layers=model["layers"],
@@ -190,7 +206,7 @@ def _job(row: Mapping[str, Any]) -> TrainingJob:
     )
 
 
-def _split(row: Mapping[str, Any]) -> TrainingSplit:
+def _make_split(row: Mapping[str, Any]) -> TrainingSplit:
     return TrainingSplit(
         tp=row.get("tp", 1),
         pp=row.get("pp", 1),
@@ -202,7 +218,7 @@ def _split(row: Mapping[str, Any]) -> TrainingSplit:
     )
 
 
-def _name(row: Mapping[str, Any], split: TrainingSplit) -> str:
+def _run_name(row: Mapping[str, Any], split: TrainingSplit) -> str:
     parts = [row["model"], f"{split.gpus} GPUs", f"t{split.tp} p{split.pp} d{split.dp}"]
     if split.vpp > 1:
         parts[-1] += f" v{split.vpp}"
@@ -221,7 +237,7 @@ def _step_s(row: Mapping[str, Any], job: TrainingJob, split: TrainingSplit) -> f
         return float(row["seconds"])
     if "tflops" in row:
         flops = forward_flops(job.model, job.global_batch, job.sequence)
-        executed = step_flops(flops, job.trainable) + recompute_flops(flops, split.recompute)
-        return executed / (split.gpus * float(row["tflops"]) * 1e12)
-    speed = row["tokens"] if "tokens" in row else row["tokens_gpu"] * split.gpus
-    return float(job.global_batch * job.sequence / speed)
+        executed_flops = step_flops(flops, job.trainable) + recompute_flops(flops, split.recompute)
+        return executed_flops / (split.gpus * float(row["tflops"]) * 1e12)
+    tokens_per_s = row["tokens"] if "tokens" in row else row["tokens_gpu"] * split.gpus
+    return float(job.global_batch * job.sequence / tokens_per_s)

@@ -1,8 +1,9 @@
-"""Predicts every published table anew, and says how far off it is.
+"""Validation of cost models: predicts every published table, and reports errors and targets.
 
-Closed forms are held to half a percent, times to the targets below, verdicts on memory to what ran
-and what did not. It knows no model of its own: each row asks the same functions that `estimate`
-does. Which rows there are, and what they are of, is `published/`.
+Memory formulas have a target of half a percent; the targets of times are constants below. Memory
+verdicts are compared with runs that fitted or ran out of memory. The predictions come from the
+functions that `preamble plan estimate` uses; the published numbers are in
+`planning/published/*.yaml`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,28 +14,29 @@ from gpt.costs.training import forward_flops, recompute_flops, step_flops
 from planning.hardware import GIB, Cluster, find_device
 from planning.published import inference_runs, training_runs
 from planning.published.static_batch import static_memory
-from planning.published.training_runs import Run, Runs
-from planning.training.efficiency import software
+from planning.published.training_runs import PublishedRun, PublishedTable
+from planning.training.efficiency import software_of_device
 from planning.training.estimate import estimate_training, layer_seconds
-from planning.training.search import Axes, search_training
+from planning.training.search import SearchSpace, search_training
 
 TRAINING_MEAN_MAX = 0.05
 TRAINING_WORST_MAX = 0.12
 INFERENCE_MEAN_MAX = 0.07
 CLOSED_FORM_MAX = 0.005
-POINTS_MAX = 0.3  # Of MFU and HFU.
-RANKING_MAX = 0.05  # How much faster than what was chosen the fastest may seem, in the mean.
+PERCENT_POINTS_MAX = 0.3  # Error of MFU and HFU, in percentage points.
+RANKING_MAX = 0.05  # Mean predicted gain of our fastest split over the published choice.
 MEMORY_MEAN_MAX = 0.03
-# Without model parallelism: kernels less tuned than Megatron's, and how much of the network it got.
-# Fitted to the three rows that there are.
-ZERO_COMPUTING = 0.62
-ZERO_NETWORK = 0.70
+# ZeRO-3 without model parallelism: the speed of its kernels relative to Megatron's, and the
+# fraction of the network bandwidth that it reaches. Both are fitted to the only three published
+# rows.
+ZERO3_COMPUTE_EFFICIENCY = 0.62
+ZERO3_NETWORK_EFFICIENCY = 0.70
 NAME_WIDTH = 59
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A row of a published table, beside what the model says of it."""
+class PredictedRow:
+    """A published number and its prediction."""
 
     name: str
     published: float
@@ -43,23 +45,23 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """Signed: 0.05 is 5 % too much."""
+        """The signed relative error: 0.05 means that the prediction is 5 % too high."""
         return self.predicted / self.published - 1
 
 
 @dataclass(frozen=True)
-class Table:
-    """A published table, and whether it is within its targets."""
+class ValidationTable:
+    """A published table with its predictions and its targets."""
 
     name: str
     source: str
-    rows: Sequence[Checked]
-    mean_max: float | None = None  # None: nothing is asked of it.
+    rows: Sequence[PredictedRow]
+    mean_max: float | None = None  # None: no target.
     worst_max: float | None = None
-    absolute: bool = False  # Errors and targets are in the rows' unit.
-    total: bool = False  # Of other tables' rows.
+    absolute: bool = False  # Whether errors and targets are in the unit of the rows, not relative.
+    is_total: bool = False  # Whether the rows also occur in other tables.
 
-    def error(self, row: Checked) -> float:
+    def error(self, row: PredictedRow) -> float:
         return row.predicted - row.published if self.absolute else row.error
 
     @property
@@ -71,14 +73,14 @@ class Table:
         return max(abs(self.error(row)) for row in self.rows)
 
     @property
-    def good(self) -> bool:
+    def is_within_targets(self) -> bool:
         mean = self.mean_max is None or self.mean <= self.mean_max
         return mean and (self.worst_max is None or self.worst <= self.worst_max)
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """Configurations that ran or did not fit, and those of which the model says otherwise."""
+class MemoryVerdicts:
+    """Published configurations that fitted or ran out of memory, and the wrong predictions."""
 
     name: str
     source: str
@@ -87,54 +89,62 @@ class Verdicts:
     wrong_max: int = 0
 
     @property
-    def good(self) -> bool:
+    def is_within_targets(self) -> bool:
         return len(self.wrong) <= self.wrong_max
 
 
 @dataclass(frozen=True)
-class Report:
-    tables: Sequence[Table]
-    verdicts: Sequence[Verdicts]
+class ValidationReport:
+    tables: Sequence[ValidationTable]
+    verdicts: Sequence[MemoryVerdicts]
 
     @property
-    def good(self) -> bool:
-        return all(one.good for one in self.tables) and all(one.good for one in self.verdicts)
+    def is_within_targets(self) -> bool:
+        return all(table.is_within_targets for table in self.tables) and all(
+            verdicts.is_within_targets for verdicts in self.verdicts
+        )
 
     def figures(self) -> Mapping[str, object]:
-        """As plain data, for `--json`."""
+        """Return the report as JSON values."""
         return {
-            "good": self.good,
+            "good": self.is_within_targets,
             "tables": [_table_figures(table) for table in self.tables],
             "verdicts": [
                 {
-                    "name": one.name,
-                    "source": one.source,
-                    "configurations": one.count,
-                    "wrong": list(one.wrong),
-                    "wrong_max": one.wrong_max,
-                    "good": one.good,
+                    "name": verdicts.name,
+                    "source": verdicts.source,
+                    "configurations": verdicts.count,
+                    "wrong": list(verdicts.wrong),
+                    "wrong_max": verdicts.wrong_max,
+                    "good": verdicts.is_within_targets,
                 }
-                for one in self.verdicts
+                for verdicts in self.verdicts
             ],
         }
 
     def text(self, rows: bool = False) -> str:
-        """A line for each table; with `rows`, theirs before it."""
+        """Return one line per table, preceded by all rows of the tables if `rows` is set."""
         lines = []
         if rows:
-            shown = [table for table in self.tables if not table.total]
-            lines = [line for table in shown for line in _table_lines(table)]
+            row_tables = [table for table in self.tables if not table.is_total]
+            lines = [line for table in row_tables for line in _table_lines(table)]
         lines += [_summary(table) for table in self.tables]
-        for one in self.verdicts:
-            mark = "ok" if one.good else "OUTSIDE"
-            right = one.count - len(one.wrong)
-            lines += [f"{one.name:{NAME_WIDTH}} {right} of {one.count} right  {mark}"]
-            lines += [f"  but {name}" for name in one.wrong]
-        lines += ["all within their targets" if self.good else "some are outside of their targets"]
+        for verdicts in self.verdicts:
+            mark = "ok" if verdicts.is_within_targets else "OUTSIDE"
+            right_count = verdicts.count - len(verdicts.wrong)
+            lines += [
+                f"{verdicts.name:{NAME_WIDTH}} {right_count} of {verdicts.count} right  {mark}"
+            ]
+            lines += [f"  but {name}" for name in verdicts.wrong]
+        lines += [
+            "all tables are within their targets"
+            if self.is_within_targets
+            else "some tables are outside of their targets"
+        ]
         return "\n".join(lines)
 
 
-def _table_figures(table: Table) -> Mapping[str, object]:
+def _table_figures(table: ValidationTable) -> Mapping[str, object]:
     return {
         "name": table.name,
         "source": table.source,
@@ -143,7 +153,7 @@ def _table_figures(table: Table) -> Mapping[str, object]:
         "worst_error": table.worst,
         "mean_error_max": table.mean_max,
         "worst_error_max": table.worst_max,
-        "good": table.good,
+        "good": table.is_within_targets,
         "rows": [
             {
                 "name": row.name,
@@ -157,159 +167,218 @@ def _table_figures(table: Table) -> Mapping[str, object]:
     }
 
 
-def _table_lines(table: Table) -> list[str]:
+def _table_lines(table: ValidationTable) -> list[str]:
     lines = [f"{table.name} [{table.source}]"]
     wide = max(len(row.name) for row in table.rows)
     for row in table.rows:
         lines.append(
             f"  {row.name:{wide}}  published {row.published:9.4g}  predicted {row.predicted:9.4g} "
-            f"{row.unit:5} {_error(table, table.error(row), '+')}"
+            f"{row.unit:5} {_format_error(table, table.error(row), '+')}"
         )
     return [*lines, f"  {_totals(table)}", ""]
 
 
-def _summary(table: Table) -> str:
+def _summary(table: ValidationTable) -> str:
     return f"{table.name:{NAME_WIDTH}} {_totals(table)}"
 
 
-def _totals(table: Table) -> str:
-    words = f"mean {_error(table, table.mean)}, worst {_error(table, table.worst)}"
+def _totals(table: ValidationTable) -> str:
+    errors_text = (
+        f"mean {_format_error(table, table.mean)}, worst {_format_error(table, table.worst)}"
+    )
     targets = [
-        f"{name} {_error(table, value).strip()}"
+        f"{name} {_format_error(table, value).strip()}"
         for name, value in (("mean", table.mean_max), ("worst", table.worst_max))
         if value is not None
     ]
     if not targets:
-        return f"{words}  (for information)"
-    return f"{words}  {'ok' if table.good else 'OUTSIDE'} (at most {', '.join(targets)})"
+        return f"{errors_text}  (for information)"
+    verdict = "ok" if table.is_within_targets else "OUTSIDE"
+    return f"{errors_text}  {verdict} (at most {', '.join(targets)})"
 
 
-def _error(table: Table, value: float, sign: str = "") -> str:
+def _format_error(table: ValidationTable, value: float, sign: str = "") -> str:
     if table.absolute:
         return f"{value:{sign}7.2f} {table.rows[0].unit}"
     return f"{100 * value:{sign}5.1f} %"
 
 
-def validate() -> Report:
-    ours = [table for table in training_runs.runs() if table.kind != "zero3"]
-    training = [_runs(table) for table in ours]
-    everything = Table(
+def validate_tables() -> ValidationReport:
+    own_tables = [table for table in training_runs.run_tables() if table.kind != "zero3"]
+    training = [_training_table(table) for table in own_tables]
+    all_runs = ValidationTable(
         "training, all runs",
         "the tables above",
         [row for table in training for row in table.rows],
         TRAINING_MEAN_MAX,
         TRAINING_WORST_MAX,
-        total=True,
+        is_total=True,
     )
-    tables = [*training, everything, *_zero(), _layers(), *_closed_forms(), _ranking()]
-    return Report([*tables, *_inference()], [_ran(), _fits()])
+    tables = [
+        *training,
+        all_runs,
+        *_zero3_tables(),
+        _layer_table(),
+        *_closed_forms(),
+        _ranking_table(),
+    ]
+    return ValidationReport(
+        [*tables, *_inference_tables()], [_training_fit_verdicts(), _inference_fit_verdicts()]
+    )
 
 
-def _runs(table: Runs) -> Table:
-    rows = [Checked(run.name, run.seconds, _estimate_s(run), "s") for run in table.runs]
-    mean = TRAINING_MEAN_MAX if table.kind == "runs" else None  # A figure is read off to 5 %.
-    return Table(f"training: {table.name}", table.source, rows, mean, TRAINING_WORST_MAX)
+def _training_table(table: PublishedTable) -> ValidationTable:
+    rows = [PredictedRow(run.name, run.seconds, _estimate_s(run), "s") for run in table.runs]
+    # Values read from a plot have an error of 5 %, so their mean error has no target.
+    mean = TRAINING_MEAN_MAX if table.kind == "runs" else None
+    return ValidationTable(f"training: {table.name}", table.source, rows, mean, TRAINING_WORST_MAX)
 
 
-def _estimate_s(run: Run) -> float:
+def _estimate_s(run: PublishedRun) -> float:
     return estimate_training(run.job, run.split, run.cluster).iteration_s
 
 
-def _zero() -> Iterator[Table]:
-    """Every GPU has all layers, and gathers their weights twice while it computes.
+def _zero3_tables() -> Iterator[ValidationTable]:
+    """Yield the tables of ZeRO-3, which Preamble does not plan; they are for comparison.
 
-    Not a split of ours; here to show what it is that a plan avoids.
+    With ZeRO-3, every GPU computes all layers and gathers their weights twice during the step.
     """
-    for table in training_runs.runs():
+    for table in training_runs.run_tables():
         if table.kind != "zero3":
             continue
         rows = []
         for run in table.runs:
             device = run.cluster.device
-            there, back = layer_seconds(run.job, run.split, run.cluster, software(device))
-            computing_s = run.job.model.num_layers * (there + back) / ZERO_COMPUTING
-            # Weights there and back, and gradients to where they are summed.
-            sent = 3 * 2 * parameter_count(run.job.model)
-            sending_s = sent / (device.network_bytes * ZERO_NETWORK)
-            rows.append(Checked(run.name, run.seconds, max(computing_s, sending_s)))
-        yield Table(f"training: {table.name}", table.source, rows, None, TRAINING_WORST_MAX)
+            forward_s, backward_s = layer_seconds(
+                run.job, run.split, run.cluster, software_of_device(device)
+            )
+            computing_s = (
+                run.job.model.num_layers * (forward_s + backward_s) / ZERO3_COMPUTE_EFFICIENCY
+            )
+            # Two all-gathers of the weights and one reduce-scatter of the gradients.
+            bytes_sent = 3 * 2 * parameter_count(run.job.model)
+            sending_s = bytes_sent / (device.network_bytes_per_s * ZERO3_NETWORK_EFFICIENCY)
+            rows.append(PredictedRow(run.name, run.seconds, max(computing_s, sending_s)))
+        yield ValidationTable(
+            f"training: {table.name}", table.source, rows, None, TRAINING_WORST_MAX
+        )
 
 
-def _layers() -> Table:
+def _layer_table() -> ValidationTable:
     rows = []
-    for one in training_runs.layers():
-        kind = software(one.cluster.device)
-        there, back = layer_seconds(one.job, one.split, one.cluster, kind)
-        rows.append(Checked(f"{one.name}, forward", one.forward_ms, there * 1000, "ms"))
-        rows.append(Checked(f"{one.name}, backward", one.backward_ms, back * 1000, "ms"))
-    return Table("one layer of 22B", "K22 table 4", rows, TRAINING_MEAN_MAX, TRAINING_WORST_MAX)
+    for layer in training_runs.layer_times():
+        software_stack = software_of_device(layer.cluster.device)
+        forward_s, backward_s = layer_seconds(layer.job, layer.split, layer.cluster, software_stack)
+        rows.append(
+            PredictedRow(f"{layer.name}, forward", layer.forward_ms, forward_s * 1000, "ms")
+        )
+        rows.append(
+            PredictedRow(f"{layer.name}, backward", layer.backward_ms, backward_s * 1000, "ms")
+        )
+    return ValidationTable(
+        "one layer of 22B", "K22 table 4", rows, TRAINING_MEAN_MAX, TRAINING_WORST_MAX
+    )
 
 
-def _closed_forms() -> Iterator[Table]:
-    kept, shares, states = [], [], []
+def _closed_forms() -> Iterator[ValidationTable]:
+    activation_rows = []
+    share_rows = []
+    states = []
     device = find_device("a100-80g")
-    for one in training_runs.kept():
-        found = []
-        for (name, split), gib in zip(one.splits.items(), one.gib, strict=True):
-            memory = estimate_training(one.job, split, Cluster(device, split.gpus)).memory
-            found.append(memory.activations / GIB)
-            kept.append(Checked(f"{one.name} {name}", gib, found[-1], "GiB"))
-        for name, percent, gib in zip(one.splits, one.percent, found, strict=True):
-            shares.append(Checked(f"{one.name} {name}", percent, 100 * gib / found[0], "%"))
-        split = one.splits["TP"]
-        model = one.job.model
-        without = parameter_count(model) - model.hidden_size * (
+    for activations in training_runs.published_activations():
+        activation_gib = []
+        for (name, split), gib in zip(
+            activations.splits.items(), activations.activation_gib, strict=True
+        ):
+            memory = estimate_training(activations.job, split, Cluster(device, split.gpus)).memory
+            activation_gib.append(memory.activations / GIB)
+            activation_rows.append(
+                PredictedRow(f"{activations.name} {name}", gib, activation_gib[-1], "GiB")
+            )
+        for name, percent, gib in zip(
+            activations.splits, activations.percent, activation_gib, strict=True
+        ):
+            share_rows.append(
+                PredictedRow(
+                    f"{activations.name} {name}", percent, 100 * gib / activation_gib[0], "%"
+                )
+            )
+        split = activations.splits["TP"]
+        model = activations.job.model
+        non_embedding_parameters = parameter_count(model) - model.hidden_size * (
             model.vocab_size + model.max_position_embeddings
         )
-        states_gib = 18 * without / (split.tp * split.pp) / GIB
-        states.append(Checked(f"{one.name} states", one.states_gib, states_gib, "GiB"))
+        states_gib = 18 * non_embedding_parameters / (split.tp * split.pp) / GIB
+        states.append(
+            PredictedRow(f"{activations.name} states", activations.states_gib, states_gib, "GiB")
+        )
     source = "K22 section 4 and figures 1 and 7"
-    yield Table("activations of the first stage", source, [*kept, *states], None, CLOSED_FORM_MAX)
-    yield Table("the same, of those with TP alone", source, shares, None, 0.3, absolute=True)
-    yield _utilisation()
-    yield Table("parameters", "N21 table 1", list(_sizes()), None, 0.05, absolute=True)
+    yield ValidationTable(
+        "activations of the first stage", source, [*activation_rows, *states], None, CLOSED_FORM_MAX
+    )
+    yield ValidationTable(
+        "the same, of those with TP alone", source, share_rows, None, 0.3, absolute=True
+    )
+    yield _utilization_table()
+    yield ValidationTable(
+        "parameters", "N21 table 1", list(_parameter_rows()), None, 0.05, absolute=True
+    )
 
 
-def _utilisation() -> Table:
-    """From published times: that operations are counted as the field counts them."""
+def _utilization_table() -> ValidationTable:
+    """Compare MFU and HFU, to check that FLOPs are counted as in the literature."""
     rows = []
-    for table in training_runs.runs():
+    for table in training_runs.run_tables():
         for run in table.runs:
             flops = forward_flops(run.job.model, run.job.global_batch, run.job.sequence)
             model_flops = step_flops(flops, run.job.trainable)
-            executed = model_flops + recompute_flops(flops, run.split.recompute)
-            whole = run.seconds * run.split.gpus * run.cluster.device.flops / 100
+            executed_flops = model_flops + recompute_flops(flops, run.split.recompute)
+            percent_flops = run.seconds * run.split.gpus * run.cluster.device.flops / 100
             if run.mfu is not None:
-                rows.append(Checked(f"{run.name}: MFU", run.mfu, model_flops / whole, "%"))
+                rows.append(
+                    PredictedRow(f"{run.name}: MFU", run.mfu, model_flops / percent_flops, "%")
+                )
             if run.hfu is not None:
-                rows.append(Checked(f"{run.name}: HFU", run.hfu, executed / whole, "%"))
-    return Table("MFU and HFU of published times", "K22", rows, None, POINTS_MAX, absolute=True)
+                rows.append(
+                    PredictedRow(f"{run.name}: HFU", run.hfu, executed_flops / percent_flops, "%")
+                )
+    return ValidationTable(
+        "MFU and HFU of published times", "K22", rows, None, PERCENT_POINTS_MAX, absolute=True
+    )
 
 
-def _sizes() -> Iterator[Checked]:
-    (table,) = (one for one in training_runs.runs() if one.name == "weak scaling")
+def _parameter_rows() -> Iterator[PredictedRow]:
+    (table,) = (
+        run_table for run_table in training_runs.run_tables() if run_table.name == "weak scaling"
+    )
     for run in table.runs:
         name = run.name.split()[0]
-        size = {"530B": 529.6}.get(name) or float(name.removesuffix("B"))
-        yield Checked(name, size, parameter_count(run.job.model) / 1e9, "1e9")
+        billions = {"530B": 529.6}.get(name) or float(name.removesuffix("B"))
+        yield PredictedRow(name, billions, parameter_count(run.job.model) / 1e9, "1e9")
 
 
-def _ranking() -> Table:
-    """What the vendor's search settled on, against what ours calls the fastest."""
+def _ranking_table() -> ValidationTable:
+    """Compare our predicted times of the vendor's splits and of our fastest splits."""
     rows = []
-    for run in training_runs.chosen():
-        together = False if run.recompute else None
-        axes = Axes(vpp=(1,), recompute=run.recompute, sequence_parallel=together)
-        found = search_training(run.job, run.cluster, axes)
+    for run in training_runs.published_choices():
+        sequence_parallel = False if run.recompute else None
+        space = SearchSpace(vpp=(1,), recompute=run.recompute, sequence_parallel=sequence_parallel)
+        search = search_training(run.job, run.cluster, space)
         chosen_s = estimate_training(run.job, run.split, run.cluster).iteration_s
-        rows.append(Checked(run.name, chosen_s, min(one.iteration_s for one in found.usable)))
-    return Table("chosen by the vendor's tool, and our fastest", "L22, L23", rows, RANKING_MAX)
+        rows.append(
+            PredictedRow(
+                run.name, chosen_s, min(candidate.iteration_s for candidate in search.usable)
+            )
+        )
+    return ValidationTable(
+        "chosen by the vendor's tool, and our fastest", "L22, L23", rows, RANKING_MAX
+    )
 
 
-def _ran() -> Verdicts:
-    """A run that was published did fit."""
+def _training_fit_verdicts() -> MemoryVerdicts:
+    """Check that all published runs, which fitted in memory, are predicted to fit."""
     wrong, count = [], 0
-    for table in training_runs.runs():
+    for table in training_runs.run_tables():
         if table.kind != "runs":
             continue
         for run in table.runs:
@@ -317,41 +386,51 @@ def _ran() -> Verdicts:
             memory = estimate_training(run.job, run.split, run.cluster).memory
             if memory.verdict == "over":
                 wrong.append(f"{run.name} ran; predicted {memory.total / 1e9:.0f} GB")
-    return Verdicts("training runs that fit", "the tables above", count, wrong, wrong_max=1)
+    return MemoryVerdicts("training runs that fit", "the tables above", count, wrong, wrong_max=1)
 
 
-def _inference() -> Iterator[Table]:
-    tables: dict[str, list[Checked]] = {}
+def _inference_tables() -> Iterator[ValidationTable]:
+    tables: dict[str, list[PredictedRow]] = {}
     sources: dict[str, str] = {}
-    for case in inference_runs.times():
-        assert case.published is not None, "it has a time"
-        row = Checked(case.name, case.published, case.predicted(), "ms")
+    for case in inference_runs.latency_cases():
+        assert case.published is not None, "a latency case has a time"
+        row = PredictedRow(case.name, case.published, case.predict(), "ms")
         tables.setdefault(case.table, []).append(row)
         sources[case.table] = case.source
     for name, rows in tables.items():
-        yield Table(f"inference: {name}", sources[name], rows)
-    every = [row for rows in tables.values() for row in rows]
-    yield Table("inference, all rows", "the tables above", every, INFERENCE_MEAN_MAX, total=True)
+        yield ValidationTable(f"inference: {name}", sources[name], rows)
+    all_rows = [row for rows in tables.values() for row in rows]
+    yield ValidationTable(
+        "inference, all rows", "the tables above", all_rows, INFERENCE_MEAN_MAX, is_total=True
+    )
     memories = [
-        Checked(case.name, case.published, case.predicted(), "GB")
-        for case in inference_runs.memories()
+        PredictedRow(case.name, case.published, case.predict(), "GB")
+        for case in inference_runs.memory_cases()
         if case.published is not None
     ]
-    yield Table("inference: memory", "ft", memories, MEMORY_MEAN_MAX)
+    yield ValidationTable("inference: memory", "ft", memories, MEMORY_MEAN_MAX)
 
 
-def _fits() -> Verdicts:
-    """No run that was out of memory may be called one that fits; one may be refused that ran."""
+def _inference_fit_verdicts() -> MemoryVerdicts:
+    """Check the memory verdicts.
+
+    No out-of-memory run may be predicted to fit; at most one run that fitted may be predicted not
+    to fit.
+    """
     wrong, count = [], 0
-    for case in inference_runs.times():
+    for case in inference_runs.latency_cases():
         count += 1
         if static_memory(case.job, case.cluster).verdict == "over":
             wrong.append(f"{case.name} ran")
-    bad = []
-    for case in inference_runs.out_of_memory():
+    wrongly_fitting = []
+    for case in inference_runs.out_of_memory_cases():
         count += 1
         if static_memory(case.job, case.cluster).verdict != "over":
-            bad.append(f"{case.name} did not fit")
-    return Verdicts(
-        "inference that fits, and that does not", "ft, nemo", count, [*bad, *wrong], 0 if bad else 1
+            wrongly_fitting.append(f"{case.name} did not fit")
+    return MemoryVerdicts(
+        "inference that fits, and that does not",
+        "ft, nemo",
+        count,
+        [*wrongly_fitting, *wrong],
+        0 if wrongly_fitting else 1,
     )

@@ -1,8 +1,8 @@
-"""Which share of each GPU training gets, as published runs show it.
+"""Hardware efficiency of training per GPU, fitted to published runs of Megatron-LM and NeMo.
 
-Some numbers are measured facts of the hardware or counted from the programs; the fitted ones, few,
-come from `python -m planning.published.fit_training`, which prints this file's tables anew. A GPU
-that nobody published a run of borrows from its nearest kin, and says so with a wider error bar.
+Most constants are measurements of the hardware or counts from the programs. The constants marked as
+fitted are computed and printed by `python -m planning.published.fit_training`. A GPU without
+published runs uses the constants of the most similar GPU, with a wider error bar.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from planning.training.step_time import Efficiency
 
 @dataclass(frozen=True)
 class Software:
-    """What trains, of its time, on a GPU; and how far off predictions are for runs not fitted."""
+    """The training software of published runs, and the relative error of predictions with it."""
 
     name: str
     efficiency: Efficiency
@@ -23,13 +23,14 @@ class Software:
     note: str = ""
 
 
-# Megatron-LM of 2021 and 2022 and NeMo of 2022 and 2023, on A100: attention in parts, collectives
-# behind backward products at most. Measured: links (222 of 300 GB/s in all-reduces of 8).
+# Megatron-LM of 2021 and 2022 and NeMo of 2022 and 2023, on A100: unfused attention; collectives
+# overlap only backward matmuls. `link` is measured: an all-reduce of 8 GPUs reached 222 of 300
+# GB/s.
 A100 = Efficiency(
     products=0.756,  # Fitted.
     products_fp8=0.0,
     tail=0.4186,  # Fitted.
-    fused=0.5,
+    fused_attention=0.5,
     memory=0.8206,  # Fitted.
     link=0.74,
     network=0.8196,  # Fitted.
@@ -42,52 +43,53 @@ A100 = Efficiency(
     optimizer_bytes=60.96,  # Fitted.
     gradient_bytes=2.0,
     logit_bytes=50.0,
-    uneven=0.008,
+    straggler_share=0.008,
     flash=False,
 )
 
-# Megatron-Core and NeMo of 2024, on H100: fused attention, a distributed optimizer, and collectives
-# of every kind behind products.
+# Megatron-Core and NeMo of 2024, on H100: fused attention, a distributed optimizer, and overlap of
+# all kinds of collectives with matmuls.
 H100 = Efficiency(
     products=0.68,  # Fitted.
     products_fp8=0.5642,  # Fitted.
     tail=0.5,
-    fused=0.45,
+    fused_attention=0.45,
     memory=0.8,
     link=0.8,
     network=0.8,
     start_s=20e-6,
     gap_s=166.6e-6,  # Fitted.
-    hidden_forward=0.8,  # Fitted, together with the next.
+    hidden_forward=0.8,  # Fitted together with hidden_backward.
     hidden_backward=0.8,
     hidden_pipeline=0.7,
     hidden_data=0.9,
     optimizer_bytes=60.0,
     gradient_bytes=4.0,
     logit_bytes=50.0,
-    uneven=0.005,
+    straggler_share=0.005,
     flash=True,
 )
 
-_OLD = "Megatron-LM and NeMo of 2021 to 2023"
-_NEW = "Megatron-Core of 2024"
-_BORROWED = "no published run of this GPU; the H100's constants, with this GPU's product speeds"
+_MEGATRON_2021 = "Megatron-LM and NeMo of 2021 to 2023"
+_MEGATRON_CORE_2024 = "Megatron-Core of 2024"
+_BORROWED_NOTE = "no published run of this GPU; the H100's constants with this GPU's matmul speeds"
 
-# Medians of products of 4096 and more, measured: H100 0.80 and in fp8 0.53, H200 0.77 and 0.60,
-# L40S 0.62 and 0.50, B200 0.69 and 0.48. Links of the L40S are PCIe: 5 GB/s among four.
+# The ratios are measured. They are medians of the fraction of the peak speed that matmuls of size
+# 4096 and more reach, in 16 bits and in fp8: H100 0.80 and 0.53, H200 0.77 and 0.60, L40S 0.62 and
+# 0.50, B200 0.69 and 0.48. The L40S has PCIe links with 5 GB/s among four GPUs.
 SOFTWARE: Mapping[str, Software] = {
-    "a100-40g": Software(_OLD, A100, 0.09, 0.0, "fitted on the 80 GB card"),
-    "a100-80g": Software(_OLD, A100, 0.06, 0.0),
-    "h100": Software(_NEW, H100, 0.09, 0.10),
+    "a100-40g": Software(_MEGATRON_2021, A100, 0.09, 0.0, "fitted on the 80 GB card"),
+    "a100-80g": Software(_MEGATRON_2021, A100, 0.06, 0.0),
+    "h100": Software(_MEGATRON_CORE_2024, H100, 0.09, 0.10),
     "h200": Software(
-        _NEW,
+        _MEGATRON_CORE_2024,
         replace(H100, products=H100.products * 0.77 / 0.80, products_fp8=H100.products_fp8),
         0.15,
         0.20,
-        _BORROWED,
+        _BORROWED_NOTE,
     ),
     "l40s": Software(
-        _NEW,
+        _MEGATRON_CORE_2024,
         replace(
             H100,
             products=H100.products * 0.62 / 0.80,
@@ -96,10 +98,10 @@ SOFTWARE: Mapping[str, Software] = {
         ),
         0.25,
         0.30,
-        _BORROWED,
+        _BORROWED_NOTE,
     ),
     "b200": Software(
-        _NEW,
+        _MEGATRON_CORE_2024,
         replace(
             H100,
             products=H100.products * 0.69 / 0.80,
@@ -107,12 +109,12 @@ SOFTWARE: Mapping[str, Software] = {
         ),
         0.25,
         0.30,
-        _BORROWED,
+        _BORROWED_NOTE,
     ),
 }
 
 
-def software(device: Device) -> Software:
-    """A device that somebody described himself is taken for a recent one."""
-    unknown = Software(_NEW, H100, 0.30, 0.35, _BORROWED)
+def software_of_device(device: Device) -> Software:
+    """Return the software of a GPU; for an unknown GPU the H100's, with a wide error bar."""
+    unknown = Software(_MEGATRON_CORE_2024, H100, 0.30, 0.35, _BORROWED_NOTE)
     return SOFTWARE.get(device.name, unknown)

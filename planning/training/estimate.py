@@ -1,71 +1,73 @@
-"""What one step of training takes: its time, part by part, and the bytes of the fullest GPU.
+"""Training estimate: step time by parts, pipeline bubble, MFU, communication and memory.
 
-A step is the slowest stage's micro-batches, the pipeline's bubble, and what comes once: summing
-gradients and moving weights. What cannot run is refused with the nearest thing that can. Which
-split is best is not decided here.
+A step consists of the micro-batches of the slowest stage, the pipeline bubble, and the parts that
+occur once per step: the gradient reduction and the optimizer. If a configuration cannot run, the
+error names the nearest configuration that can run. `planning.training.search` chooses the best
+split.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-import gpt.parallel.sharding
+import gpt.parallel.weight_sharding
 from gpt.config import GPTConfig
 from gpt.costs.inference import parameter_count
 from gpt.costs.training import (
-    Kept,
-    Recompute,
+    RecomputeMode,
     Trainable,
+    TrainingSetup,
+    communication_volume,
     forward_flops,
     recompute_flops,
-    sent_elements,
     stage_parameters,
     state_bytes,
     step_flops,
 )
 from gpt.errors import ConfigError
-from gpt.settings import nearest
+from gpt.settings import suggest_nearest
 from planning.hardware import Cluster, divisors
-from planning.memory_ledger import FITS_SHARE, Ledger
-from planning.plan import Trust
-from planning.training.efficiency import Software, software
-from planning.training.memory import Held, memory
+from planning.memory_ledger import FITS_SHARE, MemoryLedger
+from planning.plan import Confidence
+from planning.training.efficiency import Software, software_of_device
+from planning.training.memory import RankWorkload, training_memory
 from planning.training.step_time import (
-    Pass,
-    Work,
+    LayerPass,
+    LayerWork,
     backward,
     data_parallel_s,
     forward,
-    head_s,
-    hop_s,
+    lm_head_s,
     optimizer_s,
-    waiting_share,
+    stage_send_s,
+    straggler_share,
 )
 
-# Of the encoder that makes an adapter's rows, two products of this inner width.
+# Inner width of the two linear layers of an adapter's prompt encoder.
 ENCODER_WIDTH = 2048
-# In which published runs were; products of other widths go at other speeds.
+# The dtypes of published runs; matmul speeds in other dtypes are unknown.
 DTYPES = ("bfloat16", "float16", "fp8")
-# Closed forms, and what allocators and libraries add to them.
+# Relative error of the memory formulas, due to allocators and libraries.
 MEMORY_ERROR = 0.08
-# Published runs lie within these; outside, an error bar is so much wider.
-SEQUENCE_SEEN_MAX = 4096
-GPUS_SEEN_MAX = 6144
-HIDDEN_SEEN_MIN = 2048
-OUTSIDE_FACTOR = 1.5
+# The range of published runs. For each bound that a run exceeds, the error bar is multiplied by
+# EXTRAPOLATION_FACTOR.
+PUBLISHED_SEQUENCE_MAX = 4096
+PUBLISHED_GPUS_MAX = 6144
+PUBLISHED_HIDDEN_MIN = 2048
+EXTRAPOLATION_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
 class TrainingJob:
     model: GPTConfig
-    sequence: int  # Tokens of an example, virtual ones among them.
-    global_batch: int
+    sequence: int  # Number of tokens of an example, including virtual tokens.
+    global_batch: int  # Number of examples per step.
     trainable: Trainable = "all"
     virtual_tokens: int = 0
-    dtype: str = "bfloat16"  # Or fp8: of layers' products only, where the GPU has it.
-    # None: as the software of the GPU's day has it. An optimizer is distributed, too, where its
-    # state leaves no room on a GPU.
-    flash: bool | None = None
+    dtype: str = "bfloat16"  # fp8 applies to the layers' matmuls only, if the GPU supports it.
+    flash: bool | None = None  # Whether attention is fused; None: the value of `Efficiency.flash`.
+    # Whether the optimizer state is sharded over the replicas. None: it is sharded if
+    # `Efficiency.flash` is set, or if the full state does not fit on a GPU.
     distributed_optimizer: bool | None = None
 
     @property
@@ -83,8 +85,8 @@ class TrainingSplit:
     dp: int = 1
     vpp: int = 1
     micro_batch: int = 1
-    recompute: Recompute = "none"
-    recompute_layers: int = 0  # Of a stage, for "block".
+    recompute: RecomputeMode = "none"
+    recompute_layers: int = 0  # Number of recomputed layers per stage, for recompute "block".
     sequence_parallel: bool = False
 
     @property
@@ -92,48 +94,51 @@ class TrainingSplit:
         return self.tp * self.pp * self.dp
 
     def micro_batches(self, job: TrainingJob) -> int:
-        """Of one pipeline in one step."""
+        """Return the number of micro-batches of one pipeline in one step."""
         return job.global_batch // (self.dp * self.micro_batch)
 
 
 @dataclass(frozen=True)
 class TrainingEstimate:
     parameters: int
-    flops_per_iteration: float  # Executed, on all GPUs; attention counted as if not causal.
-    model_flops: float  # The same without what is computed again.
+    flops_per_iteration: float  # Executed by all GPUs; attention is counted without causal mask.
+    model_flops: float  # `flops_per_iteration` without recomputation.
     iteration_s: float
-    seconds: Mapping[str, float]  # Its parts; they add up to it.
+    seconds: Mapping[str, float]  # Seconds of each part of a step; their sum is `iteration_s`.
     tflops_per_gpu: float
     mfu: float
     hfu: float
-    bubble_fraction: float  # Idle time over that of ideal work.
+    bubble_fraction: float  # Idle time divided by ideal compute time.
     tokens_per_s: float
-    sent_bytes: Mapping[str, float]  # By a GPU of the first stage in a step, by what for.
-    memory: Ledger
-    trust_time: Trust
-    trust_memory: Trust
+    sent_bytes: Mapping[str, float]  # Bytes that a GPU of stage 0 sends in a step, by purpose.
+    memory: MemoryLedger
+    time_confidence: Confidence
+    memory_confidence: Confidence
 
 
 def estimate_training(
-    job: TrainingJob, split: TrainingSplit, cluster: Cluster, kind: Software | None = None
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, software_stack: Software | None = None
 ) -> TrainingEstimate:
-    """`kind` is what trains, where it is not what the GPU's time had."""
+    """Estimate one training step.
+
+    `software_stack` defaults to the software of the published runs on this GPU.
+    """
     check_split(job, split, cluster)
-    kind = kind or software(cluster.device)
-    work = _work(job, split, cluster, kind)
+    software_stack = software_stack or software_of_device(cluster.device)
+    work = _layer_work(job, split, cluster, software_stack)
     ledger, distributed = _memory(job, split, cluster, work)
-    seconds = _seconds(job, split, work, distributed)
+    seconds = _step_parts_s(job, split, work, distributed)
     iteration_s = sum(seconds.values())
     flops = forward_flops(job.model, job.global_batch, job.sequence)
     model_flops = step_flops(flops, job.trainable)
-    share = _recomputed(job, split)
-    executed = model_flops + recompute_flops(flops, split.recompute, job.trainable, share)
+    share = _recomputed_share(job, split)
+    executed_flops = model_flops + recompute_flops(flops, split.recompute, job.trainable, share)
     device = cluster.device
     peak = device.flops_fp8 if job.dtype == "fp8" else device.flops
-    per_gpu = executed / iteration_s / split.gpus
+    per_gpu = executed_flops / iteration_s / split.gpus
     return TrainingEstimate(
         parameters=parameter_count(job.model),
-        flops_per_iteration=executed,
+        flops_per_iteration=executed_flops,
         model_flops=model_flops,
         iteration_s=iteration_s,
         seconds=seconds,
@@ -142,15 +147,15 @@ def estimate_training(
         hfu=per_gpu / peak,
         bubble_fraction=(split.pp - 1) / (split.vpp * split.micro_batches(job)),
         tokens_per_s=job.global_batch * job.sequence / iteration_s,
-        sent_bytes=_sent(job, split, work),
+        sent_bytes=_sent_bytes(job, split, work),
         memory=ledger,
-        trust_time=_trust(job, split, kind),
-        trust_memory=Trust("spec-sheet", MEMORY_ERROR),
+        time_confidence=_time_confidence(job, split, software_stack),
+        memory_confidence=Confidence("spec-sheet", MEMORY_ERROR),
     )
 
 
-def _recomputed(job: TrainingJob, split: TrainingSplit) -> float:
-    """The share of a stage's layers that are computed again."""
+def _recomputed_share(job: TrainingJob, split: TrainingSplit) -> float:
+    """Return the fraction of a stage's layers that are fully recomputed."""
     if split.recompute == "full":
         return 1.0
     if split.recompute == "block":
@@ -159,22 +164,24 @@ def _recomputed(job: TrainingJob, split: TrainingSplit) -> float:
 
 
 def layer_seconds(
-    job: TrainingJob, split: TrainingSplit, cluster: Cluster, kind: Software
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, software_stack: Software
 ) -> tuple[float, float]:
-    """One layer of one micro-batch: forward; backward, with what is computed again."""
-    work = _work(job, split, cluster, kind)
-    there = forward(work)
-    return there.total, backward(work).total + _again_s(job, split, there)
+    """Return the seconds of one layer for one micro-batch: forward, backward with recomputation."""
+    work = _layer_work(job, split, cluster, software_stack)
+    forward_pass = forward(work)
+    return forward_pass.total, backward(work).total + _recompute_s(job, split, forward_pass)
 
 
-def _again_s(job: TrainingJob, split: TrainingSplit, there: Pass) -> float:
+def _recompute_s(job: TrainingJob, split: TrainingSplit, forward_pass: LayerPass) -> float:
     if split.recompute == "selective":
-        return there.attention
-    return _recomputed(job, split) * there.total
+        return forward_pass.attention
+    return _recomputed_share(job, split) * forward_pass.total
 
 
-def _work(job: TrainingJob, split: TrainingSplit, cluster: Cluster, kind: Software) -> Work:
-    return Work(
+def _layer_work(
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, software_stack: Software
+) -> LayerWork:
+    return LayerWork(
         config=job.model,
         batch=split.micro_batch,
         sequence=job.sequence,
@@ -182,45 +189,45 @@ def _work(job: TrainingJob, split: TrainingSplit, cluster: Cluster, kind: Softwa
         sequence_parallel=split.sequence_parallel and split.tp > 1,
         trainable=job.trainable,
         fp8=job.dtype == "fp8",
-        flash=kind.efficiency.flash if job.flash is None else job.flash,
+        flash=software_stack.efficiency.flash if job.flash is None else job.flash,
         cluster=cluster,
-        efficiency=kind.efficiency,
+        efficiency=software_stack.efficiency,
     )
 
 
-def _seconds(
-    job: TrainingJob, split: TrainingSplit, work: Work, distributed: bool
+def _step_parts_s(
+    job: TrainingJob, split: TrainingSplit, work: LayerWork, distributed: bool
 ) -> Mapping[str, float]:
-    there, back = forward(work), backward(work)
-    again = _again_s(job, split, there)
+    forward_pass, backward_pass = forward(work), backward(work)
+    recompute_s = _recompute_s(job, split, forward_pass)
     micro_batches = split.micro_batches(job)
     layers = -(-job.model.num_layers // split.pp)
     passes = micro_batches * layers
-    stage_s = layers * (there.total + back.total + again)
-    held = stage_parameters(job.model, split.tp, split.pp, 0)
-    learning = held if job.trainable == "all" else job.adapter_parameters
+    stage_s = layers * (forward_pass.total + backward_pass.total + recompute_s)
+    rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
+    learning = rank_parameters if job.trainable == "all" else job.adapter_parameters
     seconds = {
-        "products": passes * (there.products + back.products),
-        "attention": passes * (there.attention + back.attention),
-        "elementwise": passes * (there.elementwise + back.elementwise),
-        "tensor_parallel": passes * (there.tensor_parallel + back.tensor_parallel),
-        "recompute": passes * again,
-        "head": micro_batches * head_s(work),
+        "products": passes * (forward_pass.matmuls + backward_pass.matmuls),
+        "attention": passes * (forward_pass.attention + backward_pass.attention),
+        "elementwise": passes * (forward_pass.elementwise + backward_pass.elementwise),
+        "tensor_parallel": passes * (forward_pass.tensor_parallel + backward_pass.tensor_parallel),
+        "recompute": passes * recompute_s,
+        "head": micro_batches * lm_head_s(work),
         "bubble": (split.pp - 1) / split.vpp * stage_s,
-        "pipeline": micro_batches * split.vpp * hop_s(work) if split.pp > 1 else 0.0,
-        "data_parallel": data_parallel_s(work, split.dp, held),
+        "pipeline": micro_batches * split.vpp * stage_send_s(work) if split.pp > 1 else 0.0,
+        "data_parallel": data_parallel_s(work, split.dp, rank_parameters),
         "optimizer": optimizer_s(work, learning / (split.dp if distributed else 1)),
     }
-    seconds["waiting"] = waiting_share(work) * sum(seconds.values())
+    seconds["waiting"] = straggler_share(work) * sum(seconds.values())
     return seconds
 
 
-def _sent(job: TrainingJob, split: TrainingSplit, work: Work) -> Mapping[str, float]:
-    kept = Kept(split.tp, work.sequence_parallel, work.flash, job.trainable)
-    sent = sent_elements(
+def _sent_bytes(job: TrainingJob, split: TrainingSplit, work: LayerWork) -> Mapping[str, float]:
+    activation_layout = TrainingSetup(split.tp, work.sequence_parallel, work.flash, job.trainable)
+    sent_elements_by_kind = communication_volume(
         job.model,
         work.tokens,
-        kept,
+        activation_layout,
         dp=split.dp,
         pp=split.pp,
         vpp=split.vpp,
@@ -230,20 +237,24 @@ def _sent(job: TrainingJob, split: TrainingSplit, work: Work) -> Mapping[str, fl
     layers = -(-job.model.num_layers // split.pp)
     gradient_bytes = work.efficiency.gradient_bytes
     return {
-        "tensor_parallel": 2 * micro_batches * layers * sent.tensor_layer,
-        "pipeline": 2 * micro_batches * sent.pipeline_boundary,
-        "data_parallel": gradient_bytes * (sent.data + sent.embedding),
+        "tensor_parallel": 2
+        * micro_batches
+        * layers
+        * sent_elements_by_kind.tensor_parallel_per_layer,
+        "pipeline": 2 * micro_batches * sent_elements_by_kind.pipeline_per_boundary,
+        "data_parallel": gradient_bytes
+        * (sent_elements_by_kind.data_parallel + sent_elements_by_kind.embedding),
     }
 
 
 def _memory(
-    job: TrainingJob, split: TrainingSplit, cluster: Cluster, work: Work
-) -> tuple[Ledger, bool]:
-    """The ledger, and whether the optimizer is distributed in it."""
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, work: LayerWork
+) -> tuple[MemoryLedger, bool]:
+    """Return the memory ledger, and whether the optimizer is distributed."""
     distributed = job.distributed_optimizer
     if distributed is None:
         distributed = work.efficiency.flash or not _states_fit(job, split, cluster)
-    held = Held(
+    rank_workload = RankWorkload(
         config=job.model,
         sequence=job.sequence,
         batch=split.micro_batch,
@@ -252,70 +263,82 @@ def _memory(
         vpp=split.vpp,
         recompute=split.recompute,
         recompute_layers=split.recompute_layers,
-        kept=Kept(split.tp, split.sequence_parallel, work.flash, job.trainable),
-        adapter=job.adapter_parameters,
-        shards=split.dp if distributed else 1,
+        activation_layout=TrainingSetup(
+            split.tp, split.sequence_parallel, work.flash, job.trainable
+        ),
+        adapter_parameters=job.adapter_parameters,
+        optimizer_shards=split.dp if distributed else 1,
         dtype=job.dtype,
     )
-    return memory(held, cluster.device), distributed
+    return training_memory(rank_workload, cluster.device), distributed
 
 
 def _states_fit(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> bool:
-    """Whether weights, gradients and a whole optimizer's state do. What a step keeps besides has no
-    say, lest more of it be answered by less memory."""
-    held = stage_parameters(job.model, split.tp, split.pp, 0)
-    states = state_bytes(held, job.trainable, job.adapter_parameters, 1, job.dtype)
-    whole = states.weights + states.gradients + states.optimizer
-    return whole <= FITS_SHARE * cluster.device.memory_bytes
+    """Return whether weights, gradients and the full optimizer state fit on a GPU.
+
+    Activations are not counted. Otherwise a job with larger activations could get the distributed
+    optimizer and then need less memory than a job with smaller activations.
+    """
+    rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
+    states = state_bytes(rank_parameters, job.trainable, job.adapter_parameters, 1, job.dtype)
+    state_bytes_total = states.weights + states.gradients + states.optimizer
+    return state_bytes_total <= FITS_SHARE * cluster.device.memory_bytes
 
 
-def _trust(job: TrainingJob, split: TrainingSplit, kind: Software) -> Trust:
-    error = kind.error_fp8 if job.dtype == "fp8" else kind.error
-    notes = [f"as {kind.name}", kind.note]
-    outside = [
-        (split.vpp > 1 and kind.efficiency.flash, "a known number of chunks on this GPU"),
-        (job.sequence > SEQUENCE_SEEN_MAX, f"sequences over {SEQUENCE_SEEN_MAX} tokens"),
-        (split.gpus > GPUS_SEEN_MAX, f"more than {GPUS_SEEN_MAX} GPUs"),
-        (job.model.hidden_size < HIDDEN_SEEN_MIN, f"a hidden size under {HIDDEN_SEEN_MIN}"),
-        (any(job.model.moe_layers), "experts"),
-        (job.trainable == "adapter" and not kind.error_fp8, "frozen weights on this GPU"),
+def _time_confidence(
+    job: TrainingJob, split: TrainingSplit, software_stack: Software
+) -> Confidence:
+    error = software_stack.error_fp8 if job.dtype == "fp8" else software_stack.error
+    notes = [f"for {software_stack.name}", software_stack.note]
+    extrapolations = [
+        (split.vpp > 1 and software_stack.efficiency.flash, "a known number of chunks on this GPU"),
+        (job.sequence > PUBLISHED_SEQUENCE_MAX, f"sequences over {PUBLISHED_SEQUENCE_MAX} tokens"),
+        (split.gpus > PUBLISHED_GPUS_MAX, f"more than {PUBLISHED_GPUS_MAX} GPUs"),
+        (
+            job.model.hidden_size < PUBLISHED_HIDDEN_MIN,
+            f"a hidden size under {PUBLISHED_HIDDEN_MIN}",
+        ),
+        (any(job.model.moe_layers), "MoE layers"),
+        (job.trainable == "adapter" and not software_stack.error_fp8, "frozen weights on this GPU"),
     ]
-    for is_so, what in outside:
-        if is_so:
-            error *= OUTSIDE_FACTOR
-            notes.append(f"no published run has {what}")
-    return Trust("spec-sheet", error, "; ".join(note for note in notes if note))
+    for applies, description in extrapolations:
+        if applies:
+            error *= EXTRAPOLATION_FACTOR
+            notes.append(f"no published run has {description}")
+    return Confidence("spec-sheet", error, "; ".join(note for note in notes if note))
 
 
 def check_split(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> None:
-    """Refuse what cannot run, naming the nearest thing that can."""
+    """Raise a ConfigError that names the nearest valid values if the split cannot run."""
     _check_job(job, cluster)
     _check_numbers(split)
-    gpt.parallel.sharding.check_split(job.model, split.tp, split.pp)
+    gpt.parallel.weight_sharding.check_split(job.model, split.tp, split.pp)
     if split.gpus != cluster.gpus:
-        near = split.tp * split.pp * max(1, cluster.gpus // (split.tp * split.pp))
+        nearest_gpus = split.tp * split.pp * max(1, cluster.gpus // (split.tp * split.pp))
         raise ConfigError(
-            f"tensor {split.tp} x pipeline {split.pp} x data parallel {split.dp} are {split.gpus} "
-            f"GPUs, and there are {cluster.gpus}; {near} GPUs can be split so"
+            f"tp {split.tp} x pp {split.pp} x dp {split.dp} is {split.gpus} GPUs, and there are "
+            f"{cluster.gpus}; the nearest number of GPUs for this tp and pp is {nearest_gpus}"
         )
     share = split.dp * split.micro_batch
     if job.global_batch % share:
         raise ConfigError(
-            f"a global batch of {job.global_batch} does not divide into {split.dp} data ranks' "
-            f"micro-batches of {split.micro_batch}; {_multiple(job.global_batch, share)} does"
+            f"global batch {job.global_batch} is not a multiple of dp {split.dp} x micro-batch "
+            f"{split.micro_batch}; the nearest multiple is "
+            f"{_nearest_multiple(job.global_batch, share)}"
         )
     if split.sequence_parallel and job.sequence % split.tp:
         raise ConfigError(
-            f"sequence parallelism needs a sequence that tensor parallel {split.tp} divides, and "
-            f"{job.sequence} is not; {_multiple(job.sequence, split.tp)} is"
+            f"sequence parallelism needs a sequence length that is a multiple of tp {split.tp}, "
+            f"and it is {job.sequence}; the nearest multiple is "
+            f"{_nearest_multiple(job.sequence, split.tp)}"
         )
     _check_chunks(job, split)
     _check_block(job, split)
 
 
-def _multiple(value: int, of: int) -> int:
-    """The nearest one, of at least one."""
-    return of * max(1, round(value / of))
+def _nearest_multiple(value: int, unit: int) -> int:
+    """Return the multiple of `unit` nearest to `value`, at least `unit`."""
+    return unit * max(1, round(value / unit))
 
 
 def _check_job(job: TrainingJob, cluster: Cluster) -> None:
@@ -323,20 +346,24 @@ def _check_job(job: TrainingJob, cluster: Cluster) -> None:
         if getattr(job, name) < 1:
             raise ConfigError(f"{name} is {getattr(job, name)}; it must be at least 1")
     model = job.model
-    if model.learned_positions and job.sequence > model.max_position_embeddings:
+    if model.has_learned_positions and job.sequence > model.max_position_embeddings:
         raise ConfigError(
-            f"sequences of {job.sequence} tokens: the model has "
-            f"{model.max_position_embeddings} positions; sequence can be at most that"
+            f"sequence is {job.sequence} tokens, and the model has "
+            f"{model.max_position_embeddings} learned positions; set it to at most that"
         )
     if not 0 <= job.virtual_tokens < job.sequence:
         raise ConfigError(
-            f"{job.virtual_tokens} virtual tokens in sequences of {job.sequence}; there can be "
-            f"from 0 to {job.sequence - 1}"
+            f"there are {job.virtual_tokens} virtual tokens in sequences of {job.sequence}; set "
+            f"from 0 to {job.sequence - 1} of them"
         )
     if job.dtype not in DTYPES:
-        raise ConfigError(f"no speed of training in {job.dtype!r} is known; {nearest('', DTYPES)}")
+        raise ConfigError(
+            f"the speed of training in {job.dtype!r} is unknown; {suggest_nearest('', DTYPES)}"
+        )
     if job.dtype == "fp8" and not cluster.device.flops_fp8:
-        raise ConfigError(f"{cluster.device.name} has no fp8; train in bfloat16, or on an h100")
+        raise ConfigError(
+            f"{cluster.device.name} does not support fp8; set dtype bfloat16, or use an h100"
+        )
 
 
 def _check_numbers(split: TrainingSplit) -> None:
@@ -350,21 +377,21 @@ def _check_chunks(job: TrainingJob, split: TrainingSplit) -> None:
         return
     if split.pp == 1:
         raise ConfigError(
-            f"vpp {split.vpp} needs a pipeline, and pp is 1; take vpp 1, or pp of at least 2"
+            f"vpp {split.vpp} needs a pipeline, and pp is 1; set vpp to 1, or pp to at least 2"
         )
     layers, micro_batches = job.model.num_layers, split.micro_batches(job)
     if layers % (split.pp * split.vpp):
         works = divisors(layers // gcd(layers, split.pp)) if layers % split.pp else []
         works = works or divisors(layers // split.pp)
         raise ConfigError(
-            f"{layers} layers do not divide into {split.pp} stages of {split.vpp} chunks; "
+            f"{layers} layers are not a multiple of pp {split.pp} x vpp {split.vpp}; "
             f"vpp can be {', '.join(map(str, works))}"
         )
     if micro_batches % split.pp:
         raise ConfigError(
-            f"interleaved stages need micro-batches that pp {split.pp} divides, and there are "
-            f"{micro_batches}; take vpp 1, or a global batch of "
-            f"{_multiple(job.global_batch, split.pp * split.dp * split.micro_batch)}"
+            f"the interleaved schedule needs a number of micro-batches that is a multiple of pp "
+            f"{split.pp}, and there are {micro_batches}; set vpp to 1, or the global batch to "
+            f"{_nearest_multiple(job.global_batch, split.pp * split.dp * split.micro_batch)}"
         )
 
 
@@ -372,6 +399,6 @@ def _check_block(job: TrainingJob, split: TrainingSplit) -> None:
     layers = -(-job.model.num_layers // split.pp)
     if split.recompute == "block" and not 1 <= split.recompute_layers <= layers:
         raise ConfigError(
-            f"block recomputation of {split.recompute_layers} layers: a stage has {layers}; it "
-            f"must be from 1 to {layers}"
+            f"recompute block is set for {split.recompute_layers} layers of a stage, and a stage "
+            f"has {layers}; it must be from 1 to {layers}"
         )

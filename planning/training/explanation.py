@@ -1,15 +1,16 @@
-"""What a search of training splits has found, in sentences: what binds it, what was not taken and
-why, what it saves, how long it takes, and what would fit where nothing does.
+"""Explanations of a training plan: binding limits, alternatives, and changes that would fit.
 
-Every sentence is made of the figures of candidates; where it compares, both were predicted alike.
+The explanations also describe the placement over nodes, the memory that recomputation saves, and
+the duration of a whole run. All sentences use figures of candidates that were predicted in the same
+way.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gpt.costs.training import Recompute
-from planning.figures import ledger_of, number, size
-from planning.figures import say as said
+from gpt.costs.training import RecomputeMode
+from planning.figures import format_bytes, format_ledger, format_number
+from planning.figures import format_figure as format_figure
 from planning.hardware import DEVICES, Cluster, divisors
 from planning.memory_ledger import FITS_SHARE
 from planning.training.estimate import (
@@ -18,227 +19,272 @@ from planning.training.estimate import (
     TrainingSplit,
     estimate_training,
 )
-from planning.training.search import TIE, Axes, Candidate, Found, name_of, search_training
+from planning.training.search import (
+    TIE_FRACTION,
+    SearchSpace,
+    TrainingCandidate,
+    TrainingSearchResult,
+    search_training,
+    split_name,
+)
 
 DAY_S = 86_400
-TOKENS = 300e9  # What the field's tables are told for.
-BUBBLE = 0.05  # More is worth a sentence.
-GPUS_MAX = 1 << 16
-ADAPTER_BATCH = 128  # Records are few, and a table learns from little.
+DEFAULT_TOKENS = 300e9  # Number of training tokens that published tables assume.
+BUBBLE_FRACTION_MIN = 0.05  # A smaller bubble is not mentioned.
+GPUS_MAX = 1 << 16  # The search for a cluster that is large enough stops at this size.
+ADAPTER_BATCH = 128  # Adapters are trained on few records, with small batches.
 
 
-def asked(
-    job: TrainingJob, cluster: Cluster, axes: Axes, name: str, tokens: float | None
+def request_lines(
+    job: TrainingJob, cluster: Cluster, space: SearchSpace, name: str, tokens: float | None
 ) -> list[str]:
-    virtual = f" of {job.virtual_tokens} virtual tokens" if job.virtual_tokens else ""
-    frozen = f"an adapter{virtual}, the model frozen"
-    what = "all parameters" if job.trainable == "all" else frozen
+    virtual_text = f" of {job.virtual_tokens} virtual tokens" if job.virtual_tokens else ""
+    frozen = f"an adapter{virtual_text} of a frozen model"
+    trained_part = "all parameters" if job.trainable == "all" else frozen
     per_node = min(cluster.gpus, cluster.gpus_per_node)
     lines = [
-        f"train {what}: {name}, {job.model.num_layers} layers of "
-        f"{job.model.hidden_size:,}, in {job.dtype}",
-        f"sequences of {job.sequence:,} tokens, {job.global_batch:,} in a step",
-        f"{cluster.gpus:,} {cluster.device.name}, {per_node} a node",
+        f"train {trained_part}: {name}, {job.model.num_layers} layers, "
+        f"hidden size {job.model.hidden_size:,}, in {job.dtype}",
+        f"sequences of {job.sequence:,} tokens, {job.global_batch:,} per step",
+        f"{cluster.gpus:,} {cluster.device.name}, {per_node} per node",
     ]
     if tokens is not None:
-        lines.append(f"{_tokens(tokens)} tokens in all")
-    if axes.memory_fraction != FITS_SHARE:
-        lines.append(f"at most {100 * axes.memory_fraction:.0f} % of a GPU's memory")
+        lines.append(f"{_format_token_count(tokens)} tokens in total")
+    if space.memory_fraction != FITS_SHARE:
+        lines.append(f"at most {100 * space.memory_fraction:.0f} % of a GPU's memory")
     return lines
 
 
-def binding(found: Found) -> list[str]:
-    """What keeps the best from being better."""
-    best = found.best
+def binding_lines(search: TrainingSearchResult) -> list[str]:
+    """Return the reasons why the best candidate is not faster."""
+    best = search.best
     assert best is not None and best.estimate is not None
     memory = best.estimate.memory
     faster = [
-        one
-        for one in found.others
-        if one.standing in ("rejected", "tight")
-        and one.iteration_s < best.iteration_s * (1 - TIE)
-        and one.estimate is not None
-        and not one.whole
+        candidate
+        for candidate in search.alternatives
+        if candidate.feasibility in ("rejected", "tight")
+        and candidate.iteration_s < best.iteration_s * (1 - TIE_FRACTION)
+        and candidate.estimate is not None
+        and not candidate.covers_tp_pp
     ]
     lines = []
     if faster:
-        one = min(faster, key=lambda one: one.iteration_s)
-        assert one.estimate is not None
-        gain = 100 * (1 - one.iteration_s / best.iteration_s)
+        fastest = min(faster, key=lambda candidate: candidate.iteration_s)
+        assert fastest.estimate is not None
+        gain = 100 * (1 - fastest.iteration_s / best.iteration_s)
         lines.append(
-            f"memory: {name_of(one.split)} would take {gain:.0f} % less time, and "
-            f"{size(one.estimate.memory.total)} of {size(memory.capacity)}"
+            f"memory: {split_name(fastest.split)} would take {gain:.0f} % less time, but needs "
+            f"{format_bytes(fastest.estimate.memory.total)} of {format_bytes(memory.capacity)}"
         )
-    if best.estimate.bubble_fraction > BUBBLE:
-        micros = best.split.micro_batches(found.job)
+    if best.estimate.bubble_fraction > BUBBLE_FRACTION_MIN:
+        micros = best.split.micro_batches(search.job)
         lines.append(
-            f"the pipeline: a bubble of {100 * best.estimate.bubble_fraction:.0f} %, with "
-            f"{best.split.pp} stages for {micros} micro-batch{'es' * (micros > 1)}; a larger "
-            "global batch makes it smaller"
+            f"pipeline: the bubble is {100 * best.estimate.bubble_fraction:.0f} %, with "
+            f"{best.split.pp} stages and {micros} micro-batch{'es' if micros > 1 else ''}; a "
+            "larger global batch makes it smaller"
         )
-    part, seconds = max(best.estimate.seconds.items(), key=lambda one: one[1])
+    part_name, seconds = max(best.estimate.seconds.items(), key=lambda pair: pair[1])
     lines.append(
-        f"time: {100 * seconds / best.iteration_s:.0f} % of a step is {part.replace('_', ' ')}"
+        f"time: {100 * seconds / best.iteration_s:.0f} % of a step is {part_name.replace('_', ' ')}"
     )
     return lines
 
 
-def why_not(found: Found) -> list[str]:
-    """The nearest other choices on each axis, at their best."""
-    best = found.best
+def alternative_lines(search: TrainingSearchResult) -> list[str]:
+    """Return a line on each neighbouring value of each setting of the best candidate.
+
+    The line compares the fastest candidate with this value with the best candidate.
+    """
+    best = search.best
     assert best is not None
     split = best.split
-    axes: list[tuple[str, Callable[[TrainingSplit], object], list[object]]] = [
-        ("TP", lambda one: one.tp, _around(found, "tp", split.tp)),
-        ("PP", lambda one: one.pp, _around(found, "pp", split.pp)),
+    axis_choices: list[tuple[str, Callable[[TrainingSplit], object], list[object]]] = [
+        (
+            "TP",
+            lambda candidate_split: candidate_split.tp,
+            _neighbour_values(search, "tp", split.tp),
+        ),
+        (
+            "PP",
+            lambda candidate_split: candidate_split.pp,
+            _neighbour_values(search, "pp", split.pp),
+        ),
         (
             "micro-batch ",
-            lambda one: one.micro_batch,
-            _around(found, "micro_batch", split.micro_batch),
+            lambda candidate_split: candidate_split.micro_batch,
+            _neighbour_values(search, "micro_batch", split.micro_batch),
         ),
-        ("recompute ", lambda one: one.recompute, _other(split.recompute)),
+        (
+            "recompute ",
+            lambda candidate_split: candidate_split.recompute,
+            _other_recompute(split.recompute),
+        ),
     ]
     if split.sequence_parallel:
-        axes.append(("no SP", lambda one: one.sequence_parallel, [False]))
+        axis_choices.append(
+            ("no SP", lambda candidate_split: candidate_split.sequence_parallel, [False])
+        )
     lines = []
-    for label, of, values in axes:
+    for label, axis_of, values in axis_choices:
         for value in values:
-            with_it = [one for one in found.others if of(one.split) == value]
-            words = _instead(found, with_it)
-            if words:
-                lines.append(f"{label}{'' if value is False else value}: {words}")
+            matching = [
+                candidate for candidate in search.alternatives if axis_of(candidate.split) == value
+            ]
+            text = _compared_at_best(search, matching)
+            if text:
+                lines.append(f"{label}{'' if value is False else value}: {text}")
     return lines
 
 
-def _around(found: Found, axis: str, value: int) -> list[object]:
-    """The nearest value below, and above."""
-    values = {getattr(one.split, axis) for one in found.others}
-    below = max((one for one in values if one < value), default=None)
-    above = min((one for one in values if one > value), default=None)
-    return [one for one in (below, above) if one is not None]
+def _neighbour_values(search: TrainingSearchResult, axis: str, value: int) -> list[object]:
+    """Return the nearest tried values below and above `value`."""
+    values = {getattr(candidate.split, axis) for candidate in search.alternatives}
+    below = max((setting for setting in values if setting < value), default=None)
+    above = min((setting for setting in values if setting > value), default=None)
+    return [setting for setting in (below, above) if setting is not None]
 
 
-def _other(recompute: str) -> list[object]:
-    return [one for one in ("none", "selective", "full") if one != recompute]
+def _other_recompute(recompute: str) -> list[object]:
+    return [kind for kind in ("none", "selective", "full") if kind != recompute]
 
 
-def _instead(found: Found, with_it: Sequence[Candidate]) -> str:
-    best = found.best
+def _compared_at_best(search: TrainingSearchResult, matching: Sequence[TrainingCandidate]) -> str:
+    best = search.best
     assert best is not None
-    fits = [one for one in with_it if one.standing == "fits"]
-    if fits:
-        one = min(fits, key=lambda one: one.iteration_s)
-        off = 100 * (one.iteration_s / best.iteration_s - 1)
-        how = f"{off:.0f} % slower" if off >= 1 else "as fast"
-        return f"{how} at best ({name_of(one.split)})"
-    sized = [one for one in with_it if one.estimate is not None]
-    if sized:
-        least = min(_memory(one) for one in sized)
-        capacity = found.cluster.device.memory_bytes
-        tight = " (tight)" if any(one.standing == "tight" for one in sized) else ""
-        return f"takes at least {size(least)} of {size(capacity)}{tight}"
-    return with_it[0].reason if with_it else ""
+    fitting = [candidate for candidate in matching if candidate.feasibility == "fits"]
+    if fitting:
+        fastest = min(fitting, key=lambda candidate: candidate.iteration_s)
+        slower_percent = 100 * (fastest.iteration_s / best.iteration_s - 1)
+        speed_text = f"{slower_percent:.0f} % slower" if slower_percent >= 1 else "as fast"
+        return f"{speed_text} at best ({split_name(fastest.split)})"
+    estimated = [candidate for candidate in matching if candidate.estimate is not None]
+    if estimated:
+        bytes_min = min(_total_bytes(candidate) for candidate in estimated)
+        capacity = search.cluster.device.memory_bytes
+        tight = (
+            " (tight)" if any(candidate.feasibility == "tight" for candidate in estimated) else ""
+        )
+        return f"needs at least {format_bytes(bytes_min)} of {format_bytes(capacity)}{tight}"
+    return matching[0].reason if matching else ""
 
 
-def _memory(one: Candidate) -> int:
-    assert one.estimate is not None
-    return one.estimate.memory.total
+def _total_bytes(candidate: TrainingCandidate) -> int:
+    assert candidate.estimate is not None
+    return candidate.estimate.memory.total
 
 
-# --------------------------------------------------------------------------- what is worth knowing
+# ----------------------------------------------------------------------------------------- remarks
 
 
-def advice(found: Found, tokens: float | None, other: Found | None) -> list[str]:
-    best, job = found.best, found.job
+def advice_lines(
+    search: TrainingSearchResult, tokens: float | None, other_search: TrainingSearchResult | None
+) -> list[str]:
+    best, job = search.best, search.job
     assert best is not None and best.estimate is not None
     lines = []
     if tokens is not None or job.trainable == "all":
-        lines.append(days(best.estimate, tokens or TOKENS))
-    lines.append(layout(found, best.split))
+        lines.append(training_days_line(best.estimate, tokens or DEFAULT_TOKENS))
+    lines.append(layout_line(search, best.split))
     if job.trainable == "all":
-        lines.append(savings(job, best.split, found.cluster))
-    if other is not None:
-        lines += compared(found, other)
-    if best.split.gpus < found.cluster.gpus:
-        idle = found.cluster.gpus - best.split.gpus
+        lines.append(recompute_savings_line(job, best.split, search.cluster))
+    if other_search is not None:
+        lines += frozen_comparison(search, other_search)
+    if best.split.gpus < search.cluster.gpus:
+        idle = search.cluster.gpus - best.split.gpus
         lines.append(
-            f"idle are {idle:,} of {found.cluster.gpus:,} GPUs: none of the splits that use more, "
-            f"of a global batch of {job.global_batch:,}, is faster"
+            f"{idle:,} of {search.cluster.gpus:,} GPUs are idle: with a global batch of "
+            f"{job.global_batch:,}, no split that uses more is faster"
         )
     return [line for line in lines if line]
 
 
-def days(estimate: TrainingEstimate, tokens: float) -> str:
-    taken = tokens / estimate.tokens_per_s / DAY_S
-    error = estimate.trust_time.error
+def training_days_line(estimate: TrainingEstimate, tokens: float) -> str:
+    days_taken = tokens / estimate.tokens_per_s / DAY_S
+    error = estimate.time_confidence.error
     return (
-        f"{_tokens(tokens)} tokens take {number(taken)} days "
-        f"({number(taken / (1 + error))} to {number(taken * (1 + error))}), at "
-        f"{number(estimate.tokens_per_s)} tokens/s"
+        f"{_format_token_count(tokens)} tokens take {format_number(days_taken)} days "
+        f"({format_number(days_taken / (1 + error))} to "
+        f"{format_number(days_taken * (1 + error))}), at "
+        f"{format_number(estimate.tokens_per_s)} tokens/s"
     )
 
 
-def layout(found: Found, split: TrainingSplit) -> str:
-    """Why the split lies over nodes as it does."""
-    cluster, job = found.cluster, found.job
-    link, network = cluster.device.link_bytes / 1e9, cluster.device.network_bytes / 1e9
-    words = ""
+def layout_line(search: TrainingSearchResult, split: TrainingSplit) -> str:
+    """Describe the placement of tensor and pipeline ranks over nodes."""
+    cluster, job = search.cluster, search.job
+    link, network_gb = (
+        cluster.device.link_bytes_per_s / 1e9,
+        cluster.device.network_bytes_per_s / 1e9,
+    )
+    text = ""
     if split.tp > cluster.gpus_per_node:
-        words = f"TP{split.tp} crosses nodes, at {network:.0f} GB/s: a last resort"
+        text = f"TP{split.tp} crosses nodes, at only {network_gb:.0f} GB/s"
     elif split.tp > 1:
-        words = f"TP{split.tp} stays inside a node, where links carry {link:.0f} GB/s"
+        text = f"TP{split.tp} stays inside a node, with links of {link:.0f} GB/s"
     if split.pp > 1 and split.tp * split.pp > cluster.gpus_per_node:
-        sent = 2 * split.micro_batch * job.sequence * job.model.hidden_size / split.tp
-        words += "; " if words else ""
-        words += (
-            f"PP{split.pp} goes across nodes, at {network:.0f} GB/s, where a GPU hands on only "
-            f"{size(sent)} for a micro-batch"
+        bytes_sent = 2 * split.micro_batch * job.sequence * job.model.hidden_size / split.tp
+        text += "; " if text else ""
+        text += (
+            f"PP{split.pp} crosses nodes, at {network_gb:.0f} GB/s, where a GPU sends only "
+            f"{format_bytes(bytes_sent)} per micro-batch"
         )
     elif split.pp > 1:
-        words = f"{words}; PP{split.pp} too" if words else f"PP{split.pp} stays inside a node"
-    return words
+        text = f"{text}; PP{split.pp} too" if text else f"PP{split.pp} stays inside a node"
+    return text
 
 
-def savings(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> str:
-    """What sequence parallelism and selective recomputation are worth at this split."""
+def recompute_savings_line(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> str:
+    """Describe the memory and time that sequence parallelism and selective recomputation save."""
     if split.tp == 1:
         return ""
-    plain = _at(job, split, cluster, sequence_parallel=False, recompute="none")
-    both = _at(job, split, cluster, sequence_parallel=True, recompute="selective")
-    full = _at(job, split, cluster, sequence_parallel=False, recompute="full")
-    sequence = _at(job, split, cluster, sequence_parallel=True, recompute="none")
-    fewer = plain.memory.activations / max(1, both.memory.activations)
-    what, best = "sequence parallelism and selective recomputation keep", both
-    if sequence.memory.activations == both.memory.activations:
-        what, best = "with attention that keeps no scores, sequence parallelism keeps", sequence
-    gain = 100 * (full.iteration_s / best.iteration_s - 1)
-    words = (
-        f"{what} {size(best.memory.activations)} of activations where TP alone keeps "
-        f"{size(plain.memory.activations)}, {fewer:.1f} times less"
+    without_savings = _estimate_with(job, split, cluster, sequence_parallel=False, recompute="none")
+    with_both = _estimate_with(job, split, cluster, sequence_parallel=True, recompute="selective")
+    full_recompute = _estimate_with(job, split, cluster, sequence_parallel=False, recompute="full")
+    sequence = _estimate_with(job, split, cluster, sequence_parallel=True, recompute="none")
+    reduction = without_savings.memory.activations / max(1, with_both.memory.activations)
+    subject, best = "sequence parallelism and selective recomputation store", with_both
+    if sequence.memory.activations == with_both.memory.activations:
+        subject, best = "with flash attention, sequence parallelism stores", sequence
+    gain = 100 * (full_recompute.iteration_s / best.iteration_s - 1)
+    text = (
+        f"{subject} {format_bytes(best.memory.activations)} of activations, TP alone "
+        f"{format_bytes(without_savings.memory.activations)}: a factor of {reduction:.1f}"
     )
-    node = cluster.gpus_per_node
-    if split.tp < node and job.model.num_query_groups % node == 0:
-        wide = replace(split, tp=node, dp=1)
-        least: Recompute = "selective" if best is both else "none"
-        ways: tuple[tuple[bool, Recompute], ...] = ((False, "none"), (True, least))
-        kept = [
-            _at(job, wide, cluster, sequence_parallel=way, recompute=kind).memory.activations
-            for way, kind in ways
+    gpus_per_node = cluster.gpus_per_node
+    if split.tp < gpus_per_node and job.model.num_query_groups % gpus_per_node == 0:
+        node_wide_split = replace(split, tp=gpus_per_node, dp=1)
+        lightest_recompute: RecomputeMode = "selective" if best is with_both else "none"
+        variants: tuple[tuple[bool, RecomputeMode], ...] = (
+            (False, "none"),
+            (True, lightest_recompute),
+        )
+        activation_bytes = [
+            _estimate_with(
+                job,
+                node_wide_split,
+                cluster,
+                sequence_parallel=with_sequence_parallel,
+                recompute=kind,
+            ).memory.activations
+            for with_sequence_parallel, kind in variants
         ]
-        words += f" (at TP{node} {kept[0] / max(1, kept[1]):.1f} times)"
+        node_wide_reduction = activation_bytes[0] / max(1, activation_bytes[1])
+        text += f" (at TP{gpus_per_node}: {node_wide_reduction:.1f})"
     return (
-        f"{words}; a step takes {said('iteration_s', best.iteration_s)}, with full recomputation "
-        f"{said('iteration_s', full.iteration_s)}: {gain:.0f} % faster"
+        f"{text}; a step takes {format_figure('iteration_s', best.iteration_s)}, "
+        f"{gain:.0f} % faster than with full recomputation "
+        f"({format_figure('iteration_s', full_recompute.iteration_s)})"
     )
 
 
-def _at(
+def _estimate_with(
     job: TrainingJob,
     split: TrainingSplit,
     cluster: Cluster,
     *,
     sequence_parallel: bool,
-    recompute: Recompute,
+    recompute: RecomputeMode,
 ) -> TrainingEstimate:
     changed = replace(
         split, sequence_parallel=sequence_parallel, recompute=recompute, recompute_layers=0
@@ -246,141 +292,187 @@ def _at(
     return estimate_training(job, changed, replace(cluster, gpus=changed.gpus))
 
 
-def compared(found: Found, other: Found) -> list[str]:
-    """How a frozen model's plan differs from one in which all of it learns, and why."""
-    frozen, whole = (found, other) if found.job.trainable == "adapter" else (other, found)
+def frozen_comparison(
+    search: TrainingSearchResult, other_search: TrainingSearchResult
+) -> list[str]:
+    """Compare training an adapter of a frozen model with training all parameters."""
+    frozen, full_search = (
+        (search, other_search) if search.job.trainable == "adapter" else (other_search, search)
+    )
     if frozen.best is None or frozen.best.estimate is None:
         return []
     split, estimate = frozen.best.split, frozen.best.estimate
-    if found is whole:
-        assert whole.best is not None
-        gain = whole.best.iteration_s / frozen.best.iteration_s
+    if search is full_search:
+        assert full_search.best is not None
+        gain = full_search.best.iteration_s / frozen.best.iteration_s
         return [
-            f"an adapter alone (--trainable adapter) would learn with {name_of(split)}, "
-            f"{number(gain)} times as fast: frozen weights have no gradients and no optimizer"
+            f"training only an adapter (--trainable adapter) would use {split_name(split)} and be "
+            f"{format_number(gain)} times as fast: frozen weights have no gradients and no "
+            "optimizer state"
         ]
     lines = [
-        "frozen weights have no gradients and no optimizer: 2 bytes a parameter for 18, "
-        f"{size(estimate.memory.weights)} on the fullest GPU; and linears keep no inputs for them"
+        "frozen weights have no gradients and no optimizer state: 2 bytes per parameter instead of "
+        f"18, {format_bytes(estimate.memory.weights)} on the fullest GPU; and linear layers store "
+        "no inputs for weight gradients"
     ]
-    if whole.best is None:
-        return [*lines, "to train all parameters does not fit on these GPUs at all"]
-    assert whole.best.estimate is not None
-    same = name_of(whole.best.split) == name_of(split)
-    how = "takes the same split" if same else f"takes {name_of(whole.best.split)} instead"
-    gain = whole.best.iteration_s / frozen.best.iteration_s
-    flops = whole.best.estimate.model_flops / estimate.model_flops
+    if full_search.best is None:
+        return [*lines, "training all parameters does not fit on these GPUs"]
+    assert full_search.best.estimate is not None
+    is_same_split = split_name(full_search.best.split) == split_name(split)
+    split_text = (
+        "would use the same split"
+        if is_same_split
+        else f"would use {split_name(full_search.best.split)}"
+    )
+    gain = full_search.best.iteration_s / frozen.best.iteration_s
+    flops = full_search.best.estimate.model_flops / estimate.model_flops
     return [
         *lines,
-        f"to train all parameters {how}: {size(whole.best.estimate.memory.total)} a GPU for "
-        f"{size(estimate.memory.total)}, a step of {said('iteration_s', whole.best.iteration_s)}"
-        f" for {said('iteration_s', frozen.best.iteration_s)}",
-        f"a frozen step has {flops:.2f} times fewer FLOPs, as no gradient of a weight is computed, "
-        f"and nothing of the weights is summed over copies: {gain:.2f} times as fast",
+        f"training all parameters {split_text}: "
+        f"{format_bytes(full_search.best.estimate.memory.total)} per GPU instead of "
+        f"{format_bytes(estimate.memory.total)}, a step of "
+        f"{format_figure('iteration_s', full_search.best.iteration_s)} instead of "
+        f"{format_figure('iteration_s', frozen.best.iteration_s)}",
+        f"a step with frozen weights is {gain:.2f} times as fast: it has {flops:.2f} times fewer "
+        "FLOPs, since no weight gradients are computed, and no all-reduce of weight gradients",
     ]
 
 
-# ------------------------------------------------------------------------- where nothing can be had
+# ---------------------------------------------------------------------------------- if nothing fits
 
 
-def what_would_fit(found: Found) -> list[str]:
-    """Which limit binds, in the order of how hard it is, and what would make it fit."""
-    job, cluster, axes = found.job, found.cluster, found.axes
-    if axes.narrowed:
-        again = search_training(job, cluster, _free(axes))
-        if again.best is not None:
-            flags = ", ".join(axes.narrowed)
-            without = f"nothing fits within {flags}; without, {name_of(again.best.split)} does"
-            return [without, _what_binds(found)]
-    lines = [_what_binds(found)]
-    more = _more_gpus(job, cluster, axes)
-    if more is not None:
-        lines.append(f"{more[1].cluster.gpus:,} of these GPUs hold it, as {more[0]}")
-    larger = _larger_gpu(job, cluster, axes)
+def fit_advice_lines(search: TrainingSearchResult) -> list[str]:
+    """Return lines on why no candidate fits, and on changes with which a candidate would fit."""
+    job = search.job
+    cluster = search.cluster
+    space = search.space
+    if space.narrowing_flags:
+        unrestricted = search_training(job, cluster, _unrestricted_space(space))
+        if unrestricted.best is not None:
+            flags = ", ".join(space.narrowing_flags)
+            without = (
+                f"nothing fits with {flags}; without these flags "
+                f"{split_name(unrestricted.best.split)} fits"
+            )
+            return [without, _binding_memory_line(search)]
+    lines = [_binding_memory_line(search)]
+    larger_cluster = _smallest_fitting_cluster(job, cluster, space)
+    if larger_cluster is not None:
+        lines.append(
+            f"{larger_cluster[1].cluster.gpus:,} of these GPUs are enough, with {larger_cluster[0]}"
+        )
+    larger = _larger_gpu_line(job, cluster, space)
     if larger:
         lines.append(larger)
     if job.trainable == "all":
-        frozen = search_training(replace(job, trainable="adapter"), cluster, _free(axes))
+        frozen = search_training(
+            replace(job, trainable="adapter"), cluster, _unrestricted_space(space)
+        )
         if frozen.best is not None:
-            name = name_of(frozen.best.split)
-            lines.append(f"an adapter alone (--trainable adapter) fits as {name}")
+            name = split_name(frozen.best.split)
+            lines.append(f"training only an adapter (--trainable adapter) fits with {name}")
     if job.distributed_optimizer is not True and job.trainable == "all":
-        shared = search_training(replace(job, distributed_optimizer=True), cluster, _free(axes))
-        if shared.best is not None:
-            name = name_of(shared.best.split)
+        distributed_search = search_training(
+            replace(job, distributed_optimizer=True), cluster, _unrestricted_space(space)
+        )
+        if distributed_search.best is not None:
+            name = split_name(distributed_search.best.split)
             lines.append(f"with --distributed-optimizer {name} fits")
-    if not more and not larger and job.sequence > 1024:
-        lines.append(f"shorter sequences than {job.sequence:,} keep less")
+    if not larger_cluster and not larger and job.sequence > 1024:
+        lines.append(f"sequences shorter than {job.sequence:,} tokens need less memory")
     return lines
 
 
-def _what_binds(found: Found) -> str:
-    sized = [one for one in found.others if one.estimate is not None]
-    if not sized:
-        return found.others[0].reason if found.others else "there is no split to try"
-    least = min(sized, key=_memory)
-    assert least.estimate is not None
-    memory = least.estimate.memory
+def _binding_memory_line(search: TrainingSearchResult) -> str:
+    estimated = [candidate for candidate in search.alternatives if candidate.estimate is not None]
+    if not estimated:
+        return search.alternatives[0].reason if search.alternatives else "there is no split to try"
+    smallest = min(estimated, key=_total_bytes)
+    assert smallest.estimate is not None
+    memory = smallest.estimate.memory
     state = memory.weights + memory.gradients + memory.optimizer
-    what = "weights do not fit" if memory.weights > memory.capacity else (
-        "weights, gradients and optimizer do not fit"
-        if state > found.axes.memory_fraction * memory.capacity
-        else "activations do not fit, however little is kept"
-    )  # fmt: skip
-    return f"{what}: {name_of(least.split)} needs {ledger_of(memory)}"
+    problem = (
+        "weights do not fit"
+        if memory.weights > memory.capacity
+        else (
+            "weights, gradients and optimizer do not fit"
+            if state > search.space.memory_fraction * memory.capacity
+            else "activations do not fit, even with full recomputation"
+        )
+    )
+    return f"{problem}: {split_name(smallest.split)} needs {format_ledger(memory)}"
 
 
-def _free(axes: Axes) -> Axes:
-    return Axes(memory_fraction=axes.memory_fraction, internode_tp=axes.internode_tp)
+def _unrestricted_space(space: SearchSpace) -> SearchSpace:
+    return SearchSpace(memory_fraction=space.memory_fraction, internode_tp=space.internode_tp)
 
 
-def _more_gpus(job: TrainingJob, cluster: Cluster, axes: Axes) -> tuple[str, Found] | None:
-    """The fewest, by doubling and then by halves."""
-    low, high, good = cluster.gpus, cluster.gpus, None
-    while high < GPUS_MAX and good is None:
+def _smallest_fitting_cluster(
+    job: TrainingJob, cluster: Cluster, space: SearchSpace
+) -> tuple[str, TrainingSearchResult] | None:
+    """Find the smallest number of GPUs that fits the job, by doubling and then bisection.
+
+    Return the name of the split and the result of its search.
+    """
+    low = cluster.gpus
+    high = cluster.gpus
+    fitting_search = None
+    while high < GPUS_MAX and fitting_search is None:
         low, high = high, high * 2
-        found = search_training(job, replace(cluster, gpus=high), _free(axes))
-        good = found if found.best is not None else None
-    while good is not None and high - low > max(1, cluster.gpus_per_node if high > 64 else 1):
+        search = search_training(job, replace(cluster, gpus=high), _unrestricted_space(space))
+        fitting_search = search if search.best is not None else None
+    while fitting_search is not None and high - low > max(
+        1, cluster.gpus_per_node if high > 64 else 1
+    ):
         middle = (low + high) // 2
-        found = search_training(job, replace(cluster, gpus=middle), _free(axes))
-        if found.best is not None:
-            high, good = middle, found
+        search = search_training(job, replace(cluster, gpus=middle), _unrestricted_space(space))
+        if search.best is not None:
+            high, fitting_search = middle, search
         else:
             low = middle
-    if good is None or good.best is None:
+    if fitting_search is None or fitting_search.best is None:
         return None
-    least = replace(good, cluster=replace(cluster, gpus=good.best.split.gpus))
-    return name_of(good.best.split), least
+    smallest_search = replace(
+        fitting_search, cluster=replace(cluster, gpus=fitting_search.best.split.gpus)
+    )
+    return split_name(fitting_search.best.split), smallest_search
 
 
-def _larger_gpu(job: TrainingJob, cluster: Cluster, axes: Axes) -> str:
+def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> str:
     have = cluster.device.memory_bytes
-    for device in sorted(DEVICES.values(), key=lambda one: one.memory_bytes):
+    for device in sorted(DEVICES.values(), key=lambda device_choice: device_choice.memory_bytes):
         if device.memory_bytes > have:
-            found = search_training(job, replace(cluster, device=device), _free(axes))
-            if found.best is not None:
-                return f"{cluster.gpus:,} {device.name} hold it, as {name_of(found.best.split)}"
+            search = search_training(
+                job, replace(cluster, device=device), _unrestricted_space(space)
+            )
+            if search.best is not None:
+                name = split_name(search.best.split)
+                return f"{cluster.gpus:,} {device.name} are enough, with {name}"
     return ""
 
 
 def default_batch(parameters: int, trainable: str, gpus: int) -> int:
-    """What models of that size are trained with, near which all GPUs can have a share of it."""
+    """Return a usual global batch for a model of this size.
+
+    The batch is rounded so that the GPUs can divide it evenly.
+    """
     sizes = ((1e9, 256), (4e9, 1024), (300e9, 2048))
-    base = next((batch for most, batch in sizes if parameters <= most), 3072)
+    base = next((batch for parameters_max, batch in sizes if parameters <= parameters_max), 3072)
     if trainable == "adapter":
         base = ADAPTER_BATCH
     odd = gpus
     while odd % 2 == 0:
         odd //= 2
     unit = odd * min(gpus // odd, 256)
-    fitting = [one for one in divisors(unit) if one % odd == 0 and one <= base]
-    unit = max(fitting, default=unit)
+    fitting_units = [
+        divisor for divisor in divisors(unit) if divisor % odd == 0 and divisor <= base
+    ]
+    unit = max(fitting_units, default=unit)
     return max(1, round(base / unit)) * unit
 
 
-def _tokens(count: float) -> str:
+def _format_token_count(count: float) -> str:
     for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= power:
-            return f"{number(count / power)}{letter}"
-    return number(count)
+            return f"{format_number(count / power)}{letter}"
+    return format_number(count)

@@ -1,33 +1,36 @@
-"""What training keeps on the fullest GPU of a split, item by item.
+"""Training memory: weights, gradients, optimizer states and activations of the fullest GPU.
 
-The closed forms are `gpt.costs.training`; here they are put together for a stage. Layers' results
-stand alone, as the literature counts them; what the embedding and the head keep, a layer that is
-computed again, and what programs take for themselves are workspace.
+The formulas are in `gpt.costs.training` and `gpt.costs.activation_memory`; this module combines
+them for a pipeline stage. As in the literature, "activations" are the stored tensors of the layers
+only. The tensors of the embedding and the LM head, the tensors of a layer during recomputation, and
+the memory of libraries count as workspace.
 """
 
 from dataclasses import dataclass
 
 from gpt.config import GPTConfig
-from gpt.costs.training import (
-    Kept,
-    Recompute,
-    Trainable,
+from gpt.costs.activation_memory import (
     edge_activation_bytes,
     layer_activation_bytes,
     layers_in_flight,
+)
+from gpt.costs.training import (
+    RecomputeMode,
+    Trainable,
+    TrainingSetup,
     stage_parameters,
     state_bytes,
 )
 from planning.hardware import Device
-from planning.memory_ledger import Ledger
+from planning.memory_ledger import MemoryLedger
 
-# A context, libraries, and the buffers of communicators.
+# CUDA context, libraries, and NCCL buffers.
 CONTEXT_BYTES = 1_500_000_000
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank is to keep."""
+class RankWorkload:
+    """The quantities that a rank's memory depends on."""
 
     config: GPTConfig
     sequence: int
@@ -35,69 +38,94 @@ class Held:
     micro_batches: int
     pp: int
     vpp: int
-    recompute: Recompute
+    recompute: RecomputeMode
     recompute_layers: int
-    kept: Kept
-    adapter: int  # Parameters that learn, where the model's own do not.
-    shards: int  # Ranks that share an optimizer's state.
+    activation_layout: TrainingSetup
+    adapter_parameters: int  # Number of trainable parameters of an adapter; 0: no adapter.
+    optimizer_shards: int  # Number of ranks over which the optimizer state is sharded.
     dtype: str
 
     @property
     def trainable(self) -> Trainable:
-        return self.kept.trainable
+        return self.activation_layout.trainable
 
 
-def memory(held: Held, device: Device) -> Ledger:
-    """Of the first stage, which keeps most micro-batches; what the last holds more is workspace."""
-    first, last = _stage(held, device, 0), _stage(held, device, held.pp - 1)
-    more = max(0, last.total - first.total)
-    return Ledger(
+def training_memory(workload: RankWorkload, device: Device) -> MemoryLedger:
+    """Return the memory ledger of the first stage, which stores the most micro-batches.
+
+    If the last stage needs more memory in total, the difference is added to the workspace.
+    """
+    first, last = (
+        _stage_ledger(workload, device, 0),
+        _stage_ledger(workload, device, workload.pp - 1),
+    )
+    last_stage_excess = max(0, last.total - first.total)
+    return MemoryLedger(
         capacity=first.capacity,
         weights=first.weights,
         gradients=first.gradients,
         optimizer=first.optimizer,
         activations=first.activations,
-        workspace=first.workspace + more,
+        workspace=first.workspace + last_stage_excess,
     )
 
 
-def _stage(held: Held, device: Device, stage: int) -> Ledger:
-    parameters = stage_parameters(held.config, held.kept.tp, held.pp, stage)
-    adapter = held.adapter if stage == 0 else 0
-    states = state_bytes(parameters, held.trainable, adapter, held.shards, held.dtype)
-    edges = edge_activation_bytes(held.config, held.batch, held.sequence, held.pp, held.kept)
-    workspace = CONTEXT_BYTES + _again(held)
+def _stage_ledger(workload: RankWorkload, device: Device, stage: int) -> MemoryLedger:
+    parameters = stage_parameters(
+        workload.config, workload.activation_layout.tp, workload.pp, stage
+    )
+    adapter_parameters = workload.adapter_parameters if stage == 0 else 0
+    states = state_bytes(
+        parameters,
+        workload.trainable,
+        adapter_parameters,
+        workload.optimizer_shards,
+        workload.dtype,
+    )
+    edges = edge_activation_bytes(
+        workload.config, workload.batch, workload.sequence, workload.pp, workload.activation_layout
+    )
+    workspace = CONTEXT_BYTES + _recompute_buffer_bytes(workload)
     workspace += edges[0] if stage == 0 else 0
-    workspace += edges[1] if stage == held.pp - 1 else 0
-    return Ledger(
+    workspace += edges[1] if stage == workload.pp - 1 else 0
+    return MemoryLedger(
         capacity=device.memory_bytes,
         weights=round(states.weights),
         gradients=round(states.gradients),
         optimizer=round(states.optimizer),
-        activations=round(_activations(held, stage)),
+        activations=round(_activation_bytes(workload, stage)),
         workspace=round(workspace),
     )
 
 
-def _layer(held: Held, recompute: Recompute) -> float:
-    return layer_activation_bytes(held.config, held.batch, held.sequence, recompute, held.kept)
+def _layer_activation_bytes(workload: RankWorkload, recompute: RecomputeMode) -> float:
+    return layer_activation_bytes(
+        workload.config, workload.batch, workload.sequence, recompute, workload.activation_layout
+    )
 
 
-def _activations(held: Held, stage: int) -> float:
-    layers = held.config.num_layers
-    flight = layers_in_flight(layers, held.pp, held.micro_batches, held.vpp, stage)
-    if held.recompute != "block":
-        return flight * _layer(held, held.recompute)
-    share = held.recompute_layers / -(-layers // held.pp)
-    return flight * (share * _layer(held, "full") + (1 - share) * _layer(held, "none"))
+def _activation_bytes(workload: RankWorkload, stage: int) -> float:
+    layers = workload.config.num_layers
+    in_flight_layers = layers_in_flight(
+        layers, workload.pp, workload.micro_batches, workload.vpp, stage
+    )
+    if workload.recompute != "block":
+        return in_flight_layers * _layer_activation_bytes(workload, workload.recompute)
+    share = workload.recompute_layers / -(-layers // workload.pp)
+    return in_flight_layers * (
+        share * _layer_activation_bytes(workload, "full")
+        + (1 - share) * _layer_activation_bytes(workload, "none")
+    )
 
 
-def _again(held: Held) -> float:
-    """The results of one layer that is being computed again."""
-    match held.recompute:
+def _recompute_buffer_bytes(workload: RankWorkload) -> float:
+    """Return the bytes of the activations of one layer while the layer is recomputed."""
+    match workload.recompute:
         case "none":
             return 0.0
         case "selective":
-            return _layer(held, "none") - _layer(held, "selective")
+            return _layer_activation_bytes(workload, "none") - _layer_activation_bytes(
+                workload, "selective"
+            )
         case "block" | "full":
-            return _layer(held, "none")
+            return _layer_activation_bytes(workload, "none")

@@ -1,18 +1,19 @@
-"""The best way to train on the GPUs at hand: every split that could be, its memory, then its time.
+"""Training search: tries tensor, pipeline and data parallel splits, micro-batches and recompute.
 
-A candidate is looked at in the order of what it costs to refuse it: by whole numbers, by the bytes
-that are left when all is computed again, by its own bytes. What is refused keeps its reason, for as
-many as share it. Words for people are made elsewhere.
+The cheapest checks come first: divisibility, memory with full recomputation, the candidate's own
+memory, then the candidate's time. Each rejected candidate has a reason; one rejected candidate may
+represent all candidates with the same TP and PP. `planning.training.explanation` describes the
+result in text.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpt.costs.training import Recompute
+from gpt.costs.training import RecomputeMode
 from gpt.errors import ConfigError
 from planning.hardware import Cluster, divisors
-from planning.memory_ledger import FITS_SHARE, Ledger, tight_share
-from planning.plan import Cell, Row, Standing
+from planning.memory_ledger import FITS_SHARE, MemoryLedger, tight_share
+from planning.plan import Feasibility, Row, SettingValue
 from planning.training.estimate import (
     TrainingEstimate,
     TrainingJob,
@@ -21,17 +22,19 @@ from planning.training.estimate import (
     estimate_training,
 )
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block", "full")
+RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "block", "full")
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-TIE = 0.02  # Predictions are no better than that: among such, what is simpler wins.
-SMALLER_OF = 40  # Of so many of the fastest, fewer copies are tried too.
+# Candidates within this fraction of the fastest count as equal; the simplest of them is selected.
+TIE_FRACTION = 0.02
+FEWER_REPLICAS_TRIED = 40  # Number of fastest candidates for which fewer replicas are tried too.
 
+# Returns the reason why a split cannot be used, or an empty text.
 Refusal = Callable[[TrainingSplit], str]
 
 
 @dataclass(frozen=True)
-class Axes:
-    """What a search may try; empty: anything."""
+class SearchSpace:
+    """The values that a search may try. An empty tuple or None means all values."""
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
@@ -39,22 +42,23 @@ class Axes:
     micro_batch: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
     sequence_parallel: bool | None = None
-    internode_tp: bool = False
+    internode_tp: bool = False  # Whether a TP group may span several nodes.
     memory_fraction: float = FITS_SHARE
-    brief: bool = False  # Only what may well be best: for a comparison, whose rows nobody sees.
+    # Whether only the likely best candidates are tried, for a comparison that prints no rows.
+    brief: bool = False
 
     @property
-    def narrowed(self) -> tuple[str, ...]:
-        """The flags that leave something out."""
+    def narrowing_flags(self) -> tuple[str, ...]:
+        """The command-line flags that restrict the search."""
         flags = ("tp", "pp", "vpp", "micro_batch", "recompute")
-        named = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
+        flag_names = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
         if self.sequence_parallel is not None:
-            named.append(
+            flag_names.append(
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel"
             )
-        return tuple(named)
+        return tuple(flag_names)
 
-    def standing(self, memory: Ledger) -> Standing:
+    def feasibility_of(self, memory: MemoryLedger) -> Feasibility:
         share = memory.total / memory.capacity
         if share <= self.memory_fraction:
             return "fits"
@@ -62,12 +66,12 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TrainingCandidate:
     split: TrainingSplit
-    standing: Standing
+    feasibility: Feasibility
     estimate: TrainingEstimate | None = None
     reason: str = ""
-    whole: bool = False  # It stands for all that share its tp and pp.
+    covers_tp_pp: bool = False  # Whether it represents all candidates with the same tp and pp.
 
     @property
     def iteration_s(self) -> float:
@@ -75,272 +79,334 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingSearchResult:
     job: TrainingJob
     cluster: Cluster
-    axes: Axes
-    best: Candidate | None
-    others: Sequence[Candidate]  # The fastest first, then what is tight, then what is refused.
+    space: SearchSpace
+    best: TrainingCandidate | None
+    # Candidates that fit, then tight and then rejected candidates; in each group, fastest first.
+    alternatives: Sequence[TrainingCandidate]
 
     @property
-    def usable(self) -> list[Candidate]:
-        """All that fit; what is tight, where nothing does."""
-        all_of = [*([self.best] if self.best else []), *self.others]
-        fits = [one for one in all_of if one.standing == "fits"]
-        return fits or [one for one in all_of if one.standing == "tight"]
+    def usable(self) -> list[TrainingCandidate]:
+        """The candidates that fit, or the tight candidates if none fits."""
+        candidates = [*([self.best] if self.best else []), *self.alternatives]
+        fits = [candidate for candidate in candidates if candidate.feasibility == "fits"]
+        return fits or [candidate for candidate in candidates if candidate.feasibility == "tight"]
 
 
 def search_training(
-    job: TrainingJob, cluster: Cluster, axes: Axes, refusal: Refusal = lambda split: ""
-) -> Found:
-    """`refusal` says what else stands against a split; nothing: no more."""
-    # What is wrong with the job itself is no candidate's fault.
+    job: TrainingJob, cluster: Cluster, space: SearchSpace, refusal: Refusal = lambda split: ""
+) -> TrainingSearchResult:
+    """Search for the fastest split; `refusal` can reject splits for additional reasons."""
+    # An error of the job is raised here; otherwise each candidate would report it as its reason.
     check_split(job, TrainingSplit(), replace(cluster, gpus=1))
-    candidates = list(_candidates(job, cluster, axes, refusal))
-    usable = sorted((one for one in candidates if one.standing == "fits"), key=_time)
-    fewer = (
+    candidates = list(_candidates(job, cluster, space, refusal))
+    usable_candidates = sorted(
+        (candidate for candidate in candidates if candidate.feasibility == "fits"), key=_iteration_s
+    )
+    fewer_replicas = (
         []
-        if axes.brief
+        if space.brief
         else [
-            _judged(job, split, cluster, axes)
-            for one in usable[:SMALLER_OF]
-            for split in _fewer_copies(job, one.split)
+            _evaluate(job, split, cluster, space)
+            for candidate in usable_candidates[:FEWER_REPLICAS_TRIED]
+            for split in _splits_with_fewer_replicas(job, candidate.split)
             if not refusal(split)
         ]
     )
-    candidates += fewer
-    for standing in ("fits", "tight"):
-        usable = sorted((one for one in candidates if one.standing == standing), key=_time)
-        if usable:
-            best = _simplest(usable)
-            others = sorted((one for one in candidates if one is not best), key=_rank)
-            return Found(job, cluster, axes, best, others)
-    return Found(job, cluster, axes, None, sorted(candidates, key=_rank))
+    candidates += fewer_replicas
+    for feasibility in ("fits", "tight"):
+        usable_candidates = sorted(
+            (candidate for candidate in candidates if candidate.feasibility == feasibility),
+            key=_iteration_s,
+        )
+        if usable_candidates:
+            best = _choose_simplest(usable_candidates)
+            alternatives = sorted(
+                (candidate for candidate in candidates if candidate is not best), key=_sort_key
+            )
+            return TrainingSearchResult(job, cluster, space, best, alternatives)
+    return TrainingSearchResult(job, cluster, space, None, sorted(candidates, key=_sort_key))
 
 
-def _time(one: Candidate) -> float:
-    return one.iteration_s
+def _iteration_s(candidate: TrainingCandidate) -> float:
+    return candidate.iteration_s
 
 
-def _rank(one: Candidate) -> tuple[int, float]:
-    return ("fits", "tight", "rejected").index(one.standing), one.iteration_s
+def _sort_key(candidate: TrainingCandidate) -> tuple[int, float]:
+    return ("fits", "tight", "rejected").index(candidate.feasibility), candidate.iteration_s
 
 
-def _simplest(usable: Sequence[Candidate]) -> Candidate:
-    """Of those that are as fast as the fastest, as far as one can tell."""
-    alike = [one for one in usable if one.iteration_s <= usable[0].iteration_s * (1 + TIE)]
+def _choose_simplest(candidates: Sequence[TrainingCandidate]) -> TrainingCandidate:
+    """Return the simplest of the candidates that are within TIE_FRACTION of the fastest."""
+    near_fastest = [
+        candidate
+        for candidate in candidates
+        if candidate.iteration_s <= candidates[0].iteration_s * (1 + TIE_FRACTION)
+    ]
 
-    def effort(one: Candidate) -> tuple[float, ...]:
-        assert one.estimate is not None
-        split = one.split
-        again = RECOMPUTE.index(split.recompute) + split.recompute_layers / 1e6
-        return split.tp * split.pp, again, split.gpus, one.estimate.memory.total, one.iteration_s
+    def simplicity(candidate: TrainingCandidate) -> tuple[float, ...]:
+        assert candidate.estimate is not None
+        split = candidate.split
+        recompute_cost = RECOMPUTE.index(split.recompute) + split.recompute_layers / 1e6
+        return (
+            split.tp * split.pp,
+            recompute_cost,
+            split.gpus,
+            candidate.estimate.memory.total,
+            candidate.iteration_s,
+        )
 
-    return min(alike, key=effort)
+    return min(near_fastest, key=simplicity)
 
 
 def _candidates(
-    job: TrainingJob, cluster: Cluster, axes: Axes, refusal: Refusal
-) -> Iterator[Candidate]:
-    for tp in _tensor_sizes(job, cluster, axes):
-        for pp in _stage_counts(job, cluster, axes, tp):
-            smallest = _smallest(job, cluster, axes, tp, pp)
-            if isinstance(smallest, Candidate):
+    job: TrainingJob, cluster: Cluster, space: SearchSpace, refusal: Refusal
+) -> Iterator[TrainingCandidate]:
+    for tp in _tensor_sizes(job, cluster, space):
+        for pp in _stage_counts(job, cluster, space, tp):
+            smallest = _smallest_split(job, cluster, space, tp, pp)
+            if isinstance(smallest, TrainingCandidate):
                 yield smallest
                 continue
-            for micro_batch in _micro_batches(job, axes):
-                dp = _copies(job.global_batch, micro_batch, cluster.gpus // (tp * pp))
+            for micro_batch in _micro_batches(job, space):
+                dp = _replicas_max(job.global_batch, micro_batch, cluster.gpus // (tp * pp))
                 if dp:
                     split = replace(smallest, dp=dp, micro_batch=micro_batch)
-                    yield from _of_batch(job, split, cluster, axes, refusal)
+                    yield from _candidates_of_batch(job, split, cluster, space, refusal)
 
 
-def _of_batch(
-    job: TrainingJob, split: TrainingSplit, cluster: Cluster, axes: Axes, refusal: Refusal
-) -> Iterator[Candidate]:
-    """All schedules, and all that may be computed again, of one tp, pp, dp and micro-batch."""
-    for vpp in _chunk_counts(job, split, axes):
-        for sequence_parallel in _sequence_choices(split.tp, axes):
+def _candidates_of_batch(
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, space: SearchSpace, refusal: Refusal
+) -> Iterator[TrainingCandidate]:
+    """Yield all vpp, sequence-parallel and recompute choices of one tp, pp, dp and micro-batch."""
+    for vpp in _chunk_counts(job, split, space):
+        for sequence_parallel in _sequence_choices(split.tp, space):
             base = replace(split, vpp=vpp, sequence_parallel=sequence_parallel)
-            against = refusal(base)
-            if against:
-                yield Candidate(base, "rejected", None, against)
+            refusal_reason = refusal(base)
+            if refusal_reason:
+                yield TrainingCandidate(base, "rejected", None, refusal_reason)
                 continue
-            found = [
-                _judged(job, replace(base, recompute=kind), cluster, axes)
+            non_block_candidates = [
+                _evaluate(job, replace(base, recompute=kind), cluster, space)
                 for kind in RECOMPUTE
-                if kind != "block" and (not axes.recompute or kind in axes.recompute)
+                if kind != "block" and (not space.recompute or kind in space.recompute)
             ]
-            yield from found
-            plain = split.tp > 1 and not sequence_parallel and axes.sequence_parallel is None
-            if not plain and (not axes.recompute or "block" in axes.recompute):
-                yield from _some_layers(job, base, cluster, axes, found)
+            yield from non_block_candidates
+            is_plain_tp = split.tp > 1 and not sequence_parallel and space.sequence_parallel is None
+            if not is_plain_tp and (not space.recompute or "block" in space.recompute):
+                yield from _block_recompute_candidates(
+                    job, base, cluster, space, non_block_candidates
+                )
 
 
-def _some_layers(
+def _block_recompute_candidates(
     job: TrainingJob,
     base: TrainingSplit,
     cluster: Cluster,
-    axes: Axes,
-    found: Sequence[Candidate],
-) -> Iterator[Candidate]:
-    """As few layers computed again as fit, where none is too few and all are too many."""
+    space: SearchSpace,
+    non_block_candidates: Sequence[TrainingCandidate],
+) -> Iterator[TrainingCandidate]:
+    """Yield the candidate with the fewest recomputed layers that fits, found by binary search.
+
+    Yield nothing if a candidate without recomputation of whole layers fits, if a model chunk has
+    fewer than two layers, or if only the recomputation of all layers fits.
+    """
     layers = job.model.num_layers // base.pp
-    light = [one for one in found if one.split.recompute in ("none", "selective")]
-    if any(one.standing == "fits" for one in light) or layers // base.vpp < 2:
+    cheaper = [
+        candidate
+        for candidate in non_block_candidates
+        if candidate.split.recompute in ("none", "selective")
+    ]
+    if any(candidate.feasibility == "fits" for candidate in cheaper) or layers // base.vpp < 2:
         return
-    low, high = 0, layers // base.vpp  # Layers of each piece of a stage; `high` fits.
-    best: Candidate | None = None
+    # Bounds of the number of recomputed layers per model chunk: `low` does not fit, `high` may fit.
+    low, high = 0, layers // base.vpp
+    best: TrainingCandidate | None = None
     while high - low > 1:
         middle = (low + high) // 2
         split = replace(base, recompute="block", recompute_layers=middle * base.vpp)
-        one = _judged(job, split, cluster, axes)
-        if one.standing == "fits":
-            best, high = one, middle
+        candidate = _evaluate(job, split, cluster, space)
+        if candidate.feasibility == "fits":
+            best, high = candidate, middle
         else:
             low = middle
     if best is not None:
         yield best
 
 
-def _judged(job: TrainingJob, split: TrainingSplit, cluster: Cluster, axes: Axes) -> Candidate:
+def _evaluate(
+    job: TrainingJob, split: TrainingSplit, cluster: Cluster, space: SearchSpace
+) -> TrainingCandidate:
     try:
-        # What is not used is idle, and no part of the cluster that is judged.
+        # The candidate may leave GPUs idle; estimate only the GPUs that it uses.
         estimate = estimate_training(job, split, replace(cluster, gpus=split.gpus))
     except ConfigError as error:
-        return Candidate(split, "rejected", None, str(error))
-    standing = axes.standing(estimate.memory)
-    return Candidate(split, standing, estimate, _over(estimate.memory, standing))
+        return TrainingCandidate(split, "rejected", None, str(error))
+    feasibility = space.feasibility_of(estimate.memory)
+    return TrainingCandidate(
+        split, feasibility, estimate, _memory_reason(estimate.memory, feasibility)
+    )
 
 
-def _over(memory: Ledger, standing: Standing) -> str:
-    if standing == "fits":
+def _memory_reason(memory: MemoryLedger, feasibility: Feasibility) -> str:
+    if feasibility == "fits":
         return ""
     share = 100 * memory.total / memory.capacity
-    words = "" if standing == "rejected" else ", little is left for what nobody counts"
-    return f"needs {memory.total / 1e9:.1f} of {memory.capacity / 1e9:.1f} GB, {share:.0f} %{words}"
+    suffix = "" if feasibility == "rejected" else ": little is left for fragmentation and libraries"
+    return (
+        f"needs {memory.total / 1e9:.1f} of {memory.capacity / 1e9:.1f} GB, {share:.0f} %{suffix}"
+    )
 
 
-def _smallest(
-    job: TrainingJob, cluster: Cluster, axes: Axes, tp: int, pp: int
-) -> TrainingSplit | Candidate:
-    """The split of this tp and pp that needs least memory; the candidate for all, if none fits."""
+def _smallest_split(
+    job: TrainingJob, cluster: Cluster, space: SearchSpace, tp: int, pp: int
+) -> TrainingSplit | TrainingCandidate:
+    """Return a base split with this tp and pp.
+
+    If no split with this tp and pp fits, return a rejected candidate that represents all of them.
+    """
     split = TrainingSplit(
-        tp, pp, 1, sequence_parallel=tp > 1 and axes.sequence_parallel is not False
+        tp, pp, 1, sequence_parallel=tp > 1 and space.sequence_parallel is not False
     )
     if tp * pp > cluster.gpus:
-        words = f"{tp * pp} GPUs hold one copy, and there are {cluster.gpus}"
-        return Candidate(split, "rejected", None, words, whole=True)
-    # Copies share the optimizer's values where it is distributed, so as many as can be.
-    batches = [b for b in _micro_batches(job, axes) if job.global_batch % b == 0]
-    copies = [_copies(job.global_batch, b, cluster.gpus // (tp * pp)) for b in batches]
-    if not any(copies):
-        words = f"no micro-batch divides a global batch of {job.global_batch}"
-        return Candidate(split, "rejected", None, words, whole=True)
-    least = replace(split, recompute="full", dp=max(copies), micro_batch=batches[0])
-    judged = _judged(job, least, cluster, axes)
-    if judged.standing == "rejected":
-        return replace(judged, whole=True)
+        reason = f"one replica needs {tp * pp} GPUs, and there are {cluster.gpus}"
+        return TrainingCandidate(split, "rejected", None, reason, covers_tp_pp=True)
+    # With a distributed optimizer, more replicas need less memory each, so try the largest number.
+    batches = [b for b in _micro_batches(job, space) if job.global_batch % b == 0]
+    replica_counts = [
+        _replicas_max(job.global_batch, b, cluster.gpus // (tp * pp)) for b in batches
+    ]
+    if not any(replica_counts):
+        reason = f"no micro-batch size divides the global batch of {job.global_batch}"
+        return TrainingCandidate(split, "rejected", None, reason, covers_tp_pp=True)
+    smallest = replace(split, recompute="full", dp=max(replica_counts), micro_batch=batches[0])
+    candidate = _evaluate(job, smallest, cluster, space)
+    if candidate.feasibility == "rejected":
+        return replace(candidate, covers_tp_pp=True)
     return split
 
 
-def _tensor_sizes(job: TrainingJob, cluster: Cluster, axes: Axes) -> list[int]:
-    if axes.tp:
-        return sorted(set(axes.tp))
-    node = cluster.gpus_per_node
+def _tensor_sizes(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> list[int]:
+    if space.tp:
+        return sorted(set(space.tp))
+    gpus_per_node = cluster.gpus_per_node
     heads, groups = job.model.num_attention_heads, job.model.num_query_groups
     sizes = [t for t in divisors(heads) if t <= cluster.gpus]
-    # Such as divide a node lie inside one; others would cross its edge somewhere.
-    placed = [t for t in sizes if node % t == 0 or (axes.internode_tp and t % node == 0)]
-    return [t for t in placed if groups % t == 0 or t % groups == 0]
+    # A TP group lies inside a node only if its size divides the GPUs of a node.
+    placed_sizes = [
+        t
+        for t in sizes
+        if gpus_per_node % t == 0 or (space.internode_tp and t % gpus_per_node == 0)
+    ]
+    return [t for t in placed_sizes if groups % t == 0 or t % groups == 0]
 
 
-def _stage_counts(job: TrainingJob, cluster: Cluster, axes: Axes, tp: int) -> list[int]:
-    if axes.pp:
-        return sorted(set(axes.pp))
+def _stage_counts(job: TrainingJob, cluster: Cluster, space: SearchSpace, tp: int) -> list[int]:
+    if space.pp:
+        return sorted(set(space.pp))
     layers = job.model.num_layers
-    # Powers of two divide most clusters; stages then differ by one layer.
+    # Powers of two divide most cluster sizes. If they do not divide the number of layers, the sizes
+    # of the stages differ by one layer.
     counts = {*divisors(layers), *(1 << power for power in range(layers.bit_length()))}
     return sorted(p for p in counts if p <= min(layers, max(1, cluster.gpus // tp)))
 
 
-def _micro_batches(job: TrainingJob, axes: Axes) -> list[int]:
-    sizes = axes.micro_batch or MICRO_BATCHES
+def _micro_batches(job: TrainingJob, space: SearchSpace) -> list[int]:
+    sizes = space.micro_batch or MICRO_BATCHES
     return [size for size in sizes if size <= job.global_batch]
 
 
-def _chunk_counts(job: TrainingJob, split: TrainingSplit, axes: Axes) -> Sequence[int]:
-    layers, rest = divmod(job.model.num_layers, split.pp)
-    if axes.vpp:
-        return sorted(set(axes.vpp))
-    whole_rounds = split.micro_batches(job) % split.pp == 0
-    return divisors(layers) if split.pp > 1 and not rest and whole_rounds else [1]
+def _chunk_counts(job: TrainingJob, split: TrainingSplit, space: SearchSpace) -> Sequence[int]:
+    layers, remainder = divmod(job.model.num_layers, split.pp)
+    if space.vpp:
+        return sorted(set(space.vpp))
+    is_interleavable = split.micro_batches(job) % split.pp == 0
+    return divisors(layers) if split.pp > 1 and not remainder and is_interleavable else [1]
 
 
-def _sequence_choices(tp: int, axes: Axes) -> list[bool]:
-    """It costs nothing where there are tensor ranks; both ways, to show what it saves."""
-    if axes.sequence_parallel is not None:
-        return [axes.sequence_parallel]
-    return [True] * (tp > 1) + [False] * (tp == 1 or not axes.brief)
+def _sequence_choices(tp: int, space: SearchSpace) -> list[bool]:
+    """Return the values of sequence parallelism to try.
+
+    With several tensor ranks, a search that is not brief also tries False, to show how much memory
+    sequence parallelism saves.
+    """
+    if space.sequence_parallel is not None:
+        return [space.sequence_parallel]
+    return [True] * (tp > 1) + [False] * (tp == 1 or not space.brief)
 
 
-def _copies(batch: int, micro_batch: int, most: int) -> int:
-    """As many copies of the model as share the batch evenly; 0: none do."""
+def _replicas_max(batch: int, micro_batch: int, replicas_limit: int) -> int:
+    """Return the largest number of replicas, up to the limit, that divides the batch evenly.
+
+    Return 0 if the micro-batch size does not divide the batch, or if the limit is 0.
+    """
     if batch % micro_batch:
         return 0
-    return max((d for d in divisors(batch // micro_batch) if d <= most), default=0)
+    return max((d for d in divisors(batch // micro_batch) if d <= replicas_limit), default=0)
 
 
-def _fewer_copies(job: TrainingJob, split: TrainingSplit) -> Iterator[TrainingSplit]:
-    """More copies are not always faster: what they sum may cross more than it did."""
+def _splits_with_fewer_replicas(job: TrainingJob, split: TrainingSplit) -> Iterator[TrainingSplit]:
+    """Yield the same split with fewer replicas.
+
+    Such a split can be faster if its all-reduce crosses fewer nodes.
+    """
     for dp in divisors(job.global_batch // split.micro_batch):
-        fewer = replace(split, dp=dp)
-        rounds = fewer.micro_batches(job) % split.pp == 0 or split.vpp == 1
-        if dp < split.dp and rounds:
-            yield fewer
+        smaller_split = replace(split, dp=dp)
+        is_interleavable = smaller_split.micro_batches(job) % split.pp == 0 or split.vpp == 1
+        if dp < split.dp and is_interleavable:
+            yield smaller_split
 
 
-def rows_of(found: Found) -> list[Row]:
-    first = [_row(found, found.best, "best")] if found.best else []
-    return first + [_row(found, one, one.standing) for one in found.others]
+def plan_rows(search: TrainingSearchResult) -> list[Row]:
+    first = [_row(search, search.best, "best")] if search.best else []
+    return first + [
+        _row(search, candidate, candidate.feasibility) for candidate in search.alternatives
+    ]
 
 
-def _row(found: Found, one: Candidate, standing: Standing) -> Row:
+def _row(
+    search: TrainingSearchResult, candidate: TrainingCandidate, feasibility: Feasibility
+) -> Row:
     return Row(
-        name_of(one.split, whole=one.whole),
-        standing,
-        settings_of(one.split, found.job),
-        figures_of(one.estimate) if one.estimate else {},
-        reason=one.reason,
-        trust=one.estimate.trust_time if one.estimate else None,
-        group=f"recompute {one.split.recompute}",
-        memory=one.estimate.memory if one.estimate else None,
+        split_name(candidate.split, tp_pp_only=candidate.covers_tp_pp),
+        feasibility,
+        split_settings(candidate.split, search.job),
+        training_figures(candidate.estimate) if candidate.estimate else {},
+        reason=candidate.reason,
+        confidence=candidate.estimate.time_confidence if candidate.estimate else None,
+        group=f"recompute {candidate.split.recompute}",
+        memory=candidate.estimate.memory if candidate.estimate else None,
     )
 
 
-def distributed(estimate: TrainingEstimate) -> bool:
-    """Whether copies share the optimizer's values: each would hold six times the weights' bytes."""
+def is_optimizer_distributed(estimate: TrainingEstimate) -> bool:
+    """Return whether the optimizer state is sharded.
+
+    An unsharded optimizer state has six times the bytes of the weights.
+    """
     return estimate.memory.optimizer < 5 * estimate.memory.weights
 
 
-def name_of(split: TrainingSplit, *, whole: bool = False) -> str:
-    """As people say it."""
-    words = [f"TP{split.tp}", f"PP{split.pp}"]
-    if whole:
-        return " ".join(words)
-    words += [f"DP{split.dp}", f"b{split.micro_batch}"]
+def split_name(split: TrainingSplit, *, tp_pp_only: bool = False) -> str:
+    """Return the name of a split for display, such as TP8 PP4 DP2 b1 v2 SP selective."""
+    name_parts = [f"TP{split.tp}", f"PP{split.pp}"]
+    if tp_pp_only:
+        return " ".join(name_parts)
+    name_parts += [f"DP{split.dp}", f"b{split.micro_batch}"]
     if split.vpp > 1:
-        words.append(f"v{split.vpp}")
+        name_parts.append(f"v{split.vpp}")
     if split.sequence_parallel:
-        words.append("SP")
+        name_parts.append("SP")
     if split.recompute != "none":
-        words.append(split.recompute)
+        name_parts.append(split.recompute)
     if split.recompute == "block":
-        words.append(str(split.recompute_layers))
-    return " ".join(words)
+        name_parts.append(str(split.recompute_layers))
+    return " ".join(name_parts)
 
 
-def settings_of(split: TrainingSplit, job: TrainingJob) -> Mapping[str, Cell]:
+def split_settings(split: TrainingSplit, job: TrainingJob) -> Mapping[str, SettingValue]:
     return {
         "tp": split.tp,
         "pp": split.pp,
@@ -355,13 +421,13 @@ def settings_of(split: TrainingSplit, job: TrainingJob) -> Mapping[str, Cell]:
     }
 
 
-def split_of(settings: Mapping[str, Cell]) -> TrainingSplit:
-    """What `settings_of` was made from."""
+def split_from_settings(settings: Mapping[str, SettingValue]) -> TrainingSplit:
+    """Return the split that `split_settings` has converted to these settings."""
     names = [name for name in settings if name not in ("gpus", "global_batch")]
     return TrainingSplit(**{name: settings[name] for name in names})  # type: ignore[arg-type]
 
 
-def figures_of(estimate: TrainingEstimate) -> Mapping[str, float]:
+def training_figures(estimate: TrainingEstimate) -> Mapping[str, float]:
     return {
         "tokens_per_s": estimate.tokens_per_s,
         "memory_bytes": float(estimate.memory.total),

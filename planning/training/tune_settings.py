@@ -1,7 +1,8 @@
-"""A tuning run's settings and a plan: what `tune` reads tells the job, and takes the split back.
+"""Tuning settings: reads a `preamble tune` file as a training job and writes a split into it.
 
-Only what says how the run is spread over ranks is changed; all else stays as it was written, so
-what is planned is what runs. What `tune` would refuse is refused here, in its own words.
+The written file differs from the user's file only in the keys of the split over ranks, so
+`preamble tune` starts the planned run. For settings that `preamble tune` rejects, this module
+raises the same error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from ptuning.config import TuneConfig
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """A settings file of `preamble tune`, and the model that it names."""
+class TuningSettings:
+    """A settings file of `preamble tune`, and the config of its model."""
 
     path: str
     record: Mapping[str, Any]
@@ -28,61 +29,64 @@ class Tuning:
     model: GPTConfig
 
     @classmethod
-    def read(cls, path: str) -> "Tuning":
+    def read(cls, path: str) -> "TuningSettings":
         record = read_yaml(Path(path))
-        config = TuneConfig.of(record, path)
-        from gpt.formats.overrides import open_overridden, read_overrides
+        config = TuneConfig.from_dict(record, path)
+        from gpt.formats.overrides import open_with_overrides, read_overrides
 
         changes = read_overrides(config.config_json, config.true_vocab_size)
-        checkpoint = open_overridden(config.model, changes, config.tokenizer)
+        checkpoint = open_with_overrides(config.model, changes, config.tokenizer)
         return cls(path, record, config, checkpoint.config)
 
     @property
     def gpus(self) -> int:
-        """As many ranks as the file asks for."""
+        """The number of ranks in the file: tp x pp x dp."""
         return self.config.tp * self.config.pp * self.config.dp
 
     @property
     def trainable(self) -> str:
         return "all" if self.config.method == "full" else "adapter"
 
-    def job(self, sequence: int | None) -> TrainingJob:
-        """Examples are counted as long as they may be, where nobody says how long they are."""
+    def training_job(self, sequence: int | None) -> TrainingJob:
+        """Return the training job. `sequence` None: all examples have the maximum length."""
         context = self.model.max_position_embeddings
         longest = min(self.config.tokens_max or context, context)
-        virtual = sum(task.virtual_tokens for task in self.config.wanted)
+        virtual_tokens = sum(task.virtual_tokens for task in self.config.resolved_tasks)
         return TrainingJob(
             self.model,
             sequence or longest,
             self.config.batch_examples,
             "all" if self.trainable == "all" else "adapter",
-            0 if self.trainable == "all" else virtual,
-            # Of 16 bits each; fp32 is for CPUs, and is planned for as if it were 16.
+            0 if self.trainable == "all" else virtual_tokens,
+            # fp32, which is meant for CPUs, is planned as if it were bfloat16.
             self.config.dtype if self.config.dtype in ("bfloat16", "float16") else "bfloat16",
-            flash=True,  # No probabilities are kept.
+            flash=True,  # `tune` stores no attention probabilities.
             distributed_optimizer=False,
         )
 
-    def refusal(self, split: TrainingSplit) -> str:
-        """Why `tune` would not take the split; empty: it would."""
+    def refusal_reason(self, split: TrainingSplit) -> str:
+        """Return why `preamble tune` would reject the split; "" if it accepts the split."""
         try:
-            self.planned(split)
+            self.with_split(split)
         except ConfigError as error:
             return str(error)
         if split.pp * split.vpp > self.model.num_layers:
-            return f"{split.pp} x {split.vpp} pieces are more than {self.model.num_layers} layers"
+            return (
+                f"{split.pp} stages x {split.vpp} chunks are more than the model's "
+                f"{self.model.num_layers} layers"
+            )
         return ""
 
-    def planned(self, split: TrainingSplit) -> TuneConfig:
-        return replace(self.config, **_settings(split))
+    def with_split(self, split: TrainingSplit) -> TuneConfig:
+        return replace(self.config, **_split_settings(split))
 
-    def yaml(self, split: TrainingSplit, notes: Sequence[str]) -> str:
-        """The same file, with the split; predictions stand in comments."""
-        known = {one.name: one.default for one in fields(TuneConfig)}
+    def to_yaml(self, split: TrainingSplit, notes: Sequence[str]) -> str:
+        """Return the settings file with another split, and with `notes` as comments at its top."""
+        defaults = {config_field.name: config_field.default for config_field in fields(TuneConfig)}
         changed = {
             name: value
-            for name, value in _settings(split).items()
-            if name in self.record or value != known[name]
+            for name, value in _split_settings(split).items()
+            if name in self.record or value != defaults[name]
         }
         record = {**self.record, **changed}
         if record.get("micro_batch_tokens") is None:
@@ -91,8 +95,8 @@ class Tuning:
         return head + yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _settings(split: TrainingSplit) -> dict[str, Any]:
-    """A split, by the names that `tune` has for its parts."""
+def _split_settings(split: TrainingSplit) -> dict[str, Any]:
+    """Return the split as settings of `preamble tune`."""
     layers = split.recompute_layers // split.vpp if split.recompute == "block" else 1
     return {
         "tp": split.tp,

@@ -1,7 +1,8 @@
-"""The order in which examples are learned from: every one once in each round, rounds shuffled.
+"""Batch order: the examples of each training step, reshuffled every epoch.
 
-A step's batch follows from its number alone, so a run that goes on needs no cursor. A round ends
-in the middle of a batch where it must; the next one fills it.
+Each epoch contains every example once. The batch of a step depends only on the seed and the number
+of the step, so a resumed run needs no saved position. If an epoch ends in the middle of a batch,
+the batch is completed with examples of the next epoch.
 """
 
 from collections.abc import Sequence
@@ -12,23 +13,24 @@ import torch
 from ptuning.data.dataset import Example
 
 
-class Order:
-    """Batches of `size` examples, or of all of them if they are fewer."""
+class BatchOrder:
+    """Batches of `batch_size` examples, or of all examples if there are fewer."""
 
-    def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
-        self._examples, self._seed = examples, seed
-        self.size = min(size, len(examples))
-        self._round = lru_cache(maxsize=2)(self._shuffled)
+    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
+        self._examples = examples
+        self._seed = seed
+        self.batch_size = min(batch_size, len(examples))
+        self._epoch_permutation = lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def batch(self, step: int) -> list[Example]:
-        """What the step of this number, from 1, learns from."""
+        """Return the examples of a step; steps count from 1."""
         count = len(self._examples)
-        found = []
-        for place in range((step - 1) * self.size, step * self.size):
-            turn, index = divmod(place, count)
-            found.append(self._examples[self._round(turn)[index]])
-        return found
+        examples = []
+        for position in range((step - 1) * self.batch_size, step * self.batch_size):
+            epoch, index = divmod(position, count)
+            examples.append(self._examples[self._epoch_permutation(epoch)[index]])
+        return examples
 
-    def _shuffled(self, turn: int) -> list[int]:
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + turn) % 2**63)
+    def _shuffle_epoch(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(len(self._examples), generator=generator).tolist()

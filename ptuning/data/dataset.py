@@ -1,8 +1,9 @@
-"""Examples to learn from: records, rendered by the template that will also serve.
+"""Dataset: records rendered by a task's prompt template into token ids and loss positions.
 
-The answer comes last, and unless told otherwise only it is learned. A record that is wrong is an
-error with its line; one that is too long is left out, or cut where the settings say, and counted.
-The tables of all tasks are one, row after row. Knows no model but for its sizes.
+Training and serving render with the same template. The answer comes last, and by default only its
+tokens have a loss. An invalid record raises an error with its line. A record that is too long is
+dropped and counted, or its `truncate_field` is truncated. The virtual-token rows of all tasks form
+one table, task after task. This module uses the model's sizes, but no weights.
 """
 
 from array import array
@@ -10,47 +11,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpt.adapters.card import begins_with_rows
-from gpt.adapters.prompt_template import PART, Template
+from gpt.adapters.card import begins_with_virtual_tokens
+from gpt.adapters.prompt_template import PART_PATTERN, PromptTemplate
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError, RequestError
-from gpt.settings import nearest, shown
+from gpt.settings import short_repr, suggest_nearest
 from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import TuneConfig
-from ptuning.data.records import Reading, Record, read_records
+from ptuning.data.records import ProgressCallback, Record, read_records
 from ptuning.task import Task
 
-TASKNAME = "taskname"  # The record's key that says whose it is, as in NeMo's data.
-NAMES_SHOWN = 200  # Characters of them, in a message.
+TASKNAME = "taskname"  # Key of a record that names its task, as in NeMo's data.
+NAMES_CHARACTERS_MAX = 200  # Length limit of names in an error message.
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and its answer; ids at or above the vocabulary are rows of the table."""
+    """Token ids of a prompt and its answer.
+
+    The id vocab_size + i is a virtual token, which selects row i of the run's table.
+    """
 
     ids: Sequence[int]
-    answer_start: int
-    task: int = 0  # Which of the run's.
-    learned: Sequence[int] = ()  # Places of the ids that have a loss; empty: the answer's.
+    answer_start: int  # Position of the answer's first token.
+    task_index: int = 0  # Index among the tasks of the run.
+    # Positions of the ids that have a loss; empty: the positions of the answer.
+    loss_positions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if not self.learned:
-            answer = range(max(1, self.answer_start), len(self.ids))
-            object.__setattr__(self, "learned", answer)
+        if not self.loss_positions:
+            answer_positions = range(max(1, self.answer_start), len(self.ids))
+            object.__setattr__(self, "loss_positions", answer_positions)
 
 
 @dataclass(frozen=True)
-class Examples:
-    examples: list[Example]
-    truncated: int  # How many were cut.
-    dropped: list[str]  # Why each of the others was left out.
-    # Of each example: what a request for it would send, and the text that should come back.
-    records: list[dict[str, str]] = field(default_factory=list)
-    answers: list[str] = field(default_factory=list)
+class ExampleSet:
+    """The rendered examples of one file for one task."""
 
-    def first(self, count: int) -> "Examples":
-        """So many of the examples at most, as if the file had no others."""
-        return Examples(
+    examples: list[Example]
+    truncated: int  # Number of truncated examples.
+    dropped: list[str]  # The reason for each dropped record.
+    # For each example, the template fields that a request would send.
+    records: list[dict[str, str]] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)  # For each example, the expected answer.
+
+    def head(self, count: int) -> "ExampleSet":
+        """Return the first `count` examples, with unchanged `truncated` and `dropped`."""
+        return ExampleSet(
             self.examples[:count],
             self.truncated,
             self.dropped,
@@ -61,248 +68,284 @@ class Examples:
 
 @dataclass(frozen=True)
 class TaskData:
-    """One task of a run, with all that is learned for it and that measures it."""
+    """One task of a run with its training and validation examples."""
 
     task: Task
-    template: Template
-    first_row: int  # Of its rows in the run's table.
-    vocab_size: int  # Ids from here on are rows of that table.
-    examples: Examples
-    validation: Examples | None
-    tokens_max: int  # Of an example, virtual tokens counted.
+    template: PromptTemplate
+    first_row: int  # First row of this task in the run's table.
+    vocab_size: int  # Token ids at or above vocab_size select rows of the table.
+    examples: ExampleSet
+    validation: ExampleSet | None
+    tokens_max: int  # Length limit of an example, including virtual tokens.
 
 
 def read_tasks(
-    config: TuneConfig, tokenizer: Tokenizer, sizes: GPTConfig, progress: Reading | None = None
+    config: TuneConfig,
+    tokenizer: Tokenizer,
+    model_config: GPTConfig,
+    progress: ProgressCallback | None = None,
 ) -> list[TaskData]:
-    """All of a run's tasks, rendered; a file that several share is read once."""
-    context = sizes.max_position_embeddings
+    """Read and render the records of all tasks; a file that several tasks share is read once."""
+    context = model_config.max_position_embeddings
     tokens_max = min(config.tokens_max or context, context)
-    makers, first_row = [], 0
-    for number, task in enumerate(config.wanted):
-        template = task_template(task, tokenizer, virtual=config.method != "full", kind=config.kind)
-        check_template(template, config.kind, task.name)
-        silent = template.rows if config.kind == "prefix" else 0
-        numbers = Numbers(number, sizes.vocab_size, first_row, tokens_max, silent)
-        makers.append(
-            Maker(
+    builders, first_row = [], 0
+    for number, task in enumerate(config.resolved_tasks):
+        template = task_template(
+            task, tokenizer, with_virtual_tokens=config.method != "full", kind=config.adapter_kind
+        )
+        check_template(template, config.adapter_kind, task.name)
+        prefix_tokens = template.virtual_tokens if config.adapter_kind == "prefix" else 0
+        layout = ExampleLayout(
+            number, model_config.vocab_size, first_row, tokens_max, prefix_tokens
+        )
+        builders.append(
+            ExampleBuilder(
                 task.name,
                 template,
                 tokenizer,
-                numbers,
+                layout,
                 answer_only=task.answer_only_loss is not False,
             )
         )
-        first_row += template.rows
-    several = len(config.wanted) > 1
-    found: list[dict[int, Examples]] = []
+        first_row += template.virtual_tokens
+    has_several_tasks = len(config.resolved_tasks) > 1
+    examples_by_role: list[dict[int, ExampleSet]] = []
     for role in ("data", "validation"):
-        found.append({})
-        paths = [getattr(task, role) for task in config.wanted]
+        examples_by_role.append({})
+        paths = [getattr(task, role) for task in config.resolved_tasks]
         for path in dict.fromkeys(filter(None, paths)):
-            shares = [maker for maker, own in zip(makers, paths, strict=True) if own == path]
-            read = _read(Path(path), shares, progress, strict=several)
-            found[-1] |= {maker.numbers.task: one for maker, one in zip(shares, read, strict=True)}
-    learned, measured = found
+            path_builders = [
+                builder
+                for builder, task_path in zip(builders, paths, strict=True)
+                if task_path == path
+            ]
+            example_sets = _read_file(Path(path), path_builders, progress, strict=has_several_tasks)
+            examples_by_role[-1] |= {
+                builder.layout.task_index: example_set
+                for builder, example_set in zip(path_builders, example_sets, strict=True)
+            }
+    training_sets, validation_sets = examples_by_role
     return [
         TaskData(
             task,
-            maker.template,
-            maker.numbers.first_row,
-            sizes.vocab_size,
-            learned[number],
-            measured.get(number),
+            builder.template,
+            builder.layout.first_row,
+            model_config.vocab_size,
+            training_sets[number],
+            validation_sets.get(number),
             tokens_max,
         )
-        for number, (task, maker) in enumerate(zip(config.wanted, makers, strict=True))
+        for number, (task, builder) in enumerate(zip(config.resolved_tasks, builders, strict=True))
     ]
 
 
 def task_template(
-    task: Task, tokenizer: Tokenizer, *, virtual: bool = True, kind: str = "rows"
-) -> Template:
-    """How a task's records become tokens; without virtual ones its markers are left out."""
-    first = "text" if kind == "prefix" else "first"  # Nothing can stand before a prefix.
+    task: Task, tokenizer: Tokenizer, *, with_virtual_tokens: bool = True, kind: str = "rows"
+) -> PromptTemplate:
+    """Return a task's prompt template, with or without its virtual-token markers."""
+    # The keys and values of a prefix come first, so a begin-of-text token follows them.
+    bos_position = "text" if kind == "prefix" else "first"
     text = task.template
-    if not virtual:
-        text = PART.sub(lambda part: "" if part[1] else part[0], text)
-    return Template(
+    if not with_virtual_tokens:
+        text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)
+    return PromptTemplate(
         text,
-        (task.splits or (task.virtual_tokens,)) if virtual else (),
+        (task.splits or (task.virtual_tokens,)) if with_virtual_tokens else (),
         truncate_field=task.truncate_field,
         answer_field=task.answer_field,
-        bos=first if tokenizer.adds_bos else "none",
+        bos=bos_position if tokenizer.adds_bos else "none",
         eos=tokenizer.eos_id is not None,
     )
 
 
-def check_template(template: Template, kind: str, name: str) -> None:
-    """Refuse what cannot be served with keys and values."""
-    if kind == "prefix" and not begins_with_rows(template):
+def check_template(template: PromptTemplate, kind: str, name: str) -> None:
+    """Raise ConfigError if a prefix adapter's template does not begin with its virtual tokens."""
+    if kind == "prefix" and not begins_with_virtual_tokens(template):
         raise ConfigError(
-            f"the template of {name!r} has something before its virtual tokens, or has them in "
-            "another order; keys and values can only stand first: begin the template with its "
-            "markers from 0 on, or set another method"
+            f"the template of {name!r} has text before its virtual tokens, or has its markers out "
+            "of order; the keys and values of a prefix must come first: begin the template "
+            "with its markers in the order of their numbers, from 0, or set another method"
         )
 
 
 def read_examples(
     path: Path,
-    template: Template,
+    template: PromptTemplate,
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
     tokens_max: int,
     kind: str = "rows",
-) -> Examples:
-    """All records of a file, rendered."""
-    silent = template.rows if kind == "prefix" else 0
-    maker = Maker("", template, tokenizer, Numbers(0, vocab_size, 0, tokens_max, silent))
-    return _read(path, [maker], None, strict=False)[0]
+) -> ExampleSet:
+    """Read and render all records of one file."""
+    prefix_tokens = template.virtual_tokens if kind == "prefix" else 0
+    builder = ExampleBuilder(
+        "", template, tokenizer, ExampleLayout(0, vocab_size, 0, tokens_max, prefix_tokens)
+    )
+    return _read_file(path, [builder], None, strict=False)[0]
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What a task's examples are made with, beside its template."""
+class ExampleLayout:
+    """The parameters that turn a task's rendered records into examples."""
 
-    task: int  # Which of the run's.
+    task_index: int  # Index among the tasks of the run.
     vocab_size: int
-    first_row: int
+    first_row: int  # First row of the task in the run's table.
     tokens_max: int
-    silent: int = 0  # Of the first ids, those that predict nothing: a prefix has no output.
+    # Number of leading ids that predict no token, because a prefix has no output.
+    prefix_tokens: int = 0
 
 
-class Maker:
-    """Makes examples of one task's records, and keeps them."""
+class ExampleBuilder:
+    """Renders and collects the examples of one task."""
 
     def __init__(
         self,
         name: str,
-        template: Template,
+        template: PromptTemplate,
         tokenizer: Tokenizer,
-        numbers: Numbers,
+        layout: ExampleLayout,
         *,
         answer_only: bool = True,
     ) -> None:
-        self.name, self.template, self.numbers = name, template, numbers
-        self._tokenizer, self._answer_only = tokenizer, answer_only
-        self._start()
+        self.name = name
+        self.template = template
+        self.layout = layout
+        self._tokenizer = tokenizer
+        self._answer_only = answer_only
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self._examples: list[Example] = []
         self._records: list[dict[str, str]] = []
         self._answers: list[str] = []
         self._dropped: list[str] = []
         self._truncated = 0
 
-    def add(self, path: Path, record: Record) -> None:
-        inputs = _texts(record, self.template.fields, f"{path} {record.place}")
-        numbers = self.numbers
+    def add_record(self, path: Path, record: Record) -> None:
+        inputs = _text_fields(record, self.template.fields, f"{path} {record.location}")
+        layout = self.layout
         try:
             rendered = self.template.render(
                 self._tokenizer,
                 inputs,
-                vocab_size=numbers.vocab_size,
-                tokens_max=numbers.tokens_max,
-                answer=True,
+                vocab_size=layout.vocab_size,
+                tokens_max=layout.tokens_max,
+                with_answer=True,
             )
         except RequestError as error:
-            self._dropped.append(f"{record.place}: {error}")
+            self._dropped.append(f"{record.location}: {error}")
             return
-        start = rendered.answer_start
-        if self.template.answer_field is not None and 0 < start <= numbers.silent:
+        answer_start = rendered.answer_start
+        if self.template.answer_field is not None and 0 < answer_start <= layout.prefix_tokens:
             self._dropped.append(
-                f"{record.place}: no text stands before the answer, and a prefix says nothing by "
-                "itself"
+                f"{record.location}: there is no text before the answer, and a prefix alone "
+                "predicts no token"
             )
             return
-        learned = self._learned(rendered.ids, start)
-        if not learned:
+        loss_positions = self._loss_positions(rendered.ids, answer_start)
+        if not loss_positions:
             self._dropped.append(
-                f"{record.place}: nothing to learn, as the answer is empty and no token ends it"
+                f"{record.location}: nothing to learn: the answer is empty and no end token "
+                "follows it"
             )
             return
-        # Four bytes for each: a list would take over thirty.
+        # An array takes 4 bytes per id, a list over 30.
         ids = array("i", rendered.ids)
-        if numbers.first_row:
-            ids = array("i", [i + numbers.first_row * (i >= numbers.vocab_size) for i in ids])
-        self._truncated += rendered.truncated > 0
-        self._examples.append(Example(ids, start, numbers.task, learned))
+        if layout.first_row:
+            ids = array("i", [i + layout.first_row * (i >= layout.vocab_size) for i in ids])
+        self._truncated += rendered.truncated_tokens > 0
+        self._examples.append(Example(ids, answer_start, layout.task_index, loss_positions))
         self._answers.append(inputs.pop(self.template.answer_field or "", ""))
         self._records.append(inputs)
 
-    def _learned(self, ids: Sequence[int], start: int) -> Sequence[int]:
-        """Places of what is learned; nothing predicts the first id."""
-        first, vocab_size = self.numbers.silent + 1, self.numbers.vocab_size
-        if self._answer_only:
-            return range(max(first, start), len(ids))
-        places = [place for place in range(first, len(ids)) if ids[place] < vocab_size]
-        if places and len(places) == places[-1] - places[0] + 1:
-            return range(places[0], places[-1] + 1)
-        return array("i", places)
+    def _loss_positions(self, ids: Sequence[int], answer_start: int) -> Sequence[int]:
+        """Return the positions of the ids that have a loss.
 
-    def take(self, path: Path) -> Examples:
-        """What was made of a file; the next one begins anew."""
-        whose = f" of the task {self.name!r}" if self.name else ""
+        The first id never has a loss, because no position predicts it.
+        """
+        first_position, vocab_size = self.layout.prefix_tokens + 1, self.layout.vocab_size
+        if self._answer_only:
+            return range(max(first_position, answer_start), len(ids))
+        positions = [
+            position for position in range(first_position, len(ids)) if ids[position] < vocab_size
+        ]
+        if positions and len(positions) == positions[-1] - positions[0] + 1:
+            return range(positions[0], positions[-1] + 1)
+        return array("i", positions)
+
+    def pop_examples(self, path: Path) -> ExampleSet:
+        """Return the examples of a file and clear the builder for the next file."""
+        task_suffix = f" of the task {self.name!r}" if self.name else ""
         if not self._examples:
-            why = "it has no record" + whose
+            reason = "it has no record" + task_suffix
             if self._dropped:
-                why = f"the first was left out: {self._dropped[0]}"
-            raise ConfigError(f"{path} has no usable example{whose}; {why}")
-        made = Examples(
+                reason = f"the first record was dropped: {self._dropped[0]}"
+            raise ConfigError(f"{path} has no usable example{task_suffix}; {reason}")
+        example_set = ExampleSet(
             self._examples, self._truncated, self._dropped, self._records, self._answers
         )
-        self._start()
-        return made
+        self._reset()
+        return example_set
 
 
-def _read(
-    path: Path, makers: Sequence[Maker], progress: Reading | None, *, strict: bool
-) -> list[Examples]:
-    """A file's records for the tasks that share it. `strict`: a task's name must be one of theirs.
+def _read_file(
+    path: Path,
+    builders: Sequence[ExampleBuilder],
+    progress: ProgressCallback | None,
+    *,
+    strict: bool,
+) -> list[ExampleSet]:
+    """Read a file's records for the tasks that share the file.
 
-    Without it the file is one task's alone, which need not be named as in its records; but these
-    must then agree.
+    If several tasks share the file, each record must have a `taskname`. If `strict`, a record's
+    `taskname` must name one of these tasks. Otherwise the file belongs to a single task: all
+    records with a `taskname` must have the same one, which may differ from the task's name.
     """
-    wanted = {TASKNAME, *(name for maker in makers for name in maker.template.fields)}
-    shared = len(makers) > 1
-    # A template may have a field of that name, which then says nothing of a task.
-    named = TASKNAME not in makers[0].template.fields
-    by_name = {maker.name: maker for maker in makers}
-    first: str | None = None
-    for record in read_records(path, wanted, progress):
-        maker = makers[0]
-        if shared or (named and TASKNAME in record.values):
-            where = f"{path} {record.place}"
-            name = _texts(record, (TASKNAME,), where)[TASKNAME]
-            first = name if first is None else first
+    field_names = {TASKNAME, *(name for builder in builders for name in builder.template.fields)}
+    is_shared = len(builders) > 1
+    # If the template has a field named `taskname`, the records' `taskname` is text, not a task.
+    has_task_names = TASKNAME not in builders[0].template.fields
+    by_name = {builder.name: builder for builder in builders}
+    first_name: str | None = None
+    for record in read_records(path, field_names, progress):
+        record_builder = builders[0]
+        if is_shared or (has_task_names and TASKNAME in record.values):
+            location = f"{path} {record.location}"
+            name = _text_fields(record, (TASKNAME,), location)[TASKNAME]
+            first_name = name if first_name is None else first_name
             if strict and name not in by_name:
                 raise ConfigError(
-                    f"{where}: no task with this file is named {shown(name)}; "
-                    f"{nearest(name[:NAMES_SHOWN], by_name)}"
+                    f"{location}: no task that reads this file is named {short_repr(name)}; "
+                    f"{suggest_nearest(name[:NAMES_CHARACTERS_MAX], by_name)}"
                 )
-            if not strict and name != first:
+            if not strict and name != first_name:
                 raise ConfigError(
-                    f"{where}: the taskname is {shown(name)}, and {shown(first)} above it; list "
-                    "several tasks under `tasks`, each by its name"
+                    f"{location}: the taskname is {short_repr(name)}, but "
+                    f"{short_repr(first_name)} in earlier records; list several tasks by name "
+                    "under `tasks`, or use one taskname"
                 )
-            maker = by_name[name] if strict else maker
-        maker.add(path, record)
-    return [maker.take(path) for maker in makers]
+            if strict:
+                record_builder = by_name[name]
+        record_builder.add_record(path, record)
+    return [builder.pop_examples(path) for builder in builders]
 
 
-def _texts(record: Record, names: Sequence[str], where: str) -> dict[str, str]:
-    """The fields that are needed, all of them texts."""
-    found = {}
+def _text_fields(record: Record, names: Sequence[str], location: str) -> dict[str, str]:
+    """Return the required fields of a record; each value must be a text."""
+    texts = {}
     for name in names:
         if name not in record.values:
-            has = ", ".join(sorted(record.values))[:NAMES_SHOWN] or "nothing"
-            what = "which the template has"
+            available = ", ".join(sorted(record.values))[:NAMES_CHARACTERS_MAX] or "nothing"
+            reason = "the template needs it"
             if name == TASKNAME:
-                what = "and several tasks share this file"
-            raise ConfigError(f"{where}: no field {name!r}, {what}; this record has: {has}")
+                reason = "several tasks share this file"
+            raise ConfigError(
+                f"{location}: no field {name!r}, but {reason}; this record has: {available}"
+            )
         value = record.values[name]
         if not isinstance(value, str):
-            raise ConfigError(f"{where}: {name!r} is {shown(value)}; it must be a text")
-        found[name] = value
-    return found
+            raise ConfigError(f"{location}: {name!r} is {short_repr(value)}; it must be a text")
+        texts[name] = value
+    return texts

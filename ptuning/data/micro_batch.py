@@ -1,8 +1,9 @@
-"""Micro-batches: some examples as one flat batch, what they begin with computed once.
+"""Micro-batches: examples packed without padding, each task's common prefix computed once.
 
-Nothing is padded. Examples of one task begin alike, with the virtual tokens at least: these ids are
-a sequence of their own, which the others see as their past. Causal attention makes that exact.
-Knows no model.
+A micro-batch is one flat batch. The examples of a task begin with the same tokens, at least with
+the leading virtual tokens. This common prefix is a separate sequence, which the other sequences
+attend to as their past; causal attention makes the result exact. This module does not depend on a
+model.
 """
 
 from collections.abc import Sequence
@@ -11,84 +12,95 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.batch import Batch, Dropout
+from gpt.batch import Batch
+from gpt.dropout import Dropout
 from ptuning.data.dataset import Example
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one pass through the model computes."""
+    """The input of one pass through the model."""
 
-    ids: Tensor  # (T,), virtual ones at or above the vocabulary.
-    batch: Batch  # Its rows are the tokens that predict a learned one.
-    answers: Tensor  # (rows,) the ids that they should predict.
+    ids: Tensor  # (tokens,); virtual tokens have ids at or above vocab_size.
+    batch: Batch  # Its logit rows are the positions that predict a token with a loss.
+    labels: Tensor  # (rows,): the ids to predict.
 
 
-def micro_batch(
+def build_micro_batch(
     examples: Sequence[Example],
     device: torch.device | str = "cpu",
     *,
-    share: bool = True,
+    share_prefix: bool = True,
     dropout: Dropout | None = None,
 ) -> MicroBatch:
-    """Examples of a task share their beginning, if `share` is set and nothing is dropped."""
-    examples = sorted(examples, key=lambda example: example.task)
-    begins = _beginnings(examples) if share and dropout is None else {}
-    lengths = list(begins.values())
-    parents: list[int | None] = [None] * len(begins)
+    """Pack examples; a task's common prefix is shared if `share_prefix` is set without dropout."""
+    examples = sorted(examples, key=lambda example: example.task_index)
+    prefix_lengths = _common_prefix_lengths(examples) if share_prefix and dropout is None else {}
+    lengths = list(prefix_lengths.values())
+    parents: list[int | None] = [None] * len(prefix_lengths)
     ids: list[int] = []
-    for task, length in begins.items():
-        ids += next(example.ids[:length] for example in examples if example.task == task)
+    for task, length in prefix_lengths.items():
+        ids += next(example.ids[:length] for example in examples if example.task_index == task)
     rows: list[int] = []
-    places = list(begins)
+    prefix_tasks = list(prefix_lengths)
     for example in examples:
-        shared = begins.get(example.task, 0)
-        # The last token predicts nothing.
-        own = example.ids[shared:-1]
-        rows += [len(ids) + place - 1 - shared for place in example.learned]
-        parents.append(places.index(example.task) if shared else None)
-        lengths.append(len(own))
-        ids += own
-    batch = Batch.plain(
+        prefix_length = prefix_lengths.get(example.task_index, 0)
+        # The last token predicts no token, so it is not computed.
+        suffix = example.ids[prefix_length:-1]
+        rows += [len(ids) + position - 1 - prefix_length for position in example.loss_positions]
+        parents.append(prefix_tasks.index(example.task_index) if prefix_length else None)
+        lengths.append(len(suffix))
+        ids += suffix
+    batch = Batch.unpaged(
         lengths,
         device,
-        rows=torch.tensor(rows, device=device),
+        logit_rows=torch.tensor(rows, device=device),
         dropout=dropout,
-        parents=parents if begins else (),
+        parents=parents if prefix_lengths else (),
     )
-    answers = [example.ids[place] for example in examples for place in example.learned]
-    return MicroBatch(torch.tensor(ids, device=device), batch, torch.tensor(answers, device=device))
+    labels = [example.ids[position] for example in examples for position in example.loss_positions]
+    return MicroBatch(torch.tensor(ids, device=device), batch, torch.tensor(labels, device=device))
 
 
-def _beginnings(examples: Sequence[Example]) -> dict[int, int]:
-    """For each task, how many leading ids all its examples have in common, if several do."""
-    found: dict[int, int] = {}
-    for task in dict.fromkeys(example.task for example in examples):
-        some = [example for example in examples if example.task == task]
-        # Each keeps the token that predicts its first learned one, and no less.
-        limit = min(example.learned[0] - 1 for example in some)
-        first, *others = some
+def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
+    """Return the length of the common prefix of each task that has several examples."""
+    prefix_lengths: dict[int, int] = {}
+    for task in dict.fromkeys(example.task_index for example in examples):
+        task_examples = [example for example in examples if example.task_index == task]
+        # The common prefix ends before the token that predicts the first token with a loss.
+        limit = min(example.loss_positions[0] - 1 for example in task_examples)
+        first_example, *other_examples = task_examples
         common = next(
-            (n for n in range(limit) if any(one.ids[n] != first.ids[n] for one in others)), limit
+            (
+                length
+                for length in range(limit)
+                if any(
+                    example.ids[length] != first_example.ids[length] for example in other_examples
+                )
+            ),
+            limit,
         )
-        if others and common > 0:
-            found[task] = common
-    return found
+        if other_examples and common > 0:
+            prefix_lengths[task] = common
+    return prefix_lengths
 
 
-def portions(
-    examples: Sequence[Example], count_max: int | None, tokens_max: int | None
+def split_into_micro_batches(
+    examples: Sequence[Example], examples_max: int | None, tokens_max: int | None
 ) -> list[list[Example]]:
-    """A step's examples in passes of at most so many, and of at most so many tokens if possible."""
-    found: list[list[Example]] = [[]]
+    """Split a step's examples, in order, by the limits of a micro-batch.
+
+    A single example longer than `tokens_max` is a micro-batch of its own.
+    """
+    micro_batches: list[list[Example]] = [[]]
     tokens = 0
     for example in examples:
         size = len(example.ids)
-        full = count_max is not None and len(found[-1]) >= count_max
-        heavy = tokens_max is not None and tokens + size > tokens_max
-        if found[-1] and (full or heavy):
-            found.append([])
+        full = examples_max is not None and len(micro_batches[-1]) >= examples_max
+        exceeds_tokens = tokens_max is not None and tokens + size > tokens_max
+        if micro_batches[-1] and (full or exceeds_tokens):
+            micro_batches.append([])
             tokens = 0
-        found[-1].append(example)
+        micro_batches[-1].append(example)
         tokens += size
-    return found if found[0] else []
+    return micro_batches if micro_batches[0] else []

@@ -1,7 +1,7 @@
-"""What a run would learn from, before anything is spent: what `preamble tune --check` says.
+"""Preflight check: examples, token counts and memory of a run, for `preamble tune --check`.
 
-Facts are counted from rendered examples and from the very batches of the run's first steps. What
-looks like a mistake, and is none that stops a run, is a warning. Knows a model's sizes, no weights.
+The counts come from the rendered examples and from the batches of the run's first steps. A probable
+mistake in the data or settings is a warning. The check reads the model's sizes, but no weights.
 """
 
 import math
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.costs.activation_memory import layer_activation_bytes, layers_in_flight
 from gpt.costs.training import (
-    Kept,
-    Recompute,
-    layer_activation_bytes,
-    layers_in_flight,
+    RecomputeMode,
+    TrainingSetup,
     stage_parameters,
     state_bytes,
 )
 from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import TuneConfig
-from ptuning.data.batch_order import Order
-from ptuning.data.dataset import Example, Examples, TaskData
-from ptuning.data.micro_batch import MicroBatch, micro_batch, portions
+from ptuning.data.batch_order import BatchOrder
+from ptuning.data.dataset import Example, ExampleSet, TaskData
+from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
 
-SHOWN = 3  # Examples of a task, and reasons, that are told.
-STEPS = 8  # Whose batches are made to count their tokens.
-LONG_SHARE = 0.01  # Of the answers may be longer than an answer may be, without a warning.
+EXAMPLES_SHOWN = 3  # Number of printed examples per task, and of printed reasons per file.
+STEPS_SAMPLED = 8  # Number of steps whose batches are built to count their tokens.
+# Share of answers that may exceed max_new_tokens without a warning.
+LONG_ANSWERS_SHARE_MAX = 0.01
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Numbers of tokens, from the least to the most."""
+class LengthQuantiles:
+    """Quantiles of lengths in tokens."""
 
     least: int
     half: int
@@ -40,276 +40,317 @@ class Spread:
     most: int
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> "Spread":
-        found = sorted(numbers)
-        last = len(found) - 1
-        return cls(*(found[last * share // 100] for share in (0, 50, 90, 99, 100)))
+    def from_lengths(cls, lengths: Sequence[int]) -> "LengthQuantiles":
+        ordered = sorted(lengths)
+        last_index = len(ordered) - 1
+        return cls(*(ordered[last_index * percent // 100] for percent in (0, 50, 90, 99, 100)))
 
     def __str__(self) -> str:
         return (
-            f"{self.least:,} to {self.most:,}, half of them up to {self.half:,}, 90% up to "
+            f"{self.least:,} to {self.most:,}, 50% up to {self.half:,}, 90% up to "
             f"{self.nine_of_ten:,}, 99% up to {self.all_but_one_percent:,}"
         )
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What came of one task's records in one file."""
+class FileStats:
+    """Counts of one task's records in one file."""
 
     file: str
     examples: int
-    cut: int
-    left_out: int
-    reasons: tuple[str, ...]  # The first ones.
-    prompt_tokens: Spread  # Virtual ones counted.
-    answer_tokens: Spread
+    cut: int  # Number of truncated examples.
+    left_out: int  # Number of dropped records.
+    reasons: tuple[str, ...]  # The reasons for the first dropped records.
+    prompt_tokens: LengthQuantiles  # Including virtual tokens.
+    answer_tokens: LengthQuantiles
     empty_answers: int
-    repeated: int  # Examples that stand above already.
+    repeated: int  # Number of examples that equal an earlier example of the file.
 
 
 @dataclass(frozen=True)
-class TaskFacts:
+class TaskStats:
+    """Counts of one task."""
+
     name: str
     virtual_tokens: int
-    virtual_share: float  # Of all tokens of the examples.
-    tokens_max: int  # Of an example.
-    learning: FileFacts
-    validation: FileFacts | None
-    known_prompts: int  # Of the validation's, that are learned from as well.
+    virtual_share: float  # Virtual tokens as a share of all tokens of the examples.
+    tokens_max: int  # Length limit of an example.
+    learning: FileStats  # The training records.
+    validation: FileStats | None
+    known_prompts: int  # Number of validation prompts that also occur in the training records.
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """A step's batch, on all data ranks together; means over the first steps."""
+class StepStats:
+    """Counts of one step over all data-parallel ranks, as means over the sampled steps."""
 
     examples: int
-    passes: float  # Micro-batches.
-    tokens: float  # That the model computes.
-    tokens_of_pass_max: int
-    shared_tokens: float  # That it need not compute, as several examples begin with them.
-    learned_tokens: float
-    rounds: float  # How often the whole run sees each example.
+    passes: float  # Number of micro-batches.
+    tokens: float  # Number of tokens that the model computes.
+    tokens_of_pass_max: int  # Number of tokens of the largest micro-batch.
+    shared_tokens: float  # Number of tokens that are not computed, because examples share a prefix.
+    learned_tokens: float  # Number of tokens with a loss.
+    rounds: float  # Number of epochs of the whole run.
 
 
 @dataclass(frozen=True)
-class Facts:
-    """All that `--check` tells, as plain numbers and texts (`dataclasses.asdict`)."""
+class PreflightReport:
+    """The output of `--check` as plain numbers and texts (for `dataclasses.asdict`)."""
 
-    tasks: tuple[TaskFacts, ...]
-    step: StepFacts
+    tasks: tuple[TaskStats, ...]
+    step: StepStats
     warnings: tuple[str, ...]
 
 
-def check_facts(tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig) -> Facts:
-    told = tuple(_task(one) for one in tasks)
-    step = _step(tasks, config)
+def preflight_report(
+    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig
+) -> PreflightReport:
+    task_stats = tuple(_task_stats(task) for task in tasks)
+    step_stats = _step_stats(tasks, config)
     warnings = []
-    for one, facts in zip(tasks, told, strict=True):
-        whose = f"{facts.name}: " if len(told) > 1 else ""
-        warnings += [whose + text for text in _warnings(one, facts)]
+    for task, stats in zip(tasks, task_stats, strict=True):
+        task_prefix = f"{stats.name}: " if len(task_stats) > 1 else ""
+        warnings += [task_prefix + text for text in _warnings(task, stats)]
     if tokenizer.eos_id is None:
-        warnings.append("the tokenizer has no token that ends a text: answers learn no end")
-    if step.rounds < 1:
         warnings.append(
-            f"the run ends before it saw each example once ({step.rounds:.0%} of them); more steps "
-            "or larger batches would"
+            "the tokenizer has no end-of-text token, so the adapter does not learn to end an answer"
+        )
+    if step_stats.rounds < 1:
+        warnings.append(
+            f"the run trains on only {step_stats.rounds:.0%} of the examples; more steps or larger "
+            "batches would use all of them"
         )
     if config.warmup_steps >= config.steps:
         warnings.append(
-            f"the warm-up's {config.warmup_steps} steps are all of the run's {config.steps}, which "
-            "never comes to its learning rate"
+            f"warmup_steps is {config.warmup_steps} and the run has {config.steps} steps, so it "
+            "never trains at the full learning rate"
         )
-    return Facts(told, step, tuple(warnings))
+    return PreflightReport(task_stats, step_stats, tuple(warnings))
 
 
-def check_lines(
-    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, model: GPTConfig
+def preflight_lines(
+    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, model_config: GPTConfig
 ) -> list[str]:
-    """All that a person needs to see, a line each."""
-    facts = check_facts(tasks, tokenizer, config)
+    """Return the lines that `--check` prints."""
+    report = preflight_report(tasks, tokenizer, config)
     lines = []
-    for one, told in zip(tasks, facts.tasks, strict=True):
-        if told.name:
-            lines.append(f"task {told.name}")
-        for example in one.examples.examples[:SHOWN]:
-            lines += _shown(example, tokenizer, model.vocab_size)
-        lines += _file_lines("learns from", told.learning)
-        if told.validation is not None:
-            lines += _file_lines("validates with", told.validation)
-        if told.virtual_tokens:
+    for task, task_stats in zip(tasks, report.tasks, strict=True):
+        if task_stats.name:
+            lines.append(f"task {task_stats.name}")
+        for example in task.examples.examples[:EXAMPLES_SHOWN]:
+            lines += _example_lines(example, tokenizer, model_config.vocab_size)
+        lines += _file_lines("trains on", task_stats.learning)
+        if task_stats.validation is not None:
+            lines += _file_lines("validates on", task_stats.validation)
+        if task_stats.virtual_tokens:
             lines.append(
-                f"{told.virtual_tokens} virtual tokens: {told.virtual_share:.0%} of all tokens, "
-                f"and {told.virtual_tokens / told.tokens_max:.0%} of the {told.tokens_max:,} that "
-                "an example may have"
+                f"{task_stats.virtual_tokens} virtual tokens: "
+                f"{task_stats.virtual_share:.0%} of all tokens, "
+                f"and {task_stats.virtual_tokens / task_stats.tokens_max:.0%} of an example's "
+                f"limit of {task_stats.tokens_max:,}"
             )
-    step = facts.step
+    step_stats = report.step
     lines.append(
-        f"a step: {step.examples:,} examples in {_count(step.passes, 'pass', 'passes')}, "
-        f"{step.tokens:,.0f} tokens computed (at most {step.tokens_of_pass_max:,} in a pass), "
-        f"{step.shared_tokens:,.0f} more shared, {step.learned_tokens:,.0f} learned"
+        f"a step: {step_stats.examples:,} examples in "
+        f"{_format_count(step_stats.passes, 'pass', 'passes')}, "
+        f"{step_stats.tokens:,.0f} tokens computed (at most {step_stats.tokens_of_pass_max:,} in "
+        f"a pass), {step_stats.shared_tokens:,.0f} saved by shared prefixes, "
+        f"{step_stats.learned_tokens:,.0f} with a loss"
     )
-    rounds = _count(step.rounds, "round", "rounds")
-    lines.append(f"{_count(config.steps, 'step is', 'steps are')} {rounds} of all examples")
-    lines.append(memory_line(config, model, step))
-    return lines + [f"warning: {text}" for text in facts.warnings]
+    epochs = _format_count(step_stats.rounds, "epoch", "epochs")
+    lines.append(f"{_format_count(config.steps, 'step is', 'steps are')} {epochs}")
+    lines.append(memory_line(config, model_config, step_stats))
+    return lines + [f"warning: {text}" for text in report.warnings]
 
 
-def memory_line(config: TuneConfig, model: GPTConfig, step: StepFacts) -> str:
-    """What the fullest rank holds, by count. Rows, logits and libraries are not counted."""
-    whole, dtype = config.method == "full", config.dtype or model.dtype
-    kept = Kept(
+def memory_line(config: TuneConfig, model_config: GPTConfig, step_stats: StepStats) -> str:
+    """Return a line with the estimated memory of the rank that needs the most.
+
+    The estimate does not include virtual-token rows, logits and libraries.
+    """
+    trains_model, dtype = config.method == "full", config.dtype or model_config.dtype
+    activation_config = TrainingSetup(
         config.tp,
         config.sequence_parallel and config.tp > 1,
-        trainable="all" if whole else "adapter",
+        trainable="all" if trains_model else "adapter",
         dropout=config.hidden_dropout > 0,
     )
-    # Our attention keeps no scores, as if they were always computed again.
-    ways: tuple[Recompute, Recompute] = ("selective", "full")
-    most, least = (
-        layer_activation_bytes(model, 1, step.tokens_of_pass_max, way, kept) for way in ways
-    )
-    blocks = config.recompute_layers * config.virtual_stages / -(-model.num_layers // config.pp)
-    again = {"full": 1.0, "block": min(1.0, blocks)}.get(config.recompute, 0.0)
-    # They are counted for values of 16 bits.
-    layer = (again * least + (1 - again) * most) * DTYPE_BYTES[dtype] / 2
-    passes = math.ceil(step.passes / config.dp)
-    found = []
-    for stage in range(config.pp):
-        held = stage_parameters(model, config.tp, config.pp, stage)
-        states = state_bytes(held, kept.trainable, 0, 1, dtype)
-        flight = layers_in_flight(
-            *(model.num_layers, config.pp, passes, config.virtual_stages, stage)
+    # Preamble's attention never stores its scores, so the mode "none" needs as much memory as
+    # "selective".
+    recompute_modes: tuple[RecomputeMode, RecomputeMode] = ("selective", "full")
+    selective_bytes, full_bytes = (
+        layer_activation_bytes(
+            model_config, 1, step_stats.tokens_of_pass_max, mode, activation_config
         )
-        found.append((states.weights + states.gradients + states.optimizer, flight * layer))
-    weights, passing = max(found, key=sum)
-    learning = ", gradients and optimizer" if whole else ""
+        for mode in recompute_modes
+    )
+    recomputed_layers_share = (
+        config.recompute_layers * config.virtual_stages / -(-model_config.num_layers // config.pp)
+    )
+    recomputed_share = {"full": 1.0, "block": min(1.0, recomputed_layers_share)}.get(
+        config.recompute, 0.0
+    )
+    # layer_activation_bytes counts 2 bytes per value.
+    layer_bytes = (
+        (recomputed_share * full_bytes + (1 - recomputed_share) * selective_bytes)
+        * DTYPE_BYTES[dtype]
+        / 2
+    )
+    rank_passes = math.ceil(step_stats.passes / config.dp)
+    stage_bytes = []
+    for stage in range(config.pp):
+        stage_params = stage_parameters(model_config, config.tp, config.pp, stage)
+        states = state_bytes(stage_params, activation_config.trainable, 0, 1, dtype)
+        in_flight_layers = layers_in_flight(
+            model_config.num_layers, config.pp, rank_passes, config.virtual_stages, stage
+        )
+        stage_bytes.append(
+            (states.weights + states.gradients + states.optimizer, in_flight_layers * layer_bytes)
+        )
+    weight_bytes, activation_bytes = max(stage_bytes, key=sum)
+    state_suffix = ", gradients and optimizer" if trains_model else ""
     return (
-        f"memory of the fullest rank: {weights / 1e9:,.3f} GB of weights{learning}, and "
-        f"{passing / 1e9:,.3f} GB kept for the backward pass; rows, logits, libraries come on top"
+        f"memory of the rank that needs the most: {weight_bytes / 1e9:,.3f} GB of weights"
+        f"{state_suffix}, and {activation_bytes / 1e9:,.3f} GB of activations for the backward "
+        "pass; virtual-token rows, logits and libraries need memory in addition"
     )
 
 
-def _task(one: TaskData) -> TaskFacts:
-    examples = one.examples.examples
-    known = 0
-    if one.validation is not None:
-        prompts = {_prompt(example) for example in examples}
-        known = sum(_prompt(example) in prompts for example in one.validation.examples)
+def _task_stats(task: TaskData) -> TaskStats:
+    examples = task.examples.examples
+    repeated_prompts = 0
+    if task.validation is not None:
+        prompts = {_prompt_hash(example) for example in examples}
+        repeated_prompts = sum(
+            _prompt_hash(example) in prompts for example in task.validation.examples
+        )
     tokens = sum(len(example.ids) for example in examples)
-    return TaskFacts(
-        one.task.name,
-        one.template.rows,
-        one.template.rows * len(examples) / tokens,
-        one.tokens_max,
-        _file(one.task.data or "", one.examples),
-        None if one.validation is None else _file(one.task.validation or "", one.validation),
-        known,
+    return TaskStats(
+        task.task.name,
+        task.template.virtual_tokens,
+        task.template.virtual_tokens * len(examples) / tokens,
+        task.tokens_max,
+        _file_stats(task.task.data or "", task.examples),
+        None
+        if task.validation is None
+        else _file_stats(task.task.validation or "", task.validation),
+        repeated_prompts,
     )
 
 
-def _file(path: str, found: Examples) -> FileFacts:
-    distinct = {hash(tuple(example.ids)) for example in found.examples}
-    return FileFacts(
+def _file_stats(path: str, example_set: ExampleSet) -> FileStats:
+    distinct = {hash(tuple(example.ids)) for example in example_set.examples}
+    return FileStats(
         path,
-        len(found.examples),
-        found.truncated,
-        len(found.dropped),
-        tuple(found.dropped[:SHOWN]),
-        Spread.of([example.answer_start for example in found.examples]),
-        Spread.of([len(example.ids) - example.answer_start for example in found.examples]),
-        sum(not answer.strip() for answer in found.answers),
-        len(found.examples) - len(distinct),
+        len(example_set.examples),
+        example_set.truncated,
+        len(example_set.dropped),
+        tuple(example_set.dropped[:EXAMPLES_SHOWN]),
+        LengthQuantiles.from_lengths([example.answer_start for example in example_set.examples]),
+        LengthQuantiles.from_lengths(
+            [len(example.ids) - example.answer_start for example in example_set.examples]
+        ),
+        sum(not answer.strip() for answer in example_set.answers),
+        len(example_set.examples) - len(distinct),
     )
 
 
-def _prompt(example: Example) -> int:
+def _prompt_hash(example: Example) -> int:
     return hash(tuple(example.ids[: example.answer_start]))
 
 
-def _step(tasks: Sequence[TaskData], config: TuneConfig) -> StepFacts:
-    examples = [example for one in tasks for example in one.examples.examples]
-    order = Order(examples, config.batch_examples, config.seed)
-    made: list[MicroBatch] = []
-    whole = 0
-    steps = min(STEPS, config.steps)
+def _step_stats(tasks: Sequence[TaskData], config: TuneConfig) -> StepStats:
+    examples = [example for task in tasks for example in task.examples.examples]
+    order = BatchOrder(examples, config.batch_examples, config.seed)
+    micro_batches: list[MicroBatch] = []
+    unshared_tokens = 0
+    steps = min(STEPS_SAMPLED, config.steps)
     dropout = max(config.hidden_dropout, config.attention_dropout) > 0
     for step in range(1, steps + 1):
         batch = order.batch(step)
-        # The last token of each predicts nothing, and is not computed.
-        whole += sum(len(example.ids) - 1 for example in batch)
+        # The last token of an example predicts no token and is not computed.
+        unshared_tokens += sum(len(example.ids) - 1 for example in batch)
         for rank in range(config.dp):
-            passes = portions(
+            groups = split_into_micro_batches(
                 batch[rank :: config.dp], config.micro_batch_examples, config.micro_batch_tokens
             )
-            made += [micro_batch(some, share=not dropout) for some in passes if some]
-    tokens = sum(one.batch.tokens for one in made)
-    return StepFacts(
-        examples=order.size,
-        passes=len(made) / steps,
+            micro_batches += [
+                build_micro_batch(group, share_prefix=not dropout) for group in groups if group
+            ]
+    tokens = sum(micro_batch.batch.tokens for micro_batch in micro_batches)
+    return StepStats(
+        examples=order.batch_size,
+        passes=len(micro_batches) / steps,
         tokens=tokens / steps,
-        tokens_of_pass_max=max(one.batch.tokens for one in made),
-        shared_tokens=(whole - tokens) / steps,
-        learned_tokens=sum(len(one.answers) for one in made) / steps,
-        rounds=config.steps * order.size / len(examples),
+        tokens_of_pass_max=max(micro_batch.batch.tokens for micro_batch in micro_batches),
+        shared_tokens=(unshared_tokens - tokens) / steps,
+        learned_tokens=sum(len(micro_batch.labels) for micro_batch in micro_batches) / steps,
+        rounds=config.steps * order.batch_size / len(examples),
     )
 
 
-def _warnings(one: TaskData, facts: TaskFacts) -> list[str]:
-    found = []
-    if facts.known_prompts and facts.validation is not None:
-        found.append(
-            f"{facts.known_prompts:,} of {facts.validation.examples:,} validation prompts are "
-            "learned from as well; what they measure is memory: take them out of one of the files"
+def _warnings(task: TaskData, stats: TaskStats) -> list[str]:
+    warnings = []
+    if stats.known_prompts and stats.validation is not None:
+        warnings.append(
+            f"{stats.known_prompts:,} of {stats.validation.examples:,} validation prompts also "
+            "occur in the training data, so they measure memorization; remove them from one of "
+            "the files"
         )
-    for file in filter(None, (facts.learning, facts.validation)):
+    for file in filter(None, (stats.learning, stats.validation)):
         if file.empty_answers:
-            found.append(f"{file.file} has {file.empty_answers:,} empty answers")
-    if facts.learning.repeated:
-        found.append(
-            f"{facts.learning.file} has {facts.learning.repeated:,} examples that are repeated"
+            warnings.append(f"{file.file} has {file.empty_answers:,} records with an empty answer")
+    if stats.learning.repeated:
+        warnings.append(f"{stats.learning.file} has {stats.learning.repeated:,} duplicate examples")
+    new_tokens_max = task.task.max_new_tokens
+    if new_tokens_max is not None:
+        answer_lengths = (
+            len(example.ids) - example.answer_start for example in task.examples.examples
         )
-    most = one.task.max_new_tokens
-    if most is not None:
-        starts = (len(example.ids) - example.answer_start for example in one.examples.examples)
-        long = sum(length > most for length in starts)
-        if long > LONG_SHARE * facts.learning.examples:
-            found.append(f"{long:,} answers are longer than max_new_tokens, {most}")
-    if facts.virtual_share > 0.5:
-        found.append("over half of all tokens are virtual; fewer may do as well")
-    return found
+        long_answers = sum(length > new_tokens_max for length in answer_lengths)
+        if long_answers > LONG_ANSWERS_SHARE_MAX * stats.learning.examples:
+            warnings.append(
+                f"{long_answers:,} answers are longer than max_new_tokens ({new_tokens_max})"
+            )
+    if stats.virtual_share > 0.5:
+        warnings.append(
+            "over half of all tokens are virtual tokens; fewer virtual tokens may be as good"
+        )
+    return warnings
 
 
-def _shown(example: Example, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """An example as the model sees it, and which of it is learned."""
-    start = example.answer_start
-    prompt, answer = example.ids[:start], example.ids[start:]
+def _example_lines(example: Example, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Return lines with an example's prompt and answer and the number of tokens with a loss."""
+    answer_start = example.answer_start
+    prompt, answer = example.ids[:answer_start], example.ids[answer_start:]
     text = ""
     for virtual, ids in groupby(prompt, lambda token: token >= vocab_size):
         run = list(ids)
         text += f"<{len(run)} virtual>" if virtual else tokenizer.decode(run)
-    ended = bool(answer) and answer[-1] == tokenizer.eos_id
-    end = f" {tokenizer.spelling(answer[-1])}" if ended else ""
-    before = sum(place < start for place in example.learned)
-    learned = f", {before:,} of them learned" if before else ""
+    ends_with_eos = bool(answer) and answer[-1] == tokenizer.eos_id
+    eos_text = f" {tokenizer.id_to_token(answer[-1])}" if ends_with_eos else ""
+    prompt_loss_tokens = sum(position < answer_start for position in example.loss_positions)
+    loss_note = f", {prompt_loss_tokens:,} of them with a loss" if prompt_loss_tokens else ""
     return [
-        f"prompt ({len(prompt)} tokens{learned}): {text!r}",
-        f"answer ({len(answer)} tokens, learned): {tokenizer.decode(answer, started=True)!r}{end}",
+        f"prompt ({len(prompt)} tokens{loss_note}): {text!r}",
+        f"answer ({len(answer)} tokens, with a loss): "
+        f"{tokenizer.decode(answer, continues_text=True)!r}{eos_text}",
     ]
 
 
-def _file_lines(verb: str, file: FileFacts) -> list[str]:
+def _file_lines(verb: str, file: FileStats) -> list[str]:
     lines = [
-        f"{verb} {file.file}: {file.examples:,} examples; {file.cut:,} were cut, "
-        f"{file.left_out:,} left out",
+        f"{verb} {file.file}: {file.examples:,} examples; {file.cut:,} truncated, "
+        f"{file.left_out:,} dropped",
         f"prompt tokens: {file.prompt_tokens}",
         f"answer tokens: {file.answer_tokens}",
     ]
-    lines += [f"left out: {reason}" for reason in file.reasons]
+    lines += [f"dropped: {reason}" for reason in file.reasons]
     if file.left_out > len(file.reasons):
-        lines.append(f"left out: {file.left_out - len(file.reasons):,} more")
+        lines.append(f"dropped: {file.left_out - len(file.reasons):,} more")
     return lines
 
 
-def _count(value: float, one: str, many: str) -> str:
+def _format_count(value: float, singular: str, plural: str) -> str:
     number = f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-    return f"{number} {one if value == 1 else many}"
+    return f"{number} {singular if value == 1 else plural}"

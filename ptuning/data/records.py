@@ -1,8 +1,8 @@
-"""Records of any file: JSON lines, CSV, TSV or Parquet, one at a time, each with its place.
+"""Record readers: JSON lines, CSV, TSV or Parquet, one record at a time with its line or row.
 
-The file's ending says what it is. A record is values by names; what is wrong with one is a sentence
-with its line, or its row. Nothing but one record is held. Knows no template: whether a value is a
-text, and which are needed, is for others to say.
+The file's extension selects the format. A record is a mapping from field names to values; an error
+names the line or row of the record. Files are streamed, not loaded as a whole. The readers do not
+use the prompt template; `dataset` checks that the required fields exist and are texts.
 """
 
 import csv
@@ -14,38 +14,45 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from gpt.errors import ConfigError
-from gpt.settings import shown
+from gpt.settings import short_repr
 
 LINE_BYTES_MAX = 16 << 20
-BOM = b"\xef\xbb\xbf"  # Some programs begin UTF-8 with it.
-PROGRESS_RECORDS = 1000  # Between two reports.
-ROWS = 1024  # Of Parquet that become objects at once.
+BOM = b"\xef\xbb\xbf"  # Byte order mark that some programs write at the start of UTF-8 files.
+PROGRESS_RECORDS = 1000  # Records between two calls of the progress callback.
+PARQUET_BATCH_ROWS = 1024  # Parquet rows converted to Python objects at once.
 
-# Records that were read and used, and about how many there are, if that can be told.
-Reading = Callable[[int, int | None], None]
+# Called with the number of records read so far and the estimated total, if it is known.
+ProgressCallback = Callable[[int, int | None], None]
 
 
 class Record(NamedTuple):
-    place: str  # In its file: "line 3" or "row 3", from 1. It is the first of several lines.
+    """The field values of one record and its location in the file."""
+
+    location: str  # Such as "line 3" or "row 3", from 1; the first line if a record has several.
     values: Mapping[str, object]
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
+    """Reader of one file format."""
+
     def records(self) -> Iterator[Record]: ...
 
     def total(self, count: int) -> int | None:
-        """How many there are, when `count` were read."""
+        """Estimate the number of records in the file after `count` records have been read.
+
+        Return None if no estimate is possible.
+        """
         ...
 
 
 def read_records(
-    path: Path, wanted: Container[str], progress: Reading | None = None
+    path: Path, field_names: Container[str], progress: ProgressCallback | None = None
 ) -> Iterator[Record]:
-    """All of a file; of what is not wanted, the values may be None."""
+    """Read all records of a file; values of fields not in `field_names` may be None."""
     count = 0
     try:
         with path.open("rb") as file:
-            source = _source(path, file, wanted)
+            source = _open_source(path, file, field_names)
             for count, record in enumerate(source.records(), 1):
                 yield record
                 if progress is not None and count % PROGRESS_RECORDS == 0:
@@ -59,75 +66,91 @@ def read_records(
         progress(count, count)
 
 
-def _source(path: Path, file: BinaryIO, wanted: Container[str]) -> Source:
+def _open_source(path: Path, file: BinaryIO, field_names: Container[str]) -> RecordSource:
     match path.suffix.lower():
         case ".csv":
-            return _Table(path, file, ",")
+            return _DelimitedTable(path, file, ",")
         case ".tsv":
-            return _Table(path, file, "\t")
+            return _DelimitedTable(path, file, "\t")
         case ".parquet":
-            return _Parquet(path, file, wanted)
+            return _Parquet(path, file, field_names)
     return _JsonLines(path, file)
 
 
 class _Lines:
-    """A file's lines as text, and how far they were read."""
+    """Reads a file as lines of text and counts lines and bytes."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self._file = path, file
-        self._bytes, self._read = os.fstat(file.fileno()).st_size, 0
-        self.number = 0  # Of the last one.
+        self.path = path
+        self._file = file
+        self._file_bytes = os.fstat(file.fileno()).st_size
+        self._bytes_read = 0
+        self.line_number = 0  # Number of the last line that was read.
 
     def lines(self) -> Iterator[str]:
         for raw in iter(lambda: self._file.readline(LINE_BYTES_MAX + 1), b""):
-            self.number += 1
-            self._read += len(raw)
-            where = f"{self.path} line {self.number}"
+            self.line_number += 1
+            self._bytes_read += len(raw)
+            location = f"{self.path} line {self.line_number}"
             if len(raw) > LINE_BYTES_MAX:
                 raise ConfigError(
-                    f"{where}: over {LINE_BYTES_MAX >> 20} MiB; each record must be a line of its "
-                    "own, and shorter"
+                    f"{location}: over {LINE_BYTES_MAX >> 20} MiB; "
+                    "each record must be a separate line below this limit"
                 )
+            content = raw.removeprefix(BOM) if self.line_number == 1 else raw
             try:
-                text = (raw.removeprefix(BOM) if self.number == 1 else raw).decode()
+                text = content.decode()
             except UnicodeDecodeError as error:
+                position = len(raw) - len(content) + error.start
                 raise ConfigError(
-                    f"{where}: byte {error.start + 1} is 0x{raw[error.start]:02x}, which is no "
-                    "UTF-8; save the file as UTF-8 text, unpacked"
+                    f"{location}: byte {position + 1} is 0x{raw[position]:02x}, which is not "
+                    "UTF-8; save the file as uncompressed UTF-8 text"
                 ) from None
             yield text
 
     def total(self, count: int) -> int | None:
-        return max(count, count * self._bytes // self._read) if self._read else None
+        return (
+            max(count, count * self._file_bytes // self._bytes_read) if self._bytes_read else None
+        )
 
 
 class _JsonLines(_Lines):
-    """An object on each line; empty lines are none."""
+    """One JSON object per line; empty lines are ignored."""
 
     def records(self) -> Iterator[Record]:
         for text in self.lines():
             if text.strip():
-                place = f"line {self.number}"
-                yield Record(place, _object(text, f"{self.path} {place}"))
+                location = f"line {self.line_number}"
+                yield Record(location, _parse_object(text, f"{self.path} {location}"))
 
 
-def _object(text: str, where: str) -> dict[str, object]:
+def _parse_object(text: str, location: str) -> dict[str, object]:
     try:
         record = json.loads(text)
     except ValueError as error:
-        said = str(error)
-        if isinstance(error, json.JSONDecodeError):  # Its own line is always the first.
-            said = f"{error.msg} at character {error.pos + 1}"
-        raise ConfigError(f"{where}: not JSON ({said}); each line must be one object") from None
+        message = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            # str(error) contains a line number, which is always 1 here and would mislead.
+            message = f"{error.msg} at character {error.pos + 1}"
+        raise ConfigError(
+            f"{location}: not JSON ({message}); each line must be one JSON object"
+        ) from None
     except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply; each line must be one object") from None
+        raise ConfigError(
+            f"{location}: nested too deeply; each line must be one flat JSON object"
+        ) from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: a {type(record).__name__}; each line must be one object")
+        raise ConfigError(
+            f"{location}: a {type(record).__name__}; each line must be one JSON object"
+        )
     return record
 
 
-class _Table(_Lines):
-    """Rows under a header; quotes hold separators and ends of lines, and a quote is two."""
+class _DelimitedTable(_Lines):
+    """CSV or TSV rows under a header line.
+
+    A quoted field may contain separators and line breaks; a quote inside it is doubled.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, separator: str) -> None:
         super().__init__(path, file)
@@ -135,80 +158,89 @@ class _Table(_Lines):
 
     def records(self) -> Iterator[Record]:
         header: list[str] = []
-        for place, row in self._rows():
-            where = f"{self.path} {place}"
+        for location, row in self._rows():
+            file_location = f"{self.path} {location}"
             if not header:
                 header = row
-                twice = next((name for name in header if header.count(name) > 1), None)
-                if twice is not None:
-                    raise ConfigError(f"{where}: two columns are named {shown(twice)}; rename one")
+                duplicate = next((name for name in header if header.count(name) > 1), None)
+                if duplicate is not None:
+                    raise ConfigError(
+                        f"{file_location}: two columns are named {short_repr(duplicate)}; "
+                        "rename one"
+                    )
             elif len(row) != len(header):
                 raise ConfigError(
-                    f"{where}: {len(row)} columns, and the header has {len(header)}; put quotes "
-                    "around a field that has separators in it"
+                    f"{file_location}: {len(row)} columns, but the header has {len(header)}; "
+                    "quote fields that contain separators"
                 )
             else:
-                yield Record(place, dict(zip(header, row, strict=True)))
+                yield Record(location, dict(zip(header, row, strict=True)))
 
     def _rows(self) -> Iterator[tuple[str, list[str]]]:
-        csv.field_size_limit(LINE_BYTES_MAX)  # Python's own is 128 KiB, for the whole process.
+        csv.field_size_limit(LINE_BYTES_MAX)  # A process-wide limit; Python's default is 128 KiB.
         rows = csv.reader(self.lines(), delimiter=self._separator, strict=True)
         while True:
-            # A row may be several lines, and no line is read before its row.
-            place = f"line {self.number + 1}"
+            # A row may span several lines; the reader has not read any line of the next row yet.
+            location = f"line {self.line_number + 1}"
             try:
                 row = next(rows, None)
             except csv.Error as error:
                 raise ConfigError(
-                    f"{self.path} {place}: not a row ({error}); end each quoted field with a "
-                    "quote, and write a quote inside it twice"
+                    f"{self.path} {location}: not a row ({error}); close each quoted field, and "
+                    "double the quotes inside it"
                 ) from None
             if row is None:
                 return
             if row:
-                yield place, row
+                yield location, row
 
 
 class _Parquet:
-    """Rows of columns; only the wanted ones become objects."""
+    """Parquet rows; only the columns in `field_names` are read."""
 
-    def __init__(self, path: Path, file: BinaryIO, wanted: Container[str]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, field_names: Container[str]) -> None:
         try:
             from pyarrow import ArrowException, parquet
         except ImportError:
             raise ConfigError(
-                f"{path} is Parquet, which takes pyarrow to read; install it: "
+                f"reading the Parquet file {path} needs pyarrow; install it: "
                 "pip install 'preamble[parquet]'"
             ) from None
-        self._path, self._wanted = path, wanted
-        # What it raises of a broken file is any of these.
+        self._path = path
+        self._field_names = field_names
+        # pyarrow raises any of these for a broken file.
         self._errors = (ArrowException, OSError, ValueError)
         try:
             self._file = parquet.ParquetFile(file)
         except self._errors as error:
-            raise self._broken(error) from None
+            raise self._broken_error(error) from None
 
     def records(self) -> Iterator[Record]:
         names = self._file.schema_arrow.names
-        others: dict[str, object] = {name: None for name in names if name not in self._wanted}
-        columns = [name for name in names if name in self._wanted]
-        batches = self._file.iter_batches(batch_size=ROWS, columns=columns)
-        number = 0
+        unread_fields: dict[str, object] = {
+            name: None for name in names if name not in self._field_names
+        }
+        columns = [name for name in names if name in self._field_names]
+        batches = self._file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns)
+        row_number = 0
         with closing(self._file):
             while True:
                 try:
                     batch = next(batches, None)
                     rows = [] if batch is None else batch.to_pylist()
                 except self._errors as error:
-                    raise self._broken(error, f" after row {number}") from None
+                    raise self._broken_error(error, f" after row {row_number}") from None
                 if batch is None:
                     return
-                for number, row in enumerate(rows, number + 1):  # noqa: B020
-                    yield Record(f"row {number}", {**others, **row})
+                for row_number, row in enumerate(rows, row_number + 1):  # noqa: B020
+                    yield Record(f"row {row_number}", {**unread_fields, **row})
 
     def total(self, count: int) -> int | None:
         return int(self._file.metadata.num_rows)
 
-    def _broken(self, error: Exception, where: str = "") -> ConfigError:
-        said = " ".join(str(error).split())[:100]
-        return ConfigError(f"{self._path} is broken{where}, or no Parquet ({said}); write it again")
+    def _broken_error(self, error: Exception, position: str = "") -> ConfigError:
+        message = " ".join(str(error).split())[:100]
+        return ConfigError(
+            f"{self._path} is broken{position} or is not a Parquet file ({message}); "
+            "write the file again"
+        )

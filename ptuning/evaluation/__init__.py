@@ -1,0 +1,1 @@
+"""Evaluation: answer metrics, and scoring an adapter on records."""

@@ -1,105 +1,131 @@
-"""What generated answers are worth beside the right ones: shares from 0 to 1, higher is better.
+"""Answer metrics: exact match, accuracy, F1 and ROUGE-L of generated answers.
 
-Four measures of texts, each of them a mean over answers. Words are found alike in any script: where
-one puts no spaces between words, each character is one. Of several tasks each counts alike, however
-many records it has. Knows no model.
+Each metric is a mean over answers, from 0 to 1; higher is better. Texts of every script are split
+into words by one rule: in a script without spaces between words, each character is a word. The mean
+over several tasks gives each task the same weight, regardless of its number of records.
 """
 
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-# Scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana and Han. Hangul has some.
-UNSPACED = (
-    *(range(0x0E00, 0x0F00), range(0x1000, 0x10A0), range(0x1780, 0x1800), range(0x3005, 0x3008)),
-    *(range(0x3040, 0x3100), range(0x31F0, 0x3200), range(0x3400, 0x4DC0), range(0x4E00, 0xA000)),
-    *(range(0xF900, 0xFB00), range(0x20000, 0x40000)),
+# Scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana and Han. Hangul text has
+# spaces.
+UNSPACED_SCRIPTS = (
+    range(0x0E00, 0x0F00),
+    range(0x1000, 0x10A0),
+    range(0x1780, 0x1800),
+    range(0x3005, 0x3008),
+    range(0x3040, 0x3100),
+    range(0x31F0, 0x3200),
+    range(0x3400, 0x4DC0),
+    range(0x4E00, 0xA000),
+    range(0xF900, 0xFB00),
+    range(0x20000, 0x40000),
 )
 ARTICLES = frozenset(("a", "an", "the"))
 
 
-def measures(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """The mean over all answers of
+def compute_metrics(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each metric over all answers:
 
-    `exact_match`: the text is the right one, but for spaces at both ends;
-    `accuracy`: so it is without regard to case, to Unicode's other ways to write the same, and to
-    how much space stands where there is some: what a label is right by;
-    `f1`: nearly as SQuAD has it: the words that both have, without case, punctuation, which parts
-    words here, and English articles;
-    `rouge_l`: the longest run of words, with gaps, that both have, as the F-measure.
+    `exact_match`: the texts are equal after stripping spaces at both ends;
+    `accuracy`, for labels: the texts are equal after Unicode NFKC normalization, case folding and
+    collapsing of white space;
+    `f1`: F-measure of the common words, as in SQuAD (without case, punctuation and English
+    articles), except that punctuation separates words;
+    `rouge_l`: F-measure of the longest common subsequence of words.
     """
     pairs = list(zip(answers, expected, strict=True))
-    kinds = {"exact_match": exact_match, "accuracy": accuracy, "f1": f1, "rouge_l": rouge_l}
+    metrics = {"exact_match": exact_match, "accuracy": accuracy, "f1": f1, "rouge_l": rouge_l}
     count = max(1, len(pairs))
-    return {name: sum(kind(*pair) for pair in pairs) / count for name, kind in kinds.items()}
+    return {name: sum(metric(*pair) for pair in pairs) / count for name, metric in metrics.items()}
 
 
-def macro(tasks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the measures that all tasks have, the mean in which each task counts alike."""
-    names = [name for name in tasks[0] if all(name in one for one in tasks)] if tasks else []
-    return {name: sum(one[name] for one in tasks) / len(tasks) for name in names}
+def macro_average(tasks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the unweighted mean over tasks of each metric that all tasks have."""
+    names = [name for name in tasks[0] if all(name in task for task in tasks)] if tasks else []
+    return {name: sum(task[name] for task in tasks) / len(tasks) for name in names}
 
 
-def exact_match(answer: str, right: str) -> float:
-    return float(answer.strip() == right.strip())
+def exact_match(answer: str, expected: str) -> float:
+    return float(answer.strip() == expected.strip())
 
 
-def accuracy(answer: str, right: str) -> float:
-    return float(_folded(answer) == _folded(right))
+def accuracy(answer: str, expected: str) -> float:
+    return float(_normalized(answer) == _normalized(expected))
 
 
-def f1(answer: str, right: str) -> float:
-    ours, theirs = (
-        Counter(word for word in words(text) if word not in ARTICLES) for text in (answer, right)
+def f1(answer: str, expected: str) -> float:
+    answer_words, expected_words = (
+        Counter(word for word in split_words(text) if word not in ARTICLES)
+        for text in (answer, expected)
     )
-    return _f_measure((ours & theirs).total(), ours.total(), theirs.total())
+    return _f_measure(
+        (answer_words & expected_words).total(), answer_words.total(), expected_words.total()
+    )
 
 
-def rouge_l(answer: str, right: str) -> float:
-    ours, theirs = words(answer), words(right)
-    return _f_measure(common_length(ours, theirs), len(ours), len(theirs))
+def rouge_l(answer: str, expected: str) -> float:
+    answer_words, expected_words = split_words(answer), split_words(expected)
+    return _f_measure(
+        common_subsequence_length(answer_words, expected_words),
+        len(answer_words),
+        len(expected_words),
+    )
 
 
-def words(text: str) -> list[str]:
-    """Letters and digits that stand together, in lower case; nothing of what is between them."""
-    found: list[str] = []
-    inside = False  # Whether a letter goes on with the last word. A mark goes on with any.
-    beside = False
-    for character in _folded(text):
-        kind = unicodedata.category(character)[0]
-        alone = any(ord(character) in span for span in UNSPACED) if ord(character) > 127 else False
-        if (kind == "M" and beside) or (kind in "LN" and inside and not alone):
-            found[-1] += character
-        elif kind in "LN":
-            found.append(character)
-            inside = not alone
-        else:
-            inside = False
-        beside = kind in "LNM"
-    return found
+def split_words(text: str) -> list[str]:
+    """Return the case-folded words of a text.
 
-
-def common_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """The length of the longest common subsequence.
-
-    Bits of one integer say where the length grows along `a`, so a word of `b` costs a few
-    operations on it (Hyyrö 2004).
+    A word consists of letters, digits and combining marks; other characters only separate words.
     """
-    places: dict[str, int] = {}
-    for place, word in enumerate(a):
-        places[word] = places.get(word, 0) | 1 << place
-    full = (1 << len(a)) - 1
-    flat = full  # A bit that is 0 is a place where the length grows.
+    tokens: list[str] = []
+    continues_word = False  # Whether a letter or digit would extend the last word.
+    after_letter = False  # Whether a combining mark would extend the last word.
+    for character in _normalized(text):
+        category = unicodedata.category(character)[0]
+        is_unspaced = (
+            any(ord(character) in span for span in UNSPACED_SCRIPTS)
+            if ord(character) > 127
+            else False
+        )
+        if (category == "M" and after_letter) or (
+            category in "LN" and continues_word and not is_unspaced
+        ):
+            tokens[-1] += character
+        elif category in "LN":
+            tokens.append(character)
+            continues_word = not is_unspaced
+        else:
+            continues_word = False
+        after_letter = category in "LNM"
+    return tokens
+
+
+def common_subsequence_length(a: Sequence[str], b: Sequence[str]) -> int:
+    """Return the length of the longest common subsequence (bit-parallel, Hyyrö 2004).
+
+    One integer has a bit for each position of `a`, so each word of `b` needs only a few integer
+    operations.
+    """
+    position_bits: dict[str, int] = {}
+    for position, word in enumerate(a):
+        position_bits[word] = position_bits.get(word, 0) | 1 << position
+    all_bits = (1 << len(a)) - 1
+    unmatched_bits = all_bits  # A 0 bit is a position of `a` where the length grows by one.
     for word in b:
-        met = flat & places.get(word, 0)
-        flat = ((flat + met) | (flat - met)) & full
-    return len(a) - flat.bit_count()
+        matched_bits = unmatched_bits & position_bits.get(word, 0)
+        unmatched_bits = (
+            (unmatched_bits + matched_bits) | (unmatched_bits - matched_bits)
+        ) & all_bits
+    return len(a) - unmatched_bits.bit_count()
 
 
-def _folded(text: str) -> str:
+def _normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _f_measure(both: int, ours: int, theirs: int) -> float:
-    """Two texts without a word are the same; one without is worth nothing."""
-    return 2 * both / (ours + theirs) if ours + theirs else 1.0
+def _f_measure(common: int, answer_count: int, expected_count: int) -> float:
+    """Return the F-measure from word counts: 1 if both texts are empty, 0 if only one is empty."""
+    return 2 * common / (answer_count + expected_count) if answer_count + expected_count else 1.0

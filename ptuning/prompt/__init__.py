@@ -1,0 +1,1 @@
+"""Soft prompts: the prompt encoder, prefix tuning and their initialization."""

@@ -1,7 +1,7 @@
-"""What a table of virtual tokens starts as: rows of a text, of some tokens, or random ones.
+"""Soft-prompt initialization: embeddings of a text, sampled token embeddings, or random rows.
 
-Rows are drawn by generators that the seed and a name decide, so they are the same on every rank and
-at every split. Rows that only pad the vocabulary are never among them. Knows no encoder.
+Each random generator is seeded with the run's seed and a name, so the initial rows are the same on
+every rank and for every parallel layout. Padding rows of the vocabulary are never sampled.
 """
 
 import hashlib
@@ -16,18 +16,22 @@ from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import TaskData
 
-SAMPLED_EXAMPLES = 1000  # Of a task, whose tokens are drawn from.
-SAMPLED_ROWS = 1024  # Of the vocabulary, that its rows' spread is measured by.
+SAMPLED_EXAMPLES = 1000  # Number of examples per task from which initial tokens are sampled.
+SAMPLED_ROWS = 1024  # Number of embedding rows that estimate the embedding's standard deviation.
 
 
-def generator(seed: int, name: str) -> torch.Generator:
-    """A generator of its own for each name."""
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """Return a random generator; generators of different names are independent."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
 def initial_ids(data: TaskData, config: TuneConfig, tokenizer: Tokenizer) -> list[int]:
-    """The tokens whose rows a task's table starts as, if any are said: a text's, or records'."""
+    """Return the tokens whose embeddings are a task's initial rows.
+
+    They are the tokens of `initial_text`, or tokens sampled from the task's records. The list is
+    empty if `initial` selects another initialization.
+    """
     task = data.task
     if task.initial_text:
         try:
@@ -37,38 +41,41 @@ def initial_ids(data: TaskData, config: TuneConfig, tokenizer: Tokenizer) -> lis
     if config.initial != "records":
         return []
     vocab_size = data.vocab_size
-    some = data.examples.examples[:SAMPLED_EXAMPLES]
-    known = sorted({token for one in some for token in one.ids if token < vocab_size})
-    draws = generator(config.seed, f"records.{task.name}")
-    picks = torch.randint(len(known), (task.virtual_tokens,), generator=draws)
-    return [known[pick] for pick in picks.tolist()]
+    sampled_examples = data.examples.examples[:SAMPLED_EXAMPLES]
+    token_ids = sorted(
+        {token for example in sampled_examples for token in example.ids if token < vocab_size}
+    )
+    rng = seeded_generator(config.seed, f"records.{task.name}")
+    indices = torch.randint(len(token_ids), (task.virtual_tokens,), generator=rng)
+    return [token_ids[index] for index in indices.tolist()]
 
 
 def initial_rows(
     model: GPT, count: int, text_ids: Sequence[int], *, kind: str, seed: int, name: str
 ) -> Tensor:
-    """(count, hidden) in fp64 on the CPU; all tensor ranks of the first stage call together.
+    """Return the initial rows (count, hidden) in fp64 on the CPU.
 
-    A text's rows come again from its start if it is short, and are cut if it is long. Without a
-    text, `kind` says: rows of "vocabulary", or "random" ones that are spread as those are.
+    The rows are the embeddings of `text_ids`, repeated or truncated to `count`. If `text_ids` is
+    empty, `kind` "random" draws numbers with the embedding's standard deviation; any other kind
+    samples embedding rows. All tensor-parallel ranks of the first stage must call this function.
     """
-    draws = generator(seed, name)
+    rng = seeded_generator(seed, name)
     if text_ids:
-        return words(model, [text_ids[row % len(text_ids)] for row in range(count)])
+        return embedding_rows(model, [text_ids[row % len(text_ids)] for row in range(count)])
     if kind != "random":
-        return words(model, _some(model, count, draws))
-    spread = words(model, _some(model, SAMPLED_ROWS, draws)).std()
+        return embedding_rows(model, _random_token_ids(model, count, rng))
+    deviation = embedding_rows(model, _random_token_ids(model, SAMPLED_ROWS, rng)).std()
     shape = count, model.config.hidden_size
-    return torch.randn(shape, generator=draws, dtype=torch.float64) * spread
+    return torch.randn(shape, generator=rng, dtype=torch.float64) * deviation
 
 
-def _some(model: GPT, count: int, draws: torch.Generator) -> list[int]:
-    return torch.randint(model.config.vocab_size, (count,), generator=draws).tolist()
+def _random_token_ids(model: GPT, count: int, rng: torch.Generator) -> list[int]:
+    return torch.randint(model.config.vocab_size, (count,), generator=rng).tolist()
 
 
 @torch.no_grad()
-def words(model: GPT, ids: Sequence[int]) -> Tensor:
-    """Rows of the embedding, without positions, as the model looks them up itself."""
+def embedding_rows(model: GPT, ids: Sequence[int]) -> Tensor:
+    """Return the word embeddings of tokens, without position embeddings."""
     assert model.embedding is not None
-    wanted = torch.tensor(ids, device=model.mesh.device)
-    return model.embedding.words(wanted).double().cpu()
+    token_ids = torch.tensor(ids, device=model.mesh.device)
+    return model.embedding.embed_tokens(token_ids).double().cpu()

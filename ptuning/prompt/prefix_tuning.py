@@ -1,8 +1,9 @@
-"""A prefix: keys and values of every layer, learned in place of those that virtual tokens have.
+"""Prefix tuning: trainable keys and values of every layer in place of virtual tokens.
 
-A rank has a parameter for each of its layers, of its own KV heads. They start as what the model
-itself makes of rows that a table would start as, so that the first step answers as a prompt of
-words would. Whole, they are a table as adapters have it. Knows neither examples nor optimizers.
+Each rank has one parameter per layer of its stage, with its own KV heads. The initial values are
+the keys and values that the model computes from the initial rows of prompt tuning, so both methods
+have the same first loss. The parameters of all ranks together form a table in the layout of adapter
+files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,52 +12,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpt.attention.kv_cache import BLOCK_TOKENS, KVPool, prefix_part
+from gpt.attention.kv_cache import BLOCK_TOKENS, KVPool, prefix_shard
 from gpt.batch import Batch
 from gpt.config import GPTConfig
 from gpt.model.gpt_model import GPT
 from gpt.model.pipeline import forward
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import first_group
+from gpt.parallel.weight_sharding import first_kv_head
 from ptuning.config import TuneConfig
 from ptuning.prompt.initialization import initial_rows
-from ptuning.prompt.prompt_encoder import ROWS
+from ptuning.prompt.prompt_encoder import ROWS_NAME
 from ptuning.task import Task
 
 
-class Prefix(nn.Module):
-    """Every rank has one, of its own layers and KV heads; all tasks' tokens, one after another."""
+class PrefixEncoder(nn.Module):
+    """Keys and values of this rank's layers and KV heads, for the tokens of all tasks."""
 
     def __init__(self, table: Tensor, chunks: Sequence[GPT]) -> None:
-        """`table` is whole, and the same on all ranks: copies of a head must start as equals."""
+        """Shard the full table, which must be equal on all ranks.
+
+        Otherwise the replicas of a KV head would start with different values.
+        """
         super().__init__()
-        self.config, self.mesh, self.tokens = chunks[0].config, chunks[0].mesh, len(table)
-        # In two dimensions, a row for each token, as whatever learns by rows and columns needs it.
+        self.config = chunks[0].config
+        self.mesh = chunks[0].mesh
+        self.tokens = len(table)
+        # Parameters have two dimensions, one row per token, because Adafactor factors rows and
+        # columns.
         self.learned = nn.ParameterDict(
             {
-                str(layer): nn.Parameter(one.flatten(1))
-                for layer, one in prefix_parts(table, chunks).items()
+                str(layer): nn.Parameter(key_values.flatten(1))
+                for layer, key_values in shard_prefix_table(table, chunks).items()
             }
         )
 
     @property
-    def layers(self) -> dict[int, Tensor]:
-        """Of each layer that is here, (tokens, 2, KV heads, channels)."""
+    def key_values(self) -> dict[int, Tensor]:
+        """Keys and values (tokens, 2, KV heads, channels) of each layer of this rank."""
         shape = (self.tokens, 2, -1, self.config.kv_channels)
-        return {int(layer): one.view(shape) for layer, one in self.learned.items()}
+        return {int(layer): parameter.view(shape) for layer, parameter in self.learned.items()}
 
     @torch.no_grad()
-    def table(self) -> Tensor:
-        """All of it, on every rank; all ranks call together."""
-        return _joined(self.layers, self.tokens, self.config, self.mesh)
+    def gather_table(self) -> Tensor:
+        """Return the full table on every rank. All ranks must call this function."""
+        return _gather_table(self.key_values, self.tokens, self.config, self.mesh)
 
 
-def prefix_parts(table: Tensor, chunks: Sequence[GPT]) -> dict[int, Tensor]:
-    """Of a whole table what this rank's layers read, in memory of its own."""
+def shard_prefix_table(table: Tensor, chunks: Sequence[GPT]) -> dict[int, Tensor]:
+    """Return copies of the parts of a full table that this rank's layers read."""
     mesh, config = chunks[0].mesh, chunks[0].config
     layers = [layer for chunk in chunks for layer in chunk.layers]
-    part = prefix_part(table.to(mesh.device), config, layers, mesh.tp_rank, mesh.tp)
-    return {layer: part[:, place].clone() for place, layer in enumerate(layers)}
+    shard = prefix_shard(table.to(mesh.device), config, layers, mesh.tp_rank, mesh.tp)
+    return {layer: shard[:, index].clone() for index, layer in enumerate(layers)}
 
 
 @torch.no_grad()
@@ -65,58 +72,77 @@ def build_prefix(
     tasks: Sequence[Task],
     chunks: Sequence[GPT],
     initial_ids: Sequence[Sequence[int]],
-) -> Prefix:
-    """What a run starts from, in fp32 at least; all ranks call together.
+) -> PrefixEncoder:
+    """Create the initial prefix, in at least fp32. All ranks must call this function.
 
-    Each task's rows, `initial_ids` or as the settings say, go through the model once, and what its
-    layers would keep of them in a cache is where learning starts.
+    The initial rows of each task are the embeddings of its `initial_ids`; if these are empty, the
+    setting `initial` selects the rows. The rows pass through the model once; the keys and values
+    that this pass writes to a KV cache are the initial parameters.
     """
-    first, mesh, sizes = chunks[0], chunks[0].mesh, chunks[0].config
+    first_chunk = chunks[0]
+    mesh = chunks[0].mesh
+    model_config = chunks[0].config
     lengths = [task.virtual_tokens for task in tasks]
-    wide = torch.promote_types(first.dtype, torch.float32)
+    wide_dtype = torch.promote_types(first_chunk.dtype, torch.float32)
     rows: Tensor | None = None
-    if first.first:
-        aims = [
+    if first_chunk.is_first_stage:
+        task_rows = [
             initial_rows(
-                *(first, task.virtual_tokens, ids),
+                first_chunk,
+                task.virtual_tokens,
+                ids,
                 kind=config.initial,
                 seed=config.seed,
-                name=f"{ROWS}.{task.name}",
+                name=f"{ROWS_NAME}.{task.name}",
             )
             for task, ids in zip(tasks, initial_ids, strict=True)
         ]
-        rows = torch.cat(aims).to(mesh.device, wide)
-    size = -(-max(lengths) // BLOCK_TOKENS) * BLOCK_TOKENS  # A block for each task.
+        rows = torch.cat(task_rows).to(mesh.device, wide_dtype)
+    block_tokens = -(-max(lengths) // BLOCK_TOKENS) * BLOCK_TOKENS  # One KV block per task.
     layers = [layer for chunk in chunks for layer in chunk.layers]
     pool = KVPool(
-        *(sizes, layers, len(tasks)),
+        model_config,
+        layers,
+        len(tasks),
         tp=mesh.tp,
-        block_tokens=size,
-        dtype=first.dtype,
+        block_tokens=block_tokens,
+        dtype=first_chunk.dtype,
         device=mesh.device,
     )
     blocks = torch.arange(len(tasks), device=mesh.device).unsqueeze(1)
-    batch = Batch.paged(lengths, [0] * len(tasks), blocks, size)
-    ids = torch.arange(sum(lengths), device=mesh.device) + sizes.vocab_size
-    forward(chunks, ids, batch, kv=pool, table=rows)
-    assert batch.slots is not None
-    block, place = batch.slots
-    made = {layer: pool.layer(layer)[block, :, :, place].to(wide) for layer in layers}
-    return Prefix(_joined(made, sum(lengths), sizes, mesh), chunks)
+    batch = Batch.paged(lengths, [0] * len(tasks), blocks, block_tokens)
+    ids = torch.arange(sum(lengths), device=mesh.device) + model_config.vocab_size
+    forward(chunks, ids, batch, kv=pool, virtual_embeddings=rows)
+    assert batch.slot_mapping is not None
+    slot_blocks, slot_offsets = batch.slot_mapping
+    key_values = {
+        layer: pool.layer(layer)[slot_blocks, :, :, slot_offsets].to(wide_dtype) for layer in layers
+    }
+    return PrefixEncoder(_gather_table(key_values, sum(lengths), model_config, mesh), chunks)
 
 
-def _joined(own: Mapping[int, Tensor], tokens: int, sizes: GPTConfig, mesh: Mesh) -> Tensor:
-    """The whole table of all ranks' layers and heads; of copies, the first ones' numbers."""
-    dtype = next(iter(own.values())).dtype
-    shape = (tokens, sizes.num_layers, 2, sizes.num_query_groups, sizes.kv_channels)
-    whole = torch.zeros(shape, dtype=dtype, device=mesh.device)
-    start = first_group(sizes, mesh.tp_rank, mesh.tp)
-    copied = mesh.tp_rank and first_group(sizes, mesh.tp_rank - 1, mesh.tp) == start
-    if not copied and not mesh.dp_rank:
-        for layer, values in own.items():
-            whole[:, layer, :, start : start + values.shape[2]] = values
+def _gather_table(
+    key_values: Mapping[int, Tensor], tokens: int, model_config: GPTConfig, mesh: Mesh
+) -> Tensor:
+    """Gather the full table from the layers and KV heads of all ranks; skip replicas of heads."""
+    dtype = next(iter(key_values.values())).dtype
+    shape = (
+        tokens,
+        model_config.num_layers,
+        2,
+        model_config.num_query_groups,
+        model_config.kv_channels,
+    )
+    full_table = torch.zeros(shape, dtype=dtype, device=mesh.device)
+    first_head = first_kv_head(model_config, mesh.tp_rank, mesh.tp)
+    is_replica = (
+        mesh.tp_rank and first_kv_head(model_config, mesh.tp_rank - 1, mesh.tp) == first_head
+    )
+    if not is_replica and not mesh.dp_rank:
+        for layer, values in key_values.items():
+            full_table[:, layer, :, first_head : first_head + values.shape[2]] = values
     if mesh.tp * mesh.dp * mesh.pp > 1:
-        sent = whole.cpu() if mesh.staged else whole
-        dist.all_reduce(sent)
-        whole = sent.to(mesh.device)
-    return whole.flatten(1)
+        buffer = full_table.cpu() if mesh.stages_through_host else full_table
+        dist.all_reduce(buffer)
+        full_table = buffer.to(mesh.device)
+    return full_table.flatten(1)

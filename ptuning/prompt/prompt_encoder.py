@@ -1,8 +1,9 @@
-"""What is learned in front of a frozen model: every task's rows, or a network that makes them.
+"""Prompt encoder: trainable virtual-token rows, or the MLP or LSTM that produces them.
 
-Tasks of a run share the network, and each has rows of its own for it to read. Before learning, the
-network's last linear is aimed: what comes out are rows of the vocabulary, whatever the method. A
-network alone can go on to another run, with other tasks. Knows neither examples nor optimizers.
+The prompt encoder produces the soft prompt of every task. The tasks of a run share the network, and
+each task has its own input rows. Before training, the last linear layer is fitted by least squares,
+so that every method starts from the same initial rows. A later run can load the network for other
+tasks. This module does not use the training loop.
 """
 
 import math
@@ -15,41 +16,45 @@ import torch
 from torch import Tensor, nn
 
 from gpt.adapters.prompt_encoders import (
-    SPLITS,
-    Drop,
-    Kind,
-    encode,
-    features,
-    kind_of,
-    last_linear,
-    shapes,
+    SPLIT_DIMENSIONS,
+    EncoderKind,
+    LstmDropout,
+    encoder_features,
+    encoder_kind,
+    encoder_shapes,
+    output_linear,
+    run_encoder,
 )
-from gpt.batch import Dropout
-from gpt.checkpoint.files.safetensors_file import Mapped, open_safetensors
+from gpt.checkpoint.files.safetensors_file import SafetensorsTensor, open_safetensors
+from gpt.dropout import Dropout
 from gpt.errors import CheckpointError, ConfigError
 from gpt.model.gpt_model import GPT
-from gpt.parallel.mesh import Mesh, gather_columns
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.tensor_parallel import gather_columns
 from ptuning.config import TuneConfig
-from ptuning.prompt.initialization import generator, initial_rows
+from ptuning.prompt.initialization import initial_rows, seeded_generator
 from ptuning.task import Task
 
-KINDS: dict[str, Kind] = {
+ENCODER_KINDS: dict[str, EncoderKind] = {
     "mlp": "linears",
     "peft-mlp": "linears",
     "lstm": "lstm",
     "tpmlp": "split",
 }
 PEFT_LINEARS = 3
-SPLIT_DEVIATION = 0.023
-AIM_RTOL = 1e-2
-FILE = "encoder.safetensors"  # In a run's directory: what `encoder_tensors` gave.
-ROWS, NETWORK = "rows", "network."
+SPLIT_INIT_STD = 0.023
+# The least-squares fit of the last linear layer ignores directions of the inputs whose singular
+# value is below this share of the largest.
+FIT_RTOL = 1e-2
+ENCODER_FILE = "encoder.safetensors"  # The file in a run's directory with the `encoder_tensors`.
+ROWS_NAME, NETWORK_PREFIX = "rows", "network."
 
 
-class Encoder(nn.Module):
-    """Every tensor rank of the first stage has one, and all call together.
+class PromptEncoder(nn.Module):
+    """Trainable rows, and an optional network that maps them to the virtual-token table.
 
-    `rows` are the tables themselves where there is no network.
+    Without a network, `rows` is the virtual-token table itself. Each tensor-parallel rank of the
+    first stage has an instance; all of these ranks must call the methods together.
     """
 
     def __init__(
@@ -60,240 +65,290 @@ class Encoder(nn.Module):
         mesh: Mesh,
         dropout: float = 0.0,
     ) -> None:
-        """`lengths` are the tasks'; tensors are whole, and this rank keeps its part of them."""
+        """Create the parameters from full tensors; this rank keeps its shards of `network`.
+
+        `lengths` is the number of rows of each task.
+        """
         super().__init__()
-        self.mesh, self.dropout = replace(mesh, sequence_parallel=False), dropout
-        self.kind = kind_of(network)
-        # Only an LSTM's rows know of each other; else one task's are as good as all.
+        self.mesh = replace(mesh, sequence_parallel=False)
+        self.dropout = dropout
+        self.kind = encoder_kind(network)
+        # In an LSTM, a row depends on the other rows of its task, so tasks are encoded separately.
+        # In other networks rows are independent, so all tasks are encoded in one call.
         self.lengths = tuple(lengths) if self.kind == "lstm" else (sum(lengths),)
-        parts = SPLITS if self.kind == "split" and mesh.tp > 1 else {}
-        # Which parameters the tensor ranks share out, and along which dimension.
-        self.split = {NETWORK + name: dimension for name, dimension in parts.items()}
+        dimensions = SPLIT_DIMENSIONS if self.kind == "split" and mesh.tp > 1 else {}
+        # The sharded dimension of each parameter that is sharded over the tensor-parallel ranks.
+        self.split_dimensions = {
+            NETWORK_PREFIX + name: dimension for name, dimension in dimensions.items()
+        }
         self.rows = nn.Parameter(rows.to(mesh.device))
-        for name, whole in network.items():
-            held = self.part(NETWORK + name, whole).to(mesh.device, copy=True)
-            _hold(self, NETWORK + name, nn.Parameter(held))
+        for name, full_tensor in network.items():
+            shard = self.shard(NETWORK_PREFIX + name, full_tensor).to(mesh.device, copy=True)
+            _register_parameter(self, NETWORK_PREFIX + name, nn.Parameter(shard))
 
     def forward(self, dropout: Dropout | None = None) -> Tensor:
-        """All tasks' rows, one task after another. `dropout` is the step's; None: there is none."""
+        """Return the virtual-token rows of all tasks, task after task.
+
+        `dropout` draws the masks of the step; None: no dropout.
+        """
         weights = self.weights
         if not weights:
             return self.rows
         return torch.cat(
             [
-                encode(rows, weights, self.mesh, self._drop(dropout, task))
+                run_encoder(rows, weights, self.mesh, self._dropout_function(dropout, task))
                 for task, rows in enumerate(self.rows.split(self.lengths))
             ]
         )
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The network's tensors, as `gpt.adapters.prompt_encoders` names them."""
-        found = self.named_parameters()
-        return {name.removeprefix(NETWORK): one for name, one in found if name != ROWS}
+        """The network's tensors, keyed by their names in `gpt.adapters.prompt_encoders`."""
+        named = self.named_parameters()
+        return {
+            name.removeprefix(NETWORK_PREFIX): parameter
+            for name, parameter in named
+            if name != ROWS_NAME
+        }
 
-    def _drop(self, dropout: Dropout | None, task: int) -> Drop | None:
+    def _dropout_function(self, dropout: Dropout | None, task: int) -> LstmDropout | None:
         if dropout is None or not self.dropout:
             return None
 
         def drop(x: Tensor, layer: int) -> Tensor:
-            keep = dropout.keep(tuple(x.shape), self.dropout, (task, layer), x)
-            return x * keep / (1 - self.dropout)
+            mask = dropout.keep_mask(tuple(x.shape), self.dropout, (task, layer), x)
+            return x * mask / (1 - self.dropout)
 
         return drop
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter, or of what has a parameter's shape."""
-        if name not in self.split:
-            return whole
-        return whole.chunk(self.mesh.tp, self.split[name])[self.mesh.tp_rank].contiguous()
+    def shard(self, name: str, full_tensor: Tensor) -> Tensor:
+        """Return this rank's shard of the full tensor of the parameter `name`."""
+        if name not in self.split_dimensions:
+            return full_tensor
+        return full_tensor.chunk(self.mesh.tp, self.split_dimensions[name])[
+            self.mesh.tp_rank
+        ].contiguous()
 
     @torch.no_grad()
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The inverse of `part`; all tensor ranks call together."""
-        if name not in self.split:
-            return part
-        dimension = self.split[name]
-        joined = gather_columns(part.movedim(dimension, -1).contiguous(), self.mesh)
-        return joined.movedim(-1, dimension).contiguous()
+    def gather(self, name: str, shard: Tensor) -> Tensor:
+        """Return the full tensor of the parameter `name` from the shards of all ranks.
+
+        All tensor-parallel ranks must call this function.
+        """
+        if name not in self.split_dimensions:
+            return shard
+        dimension = self.split_dimensions[name]
+        gathered = gather_columns(shard.movedim(dimension, -1).contiguous(), self.mesh)
+        return gathered.movedim(-1, dimension).contiguous()
 
 
-def _hold(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a name with dots."""
+def _register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted name; create the submodules."""
     *path, leaf = name.split(".")
-    for step in path:
-        if step not in dict(module.named_children()):
-            module.add_module(step, nn.Module())
-        module = module.get_submodule(step)
+    for child in path:
+        if child not in dict(module.named_children()):
+            module.add_module(child, nn.Module())
+        module = module.get_submodule(child)
     module.register_parameter(leaf, parameter)
 
 
-def hidden_size(config: TuneConfig, width: int) -> int:
-    """An encoder's width where no setting says: the model's, and of an LSTM half for each way."""
+def encoder_hidden_size(config: TuneConfig, width: int) -> int:
+    """Return `encoder_hidden`, or its default: `width`, or half of it (per direction) for LSTMs."""
     if config.encoder_hidden is not None:
         return config.encoder_hidden
     return max(1, width // 2) if config.method == "lstm" else width
 
 
 def check_encoder(config: TuneConfig, width: int) -> None:
-    """Refuse settings of which no encoder can be made, before a model is loaded."""
-    hidden, tp = hidden_size(config, width), config.tp
+    """Raise ConfigError for encoder settings that cannot work, before the model is loaded."""
+    hidden, tp = encoder_hidden_size(config, width), config.tp
     if config.method == "mlp" and config.encoder_layers < 2:
         raise ConfigError(
-            f"encoder_layers is {config.encoder_layers}; an mlp needs at least 2, or there is none:"
-            " set method: prompt-tuning for a table without a network"
+            f"encoder_layers is {config.encoder_layers}; an mlp needs at least 2; set method: "
+            "prompt-tuning to train the table without a network"
         )
     if config.method == "tpmlp" and hidden % tp:
         raise ConfigError(
-            f"encoder_hidden is {hidden}, shared out over {tp} tensor ranks; set a multiple of {tp}"
+            f"encoder_hidden is {hidden}, but it is sharded over {tp} tensor ranks; set a "
+            f"multiple of {tp}"
         )
     if config.encoder_dropout and (config.method != "lstm" or config.encoder_layers < 2):
         raise ConfigError(
-            f"encoder_dropout is {config.encoder_dropout}; it is between the layers of an lstm, and"
-            f" this is {config.method} with {config.encoder_layers}: set it to 0"
+            f"encoder_dropout is {config.encoder_dropout}; it applies between the layers of an "
+            f"lstm, but method is {config.method} with encoder_layers {config.encoder_layers}; "
+            "set encoder_dropout to 0"
         )
-    if config.encoder_from is not None and config.method not in KINDS:
+    if config.encoder_from is not None and config.method not in ENCODER_KINDS:
         raise ConfigError(
-            f"encoder_from is set, and {config.method} has no encoder to start from; take it out, "
-            f"or set the method of that run: {', '.join(KINDS)}"
+            f"encoder_from is set, but {config.method} has no encoder; remove encoder_from, or set "
+            f"method to the method of the earlier run, one of {', '.join(ENCODER_KINDS)}"
         )
     if config.encoder_from is not None:
-        if any(task.initial_text for task in config.wanted):
+        if any(task.initial_text for task in config.resolved_tasks):
             raise ConfigError(
-                "initial_text stands beside encoder_from, whose network knows no such rows; take "
-                "one of them out"
+                "initial_text and encoder_from are both set, but a loaded network cannot start "
+                "from given rows; remove one of them"
             )
-        wanted = {NETWORK + name: shape for name, shape in _sizes(config, width).items()}
-        found = _shapes(read_encoder(Path(config.encoder_from)))
-        _check_same(found, wanted, config.encoder_from)
+        expected_shapes = {
+            NETWORK_PREFIX + name: shape for name, shape in _network_shapes(config, width).items()
+        }
+        saved_shapes = _tensor_shapes(read_encoder(Path(config.encoder_from)))
+        _check_shapes(saved_shapes, expected_shapes, config.encoder_from)
 
 
 def build_encoder(
     config: TuneConfig, tasks: Sequence[Task], model: GPT, initial_ids: Sequence[Sequence[int]]
-) -> Encoder:
-    """What a run starts from. `initial_ids` are each task's initial text; empty: it has none.
+) -> PromptEncoder:
+    """Create the prompt encoder with its initial parameters, in fp32 (fp64 for an fp64 model).
 
-    Drawn whole from the seed and names, so it is the same at every split. fp32, or fp64 as the
-    model is.
+    `initial_ids` has, for each task, the tokens whose embeddings are the initial rows; if a task
+    has no tokens, `initial_rows` draws the rows. The full tensors are drawn before sharding, from
+    generators that depend on the seed and the tensor's name, so they are the same for every
+    parallel layout.
     """
     width = model.config.hidden_size
     check_encoder(config, width)
     dtype = torch.float64 if model.dtype is torch.float64 else torch.float32
-    aims = [
+    target_rows = [
         initial_rows(
-            *(model, task.virtual_tokens, ids),
+            model,
+            task.virtual_tokens,
+            ids,
             kind=config.initial,
             seed=config.seed,
-            name=f"{ROWS}.{task.name}",
+            name=f"{ROWS_NAME}.{task.name}",
         )
         for task, ids in zip(tasks, initial_ids, strict=True)
     ]
-    lengths, rows = [len(aim) for aim in aims], torch.cat(aims)
+    lengths, rows = [len(targets) for targets in target_rows], torch.cat(target_rows)
     network: dict[str, Tensor] = {}
-    if config.method in KINDS:
-        network = _network(config, width)
+    if config.method in ENCODER_KINDS:
+        network = _initial_network(config, width)
         rows = torch.cat(
             [
                 torch.randn(
                     (task.virtual_tokens, width),
-                    generator=generator(config.seed, f"{NETWORK}{ROWS}.{task.name}"),
+                    generator=seeded_generator(
+                        config.seed, f"{NETWORK_PREFIX}{ROWS_NAME}.{task.name}"
+                    ),
                     dtype=torch.float64,
                 )
                 for task in tasks
             ]
         )
-        _aim(network, rows.split(lengths), torch.cat(aims))
+        _fit_last_linear(network, rows.split(lengths), torch.cat(target_rows))
     network = {name: tensor.to(dtype) for name, tensor in network.items()}
-    encoder = Encoder(lengths, rows.to(dtype), network, model.mesh, config.encoder_dropout)
+    encoder = PromptEncoder(lengths, rows.to(dtype), network, model.mesh, config.encoder_dropout)
     if config.encoder_from is not None:
-        kept = read_encoder(Path(config.encoder_from))
-        tensors = {name: mapped.tensor() for name, mapped in kept.items()}
+        saved_tensors = read_encoder(Path(config.encoder_from))
+        tensors = {name: mapped.tensor() for name, mapped in saved_tensors.items()}
         load_encoder(encoder, tensors, config.encoder_from)
     return encoder
 
 
-def _sizes(config: TuneConfig, width: int) -> dict[str, tuple[int, ...]]:
+def _network_shapes(config: TuneConfig, width: int) -> dict[str, tuple[int, ...]]:
     layers = PEFT_LINEARS if config.method == "peft-mlp" else config.encoder_layers
-    return shapes(KINDS[config.method], width, hidden_size(config, width), layers)
+    return encoder_shapes(
+        ENCODER_KINDS[config.method], width, encoder_hidden_size(config, width), layers
+    )
 
 
-def _network(config: TuneConfig, width: int) -> dict[str, Tensor]:
-    """Whole, in fp64, as NeMo draws a split one, and torch all others."""
-    kind, hidden, sizes = KINDS[config.method], hidden_size(config, width), _sizes(config, width)
-    found = {}
-    for name, shape in sizes.items():
-        draws = generator(config.seed, NETWORK + name)
+def _initial_network(config: TuneConfig, width: int) -> dict[str, Tensor]:
+    """Return the full initial tensors of the network in fp64.
+
+    The method `tpmlp` has NeMo's initial distribution, the other methods have PyTorch's.
+    """
+    kind = ENCODER_KINDS[config.method]
+    hidden = encoder_hidden_size(config, width)
+    tensor_shapes = _network_shapes(config, width)
+    network = {}
+    for name, shape in tensor_shapes.items():
+        rng = seeded_generator(config.seed, NETWORK_PREFIX + name)
         if kind == "split":
-            spread = 0.0 if name.endswith("bias") else SPLIT_DEVIATION
-            found[name] = torch.randn(shape, generator=draws, dtype=torch.float64) * spread
+            deviation = 0.0 if name.endswith("bias") else SPLIT_INIT_STD
+            network[name] = torch.randn(shape, generator=rng, dtype=torch.float64) * deviation
             continue
         module = name.rpartition(".")[0]
-        inputs = hidden if module == "lstm_head" else sizes[f"{module}.weight"][1]
-        values = torch.rand(shape, generator=draws, dtype=torch.float64)
-        found[name] = (values * 2 - 1) / math.sqrt(inputs)
-    return found
+        inputs = hidden if module == "lstm_head" else tensor_shapes[f"{module}.weight"][1]
+        values = torch.rand(shape, generator=rng, dtype=torch.float64)
+        network[name] = (values * 2 - 1) / math.sqrt(inputs)
+    return network
 
 
-def _aim(network: dict[str, Tensor], rows: Sequence[Tensor], wanted: Tensor) -> None:
-    """Make the last linear the smallest one that turns what it reads into the wanted rows."""
-    last = last_linear(network)
-    read = torch.cat([features(some, network) for some in rows])
-    # What it hardly reads is left out, or it would need weights without measure.
-    weight = torch.linalg.pinv(read, rtol=AIM_RTOL) @ wanted
-    network[f"{last}.weight"] = weight.T.contiguous()
-    network[f"{last}.bias"] = torch.zeros_like(network[f"{last}.bias"])
+def _fit_last_linear(network: dict[str, Tensor], rows: Sequence[Tensor], targets: Tensor) -> None:
+    """Set the last linear layer to the least-squares map from its inputs to `targets`."""
+    linear_name = output_linear(network)
+    inputs = torch.cat([encoder_features(task_rows, network) for task_rows in rows])
+    # Without rtol, directions in which the inputs hardly differ would get huge weights.
+    weight = torch.linalg.pinv(inputs, rtol=FIT_RTOL) @ targets
+    network[f"{linear_name}.weight"] = weight.T.contiguous()
+    network[f"{linear_name}.bias"] = torch.zeros_like(network[f"{linear_name}.bias"])
 
 
-def encoder_tensors(encoder: Encoder) -> dict[str, Tensor]:
-    """All of it, whole, on the CPU: what a run keeps; all tensor ranks call together."""
+def encoder_tensors(encoder: PromptEncoder) -> dict[str, Tensor]:
+    """Return the encoder's full tensors on the CPU.
+
+    All tensor-parallel ranks must call this function.
+    """
     return {
-        name: encoder.whole(name, value.detach()).cpu()
+        name: encoder.gather(name, value.detach()).cpu()
         for name, value in encoder.named_parameters()
     }
 
 
 @torch.no_grad()
-def load_encoder(encoder: Encoder, tensors: Mapping[str, Tensor], where: object) -> None:
-    """Take over the network of an earlier run, as `encoder_tensors` gave it.
+def load_encoder(encoder: PromptEncoder, tensors: Mapping[str, Tensor], source: object) -> None:
+    """Load the network from the `encoder_tensors` of an earlier run.
 
-    The tasks' own rows stay as they began: those there are other tasks'. `where` is for messages.
+    The input rows keep their initial values: the saved rows belong to other tasks. `source` names
+    the run in error messages.
     """
-    held = {name: value for name, value in encoder.named_parameters() if name != ROWS}
-    whole = {name: encoder.whole(name, value.detach()).shape for name, value in held.items()}
-    _check_same(_shapes(tensors), whole, where)
-    for name, value in held.items():
-        value.copy_(encoder.part(name, tensors[name]))
+    parameters = {name: value for name, value in encoder.named_parameters() if name != ROWS_NAME}
+    full_shapes = {
+        name: encoder.gather(name, value.detach()).shape for name, value in parameters.items()
+    }
+    _check_shapes(_tensor_shapes(tensors), full_shapes, source)
+    for name, value in parameters.items():
+        value.copy_(encoder.shard(name, tensors[name]))
 
 
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of a network's, among what a run left."""
-    return {name: tuple(one.shape) for name, one in tensors.items() if name != ROWS}
+def _tensor_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the network's tensors, without the input rows."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name != ROWS_NAME}
 
 
-def _check_same(
-    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: object
+def _check_shapes(
+    saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: object
 ) -> None:
-    for name in {**wanted, **found}:
-        if found.get(name) != wanted.get(name):
-            theirs, own = (
-                f"{name} of {tuple(one[name])}" if name in one else f"no {name}"
-                for one in (found, wanted)
+    for name in {**expected, **saved}:
+        if saved.get(name) != expected.get(name):
+            saved_text, expected_text = (
+                f"{name} of {tuple(tensor_shapes[name])}" if name in tensor_shapes else f"no {name}"
+                for tensor_shapes in (saved, expected)
             )
             raise ConfigError(
-                f"encoder_from: {where} has {theirs}, and this run's encoder has {own}; set the "
-                "method, encoder_hidden and encoder_layers of that run, and its model"
+                f"encoder_from: {source} has {saved_text}, "
+                f"but this run's encoder has {expected_text}; set the same model, method, "
+                "encoder_hidden and encoder_layers as in the earlier run"
             )
 
 
-def read_encoder(run: Path) -> dict[str, Mapped]:
-    """What a finished run left in its directory, or the latest of the runs that are in there."""
-    runs = [one for one in run.glob("*") if one.name.isdecimal() and (one / FILE).is_file()]
-    if not (run / FILE).is_file() and runs:
-        run = max(runs, key=lambda one: int(one.name))
+def read_encoder(run_folder: Path) -> dict[str, SafetensorsTensor]:
+    """Open the encoder file of a finished run.
+
+    If the folder contains numbered runs, open the encoder of the latest of them.
+    """
+    run_folders = [
+        path
+        for path in run_folder.glob("*")
+        if path.name.isdecimal() and (path / ENCODER_FILE).is_file()
+    ]
+    if not (run_folder / ENCODER_FILE).is_file() and run_folders:
+        run_folder = max(run_folders, key=lambda path: int(path.name))
     try:
-        return open_safetensors(run / FILE)
+        return open_safetensors(run_folder / ENCODER_FILE)
     except CheckpointError as error:
         raise ConfigError(
-            f"encoder_from: {error}; needed is the directory of a finished run whose method has an "
-            "encoder"
+            f"encoder_from: {error}; set encoder_from to the directory of a finished run whose "
+            "method has an encoder"
         ) from None

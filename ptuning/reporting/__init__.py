@@ -1,0 +1,1 @@
+"""Run reporting: progress bar, CSV and TensorBoard logs, and the HTML report."""

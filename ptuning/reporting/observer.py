@@ -1,7 +1,7 @@
-"""Who is told of a run: people at the terminal, its logs, and its report.
+"""Run observer: passes a run's events to the terminal, the logs and the HTML report.
 
-Rank 0's is an `Audience`; the other ranks have nobody. What cannot be written is told once, and
-never ends a run. Knows no model.
+Rank 0 has a `RunObserver`; the other ranks have a `NullObserver`. A file that cannot be written is
+reported once and never ends a run.
 """
 
 from collections.abc import Sequence
@@ -12,99 +12,109 @@ from typing import Any, TextIO
 
 from gpt.config import GPTConfig
 from ptuning.data.dataset import TaskData
-from ptuning.reporting.html_report import page
-from ptuning.reporting.progress_bar import Telling, telling
-from ptuning.reporting.run_logs import Logs, read_logs
-from ptuning.run.artifacts import Outcome
-from ptuning.run.preparation import Prepared
-from ptuning.run.validation import Measured, Measuring
-from ptuning.run_facts import Progress, RunFacts, State, TaskFacts, Validation
+from ptuning.reporting.html_report import render_report
+from ptuning.reporting.progress_bar import ProgressDisplay, open_display
+from ptuning.reporting.run_logs import RunLogs, read_logs
+from ptuning.run.artifacts import RunOutcome
+from ptuning.run.preparation import PreparedRun
+from ptuning.run.validation import TaskValidation, Validator
+from ptuning.run_facts import RunFacts, State, StepMetrics, TaskFacts, Validation
 
 
-class Nobody:
-    """The audience of every rank but the first."""
+class NullObserver:
+    """Observer of all ranks except rank 0; it ignores all events."""
 
-    def began(self, folder: Path, step: int, resumed: bool) -> None: ...
+    def on_start(self, folder: Path, step: int, resumed: bool) -> None: ...
 
-    def step(self, made: Progress) -> None: ...
+    def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def validated(self, made: Validation, measuring: Measuring, best_step: int | None) -> None: ...
+    def on_validation(
+        self, validation: Validation, validator: Validator, best_step: int | None
+    ) -> None: ...
 
-    def doing(self, words: str) -> None: ...
+    def on_status(self, message: str) -> None: ...
 
-    def warn(self, words: str) -> None: ...
+    def on_warning(self, message: str) -> None: ...
 
-    def ended(self, outcome: Outcome, measuring: Measuring) -> None: ...
+    def on_end(self, outcome: RunOutcome, validator: Validator) -> None: ...
 
 
-class Audience:
-    """A terminal and the files of a run. To be closed."""
+class RunObserver:
+    """Observer of rank 0: progress display, logs and report. The caller must close it."""
 
-    def __init__(self, prepared: Prepared, stream: TextIO) -> None:
-        self._prepared, self._stream = prepared, stream
-        self._opened = ExitStack()
-        self._telling: Telling | None = None
-        self._logs: Logs | None = None
+    def __init__(self, prepared: PreparedRun, stream: TextIO) -> None:
+        self._prepared = prepared
+        self._stream = stream
+        self._exit_stack = ExitStack()
+        self._display: ProgressDisplay | None = None
+        self._logs: RunLogs | None = None
         self._tasks = [_task_facts(task) for task in prepared.tasks]
-        self._progress: list[Progress] = []
+        self._progress: list[StepMetrics] = []
         self._validations: list[Validation] = []
         self._notes: list[str] = []
 
-    def began(self, folder: Path, step: int, resumed: bool) -> None:
+    def on_start(self, folder: Path, step: int, resumed: bool) -> None:
         config = self._prepared.config
         if resumed:
-            self._say(f"going on from step {step} of {config.steps}, in {folder}")
-            earlier = read_logs(folder, config.steps, after=step)
-            self._progress, self._validations = earlier.progress, earlier.validations
+            self._print_line(f"resuming from step {step} of {config.steps}, in {folder}")
+            logged = read_logs(folder, config.steps, last_step=step)
+            self._progress = logged.progress
+            self._validations = logged.validations
         for task in self._prepared.tasks:
-            self._say_dropped(task)
-        logs = Logs(folder, after=step, tensorboard=config.tensorboard, warn=self.warn)
-        self._logs = self._opened.enter_context(logs)
-        self._telling = self._opened.enter_context(
-            telling(config.steps, self._stream, measure=config.measure, after=step)
+            self._print_dropped(task)
+        logs = RunLogs(
+            folder, start_step=step, tensorboard=config.tensorboard, warn=self.on_warning
+        )
+        self._logs = self._exit_stack.enter_context(logs)
+        self._display = self._exit_stack.enter_context(
+            open_display(config.steps, self._stream, measure=config.measure, start_step=step)
         )
 
-    def step(self, made: Progress) -> None:
-        assert self._logs is not None and self._telling is not None
-        self._progress.append(made)
-        self._logs.step(made)
-        self._telling.step(made)
+    def on_step(self, metrics: StepMetrics) -> None:
+        assert self._logs is not None and self._display is not None
+        self._progress.append(metrics)
+        self._logs.log_step(metrics)
+        self._display.on_step(metrics)
 
-    def validated(self, made: Validation, measuring: Measuring, best_step: int | None) -> None:
-        assert self._logs is not None and self._telling is not None
-        self._validations = [one for one in self._validations if one.step != made.step] + [made]
-        self._logs.validated(made)
-        self._telling.validated(made)
-        self._report(self._facts("running", measuring, best_step, None))
+    def on_validation(
+        self, validation: Validation, validator: Validator, best_step: int | None
+    ) -> None:
+        assert self._logs is not None and self._display is not None
+        self._validations = [
+            earlier for earlier in self._validations if earlier.step != validation.step
+        ] + [validation]
+        self._logs.log_validation(validation)
+        self._display.on_validation(validation)
+        self._write_report(self._run_facts("running", validator, best_step, None))
 
-    def doing(self, words: str) -> None:
-        """What takes a while, and is no step."""
-        self._say(words)
+    def on_status(self, message: str) -> None:
+        """Print a message about the current work of the run."""
+        self._print_line(message)
 
-    def warn(self, words: str) -> None:
-        self._notes.append(words)
-        self._say(f"warning: {words}")
+    def on_warning(self, message: str) -> None:
+        self._notes.append(message)
+        self._print_line(f"warning: {message}")
 
-    def ended(self, outcome: Outcome, measuring: Measuring) -> None:
+    def on_end(self, outcome: RunOutcome, validator: Validator) -> None:
         state: Any = outcome.state
-        self.facts = self._facts(state, measuring, outcome.best_step, outcome)
-        self._report(self.facts)
+        self.facts = self._run_facts(state, validator, outcome.best_step, outcome)
+        self._write_report(self.facts)
 
     def close(self) -> None:
-        self._opened.close()
+        self._exit_stack.close()
 
-    def _facts(
+    def _run_facts(
         self,
         state: State,
-        measuring: Measuring,
+        validator: Validator,
         best_step: int | None,
-        outcome: Outcome | None,
+        outcome: RunOutcome | None,
     ) -> RunFacts:
         prepared = self._prepared
         return RunFacts(
             name=prepared.cards[0].name,
             tasks=[
-                _with_results(facts, measuring.tasks.get(data.task.name), number, outcome)
+                _with_results(facts, validator.tasks.get(data.task.name), number, outcome)
                 for number, (facts, data) in enumerate(
                     zip(self._tasks, prepared.tasks, strict=True)
                 )
@@ -118,43 +128,49 @@ class Audience:
             notes=tuple(self._notes),
         )
 
-    def _report(self, facts: RunFacts) -> None:
+    def _write_report(self, facts: RunFacts) -> None:
         assert self._logs is not None
-        self._logs.report(page(facts))
+        self._logs.write_report(render_report(facts))
 
-    def _say_dropped(self, task: TaskData) -> None:
+    def _print_dropped(self, task: TaskData) -> None:
         for line in dropped_lines(task.examples.dropped):
-            self._say(line)
+            self._print_line(line)
 
-    def _say(self, line: str) -> None:
-        with suppress(OSError):  # Nobody may be listening any more.
+    def _print_line(self, line: str) -> None:
+        with suppress(OSError):  # stderr may have been closed.
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
 
-SHOWN = 3  # Reasons that are printed.
+REASONS_SHOWN = 3
 
 
 def dropped_lines(dropped: Sequence[str]) -> list[str]:
-    """The first reasons why records were left out, and how many more there are."""
-    lines = [f"left out: {reason}" for reason in dropped[:SHOWN]]
-    more = len(dropped) - SHOWN
-    return [*lines, f"left out: {more} more"] if more > 0 else lines
+    """Return lines with the first dropped records' reasons and the number of further records."""
+    lines = [f"dropped: {reason}" for reason in dropped[:REASONS_SHOWN]]
+    remaining = len(dropped) - REASONS_SHOWN
+    return [*lines, f"dropped: {remaining} more"] if remaining > 0 else lines
 
 
 def _task_facts(data: TaskData) -> TaskFacts:
-    """What does not change in a run, counted once, as there may be many examples."""
+    """Return the facts of a task that do not change during a run."""
     examples = data.examples
-    held_out = data.validation.examples if data.validation is not None else []
-    known = {hash(tuple(example.ids)) for example in examples.examples} if held_out else set()
+    validation_examples = data.validation.examples if data.validation is not None else []
+    training_hashes = (
+        {hash(tuple(example.ids)) for example in examples.examples}
+        if validation_examples
+        else set()
+    )
     return TaskFacts(
-        fields=[one for one in data.template.fields if one != data.template.answer_field],
+        fields=[field for field in data.template.fields if field != data.template.answer_field],
         name=data.task.name or "model",
         task=data.task.task,
         data=data.task.data or "",
         validation=data.task.validation or "",
         examples=len(examples.examples),
-        shared=sum(hash(tuple(example.ids)) in known for example in held_out),
+        overlapping_examples=sum(
+            hash(tuple(example.ids)) in training_hashes for example in validation_examples
+        ),
         truncated=examples.truncated,
         dropped=examples.dropped,
         lengths=[len(example.ids) for example in examples.examples],
@@ -162,28 +178,31 @@ def _task_facts(data: TaskData) -> TaskFacts:
 
 
 def _with_results(
-    facts: TaskFacts, measured: Measured | None, number: int, outcome: Outcome | None
+    facts: TaskFacts,
+    task_validation: TaskValidation | None,
+    task_index: int,
+    outcome: RunOutcome | None,
 ) -> TaskFacts:
     if outcome and outcome.paths:
-        facts = replace(facts, path=str(outcome.paths[number]))
+        facts = replace(facts, path=str(outcome.paths[task_index]))
     if outcome and outcome.cards:
-        facts = replace(facts, card=outcome.cards[number].to_dict())
-    if measured is None:
+        facts = replace(facts, card=outcome.cards[task_index].to_dict())
+    if task_validation is None:
         return facts
     return replace(
         facts,
-        validation_examples=len(measured.examples.examples),
-        answers_cut=measured.cut,
-        baselines=measured.baselines,
-        samples=measured.samples(),
+        validation_examples=len(task_validation.examples.examples),
+        answers_cut=task_validation.answers_cut,
+        baselines=task_validation.baselines,
+        samples=task_validation.samples(),
     )
 
 
-def _model_facts(sizes: GPTConfig) -> dict[str, object]:
+def _model_facts(model_config: GPTConfig) -> dict[str, object]:
     return {
-        "layers": sizes.num_layers,
-        "hidden size": sizes.hidden_size,
-        "heads": sizes.num_attention_heads,
-        "context": sizes.max_position_embeddings,
-        "vocabulary": sizes.vocab_size,
+        "layers": model_config.num_layers,
+        "hidden size": model_config.hidden_size,
+        "heads": model_config.num_attention_heads,
+        "context": model_config.max_position_embeddings,
+        "vocabulary": model_config.vocab_size,
     }

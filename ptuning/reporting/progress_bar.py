@@ -1,7 +1,7 @@
-"""What a person sees of a run while it goes on: a bar on a terminal, about ten lines elsewhere.
+"""Progress display of a run: a bar on a terminal, otherwise about ten lines for the steps.
 
-Both tell the loss (smoothed, and the last step's), text tokens per second, the time that is left,
-and the best that was measured so far. Talk never ends a run. Knows no signals and no files.
+Both displays show the smoothed loss, the loss of the last step, text tokens per second, the
+remaining time and the best validation so far. A write error of a display never ends a run.
 """
 
 import math
@@ -15,46 +15,52 @@ from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from ptuning.reporting.verdict import best, is_share, label, shown
-from ptuning.run_facts import Progress, Validation
+from ptuning.reporting.verdict import best_measured, format_measure, is_share, label
+from ptuning.run_facts import StepMetrics, Validation
 
-LINES = 10  # Of a run whose stderr is no terminal, validations aside.
-RECENT = 50  # Steps that speed and the time left are taken from.
-SMOOTHING = 0.9  # Of the mean loss, what stays at each step.
+LOG_LINES = 10  # Number of step lines per run if stderr is not a terminal.
+RECENT_STEPS = 50  # Number of recent steps from which speed and remaining time are computed.
+SMOOTHING = 0.9  # Decay of the exponential moving average of the loss.
 
 
-class Telling:
-    """Told each step and validation; says what a person would ask. Made by `telling`."""
+class ProgressDisplay:
+    """Base class of the displays; use `open_display`."""
 
-    def __init__(self, steps: int, measure: str, after: int) -> None:
-        self.steps, self.made = steps, after
+    def __init__(self, steps: int, measure: str, start_step: int) -> None:
+        self.steps = steps
+        self.current_step = start_step
         self._measure = measure
-        self._after = after
-        self._recent: deque[Progress] = deque(maxlen=RECENT)
+        self._start_step = start_step
+        self._recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
         self._mean = self._weight = 0.0
         self._skipped = 0
         self._validations: list[Validation] = []
 
-    def step(self, made: Progress) -> None:
-        self.made = made.step
-        self._recent.append(made)
-        self._skipped += made.skipped
-        if math.isfinite(made.loss):
-            # Divided by the weights so far, so that it does not begin at zero.
-            self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * made.loss
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.current_step = metrics.step
+        self._recent.append(metrics)
+        self._skipped += metrics.skipped
+        if math.isfinite(metrics.loss):
+            # `loss` divides the mean by the weight, so the average is not biased towards zero.
+            self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * metrics.loss
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
-        self._show(made)
+        self._show_step(metrics)
 
-    def validated(self, made: Validation) -> None:
-        self._validations.append(made)
-        told = {"loss": made.loss} if made.loss is not None else {}
-        words = [f"{label(name)} {shown(name, value)}" for name, value in told.items()]
-        words += [f"{label(name)} {shown(name, value)}" for name, value in made.measures.items()]
-        self._say(f"validation at step {made.step}: {', '.join(words).lower()}")
+    def on_validation(self, validation: Validation) -> None:
+        self._validations.append(validation)
+        loss_measure = {"loss": validation.loss} if validation.loss is not None else {}
+        parts = [
+            f"{label(name)} {format_measure(name, value)}" for name, value in loss_measure.items()
+        ]
+        parts += [
+            f"{label(name)} {format_measure(name, value)}"
+            for name, value in validation.measures.items()
+        ]
+        self._print_line(f"validation at step {validation.step}: {', '.join(parts).lower()}")
 
     @property
     def loss(self) -> str:
-        """Smoothed, and the last step's."""
+        """Return a text with the smoothed loss, the last loss and the number of skipped steps."""
         if not self._recent:
             return ""
         last = self._recent[-1].loss
@@ -64,108 +70,121 @@ class Telling:
 
     @property
     def speed(self) -> str:
-        seconds = sum(one.seconds for one in self._recent)
-        tokens = sum(one.text_tokens for one in self._recent)
+        seconds = sum(step.seconds for step in self._recent)
+        tokens = sum(step.text_tokens for step in self._recent)
         return f"{tokens / seconds:,.0f} text tokens/s" if seconds > 0 else ""
 
     @property
-    def left(self) -> str:
+    def time_left(self) -> str:
         if not self._recent:
             return ""
-        each_s = sum(one.seconds for one in self._recent) / len(self._recent)
-        return f"{duration(each_s * (self.steps - self.made))} left"
+        mean_step_s = sum(step.seconds for step in self._recent) / len(self._recent)
+        return f"{format_duration(mean_step_s * (self.steps - self.current_step))} left"
 
     @property
     def best(self) -> str:
-        """By the run's measure, or, where that was not measured, by the loss."""
+        """Return a text with the best validation by the run's measure.
+
+        If no answers were measured, the validation loss decides.
+        """
         for measure in (self._measure, "loss"):
-            found = best(self._validations, measure)
-            if found is not None:
+            best_measurement = best_measured(self._validations, measure)
+            if best_measurement is not None:
                 name = label(measure).lower() if is_share(measure) else "held-out loss"
-                return f"best {name} {shown(measure, found[0])} at step {found[1]}"
+                return (
+                    f"best {name} {format_measure(measure, best_measurement[0])} at step "
+                    f"{best_measurement[1]}"
+                )
         return ""
 
-    def _show(self, made: Progress) -> None:
+    def _show_step(self, metrics: StepMetrics) -> None:
         raise NotImplementedError
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         raise NotImplementedError
 
 
-class _Lines(Telling):
-    def __init__(self, steps: int, measure: str, after: int, stream: TextIO) -> None:
-        super().__init__(steps, measure, after)
+class _LineDisplay(ProgressDisplay):
+    def __init__(self, steps: int, measure: str, start_step: int, stream: TextIO) -> None:
+        super().__init__(steps, measure, start_step)
         self._stream = stream
-        self._next = after
-        self._say(f"tuning, {steps} steps" + (f", from step {after + 1}" if after else ""))
+        self._next_shown_step = start_step
+        self._print_line(
+            f"tuning, {steps} steps" + (f", from step {start_step + 1}" if start_step else "")
+        )
 
-    def _show(self, made: Progress) -> None:
-        if made.step < min(self._next, self.steps):
+    def _show_step(self, metrics: StepMetrics) -> None:
+        if metrics.step < min(self._next_shown_step, self.steps):
             return
-        self._next = made.step + max(1, (self.steps - self._after) // LINES)
-        left = self.left if made.step < self.steps else ""
-        parts = (f"step {made.step}/{self.steps}", self.loss, self.speed, left, self.best)
-        self._say("  ".join(filter(None, parts)))
+        self._next_shown_step = metrics.step + max(1, (self.steps - self._start_step) // LOG_LINES)
+        time_left = self.time_left if metrics.step < self.steps else ""
+        parts = (f"step {metrics.step}/{self.steps}", self.loss, self.speed, time_left, self.best)
+        self._print_line("  ".join(filter(None, parts)))
 
-    def _say(self, text: str) -> None:
-        with suppress(OSError):  # A full disk under a redirected stderr must not end a run.
+    def _print_line(self, text: str) -> None:
+        with suppress(OSError):  # stderr may be redirected to a full disk.
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
 
-class _Bar(Telling):
-    def __init__(self, steps: int, measure: str, after: int, console: Console) -> None:
-        super().__init__(steps, measure, after)
+class _BarDisplay(ProgressDisplay):
+    def __init__(self, steps: int, measure: str, start_step: int, console: Console) -> None:
+        super().__init__(steps, measure, start_step)
         self._console = console
         self.bar = Bar(
             TextColumn("tuning"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            _Words(self),
+            _StatusColumn(self),
             console=console,
         )
-        self._row = self.bar.add_task("", total=steps, completed=after)
+        self._bar_id = self.bar.add_task("", total=steps, completed=start_step)
 
-    def _show(self, made: Progress) -> None:
-        self.bar.update(self._row, completed=made.step)
+    def _show_step(self, metrics: StepMetrics) -> None:
+        self.bar.update(self._bar_id, completed=metrics.step)
 
-    def _say(self, text: str) -> None:
-        with suppress(OSError):  # The terminal may have gone.
+    def _print_line(self, text: str) -> None:
+        with suppress(OSError):  # The terminal may have been closed.
             self._console.print(Text(text))
 
 
-class _Words(TextColumn):
-    """Beside the bar. Text, so that no name in it is read as markup."""
+class _StatusColumn(TextColumn):
+    """Column beside the progress bar: loss, speed, remaining time and best validation.
 
-    def __init__(self, told: Telling) -> None:
+    The column renders a Text object, so rich does not interpret names as markup.
+    """
+
+    def __init__(self, display: ProgressDisplay) -> None:
         super().__init__("")
-        self._told = told
+        self._display = display
 
     def render(self, task: Task) -> Text:
-        told = self._told
-        return Text("  ".join(filter(None, (told.loss, told.speed, told.left, told.best))))
+        display = self._display
+        return Text(
+            "  ".join(filter(None, (display.loss, display.speed, display.time_left, display.best)))
+        )
 
 
 @contextmanager
-def telling(
-    steps: int, stream: TextIO, *, measure: str = "loss", after: int = 0
-) -> Iterator[Telling]:
-    """`after`: the step that the run goes on from."""
+def open_display(
+    steps: int, stream: TextIO, *, measure: str = "loss", start_step: int = 0
+) -> Iterator[ProgressDisplay]:
+    """Yield the display for the stream; `start_step` is the step from which the run resumes."""
     console = Console(file=stream)
     if not console.is_terminal:
-        yield _Lines(steps, measure, after, stream)
+        yield _LineDisplay(steps, measure, start_step, stream)
         return
-    shown = _Bar(steps, measure, after, console)
-    shown.bar.start()
+    display = _BarDisplay(steps, measure, start_step, console)
+    display.bar.start()
     try:
-        yield shown
+        yield display
     finally:
         with suppress(OSError):
-            shown.bar.stop()
+            display.bar.stop()
 
 
-def duration(seconds: float) -> str:
-    """To be read at a glance: two units at most."""
+def format_duration(seconds: float) -> str:
+    """Format a duration with at most two units."""
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,8 +1,8 @@
-"""Logs: what a run writes beside its states: two tables, TensorBoard's events, and its report.
+"""Run logs: CSV tables of steps and validations, TensorBoard events, and report.html.
 
-A file is at every moment the beginning of what was told, so what a full disk does not take now is
-tried again with the next row, and a run never ends for its logs. A run that goes on cuts off first
-what the steps to come will tell again. Knows what a row holds, not what a run is.
+Log files are append-only. A row that cannot be written, for example to a full disk, is kept in
+memory and written before the next row. A log error never ends a run. A resumed run first removes
+the rows of the steps that it will repeat.
 """
 
 import csv
@@ -17,40 +17,51 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
+from gpt.atomic_files import write_atomic
 from ptuning.reporting import tensorboard_events
-from ptuning.run_facts import Progress, Validation
+from ptuning.run_facts import StepMetrics, Validation
 
-METRICS = "metrics.csv"
-VALIDATIONS = "validations.csv"
-REPORT = "report.html"
-EVENTS = "tensorboard"  # A folder: `tensorboard --logdir` takes it, or the run's own.
+METRICS_FILE = "metrics.csv"
+VALIDATIONS_FILE = "validations.csv"
+REPORT_FILE = "report.html"
+EVENTS_FOLDER = "tensorboard"  # For `tensorboard --logdir`.
 
 METRIC_COLUMNS = (
-    *("step", "loss", "rate", "gradient_norm", "tokens", "text_tokens", "seconds", "skipped"),
+    "step",
+    "loss",
+    "rate",
+    "gradient_norm",
+    "tokens",
+    "text_tokens",
+    "seconds",
+    "skipped",
 )
-# One measure a row: which ones there are depends on the task, and a table takes them all.
+# One row per measure, because the set of measures depends on the task.
 VALIDATION_COLUMNS = ("step", "task", "measure", "value")
-ALL_TASKS = ""  # The task of a measure over all of them.
+ALL_TASKS = ""  # Value of the column `task` for a measure over all tasks.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """What stands in a run's logs."""
+class LoggedRun:
+    """The content of a run's logs."""
 
-    progress: list[Progress]
+    progress: list[StepMetrics]
     validations: list[Validation]
 
 
-class Logs:
-    """The logs of a run in `folder`, which exists. `after`: the step that it goes on from."""
+class RunLogs:
+    """Writes the logs of a run to an existing folder.
+
+    `start_step` is the last step of the state from which the run resumes (0: a new run).
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
-        after: int = 0,
+        start_step: int = 0,
         tensorboard: bool = False,
         warn: Callable[[str], None] = logger.warning,
         clock: Callable[[], float] = time.time,
@@ -58,55 +69,59 @@ class Logs:
         self._folder = folder
         self._warn: Callable[[str], None] | None = warn
         self._clock = clock
-        self._metrics = self._table(folder / METRICS, METRIC_COLUMNS, after)
-        self._validations = self._table(folder / VALIDATIONS, VALIDATION_COLUMNS, after)
-        self._events: _File | None = None
+        self._metrics = self._open_table(folder / METRICS_FILE, METRIC_COLUMNS, start_step)
+        self._validations = self._open_table(
+            folder / VALIDATIONS_FILE, VALIDATION_COLUMNS, start_step
+        )
+        self._events: _AppendFile | None = None
         if tensorboard:
-            self._events = _File(lambda: _new_events(folder / EVENTS, clock()))
-            self._add(self._events, tensorboard_events.opening(clock()))
-            if after:
-                self._add(self._events, tensorboard_events.resumed(clock(), after + 1))
+            self._events = _AppendFile(lambda: _create_events_file(folder / EVENTS_FOLDER, clock()))
+            self._append(self._events, tensorboard_events.version_event(clock()))
+            if start_step:
+                self._append(
+                    self._events, tensorboard_events.session_start_event(clock(), start_step + 1)
+                )
 
-    def step(self, made: Progress) -> None:
-        row = [_cell(getattr(made, name)) for name in METRIC_COLUMNS]
-        self._add(self._metrics, _line(row))
-        speed = made.text_tokens / made.seconds if made.seconds > 0 else 0.0
-        told = {
-            "train/loss": made.loss,
-            "train/learning_rate": made.rate,
-            "train/gradient_norm": made.gradient_norm,
-            "train/text_tokens_per_second": speed,
+    def log_step(self, metrics: StepMetrics) -> None:
+        row = [_format_cell(getattr(metrics, name)) for name in METRIC_COLUMNS]
+        self._append(self._metrics, _csv_line(row))
+        tokens_per_s = metrics.text_tokens / metrics.seconds if metrics.seconds > 0 else 0.0
+        scalars = {
+            "train/loss": metrics.loss,
+            "train/learning_rate": metrics.rate,
+            "train/gradient_norm": metrics.gradient_norm,
+            "train/text_tokens_per_second": tokens_per_s,
         }
-        self._scalars(made.step, told)
+        self._append_scalars(metrics.step, scalars)
 
-    def validated(self, made: Validation) -> None:
-        measured = {ALL_TASKS: dict(made.measures), **made.by_task}
-        if made.loss is not None:
-            measured[ALL_TASKS] = {"loss": made.loss, **made.measures}
+    def log_validation(self, validation: Validation) -> None:
+        measures_by_task = {ALL_TASKS: dict(validation.measures), **validation.by_task}
+        if validation.loss is not None:
+            measures_by_task[ALL_TASKS] = {"loss": validation.loss, **validation.measures}
         rows = [
-            (str(made.step), task, measure, repr(float(value)))
-            for task, values in measured.items()
+            (str(validation.step), task, measure, repr(float(value)))
+            for task, values in measures_by_task.items()
             for measure, value in values.items()
         ]
-        self._add(self._validations, b"".join(map(_line, rows)))
-        told = {
+        self._append(self._validations, b"".join(map(_csv_line, rows)))
+        scalars = {
             "/".join(filter(None, ("validation", task, measure))): value
-            for task, values in measured.items()
+            for task, values in measures_by_task.items()
             for measure, value in values.items()
         }
-        self._scalars(made.step, told)
+        self._append_scalars(validation.step, scalars)
 
-    def report(self, page: str) -> None:
-        """In place of the last one, whole: a browser may be reading it."""
+    def write_report(self, page: str) -> None:
+        """Replace the report atomically, because a browser may read it at any time."""
         try:
-            _replace(self._folder / REPORT, page.encode(errors="replace"))
+            _write_atomic(self._folder / REPORT_FILE, page.encode(errors="replace"))
         except OSError as error:
-            self._told(error)
+            self._warn_once(error)
 
     def close(self) -> None:
         for file in (self._metrics, self._validations, self._events):
             if file is not None:
-                self._add(file, b"")
+                self._append(file, b"")
                 file.close()
 
     def __enter__(self) -> Self:
@@ -115,67 +130,69 @@ class Logs:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _scalars(self, step: int, told: dict[str, float]) -> None:
-        if self._events is not None and told:
-            self._add(self._events, tensorboard_events.scalars(self._clock(), step, told))
+    def _append_scalars(self, step: int, scalars: dict[str, float]) -> None:
+        if self._events is not None and scalars:
+            self._append(
+                self._events, tensorboard_events.scalars_event(self._clock(), step, scalars)
+            )
 
-    def _table(self, path: Path, columns: Sequence[str], after: int) -> "_File":
-        file = _File(lambda: _cut(path, columns, after))
-        self._add(file, b"")
+    def _open_table(self, path: Path, columns: Sequence[str], start_step: int) -> "_AppendFile":
+        file = _AppendFile(lambda: _truncate_table(path, columns, start_step))
+        self._append(file, b"")
         return file
 
-    def _add(self, file: "_File", more: bytes) -> None:
+    def _append(self, file: "_AppendFile", content: bytes) -> None:
         try:
-            file.add(more)
+            file.append(content)
         except OSError as error:
-            self._told(error)
+            self._warn_once(error)
 
-    def _told(self, error: OSError) -> None:
-        """One warning for all files and all steps: a full disk is one thing to hear of."""
+    def _warn_once(self, error: OSError) -> None:
+        """Report the first error only, because a full disk affects all files and steps."""
         if self._warn is not None:
-            said = f"cannot write {error.filename or 'a log'}: {error.strerror or error}"
-            self._warn(f"{said}; the run goes on, and tries again at every step")
+            problem = f"cannot write {error.filename or 'a log'}: {error.strerror or error}"
+            self._warn(f"{problem}; the run continues and tries again at every step")
         self._warn = None
 
 
-class _File:
-    """One that grows. What could not be written waits, in its order; nothing is written twice."""
+class _AppendFile:
+    """An append-only file; content that could not be written is kept for the next append."""
 
-    def __init__(self, start: "Callable[[], tuple[Path, int]]") -> None:
-        self._start = start  # Makes the file, and says where it ends.
+    def __init__(self, create: "Callable[[], tuple[Path, int]]") -> None:
+        self._create = create  # Creates the file and returns its path and size.
         self._path = Path()
-        self._file: int | None = None
-        self._end = 0
-        self._waiting = b""
+        self._descriptor: int | None = None
+        self._offset = 0
+        self._pending = b""
 
-    def add(self, more: bytes) -> None:
-        self._waiting += more
-        if self._file is None:
-            self._path, self._end = self._start()
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+    def append(self, content: bytes) -> None:
+        self._pending += content
+        if self._descriptor is None:
+            self._path, self._offset = self._create()
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            while self._waiting:
-                # At a place, not at the end: half a row is written over by the whole one.
-                size = os.pwrite(self._file, self._waiting, self._end)
-                self._end += size
-                self._waiting = self._waiting[size:]
+            while self._pending:
+                # Write at an offset, so that a retry overwrites a partly written row.
+                written = os.pwrite(self._descriptor, self._pending, self._offset)
+                self._offset += written
+                self._pending = self._pending[written:]
         except OSError as error:
             error.filename = str(self._path)
             raise
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def read_logs(folder: Path, steps: int, *, after: int | None = None) -> Earlier:
-    """What a run told up to step `after`, for the report of the one that goes on from there."""
-    progress, validations = list[Progress](), dict[int, dict[str, dict[str, float]]]()
-    for row in _rows(folder / METRICS, METRIC_COLUMNS, after):
-        with suppress(ValueError):  # A file that somebody has changed tells what it still can.
+def read_logs(folder: Path, steps: int, *, last_step: int | None = None) -> LoggedRun:
+    """Return the logged rows up to `last_step`, for the report of a run that resumes there."""
+    progress, validations = list[StepMetrics](), dict[int, dict[str, dict[str, float]]]()
+    for row in _read_rows(folder / METRICS_FILE, METRIC_COLUMNS, last_step):
+        with suppress(ValueError):  # Skips rows that another program has changed.
             progress.append(
-                Progress(
+                StepMetrics(
                     step=int(row[0]),
                     steps=steps,
                     loss=float(row[1]),
@@ -187,11 +204,15 @@ def read_logs(folder: Path, steps: int, *, after: int | None = None) -> Earlier:
                     skipped=bool(int(row[7])),
                 )
             )
-    for step, task, measure, value in _rows(folder / VALIDATIONS, VALIDATION_COLUMNS, after):
+    for step, task, measure, value in _read_rows(
+        folder / VALIDATIONS_FILE, VALIDATION_COLUMNS, last_step
+    ):
         with suppress(ValueError):
             by_task = validations.setdefault(int(step), {})
             by_task.setdefault(task, {})[measure] = float(value)
-    return Earlier(progress, [_validation(*one) for one in validations.items()])
+    return LoggedRun(
+        progress, [_validation(*step_measures) for step_measures in validations.items()]
+    )
 
 
 def _validation(step: int, by_task: dict[str, dict[str, float]]) -> Validation:
@@ -199,47 +220,40 @@ def _validation(step: int, by_task: dict[str, dict[str, float]]) -> Validation:
     return Validation(step, measures.pop("loss", None), measures, by_task)
 
 
-def _rows(path: Path, columns: Sequence[str], after: int | None) -> Iterator[list[str]]:
-    """Whole rows, in order, up to a step. The last one may be half of one."""
+def _read_rows(path: Path, columns: Sequence[str], last_step: int | None) -> Iterator[list[str]]:
+    """Yield the complete rows up to a step; the last line of the file may be incomplete."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         return
-    whole = text[: text.rfind(b"\n") + 1].decode(errors="replace")
-    lines = csv.reader(io.StringIO(whole.replace("\0", ""), newline=""))
+    complete_text = text[: text.rfind(b"\n") + 1].decode(errors="replace")
+    lines = csv.reader(io.StringIO(complete_text.replace("\0", ""), newline=""))
     if next(lines, None) != list(columns):
-        return  # Another program's, or an older one's; its numbers would be misread.
+        return  # Another program or version wrote this file, so its columns are unknown.
     for row in lines:
         if len(row) != len(columns) or not row[0].isdecimal():
             continue
-        if after is None or int(row[0]) <= after:
+        if last_step is None or int(row[0]) <= last_step:
             yield row
 
 
-def _cut(path: Path, columns: Sequence[str], after: int) -> tuple[Path, int]:
-    """The table with the rows up to a step, put in place whole; a new run keeps none."""
-    kept = list(_rows(path, columns, after)) if after else []
-    text = b"".join(map(_line, [columns, *kept]))
-    _replace(path, text)
+def _truncate_table(path: Path, columns: Sequence[str], last_step: int) -> tuple[Path, int]:
+    """Rewrite a table with its rows up to `last_step` (0: none); return its path and size."""
+    rows = list(_read_rows(path, columns, last_step)) if last_step else []
+    text = b"".join(map(_csv_line, [columns, *rows]))
+    _write_atomic(path, text)
     return path, len(text)
 
 
-def _replace(path: Path, text: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
+def _write_atomic(path: Path, text: bytes) -> None:
     try:
-        with part.open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_atomic(path, text, partial_path=path.with_name(f"{path.name}.part"))
     except OSError as error:
         error.filename = str(path)
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise
 
 
-def _new_events(folder: Path, time_s: float) -> tuple[Path, int]:
+def _create_events_file(folder: Path, time_s: float) -> tuple[Path, int]:
     folder.mkdir(exist_ok=True)
     for number in count():
         path = folder / f"events.out.tfevents.{time_s:.0f}.{number}"
@@ -249,11 +263,11 @@ def _new_events(folder: Path, time_s: float) -> tuple[Path, int]:
     raise AssertionError("there is always a next number")
 
 
-def _cell(value: float | bool) -> str:
+def _format_cell(value: float | bool) -> str:
     return repr(int(value) if isinstance(value, bool) else value)
 
 
-def _line(cells: Sequence[str]) -> bytes:
+def _csv_line(cells: Sequence[str]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode(errors="replace")

@@ -1,43 +1,51 @@
-"""TensorBoard's event records, in bytes: scalars at a step, and where a resumed run begins.
+"""TensorBoard events: scalar summaries and session starts, encoded as TFRecord bytes.
 
-A record is a protobuf message in TFRecord's frame (length, its checksum, message, its checksum).
-Four kinds of fields are all that is needed, so neither TensorBoard nor protobuf is. Knows no files.
+A record is a protobuf message in a TFRecord frame (length, length checksum, message, message
+checksum). The events use only four kinds of fields, so the module encodes them itself and depends
+neither on TensorBoard nor on protobuf.
 """
 
 import struct
 from collections.abc import Mapping
 
-VERSION = b"brain.Event:2"
-STARTED = 1  # SessionLog.START: whatever was told of this step and later ones is void.
-POLYNOMIAL = 0x82F63B78  # Castagnoli's, its bits reversed: CRC-32C.
+FILE_VERSION = b"brain.Event:2"
+# SessionLog.START. TensorBoard then discards earlier events of the same step and of later steps.
+SESSION_START = 1
+CRC32C_POLYNOMIAL = 0x82F63B78  # The Castagnoli polynomial of CRC-32C with reversed bits.
 
 
-def opening(time_s: float) -> bytes:
-    """The first record of every file."""
-    return _record(_double(1, time_s) + _bytes(3, VERSION))
+def version_event(time_s: float) -> bytes:
+    """Return the record with which every event file starts."""
+    return _tfrecord(_double(1, time_s) + _bytes(3, FILE_VERSION))
 
 
-def resumed(time_s: float, step: int) -> bytes:
-    """`step` is the first that is told anew."""
-    status = _key(1, 0) + _varint(STARTED)
-    return _record(_double(1, time_s) + _int(2, step) + _bytes(7, status))
+def session_start_event(time_s: float, step: int) -> bytes:
+    """Return a record that tells TensorBoard to discard earlier events from `step` on.
+
+    A resumed run writes the events of these steps again.
+    """
+    status = _field_key(1, 0) + _varint(SESSION_START)
+    return _tfrecord(_double(1, time_s) + _int(2, step) + _bytes(7, status))
 
 
-def scalars(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
+def scalars_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
     summary = b"".join(
-        _bytes(1, _bytes(1, tag.encode(errors="replace")) + _key(2, 5) + _float(value))
+        _bytes(1, _bytes(1, tag.encode(errors="replace")) + _field_key(2, 5) + _float(value))
         for tag, value in values.items()
     )
-    return _record(_double(1, time_s) + _int(2, step) + _bytes(5, summary))
+    return _tfrecord(_double(1, time_s) + _int(2, step) + _bytes(5, summary))
 
 
-def _record(message: bytes) -> bytes:
+def _tfrecord(message: bytes) -> bytes:
     length = struct.pack("<Q", len(message))
-    return length + _masked(length) + message + _masked(message)
+    return length + _masked_crc32c(length) + message + _masked_crc32c(message)
 
 
-def _masked(text: bytes) -> bytes:
-    """A checksum of text that holds checksums would be weak, so TFRecord turns and shifts it."""
+def _masked_crc32c(text: bytes) -> bytes:
+    """Return the CRC-32C, rotated and offset as TFRecord requires.
+
+    The mask avoids the weakness of a CRC over data that contains CRCs.
+    """
     crc = crc32c(text)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -45,38 +53,38 @@ def _masked(text: bytes) -> bytes:
 def crc32c(text: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in text:
-        crc = TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+        crc = CRC32C_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     return crc ^ 0xFFFFFFFF
 
 
-def _table_entry(value: int) -> int:
+def _crc32c_table_entry(value: int) -> int:
     for _ in range(8):
-        value = value >> 1 ^ (POLYNOMIAL if value & 1 else 0)
+        value = value >> 1 ^ (CRC32C_POLYNOMIAL if value & 1 else 0)
     return value
 
 
-TABLE = tuple(_table_entry(byte) for byte in range(256))
+CRC32C_TABLE = tuple(_crc32c_table_entry(byte) for byte in range(256))
 
 
-def _key(number: int, wire: int) -> bytes:
-    return _varint(number << 3 | wire)
+def _field_key(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
 
 
 def _varint(value: int) -> bytes:
-    said = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        said.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    said.append(value)
-    return bytes(said)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _int(number: int, value: int) -> bytes:
-    return _key(number, 0) + _varint(value) if value else b""  # Zero is what is not said.
+    return _field_key(number, 0) + _varint(value) if value else b""  # proto3 omits zeros.
 
 
 def _double(number: int, value: float) -> bytes:
-    return _key(number, 1) + struct.pack("<d", value)
+    return _field_key(number, 1) + struct.pack("<d", value)
 
 
 def _float(value: float) -> bytes:
@@ -87,4 +95,4 @@ def _float(value: float) -> bytes:
 
 
 def _bytes(number: int, value: bytes) -> bytes:
-    return _key(number, 2) + _varint(len(value)) + value
+    return _field_key(number, 2) + _varint(len(value)) + value

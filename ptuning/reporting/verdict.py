@@ -1,7 +1,8 @@
-"""What a run's numbers say, in sentences: one verdict, and warnings that a reader should have.
+"""Verdict: sentences and warnings that rules derive from the metrics of a run.
 
-Every sentence follows from the facts by a rule that stands here: the report, the terminal and
-`--json` say the same. A share comes with what its count of examples leaves open. Knows no HTML.
+All rules are in this module, so the report, the terminal and `--json` agree. A difference between
+shares counts only if it exceeds the confidence margin for the number of examples. This module
+writes no HTML.
 """
 
 import math
@@ -11,13 +12,14 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
+from gpt.json_output import nonfinite_to_none
 from ptuning.run_facts import (
     ADAPTER,
     FULL,
     NO_PROMPT,
     ORACLE,
-    Progress,
     RunFacts,
+    StepMetrics,
     TaskFacts,
     Validation,
 )
@@ -30,31 +32,38 @@ LABELS = {
     "loss": "Loss",
 }
 MEANINGS = {
-    "exact_match": "the same text, but for spaces at both ends",
-    "accuracy": "the same text, without regard to case and spaces",
-    "f1": "how many words both have",
-    "rouge_l": "how many words both have in the same order",
-    "loss": "of the right answers' tokens, the mean",
+    "exact_match": "the texts are equal, except for spaces at both ends",
+    "accuracy": "the texts are equal, except for case and spaces",
+    "f1": "share of common words",
+    "rouge_l": "share of common words in the same order",
+    "loss": "mean over the tokens of the expected answers",
 }
-ROWS = {
+BASELINE_LABELS = {
     NO_PROMPT: "No prompt",
     ORACLE: "Written instruction",
     FULL: "Full fine-tuning",
 }
-LAST_STEPS = 20  # A run's loss is the mean over these; one batch alone says little.
-FALL_SEEN = 0.03  # Of the loss, between the last tenth of the steps and the one before it.
-RISE_SEEN = 0.05  # Of the held-out loss, above its least.
-SKIPPED_SEEN = 0.05
-DROPPED_SEEN = 0.10
-CUT_SEEN = 0.05
-FEW = 50  # Held-out examples, under which a share is little more than a guess.
-Z95 = 1.96  # Standard errors, to each side, that hold 95 of 100 such samples.
+LAST_LOSS_STEPS = 20  # The last loss is the mean over this number of steps; one batch is noisy.
+# A warning is given if the mean loss falls by more than this share (and by more than its noise)
+# from the second-last to the last tenth of the steps, because more steps may then help.
+LOSS_FALL_SHARE_MIN = 0.03
+# A warning is given if the held-out loss rises by more than this share above its minimum.
+LOSS_RISE_SHARE_MIN = 0.05
+# A warning is given if the share of skipped steps, dropped records or truncated answers is larger
+# than its limit.
+SKIPPED_SHARE_MAX = 0.05
+DROPPED_SHARE_MAX = 0.10
+CUT_SHARE_MAX = 0.05
+VALIDATION_EXAMPLES_MIN = 50  # With fewer held-out examples, shares are too uncertain.
+Z95 = 1.96  # Number of standard errors on each side of a 95 % confidence interval.
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """One sentence about a task's result, and whether the result is good."""
+
     sentence: str
-    good: bool | None  # None: the numbers do not tell.
+    is_good: bool | None  # None: the metrics do not decide.
 
 
 def label(measure: str) -> str:
@@ -62,221 +71,270 @@ def label(measure: str) -> str:
 
 
 def is_share(measure: str) -> bool:
-    """All measures are, from 0 to 1 and the more the better, but losses."""
+    """Return whether a measure is a share from 0 to 1 (higher is better); only losses are not."""
     return not measure.endswith("loss")
 
 
-def shown(measure: str, value: float) -> str:
+def format_measure(measure: str, value: float) -> str:
     if not math.isfinite(value):
         return "–"
     return f"{100 * value:.1f} %" if is_share(measure) else f"{value:.4f}"
 
 
-def headline(measures: Mapping[str, float], wanted: str) -> str | None:
-    """The one measure that a sentence is about: a share if there is one, the run's own first."""
-    known = [name for name, value in measures.items() if math.isfinite(value)]
-    for name in (wanted, *LABELS, *known):
-        if name in known and is_share(name):
+def headline_measure(measures: Mapping[str, float], preferred: str) -> str | None:
+    """Return the measure for a sentence: the preferred share, else any share, else the loss."""
+    finite_names = [name for name, value in measures.items() if math.isfinite(value)]
+    for name in (preferred, *LABELS, *finite_names):
+        if name in finite_names and is_share(name):
             return name
-    return "loss" if "loss" in known else None
+    return "loss" if "loss" in finite_names else None
 
 
-def margin(share: float, count: int) -> float:
-    """To each side of a share of `count` examples (Wilson's, which holds at 0 and 1, too)."""
+def confidence_margin(share: float, count: int) -> float:
+    """Return half the width of the 95 % Wilson interval of a share of `count` examples.
+
+    The Wilson interval is also valid for shares of 0 and 1.
+    """
     if count < 1 or not 0 <= share <= 1:
         return 0.0
     root = math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     return Z95 * root / (1 + Z95**2 / count)
 
 
-def best(validations: Sequence[Validation], measure: str) -> tuple[float, int] | None:
-    """The best value so far, and its step; of equals that of the smaller loss."""
-    found = [(_value(one, measure), one) for one in validations]
-    known = [(value, one) for value, one in found if value is not None and math.isfinite(value)]
-    if not known:
+def best_measured(validations: Sequence[Validation], measure: str) -> tuple[float, int] | None:
+    """Return the best value so far and its step; None if no validation has a finite value.
+
+    Of equal values, the lower loss is best, then the earlier step.
+    """
+    scored_validations = [
+        (_measure_of(validation, measure), validation) for validation in validations
+    ]
+    finite_validations = [
+        (value, validation)
+        for value, validation in scored_validations
+        if value is not None and math.isfinite(value)
+    ]
+    if not finite_validations:
         return None
     sign = -1 if is_share(measure) else 1
 
-    def order(found: tuple[float, Validation]) -> tuple[float, float, int]:
-        value, one = found
-        return sign * value, math.inf if one.loss is None else one.loss, one.step
+    def sort_key(scored_validation: tuple[float, Validation]) -> tuple[float, float, int]:
+        value, candidate = scored_validation
+        return sign * value, math.inf if candidate.loss is None else candidate.loss, candidate.step
 
-    value, one = min(known, key=order)
-    return value, one.step
-
-
-def _value(one: Validation, measure: str) -> float | None:
-    return one.loss if measure == "loss" else one.measures.get(measure)
+    value, validation = min(finite_validations, key=sort_key)
+    return value, validation.step
 
 
-def learned(run: RunFacts) -> str:
-    """What a run makes, in a word."""
+def _measure_of(validation: Validation, measure: str) -> float | None:
+    return validation.loss if measure == "loss" else validation.measures.get(measure)
+
+
+def artifact_name(run: RunFacts) -> str:
+    """Return the name of the run's artifact in texts: "adapter" or "tuned model"."""
     return "tuned model" if run.config.get("method") == "full" else "adapter"
 
 
-def row(name: str, run: RunFacts) -> str:
-    return learned(run).capitalize() if name == ADAPTER else ROWS[name]
+def row_label(name: str, run: RunFacts) -> str:
+    return artifact_name(run).capitalize() if name == ADAPTER else BASELINE_LABELS[name]
 
 
-def measured(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
-    """What the adapter is worth; while the run goes on, by its last validation."""
-    made = task.baselines.get(ADAPTER)
-    if made is not None:
-        return made
-    for one in reversed(run.validations):
-        found = one.by_task.get(task.name) or (one.measures if len(run.tasks) == 1 else {})
-        if found:
-            return found
+def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
+    """Return the adapter's final measures, or during the run the last validation's measures."""
+    adapter_measures = task.baselines.get(ADAPTER)
+    if adapter_measures is not None:
+        return adapter_measures
+    for validation in reversed(run.validations):
+        measures = validation.by_task.get(task.name) or (
+            validation.measures if len(run.tasks) == 1 else {}
+        )
+        if measures:
+            return measures
     return {}
 
 
-def verdict(task: TaskFacts, run: RunFacts) -> Verdict:
-    """Of one task, by its table; of a run without held-out records, by its loss."""
-    made = measured(task, run)
-    measure = headline(made, str(run.config.get("measure", "")))
+def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
+    """Return the verdict on one task.
+
+    The verdict follows from the task's measures, or from the run's loss if the task has none.
+    """
+    measures = task_measures(task, run)
+    measure = headline_measure(measures, str(run.config.get("measure", "")))
     if measure is None:
-        return _by_loss(run)
-    value = made[measure]
-    text = f"{label(measure)} is {shown(measure, value)}"
+        return _loss_verdict(run)
+    value = measures[measure]
+    text = f"{label(measure)} is {format_measure(measure, value)}"
     if run.state == "running":
         text = f"So far: {text}"
     if task.validation_examples:
-        text += f" on {_count(task.validation_examples, 'held-out example')}"
-    text += f" with the {learned(run)}"
-    others = {
+        text += f" on {_format_count(task.validation_examples, 'held-out example')}"
+    text += f" with the {artifact_name(run)}"
+    baseline_values = {
         name: row[measure]
         for name, row in task.baselines.items()
         if name != ADAPTER and measure in row
     }
-    words = {
+    phrases = {
         NO_PROMPT: "without a prompt",
         ORACLE: "with a written instruction",
         FULL: "by full fine-tuning",
     }
-    said = [f"{shown(measure, others[name])} {words[name]}" for name in words if name in others]
-    if said:
-        text += ", " + " and ".join((", ".join(said[:-1]), said[-1]) if said[1:] else said)
-    if NO_PROMPT not in others:
+    comparisons = [
+        f"{format_measure(measure, baseline_values[name])} {phrases[name]}"
+        for name in phrases
+        if name in baseline_values
+    ]
+    if comparisons:
+        text += ", " + " and ".join(
+            (", ".join(comparisons[:-1]), comparisons[-1]) if comparisons[1:] else comparisons
+        )
+    if NO_PROMPT not in baseline_values:
         return Verdict(text + ".", None)
-    gain = (value - others[NO_PROMPT]) * (1 if is_share(measure) else -1)
-    open_by = margin(value, task.validation_examples) if is_share(measure) else 0.0
-    return Verdict(text + ".", None if abs(gain) <= open_by else gain > 0)
+    gain = (value - baseline_values[NO_PROMPT]) * (1 if is_share(measure) else -1)
+    uncertainty = confidence_margin(value, task.validation_examples) if is_share(measure) else 0.0
+    return Verdict(text + ".", None if abs(gain) <= uncertainty else gain > 0)
 
 
-def _by_loss(run: RunFacts) -> Verdict:
-    losses = [one.loss for one in run.progress if math.isfinite(one.loss)]
+def _loss_verdict(run: RunFacts) -> Verdict:
+    losses = [step.loss for step in run.progress if math.isfinite(step.loss)]
     if not losses:
-        return Verdict("No step was made yet.", None)
-    last = fmean(losses[-LAST_STEPS:])
-    way = "fell" if last < losses[0] else "rose" if last > losses[0] else "stayed"
-    text = f"The loss {way} from {losses[0]:.4f} to {last:.4f} in {_count(len(losses), 'step')}"
-    held = [one.loss for one in run.validations if one.loss is not None]
-    if held and math.isfinite(held[-1]):
-        text += f", and is {held[-1]:.4f} on held-out records"
+        return Verdict("No step has finished yet.", None)
+    last_loss = fmean(losses[-LAST_LOSS_STEPS:])
+    if last_loss < losses[0]:
+        direction = "fell"
+    elif last_loss > losses[0]:
+        direction = "rose"
+    else:
+        direction = "stayed"
+    text = (
+        f"The loss {direction} from {losses[0]:.4f} to {last_loss:.4f} in "
+        f"{_format_count(len(losses), 'step')}"
+    )
+    validation_losses = [
+        validation.loss for validation in run.validations if validation.loss is not None
+    ]
+    if validation_losses and math.isfinite(validation_losses[-1]):
+        text += f", and is {validation_losses[-1]:.4f} on held-out records"
     if run.state == "running" and any(task.validation for task in run.tasks):
-        return Verdict(f"{text}; no answers were measured yet.", None)
-    return Verdict(f"{text}; no answers were measured, so their quality is not known.", None)
+        return Verdict(f"{text}; no answers have been evaluated yet.", None)
+    return Verdict(f"{text}; no answers were evaluated, so their quality is unknown.", None)
 
 
-def warnings(run: RunFacts) -> list[str]:
-    """What a reader would want to have been told, the run's own first."""
-    found = [*_of_steps(run.progress, run.state), *_of_validations(run)]
-    several = len(run.tasks) > 1
+def run_warnings(run: RunFacts) -> list[str]:
+    """Return warnings: first about the whole run, then about each task."""
+    messages = [*_step_warnings(run.progress, run.state), *_validation_warnings(run)]
+    has_several_tasks = len(run.tasks) > 1
     for task in run.tasks:
-        found += [f"{task.name}: {said}" if several else said for said in _of_task(task, run)]
-    return [one[0].upper() + one[1:] if not several else one for one in found]
+        messages += [
+            f"{task.name}: {message}" if has_several_tasks else message
+            for message in _task_warnings(task, run)
+        ]
+    return [
+        message[0].upper() + message[1:] if not has_several_tasks else message
+        for message in messages
+    ]
 
 
-def _of_steps(progress: Sequence[Progress], state: str) -> Iterator[str]:
-    losses = [one.loss for one in progress if math.isfinite(one.loss)]
+def _step_warnings(progress: Sequence[StepMetrics], state: str) -> Iterator[str]:
+    losses = [step.loss for step in progress if math.isfinite(step.loss)]
     tenth = len(losses) // 10
     if tenth >= 2 and state != "running":
-        before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
-        fall = fmean(before) - fmean(last)
-        noise = math.hypot(pstdev(before), pstdev(last)) / math.sqrt(tenth)
-        if fall > max(FALL_SEEN * fmean(before), 2 * noise):
+        previous_losses, last_losses = losses[-2 * tenth : -tenth], losses[-tenth:]
+        fall = fmean(previous_losses) - fmean(last_losses)
+        noise = math.hypot(pstdev(previous_losses), pstdev(last_losses)) / math.sqrt(tenth)
+        if fall > max(LOSS_FALL_SHARE_MIN * fmean(previous_losses), 2 * noise):
             yield (
-                f"the loss was still falling at the end ({fmean(before):.4f} to "
-                f"{fmean(last):.4f} over the last tenth of the steps); more steps may do better"
+                f"the loss was still falling at the end ({fmean(previous_losses):.4f} to "
+                f"{fmean(last_losses):.4f} over the last tenth of the steps); "
+                "more steps may give a lower loss"
             )
-    skipped = sum(one.skipped for one in progress)
-    if skipped > SKIPPED_SEEN * len(progress):
+    skipped = sum(step.skipped for step in progress)
+    if skipped > SKIPPED_SHARE_MAX * len(progress):
         yield (
-            f"{skipped} of {len(progress)} steps were skipped, as their gradients overflowed; "
-            "bfloat16 or float32 would not"
+            f"{skipped} of {len(progress)} steps were skipped because their gradients overflowed; "
+            "use bfloat16 or float32 to avoid overflow"
         )
 
 
-def _of_validations(run: RunFacts) -> Iterator[str]:
-    losses = [(one.loss, one.step) for one in run.validations if one.loss is not None]
+def _validation_warnings(run: RunFacts) -> Iterator[str]:
+    losses = [
+        (validation.loss, validation.step)
+        for validation in run.validations
+        if validation.loss is not None
+    ]
     if len(losses) > 2:
-        (least, at), (last, _) = min(losses), losses[-1]
-        rising = all(one[0] <= two[0] for one, two in pairwise(losses[-3:]))
-        if rising and last > least * (1 + RISE_SEEN):
-            kept = run.best_step
-            way = f"; the state of step {kept} was kept" if kept is not None else ""
+        (lowest_loss, lowest_step), (last_loss, _) = min(losses), losses[-1]
+        rising = all(point[0] <= next_point[0] for point, next_point in pairwise(losses[-3:]))
+        if rising and last_loss > lowest_loss * (1 + LOSS_RISE_SHARE_MIN):
+            best_step = run.best_step
+            best_step_note = (
+                f"; the state of step {best_step} was kept" if best_step is not None else ""
+            )
             yield (
-                f"the held-out loss rises since step {at} ({least:.4f} to {last:.4f}): the "
-                f"examples are being learned by heart{way}"
+                f"the held-out loss has been rising since step {lowest_step} ({lowest_loss:.4f} to "
+                f"{last_loss:.4f}): the run overfits the examples{best_step_note}"
             )
 
 
-def _of_task(task: TaskFacts, run: RunFacts) -> Iterator[str]:
-    held = task.validation_examples
-    if run.state != "running" and not held:
-        yield "no record was held out, so nothing tells how it does on records it has not seen"
-    if 0 < held < FEW:
-        yield f"only {_count(held, 'example was', 'examples were')} held out; its share is a guess"
-    if task.shared:
+def _task_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
+    validation_examples = task.validation_examples
+    if run.state != "running" and not validation_examples:
+        yield "no record was held out, so the quality on unseen records is unknown"
+    if 0 < validation_examples < VALIDATION_EXAMPLES_MIN:
         yield (
-            f"{task.shared} of the held-out records are also learned from, so the measures are "
-            "better than they would be on new ones"
+            f"only {_format_count(validation_examples, 'example was', 'examples were')} held out; "
+            "the measures are uncertain"
         )
-    if held and task.answers_cut > CUT_SEEN * held:
+    if task.overlapping_examples:
         yield (
-            f"{task.answers_cut} of {held} answers were cut at max_new_tokens; a larger one, or a "
-            "stop, may score better"
+            f"{task.overlapping_examples} of the held-out records are also training records, "
+            "so the measures are better than on new records"
         )
-    if len(task.dropped) > DROPPED_SEEN * (len(task.dropped) + task.examples):
+    if validation_examples and task.answers_cut > CUT_SHARE_MAX * validation_examples:
         yield (
-            f"{len(task.dropped)} of {len(task.dropped) + task.examples} records were left out; "
-            "see why under Data"
+            f"{task.answers_cut} of {validation_examples} answers were cut at max_new_tokens; "
+            "a larger max_new_tokens or a stop string may give better measures"
+        )
+    if len(task.dropped) > DROPPED_SHARE_MAX * (len(task.dropped) + task.examples):
+        yield (
+            f"{len(task.dropped)} of {len(task.dropped) + task.examples} records were dropped; "
+            "the report lists the reasons under Data"
         )
     if run.state != "running":
-        yield from _of_baselines(task, run)
+        yield from _baseline_warnings(task, run)
 
 
-def _of_baselines(task: TaskFacts, run: RunFacts) -> Iterator[str]:
-    made = task.baselines.get(ADAPTER, {})
-    measure = headline(made, str(run.config.get("measure", "")))
+def _baseline_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
+    measures = task.baselines.get(ADAPTER, {})
+    measure = headline_measure(measures, str(run.config.get("measure", "")))
     if measure is None:
         return
     sign = 1 if is_share(measure) else -1
-    value = made[measure]
-    plain = task.baselines.get(NO_PROMPT, {}).get(measure)
-    if plain is not None and sign * (value - plain) <= 0:
-        yield f"the {learned(run)} does no better than no prompt at all; do not serve it"
-    written = task.baselines.get(ORACLE, {}).get(measure)
-    open_by = margin(value, task.validation_examples) if is_share(measure) else 0.0
-    if written is not None and sign * (written - value) > open_by:
+    value = measures[measure]
+    no_prompt_measure = task.baselines.get(NO_PROMPT, {}).get(measure)
+    if no_prompt_measure is not None and sign * (value - no_prompt_measure) <= 0:
+        yield f"the {artifact_name(run)} is not better than no prompt; do not serve it"
+    oracle_measure = task.baselines.get(ORACLE, {}).get(measure)
+    uncertainty = confidence_margin(value, task.validation_examples) if is_share(measure) else 0.0
+    if oracle_measure is not None and sign * (oracle_measure - value) > uncertainty:
         yield (
-            f"the written instruction still does better than the {learned(run)}; more steps, "
-            "records, or virtual tokens may close the gap"
+            f"the written instruction is better than the {artifact_name(run)}; more steps, "
+            "records or virtual tokens may improve it"
         )
 
 
-def summary(run: RunFacts) -> dict[str, Any]:
-    """What `--json` prints at the end: JSON has no word for what is not finite, so it is null."""
-    losses = [one.loss for one in run.progress]
+def run_summary(run: RunFacts) -> dict[str, Any]:
+    """Return the output of `--json`; values that JSON cannot represent (NaN, infinity) are null."""
+    losses = [step.loss for step in run.progress]
     return {
         "name": run.name,
         "state": run.state,
         "steps": len(losses),
-        "first_loss": _finite(losses[0]) if losses else None,
-        "last_loss": _finite(fmean(losses[-LAST_STEPS:])) if losses else None,
+        "first_loss": nonfinite_to_none(losses[0]) if losses else None,
+        "last_loss": nonfinite_to_none(fmean(losses[-LAST_LOSS_STEPS:])) if losses else None,
         "best_step": run.best_step,
-        "seconds": sum(one.seconds for one in run.progress),
-        "text_tokens": sum(one.text_tokens for one in run.progress),
+        "seconds": sum(step.seconds for step in run.progress),
+        "text_tokens": sum(step.text_tokens for step in run.progress),
         "tasks": [
             {
                 "name": task.name,
@@ -284,22 +342,15 @@ def summary(run: RunFacts) -> dict[str, Any]:
                 "examples": task.examples,
                 "dropped": len(task.dropped),
                 "validation_examples": task.validation_examples,
-                "measures": {
-                    name: {measure: _finite(value) for measure, value in row.items()}
-                    for name, row in task.baselines.items()
-                },
-                "verdict": verdict(task, run).sentence,
+                "measures": nonfinite_to_none(task.baselines),
+                "verdict": task_verdict(task, run).sentence,
             }
             for task in run.tasks
         ],
-        "warnings": warnings(run),
+        "warnings": run_warnings(run),
         "notes": list(run.notes),
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def _format_count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

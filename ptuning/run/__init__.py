@@ -1,0 +1,1 @@
+"""A tuning run: preparation, training loop, validation, resumable state, artifacts and sweeps."""

@@ -1,14 +1,13 @@
-"""What a run leaves: adapters, with cards that say what they are worth; an encoder; or a model.
+"""Run artifacts: writes the trained adapters with their cards, the encoder, or the full model.
 
-An adapter is a task's rows of the run's table, rounded to fp32, whatever made them. A run that went
-on after a kill does not write again what it had written.
+An adapter contains its task's rows of the run's table (virtual tokens, or the prefix of prefix
+tuning) in fp32. Method `full` writes a checkpoint instead of adapters. A resumed run compares
+digests, and does not write an adapter or a checkpoint again.
 """
 
-import os
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,163 +23,183 @@ from gpt.adapters.adapter_file import (
     Adapter,
     Card,
     build_adapter,
-    check_folder,
+    check_publish_directory,
     latest_adapter,
     publish_adapter,
 )
-from gpt.adapters.golden_examples import make_golden
+from gpt.adapters.golden_examples import record_golden_examples
+from gpt.atomic_files import stage_folder, write_atomic
 from gpt.checkpoint.digest import identify
-from gpt.checkpoint.logical_tensor import in_memory
+from gpt.checkpoint.logical_tensor import checkpoint_from_tensors
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOAT_NAMES, FLOATS
+from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
 from gpt.errors import ConfigError
 from gpt.formats.manifest import MANIFEST, NATIVE, Manifest
-from gpt.formats.native import TOKENIZER
+from gpt.formats.native import TOKENIZER_FOLDER
 from gpt.formats.registry import open_checkpoint
 from gpt.model.gpt_model import GPT
-from gpt.parallel.sharding import Parameter, kept_dtype, parameters, part
+from gpt.parallel.weight_sharding import ParameterSpec, parameter_dtype, parameter_specs, shard_spec
 from ptuning.data.dataset import TaskData
-from ptuning.prompt.prompt_encoder import FILE
-from ptuning.run.preparation import Prepared
-from ptuning.run.validation import Measuring
+from ptuning.prompt.prompt_encoder import ENCODER_FILE
+from ptuning.run.preparation import PreparedRun
+from ptuning.run.validation import Validator
 from ptuning.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class RunOutcome:
+    """Outcome of a run: its final state, losses and written files."""
 
-    paths: tuple[Path, ...]  # Of what it wrote: adapters, or a checkpoint.
-    cards: tuple[Card, ...]  # Of the adapters.
-    folder: Path  # Its logs and report.
+    paths: tuple[Path, ...]  # Written adapters, or the written checkpoint.
+    cards: tuple[Card, ...]  # Cards of the adapters.
+    folder: Path  # Folder with the run's logs and report.
     state: str  # "finished", "stopped early" or "interrupted".
-    step: int
+    step: int  # Number of completed steps.
     first_loss: float
-    last_loss: float  # The mean of the last steps.
-    best_step: int | None
+    last_loss: float  # Mean loss over the last steps.
+    best_step: int | None  # Step of the written table; None: the last step.
 
 
 def write_adapters(
-    prepared: Prepared,
+    prepared: PreparedRun,
     trainer: Trainer,
     table: Tensor,
     metrics: Mapping[str, Any],
-    measuring: Measuring,
+    validator: Validator,
     *,
-    again: bool,
+    is_resumed: bool,
 ) -> list[tuple[Path, Card]]:
-    """Every task's; rank 0 writes, all call. `again`: the run may have written them before."""
-    found = []
+    """Write the adapter of each task on rank 0; return the paths and cards (empty on other ranks).
+
+    All ranks must call this function. If `is_resumed` is set, the run may have written some
+    adapters before it was killed.
+    """
+    published = []
     for data, card in zip(prepared.tasks, prepared.cards, strict=True):
-        rows = table[data.first_row : data.first_row + data.template.rows]
-        card = _card(prepared, data, card, {**metrics, **_worth(data, measuring)})
+        rows = table[data.first_row : data.first_row + data.template.virtual_tokens]
+        card = _complete_card(
+            prepared, data, card, {**metrics, **_validation_metrics(data, validator)}
+        )
         adapter = build_adapter(card, rows.cpu())
-        golden = _golden(prepared, trainer, data, adapter)
+        golden = _golden_examples(prepared, trainer, data, adapter)
         if golden:
             adapter = build_adapter(replace(adapter.card, golden=golden), rows.cpu())
         if trainer.mesh.rank == 0:
             folder = Path(prepared.config.output)
-            written = latest_adapter(folder, card.name) if again else None
-            if written is not None and written[1].digest == adapter.digest:
-                path = written[0]
+            latest = latest_adapter(folder, card.name) if is_resumed else None
+            if latest is not None and latest[1].digest == adapter.digest:
+                path = latest[0]
             else:
-                check_folder(folder)  # It was there when the run began.
+                check_publish_directory(folder)  # The folder may have been removed during the run.
                 path = publish_adapter(adapter, folder)
-            found.append((path, adapter.card))
-    return found
+            published.append((path, adapter.card))
+    return published
 
 
 def write_encoder(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """For a later run that starts from it; see `encoder_from`."""
-    half = folder / f".{FILE}.part"
+    """Write the encoder for later runs that set `encoder_from`."""
+    content = safetensors.torch.save(dict(tensors))
+    partial_path = folder / f".{ENCODER_FILE}.part"
     try:
-        half.write_bytes(safetensors.torch.save(dict(tensors)))
-        os.replace(half, folder / FILE)
+        write_atomic(folder / ENCODER_FILE, content, partial_path=partial_path)
     except OSError as error:
-        with suppress(OSError):
-            half.unlink(missing_ok=True)
-        raise _no_room(folder / FILE, error.strerror) from None
+        raise _unwritable_error(folder / ENCODER_FILE, error.strerror) from None
 
 
-def write_model(prepared: Prepared, chunks: Sequence[GPT], *, again: bool) -> list[Path]:
-    """A native checkpoint of a model that was learned whole; rank 0 gathers and writes it.
+def write_model(prepared: PreparedRun, chunks: Sequence[GPT], *, is_resumed: bool) -> list[Path]:
+    """Write a fully trained model as a native checkpoint on rank 0; return its folder in a list.
 
-    `again`: the run may have written it before.
+    The list is empty on other ranks. All ranks must call this function. If `is_resumed` is set, the
+    run may have written the checkpoint before it was killed.
     """
-    tensors = gathered(chunks)
+    tensors = gather_model(chunks)
     if chunks[0].mesh.rank != 0:
         return []
     source = prepared.checkpoint
-    config = source.config.with_fields(dtype=FLOAT_NAMES[chunks[0].dtype])
-    identity = identify(in_memory(config, tensors))
-    folder, last = _next_folder(Path(prepared.config.output), prepared.cards[0].name)
-    if again and last is not None and identify(open_checkpoint(last)).digest == identity.digest:
-        return [last]
-    half = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(half, ignore_errors=True)
+    config = source.config.with_fields(dtype=FLOAT_DTYPE_NAMES[chunks[0].dtype])
+    identity = identify(checkpoint_from_tensors(config, tensors))
+    folder, previous_folder = _next_folder(Path(prepared.config.output), prepared.cards[0].name)
+    if (
+        is_resumed
+        and previous_folder is not None
+        and identify(open_checkpoint(previous_folder)).digest == identity.digest
+    ):
+        return [previous_folder]
+    partial_path = folder.with_name(f".{folder.name}.part")
     try:
-        half.mkdir(parents=True)
-        weights = "model-00001-of-00001.safetensors"
-        safetensors.torch.save_file(tensors, half / weights)
-        if source.tokenizer is not None:
-            _copy_tokenizer(source.tokenizer, half / TOKENIZER)
-        files = {
-            str(path.relative_to(half)): {"bytes": path.stat().st_size, "crc32": _crc(path)}
-            for path in sorted(half.rglob("*"))
-            if path.is_file()
-        }
-        (half / MANIFEST).write_bytes(Manifest(NATIVE, config, identity, files).to_bytes())
-        os.rename(half, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with stage_folder(folder, partial_path=partial_path) as partial_folder:
+            weights = "model-00001-of-00001.safetensors"
+            safetensors.torch.save_file(tensors, partial_folder / weights)
+            if source.tokenizer is not None:
+                _copy_tokenizer(source.tokenizer, partial_folder / TOKENIZER_FOLDER)
+            files = {
+                str(path.relative_to(partial_folder)): {
+                    "bytes": path.stat().st_size,
+                    "crc32": _crc(path),
+                }
+                for path in sorted(partial_folder.rglob("*"))
+                if path.is_file()
+            }
+            (partial_folder / MANIFEST).write_bytes(
+                Manifest(NATIVE, config, identity, files).to_bytes()
+            )
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(half, ignore_errors=True)
-        raise _no_room(folder, getattr(error, "strerror", None) or error) from None
+        raise _unwritable_error(folder, getattr(error, "strerror", None) or error) from None
     return [folder]
 
 
-def _no_room(path: Path, why: object) -> ConfigError:
+def _unwritable_error(path: Path, reason: object) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be written ({why}); make room, and give the same command: it goes on from "
-        "the last state"
+        f"{path} cannot be written ({reason}); free disk space, and run the same command again to "
+        "resume from the last state"
     )
 
 
 @torch.no_grad()
-def gathered(chunks: Sequence[GPT]) -> dict[str, Tensor]:
-    """The whole model on rank 0, tensor by tensor; nothing elsewhere. All ranks call together."""
+def gather_model(chunks: Sequence[GPT]) -> dict[str, Tensor]:
+    """Return the full model tensors on rank 0, and an empty dict on the other ranks.
+
+    All ranks must call this function.
+    """
     mesh, config = chunks[0].mesh, chunks[0].config
-    own = {name: value for chunk in chunks for name, value in chunk.named_parameters()}
+    local_parameters = {name: value for chunk in chunks for name, value in chunk.named_parameters()}
     if mesh.tp * mesh.pp * mesh.dp == 1:
-        return {name: own[name].detach().clone() for name in parameters(config)}
-    found: dict[str, Tensor] = {}
-    for name, parameter in parameters(config).items():
-        owner = torch.tensor([mesh.pp_rank if name in own else mesh.pp], device=mesh.device)
+        return {name: local_parameters[name].detach().clone() for name in parameter_specs(config)}
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameter_specs(config).items():
+        owner = torch.tensor(
+            [mesh.pp_rank if name in local_parameters else mesh.pp], device=mesh.device
+        )
         dist.all_reduce(owner, op=dist.ReduceOp.MIN)
         stage = int(owner)
         if mesh.pp_rank == stage and mesh.dp_rank == 0:
-            pieces = _pieces(own[name], mesh)
-            whole = _joined(parameter, config, pieces) if mesh.tp_rank == 0 else None
+            shards = _gather_shards(local_parameters[name], mesh)
+            full_tensor = _join_shards(parameter, config, shards) if mesh.tp_rank == 0 else None
         else:
-            whole = None
-        first = stage * mesh.tp * mesh.dp
+            full_tensor = None
+        first_rank = stage * mesh.tp * mesh.dp
         if mesh.rank == 0:
-            if whole is None:
-                dtype = FLOATS[kept_dtype(name, FLOAT_NAMES[chunks[0].dtype])]
-                whole = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
-                dist.recv(whole, first)
-            found[name] = whole.cpu()
-        elif mesh.rank == first:
-            assert whole is not None
-            dist.send(whole.contiguous(), 0)
-    return found
+            if full_tensor is None:
+                dtype = FLOAT_DTYPES[parameter_dtype(name, FLOAT_DTYPE_NAMES[chunks[0].dtype])]
+                full_tensor = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
+                dist.recv(full_tensor, first_rank)
+            tensors[name] = full_tensor.cpu()
+        elif mesh.rank == first_rank:
+            assert full_tensor is not None
+            dist.send(full_tensor.contiguous(), 0)
+    return tensors
 
 
-def _card(prepared: Prepared, data: TaskData, card: Card, metrics: Mapping[str, Any]) -> Card:
+def _complete_card(
+    prepared: PreparedRun, data: TaskData, card: Card, metrics: Mapping[str, Any]
+) -> Card:
     identity = identify(prepared.checkpoint)
     return replace(
         card,
         template=data.template,
         method=prepared.config.method,
-        kind=prepared.config.kind,
+        kind=prepared.config.adapter_kind,
         base_digest=identity.digest,
         base_fingerprint=identity.fingerprint,
         metrics={**metrics, "examples": len(data.examples.examples)},
@@ -189,44 +208,48 @@ def _card(prepared: Prepared, data: TaskData, card: Card, metrics: Mapping[str, 
     )
 
 
-def _worth(data: TaskData, measuring: Measuring) -> dict[str, Any]:
-    measured = measuring.tasks.get(data.task.name)
-    if measured is None:
+def _validation_metrics(data: TaskData, validator: Validator) -> dict[str, Any]:
+    task_validation = validator.tasks.get(data.task.name)
+    if task_validation is None:
         return {}
-    shares = {what: dict(values) for what, values in measured.baselines.items()}
-    count = len(measured.examples.examples)
-    return {"validation": {**shares, "loss": measured.loss, "examples": count}}
+    baselines = {baseline: dict(values) for baseline, values in task_validation.baselines.items()}
+    count = len(task_validation.examples.examples)
+    return {"validation": {**baselines, "loss": task_validation.loss, "examples": count}}
 
 
-def _golden(prepared: Prepared, trainer: Trainer, data: TaskData, adapter: Adapter) -> Any:
+def _golden_examples(
+    prepared: PreparedRun, trainer: Trainer, data: TaskData, adapter: Adapter
+) -> Any:
     count = prepared.config.golden_examples
     if not count or data.validation is None:
         return ()
-    inputs = data.validation.first(count).records
-    return make_golden(trainer.model, prepared.tokenizer, adapter, inputs)
+    inputs = data.validation.head(count).records
+    return record_golden_examples(trainer.model, prepared.tokenizer, adapter, inputs)
 
 
-def _pieces(value: Tensor, mesh: Any) -> list[Tensor]:
+def _gather_shards(value: Tensor, mesh: Any) -> list[Tensor]:
     if mesh.tp == 1:
         return [value.detach()]
-    pieces = [torch.empty_like(value) for _ in range(mesh.tp)]
-    dist.all_gather(pieces, value.detach().contiguous(), group=mesh.tp_group)
-    return pieces
+    shards = [torch.empty_like(value) for _ in range(mesh.tp)]
+    dist.all_gather(shards, value.detach().contiguous(), group=mesh.tp_group)
+    return shards
 
 
-def _joined(parameter: Parameter, config: GPTConfig, pieces: Sequence[Tensor]) -> Tensor:
-    whole = pieces[0].new_empty(parameter.shape)
-    for rank, piece in enumerate(pieces):
-        held, start = part(parameter, config, rank, len(pieces)), 0
-        for first, last in held.ranges:
-            size = last - first
-            whole.narrow(held.dim, first, size).copy_(piece.narrow(held.dim, start, size))
-            start += size
-    return whole
+def _join_shards(parameter: ParameterSpec, config: GPTConfig, shards: Sequence[Tensor]) -> Tensor:
+    full_tensor = shards[0].new_empty(parameter.shape)
+    for rank, shard in enumerate(shards):
+        rank_part, shard_offset = shard_spec(parameter, config, rank, len(shards)), 0
+        for range_start, range_end in rank_part.ranges:
+            size = range_end - range_start
+            full_tensor.narrow(rank_part.dim, range_start, size).copy_(
+                shard.narrow(rank_part.dim, shard_offset, size)
+            )
+            shard_offset += size
+    return full_tensor
 
 
 def _next_folder(output: Path, name: str) -> tuple[Path, Path | None]:
-    """One that is free, and the one before it."""
+    """Return the next unused checkpoint folder, and the existing folder before it or None."""
     number = 1
     while (output / f"{name}-{number}").exists():
         number += 1

@@ -1,150 +1,170 @@
-"""What a run starts from: everything that can go wrong before anything is computed.
+"""Run preparation: checks settings, opens the checkpoint's headers and renders the records.
 
-Only headers of the checkpoint are read here; the records are read and rendered whole. Nothing here
-talks to a terminal.
+Preparation raises the errors that can be detected before the weights are loaded. It reads the
+headers of the checkpoint, but no weights, and reads and renders all records. It writes nothing to
+the terminal.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt.adapters.adapter_file import Card, check_folder, parse_name, table_width
-from gpt.adapters.card import GOLDEN_MAX, TABLE_BYTES_MAX
+from gpt.adapters.adapter_file import Card, check_publish_directory, parse_name, table_width
+from gpt.adapters.card import GOLDEN_EXAMPLES_MAX, TABLE_BYTES_MAX
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOATS
+from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, ConfigError, RequestError
-from gpt.formats.overrides import open_overridden, read_overrides
-from gpt.model.loading import device_of
-from gpt.parallel.sharding import check_split
+from gpt.formats.overrides import open_with_overrides, read_overrides
+from gpt.model.loading import parse_device
+from gpt.parallel.weight_sharding import check_split
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example, TaskData, read_tasks
-from ptuning.data.records import Reading
+from ptuning.data.records import ProgressCallback
 from ptuning.prompt.initialization import initial_ids
 from ptuning.prompt.prompt_encoder import check_encoder
-from ptuning.run.training_state import Origin
+from ptuning.run.training_state import RunFingerprint
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Everything that a run starts from, checked; no weight is loaded yet."""
+class PreparedRun:
+    """Checked inputs of a run; no weights are loaded yet."""
 
     config: TuneConfig
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     tasks: Sequence[TaskData]
-    starts: Sequence[Sequence[int]]  # Of each task, the tokens whose rows it starts as, if any.
-    cards: Sequence[Card]  # Each task's, but for what the base and the run will add.
+    # For each task, the tokens whose embeddings are its initial rows; see `initial_ids`.
+    initial_token_ids: Sequence[Sequence[int]]
+    cards: Sequence[Card]  # One card per task, without base model, template, method and metrics.
 
     @property
     def examples(self) -> list[Example]:
-        """All tasks', one after another."""
+        """Training examples of all tasks, task after task."""
         return [example for task in self.tasks for example in task.examples.examples]
 
-    def origin(self) -> Origin:
-        """What a state of this run has come from."""
-        files = [(task.examples, task.validation) for task in self.tasks]
-        examples = [example for pair in files for one in pair if one for example in one.examples]
-        return Origin.of(self.config, examples, identify(self.checkpoint).digest)
+    def fingerprint(self) -> RunFingerprint:
+        """Return the fingerprint that is stored in the states of this run."""
+        example_sets = [(task.examples, task.validation) for task in self.tasks]
+        examples = [
+            example
+            for pair in example_sets
+            for example_set in pair
+            if example_set
+            for example in example_set.examples
+        ]
+        return RunFingerprint.compute(self.config, examples, identify(self.checkpoint).digest)
 
 
-def prepare(config: TuneConfig, reading: Reading | None = None) -> Prepared:
-    for task in config.wanted:
+def prepare(config: TuneConfig, progress: ProgressCallback | None = None) -> PreparedRun:
+    for task in config.resolved_tasks:
         _check_name(task.name, config)
-    device_of(config.device)
-    if config.dtype not in (None, *FLOATS):
-        raise ConfigError(f"dtype is {config.dtype!r}; known are: {', '.join(FLOATS)}")
-    changes = read_overrides(config.config_json, config.true_vocab_size)
-    checkpoint = open_overridden(config.model, changes, config.tokenizer)
-    sizes = checkpoint.config
-    tokenizer: Tokenizer = NullTokenizer(sizes.vocab_size)
+    parse_device(config.device)
+    if config.dtype not in (None, *FLOAT_DTYPES):
+        raise ConfigError(f"dtype is {config.dtype!r}; choose one of: {', '.join(FLOAT_DTYPES)}")
+    overrides = read_overrides(config.config_json, config.true_vocab_size)
+    checkpoint = open_with_overrides(config.model, overrides, config.tokenizer)
+    model_config = checkpoint.config
+    tokenizer: Tokenizer = NullTokenizer(model_config.vocab_size)
     if checkpoint.tokenizer is not None:
         tokenizer = open_tokenizer(checkpoint.tokenizer)
-        check_tokenizer(tokenizer, sizes.vocab_size, checkpoint.tokenizer)
-    _check_split(config, sizes)
+        check_tokenizer(tokenizer, model_config.vocab_size, checkpoint.tokenizer)
+    _check_split(config, model_config)
     if config.method != "full":
-        check_encoder(config, sizes.hidden_size)
-        _check_rows(config, sizes)
+        check_encoder(config, model_config.hidden_size)
+        _check_virtual_tokens(config, model_config)
     cards = [
         Card(task.name or "model", task.task, stop=task.stop, max_new_tokens=task.max_new_tokens)
-        for task in config.wanted
+        for task in config.resolved_tasks
     ]
-    tasks = read_tasks(config, tokenizer, sizes, reading)
-    starts = [initial_ids(task, config, tokenizer) for task in tasks]
-    _check_measures(config, tasks)
+    tasks = read_tasks(config, tokenizer, model_config, progress)
+    initial_token_ids = [initial_ids(task, config, tokenizer) for task in tasks]
+    _check_validation(config, tasks)
     try:
-        # Last, as it makes the directory. Hours of learning should not end where nobody can write.
-        check_folder(Path(config.output))
+        # This check runs before training, so that a run does not fail after hours of training. It
+        # is the last check, because it creates the directory.
+        check_publish_directory(Path(config.output))
     except AdapterError as error:
         raise ConfigError(f"output: {error}") from None
-    return Prepared(config, checkpoint, tokenizer, tasks, starts, cards)
+    return PreparedRun(config, checkpoint, tokenizer, tasks, initial_token_ids, cards)
 
 
-def _check_split(config: TuneConfig, sizes: GPTConfig) -> None:
-    check_split(sizes, config.tp, config.pp)
-    if config.pp * config.virtual_stages > sizes.num_layers:
+def _check_split(config: TuneConfig, model_config: GPTConfig) -> None:
+    check_split(model_config, config.tp, config.pp)
+    if config.pp * config.virtual_stages > model_config.num_layers:
         raise ConfigError(
             f"pp {config.pp} x virtual_stages {config.virtual_stages} is more than the model's "
-            f"{sizes.num_layers} layers; each piece needs one"
+            f"{model_config.num_layers} layers; reduce pp or virtual_stages: each chunk needs at "
+            "least one layer"
         )
     if config.virtual_stages > 1 and config.pp == 1:
-        raise ConfigError("virtual_stages is for a pipeline; set it to 1, or pp to more")
+        raise ConfigError(
+            f"virtual_stages is {config.virtual_stages}, but pp is 1; set virtual_stages to 1, or "
+            "pp to 2 or more"
+        )
     if config.batch_examples < config.dp:
         raise ConfigError(
-            f"batch_examples is {config.batch_examples}, and {config.dp} data-parallel ranks share "
-            f"a batch; set it to {config.dp} at least"
+            f"batch_examples is {config.batch_examples}, but {config.dp} data-parallel ranks share "
+            f"a batch; set batch_examples to at least {config.dp}"
         )
-    drops = config.hidden_dropout or config.attention_dropout
-    if drops and config.method != "full":
+    dropout = config.hidden_dropout or config.attention_dropout
+    if dropout and config.method != "full":
         raise ConfigError(
-            "hidden_dropout and attention_dropout are for method: full; a frozen model has none: "
-            "take them out"
+            "hidden_dropout and attention_dropout have an effect only with method: full; a frozen "
+            "model runs without dropout; remove them"
         )
 
 
-def _check_rows(config: TuneConfig, sizes: GPTConfig) -> None:
-    """As many as a server will take, before any prompt is made of them."""
-    width = table_width(config.kind, sizes)
-    rows_max = min(sizes.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * width))
-    for task in config.wanted:
+def _check_virtual_tokens(config: TuneConfig, model_config: GPTConfig) -> None:
+    """Raise ConfigError if a task has more virtual tokens than a server accepts."""
+    width = table_width(config.adapter_kind, model_config)
+    rows_max = min(model_config.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * width))
+    for task in config.resolved_tasks:
         if task.virtual_tokens > rows_max:
             raise ConfigError(
-                f"virtual_tokens is {task.virtual_tokens}; this model takes at most {rows_max}: "
-                f"half its context of {sizes.max_position_embeddings}, and a table of 1 GiB"
+                f"virtual_tokens is {task.virtual_tokens}; the maximum for this model is "
+                f"{rows_max}, the smaller of half its context "
+                f"({model_config.max_position_embeddings} tokens) and the number of rows in a "
+                "table of 1 GiB"
             )
 
 
-def _check_measures(config: TuneConfig, tasks: Sequence[TaskData]) -> None:
-    """What is measured needs records to measure it with."""
-    if config.golden_examples > GOLDEN_MAX:
+def _check_validation(config: TuneConfig, tasks: Sequence[TaskData]) -> None:
+    """Check `golden_examples`, and the settings that need validation records.
+
+    Raises ConfigError if `golden_examples` is too large, or if such a setting is set without
+    validation records.
+    """
+    if config.golden_examples > GOLDEN_EXAMPLES_MAX:
         raise ConfigError(
-            f"golden_examples is {config.golden_examples}; at most {GOLDEN_MAX} travel in a card"
+            f"golden_examples is {config.golden_examples}; set at most {GOLDEN_EXAMPLES_MAX}, the "
+            "limit of an adapter's card"
         )
-    measured = any(task.validation is not None for task in tasks)
-    wishes = {
+    has_validation = any(task.validation is not None for task in tasks)
+    validation_settings = {
         "measure": config.measure != "loss",
         "patience": config.patience is not None,
         "validate_every": config.validate_every is not None,
         "golden_examples": config.golden_examples > 0,
     }
-    for name, wished in wishes.items():
-        if wished and not measured:
+    for name, is_set in validation_settings.items():
+        if is_set and not has_validation:
             raise ConfigError(
-                f"{name} is {getattr(config, name)}, and there are no records to measure with; "
-                "name a file of some as `validation`"
+                f"{name} is {getattr(config, name)}, but there are no validation records; set "
+                "`validation` to a file of records"
             )
 
 
-def _check_name(given: str, config: TuneConfig) -> None:
-    if config.method == "full" and not given:
+def _check_name(adapter_name: str, config: TuneConfig) -> None:
+    if config.method == "full" and not adapter_name:
         return
     try:
-        name = parse_name(given)
+        name = parse_name(adapter_name)
     except RequestError as error:
         raise ConfigError(f"name: {error}") from None
     if name.version is not None:
         raise ConfigError(
-            f"name is {given!r}; leave the version out, as each run makes the next one"
+            f"name is {adapter_name!r}; remove the version: each run writes the next version"
         )

@@ -1,8 +1,9 @@
-"""Many runs for one adapter: every combination of some settings, of which the best is published.
+"""Hyperparameter sweep: one run per combination of settings; the best adapter is published.
 
-Each is a run like any other, with a folder of its own that takes its adapters too. What it came to
-is left there when it has ended, so the same command runs only what is missing. Runs are compared
-by what they were measured by. How a run is made is not known here.
+Each run has its own folder with its adapters and, after a run that did not fail, its result file.
+The same command executes only the runs without a result file, so failed runs are repeated. Runs are
+compared by the configured `measure`. The caller passes the function that executes one run; this
+module is independent of training.
 """
 
 import csv
@@ -11,7 +12,6 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,329 +23,398 @@ import torch.distributed as dist
 import yaml
 from rich.table import Table
 
-from gpt.adapters.adapter_file import check_folder, latest_adapter, open_adapter, publish_adapter
+from gpt.adapters.adapter_file import (
+    check_publish_directory,
+    latest_adapter,
+    open_adapter,
+    publish_adapter,
+)
+from gpt.atomic_files import write_atomic
 from gpt.errors import AdapterError, ConfigError, PreambleError
-from gpt.settings import nearest, read_yaml, shown
+from gpt.json_output import nonfinite_to_none
+from gpt.settings import read_yaml, short_repr, suggest_nearest
 from ptuning.config import TuneConfig
 from ptuning.launch import under_torchrun
-from ptuning.run.artifacts import Outcome
-from ptuning.run.preparation import Prepared, prepare
+from ptuning.run.artifacts import RunOutcome
+from ptuning.run.preparation import PreparedRun, prepare
 from ptuning.run.training_loop import run_folder
-from ptuning.run.training_state import Origin, hold
+from ptuning.run.training_state import RunFingerprint, lock_folder
 from ptuning.run_facts import RunFacts
 
 RUNS_MAX = 64
-FOLDER, RESULT, TABLE = "sweep", "result.json", "sweep.csv"
-# What runs are told apart from others by, and what they are compared by.
-SAME = (
-    *("name", "output", "run", "model", "tasks", "task_templates"),
-    *("validation", "validation_examples", "measure"),
+SWEEP_FOLDER = "sweep"
+RESULT_FILE = "result.json"
+TABLE_FILE = "sweep.csv"
+# Settings that must be equal in all runs: they identify the sweep or make its runs comparable.
+FIXED_SETTINGS = (
+    "name",
+    "output",
+    "run",
+    "model",
+    "tasks",
+    "task_templates",
+    "validation",
+    "validation_examples",
+    "measure",
 )
-PLAIN = re.compile(r"[\w.=,+-]{1,120}", re.ASCII)
+SAFE_LABEL_PATTERN = re.compile(r"[\w.=,+-]{1,120}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One combination, and the run that it makes."""
+    """One combination of swept values and the settings of its run."""
 
     values: Mapping[str, Any]
     config: TuneConfig
-    folder: Path  # All of its own, its adapters too.
+    folder: Path  # Folder of this run, including its adapters; no other run writes into it.
 
     def __str__(self) -> str:
-        return ", ".join(f"{key} {shown(value)}" for key, value in self.values.items())
+        return ", ".join(f"{key} {short_repr(value)}" for key, value in self.values.items())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    config: TuneConfig  # As the file has it.
+    """All runs of a sweep."""
+
+    config: TuneConfig  # The settings of the YAML file, without the swept values.
     variants: tuple[Variant, ...]
     folder: Path
 
     @property
     def compared_by(self) -> str:
-        """In words: without records to measure with there is only what was learned from."""
+        """Name of the metric by which runs are compared.
+
+        The metric is `measure`; if this is the loss, the metric is the validation loss, or the
+        training loss if there are no validation records.
+        """
         if self.config.measure != "loss":
             return self.config.measure
-        held_out = any(task.validation for task in self.config.wanted)
-        return "validation_loss" if held_out else "last_loss"
+        has_validation = any(task.validation for task in self.config.resolved_tasks)
+        return "validation_loss" if has_validation else "last_loss"
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run came to."""
+class VariantResult:
+    """Result of one run, written to the result file."""
 
-    state: str  # As an outcome's; or "failed".
-    trouble: str = ""  # Why it failed.
+    state: str  # RunOutcome.state, or "failed".
+    trouble: str = ""  # Error message of a failed run; the name is a key of the output.
     steps: int = 0
     best_step: int | None = None
     first_loss: float = math.nan
     last_loss: float = math.nan
-    validation_loss: float | None = None  # Of what was written.
+    validation_loss: float | None = None  # Validation loss of the written adapter.
     measures: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    paths: tuple[str, ...] = ()  # Of its adapters, in its folder.
+    paths: tuple[str, ...] = ()  # Adapter files, relative to the run's folder.
 
     def score(self, compared_by: str) -> float | None:
-        """More is better; None: there is nothing to compare."""
+        """Return the metric `compared_by`, negated if it is a loss, so that higher is better.
+
+        Return None if the run failed, or if the metric is missing or not finite.
+        """
         numbers = {"last_loss": self.last_loss, "validation_loss": self.validation_loss}
-        found = {**numbers, **self.measures}.get(compared_by)
-        if self.state == "failed" or found is None or not math.isfinite(found):
+        measured = {**numbers, **self.measures}.get(compared_by)
+        if self.state == "failed" or measured is None or not math.isfinite(measured):
             return None
-        return -found if compared_by in numbers else found
+        return -measured if compared_by in numbers else measured
 
 
 @dataclass(frozen=True)
-class Swept:
-    """How a sweep ended."""
+class SweepResult:
+    """Results of a sweep, which may have been interrupted or may still run."""
 
     sweep: Sweep
-    results: tuple[Result, ...]  # Of the variants, as far as it came.
-    best: int | None = None  # Its number among them; None: the sweep was interrupted.
-    paths: tuple[Path, ...] = ()  # What was published.
+    results: tuple[VariantResult, ...]  # Results of the first variants, in order.
+    # Index of the best result. None: the sweep was interrupted, or no run has a score yet.
+    best: int | None = None
+    paths: tuple[Path, ...] = ()  # Published adapters.
 
 
-# Runs one, and tells how it ended. The second word is whether to begin anew.
-Run = Callable[[Prepared, bool], tuple[Outcome, RunFacts]]
+# Executes one run; the second argument is `restart`.
+RunFunction = Callable[[PreparedRun, bool], tuple[RunOutcome, RunFacts]]
 
 
-def read_sweep(path: str, words: Sequence[str]) -> Sweep:
-    """Every combination of `key=value,value` as a run, all of them checked."""
+def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
+    """Build and check the settings of a run for every combination of `key=value,value`."""
     if under_torchrun():
-        raise ConfigError("--sweep starts the ranks of each run by itself; leave torchrun out")
+        raise ConfigError("--sweep starts the ranks of each run itself; run it without torchrun")
     record = read_yaml(Path(path))
-    config = TuneConfig.of(record, path)
+    config = TuneConfig.from_dict(record, path)
     if config.method == "full":
-        raise ConfigError("--sweep publishes an adapter, and method: full makes none; set another")
+        raise ConfigError(
+            "--sweep publishes an adapter, but method: full makes none; set another method"
+        )
     grid: dict[str, list[Any]] = {}
-    for word in words:
-        key, values = _wish(word, config)
+    for assignment in assignments:
+        key, values = _parse_assignment(assignment, config)
         if key in grid:
-            raise ConfigError(f"--sweep has {key} twice; give all of its values in one")
+            raise ConfigError(f"--sweep has {key} twice; give all of its values in one --sweep")
         grid[key] = values
     count = math.prod(map(len, grid.values()))
     if count > RUNS_MAX:
         raise ConfigError(
-            f"--sweep makes {count} runs, and at most {RUNS_MAX} may be; take some values out"
+            f"--sweep makes {count} runs, and at most {RUNS_MAX} are allowed; remove some values"
         )
-    folder, found = run_folder(config) / FOLDER, dict[str, Variant]()
-    for chosen in itertools.product(*grid.values()):
-        wished = dict(zip(grid, chosen, strict=True))
-        with _named(wished):
-            one = TuneConfig.of({**record, **wished}, path)
-        if one.method == "full":
-            raise ConfigError("--sweep publishes an adapter, and method: full makes none")
-        typed = {key: getattr(one, key) for key in grid}
-        own = folder / _label(typed)
-        places = {"run": str(own), "output": str(own / "adapters")}
-        # As settings know them: 1e-3 and 0.001 are one.
-        found[own.name] = Variant(typed, TuneConfig.of({**record, **wished, **places}, path), own)
-    return Sweep(config, tuple(found.values()), folder)
+    folder, variants = run_folder(config) / SWEEP_FOLDER, dict[str, Variant]()
+    for combination in itertools.product(*grid.values()):
+        overrides = dict(zip(grid, combination, strict=True))
+        with _errors_name_values(overrides):
+            variant_config = TuneConfig.from_dict({**record, **overrides}, path)
+        if variant_config.method == "full":
+            raise ConfigError(
+                "--sweep publishes an adapter, but method: full makes none; remove full"
+            )
+        typed_values = {key: getattr(variant_config, key) for key in grid}
+        variant_folder = folder / _folder_label(typed_values)
+        folders = {"run": str(variant_folder), "output": str(variant_folder / "adapters")}
+        # Keyed by the parsed values, so 1e-3 and 0.001 are the same run.
+        variants[variant_folder.name] = Variant(
+            typed_values,
+            TuneConfig.from_dict({**record, **overrides, **folders}, path),
+            variant_folder,
+        )
+    return Sweep(config, tuple(variants.values()), folder)
 
 
-def _wish(word: str, config: TuneConfig) -> tuple[str, list[Any]]:
-    key, sign, text = word.partition("=")
-    known = {one.name for one in fields(TuneConfig)}
-    if not sign:
-        raise ConfigError(f"--sweep is {shown(word)}; write it as learning_rate=1e-3,1e-2")
-    if key in SAME:
+def _parse_assignment(assignment: str, config: TuneConfig) -> tuple[str, list[Any]]:
+    key, equals, text = assignment.partition("=")
+    setting_names = {setting.name for setting in fields(TuneConfig)}
+    if not equals:
         raise ConfigError(
-            f"--sweep: {key} must be the same in all runs, or they could not be compared and "
-            "published as one; take it out"
+            f"--sweep is {short_repr(assignment)}; write it as learning_rate=1e-3,1e-2"
+        )
+    if key in FIXED_SETTINGS:
+        raise ConfigError(
+            f"--sweep: {key} must be the same in all runs, because they are compared and published "
+            "under one name; remove it"
         )
     if key == "answer_only_loss" and config.measure == "loss":
         raise ConfigError(
-            "--sweep: with answer_only_loss a loss means something else, so runs cannot be "
-            "compared by it; set another measure, or take it out"
+            "--sweep: answer_only_loss changes the meaning of the loss, so the loss cannot compare "
+            "these runs; set another measure, or remove answer_only_loss"
         )
-    if key not in known:
-        raise ConfigError(f"--sweep: unknown key {shown(key)}; {nearest(key, known - set(SAME))}")
+    if key not in setting_names:
+        raise ConfigError(
+            f"--sweep: unknown key {short_repr(key)}; "
+            f"{suggest_nearest(key, setting_names - set(FIXED_SETTINGS))}"
+        )
     try:
         values = yaml.safe_load(f"[{text}]")
     except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     if not isinstance(values, list) or not values:
         raise ConfigError(
-            f"--sweep: {key} has the values {shown(text)}; give them as YAML would have them, with "
-            "commas between"
+            f"--sweep: {key} has the values {short_repr(text)}; give YAML values, separated by "
+            "commas"
         )
     return key, values
 
 
 @contextmanager
-def _named(values: Mapping[str, Any]) -> Iterator[None]:
-    """Say which combination is refused."""
+def _errors_name_values(values: Mapping[str, Any]) -> Iterator[None]:
+    """Add the combination of values to the message of a ConfigError."""
     try:
         yield
     except ConfigError as error:
-        which = ", ".join(f"{key}={shown(value)}" for key, value in values.items())
-        raise ConfigError(f"--sweep with {which}: {error}") from None
+        combination = ", ".join(f"{key}={short_repr(value)}" for key, value in values.items())
+        raise ConfigError(f"--sweep with {combination}: {error}") from None
 
 
-def _label(values: Mapping[str, Any]) -> str:
-    """A folder's name: the values, where a path can hold them."""
-    plain = ",".join(f"{key}={value}" for key, value in values.items())
+def _folder_label(values: Mapping[str, Any]) -> str:
+    """Return the folder name of a combination: its values if safe in a path, else their hash."""
+    readable = ",".join(f"{key}={value}" for key, value in values.items())
     exact = json.dumps(values, sort_keys=True)
-    return plain if PLAIN.fullmatch(plain) else hashlib.sha256(exact.encode()).hexdigest()[:16]
+    return (
+        readable
+        if SAFE_LABEL_PATTERN.fullmatch(readable)
+        else hashlib.sha256(exact.encode()).hexdigest()[:16]
+    )
 
 
-def run_sweep(sweep: Sweep, run: Run, say: Callable[[str], None], *, restart: bool) -> Swept:
-    """One run after another, but for those that have ended before; then the best is published."""
+def run_sweep(
+    sweep: Sweep, run: RunFunction, print_line: Callable[[str], None], *, restart: bool
+) -> SweepResult:
+    """Execute the runs without a saved result, one by one; then publish the best run's adapters."""
     if sweep.compared_by == "last_loss":
-        say(
-            "warning: there are no records to measure with (`validation`), so runs are compared by "
-            "the loss on what they learn from, which favours those that learn it by heart"
+        print_line(
+            "warning: there are no validation records (`validation`), so runs are compared by "
+            "their training loss, which favours overfitting"
         )
     try:
-        check_folder(Path(sweep.config.output))
+        check_publish_directory(Path(sweep.config.output))
     except AdapterError as error:
         raise ConfigError(f"output: {error}") from None
-    with hold(sweep.folder):
-        # All of them before anything is spent on one.
-        origins = []
+    with lock_folder(sweep.folder):
+        # All combinations are checked before the first run starts.
+        fingerprints = []
         for variant in sweep.variants:
-            with _named(variant.values):
-                origins.append(prepare(variant.config).origin())
+            with _errors_name_values(variant.values):
+                fingerprints.append(prepare(variant.config).fingerprint())
         if restart:
             for variant in sweep.variants:
-                (variant.folder / RESULT).unlink(missing_ok=True)
-        results: list[Result] = []
-        for number, (variant, origin) in enumerate(zip(sweep.variants, origins, strict=True), 1):
-            result = _earlier(variant, origin)
-            which = f"run {number} of {len(sweep.variants)}: {variant}"
-            say(f"{which}{' (done before)' if result is not None else ''}")
+                (variant.folder / RESULT_FILE).unlink(missing_ok=True)
+        results: list[VariantResult] = []
+        for number, (variant, fingerprint) in enumerate(
+            zip(sweep.variants, fingerprints, strict=True), 1
+        ):
+            result = _load_result(variant, fingerprint)
+            title = f"run {number} of {len(sweep.variants)}: {variant}"
+            print_line(f"{title}{' (already finished)' if result is not None else ''}")
             if result is None:
-                result = _attempt(variant, run, restart=restart)
+                result = _run_variant(variant, run, restart=restart)
                 if result.state == "interrupted":
-                    return Swept(sweep, tuple(results))
+                    return SweepResult(sweep, tuple(results))
                 if result.trouble:
-                    say(f"warning: {variant}: {result.trouble}")
+                    print_line(f"warning: {variant}: {result.trouble}")
                 else:
-                    _leave(variant, origin, result)
+                    _save_result(variant, fingerprint, result)
             results.append(result)
-            _write(
-                sweep.folder / TABLE, _csv(Swept(sweep, tuple(results), best_of(sweep, results)))
+            _write_atomic(
+                sweep.folder / TABLE_FILE,
+                _csv(SweepResult(sweep, tuple(results), best_variant(sweep, results))),
             )
-        best = best_of(sweep, results)
+        best = best_variant(sweep, results)
         if best is None:
-            raise ConfigError(f"none of the {len(results)} runs came to anything; see their words")
-        return Swept(sweep, tuple(results), best, _publish(sweep, best, results[best]))
+            raise ConfigError(
+                f"none of the {len(results)} runs has a result to compare; see the warnings above"
+            )
+        return SweepResult(sweep, tuple(results), best, _publish(sweep, best, results[best]))
 
 
-def _attempt(variant: Variant, run: Run, *, restart: bool) -> Result:
-    """A run that fails, as where a rate is too high, does not end the others."""
+def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> VariantResult:
+    """Execute one run.
+
+    A failed run does not end the sweep; a run can fail because its learning rate diverges.
+    """
     try:
         outcome, facts = run(prepare(variant.config), restart)
     except PreambleError as error:
         if dist.is_initialized():
-            dist.destroy_process_group()  # The next run's ranks meet anew.
-        return Result("failed", str(error))
-    last = facts.validations[-1] if facts.validations else None
-    return Result(
+            dist.destroy_process_group()  # The next run creates its own process group.
+        return VariantResult("failed", str(error))
+    last_validation = facts.validations[-1] if facts.validations else None
+    return VariantResult(
         outcome.state,
         steps=outcome.step,
         best_step=outcome.best_step,
         first_loss=outcome.first_loss,
         last_loss=outcome.last_loss,
-        validation_loss=None if last is None else last.loss,
-        measures={} if last is None else dict(last.measures),
-        seconds=sum(one.seconds for one in facts.progress),
+        validation_loss=None if last_validation is None else last_validation.loss,
+        measures={} if last_validation is None else dict(last_validation.measures),
+        seconds=sum(step.seconds for step in facts.progress),
         paths=tuple(str(path.relative_to(variant.folder)) for path in outcome.paths),
     )
 
 
-def _earlier(variant: Variant, origin: Origin) -> Result | None:
-    """What the same run came to, of the same records and the same base, if it has ended."""
+def _load_result(variant: Variant, fingerprint: RunFingerprint) -> VariantResult | None:
+    """Return the saved result, or None.
+
+    None: there is no result, its fingerprint differs, or one of its adapters does not exist.
+    """
     try:
-        record = json.loads((variant.folder / RESULT).read_text())
-        if record["origin"] != asdict(origin):
+        record = json.loads((variant.folder / RESULT_FILE).read_text())
+        if record["origin"] != asdict(fingerprint):
             return None
-        result = Result(**{**record["result"], "paths": tuple(record["result"]["paths"])})
+        result = VariantResult(**{**record["result"], "paths": tuple(record["result"]["paths"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return result if all((variant.folder / path).is_file() for path in result.paths) else None
 
 
-def _leave(variant: Variant, origin: Origin, result: Result) -> None:
-    record = {"origin": asdict(origin), "result": asdict(result)}
-    _write(variant.folder / RESULT, json.dumps(record, indent=2) + "\n")
+def _save_result(variant: Variant, fingerprint: RunFingerprint, result: VariantResult) -> None:
+    record = {"origin": asdict(fingerprint), "result": asdict(result)}
+    _write_atomic(variant.folder / RESULT_FILE, json.dumps(record, indent=2) + "\n")
 
 
-def best_of(sweep: Sweep, results: Sequence[Result]) -> int | None:
-    """Of equal ones the one with the lower loss, and then the first."""
-    scores = {number: one.score(sweep.compared_by) for number, one in enumerate(results)}
+def best_variant(sweep: Sweep, results: Sequence[VariantResult]) -> int | None:
+    """Return the index of the result with the best score; None if no result has a score.
 
-    def worth(number: int) -> tuple[float, float]:
+    Of results with equal scores, the one with the lower validation loss is best, then the earlier
+    one.
+    """
+    scores = {number: result.score(sweep.compared_by) for number, result in enumerate(results)}
+
+    def sort_key(number: int) -> tuple[float, float]:
         loss = results[number].validation_loss
         return scores[number] or 0.0, -math.inf if loss is None else -loss
 
-    known = [number for number, score in scores.items() if score is not None]
-    return max(known, key=worth) if known else None
+    scored = [number for number, score in scores.items() if score is not None]
+    return max(scored, key=sort_key) if scored else None
 
 
-def _publish(sweep: Sweep, best: int, result: Result) -> tuple[Path, ...]:
-    """The next versions of its names, if the newest are not these already."""
-    folder, found = Path(sweep.config.output), []
+def _publish(sweep: Sweep, best: int, result: VariantResult) -> tuple[Path, ...]:
+    """Publish each adapter of the best run as the next version of its name.
+
+    An adapter that equals the newest version is not published again.
+    """
+    folder, paths = Path(sweep.config.output), []
     for path in result.paths:
         adapter = open_adapter(sweep.variants[best].folder / path)
         newest = latest_adapter(folder, adapter.card.name)
-        same = newest is not None and newest[1].digest == adapter.digest
-        found.append(newest[0] if same and newest else publish_adapter(adapter, folder))
-    return tuple(found)
+        is_published = newest is not None and newest[1].digest == adapter.digest
+        paths.append(newest[0] if is_published and newest else publish_adapter(adapter, folder))
+    return tuple(paths)
 
 
-def records(swept: Swept) -> list[dict[str, Any]]:
-    """A line for each run: its settings, and what came of them."""
-    found = []
-    for number, (variant, result) in enumerate(
-        zip(swept.sweep.variants, swept.results, strict=False)
+def result_rows(sweep_result: SweepResult) -> list[dict[str, Any]]:
+    """Return one row per run, with its swept values and its result."""
+    rows = []
+    for index, (variant, result) in enumerate(
+        zip(sweep_result.sweep.variants, sweep_result.results, strict=False)
     ):
-        measured = asdict(result)
-        named = measured.pop("measures")
-        del measured["paths"]
-        found.append(
+        variant_fields = asdict(result)
+        measures = variant_fields.pop("measures")
+        del variant_fields["paths"]
+        rows.append(
             {
                 **variant.values,
-                **{key: _finite(value) for key, value in {**measured, **named}.items()},
-                "best": number == swept.best,
+                **{
+                    key: nonfinite_to_none(value)
+                    for key, value in {**variant_fields, **measures}.items()
+                },
+                "best": index == sweep_result.best,
                 "folder": str(variant.folder),
             }
         )
-    return found
+    return rows
 
 
-def summary(swept: Swept) -> dict[str, Any]:
-    """What `--json` prints."""
+def summary(sweep_result: SweepResult) -> dict[str, Any]:
+    """Return the output of `--json`."""
     return {
-        "compared_by": swept.sweep.compared_by,
-        "runs": records(swept),
-        "table": str(swept.sweep.folder / TABLE),
-        "paths": [str(path) for path in swept.paths],
+        "compared_by": sweep_result.sweep.compared_by,
+        "runs": result_rows(sweep_result),
+        "table": str(sweep_result.sweep.folder / TABLE_FILE),
+        "paths": [str(path) for path in sweep_result.paths],
     }
 
 
-def table(swept: Swept) -> Table:
-    """For people: what tells the runs apart. All else is in the file."""
-    compared, rows = swept.sweep.compared_by, records(swept)
-    numbers = dict.fromkeys((compared, "validation_loss", "last_loss"))
-    columns = [name for name in numbers if any(one.get(name) is not None for one in rows)]
-    if any(one["state"] != "finished" for one in rows):
+def render_table(sweep_result: SweepResult) -> Table:
+    """Return a table of swept values and metrics for the terminal.
+
+    The CSV file has more columns.
+    """
+    compared_by, rows = sweep_result.sweep.compared_by, result_rows(sweep_result)
+    numbers = dict.fromkeys((compared_by, "validation_loss", "last_loss"))
+    columns = [name for name in numbers if any(row.get(name) is not None for row in rows)]
+    if any(row["state"] != "finished" for row in rows):
         columns.append("state")
-    keys = list(swept.sweep.variants[0].values)
-    found = Table(title=f"runs, compared by {compared}", box=None)
+    keys = list(sweep_result.sweep.variants[0].values)
+    table = Table(title=f"runs, compared by {compared_by}", box=None)
     for name in keys:
-        found.add_column(name.replace("_", " "), overflow="fold")
+        table.add_column(name.replace("_", " "), overflow="fold")
     for name in (*columns, ""):
-        found.add_column(name.replace("_", " "), justify="right", overflow="fold")
+        table.add_column(name.replace("_", " "), justify="right", overflow="fold")
     for record in rows:
         cells = [_cell(record.get(name)) for name in (*keys, *columns)]
         style = "bold" if record["best"] else None
-        found.add_row(*cells, "best" if record["best"] else "", style=style)
-    return found
+        table.add_row(*cells, "best" if record["best"] else "", style=style)
+    return table
 
 
-def _csv(swept: Swept) -> str:
-    rows = records(swept)
+def _csv(sweep_result: SweepResult) -> str:
+    rows = result_rows(sweep_result)
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="")
@@ -360,17 +429,12 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
+def _write_atomic(path: Path, text: str) -> None:
+    partial_path = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(text)
-        os.replace(part, path)
+        write_atomic(path, text.encode(), partial_path=partial_path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); make room, and give the same command: "
-            "runs that have ended stand"
+            f"{path} cannot be written ({error.strerror}); free disk space, and run the same "
+            "command again: finished runs are kept"
         ) from None

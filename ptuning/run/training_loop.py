@@ -1,11 +1,12 @@
-"""A run, from loading to adapters: learn, measure, save, go on after a kill, keep the best.
+"""Training loop: trains, validates, saves, resumes after a kill and keeps the best adapter.
 
-Every rank runs this alike and so decides alike; rank 0 alone tells people and writes what they
-read. What was learned is written at once or not at all, and a run that ended early for any reason
-goes on from its last state with the same losses.
+Every rank runs the loop with the same data and makes the same decisions. The loop calls its
+callback on every rank; only the callback of rank 0 reports the run. A run that was interrupted or
+killed resumes from its last complete state, with the same losses as without the interruption. A run
+that stopped early (`patience`) has ended, and does not resume. The loop is independent of the
+terminal, the logs and the report.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,64 +14,62 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gpt.adapters.card import Card
-from gpt.model.activation_checkpointing import Recompute
+from gpt.model.activation_checkpointing import RecomputePolicy
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import stage_layers
+from gpt.parallel.pipeline_stages import stage_layers
 from ptuning.config import TuneConfig
-from ptuning.data.batch_order import Order
+from ptuning.data.batch_order import BatchOrder
 from ptuning.prompt.prefix_tuning import build_prefix
 from ptuning.prompt.prompt_encoder import build_encoder, encoder_tensors
-from ptuning.run.artifacts import Outcome, write_adapters, write_encoder, write_model
-from ptuning.run.preparation import Prepared
+from ptuning.run.artifacts import RunOutcome, write_adapters, write_encoder, write_model
+from ptuning.run.early_stopping import EarlyStopping
+from ptuning.run.preparation import PreparedRun
 from ptuning.run.training_state import (
-    Origin,
-    Saved,
-    choose_run,
+    RunFingerprint,
+    SavedState,
+    choose_run_folder,
     common_state,
-    forget_states,
+    remove_states,
     save_state,
 )
-from ptuning.run.validation import Measuring
-from ptuning.run_facts import Progress, Validation
+from ptuning.run.validation import Validator
+from ptuning.run_facts import StepMetrics, Validation
 from ptuning.training.trainer import Trainer
 
-# What is told as a run's last loss is the mean of so many steps; one batch alone says little.
-LAST_STEPS = 20
-# In a state: what made the best measure so far.
-BEST, TABLE = "best/", "table"
+# The reported last loss is the mean over these steps, because the loss of one batch is noisy.
+LAST_LOSS_STEPS = 20
+# Prefix of the names of the best table and of its encoder in a state.
+BEST_PREFIX = "best/"
 
 
-class Listener(Protocol):
-    """Who is told of a run as it goes."""
+class RunCallback(Protocol):
+    """Receives the events of a run."""
 
-    def began(self, folder: Path, step: int, resumed: bool) -> None: ...
+    def on_start(self, folder: Path, step: int, resumed: bool) -> None: ...
 
-    def step(self, made: Progress) -> None: ...
+    def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def validated(self, made: Validation, measuring: Measuring, best_step: int | None) -> None: ...
+    def on_validation(
+        self, validation: Validation, validator: Validator, best_step: int | None
+    ) -> None: ...
 
-    def doing(self, words: str) -> None: ...
+    def on_status(self, message: str) -> None: ...
 
-    def warn(self, words: str) -> None: ...
+    def on_warning(self, message: str) -> None: ...
 
-    def ended(self, outcome: Outcome, measuring: Measuring) -> None: ...
+    def on_end(self, outcome: RunOutcome, validator: Validator) -> None: ...
 
 
 @dataclass
-class Course:
-    """What a run has come to, beside its tensors: goes into its states."""
+class RunProgress:
+    """Training losses so far; saved in each state."""
 
     first_loss: float | None = None
     last_losses: tuple[float, ...] = ()
-    best_step: int | None = None
-    best: float | None = None  # The measure at that step,
-    best_loss: float = 0.0  # and the loss.
-    waited: int = 0  # Validations since.
 
     @property
     def last_loss(self) -> float:
@@ -78,253 +77,241 @@ class Course:
 
 
 def run_folder(config: TuneConfig) -> Path:
-    """Where a run of these settings keeps its logs and states, each run in a folder of its own."""
-    name = config.wanted[0].name or "model"
+    """Return the folder in which each run has a numbered folder for its logs and states."""
+    name = config.resolved_tasks[0].name or "model"
     return Path(config.run) if config.run else Path(config.output).parent / "runs" / name
 
 
-def load_chunks(prepared: Prepared, mesh: Mesh) -> list[GPT]:
-    """This rank's chunks of the model."""
+def load_chunks(prepared: PreparedRun, mesh: Mesh) -> list[GPT]:
+    """Load this rank's chunks of the model."""
     config, checkpoint = prepared.config, prepared.checkpoint
-    drops = {"hidden_dropout": config.hidden_dropout, "attention_dropout": config.attention_dropout}
-    checkpoint = replace(checkpoint, config=checkpoint.config.with_fields(**drops))
+    dropout_rates = {
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+    }
+    checkpoint = replace(checkpoint, config=checkpoint.config.with_fields(**dropout_rates))
     layers = stage_layers(checkpoint.config.num_layers, mesh.pp, vpp=config.virtual_stages)
-    kind = cast(Literal["none", "selective", "block", "full"], config.recompute)  # Was checked.
-    recompute = Recompute(kind, config.recompute_layers)
+    # TuneConfig has checked the value.
+    mode = cast(Literal["none", "selective", "block", "full"], config.recompute)
+    recompute = RecomputePolicy(mode, config.recompute_layers)
     return [
-        load_model(checkpoint, mesh, dtype=config.dtype, layers=own, recompute=recompute).eval()
-        for own in layers[mesh.pp_rank]
+        load_model(
+            checkpoint, mesh, dtype=config.dtype, layers=chunk_layers, recompute=recompute
+        ).eval()
+        for chunk_layers in layers[mesh.pp_rank]
     ]
 
 
-def load_trainer(prepared: Prepared, mesh: Mesh) -> Trainer:
-    """The model on this rank, and what learns against it."""
+def load_trainer(prepared: PreparedRun, mesh: Mesh) -> Trainer:
+    """Load this rank's chunks, and create the prompt encoder or prefix and the trainer."""
     config = prepared.config
     chunks = load_chunks(prepared, mesh)
     if config.method == "prefix":
-        prefix = build_prefix(config, config.wanted, chunks, prepared.starts)
+        prefix = build_prefix(config, config.resolved_tasks, chunks, prepared.initial_token_ids)
         return Trainer(chunks, config, prefix=prefix)
     encoder = None
-    if config.method != "full" and chunks[0].first:
-        encoder = build_encoder(config, config.wanted, chunks[0], prepared.starts)
+    if config.method != "full" and chunks[0].is_first_stage:
+        encoder = build_encoder(
+            config, config.resolved_tasks, chunks[0], prepared.initial_token_ids
+        )
     return Trainer(chunks, config, encoder)
 
 
-class Learning:
+class TrainingLoop:
     """One rank's part of a run."""
 
     def __init__(
-        self, prepared: Prepared, trainer: Trainer, listener: Listener, *, restart: bool = False
+        self,
+        prepared: PreparedRun,
+        trainer: Trainer,
+        callback: RunCallback,
+        *,
+        restart: bool = False,
     ) -> None:
-        self.trainer, self._prepared, self._listener = trainer, prepared, listener
-        self._config, self._mesh = prepared.config, trainer.mesh
+        self.trainer = trainer
+        self._prepared = prepared
+        self._callback = callback
+        self._config = prepared.config
+        self._mesh = trainer.mesh
         self._folder = _agree_on_folder(run_folder(self._config), self._mesh, restart=restart)
-        self._measuring = Measuring(prepared, trainer)
-        self._origin = self._whence()
-        self._course = Course()
-        self._best: Tensor | None = None
-        self._best_encoder: dict[str, Tensor] = {}  # That made it; on the first stage.
+        self._validator = Validator(prepared, trainer)
+        self._fingerprint = self._agree_on_fingerprint()
+        self._progress = RunProgress()
+        self._early_stopping = EarlyStopping(self._config, trainer)
         self._saved_step: int | None = None
-        self._warned = False  # That no state could be saved, and none has been since.
-        saved = common_state(self._folder, self._mesh)
-        self._resumed = saved is not None
-        if saved is not None:
-            self._go_on(saved)
+        # Whether a failed save was reported and no later save has succeeded.
+        self._save_warned = False
+        saved_state = common_state(self._folder, self._mesh)
+        self._resumed = saved_state is not None
+        if saved_state is not None:
+            self._resume(saved_state)
 
-    def run(self) -> Outcome:
-        """Learn to the end, or until somebody asks to stop."""
+    def run(self) -> RunOutcome:
+        """Train until the last step, until early stopping, or until the user requests a stop."""
         config, trainer = self._config, self.trainer
-        order = Order(self._prepared.examples, config.batch_examples, config.seed)
-        self._listener.began(self._folder, trainer.step_number, self._resumed)
-        if self._measuring.tasks:
-            self._listener.doing("measuring what the model answers by itself")
-            self._measuring.baselines()
+        order = BatchOrder(self._prepared.examples, config.batch_examples, config.seed)
+        self._callback.on_start(self._folder, trainer.step_number, self._resumed)
+        if self._validator.tasks:
+            self._callback.on_status("evaluating the model without an adapter")
+            self._validator.measure_baselines()
             if trainer.step_number == 0:
                 self._validate(0, answers=False)
-        early = self._waited_enough
-        while trainer.step_number < config.steps and not early:
-            made = trainer.step(order.batch(trainer.step_number + 1))
-            self._note(made)
-            early = self._due(made.step) and self._validate(made.step, answers=self._answers)
-            if trainer.stops and made.step < config.steps:
-                self._save()
+        stops_early = self._early_stopping.should_stop
+        while trainer.step_number < config.steps and not stops_early:
+            metrics = trainer.step(order.batch(trainer.step_number + 1))
+            self._record_step(metrics)
+            stops_early = self._is_validation_due(metrics.step) and self._validate(
+                metrics.step, answers=self._validates_answers
+            )
+            if trainer.should_stop and metrics.step < config.steps:
+                self._save_state()
                 outcome = self._outcome([], "interrupted")
-                self._listener.ended(outcome, self._measuring)
+                self._callback.on_end(outcome, self._validator)
                 return outcome
-            if made.step % config.save_every == 0:
-                self._save()
-        return self._finish("stopped early" if early else "finished")
+            if metrics.step % config.save_every == 0:
+                self._save_state()
+        return self._finish("stopped early" if stops_early else "finished")
 
     @property
-    def _answers(self) -> bool:
-        """Whether each validation writes answers: only where they are what decides."""
+    def _validates_answers(self) -> bool:
+        """Whether each validation generates answers; a `measure` other than `loss` needs them."""
         return self._config.measure != "loss"
 
-    def _due(self, step: int) -> bool:
-        every = self._config.validate_every
-        if not self._measuring.tasks or every is None:
+    def _is_validation_due(self, step: int) -> bool:
+        interval = self._config.validate_every
+        if not self._validator.tasks or interval is None:
             return False
-        return step % every == 0 or step == self._config.steps
+        return step % interval == 0 or step == self._config.steps
 
-    def _note(self, made: Progress) -> None:
-        course = self._course
-        course.first_loss = made.loss if course.first_loss is None else course.first_loss
-        course.last_losses = (*course.last_losses, made.loss)[-LAST_STEPS:]
-        self._listener.step(made)
+    def _record_step(self, metrics: StepMetrics) -> None:
+        progress = self._progress
+        progress.first_loss = metrics.loss if progress.first_loss is None else progress.first_loss
+        progress.last_losses = (*progress.last_losses, metrics.loss)[-LAST_LOSS_STEPS:]
+        self._callback.on_step(metrics)
 
     def _validate(self, step: int, *, answers: bool) -> bool:
-        """Measure; keep the state if it is the best; whether it has been the best for too long."""
-        table = self.trainer.table()
-        made = self._measuring.now(step, table, answers=answers)
+        """Validate and keep the best table; return whether the run must stop early."""
+        table = self.trainer.current_table()
+        validation = self._validator.validate(step, table, answers=answers)
         if step > 0:
-            self._judge(step, made, table)
-        self._listener.validated(made, self._measuring, self._best_step)
-        return self._waited_enough
+            self._early_stopping.update(validation, table)
+        self._callback.on_validation(validation, self._validator, self._early_stopping.best_step)
+        return self._early_stopping.should_stop
 
-    @property
-    def _waited_enough(self) -> bool:
-        patience = self._config.patience
-        return patience is not None and self._course.waited >= patience
-
-    @property
-    def _best_step(self) -> int | None:
-        """Whose table is kept; of a whole model none is, and what is written is the last."""
-        return None if self._best is None else self._course.best_step
-
-    def _judge(self, step: int, made: Validation, table: Tensor | None) -> None:
-        course, measure = self._course, self._config.measure
-        value = -made.loss if measure == "loss" and made.loss is not None else 0.0
-        if measure != "loss":
-            value = made.measures[measure]
-        value = _of_first(-math.inf if math.isnan(value) else value, self._mesh)
-        # Among equals the smaller loss is better, and yet no reason to wait on.
-        loss = math.inf if made.loss is None or math.isnan(made.loss) else made.loss
-        loss = _of_first(loss, self._mesh)
-        better = course.best is None or value > course.best
-        if better or (value == course.best and loss < course.best_loss):
-            course.best, course.best_loss, course.best_step = value, loss, step
-            course.waited = 0 if better else course.waited + 1
-            self._best = table
-            if self.trainer.encoder is not None:
-                kept = encoder_tensors(self.trainer.encoder)
-                self._best_encoder = {name: one.clone() for name, one in kept.items()}
-        else:
-            course.waited += 1
-
-    def _finish(self, state: str) -> Outcome:
-        """Write what was learned. Before that a state is saved, should the writing fail."""
-        self._save()
-        table = self.trainer.table() if self._best is None else self._best
-        if self._measuring.tasks:
-            step = self._best_step or self.trainer.step_number
-            # Of the table that is written, with answers, whatever was measured on the way.
-            made = self._measuring.now(step, table, answers=True)
-            self._listener.validated(made, self._measuring, self._best_step)
-        metrics = self._metrics()
+    def _finish(self, state: str) -> RunOutcome:
+        """Write the artifacts; a state is saved first, so that the run can resume if this fails."""
+        self._save_state()
+        best_step = self._early_stopping.best_step
+        table = self._early_stopping.best_table
+        if table is None:
+            table = self.trainer.current_table()
+        if self._validator.tasks:
+            step = best_step or self.trainer.step_number
+            # The final metrics are computed with the table that is written, and include answers.
+            validation = self._validator.validate(step, table, answers=True)
+            self._callback.on_validation(validation, self._validator, best_step)
+        metrics = self._card_metrics()
         cards: Sequence[Card] = ()
         if table is None:
-            paths = write_model(self._prepared, self.trainer.chunks, again=self._resumed)
+            paths = write_model(self._prepared, self.trainer.chunks, is_resumed=self._resumed)
         else:
-            written = write_adapters(
-                *(self._prepared, self.trainer, table, metrics, self._measuring),
-                again=self._resumed,
+            adapters = write_adapters(
+                self._prepared,
+                self.trainer,
+                table,
+                metrics,
+                self._validator,
+                is_resumed=self._resumed,
             )
-            paths, cards = [path for path, _ in written], [card for _, card in written]
+            paths, cards = [path for path, _ in adapters], [card for _, card in adapters]
             if self.trainer.encoder is not None:
-                tensors = self._best_encoder or encoder_tensors(self.trainer.encoder)
+                tensors = self._early_stopping.best_encoder or encoder_tensors(self.trainer.encoder)
                 if self._mesh.rank == 0:
                     write_encoder(self._folder, tensors)
         if self._mesh.rank == 0:
-            forget_states(self._folder)
+            remove_states(self._folder)
         outcome = self._outcome(paths, state, cards)
-        self._listener.ended(outcome, self._measuring)
+        self._callback.on_end(outcome, self._validator)
         return outcome
 
-    def _metrics(self) -> dict[str, Any]:
-        course = self._course
-        found: dict[str, Any] = {
-            "loss": course.last_loss,
-            "first_loss": course.first_loss,
-            "steps": self._best_step or self.trainer.step_number,
+    def _card_metrics(self) -> dict[str, Any]:
+        progress = self._progress
+        metrics: dict[str, Any] = {
+            "loss": progress.last_loss,
+            "first_loss": progress.first_loss,
+            "steps": self._early_stopping.best_step or self.trainer.step_number,
             "method": self._config.method,
         }
-        return found
+        return metrics
 
-    def _outcome(self, paths: Sequence[Path], state: str, cards: Sequence[Card] = ()) -> Outcome:
-        course = self._course
-        return Outcome(
+    def _outcome(self, paths: Sequence[Path], state: str, cards: Sequence[Card] = ()) -> RunOutcome:
+        progress = self._progress
+        return RunOutcome(
             paths=tuple(paths),
             cards=tuple(cards),
             folder=self._folder,
             state=state,
             step=self.trainer.step_number,
-            first_loss=course.first_loss or 0.0,
-            last_loss=course.last_loss,
-            best_step=self._best_step,
+            first_loss=progress.first_loss or 0.0,
+            last_loss=progress.last_loss,
+            best_step=self._early_stopping.best_step,
         )
 
-    def _whence(self) -> Origin:
-        """The base's digest takes a look at all weights the first time; one rank does it first."""
-        origin = self._prepared.origin() if self._mesh.rank == 0 else None
+    def _agree_on_fingerprint(self) -> RunFingerprint:
+        """Compute the fingerprint on rank 0 first, then on the other ranks, and compare them.
+
+        The first computation of the base model's digest reads all weights and caches the digest;
+        the other ranks then read the cached digest.
+        """
+        fingerprint = self._prepared.fingerprint() if self._mesh.rank == 0 else None
         if self._mesh.tp * self._mesh.dp * self._mesh.pp > 1:
             dist.barrier()
-        origin = origin or self._prepared.origin()
-        origin.check_alike(self._mesh)
-        return origin
+        fingerprint = fingerprint or self._prepared.fingerprint()
+        fingerprint.check_same_on_all_ranks(self._mesh)
+        return fingerprint
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         trainer = self.trainer
         if trainer.step_number == self._saved_step:
             return
-        tensors = trainer.optimizer.tensors()
-        if self._best is not None and self._mesh.pp_rank == 0:
-            tensors[BEST + TABLE] = self._best
-            tensors |= {BEST + name: tensor for name, tensor in self._best_encoder.items()}
+        tensors = trainer.optimizer.state_dict()
+        best_tensors = self._early_stopping.state_tensors()
+        tensors |= {BEST_PREFIX + name: tensor for name, tensor in best_tensors.items()}
         facts = {
-            "origin": asdict(self._origin),
-            "course": asdict(self._course),
-            "scale": asdict(trainer.scale),
+            "origin": asdict(self._fingerprint),
+            "course": asdict(self._progress) | self._early_stopping.state_facts(),
+            "scale": asdict(trainer.loss_scale),
         }
-        trouble = save_state(self._folder, self._mesh, trainer.step_number, tensors, facts)
-        if trouble is None:
-            self._saved_step, self._warned = trainer.step_number, False
-        elif not self._warned:
-            self._warned = True
-            self._listener.warn(
-                f"no state could be saved at step {trainer.step_number} ({trouble}); the run goes "
-                "on, and tries again"
+        error = save_state(self._folder, self._mesh, trainer.step_number, tensors, facts)
+        if error is None:
+            self._saved_step = trainer.step_number
+            self._save_warned = False
+        elif not self._save_warned:
+            self._save_warned = True
+            self._callback.on_warning(
+                f"no state could be saved at step {trainer.step_number} ({error}); the run "
+                "continues and tries again"
             )
 
-    def _go_on(self, saved: Saved) -> None:
-        self._origin.check(saved.facts["origin"], saved.path)
-        trainer, course = self.trainer, dict(saved.facts["course"])
-        tensors = saved.tensors(self._mesh)
-        names = [name for name in tensors if name.startswith(BEST)]
-        best = {name.removeprefix(BEST): tensors.pop(name) for name in names}
-        trainer.optimizer.load(tensors)
-        trainer.step_number = self._saved_step = saved.facts["step"]
-        trainer.scale.value = saved.facts["scale"]["value"]
-        trainer.scale.good = saved.facts["scale"]["good"]
-        self._course = Course(**{**course, "last_losses": tuple(course["last_losses"])})
-        if self._course.best_step is not None and self._config.method != "full":
-            self._best = trainer.shared(best.pop(TABLE, None))
-            self._best_encoder = best
-
-
-def _of_first(value: float, mesh: Mesh) -> float:
-    """Rank 0's, on all: what ranks decide by must not differ by a rounding."""
-    if mesh.tp * mesh.dp * mesh.pp == 1:
-        return value
-    told = torch.tensor([value], dtype=torch.float64, device=mesh.device)
-    dist.broadcast(told, 0)
-    return float(told)
+    def _resume(self, saved_state: SavedState) -> None:
+        self._fingerprint.check_matches(saved_state.facts["origin"], saved_state.path)
+        trainer, course = self.trainer, dict(saved_state.facts["course"])
+        tensors = saved_state.load_tensors(self._mesh)
+        names = [name for name in tensors if name.startswith(BEST_PREFIX)]
+        best_tensors = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in names}
+        trainer.optimizer.load_state_dict(tensors)
+        trainer.step_number = self._saved_step = saved_state.facts["step"]
+        trainer.loss_scale.value = saved_state.facts["scale"]["value"]
+        trainer.loss_scale.good = saved_state.facts["scale"]["good"]
+        self._progress = RunProgress(course.pop("first_loss"), tuple(course.pop("last_losses")))
+        self._early_stopping.load_state(course, best_tensors)
 
 
 def _agree_on_folder(base: Path, mesh: Mesh, *, restart: bool) -> Path:
-    """Rank 0 chooses the run's folder; the others are told its number."""
-    number = int(choose_run(base, restart=restart).name) if mesh.rank == 0 else 0
+    """Choose the run's folder on rank 0 and send its number to the other ranks."""
+    number = int(choose_run_folder(base, restart=restart).name) if mesh.rank == 0 else 0
     if mesh.tp * mesh.dp * mesh.pp > 1:
-        told = torch.tensor([number], dtype=torch.int64, device=mesh.device)
-        dist.all_reduce(told)
-        number = int(told)
+        buffer = torch.tensor([number], dtype=torch.int64, device=mesh.device)
+        dist.all_reduce(buffer)
+        number = int(buffer)
     return base / str(number)

@@ -1,8 +1,11 @@
-"""A run's directory: states to go on from, and which run they belong to.
+"""Training state: saves and loads the states from which a run resumes, and locks its folder.
 
-A state is a folder with a file for each rank that learns something and one of facts, made under
-another name and renamed when all of it is on the disk; so there is none that is half. A state is
-only for the run that wrote it: same settings, same records, same base.
+A state is a folder with one JSON file of facts, and one file for each tensor rank and stage with
+trainable tensors; only data-parallel rank 0 writes these files. A state is written under a
+temporary name, synced to disk and renamed, so a folder with the final name is complete. A run can
+resume from a state only with the same settings, records and base model; the fingerprint of the run
+identifies all three. Settings that do not affect the training result (`RESUMABLE_CHANGES`) may
+differ.
 """
 
 import fcntl
@@ -24,239 +27,249 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt.checkpoint.files.safetensors_file import read_text
+from gpt.atomic_files import fsync_folder, rename_durable, write_synced
+from gpt.checkpoint.files.safetensors_file import read_small_file
 from gpt.errors import ConfigError
 from gpt.parallel.mesh import Mesh
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
 
 FORMAT, VERSION = "preamble.run", 1
-FACTS = "facts.json"
-STATE = re.compile(r"state-(\d{8})")
-RUN = re.compile(r"[1-9]\d{0,5}")
-# Settings that may differ when a run goes on: they change nothing that is learned.
-FREE = {"output", "run", "save_every", "tensorboard", "golden_examples"}
+FACTS_FILE = "facts.json"
+STATE_PATTERN = re.compile(r"state-(\d{8})")
+RUN_PATTERN = re.compile(r"[1-9]\d{0,5}")
+# Settings that may change when a run resumes, because they do not affect the training result.
+RESUMABLE_CHANGES = {"output", "run", "save_every", "tensorboard", "golden_examples"}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a state must have come from, to be gone on from."""
+class RunFingerprint:
+    """Identity of a run; a run resumes from a state only if the fingerprints of both are equal."""
 
     settings: Mapping[str, Any]
-    records: str  # A digest of all rendered examples, those that only measure among them.
-    base: str  # The model's digest.
+    records: str  # Digest of all rendered examples, training and validation.
+    base: str  # Digest of the base model.
 
     @classmethod
-    def of(cls, config: TuneConfig, examples: Sequence[Example], base: str) -> "Origin":
-        whole = hashlib.sha256()
+    def compute(
+        cls, config: TuneConfig, examples: Sequence[Example], base: str
+    ) -> "RunFingerprint":
+        digest = hashlib.sha256()
         for example in examples:
-            ids, places = array("i", example.ids), array("i", example.learned)
-            whole.update(b"%d %d %d " % (example.task, len(ids), len(places)))
-            whole.update(ids)
-            whole.update(places)
-        settings = {key: value for key, value in asdict(config).items() if key not in FREE}
-        # As JSON gives them back.
-        return cls(json.loads(json.dumps(settings)), whole.hexdigest(), base)
+            ids, positions = array("i", example.ids), array("i", example.loss_positions)
+            digest.update(b"%d %d %d " % (example.task_index, len(ids), len(positions)))
+            digest.update(ids)
+            digest.update(positions)
+        settings = {
+            key: value for key, value in asdict(config).items() if key not in RESUMABLE_CHANGES
+        }
+        # The settings are converted to JSON and back, so that they are comparable with settings
+        # that are read from a state (in JSON a tuple becomes a list, for example).
+        return cls(json.loads(json.dumps(settings)), digest.hexdigest(), base)
 
-    def check_alike(self, mesh: Mesh) -> None:
-        """Refuse ranks that were given different things: they would wait for each other."""
+    def check_same_on_all_ranks(self, mesh: Mesh) -> None:
+        """Raise if the ranks have different fingerprints, which would make collectives deadlock."""
         if mesh.tp * mesh.dp * mesh.pp == 1:
             return
-        whole = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
-        own = int.from_bytes(whole[:7])
-        told = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        if int(told[0]) != -int(told[1]):
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
+        number = int.from_bytes(digest[:7])
+        extremes = torch.tensor([number, -number], dtype=torch.int64, device=mesh.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        if int(extremes[0]) != -int(extremes[1]):
             raise ConfigError(
-                "the ranks were not given the same records, settings and base model, or these "
-                "changed while the run started; let all machines read the same files"
+                "the ranks read different records, settings or base models, or these files "
+                "changed while the run started; make all machines read the same files"
             )
 
-    def check(self, other: Mapping[str, Any], where: Path) -> None:
-        """Refuse a state that came from something else, naming what has changed."""
-        was = other.get("settings", {})
+    def check_matches(self, saved: Mapping[str, Any], path: Path) -> None:
+        """Raise an error with the first difference from the fingerprint `saved` of a state."""
+        saved_settings = saved.get("settings", {})
         for key, value in self.settings.items():
-            if was.get(key) != value:
+            if saved_settings.get(key) != value:
                 raise ConfigError(
-                    f"{where} is of a run that is not finished and had {key} {was.get(key)!r}, now "
-                    f"it is {value!r}; set it back to go on, or give --restart to begin anew"
+                    f"the unfinished run of {path} had {key} {saved_settings.get(key)!r}, now it "
+                    f"is {value!r}; set it back to resume, or give --restart to start from step 0"
                 )
-        for name, own in (("records", self.records), ("base", self.base)):
-            if other.get(name) != own:
-                what = "the records have" if name == "records" else "the base model has"
+        for name, expected in (("records", self.records), ("base", self.base)):
+            if saved.get(name) != expected:
+                change = "the records have" if name == "records" else "the base model has"
                 raise ConfigError(
-                    f"{where} is of a run that is not finished, and {what} changed since; bring "
-                    "back what it learned from, or give --restart to begin anew"
+                    f"{change} changed since the unfinished run of {path} started; restore the "
+                    "original to resume, or give --restart to start from step 0"
                 )
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A state, as it was found."""
+class SavedState:
+    """A complete state on disk."""
 
     path: Path
     facts: dict[str, Any]
 
-    def tensors(self, mesh: Mesh) -> dict[str, Tensor]:
-        """This rank's; empty if it learns nothing."""
-        file = self.path / _file(mesh)
+    def load_tensors(self, mesh: Mesh) -> dict[str, Tensor]:
+        """Return this rank's tensors; empty if the rank has no trainable tensors."""
+        file = self.path / _rank_file(mesh)
         if not file.exists():
             return {}
         try:
             return safetensors.torch.load(file.read_bytes())
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{file} cannot be read ({error}); bring it back, or give --restart to begin anew"
+                f"{file} cannot be read ({error}); restore it, or give --restart to start from "
+                "step 0"
             ) from None
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep others from running here meanwhile."""
-    lock = None
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a run folder against other `preamble tune` processes."""
+    descriptor = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if lock is not None:
-            os.close(lock)
+        if descriptor is not None:
+            os.close(descriptor)
         if isinstance(error, BlockingIOError):
             raise ConfigError(
-                f"{folder} is in use by another `preamble tune`; wait for it, or name another `run`"
+                f"{folder} is in use by another `preamble tune`; wait until it ends, or set "
+                "another `run`"
             ) from None
-        raise _no_room(folder, error) from None
+        raise _unwritable_error(folder, error) from None
     try:
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
-def choose_run(base: Path, *, restart: bool) -> Path:
-    """The folder of the latest run if it is to go on, else of a new one."""
+def choose_run_folder(base: Path, *, restart: bool) -> Path:
+    """Return the folder of the latest run if it has a state to resume from, else a new folder."""
     try:
         base.mkdir(parents=True, exist_ok=True)
-        numbers = [int(one.name) for one in base.iterdir() if RUN.fullmatch(one.name)]
+        numbers = [int(path.name) for path in base.iterdir() if RUN_PATTERN.fullmatch(path.name)]
         latest = max(numbers, default=0)
-        goes_on = latest and not restart and latest_state(base / str(latest)) is not None
-        folder = base / str(latest if goes_on else latest + 1)
+        resumes = latest and not restart and latest_state(base / str(latest)) is not None
+        folder = base / str(latest if resumes else latest + 1)
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise _no_room(base, error) from None
+        raise _unwritable_error(base, error) from None
     return folder
 
 
-def _no_room(folder: Path, error: OSError) -> ConfigError:
-    why = error.strerror or error
-    return ConfigError(f"run: {folder} cannot be written ({why}); make room, or name another")
+def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(
+        f"run: {folder} cannot be written ({reason}); free disk space, or set another directory"
+    )
 
 
-def latest_state(folder: Path) -> Saved | None:
-    """The newest whole state of a run that is not finished."""
+def latest_state(folder: Path) -> SavedState | None:
+    """Return the newest state with readable facts in a run folder; None if there is no such state.
+
+    A finished run has no states.
+    """
     for path in sorted(folder.glob("state-*"), reverse=True):
-        if not STATE.fullmatch(path.name):
+        if not STATE_PATTERN.fullmatch(path.name):
             continue
         try:
-            facts = json.loads(read_text(path / FACTS))
+            facts = json.loads(read_small_file(path / FACTS_FILE))
         except (OSError, ValueError):
-            continue  # Nobody renames an unfinished one; somebody else has been here.
+            # A state is complete when it gets this name, so it was damaged later. The next older
+            # state is tried.
+            continue
         if facts.get("format") != FORMAT or facts.get("version", 0) > VERSION:
             raise ConfigError(
-                f"{path} is of a later Preamble; go on with that one, or give --restart"
+                f"{path} has an unknown format, perhaps of a later version of Preamble; resume "
+                "with that version, or give --restart to start from step 0"
             )
-        return Saved(path, facts)
+        return SavedState(path, facts)
     return None
 
 
-def common_state(folder: Path, mesh: Mesh) -> Saved | None:
-    """The latest one as all ranks find it: their machines may see different disks."""
-    saved = latest_state(folder)
+def common_state(folder: Path, mesh: Mesh) -> SavedState | None:
+    """Return the latest state, or None; raise if not all ranks find the same step."""
+    state = latest_state(folder)
     if mesh.tp * mesh.dp * mesh.pp == 1:
-        return saved
-    step = -1 if saved is None else int(saved.facts["step"])
-    told = torch.tensor([step, -step], dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    most, least = int(told[0]), -int(told[1])
-    if most != least:
+        return state
+    step = -1 if state is None else int(state.facts["step"])
+    extremes = torch.tensor([step, -step], dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    step_max, step_min = int(extremes[0]), -int(extremes[1])
+    if step_max != step_min:
         raise ConfigError(
-            f"not every rank finds the state of step {most} in {folder}; let `run` be a directory "
-            "that all machines share, or give --restart to begin anew"
+            f"not every rank finds the state of step {step_max} in {folder}; set `run` to a "
+            "directory that all machines share, or give --restart to start from step 0"
         )
-    return saved
+    return state
 
 
 def save_state(
     folder: Path, mesh: Mesh, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> str | None:
-    """Write a state, every rank its part; why it could not be, on every rank, if it could not."""
+    """Write a state; data-parallel rank 0 of each stage and tensor rank writes its tensors.
+
+    All ranks must call this function. It returns None on every rank if the state was written, else
+    an error message on every rank. A written state replaces the older states.
+    """
     path = folder / f"state-{step:08d}"
-    part = folder / f".{path.name}.part"
-    trouble = _tried(lambda: part.mkdir(parents=True, exist_ok=True)) if mesh.rank == 0 else None
-    trouble = agreed(trouble, mesh)
-    if trouble is None and tensors and mesh.dp_rank == 0:
+    partial_path = folder / f".{path.name}.part"
+    error = (
+        _try_write(lambda: partial_path.mkdir(parents=True, exist_ok=True))
+        if mesh.rank == 0
+        else None
+    )
+    error = agree_on_error(error, mesh)
+    if error is None and tensors and mesh.dp_rank == 0:
         content = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        trouble = _tried(lambda: _write(part / _file(mesh), safetensors.torch.save(content)))
-    trouble = agreed(trouble, mesh)
-    if trouble is None and mesh.rank == 0:
+        error = _try_write(
+            lambda: write_synced(partial_path / _rank_file(mesh), safetensors.torch.save(content))
+        )
+    error = agree_on_error(error, mesh)
+    if error is None and mesh.rank == 0:
         record = {"format": FORMAT, "version": VERSION, "step": step, **facts}
-        trouble = _tried(lambda: _finish(part, path, record))
+        error = _try_write(lambda: _commit_state(partial_path, path, record))
     if mesh.rank == 0:
-        if trouble is None:
-            forget_states(folder, but=path)
+        if error is None:
+            remove_states(folder, keep=path)
         else:
-            shutil.rmtree(part, ignore_errors=True)
-    return agreed(trouble, mesh)
+            shutil.rmtree(partial_path, ignore_errors=True)
+    return agree_on_error(error, mesh)
 
 
-def forget_states(folder: Path, but: Path | None = None) -> None:
-    """Remove the states of a run, since a later one stands or the run is finished."""
-    for other in folder.glob("state-*"):
-        if other != but:
-            # Else what is half removed would look whole, if this ended here.
+def remove_states(folder: Path, keep: Path | None = None) -> None:
+    """Remove all states of a run except `keep`."""
+    for path in folder.glob("state-*"):
+        if path != keep:
+            # The state is renamed first, because a partly removed state must not look complete.
             with suppress(OSError):
-                os.rename(other, folder / f".{other.name}.gone")
-    for other in [*folder.glob(".state-*.part"), *folder.glob(".state-*.gone")]:
-        shutil.rmtree(other, ignore_errors=True)
+                rename_durable(path, folder / f".{path.name}.gone")
+    for path in [*folder.glob(".state-*.part"), *folder.glob(".state-*.gone")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def agreed(trouble: str | None, mesh: Mesh) -> str | None:
-    """The same answer on every rank: none, or the first rank's trouble, in short."""
+def agree_on_error(error: str | None, mesh: Mesh) -> str | None:
+    """Return None on every rank if no rank has an error, else an error message on every rank."""
     if mesh.tp * mesh.dp * mesh.pp == 1:
-        return trouble
-    bad = torch.tensor([trouble is not None], dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(bad)
-    return trouble or ("another rank could not write" if int(bad) else None)
+        return error
+    failed_ranks = torch.tensor([error is not None], dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(failed_ranks)
+    return error or ("another rank could not write" if int(failed_ranks) else None)
 
 
-def _file(mesh: Mesh) -> str:
+def _rank_file(mesh: Mesh) -> str:
     return f"rank-{mesh.pp_rank}-{mesh.tp_rank}.safetensors"
 
 
-def _tried(act: Any) -> str | None:
+def _try_write(action: Any) -> str | None:
     try:
-        act()
+        action()
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
-def _write(file: Path, content: bytes) -> None:
-    with open(file, "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _finish(part: Path, path: Path, record: Mapping[str, Any]) -> None:
-    _write(part / FACTS, json.dumps(record).encode())
-    _sync(part)
-    os.rename(part, path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _commit_state(partial_path: Path, path: Path, record: Mapping[str, Any]) -> None:
+    write_synced(partial_path / FACTS_FILE, json.dumps(record).encode())
+    fsync_folder(partial_path)
+    rename_durable(partial_path, path)

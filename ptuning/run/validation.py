@@ -1,8 +1,10 @@
-"""Measures a run by records that it does not learn from: the loss, and the answers it writes.
+"""Validation: held-out loss and generated answers of each task during a run, with baselines.
 
-Answers come from the very path that serves, with each task's own stops and limits. What the model
-does without the adapter, and with an instruction in its place, is measured once and kept beside.
-Every rank calls alike, since the model is split.
+Answers are generated as in serving, with the stop strings and limits of each task. The baselines
+(the model without the adapter, and the model with the `oracle` instruction in place of the adapter)
+are evaluated once per start of the run. All ranks must call the validator's methods together,
+because the model is sharded over the ranks.
+`tune --evaluate` scores an adapter file without a run (ptuning/evaluation/adapter_evaluation.py).
 """
 
 from collections.abc import Mapping
@@ -10,157 +12,186 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gpt.adapters.prompt_template import MARK, PART, Template
+from gpt.adapters.prompt_template import PART_PATTERN, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.errors import RequestError
-from gpt.generation.completions import NEW_TOKENS, Answer, write_answers
-from ptuning.data.dataset import Examples, TaskData, task_template
-from ptuning.evaluation.answer_metrics import macro, measures
-from ptuning.run.preparation import Prepared
+from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
+from ptuning.data.dataset import ExampleSet, TaskData, task_template
+from ptuning.evaluation.answer_metrics import compute_metrics, macro_average
+from ptuning.run.preparation import PreparedRun
 from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE, Sample, Validation
 from ptuning.training.trainer import Trainer
 
-SAMPLES = 12  # Answers that a report shows, of each task.
+SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
 
 
 @dataclass
-class Measured:
-    """One task's answers and what they are worth, by what stood before the text."""
+class TaskValidation:
+    """Held-out records, loss, metrics and answers of one task.
 
-    examples: Examples
+    The keys of the metrics and answers are NO_PROMPT (without the adapter), ORACLE (the instruction
+    in place of the adapter) and ADAPTER.
+    """
+
+    examples: ExampleSet
     loss: float = 0.0
     baselines: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    answers: dict[str, list[TextCompletion]] = field(default_factory=dict)
 
     def samples(self) -> list[Sample]:
-        """The first records, with what was written before and what is now."""
-        after = self.answers.get(ADAPTER)
-        if after is None:
+        """Return the first records with the answers generated without and with the adapter."""
+        adapter_answers = self.answers.get(ADAPTER)
+        if adapter_answers is None:
             return []
-        before = self.answers.get(NO_PROMPT, [Answer()] * len(after))
+        baseline_answers = self.answers.get(NO_PROMPT, [TextCompletion()] * len(adapter_answers))
         return [
-            Sample(inputs, expected, first.text, last.text, last.cut)
-            for inputs, expected, first, last, _ in zip(
+            Sample(
+                inputs,
+                expected,
+                baseline_answer.text,
+                adapter_answer.text,
+                adapter_answer.is_truncated,
+            )
+            for inputs, expected, baseline_answer, adapter_answer, _ in zip(
                 self.examples.records,
                 self.examples.answers,
-                before,
-                after,
-                range(SAMPLES),
+                baseline_answers,
+                adapter_answers,
+                range(SAMPLES_PER_TASK),
                 strict=False,
             )
         ]
 
     @property
-    def cut(self) -> int:
-        return sum(answer.cut for answer in self.answers.get(ADAPTER, []))
+    def answers_cut(self) -> int:
+        return sum(answer.is_truncated for answer in self.answers.get(ADAPTER, []))
 
 
-class Measuring:
-    """A run's measures, task by task."""
+class Validator:
+    """Evaluates the tasks of a run on their held-out records."""
 
-    def __init__(self, prepared: Prepared, trainer: Trainer) -> None:
-        self._prepared, self._trainer = prepared, trainer
+    def __init__(self, prepared: PreparedRun, trainer: Trainer) -> None:
+        self._prepared = prepared
+        self._trainer = trainer
         count = prepared.config.validation_examples
         self.tasks = {
-            task.task.name: Measured(task.validation.first(count))
+            task.task.name: TaskValidation(task.validation.head(count))
             for task in prepared.tasks
             if task.validation is not None
         }
-        self._data = {task.task.name: task for task in prepared.tasks}
+        self._task_data = {task.task.name: task for task in prepared.tasks}
 
-    def baselines(self) -> None:
-        """What the model answers by itself; the answers that a report shows as before."""
-        full = self._prepared.config.method == "full"
+    def measure_baselines(self) -> None:
+        """Evaluate the model without the adapter, and with the `oracle` instruction if one is set.
+
+        For method `full` the instruction is not evaluated.
+        """
+        trains_model = self._prepared.config.method == "full"
         for name in self.tasks:
-            task = self._data[name].task
-            plain = task_template(task, self._prepared.tokenizer, virtual=False)
-            self._write(name, NO_PROMPT, plain, None)
-            if task.oracle and not full:
-                self._write(name, ORACLE, self._instructed(self._data[name]), None)
+            task = self._task_data[name].task
+            plain_template = task_template(
+                task, self._prepared.tokenizer, with_virtual_tokens=False
+            )
+            self._measure_answers(name, NO_PROMPT, plain_template, None)
+            if task.oracle and not trains_model:
+                self._measure_answers(
+                    name, ORACLE, self._instruction_template(self._task_data[name]), None
+                )
 
-    def now(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
-        """The loss with this table and, if asked for, the answers."""
+    def validate(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
+        """Compute the loss with this table and, if `answers` is set, the answer metrics."""
         by_task: dict[str, dict[str, float]] = {}
-        total, learned = 0.0, 0
-        for name, measured in self.tasks.items():
-            examples = measured.examples.examples
-            loss = measured.loss = self._trainer.loss(examples, table)
-            tokens = sum(len(example.learned) for example in examples)
-            total, learned = total + loss * tokens, learned + tokens
+        loss_sum, loss_tokens = 0.0, 0
+        for name, task_validation in self.tasks.items():
+            examples = task_validation.examples.examples
+            loss = task_validation.loss = self._trainer.mean_loss(examples, table)
+            tokens = sum(len(example.loss_positions) for example in examples)
+            loss_sum, loss_tokens = loss_sum + loss * tokens, loss_tokens + tokens
             by_task[name] = {"loss": loss}
             if answers:
-                data = self._data[name]
-                own = slice(data.first_row, data.first_row + data.template.rows)
-                rows = None if table is None else table[own]
-                by_task[name] |= self._write(name, ADAPTER, data.template, rows)
-        shares = macro(
+                data = self._task_data[name]
+                row_range = slice(data.first_row, data.first_row + data.template.virtual_tokens)
+                rows = None if table is None else table[row_range]
+                by_task[name] |= self._measure_answers(name, ADAPTER, data.template, rows)
+        macro_measures = macro_average(
             [
-                {key: value for key, value in one.items() if key != "loss"}
-                for one in by_task.values()
+                {key: value for key, value in task_measures.items() if key != "loss"}
+                for task_measures in by_task.values()
             ]
         )
-        return Validation(step, total / learned, shares, by_task if len(by_task) > 1 else {})
+        return Validation(
+            step, loss_sum / loss_tokens, macro_measures, by_task if len(by_task) > 1 else {}
+        )
 
-    def _write(
-        self, name: str, what: str, template: Template, table: Tensor | None
+    def _measure_answers(
+        self, name: str, baseline: str, template: PromptTemplate, table: Tensor | None
     ) -> Mapping[str, float]:
-        measured, task = self.tasks[name], self._data[name].task
-        new_tokens = task.max_new_tokens or NEW_TOKENS
-        prompts = self.prompts(template, measured.examples, new_tokens)
-        answers = iter(
-            write_answers(
+        task_validation, task = self.tasks[name], self._task_data[name].task
+        new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
+        prompts = self.render_prompts(template, task_validation.examples, new_tokens)
+        answer_iterator = iter(
+            complete_prompts(
                 self._trainer.model,
                 self._prepared.tokenizer,
                 [prompt for prompt in prompts if prompt is not None],
-                table=table,
-                kind=self._prepared.config.kind,
+                adapter_table=table,
+                adapter_kind=self._prepared.config.adapter_kind,
                 max_new_tokens=new_tokens,
-                stops=task.stop,
+                stop_strings=task.stop,
             )
         )
-        # Where nothing can be asked, nothing is answered.
-        written = [Answer() if prompt is None else next(answers) for prompt in prompts]
-        texts = [answer.text for answer in written]
-        measured.answers[what] = written
-        measured.baselines[what] = measures(texts, measured.examples.answers)
-        return measured.baselines[what]
+        # The answer to a refused prompt is empty.
+        answers = [
+            TextCompletion() if prompt is None else next(answer_iterator) for prompt in prompts
+        ]
+        texts = [answer.text for answer in answers]
+        task_validation.answers[baseline] = answers
+        task_validation.baselines[baseline] = compute_metrics(
+            texts, task_validation.examples.answers
+        )
+        return task_validation.baselines[baseline]
 
-    def prompts(
-        self, template: Template, examples: Examples, new_tokens: int
+    def render_prompts(
+        self, template: PromptTemplate, examples: ExampleSet, new_tokens: int
     ) -> list[list[int] | None]:
-        """As a server makes them: what can be cut is cut to leave room for any answer.
+        """Render prompts as a server does; None stands for a prompt that a server would refuse.
 
-        An example was cut for its own answer, which nobody knows who asks. None: it is refused.
+        `truncate_field` is truncated to leave space for `new_tokens`. In training examples it is
+        truncated to leave space for the example's own answer, which a server does not have.
         """
-        sizes = self._prepared.checkpoint.config
-        silent = template.rows if self._prepared.config.kind == "prefix" else 0
-        room = new_tokens if template.truncate_field is not None else 1
-        found: list[list[int] | None] = []
+        model_config = self._prepared.checkpoint.config
+        prefix_tokens = (
+            template.virtual_tokens if self._prepared.config.adapter_kind == "prefix" else 0
+        )
+        reserved_tokens = new_tokens if template.truncate_field is not None else 1
+        prompts: list[list[int] | None] = []
         for inputs in examples.records:
             try:
                 rendered = template.render(
                     self._prepared.tokenizer,
                     inputs,
-                    vocab_size=sizes.vocab_size,
-                    tokens_max=max(1, sizes.max_position_embeddings - room),
-                    answer=False,
+                    vocab_size=model_config.vocab_size,
+                    tokens_max=max(1, model_config.max_position_embeddings - reserved_tokens),
+                    with_answer=False,
                 )
             except RequestError:
-                found.append(None)
+                prompts.append(None)
                 continue
-            # Behind a prefix alone nothing is computed, if all of the text had to be cut.
-            found.append(rendered.ids if len(rendered.ids) > silent else None)
-        return found
+            # A prefix without text predicts no token; this happens if all text was truncated.
+            prompts.append(rendered.ids if len(rendered.ids) > prefix_tokens else None)
+        return prompts
 
-    def _instructed(self, data: TaskData) -> Template:
-        """The task's template with its instruction where its first virtual tokens stand."""
-        first = f"{MARK}0|>"
-        text = data.task.template.replace(first, data.task.oracle)
-        text = PART.sub(lambda part: "" if part[1] else part[0], text)
-        own = task_template(data.task, self._prepared.tokenizer, virtual=False)
-        return Template(
+    def _instruction_template(self, data: TaskData) -> PromptTemplate:
+        """Return the task's template with the instruction in place of its first virtual tokens."""
+        first_marker = f"{VIRTUAL_PROMPT_MARK}0|>"
+        text = data.task.template.replace(first_marker, data.task.oracle)
+        text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)
+        base_template = task_template(
+            data.task, self._prepared.tokenizer, with_virtual_tokens=False
+        )
+        return PromptTemplate(
             text,
-            truncate_field=own.truncate_field,
-            answer_field=own.answer_field,
-            bos=own.bos,
-            eos=own.eos,
+            truncate_field=base_template.truncate_field,
+            answer_field=base_template.answer_field,
+            bos=base_template.bos,
+            eos=base_template.eos,
         )

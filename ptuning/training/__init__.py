@@ -1,0 +1,1 @@
+"""Training step: trainer, optimizer, pipeline schedule and its execution."""

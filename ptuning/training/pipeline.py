@@ -1,9 +1,9 @@
-"""Runs a schedule: this stage's chunks, and the messages to the stages before and after it.
+"""Pipeline execution: runs a stage's schedule and sends activations and gradients between stages.
 
-Each direction between two stages is a link of its own, in which messages keep the order of the
-passes; nothing says what it is, for every rank knows every micro-batch. What is needed next is
-asked for before the present pass begins, so messages travel while stages compute. What was sent is
-let go: a backward pass needs the graph that made it, not its numbers. Knows no optimizer.
+Each direction between two stages is a separate link, in which messages keep the order of the
+passes. Messages carry no header, because every rank knows the shapes of all micro-batches. The
+receive of the next pass is posted before the current pass begins, so communication overlaps with
+computation. A stage keeps the autograd edge of a tensor that it has sent, not the tensor's values.
 """
 
 from collections import deque
@@ -16,224 +16,251 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpt.model.attention_layer import PrefixKV
 from gpt.model.gpt_model import GPT
-from gpt.model.layers import Prefix
-from gpt.model.vocab_parallel_cross_entropy import token_losses
 from gpt.parallel.mesh import Mesh
+from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from ptuning.data.micro_batch import MicroBatch
 from ptuning.training.pipeline_schedule import Pass
 
-# Messages that a link keeps until they have arrived, when the next one is sent. The next stage has
-# asked for one ahead, so two let it lag by a pass.
-KEPT_MAX = 2
+# Number of unfinished sends of a link above which send() waits. The receiving stage posts one
+# receive ahead, so two pending sends allow that stage to be one pass behind.
+SENDS_PENDING_MAX = 2
 
 
-class _Link:
-    """Messages from one stage to the next one, or to the one before, first in, first out."""
+class _StageLink:
+    """FIFO link that carries messages in one direction between two neighbouring stages."""
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None, sender: int, taker: int):
-        self._mesh, self._group, self._sender, self._taker = mesh, group, sender, taker
-        self._kept: deque[tuple[dist.Work, Tensor]] = deque()
-        self._here: deque[Tensor] = deque()  # Of a stage to itself.
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None, sender: int, receiver: int):
+        self._mesh = mesh
+        self._group = group
+        self._sender = sender
+        self._receiver = receiver
+        self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._local_queue: deque[Tensor] = deque()  # Messages of a single stage to itself.
 
     def send(self, x: Tensor) -> None:
-        sent = x.detach().contiguous()
+        buffer = x.detach().contiguous()
         if self._group is None:
-            self._here.append(sent)
+            self._local_queue.append(buffer)
             return
-        if self._mesh.staged:
-            sent = sent.cpu()
-        work = dist.isend(sent, self._taker, group=self._group)
+        if self._mesh.stages_through_host:
+            buffer = buffer.cpu()
+        work = dist.isend(buffer, self._receiver, group=self._group)
         assert work is not None, "this rank is not in its own link"
-        self._kept.append((work, sent))
-        self.settle(KEPT_MAX)
+        self._pending_sends.append((work, buffer))
+        self.wait_for_sends(SENDS_PENDING_MAX)
 
-    def settle(self, kept_max: int) -> None:
-        """Wait until no more than so many are on their way."""
-        while len(self._kept) > kept_max:
-            self._kept.popleft()[0].wait()
+    def wait_for_sends(self, pending_max: int) -> None:
+        """Wait until at most `pending_max` sends are unfinished."""
+        while len(self._pending_sends) > pending_max:
+            self._pending_sends.popleft()[0].wait()
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> "_Arrival":
-        """Ask for the next message. They are taken in the order in which they were asked for."""
+    def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> "_PendingReceive":
+        """Post the receive of the next message; messages arrive in the order of the posts."""
         if self._group is None:
-            return _Arrival(self._mesh.device, None, self._here)
-        place = "cpu" if self._mesh.staged else self._mesh.device
-        x = torch.empty(shape, dtype=dtype, device=place)
-        work = dist.irecv(x, self._sender, group=self._group)
+            return _PendingReceive(self._mesh.device, None, self._local_queue)
+        device = "cpu" if self._mesh.stages_through_host else self._mesh.device
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(buffer, self._sender, group=self._group)
         assert work is not None, "this rank is not in its own link"
-        return _Arrival(self._mesh.device, work, deque([x]))
+        return _PendingReceive(self._mesh.device, work, deque([buffer]))
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """A message that may be on its way."""
+class _PendingReceive:
+    """A posted receive."""
 
     device: torch.device
     work: dist.Work | None
-    box: deque[Tensor]
+    queue: deque[Tensor]
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
-        return self.box.popleft().to(self.device)
+        return self.queue.popleft().to(self.device)
 
 
-class Channels:
-    """The links of this rank to its neighbours in the pipeline, whose ends are neighbours too.
+class PipelineChannels:
+    """Links of this rank to its neighbours in the pipeline; first and last stage are neighbours.
 
-    Every rank of the mesh must make them together. Each link has a group of its own: NCCL does
-    what two ranks of a group ask of it one after another, and two directions would wait for each
-    other. Each carries a first message here, in an order that all follow, for NCCL connects two
-    ranks at their first one, and both must be there.
+    All ranks of the mesh must call the constructor. Each link has its own process group, because
+    NCCL executes the operations of two ranks in one group in order, so two directions in one group
+    could deadlock. NCCL connects two ranks at their first message, and both ranks must take part,
+    so the constructor sends one message over each link, in the same order on all ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._links: dict[tuple[bool, int], _Link] = {}  # Forward or not; the stage that sends.
+        # Keyed by (whether the direction is forward, number of the sending stage).
+        self._links: dict[tuple[bool, int], _StageLink] = {}
         for edge in range(mesh.pp):
-            ends = edge, (edge + 1) % mesh.pp
+            stage_pair = edge, (edge + 1) % mesh.pp
             for forward in (True, False):
-                sender, taker = ends if forward else ends[::-1]
-                group = _join(mesh, ends)
-                if mesh.pp_rank in ends:
-                    link = _Link(mesh, group, mesh.stage_rank(sender), mesh.stage_rank(taker))
+                sender, receiver = stage_pair if forward else stage_pair[::-1]
+                group = _create_pair_group(mesh, stage_pair)
+                if mesh.pp_rank in stage_pair:
+                    link = _StageLink(
+                        mesh, group, mesh.stage_rank(sender), mesh.stage_rank(receiver)
+                    )
                     self._links[forward, sender] = link
                     if group is not None:
-                        _greet(link, mesh, mesh.pp_rank == sender)
+                        _connect(link, mesh, mesh.pp_rank == sender)
 
     def send(self, x: Tensor, *, forward: bool) -> None:
-        """On to the next stage, or back to the one before. It is kept until it has arrived."""
+        """Send to the next stage (forward) or to the previous stage; return before arrival."""
         self._links[forward, self.mesh.pp_rank].send(x)
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, forward: bool) -> _Arrival:
+    def post_receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, forward: bool
+    ) -> _PendingReceive:
         sender = (self.mesh.pp_rank + (-1 if forward else 1)) % self.mesh.pp
-        return self._links[forward, sender].expect(shape, dtype)
+        return self._links[forward, sender].post_receive(shape, dtype)
 
-    def settle(self) -> None:
-        """Come back when all that was sent has arrived."""
+    def wait_for_sends(self) -> None:
+        """Wait until all sends of all links are finished."""
         for link in self._links.values():
-            link.settle(0)
+            link.wait_for_sends(0)
 
 
-def _join(mesh: Mesh, stages: tuple[int, int]) -> dist.ProcessGroup | None:
-    """The group of these two stages, if this rank is in it; all ranks make all pipelines' groups.
+def _create_pair_group(mesh: Mesh, stages: tuple[int, int]) -> dist.ProcessGroup | None:
+    """Create the process group of two stages. All ranks of the mesh must call this function.
 
-    Torch can also let the two alone make it, but then its name counts the groups that each has
-    made, and they differ.
+    A group created by its two ranks alone (use_local_synchronization) would get a name from the
+    number of groups that each rank has created, and these numbers differ.
     """
     if mesh.pp == 1:
         return None
     width = mesh.tp * mesh.dp
     pairs = [[stage * width + column for stage in stages] for column in range(width)]
-    mine, _ = dist.new_subgroups_by_enumeration(pairs)
-    return cast("dist.ProcessGroup | None", mine)
+    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    return cast("dist.ProcessGroup | None", group)
 
 
-def _greet(link: _Link, mesh: Mesh, sends: bool) -> None:
-    if sends:
+def _connect(link: _StageLink, mesh: Mesh, is_sender: bool) -> None:
+    if is_sender:
         link.send(torch.zeros(1, device=mesh.device))
-        link.settle(0)
+        link.wait_for_sends(0)
     else:
-        link.expect((1,), torch.float32).take()
+        link.post_receive((1,), torch.float32).wait()
 
 
 def run_passes(
     chunks: Sequence[GPT],
     passes: Sequence[Pass],
-    micros: Sequence[MicroBatch],
-    channels: Channels,
+    micro_batches: Sequence[MicroBatch],
+    channels: PipelineChannels,
     *,
     table: Tensor | None,
     prefix: Mapping[int, Tensor] | None = None,
-    scale: float,
+    loss_scale: float,
 ) -> Tensor:
-    """The sum of the losses of all learned tokens, in fp64, on the last stage; elsewhere zero.
+    """Run this stage's passes; return the summed loss in fp64 on the last stage, else zero.
 
-    Gradients of that sum times `scale` are added to those of `table` (which only the first stage
-    reads) or of the `prefix` (by layer, this rank's), and of parameters that want one. All ranks of
-    the mesh call it together, each stage with its own passes; without backward ones nothing is
-    kept. The same call gives the same bits.
+    The gradients of that sum times `loss_scale` are added to the gradients of `table` (read only
+    by the first stage), of `prefix` (this rank's keys and values by layer), and of all parameters
+    that require gradients. All ranks of the mesh must call this function; each stage has its own
+    passes. Without backward passes, no autograd graph is built. The result is deterministic.
     """
-    run = _Run(chunks, micros, channels, table, scale, prefix=prefix)
-    with torch.set_grad_enabled(not all(one.forward for one in passes)):
-        arrival = run.expect(passes[0]) if passes else None
-        for one, after in zip(passes, [*passes[1:], None], strict=True):
-            following = None if after is None else run.expect(after)
-            if one.forward:
-                run.forward(one, arrival)
+    stage_run = _StageRun(chunks, micro_batches, channels, table, loss_scale, prefix=prefix)
+    with torch.set_grad_enabled(not all(scheduled_pass.forward for scheduled_pass in passes)):
+        receive = stage_run.post_receive(passes[0]) if passes else None
+        for scheduled_pass, next_pass in zip(passes, [*passes[1:], None], strict=True):
+            next_receive = None if next_pass is None else stage_run.post_receive(next_pass)
+            if scheduled_pass.forward:
+                stage_run.forward(scheduled_pass, receive)
             else:
-                run.backward(one, arrival)
-            arrival = following
-    channels.settle()
-    return run.total
+                stage_run.backward(scheduled_pass, receive)
+            receive = next_receive
+    channels.wait_for_sends()
+    return stage_run.loss_sum
 
 
-class _Run:
-    """What one stage has in its hands while it runs a schedule."""
+class _StageRun:
+    """State of one stage while it runs a schedule: saved activations and the loss sum."""
 
     def __init__(
         self,
         chunks: Sequence[GPT],
-        micros: Sequence[MicroBatch],
-        channels: Channels,
+        micro_batches: Sequence[MicroBatch],
+        channels: PipelineChannels,
         table: Tensor | None,
-        scale: float,
+        loss_scale: float,
         *,
         prefix: Mapping[int, Tensor] | None,
     ) -> None:
-        self._chunks, self._micros, self._channels = chunks, micros, channels
-        self._table, self._scale = table, scale
-        self._prefixes: list[Prefix | None] = [
-            None if prefix is None else prefix_at(prefix, micro.ids, chunks[0].config.vocab_size)
-            for micro in micros
+        self._chunks = chunks
+        self._micro_batches = micro_batches
+        self._channels = channels
+        self._table = table
+        self._loss_scale = loss_scale
+        self._prefixes: list[PrefixKV | None] = [
+            None
+            if prefix is None
+            else micro_batch_prefix(prefix, micro_batch.ids, chunks[0].config.vocab_size)
+            for micro_batch in micro_batches
         ]
-        self._held: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
-        self.total = torch.zeros((), dtype=torch.float64, device=channels.mesh.device)
+        self._saved_activations: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=channels.mesh.device)
 
-    def expect(self, one: Pass) -> _Arrival | None:
-        """Ask for the message that a pass begins with; the ends of the pipeline have none."""
-        chunk = self._chunks[one.chunk]
-        if chunk.first if one.forward else chunk.last:
+    def post_receive(self, scheduled_pass: Pass) -> _PendingReceive | None:
+        """Post the receive of a pass's input and return it.
+
+        Return None at an end of the pipeline, where a pass has no input from another stage.
+        """
+        chunk = self._chunks[scheduled_pass.chunk]
+        if chunk.is_first_stage if scheduled_pass.forward else chunk.is_last_stage:
             return None
-        tokens = self._micros[one.micro].batch.tokens
-        shape = (chunk.mesh.rows(tokens), chunk.config.hidden_size)
-        return self._channels.expect(shape, chunk.dtype, forward=one.forward)
+        tokens = self._micro_batches[scheduled_pass.micro_batch].batch.tokens
+        shape = (chunk.mesh.local_rows(tokens), chunk.config.hidden_size)
+        return self._channels.post_receive(shape, chunk.dtype, forward=scheduled_pass.forward)
 
-    def forward(self, one: Pass, arrival: _Arrival | None) -> None:
-        chunk, micro = self._chunks[one.chunk], self._micros[one.micro]
-        learning = torch.is_grad_enabled()
-        x = micro.ids if arrival is None else arrival.take().requires_grad_(learning)
-        table, prefix = self._table if chunk.first else None, self._prefixes[one.micro]
-        y = chunk.hidden(x, micro.batch, None, table, prefix=prefix)
-        if chunk.last:
-            logits = chunk.head_shard(y, micro.batch)
-            losses = token_losses(logits, micro.answers, chunk.mesh, chunk.config.vocab_size)
+    def forward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+        chunk, micro_batch = (
+            self._chunks[scheduled_pass.chunk],
+            self._micro_batches[scheduled_pass.micro_batch],
+        )
+        needs_grad = torch.is_grad_enabled()
+        x = micro_batch.ids if receive is None else receive.wait().requires_grad_(needs_grad)
+        table, prefix = (
+            self._table if chunk.is_first_stage else None,
+            self._prefixes[scheduled_pass.micro_batch],
+        )
+        y = chunk.forward_hidden(x, micro_batch.batch, None, table, prefix=prefix)
+        if chunk.is_last_stage:
+            logits = chunk.compute_logits_shard(y, micro_batch.batch)
+            losses = token_losses(logits, micro_batch.labels, chunk.mesh, chunk.config.vocab_size)
             y = losses.sum()
-            self.total += losses.detach().double().sum()
+            self.loss_sum += losses.detach().double().sum()
         else:
             self._channels.send(y, forward=True)
-        if learning:
-            self._held[one.chunk, one.micro] = x, get_gradient_edge(y)
+        if needs_grad:
+            self._saved_activations[scheduled_pass.chunk, scheduled_pass.micro_batch] = (
+                x,
+                get_gradient_edge(y),
+            )
         elif chunk is self._chunks[-1]:
-            micro.batch.kept.clear()
+            micro_batch.batch.attention_metadata.clear()
 
-    def backward(self, one: Pass, arrival: _Arrival | None) -> None:
-        x, edge = self._held.pop((one.chunk, one.micro))
-        if arrival is None:
-            wide = torch.promote_types(self._chunks[one.chunk].dtype, torch.float32)
-            grad = self.total.new_full((), self._scale, dtype=wide)
+    def backward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+        x, edge = self._saved_activations.pop((scheduled_pass.chunk, scheduled_pass.micro_batch))
+        if receive is None:
+            wide_dtype = torch.promote_types(
+                self._chunks[scheduled_pass.chunk].dtype, torch.float32
+            )
+            grad = self.loss_sum.new_full((), self._loss_scale, dtype=wide_dtype)
         else:
-            grad = arrival.take()
+            grad = receive.wait()
         torch.autograd.backward((edge,), (grad,))
-        if not self._chunks[one.chunk].first:
+        if not self._chunks[scheduled_pass.chunk].is_first_stage:
             assert x.grad is not None
             self._channels.send(x.grad, forward=False)
-        if one.chunk == 0:
-            # Its masks; else those of all micro-batches of a step would pile up.
-            self._micros[one.micro].batch.kept.clear()
+        if scheduled_pass.chunk == 0:
+            # Free the attention masks; otherwise the masks of all micro-batches stay in memory.
+            self._micro_batches[scheduled_pass.micro_batch].batch.attention_metadata.clear()
 
 
-def prefix_at(layers: Mapping[int, Tensor], ids: Tensor, vocab_size: int) -> Prefix:
-    """A prefix where a micro-batch's virtual tokens stand."""
-    places = (ids >= vocab_size).nonzero().squeeze(-1)
-    return Prefix(layers, places, ids[places] - vocab_size)
+def micro_batch_prefix(key_values: Mapping[int, Tensor], ids: Tensor, vocab_size: int) -> PrefixKV:
+    """Return the prefix with the positions and rows of a micro-batch's virtual tokens."""
+    positions = (ids >= vocab_size).nonzero().squeeze(-1)
+    return PrefixKV(key_values, positions, ids[positions] - vocab_size)

@@ -1,9 +1,10 @@
-"""Schedules of a pipeline: which micro-batch passes which chunk of a stage when, as plain lists.
+"""Pipeline schedules as lists of passes: 1F1B, interleaved schedule (less bubble), forward-only.
 
-A stage follows its own list; what it needs from its neighbours, it waits for. Lists of all stages
-fit together if nobody ever waits in a circle, which a test proves by playing them. Rounds that are
-not full are planned as if they were, and what does not exist is left out: what remains keeps its
-order, so no new circle can arise. Knows no model and no messages.
+Each stage executes its own list and waits for the messages of its neighbours. The lists must never
+deadlock; a test simulates the lists of all stages to check this. The interleaved schedule is built
+for a number of micro-batches that is rounded up to a multiple of `stages`; then the passes of the
+added micro-batches are removed. The other passes keep their order, so the removal cannot cause a
+deadlock.
 """
 
 from dataclasses import dataclass
@@ -11,58 +12,68 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch through one chunk of this stage: forward, or its gradient back."""
+    """Forward or backward pass of one micro-batch through one model chunk of this stage."""
 
     forward: bool
-    micro: int
+    micro_batch: int
     chunk: int = 0
 
 
-def forward_only(stages: int, micros: int, chunks: int = 1) -> list[Pass]:
-    """No gradients, as in validation; the same for each stage."""
-    return _forwards(stages, micros, chunks)
+def schedule_forward_only(stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+    """Return a schedule without backward passes, for validation; it is equal on all stages."""
+    return _forward_passes(stages, micro_batches, chunks)
 
 
-def one_f_one_b(stage: int, stages: int, micros: int) -> list[Pass]:
-    """One forward, one backward: no stage holds more micro-batches than stages follow, and its own.
+def schedule_1f1b(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """Return the 1F1B schedule, which stores at most `stages - stage` micro-batches' activations.
 
-    https://arxiv.org/abs/2006.09503, the schedule with flushes.
+    This is the schedule with flushes (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
     """
-    ahead = stages - stage - 1
-    forwards = [Pass(True, micro) for micro in range(micros)]
-    backwards = [Pass(False, micro) for micro in range(micros)]
-    return _one_by_one(forwards, backwards, ahead)
+    warmup_passes = stages - stage - 1
+    forwards = [Pass(True, micro_batch) for micro_batch in range(micro_batches)]
+    backwards = [Pass(False, micro_batch) for micro_batch in range(micro_batches)]
+    return _alternate_passes(forwards, backwards, warmup_passes)
 
 
-def interleaved(stage: int, stages: int, micros: int, chunks: int) -> list[Pass]:
-    """The same over several chunks a stage, in Megatron's order: bubbles are `chunks` times fewer.
+def schedule_interleaved_1f1b(
+    stage: int, stages: int, micro_batches: int, chunks: int
+) -> list[Pass]:
+    """Return Megatron's interleaved 1F1B schedule, whose bubble is `chunks` times smaller.
 
-    As many micro-batches as there are stages pass a chunk, then the next one, as by then the first
-    of them is back at the first stage. https://arxiv.org/abs/2104.04473
+    A group of `stages` micro-batches passes through one chunk and then through the next chunk. At
+    that time the first micro-batch of the group has returned to the first stage.
+    https://arxiv.org/abs/2104.04473
     """
     if chunks == 1:
-        return one_f_one_b(stage, stages, micros)
-    whole = -(-micros // stages) * stages
-    forwards = _forwards(stages, whole, chunks)
-    backwards = [Pass(False, one.micro, chunks - 1 - one.chunk) for one in forwards]
-    ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages
-    passes = _one_by_one(forwards, backwards, ahead)
-    return [one for one in passes if one.micro < micros]
-
-
-def _forwards(stages: int, micros: int, chunks: int) -> list[Pass]:
-    """Rounds of as many micro-batches as there are stages, each through all chunks."""
+        return schedule_1f1b(stage, stages, micro_batches)
+    padded_micro_batches = -(-micro_batches // stages) * stages
+    forwards = _forward_passes(stages, padded_micro_batches, chunks)
+    backwards = [
+        Pass(False, scheduled_pass.micro_batch, chunks - 1 - scheduled_pass.chunk)
+        for scheduled_pass in forwards
+    ]
+    warmup_passes = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    passes = _alternate_passes(forwards, backwards, warmup_passes)
     return [
-        Pass(True, micro, chunk)
-        for start in range(0, micros, stages)
-        for chunk in range(chunks)
-        for micro in range(start, min(start + stages, micros))
+        scheduled_pass for scheduled_pass in passes if scheduled_pass.micro_batch < micro_batches
     ]
 
 
-def _one_by_one(forwards: list[Pass], backwards: list[Pass], ahead: int) -> list[Pass]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    passes = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+def _forward_passes(stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """Return forward passes in groups of `stages` micro-batches; a group passes all chunks."""
+    return [
+        Pass(True, micro_batch, chunk)
+        for start in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for micro_batch in range(start, min(start + stages, micro_batches))
+    ]
+
+
+def _alternate_passes(
+    forwards: list[Pass], backwards: list[Pass], warmup_passes: int
+) -> list[Pass]:
+    """Return `warmup_passes` forwards, then forwards and backwards in turn, then the remainder."""
+    passes = forwards[:warmup_passes]
+    for forward, backward in zip(forwards[warmup_passes:], backwards, strict=False):
         passes += [forward, backward]
-    return passes + backwards[max(0, len(forwards) - ahead) :]
+    return passes + backwards[max(0, len(forwards) - warmup_passes) :]

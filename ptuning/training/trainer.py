@@ -1,8 +1,10 @@
-"""Trainer: a step of learning, over any split; the frozen model and the whole one by the same code.
+"""Trainer: one step, with gradient accumulation, over tensor, pipeline and data parallel ranks.
 
-Each rank has its chunks of the model and takes its share of every batch. The table of virtual
-tokens is made once for a step, goes through all its micro-batches, and takes their gradients back
-to what made it. All ranks learn of each other what a step came to, and so decide alike.
+Each rank has its chunks of the model and computes its share of every batch. Adapter training on a
+frozen model and full training use the same code. The virtual-token table is computed once per step;
+all micro-batches read the table and add to its gradient, and the sum is then passed backward
+through the prompt encoder. An all-reduce gives every rank the totals of a step, so all ranks make
+the same decisions.
 """
 
 import math
@@ -15,216 +17,258 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.adapters.adapter_file import table_width
-from gpt.batch import Dropout
+from gpt.dropout import Dropout
 from gpt.errors import ConfigError
 from gpt.model.gpt_model import GPT
-from gpt.parallel.mesh import Mesh, share_from_first
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.pipeline_communication import broadcast_from_first_stage
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
-from ptuning.data.micro_batch import MicroBatch, micro_batch, portions
-from ptuning.prompt.prefix_tuning import Prefix, prefix_parts
-from ptuning.prompt.prompt_encoder import Encoder
-from ptuning.run_facts import Progress
-from ptuning.training.optimizer import Learned, Optimizer, Scale, of_encoder, of_model, of_prefix
-from ptuning.training.pipeline import Channels, run_passes
-from ptuning.training.pipeline_schedule import Pass, forward_only, interleaved, one_f_one_b
+from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
+from ptuning.prompt.prefix_tuning import PrefixEncoder, shard_prefix_table
+from ptuning.prompt.prompt_encoder import PromptEncoder
+from ptuning.run_facts import StepMetrics
+from ptuning.training.gradient_reduction import (
+    TrainableTensor,
+    trainable_encoder_tensors,
+    trainable_model_tensors,
+    trainable_prefix_tensors,
+)
+from ptuning.training.loss_scale import LossScale
+from ptuning.training.optimizer import Optimizer
+from ptuning.training.pipeline import PipelineChannels, run_passes
+from ptuning.training.pipeline_schedule import (
+    Pass,
+    schedule_1f1b,
+    schedule_forward_only,
+    schedule_interleaved_1f1b,
+)
 
-SKIPPED_MAX = 50  # Steps in a row whose gradients overflowed, until that is an error.
+SKIPPED_MAX = 50  # Number of consecutive steps with gradient overflow before the run fails.
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a step came to, over all ranks."""
+class _StepTotals:
+    """Totals of a step over all ranks."""
 
-    loss: float  # The sum over all learned tokens.
-    squares: float  # Of the gradients.
-    stop: bool  # Somebody was asked to end.
+    loss: float  # Sum over all tokens that have a loss.
+    squared_norm: float  # Squared norm of all gradients.
+    stop_requested: bool  # Whether a stop is requested on at least one rank.
 
 
 class Trainer:
-    """One rank's part of a run. Every rank calls every method, in the same order."""
+    """One rank's part of a run. All ranks must call the methods in the same order."""
 
     def __init__(
         self,
         chunks: Sequence[GPT],
         config: TuneConfig,
-        encoder: Encoder | None = None,
+        encoder: PromptEncoder | None = None,
         *,
-        prefix: Prefix | None = None,
-        channels: Channels | None = None,
+        prefix: PrefixEncoder | None = None,
+        channels: PipelineChannels | None = None,
     ) -> None:
-        """`encoder` makes the table, on the first stage; a `prefix` is on every rank instead, and
-        neither is there if the model itself is learned."""
-        self.chunks, self.config, self.encoder = list(chunks), config, encoder
+        """Create the optimizer for the trainable tensors.
+
+        `encoder` produces the virtual-token table and exists only on the first stage; `prefix`
+        exists on every rank. Both are None if the model itself is trained.
+        """
+        self.chunks = list(chunks)
+        self.config = config
+        self.encoder = encoder
         self.prefix = prefix
         self.mesh: Mesh = chunks[0].mesh
-        self.sizes = chunks[0].config
-        self.step_number = 0  # Steps that were made.
-        self.stop_asked = False  # May be set on any rank, at any time.
-        self.stops = False  # So all ranks know after a step, and end after the same one.
-        self.scale = Scale.of(chunks[0].dtype)
-        self._rows = 0 if config.method == "full" else sum(t.virtual_tokens for t in config.wanted)
-        self._skipped = 0
-        self._channels = channels or Channels(self.mesh)
-        self.optimizer = Optimizer(self._learned(), config, self.mesh)
+        self.model_config = chunks[0].config
+        self.step_number = 0  # Number of the last finished step.
+        self.stop_requested = False  # May be set on any rank at any time, by a signal handler.
+        # Set on all ranks after the same step if any rank has requested a stop.
+        self.should_stop = False
+        self.loss_scale = LossScale.for_dtype(chunks[0].dtype)
+        self._table_rows = (
+            0 if config.method == "full" else sum(t.virtual_tokens for t in config.resolved_tasks)
+        )
+        self._consecutive_skips = 0
+        self._channels = channels or PipelineChannels(self.mesh)
+        self.optimizer = Optimizer(self._trainable_tensors(), config, self.mesh)
 
-    def step(self, examples: Sequence[Example]) -> Progress:
-        """Learn from a batch, of which each data rank computes its share."""
+    def step(self, examples: Sequence[Example]) -> StepMetrics:
+        """Train on one batch; each data-parallel rank computes its share."""
         started = time.monotonic()
         self.step_number += 1
-        micros = self._micros(examples, train=True)
-        learned = sum(len(example.learned) for example in examples)
-        made, table = self._table()
+        micro_batches = self._micro_batches(examples, train=True)
+        loss_tokens = sum(len(example.loss_positions) for example in examples)
+        encoder_output, table = self._encode_table()
         losses = run_passes(
             self.chunks,
-            self._passes(len(micros), train=True),
-            micros,
+            self._schedule(len(micro_batches), train=True),
+            micro_batches,
             self._channels,
             table=table,
-            prefix=None if self.prefix is None else self.prefix.layers,
-            scale=self.scale.value / learned,
+            prefix=None if self.prefix is None else self.prefix.key_values,
+            loss_scale=self.loss_scale.value / loss_tokens,
         )
-        if made is not None and table is not None:
-            made.backward(torch.zeros_like(table) if table.grad is None else table.grad)
-        told = self._tell(losses, self.optimizer.gather(self.sizes))
-        self.stops = told.stop
-        loss = told.loss / learned
-        norm = math.sqrt(told.squares) / self.scale.value if told.squares >= 0 else math.nan
-        finite = math.isfinite(norm)
-        self._check(loss, finite)
+        if encoder_output is not None and table is not None:
+            encoder_output.backward(torch.zeros_like(table) if table.grad is None else table.grad)
+        totals = self._reduce_totals(losses, self.optimizer.reduce_gradients(self.model_config))
+        self.should_stop = totals.stop_requested
+        loss = totals.loss / loss_tokens
+        gradient_norm = (
+            math.sqrt(totals.squared_norm) / self.loss_scale.value
+            if totals.squared_norm >= 0
+            else math.nan
+        )
+        finite = math.isfinite(gradient_norm)
+        self._check_finite(loss, finite)
         rate = 0.0
         if finite:
-            clip = min(1.0, self.config.gradient_norm_max / (norm + 1e-6))
-            rate = self.optimizer.move(self.step_number, clip / self.scale.value)
+            clip = min(1.0, self.config.gradient_norm_max / (gradient_norm + 1e-6))
+            rate = self.optimizer.step(self.step_number, clip / self.loss_scale.value)
         else:
-            self.optimizer.forget()
-        self.scale.learn(finite=finite)
-        return Progress(
+            self.optimizer.zero_grad()
+        self.loss_scale.update(finite=finite)
+        return StepMetrics(
             step=self.step_number,
             steps=self.config.steps,
             loss=loss,
             tokens=sum(len(example.ids) for example in examples),
             text_tokens=sum(
-                token < self.sizes.vocab_size for example in examples for token in example.ids
+                token < self.model_config.vocab_size
+                for example in examples
+                for token in example.ids
             ),
             seconds=time.monotonic() - started,
             rate=rate,
-            gradient_norm=norm,
+            gradient_norm=gradient_norm,
             skipped=not finite,
         )
 
     @torch.no_grad()
-    def loss(self, examples: Sequence[Example], table: Tensor | None) -> float:
-        """The mean over the learned tokens of all examples, with nothing learned."""
-        total, size = 0.0, self.config.batch_examples
+    def mean_loss(self, examples: Sequence[Example], table: Tensor | None) -> float:
+        """Return the mean loss of the examples with the given table, without training."""
+        total, batch_size = 0.0, self.config.batch_examples
         prefix = None
-        if table is not None and self.config.kind == "prefix":
-            prefix = prefix_parts(table, self.chunks)
+        if table is not None and self.config.adapter_kind == "prefix":
+            prefix = shard_prefix_table(table, self.chunks)
             table = None
-        for start in range(0, len(examples), size):
-            micros = self._micros(examples[start : start + size], train=False)
+        for start in range(0, len(examples), batch_size):
+            micro_batches = self._micro_batches(examples[start : start + batch_size], train=False)
             losses = run_passes(
                 self.chunks,
-                self._passes(len(micros), train=False),
-                micros,
+                self._schedule(len(micro_batches), train=False),
+                micro_batches,
                 self._channels,
                 table=table,
                 prefix=prefix,
-                scale=0.0,
+                loss_scale=0.0,
             )
-            total += self._tell(losses, 0.0).loss
-        return total / sum(len(example.learned) for example in examples)
+            total += self._reduce_totals(losses, 0.0).loss
+        return total / sum(len(example.loss_positions) for example in examples)
 
     @torch.no_grad()
-    def table(self) -> Tensor | None:
-        """All tasks' rows as they are now, on every rank."""
-        if not self._rows:
+    def current_table(self) -> Tensor | None:
+        """Return the current virtual-token table of all tasks on every rank; None for `full`."""
+        if not self._table_rows:
             return None
         if self.prefix is not None:
-            return self.prefix.table()
-        return self.shared(None if self.encoder is None else self.encoder().detach().clone())
+            return self.prefix.gather_table()
+        return self.broadcast_table(
+            None if self.encoder is None else self.encoder().detach().clone()
+        )
 
-    def shared(self, table: Tensor | None) -> Tensor:
-        """The first stage's table, on every rank."""
+    def broadcast_table(self, table: Tensor | None) -> Tensor:
+        """Broadcast the first stage's table to every rank."""
         if table is None:
-            shape = self._rows, table_width(self.config.kind, self.sizes)
+            shape = self._table_rows, table_width(self.config.adapter_kind, self.model_config)
             table = torch.zeros(shape, dtype=self._dtype)
-        return share_from_first(table.to(self.mesh.device), self.mesh)
+        return broadcast_from_first_stage(table.to(self.mesh.device), self.mesh)
 
     @property
     def model(self) -> GPT | list[GPT]:
-        """What this rank decodes with."""
+        """The model argument for generation: this rank's only chunk, or the list of its chunks."""
         return self.chunks[0] if len(self.chunks) == 1 else self.chunks
 
     @property
     def _dtype(self) -> torch.dtype:
         return torch.promote_types(self.chunks[0].dtype, torch.float32)
 
-    def _learned(self) -> list[Learned]:
+    def _trainable_tensors(self) -> list[TrainableTensor]:
         if self.config.method == "full":
-            return of_model(self.chunks)
+            return trainable_model_tensors(self.chunks)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
         if self.prefix is not None:
-            return of_prefix(self.prefix.named_parameters(), self.sizes, self.mesh)
+            return trainable_prefix_tensors(
+                self.prefix.named_parameters(), self.model_config, self.mesh
+            )
         if self.encoder is None:
             return []
-        return of_encoder(self.encoder.named_parameters(), self.encoder.split)
+        return trainable_encoder_tensors(
+            self.encoder.named_parameters(), self.encoder.split_dimensions
+        )
 
-    def _table(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the encoder made, and the leaf that goes through the model in its place."""
+    def _encode_table(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the encoder's output, and a detached copy that accumulates its gradient."""
         if self.encoder is None:
             return None, None
-        made: Tensor = self.encoder(self._dropout(0))
-        return made, made.detach().clone().requires_grad_()
+        encoder_output: Tensor = self.encoder(self._dropout(0))
+        return encoder_output, encoder_output.detach().clone().requires_grad_()
 
-    def _micros(self, examples: Sequence[Example], *, train: bool) -> list[MicroBatch]:
-        """This data rank's share of a batch; in a pipeline everybody needs to have some."""
+    def _micro_batches(self, examples: Sequence[Example], *, train: bool) -> list[MicroBatch]:
+        """Return the micro-batches of this data-parallel rank's share of a batch."""
         config, mesh = self.config, self.mesh
-        own = examples[mesh.dp_rank :: mesh.dp]
-        # A frozen model never drops, whatever its checkpoint was trained with.
-        learns = train and config.method == "full"
-        drops = learns and (self.sizes.hidden_dropout or self.sizes.attention_dropout)
-        found = []
-        for number, some in enumerate(
-            portions(own, config.micro_batch_examples, config.micro_batch_tokens)
+        rank_examples = examples[mesh.dp_rank :: mesh.dp]
+        # A frozen model runs without dropout, even if its checkpoint sets dropout rates.
+        trains_model = train and config.method == "full"
+        uses_dropout = trains_model and (
+            self.model_config.hidden_dropout or self.model_config.attention_dropout
+        )
+        micro_batches = []
+        for number, group in enumerate(
+            split_into_micro_batches(
+                rank_examples, config.micro_batch_examples, config.micro_batch_tokens
+            )
         ):
-            dropout = self._dropout(1 + mesh.dp_rank, number) if drops else None
-            found.append(micro_batch(some, mesh.device, dropout=dropout))
-        return found
+            dropout = self._dropout(1 + mesh.dp_rank, number) if uses_dropout else None
+            micro_batches.append(build_micro_batch(group, mesh.device, dropout=dropout))
+        return micro_batches
 
     def _dropout(self, *site: int) -> Dropout:
-        """Of this step: a run that goes on draws what it would have drawn."""
+        """Return dropout masks that are seeded by the run's seed, the step and `site`.
+
+        `site` numbers the encoder or the micro-batch. A resumed run draws the same masks.
+        """
         seed = 0
-        for part in (self.config.seed, self.step_number, *site):
-            seed = (seed * 1_000_003 + part) % 2**63
+        for component in (self.config.seed, self.step_number, *site):
+            seed = (seed * 1_000_003 + component) % 2**63
         return Dropout(seed)
 
-    def _passes(self, micros: int, *, train: bool) -> list[Pass]:
+    def _schedule(self, micro_batches: int, *, train: bool) -> list[Pass]:
         mesh, chunks = self.mesh, len(self.chunks)
         if not train:
-            return forward_only(mesh.pp, micros, chunks)
+            return schedule_forward_only(mesh.pp, micro_batches, chunks)
         if chunks == 1:
-            return one_f_one_b(mesh.pp_rank, mesh.pp, micros)
-        return interleaved(mesh.pp_rank, mesh.pp, micros, chunks)
+            return schedule_1f1b(mesh.pp_rank, mesh.pp, micro_batches)
+        return schedule_interleaved_1f1b(mesh.pp_rank, mesh.pp, micro_batches, chunks)
 
-    def _tell(self, losses: Tensor, squares: float) -> _Told:
+    def _reduce_totals(self, losses: Tensor, squares: float) -> _StepTotals:
         mesh = self.mesh
-        counted = mesh.pp_rank == mesh.pp - 1 and mesh.tp_rank == 0
-        numbers = [float(losses) if counted else 0.0, squares, float(self.stop_asked)]
+        counts_loss = mesh.pp_rank == mesh.pp - 1 and mesh.tp_rank == 0
+        numbers = [float(losses) if counts_loss else 0.0, squares, float(self.stop_requested)]
         if mesh.tp * mesh.dp * mesh.pp > 1:
-            told = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
-            dist.all_reduce(told)
-            numbers = told.tolist()
-        return _Told(numbers[0], numbers[1], numbers[2] > 0)
+            reduced = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
+            dist.all_reduce(reduced)
+            numbers = reduced.tolist()
+        return _StepTotals(numbers[0], numbers[1], numbers[2] > 0)
 
-    def _check(self, loss: float, finite: bool) -> None:
-        scaled = self.scale.value != 1.0
-        self._skipped = 0 if finite else self._skipped + 1
-        if math.isfinite(loss) and (finite or (scaled and self._skipped <= SKIPPED_MAX)):
+    def _check_finite(self, loss: float, finite: bool) -> None:
+        scaled = self.loss_scale.value != 1.0
+        self._consecutive_skips = 0 if finite else self._consecutive_skips + 1
+        if math.isfinite(loss) and (finite or (scaled and self._consecutive_skips <= SKIPPED_MAX)):
             return
-        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
+        problem = (
+            f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
+        )
         raise ConfigError(
-            f"{what} at step {self.step_number}; try a smaller learning_rate than "
-            f"{self.config.rate:g}, or dtype: float32; the last state that was saved is good"
+            f"{problem} at step {self.step_number}; try a smaller learning_rate than "
+            f"{self.config.peak_learning_rate:g}, or dtype: float32; the last saved state is intact"
         )

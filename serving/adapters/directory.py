@@ -1,9 +1,11 @@
-"""One directory of adapters, read again and again: what lies there is what can be asked for.
+"""Adapter directory: scans a folder's adapter files and selects each name's current version.
 
-A file is `name@version.safetensors`, or `name.safetensors` for version 1; what it holds never
-changes. `name` alone is the version that its note says, else the newest. A file that cannot be used
-is logged once and passed over. Cards are kept and tables are not: of ten thousand adapters a few
-are in use, and who runs the model reads those. Whose directory it is, is not known.
+An adapter version is a file `name@version.safetensors`, or `name.safetensors` for version 1; its
+content never changes. `name` without a version means the version in the name's alias record, or the
+newest version if there is no record. A file that cannot be used is logged once and skipped. Only
+the cards stay in memory, since few of ten thousand adapters are in use at a time; the workers read
+the tables. One `AdapterDirectory` has the adapters of one tenant, or the adapters that all tenants
+share.
 """
 
 import logging
@@ -13,25 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpt.adapters.adapter_file import SUFFIX, Adapter, Card, Name, open_adapter, parse_name
+from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, Card, open_adapter, parse_name
 from gpt.errors import ConfigError, PreambleError
-from serving.adapters.files import CURRENT, Note, name_of, read_note
-from serving.messages import Rows
+from serving.adapters.directory_layout import ALIAS_SUFFIX, AliasRecord, parse_file_name, read_alias
+from serving.messages import AdapterRef
 
 log = logging.getLogger(__name__)
 
-COARSE_NS = 2_000_000_000  # No file system's times are coarser.
+MTIME_RESOLUTION_NS = 2_000_000_000  # The coarsest mtime resolution of a file system.
 
 
 @dataclass(frozen=True, eq=False)
-class Resident:
-    """An adapter that was found good, under the name that its file has."""
+class LoadedAdapter:
+    """An adapter whose file passed all checks. Name and version come from the file name."""
 
     name: str
     version: int
     card: Card
-    rows: Rows
-    tenant: str = ""  # Whose it is. "": everybody's.
+    adapter_ref: AdapterRef
+    tenant: str = ""  # The tenant that owns the adapter. "": all tenants share it.
 
     @property
     def key(self) -> str:
@@ -39,18 +41,19 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class _View:
-    """Replaced whole, never changed, so that readers need no lock."""
+class _Snapshot:
+    """The result of a scan. Immutable, so that readers need no lock."""
 
-    residents: Mapping[str, Resident] = field(default_factory=dict)
-    current: Mapping[str, Resident] = field(default_factory=dict)
-    entries: Sequence[tuple[Resident, bool]] = ()
+    adapters: Mapping[str, LoadedAdapter] = field(default_factory=dict)
+    current: Mapping[str, LoadedAdapter] = field(default_factory=dict)
+    listing: Sequence[tuple[LoadedAdapter, bool]] = ()
 
 
-class Shelf:
-    """Those of `directory` that pass `check`, which raises what is wrong with one.
+class AdapterDirectory:
+    """The adapters of `directory` that pass `check`, which raises an error to reject an adapter.
 
-    There are none before the first `scan`. One thread at a time scans; any may read.
+    There are no adapters before the first `scan`. Only one thread may scan at a time; any thread
+    may read.
     """
 
     def __init__(
@@ -58,184 +61,229 @@ class Shelf:
         directory: Path,
         check: Callable[[Adapter], None],
         tenant: str = "",
-        ripe: Callable[[Resident], bool] = lambda resident: True,
+        eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`ripe`: whether an adapter may be current where another one can be."""
-        self.directory, self._ripe = directory, ripe
-        self._check, self._tenant, self._max = check, tenant, 0
-        self._looked_ns, self._changed_ns = 0, 0  # When, and the directory's own time then.
-        self._seen: dict[str, tuple[int, int]] = {}  # Each file's time and size, when last read.
-        self._marks: dict[str, tuple[int, int]] = {}  # The same of notes.
-        self._notes: dict[str, Note] = {}
-        self._crowded: set[str] = set()  # Files for which there was no room, or no name left.
-        self._refused: dict[str, str] = {}  # Why.
-        self._view = _View()
-        self.folders: tuple[str, ...] = ()  # Directories in it, when last read.
-        self.failures = 0  # Files that were refused, each time they changed.
+        """`eligible`: a version that passes it is preferred as the current version of its name."""
+        self.directory = directory
+        self._eligible = eligible
+        self._check = check
+        self._tenant = tenant
+        self._adapters_max = 0
+        self._scanned_ns = 0  # Time of the last scan.
+        self._directory_mtime_ns = 0  # The directory's modification time at that scan.
+        # By file name, at the last scan: (modification time, size) of each adapter file, and
+        # (modification time, inode) of each alias file.
+        self._file_stamps: dict[str, tuple[int, int]] = {}
+        self._alias_stamps: dict[str, tuple[int, int]] = {}
+        self._aliases: dict[str, AliasRecord] = {}
+        self._skipped_files: set[str] = set()  # Duplicates, and files over the limit.
+        self._rejection_reasons: dict[str, str] = {}  # By file name.
+        self._snapshot = _Snapshot()
+        self.folders: tuple[str, ...] = ()  # Subdirectories at the last scan.
+        # Rejected files; a file that is rejected again after a change counts again.
+        self.failures = 0
 
     def __len__(self) -> int:
-        return len(self._view.residents)
+        return len(self._snapshot.adapters)
 
     @property
-    def entries(self) -> Sequence[tuple[Resident, bool]]:
-        """All by name and version, each with whether its name alone means it."""
-        return self._view.entries
+    def listing(self) -> Sequence[tuple[LoadedAdapter, bool]]:
+        """Return all adapters, sorted by name and version; the flag marks the current version."""
+        return self._snapshot.listing
 
-    def find(self, name: str) -> Resident | None:
-        view = self._view
-        return view.residents.get(name) or view.current.get(name)
+    def find(self, name: str) -> LoadedAdapter | None:
+        snapshot = self._snapshot
+        return snapshot.adapters.get(name) or snapshot.current.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is any version."""
-        return name in self._view.current
+        """Return whether any version of the name is loaded."""
+        return name in self._snapshot.current
 
-    def is_current(self, resident: Resident) -> bool:
-        return self._view.current.get(resident.name) is resident
+    def is_current(self, adapter: LoadedAdapter) -> bool:
+        return self._snapshot.current.get(adapter.name) is adapter
 
-    def refusal(self, name: Name) -> str | None:
-        """Why the newest file of that name, or the one of that version, cannot be used."""
-        refused = {name_of(file): reason for file, reason in list(self._refused.items())}
-        versions = [one.version or 1 for one in refused if one and one.name == name.name]
-        return refused.get(Name(name.name, name.version or max(versions, default=1)))
+    def rejection_reason(self, name: AdapterName) -> str | None:
+        """Return why the file of a version cannot be used, or None.
 
-    def stale(self) -> bool:
-        """Whether a file may be there that no scan has seen: names that nobody has must be cheap.
-
-        A directory that changed shortly before it was looked at may have changed again since, and
-        its own time be too coarse to tell.
+        Without a version, `name` means the newest rejected version.
         """
-        changed_ns = os.stat(self.directory).st_mtime_ns
-        return changed_ns != self._changed_ns or self._looked_ns - changed_ns < COARSE_NS
+        reasons = {
+            parse_file_name(file): reason for file, reason in list(self._rejection_reasons.items())
+        }
+        versions = [
+            rejected_name.version or 1
+            for rejected_name in reasons
+            if rejected_name and rejected_name.name == name.name
+        ]
+        return reasons.get(AdapterName(name.name, name.version or max(versions, default=1)))
+
+    def is_stale(self) -> bool:
+        """Return whether the directory may contain files that the last scan did not see.
+
+        This costs one `stat`, so that requests with unknown names stay cheap. The result is also
+        True if the directory changed shortly before the scan, because a later change may have left
+        its coarse mtime equal.
+        """
+        mtime_ns = os.stat(self.directory).st_mtime_ns
+        return (
+            mtime_ns != self._directory_mtime_ns
+            or self._scanned_ns - mtime_ns < MTIME_RESOLUTION_NS
+        )
 
     def scan(self, adapters_max: int) -> None:
-        """Look at the directory: read what is new, drop what is gone. At most so many are held."""
-        self._max = adapters_max
-        looked_ns, changed_ns = time.time_ns(), os.stat(self.directory).st_mtime_ns
-        found, marks, self.folders = _listed(self.directory)
-        self._looked_ns, self._changed_ns = looked_ns, changed_ns
-        held = self._view.residents
-        room = bool(self._crowded) and len(held) < adapters_max
-        if found == self._seen and marks == self._marks and not room:
+        """Load new adapter files and drop removed files; keep at most `adapters_max` adapters."""
+        self._adapters_max = adapters_max
+        now_ns, mtime_ns = time.time_ns(), os.stat(self.directory).st_mtime_ns
+        file_stamps, alias_stamps, self.folders = _list_directory(self.directory)
+        self._scanned_ns = now_ns
+        self._directory_mtime_ns = mtime_ns
+        previous_adapters = self._snapshot.adapters
+        has_capacity = bool(self._skipped_files) and len(previous_adapters) < adapters_max
+        if (
+            file_stamps == self._file_stamps
+            and alias_stamps == self._alias_stamps
+            and not has_capacity
+        ):
             return
-        self._read_notes(marks)
-        before, self._seen = self._seen, found
-        self._crowded &= found.keys()
-        self._refused = {file: why for file, why in self._refused.items() if file in found}
-        loaded = {Path(resident.rows.file).name for resident in held.values()}
-        residents: dict[str, Resident] = {}
-        # What is loaded keeps its place; new files take what room is left, by their names.
-        for file in sorted(found, key=lambda name: (name not in loaded, name)):
-            known = before.get(file) == found[file]
-            self._take(self.directory / file, known, residents)
-        self._publish(residents)
+        self._read_aliases(alias_stamps)
+        previous_stamps, self._file_stamps = self._file_stamps, file_stamps
+        self._skipped_files &= file_stamps.keys()
+        self._rejection_reasons = {
+            file: reason for file, reason in self._rejection_reasons.items() if file in file_stamps
+        }
+        loaded_files = {
+            Path(adapter.adapter_ref.file).name for adapter in previous_adapters.values()
+        }
+        adapters: dict[str, LoadedAdapter] = {}
+        # Loaded adapters stay loaded; new files fill the remaining capacity in name order.
+        for file in sorted(file_stamps, key=lambda name: (name not in loaded_files, name)):
+            unchanged = previous_stamps.get(file) == file_stamps[file]
+            self._load_file(self.directory / file, unchanged, adapters)
+        self._publish(adapters)
 
-    def _read_notes(self, marks: dict[str, tuple[int, int]]) -> None:
-        notes: dict[str, Note] = {}
-        for file, mark in marks.items():
-            name = file.removesuffix(CURRENT)
-            if self._marks.get(file) == mark and name in self._notes:
-                notes[name] = self._notes[name]
+    def _read_aliases(self, stamps: dict[str, tuple[int, int]]) -> None:
+        aliases: dict[str, AliasRecord] = {}
+        for file, stamp in stamps.items():
+            name = file.removesuffix(ALIAS_SUFFIX)
+            if self._alias_stamps.get(file) == stamp and name in self._aliases:
+                aliases[name] = self._aliases[name]
                 continue
             try:
-                notes[name] = read_note(self.directory, name)
+                aliases[name] = read_alias(self.directory, name)
             except (OSError, ConfigError) as error:
-                # It is passed over: the name alone is then the newest again.
+                # The record is ignored, so the newest version is current.
                 log.warning("event=adapter_note_refused file=%s reason=%r", file, str(error))
-                notes[name] = Note()
-        self._marks, self._notes = marks, notes
+                aliases[name] = AliasRecord()
+        self._alias_stamps = stamps
+        self._aliases = aliases
 
-    def _take(self, file: Path, known: bool, residents: dict[str, Resident]) -> None:
-        """Put the adapter of a file among `residents`, from memory if it was read before."""
+    def _load_file(self, file: Path, unchanged: bool, adapters: dict[str, LoadedAdapter]) -> None:
+        """Add the adapter of a file to `adapters`; reuse it if it is loaded already."""
         try:
             name, version = parse_name(file.name.removesuffix(SUFFIX))
             key = f"{name}@{version or 1}"
-            held = self._view.residents.get(key)
-            if held is not None and Path(held.rows.file).name != file.name:
-                held = None  # Another file was that adapter.
-            taken, full = key in residents, held is None and len(residents) >= self._max
-            if held is None and known:
-                if taken or full or file.name not in self._crowded:
-                    return  # It was refused before, and nothing has changed.
-                known = False  # There is room for it now.
-            self._crowded.discard(file.name)
-            if taken or full:
-                self._crowded.add(file.name)
-            if taken:
-                raise ConfigError(f"another file is {key} already; rename one of them")
-            if full:
+            loaded_adapter = self._snapshot.adapters.get(key)
+            if (
+                loaded_adapter is not None
+                and Path(loaded_adapter.adapter_ref.file).name != file.name
+            ):
+                loaded_adapter = None  # The loaded adapter is from another file.
+            is_duplicate = key in adapters
+            is_full = loaded_adapter is None and len(adapters) >= self._adapters_max
+            if loaded_adapter is None and unchanged:
+                if is_duplicate or is_full or file.name not in self._skipped_files:
+                    return  # The file was rejected before, and has not changed.
+                unchanged = False  # There is capacity for the file now.
+            self._skipped_files.discard(file.name)
+            if is_duplicate or is_full:
+                self._skipped_files.add(file.name)
+            if is_duplicate:
                 raise ConfigError(
-                    f"{self._max} adapters are loaded already; take one away, or raise adapters_max"
+                    f"another file has the name and version {key} too; rename one of them"
                 )
-            residents[key] = held or self._read(file, Name(name, version or 1))
-            if held is not None and not known:
+            if is_full:
                 raise ConfigError(
-                    "it changed, and is served as it was as long as that is in memory; write a "
-                    "new version"
+                    f"{self._adapters_max} adapters are loaded already; remove one, or raise "
+                    "adapters_max"
+                )
+            adapters[key] = loaded_adapter or self._read_adapter(
+                file, AdapterName(name, version or 1)
+            )
+            if loaded_adapter is not None and not unchanged:
+                raise ConfigError(
+                    "the file changed after it was loaded, so the old content is served while it "
+                    "is in memory; write a new version instead"
                 )
         except PreambleError as error:
-            if not known:
-                self._refuse(file, str(error))
-        except Exception:  # Whatever is wrong with one file must not take the others along.
+            if not unchanged:
+                self._reject(file, str(error))
+        except Exception:  # A bug that one file triggers must not affect the other files.
             log.exception("event=adapter_fault file=%s", file.name)
-            self._refuse(file, "it could not be read, by a fault of this server")
+            self._reject(file, "internal error while reading the file; see the server log")
 
-    def _read(self, file: Path, name: Name) -> Resident:
-        # All of it, so that its digest is checked: what is listed can be used.
+    def _read_adapter(self, file: Path, name: AdapterName) -> LoadedAdapter:
+        # Reads the whole file to verify its digest, so that every listed adapter is usable.
         adapter = open_adapter(file)
         self._check(adapter)
-        where = str(file.absolute())
-        rows = Rows(adapter.digest, len(adapter.table), where, adapter.card.kind)
-        resident = Resident(name.name, name.version or 1, adapter.card, rows, self._tenant)
-        log.info("event=adapter_loaded adapter=%s rows=%d", resident.key, rows.count)
-        self._refused.pop(file.name, None)
-        return resident
+        path = str(file.absolute())
+        adapter_ref = AdapterRef(adapter.digest, len(adapter.table), path, adapter.card.kind)
+        loaded_adapter = LoadedAdapter(
+            name.name, name.version or 1, adapter.card, adapter_ref, self._tenant
+        )
+        log.info(
+            "event=adapter_loaded adapter=%s rows=%d", loaded_adapter.key, adapter_ref.row_count
+        )
+        self._rejection_reasons.pop(file.name, None)
+        return loaded_adapter
 
-    def _refuse(self, file: Path, reason: str) -> None:
+    def _reject(self, file: Path, reason: str) -> None:
         self.failures += 1
-        self._refused[file.name] = reason.replace(f"{file.parent}/", "")
+        self._rejection_reasons[file.name] = reason.replace(f"{file.parent}/", "")
         log.warning("event=adapter_refused file=%s reason=%r", file.name, reason)
 
-    def weigh(self) -> None:
-        """Choose again what is current, as other adapters are ripe now."""
-        self._publish(dict(self._view.residents))
+    def reselect_current(self) -> None:
+        """Select the current versions again after eligibility has changed."""
+        self._publish(dict(self._snapshot.adapters))
 
-    def _rank(self, resident: Resident) -> tuple[bool, int]:
-        return self._ripe(resident), resident.version
+    def _selection_key(self, adapter: LoadedAdapter) -> tuple[bool, int]:
+        return self._eligible(adapter), adapter.version
 
-    def _publish(self, residents: dict[str, Resident]) -> None:
-        current: dict[str, Resident] = {}
-        for resident in residents.values():
-            other = current.get(resident.name)
-            if other is None or self._rank(resident) > self._rank(other):
-                current[resident.name] = resident
-        for name, note in self._notes.items():
-            if note.current is None or name not in current:
+    def _publish(self, adapters: dict[str, LoadedAdapter]) -> None:
+        current: dict[str, LoadedAdapter] = {}
+        for adapter in adapters.values():
+            other = current.get(adapter.name)
+            if other is None or self._selection_key(adapter) > self._selection_key(other):
+                current[adapter.name] = adapter
+        for name, alias in self._aliases.items():
+            if alias.current is None or name not in current:
                 continue
-            promoted = residents.get(f"{name}@{note.current}")
-            if promoted is not None:
-                current[name] = promoted
+            alias_target = adapters.get(f"{name}@{alias.current}")
+            if alias_target is not None:
+                current[name] = alias_target
             else:
                 log.warning(
                     "event=adapter_current_missing adapter=%s@%d used=%s",
-                    *(name, note.current, current[name].key),
+                    name,
+                    alias.current,
+                    current[name].key,
                 )
-        for key in self._view.residents.keys() - residents.keys():
+        for key in self._snapshot.adapters.keys() - adapters.keys():
             log.info("event=adapter_dropped adapter=%s", key)
-        ordered = sorted(residents.values(), key=lambda r: (r.name, r.version))
-        entries = [(resident, current[resident.name] is resident) for resident in ordered]
-        self._view = _View(residents, current, entries)
+        ordered = sorted(adapters.values(), key=lambda r: (r.name, r.version))
+        listing = [(adapter, current[adapter.name] is adapter) for adapter in ordered]
+        self._snapshot = _Snapshot(adapters, current, listing)
 
 
 _Listing = tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], tuple[str, ...]]
 
 
-def _listed(directory: Path) -> _Listing:
-    """The adapter files and the notes there, each with what tells that it changed, and the folders.
+def _list_directory(directory: Path) -> _Listing:
+    """List adapter files and alias files with their stamps, and subdirectories, in one pass.
 
-    In one sweep, as there may be many.
+    The stamp of a file differs after the file has changed.
     """
-    found: dict[str, tuple[int, int]] = {}
-    marks: dict[str, tuple[int, int]] = {}
+    file_stamps: dict[str, tuple[int, int]] = {}
+    alias_stamps: dict[str, tuple[int, int]] = {}
     folders: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -246,11 +294,12 @@ def _listed(directory: Path) -> _Listing:
                     folders.append(entry.name)
                 elif entry.name.endswith(SUFFIX):
                     status = entry.stat()
-                    found[entry.name] = (status.st_mtime_ns, status.st_size)
-                elif entry.name.endswith(CURRENT):
+                    file_stamps[entry.name] = (status.st_mtime_ns, status.st_size)
+                elif entry.name.endswith(ALIAS_SUFFIX):
                     status = entry.stat()
-                    # It is replaced, and by one of the same size.
-                    marks[entry.name] = (status.st_mtime_ns, status.st_ino)
-            except OSError:  # Gone between the listing and now.
+                    # A rename replaces an alias file, often by a file of equal size. For this
+                    # reason the inode is compared, not the size.
+                    alias_stamps[entry.name] = (status.st_mtime_ns, status.st_ino)
+            except OSError:  # The file was removed after it was listed.
                 continue
-    return found, marks, tuple(sorted(folders))
+    return file_stamps, alias_stamps, tuple(sorted(folders))

@@ -1,9 +1,9 @@
-"""The adapters that a server answers with, and who may ask for which.
+"""Adapter registry: resolves adapter names, versions and aliases for each tenant.
 
-What lies in the directory itself is everybody's; what lies in a folder of it is the tenant's of
-that name, who sees it in place of what everybody has under the same name. Nobody learns what others
-have: what is another's is as unknown as what is nowhere. A directory is
-`serving.adapters.directory`'s business.
+Adapters in the directory itself are shared: visible to every tenant. A subfolder belongs to the
+tenant of the same name, and its adapters hide shared adapters of the same name. Another tenant's
+adapter is reported as unknown, like a name that does not exist. `serving.adapters.directory` scans
+the folders.
 """
 
 import logging
@@ -11,21 +11,21 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpt.adapters.adapter_file import Adapter, Name, parse_name
-from gpt.adapters.card import NAME
+from gpt.adapters.adapter_file import Adapter, AdapterName, parse_name
+from gpt.adapters.card import NAME_PATTERN
 from gpt.errors import ConfigError
-from serving.adapters.directory import Resident, Shelf
+from serving.adapters.directory import AdapterDirectory, LoadedAdapter
 from serving.request import UnknownAdapterError
 
-__all__ = ["Adapters", "Resident"]
+__all__ = ["AdapterRegistry", "LoadedAdapter"]
 
 log = logging.getLogger(__name__)
 
 
-class Adapters:
-    """Those of `directory` that pass `check`, which raises what is wrong with one.
+class AdapterRegistry:
+    """The adapters of `directory` that pass `check`, which raises an error to reject an adapter.
 
-    There are none before the first `scan`. At most `adapters_max`, of all tenants together.
+    Empty before the first `scan`. Contains at most `adapters_max` adapters over all tenants.
     """
 
     def __init__(
@@ -34,110 +34,138 @@ class Adapters:
         check: Callable[[Adapter], None],
         *,
         adapters_max: int,
-        ripe: Callable[[Resident], bool] = lambda resident: True,
+        eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`ripe`: whether an adapter may be current where another one can be."""
+        """`eligible`: a version that passes it is preferred as the current version of its name."""
         if directory is not None and not directory.is_dir():
-            raise ConfigError(f"adapters: {directory} is not a directory; make it, or name another")
-        self.directory, self.check, self.adapters_max = directory, check, adapters_max
-        self._ripe, self._scanning = ripe, threading.Lock()
-        self._gone_failures = 0  # Of directories that are there no more.
-        # By tenant. Replaced whole, never changed, so that readers need no lock.
-        self._shelves: dict[str, Shelf] = {} if directory is None else {"": self._shelf(directory)}
+            raise ConfigError(
+                f"adapters: {directory} is not a directory; create it, or name another directory"
+            )
+        self.directory = directory
+        self.check = check
+        self.adapters_max = adapters_max
+        self._eligible = eligible
+        self._scan_lock = threading.Lock()
+        self._removed_failures = 0  # Failures counted in directories that were removed.
+        # By tenant. The mapping is replaced and never mutated, so that readers need no lock.
+        self._directories: dict[str, AdapterDirectory] = (
+            {} if directory is None else {"": self._open_directory(directory)}
+        )
 
     def __len__(self) -> int:
-        return sum(len(shelf) for shelf in self._shelves.values())
+        return sum(len(directory) for directory in self._directories.values())
 
     @property
     def failures(self) -> int:
-        """Files that were refused, each time they changed."""
-        return self._gone_failures + sum(shelf.failures for shelf in self._shelves.values())
+        """Count of rejected files; a file that is rejected again after a change counts again."""
+        return self._removed_failures + sum(
+            directory.failures for directory in self._directories.values()
+        )
 
-    def resolve(self, name: str, tenant: str = "") -> Resident:
-        """The adapter called `name` or `name@version`; an unknown one may be new on disk."""
-        bare, _ = parse_name(name)  # What cannot be a name costs no look at the disk.
-        found = self._find(bare, name, tenant)
-        if found is None:
+    def resolve(self, name: str, tenant: str = "") -> LoadedAdapter:
+        """Return the adapter `name` or `name@version`.
+
+        If it is unknown and a directory may have changed, the tenant's directories are scanned.
+        """
+        base_name, _ = parse_name(name)  # Rejects invalid names before any disk access.
+        adapter = self._find(base_name, name, tenant)
+        if adapter is None:
             try:
-                if any(shelf.stale() for shelf in self._of(tenant)):
+                if any(directory.is_stale() for directory in self._directories_of(tenant)):
                     self.scan(tenant)
-            except OSError:  # A network file system may be away for a while.
+            except OSError:  # For example, a network file system is temporarily away.
                 log.exception("event=adapters_not_scanned")
-            found = self._find(bare, name, tenant)
-        if found is None:
-            way = "ask for one that ListAdapters names"
+            adapter = self._find(base_name, name, tenant)
+        if adapter is None:
+            advice = "choose an adapter that ListAdapters returns"
             if self.directory is None:
-                way = "no directory of adapters was given (--adapters DIR)"
-            raise UnknownAdapterError(f"there is no adapter {name!r} here; {way}")
-        return found
+                advice = "this server has no adapter directory (--adapters DIR)"
+            raise UnknownAdapterError(f"adapter {name!r} does not exist; {advice}")
+        return adapter
 
-    def list(self, tenant: str = "") -> list[tuple[Resident, bool]]:
-        """All that a tenant sees by name and version, each with whether its name alone means it."""
-        if not self._shelves:
+    def list_visible(self, tenant: str = "") -> list[tuple[LoadedAdapter, bool]]:
+        """Return the adapters that a tenant can see, each with a flag for the current version.
+
+        They are sorted by name and version.
+        """
+        if not self._directories:
             return []
-        own, *others = self._of(tenant)
-        seen = [entry for shelf in others for entry in shelf.entries if not own.has(entry[0].name)]
-        if not seen:
-            return [*own.entries]
-        return sorted([*own.entries, *seen], key=lambda entry: (entry[0].name, entry[0].version))
+        own_directory, *other_directories = self._directories_of(tenant)
+        shared_listing = [
+            entry
+            for directory in other_directories
+            for entry in directory.listing
+            if not own_directory.has(entry[0].name)
+        ]
+        if not shared_listing:
+            return [*own_directory.listing]
+        return sorted(
+            [*own_directory.listing, *shared_listing],
+            key=lambda entry: (entry[0].name, entry[0].version),
+        )
 
-    def all(self) -> Sequence[Resident]:
-        """Those of all tenants."""
-        shelves = self._shelves.values()
-        return [resident for shelf in shelves for resident, _ in shelf.entries]
+    def all_adapters(self) -> Sequence[LoadedAdapter]:
+        """Return the adapters of all tenants."""
+        directories = self._directories.values()
+        return [adapter for directory in directories for adapter, _ in directory.listing]
 
-    def is_current(self, resident: Resident) -> bool:
-        shelf = self._shelves.get(resident.tenant)
-        return shelf is not None and shelf.is_current(resident)
+    def is_current(self, adapter: LoadedAdapter) -> bool:
+        directory = self._directories.get(adapter.tenant)
+        return directory is not None and directory.is_current(adapter)
 
-    def refusal(self, name: Name, tenant: str) -> str | None:
-        """Why a file of that name in the tenant's own directory cannot be used."""
-        shelf = self._shelves.get(tenant)
-        return None if shelf is None else shelf.refusal(name)
+    def rejection_reason(self, name: AdapterName, tenant: str) -> str | None:
+        """Return why a file of that name in the tenant's own directory cannot be used, or None."""
+        directory = self._directories.get(tenant)
+        return None if directory is None else directory.rejection_reason(name)
 
     def scan(self, tenant: str | None = None) -> None:
-        """Look at the directory, or at what one tenant sees of it."""
-        with self._scanning:
+        """Scan the shared directory and the folder of `tenant`, or all folders if it is None."""
+        with self._scan_lock:
             if self.directory is None:
                 return
-            shared = self._shelves[""]
-            self._scan(shared)
-            self._shelve(shared)
-            for name, shelf in list(self._shelves.items()):
+            shared_directory = self._directories[""]
+            self._scan_directory(shared_directory)
+            self._update_tenant_directories(shared_directory)
+            for name, directory in list(self._directories.items()):
                 if name and tenant in (None, name):
                     try:
-                        self._scan(shelf)
-                    except OSError as error:  # It must not take the others' along.
+                        self._scan_directory(directory)
+                    except OSError as error:  # An error must not affect other tenants' adapters.
                         log.warning("event=adapters_not_scanned tenant=%s error=%s", name, error)
 
-    def weigh(self) -> None:
-        """Choose again what is current, as other adapters are ripe now."""
-        with self._scanning:
-            for shelf in self._shelves.values():
-                shelf.weigh()
+    def reselect_current(self) -> None:
+        """Select the current versions again after eligibility has changed."""
+        with self._scan_lock:
+            for directory in self._directories.values():
+                directory.reselect_current()
 
-    def _shelf(self, directory: Path, tenant: str = "") -> Shelf:
-        return Shelf(directory, self.check, tenant, self._ripe)
+    def _open_directory(self, directory: Path, tenant: str = "") -> AdapterDirectory:
+        return AdapterDirectory(directory, self.check, tenant, self._eligible)
 
-    def _scan(self, shelf: Shelf) -> None:
-        shelf.scan(self.adapters_max - (len(self) - len(shelf)))
+    def _scan_directory(self, directory: AdapterDirectory) -> None:
+        directory.scan(self.adapters_max - (len(self) - len(directory)))
 
-    def _shelve(self, shared: Shelf) -> None:
-        """A shelf for each folder that can be a tenant's."""
-        tenants = [name for name in shared.folders if NAME.fullmatch(name)]
-        shelves, before = {"": shared}, self._shelves
+    def _update_tenant_directories(self, shared_directory: AdapterDirectory) -> None:
+        """Add and remove directories so that each folder with a valid tenant name has one."""
+        tenants = [name for name in shared_directory.folders if NAME_PATTERN.fullmatch(name)]
+        directories, previous = {"": shared_directory}, self._directories
         for name in tenants:
-            shelves[name] = before.get(name) or self._shelf(shared.directory / name, name)
-        lost = [shelf for name, shelf in before.items() if name not in shelves]
-        self._gone_failures += sum(shelf.failures for shelf in lost)
-        self._shelves = shelves
+            directories[name] = previous.get(name) or self._open_directory(
+                shared_directory.directory / name, name
+            )
+        removed = [directory for name, directory in previous.items() if name not in directories]
+        self._removed_failures += sum(directory.failures for directory in removed)
+        self._directories = directories
 
-    def _of(self, tenant: str) -> Sequence[Shelf]:
-        """Where a tenant's names are looked up, one after the other."""
-        shelves = self._shelves
-        return [shelves[one] for one in dict.fromkeys((tenant, "")) if one in shelves]
+    def _directories_of(self, tenant: str) -> Sequence[AdapterDirectory]:
+        """Return the directories in which a tenant's names are looked up, its own first."""
+        directories = self._directories
+        return [directories[owner] for owner in dict.fromkeys((tenant, "")) if owner in directories]
 
-    def _find(self, bare: str, name: str, tenant: str) -> Resident | None:
-        """A tenant's own versions hide all of everybody's: a name means one thing."""
-        shelf = next((shelf for shelf in self._of(tenant) if shelf.has(bare)), None)
-        return None if shelf is None else shelf.find(name)
+    def _find(self, base_name: str, name: str, tenant: str) -> LoadedAdapter | None:
+        """Look up a name. If the tenant's directory has any version, shared versions are hidden."""
+        directory = next(
+            (directory for directory in self._directories_of(tenant) if directory.has(base_name)),
+            None,
+        )
+        return None if directory is None else directory.find(name)

@@ -1,9 +1,8 @@
-"""What changes the directory of adapters while a server runs: uploads, promotions, taking away.
+"""Adapter store: uploads, loads, unloads, promotes and rolls back adapter versions on disk.
 
-Each change is one rename or link, so that every server that reads the directory sees all of it or
-none. A caller changes its own tenant's folder and no other. What is there is
-`serving.adapters.registry`' business; after each change that looks at once. All of this reads and
-writes files: for threads.
+Each change is one rename or link, and therefore atomic for every server that reads the directory.
+A caller changes only its own tenant's folder. The registry scans the directory immediately after
+each change. All functions do blocking file I/O: call them in a thread.
 """
 
 import fcntl
@@ -17,372 +16,400 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.adapters.adapter_file import SUFFIX, Adapter, Name, open_adapter, parse_name
-from gpt.adapters.card import NAME
+from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, open_adapter, parse_name
+from gpt.adapters.card import NAME_PATTERN
+from gpt.atomic_files import rename_durable
 from gpt.errors import AdapterError, ConfigError, RequestError
-from serving.adapters.files import (
-    GONE,
-    UPLOAD,
-    Note,
-    files_of,
-    note_file,
-    read_note,
-    sync,
-    unloaded,
-    write_note,
+from serving.adapters.directory_layout import (
+    UNLOADED_PREFIX,
+    UPLOAD_PREFIX,
+    AliasRecord,
+    alias_path,
+    read_alias,
+    unloaded_path,
+    version_files,
+    write_alias,
 )
-from serving.adapters.registry import Adapters, Resident
-from serving.config import ServerConfig
+from serving.adapters.registry import AdapterRegistry, LoadedAdapter
+from serving.config import AdapterConfig
 from serving.request import OverloadedError, RefusedError, UnknownAdapterError
 
 log = logging.getLogger(__name__)
 
-VERSION_MAX = 999_999  # Names have no room for more.
-LOCKED_S = 1.0  # An upload's file is locked at most so long after it was made.
-GONE_S = 3600.0  # Whoever was accepted before an adapter was taken away has ended by then.
+VERSION_MAX = 999_999  # A version in a name has at most six digits.
+UPLOAD_LOCK_DELAY_MAX_S = 1.0  # Largest delay between creating and locking an upload's file.
+# Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
+# the adapter was unloaded have ended by then.
+UNLOADED_KEEP_S = 3600.0
 
 
 class AdapterStore:
-    """Changes what `adapters` reads."""
+    """Changes the directory that the registry `adapters` reads."""
 
-    def __init__(self, adapters: Adapters, config: ServerConfig) -> None:
-        self.adapters, self.config = adapters, config
-        self.changing = threading.Lock()  # One change at a time, of this server's.
-        self._uploads = 0
+    def __init__(self, adapters: AdapterRegistry, config: AdapterConfig) -> None:
+        self.adapters = adapters
+        self.config = config
+        self.change_lock = threading.Lock()  # Serializes the changes of this server.
+        self._active_uploads = 0
 
-    def upload(self, name: str, tenant: str) -> "Upload":
-        """A place for an upload, which its `drop` gives back. Touches no file yet."""
-        wanted, folder = self._named(name, "name"), self._folder(tenant)
-        with self.changing:
-            if self._uploads >= self.config.uploads_max:
+    def start_upload(self, name: str, tenant: str) -> "AdapterUpload":
+        """Reserve an upload slot, which `AdapterUpload.discard` releases; access no files."""
+        adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
+        with self.change_lock:
+            if self._active_uploads >= self.config.uploads_max:
                 raise OverloadedError(
-                    f"{self._uploads} uploads are on their way (uploads_max); try again later"
+                    f"{self._active_uploads} uploads are in progress (uploads_max); try again later"
                 )
-            self._uploads += 1
-        return Upload(self, wanted, tenant, folder)
+            self._active_uploads += 1
+        return AdapterUpload(self, adapter_name, tenant, folder)
 
-    def ended(self) -> None:
-        with self.changing:
-            self._uploads -= 1
+    def release_upload(self) -> None:
+        with self.change_lock:
+            self._active_uploads -= 1
 
-    def show(self, name: str, tenant: str) -> Resident:
-        self._named(name, "name")
+    def get(self, name: str, tenant: str) -> LoadedAdapter:
+        self._parse_name(name, "name")
         return self.adapters.resolve(name, tenant)
 
-    def load(self, name: str, tenant: str) -> Resident:
-        """Look at once; what is there and cannot be used is said, with its reason."""
-        wanted = self._named(name, "name")
-        with _writable():
+    def load(self, name: str, tenant: str) -> LoadedAdapter:
+        """Scan now and return the adapter; if its file is unusable, raise with the reason."""
+        adapter_name = self._parse_name(name, "name")
+        with _reraise_os_errors():
             self.adapters.scan(tenant)
         try:
             return self.adapters.resolve(name, tenant)
         except UnknownAdapterError:
-            reason = self.adapters.refusal(wanted, tenant)
+            reason = self.adapters.rejection_reason(adapter_name, tenant)
             if reason is None:
                 raise
             raise RefusedError("ADAPTER_UNUSABLE", f"{name}: {reason}", "name") from None
 
     def unload(self, name: str, tenant: str) -> None:
-        """Take a version away. Its file stays hidden for a while, for those who wait with it."""
-        wanted, folder = self._versioned(name), self._folder(tenant)
-        with self.changing, _writable():
+        """Remove a version.
+
+        Its file is hidden, and deleted after UNLOADED_KEEP_S, because requests may still use it.
+        """
+        adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
+        with self.change_lock, _reraise_os_errors():
             file = (
-                files_of(folder, wanted.name).get(wanted.version or 1) if folder.is_dir() else None
+                version_files(folder, adapter_name.name).get(adapter_name.version or 1)
+                if folder.is_dir()
+                else None
             )
             if file is None:
-                raise self._not_own(name, tenant)
-            note = _note(folder, wanted.name)
-            gone = max(note.gone, wanted.version or 1)
-            # First, so that the number is never free between the two.
-            write_note(folder, wanted.name, Note(note.current, note.before, gone))
-            hidden = unloaded(file)
-            os.replace(file, hidden)
-            os.utime(hidden)  # `sweep` counts from here.
-            sync(folder)
-        self._look(tenant)
+                raise self._not_own_error(name, tenant)
+            alias = _read_alias(folder, adapter_name.name)
+            unloaded_max = max(alias.unloaded_max, adapter_name.version or 1)
+            # The record is written before the rename, so that the version number is never free.
+            write_alias(
+                folder, adapter_name.name, AliasRecord(alias.current, alias.previous, unloaded_max)
+            )
+            hidden_path = unloaded_path(file)
+            rename_durable(file, hidden_path)
+            os.utime(hidden_path)  # `sweep` measures the age from this time.
+        self._rescan(tenant)
         self.sweep(tenant)
         log.info("event=adapter_unloaded adapter=%s tenant=%s", name, tenant)
 
-    def promote(self, name: str, tenant: str) -> Resident:
-        """From now on the name alone means this version."""
-        wanted, folder = self._versioned(name), self._folder(tenant)
-        resident = self._own(name, tenant)
-        with self.changing, _writable():
-            note = _note(folder, wanted.name)
-            current = self._own(wanted.name, tenant)
-            write_note(folder, wanted.name, note.promoted(resident.version, current.version))
-        self._look(tenant)
+    def promote(self, name: str, tenant: str) -> LoadedAdapter:
+        """Make this version the current version of its name."""
+        adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
+        adapter = self._resolve_own(name, tenant)
+        with self.change_lock, _reraise_os_errors():
+            alias = _read_alias(folder, adapter_name.name)
+            current = self._resolve_own(adapter_name.name, tenant)
+            write_alias(
+                folder, adapter_name.name, alias.with_current(adapter.version, current.version)
+            )
+        self._rescan(tenant)
         log.info("event=adapter_promoted adapter=%s tenant=%s", name, tenant)
-        return resident
+        return adapter
 
-    def rollback(self, name: str, tenant: str) -> Resident:
-        """The name alone means again what it meant before the last promotion."""
-        wanted, folder = self._named(name, "name"), self._folder(tenant)
-        if wanted.version is not None:
+    def rollback(self, name: str, tenant: str) -> LoadedAdapter:
+        """Restore the version that was current before the last promotion."""
+        adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
+        if adapter_name.version is not None:
             raise RequestError(f"name is {name!r}; give it without a version", "name")
-        self._own(name, tenant)
-        with self.changing, _writable():
-            note = _note(folder, name)
-            there = files_of(folder, name)
-            before = [version for version in note.before if version in there]
-            if not before:
+        self._resolve_own(name, tenant)
+        with self.change_lock, _reraise_os_errors():
+            alias = _read_alias(folder, name)
+            files = version_files(folder, name)
+            previous = [version for version in alias.previous if version in files]
+            if not previous:
                 raise RefusedError(
                     "NOT_POSSIBLE_NOW",
-                    f"no promotion of {name!r} can be taken back; promote the version that is "
-                    "to be current",
+                    f"{name!r} has no earlier promotion to roll back to; promote the version that "
+                    "should be current",
                     "name",
                 )
-            write_note(folder, name, Note(before[0], tuple(before[1:]), note.gone))
-        self._look(tenant)
-        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, before[0], tenant)
-        return self._own(name, tenant)
+            write_alias(
+                folder, name, AliasRecord(previous[0], tuple(previous[1:]), alias.unloaded_max)
+            )
+        self._rescan(tenant)
+        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, previous[0], tenant)
+        return self._resolve_own(name, tenant)
 
     def sweep(self, tenant: str | None = None) -> None:
-        """Remove what uploads left that nobody writes any more, and what is long gone."""
+        """Remove abandoned upload files and the hidden files of long-unloaded adapters."""
         directory = self.adapters.directory
         if directory is None:
             return
         with suppress(OSError):
-            folders = [directory, *(one for one in directory.iterdir() if one.is_dir())]
-            for folder in folders if tenant is None else [self._folder(tenant)]:
-                with suppress(OSError):  # A directory that is not ours to write: nothing to do.
-                    _sweep(folder)
+            folders = [directory, *(child for child in directory.iterdir() if child.is_dir())]
+            for folder in folders if tenant is None else [self._tenant_folder(tenant)]:
+                with suppress(OSError):  # Without write permission, this server has no such files.
+                    _sweep_folder(folder)
 
-    def _named(self, name: str, field: str) -> Name:
+    def _parse_name(self, name: str, field: str) -> AdapterName:
         try:
             return parse_name(name)
         except RequestError as error:
             raise RequestError(str(error), field) from None
 
-    def _versioned(self, name: str) -> Name:
-        wanted = self._named(name, "name")
-        if wanted.version is None:
+    def _parse_versioned_name(self, name: str) -> AdapterName:
+        adapter_name = self._parse_name(name, "name")
+        if adapter_name.version is None:
             raise RequestError(f"name is {name!r}; give it with a version, as name@3", "name")
-        return wanted
+        return adapter_name
 
-    def _folder(self, tenant: str) -> Path:
-        """Where a caller's own adapters lie."""
+    def _tenant_folder(self, tenant: str) -> Path:
+        """Return the directory of a tenant's own adapters, or raise."""
         directory = self.adapters.directory
         if directory is None:
             raise RefusedError(
-                "NOT_POSSIBLE_NOW", "this server has no directory of adapters (--adapters DIR)"
+                "NOT_POSSIBLE_NOW",
+                "this server has no adapter directory; start it with --adapters DIR",
             )
         if not tenant:
             return directory
-        if not NAME.fullmatch(tenant):
+        if not NAME_PATTERN.fullmatch(tenant):
             raise RefusedError(
                 "NOT_POSSIBLE_NOW",
-                "this tenant's name cannot be a folder's; give it one of letters, digits, dots, "
-                "dashes and underscores",
+                "this tenant's name is not a valid folder name; rename it with only letters, "
+                "digits, dots, dashes and underscores",
             )
         return directory / tenant
 
-    def _look(self, tenant: str) -> None:
-        with _writable():
+    def _rescan(self, tenant: str) -> None:
+        with _reraise_os_errors():
             self.adapters.scan(tenant)
 
-    def _own(self, name: str, tenant: str) -> Resident:
-        resident = self.adapters.resolve(name, tenant)
-        if resident.tenant != tenant:
-            raise self._not_own(name, tenant)
-        return resident
+    def _resolve_own(self, name: str, tenant: str) -> LoadedAdapter:
+        adapter = self.adapters.resolve(name, tenant)
+        if adapter.tenant != tenant:
+            raise self._not_own_error(name, tenant)
+        return adapter
 
-    def _not_own(self, name: str, tenant: str) -> RefusedError | UnknownAdapterError:
+    def _not_own_error(self, name: str, tenant: str) -> RefusedError | UnknownAdapterError:
         try:
-            shared = self.adapters.resolve(name, tenant).tenant != tenant
+            is_shared = self.adapters.resolve(name, tenant).tenant != tenant
         except UnknownAdapterError as error:
             return error
-        if not shared:
-            return UnknownAdapterError(f"there is no adapter {name!r} here any more")
+        if not is_shared:
+            return UnknownAdapterError(f"adapter {name!r} does not exist any more")
         return RefusedError(
             "PERMISSION_DENIED",
-            f"{name!r} is everybody's, and not this tenant's to change; upload one of your own",
+            f"{name!r} is shared by all tenants, so this tenant cannot change it; upload your own "
+            "adapter",
             "name",
         )
 
 
-class Upload:
-    """One upload. `begin`, `write` and `finish` are for threads, one after the other; `drop` may
-    come at any time, and must.
+class AdapterUpload:
+    """One upload. Call `create_file`, `write_chunk` and `finish` in this order, in threads.
+
+    `discard` must be called at the end, and may be called at any time.
     """
 
-    def __init__(self, store: AdapterStore, name: Name, tenant: str, folder: Path) -> None:
-        self._store, self._name, self._tenant, self._folder = store, name, tenant, folder
-        self._part = folder / f"{UPLOAD}{secrets.token_hex(8)}{SUFFIX}"
+    def __init__(self, store: AdapterStore, name: AdapterName, tenant: str, folder: Path) -> None:
+        self._store = store
+        self._name = name
+        self._tenant = tenant
+        self._folder = folder
+        self._partial_path = folder / f"{UPLOAD_PREFIX}{secrets.token_hex(8)}{SUFFIX}"
         self._file: BinaryIO | None = None
         self._size = 0
-        self._working = threading.Lock()
-        self._dropped = False
+        self._lock = threading.Lock()
+        self._discarded = False
 
-    def begin(self) -> None:
-        """Refuses what need not be read to be refused."""
-        with self._at_work():
+    def create_file(self) -> None:
+        """Create the temporary file; raise at once if the version is already taken."""
+        with self._locked():
             self._folder.mkdir(exist_ok=True)
-            self._choose()
-            with self._store.changing:
-                _sweep(self._folder)
-                self._file = open(self._part, "xb")  # noqa: SIM115, closed by drop.
-                with suppress(OSError):  # As long as it is locked, nobody sweeps it away.
+            self._choose_version()
+            with self._store.change_lock:
+                _sweep_folder(self._folder)
+                self._file = open(self._partial_path, "xb")  # noqa: SIM115, closed by discard.
+                with suppress(OSError):  # The lock keeps `sweep` from removing the file.
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def write(self, data: bytes) -> None:
-        with self._at_work():
+    def write_chunk(self, data: bytes) -> None:
+        with self._locked():
             assert self._file is not None
             self._size += len(data)
             limit = self._store.config.upload_bytes_max
             if self._size > limit:
                 raise RequestError(
-                    f"data is over {limit} bytes (upload_bytes_max); an adapter this large goes "
-                    "into the server's directory by other ways",
+                    f"data is over {limit} bytes (upload_bytes_max); copy an adapter this large "
+                    "into the server's adapter directory",
                     "data",
                 )
             self._file.write(data)
 
-    def finish(self) -> Resident:
-        """Check all of it, and give it its name."""
-        with self._at_work():
+    def finish(self) -> LoadedAdapter:
+        """Check the whole file and publish it under its final name."""
+        with self._locked():
             assert self._file is not None
             if not self._size:
                 raise RequestError("data is empty; send the adapter's file", "data")
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._check(self._read())
-            key = self._publish()
-            adapters = self._store.adapters
-            adapters.scan(self._tenant)
-            resident = adapters.resolve(key, self._tenant)
+            self._check_adapter(self._open_adapter())
+            key = self._publish_version()
+            registry = self._store.adapters
+            registry.scan(self._tenant)
+            adapter = registry.resolve(key, self._tenant)
         log.info("event=adapter_uploaded adapter=%s tenant=%s", key, self._tenant)
-        return resident
+        return adapter
 
-    def drop(self) -> None:
-        """Give its place back; what is not finished is removed."""
-        with self._working:
-            if self._dropped:
+    def discard(self) -> None:
+        """Release the upload slot and remove the temporary file."""
+        with self._lock:
+            if self._discarded:
                 return
-            self._dropped = True
+            self._discarded = True
             if self._file is not None:
                 with suppress(OSError):
-                    self._part.unlink(missing_ok=True)
-                with suppress(OSError):  # What was not written yet has no room.
+                    self._partial_path.unlink(missing_ok=True)
+                with suppress(OSError):  # Flushing fails on a full disk.
                     self._file.close()
-            self._store.ended()
+            self._store.release_upload()
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        with self._working, _writable():
-            if self._dropped:
-                raise RefusedError("CANCELLED", "the upload was given up; begin anew")
+    def _locked(self) -> Iterator[None]:
+        with self._lock, _reraise_os_errors():
+            if self._discarded:
+                raise RefusedError("CANCELLED", "the upload was cancelled; start a new upload")
             yield
 
-    def _read(self) -> Adapter:
+    def _open_adapter(self) -> Adapter:
         try:
-            return open_adapter(self._part)
+            return open_adapter(self._partial_path)
         except AdapterError as error:
-            raise RequestError(str(error).replace(str(self._part), "the upload"), "data") from None
-
-    def _check(self, adapter: Adapter) -> None:
-        # A prefix's row is of all layers: each number may be as large as all of a row's together.
-        prefix = adapter.card.kind == "prefix"
-        size = float((adapter.table.abs() if prefix else adapter.table.norm(dim=1)).max())
-        limit = self._store.config.row_norm_max
-        if not size <= limit:
-            what = "a key or value" if prefix else "a row of norm"
             raise RequestError(
-                f"data has {what} {size:.3g}; a virtual token's may be {limit:g} "
-                "(row_norm_max): train it again, with a lower learning rate",
+                str(error).replace(str(self._partial_path), "the upload"), "data"
+            ) from None
+
+    def _check_adapter(self, adapter: Adapter) -> None:
+        # A prefix row holds the keys and values of all layers, so its numbers are compared one by
+        # one with the limit that applies to the norm of a virtual-token row.
+        is_prefix = adapter.card.kind == "prefix"
+        magnitude = float((adapter.table.abs() if is_prefix else adapter.table.norm(dim=1)).max())
+        limit = self._store.config.row_norm_max
+        if not magnitude <= limit:
+            measure = "a key or value of" if is_prefix else "a row with norm"
+            raise RequestError(
+                f"data has {measure} {magnitude:.3g}, over the limit {limit:g} (row_norm_max); "
+                "train the adapter again with a lower learning rate",
                 "data",
             )
-        adapters = self._store.adapters
+        registry = self._store.adapters
         try:
-            adapters.check(adapter)
+            registry.check(adapter)
         except AdapterError as error:
             raise RefusedError("ADAPTER_UNUSABLE", str(error), "data") from None
-        if len(adapters) >= adapters.adapters_max:
+        if len(registry) >= registry.adapters_max:
             raise RefusedError(
                 "NOT_POSSIBLE_NOW",
-                f"this server has as many adapters as it may, {adapters.adapters_max} "
-                "(adapters_max); unload one first",
+                f"this server has {registry.adapters_max} adapters, the limit (adapters_max); "
+                "unload one first",
             )
 
-    def _choose(self) -> int:
-        """The version it will have, as things are now."""
-        name, wanted = self._name
-        versions, gone = files_of(self._folder, name), _note(self._folder, name).gone
-        if wanted is None:
-            version = max([gone, *versions]) + 1
+    def _choose_version(self) -> int:
+        """Return the requested version, or the next free version if none was requested.
+
+        Raises an error if the requested version is or was in use, or if no version is free.
+        """
+        name, requested = self._name
+        versions = version_files(self._folder, name)
+        unloaded_max = _read_alias(self._folder, name).unloaded_max
+        if requested is None:
+            version = max([unloaded_max, *versions]) + 1
             if version > VERSION_MAX:
                 raise RefusedError(
-                    "NOT_POSSIBLE_NOW", f"{name!r} has no version left; use a new name", "name"
+                    "NOT_POSSIBLE_NOW",
+                    f"{name!r} has no free version number left; use a new name",
+                    "name",
                 )
             return version
-        if wanted in versions or wanted <= gone:
-            what = "is there already" if wanted in versions else "was given before"
+        if requested in versions or requested <= unloaded_max:
+            problem = "exists already" if requested in versions else "was used before"
             raise RefusedError(
                 "ALREADY_EXISTS",
-                f"{name}@{wanted} {what}, and a version never changes; leave the version out for "
-                "the next one",
+                f"{name}@{requested} {problem}, and a version never changes; send the name without "
+                "a version to get the next version number",
                 "name",
             )
-        return wanted
+        return requested
 
-    def _publish(self) -> str:
-        with self._store.changing:
+    def _publish_version(self) -> str:
+        with self._store.change_lock:
             while True:
-                key = f"{self._name.name}@{self._choose()}"
+                key = f"{self._name.name}@{self._choose_version()}"
                 try:
-                    # Fails if the name is taken, by another server's upload at this moment.
-                    os.link(self._part, self._folder / f"{key}{SUFFIX}")
+                    # Fails if another server has published the same version meanwhile.
+                    rename_durable(
+                        self._partial_path, self._folder / f"{key}{SUFFIX}", overwrite=False
+                    )
                 except FileExistsError:
                     continue
-                self._part.unlink()
-                sync(self._folder)
                 return key
 
 
-def _note(folder: Path, name: str) -> Note:
+def _read_alias(folder: Path, name: str) -> AliasRecord:
     try:
-        return read_note(folder, name)
+        return read_alias(folder, name)
     except ConfigError as error:
-        # Written over, numbers that were taken away would be given again.
+        # Overwriting the record would allow unloaded version numbers to be used again.
         raise RefusedError(
             "NOT_POSSIBLE_NOW",
-            f"{note_file(folder, name).name} in the server's directory cannot be read; its "
-            "operator must mend or remove it",
+            f"{alias_path(folder, name).name} in the server's adapter directory is not a valid "
+            "alias record; its operator must repair or remove the file",
         ) from error
 
 
 @contextmanager
-def _writable() -> Iterator[None]:
-    """Where a file system's refusal becomes the caller's; the log has the path."""
+def _reraise_os_errors() -> Iterator[None]:
+    """Convert an OSError to a RefusedError without the path; only the log has the path."""
     try:
         yield
     except OSError as error:
         log.warning("event=adapters_not_changed error=%r", str(error))
         raise RefusedError(
             "NOT_POSSIBLE_NOW",
-            f"the server's directory of adapters cannot be changed ({error.strerror}); its "
-            "operator must give it room, or the right to write",
+            f"the server's adapter directory cannot be changed ({error.strerror}); its operator "
+            "must free disk space or grant write permission",
         ) from None
 
 
-def _sweep(folder: Path) -> None:
+def _sweep_folder(folder: Path) -> None:
     now = time.time()
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(OSError):  # Another server may be sweeping too.
-                if entry.name.startswith(UPLOAD):
+            with suppress(OSError):  # Another server may remove the file meanwhile.
+                if entry.name.startswith(UPLOAD_PREFIX):
                     idle_s = now - entry.stat().st_mtime
-                    if idle_s > LOCKED_S and _abandoned(entry.path):
+                    if idle_s > UPLOAD_LOCK_DELAY_MAX_S and _is_abandoned(entry.path):
                         log.info("event=upload_swept file=%s", entry.name)
                         os.unlink(entry.path)
-                elif entry.name.startswith(GONE):
+                elif entry.name.startswith(UNLOADED_PREFIX):
                     status = entry.stat()
-                    if now - max(status.st_mtime, status.st_ctime) > GONE_S:
+                    if now - max(status.st_mtime, status.st_ctime) > UNLOADED_KEEP_S:
                         os.unlink(entry.path)
 
 
-def _abandoned(path: str) -> bool:
-    """Whether no process writes it: the lock of one that was killed is free."""
+def _is_abandoned(path: str) -> bool:
+    """Return whether no process has locked the file, for example because its writer was killed."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

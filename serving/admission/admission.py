@@ -1,9 +1,10 @@
-"""Admission: from what a caller wants to what the engine runs, or to a refusal.
+"""Admission: validates an `Ask` against the limits and turns it into an engine `Request`.
 
-Everything that can be wrong with a request is found here, before it costs a step or meets others:
-each message names the field, what it was, and what is allowed. All surfaces come through here, so
-they agree. What a caller gives can name token ids of the vocabulary only; virtual ones are made
-from the adapter. Knows no wire and no model, only its sizes.
+Every error in a request's fields is raised here, before the request costs a step or joins a batch;
+each message names the field, its value and the limit. All protocols share this admission, so they
+apply the same rules. Callers can send only token ids of the vocabulary; ids of virtual tokens come
+from the adapter. The module is independent of the protocols. Of the model it uses only the sizes
+and the tokenizer.
 """
 
 import secrets
@@ -11,272 +12,324 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from gpt.adapters.prompt_template import Template
+from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import PromptTooLongError, RequestError
-from gpt.sampling_params import Sampling
-from gpt.settings import nearest
+from gpt.sampling_params import SamplingParams
+from gpt.settings import suggest_nearest
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.adapters.registry import Adapters, Resident
-from serving.config import ServerConfig
-from serving.engine.beam_search import check_beams, check_ends, rule_of
+from serving.adapters.registry import AdapterRegistry, LoadedAdapter
+from serving.config import LimitsConfig
+from serving.engine.beam_search import beam_params, check_beam_stops, check_beams
 from serving.messages import Guide, ServiceClass
-from serving.request import Answer, Ask, Request, seed_of
+from serving.request import AnswerSpec, Ask, Request, answer_seed
 from serving.worker.guided_decoding import check_guide
 
-# A seed that is drawn stays below 2^53, so that JSON and JavaScript can say it back exactly.
+# Random seeds stay below 2^53, so that JSON and JavaScript represent them exactly.
 SEED_BITS = 53
 
-
-# What a caller may say of its own importance; each step is worth what waiting a while is.
+# Priorities are -100 to 100. Each `priority_age_s` of waiting raises a request's priority by 1.
 PRIORITY_MAX = 100
 TENANT_BYTES_MAX = 256
 
 
 @dataclass(frozen=True)
 class Admission:
-    """`kv_tokens` tells how many tokens the engine's memory holds, once that is known."""
+    """Validates the asks for one model.
+
+    `kv_tokens` returns the KV cache capacity in tokens, or None before the engine is up.
+    """
 
     tokenizer: Tokenizer
-    adapters: Adapters
+    adapters: AdapterRegistry
     vocab_size: int
     context_tokens_max: int
-    config: ServerConfig
+    config: LimitsConfig
     kv_tokens: Callable[[], int | None] = lambda: None
-    check: Callable[[Resident], None] = lambda resident: None  # Refuses one that is not served now.
+    # Raises if the adapter may not be served now.
+    check_servable: Callable[[LoadedAdapter], None] = lambda adapter: None
 
     def admit(self, ask: Ask) -> Request:
-        """May read the adapters' directory, so it is not for an event loop's own thread."""
+        """Validate an ask and build the request.
+
+        This may read files, so do not call it on an event loop.
+        """
         check_ask(ask, self.config, self.vocab_size)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
-        names = ask.adapters or ("",)
-        residents = [self._resident(name, ask.tenant) if name else None for name in names]
-        if isinstance(ask.prompt, Mapping) and len(residents) > 1:
-            self._check_fields(ask.prompt, residents)
-        answers: list[Answer] = []
-        for resident in residents:
+        adapter_names = ask.adapters or ("",)
+        adapters = [
+            self._resolve_adapter(name, ask.tenant) if name else None for name in adapter_names
+        ]
+        if isinstance(ask.prompt, Mapping) and len(adapters) > 1:
+            self._check_input_fields(ask.prompt, adapters)
+        answers: list[AnswerSpec] = []
+        for adapter in adapters:
             if ask.continuations:
-                answers += [self._answer(ask, resident, seed, more) for more in ask.continuations]
+                answers += [
+                    self._build_answer(ask, adapter, seed, continuation)
+                    for continuation in ask.continuations
+                ]
                 continue
-            first = self._answer(ask, resident, seed)
+            first_answer = self._build_answer(ask, adapter, seed)
             if ask.beam_width > 1:
-                check_ends(first, ask.beam_width, self.vocab_size)
+                check_beam_stops(first_answer, ask.beam_width, self.vocab_size)
             answers += [
-                replace(first, sampling=replace(first.sampling, seed=seed_of(seed, place)))
-                for place in range(ask.answers)
+                replace(
+                    first_answer,
+                    sampling=replace(first_answer.sampling, seed=answer_seed(seed, index)),
+                )
+                for index in range(ask.answers)
             ]
         if ask.guide is not None:
             self._check_guide(ask.guide, answers[0].sampling.stop_token_ids)
         return Request(
             tuple(answers),
             guide=ask.guide,
-            beams=rule_of(ask),
+            beams=beam_params(ask),
             service=ask.service,
             priority=ask.priority,
             tenant=ask.tenant,
             time_limit_s=ask.time_limit_s,
         )
 
-    def _answer(
-        self, ask: Ask, resident: Resident | None, seed: int, continuation: str = ""
-    ) -> Answer:
-        wanted = self._wanted(ask, resident)
-        prompt = self._prompt(ask, resident, wanted)
-        if resident is not None and resident.rows.prefix and len(prompt) == resident.rows.count:
+    def _build_answer(
+        self, ask: Ask, adapter: LoadedAdapter | None, seed: int, continuation: str = ""
+    ) -> AnswerSpec:
+        max_new_tokens = self._requested_new_tokens(ask, adapter)
+        prompt = self._prompt_ids(ask, adapter, max_new_tokens)
+        if (
+            adapter is not None
+            and adapter.adapter_ref.is_prefix
+            and len(prompt) == adapter.adapter_ref.row_count
+        ):
             raise RequestError(
-                f"the prompt is empty, and adapter {resident.key!r} is keys and values alone, "
-                "behind which nothing is computed; give at least one token of text",
+                f"the prompt is empty, and adapter {adapter.key!r} is a prefix of keys and values, "
+                "which yields no logits by itself; give at least one token of text",
                 "prompt",
             )
-        more = self.tokenizer.encode(continuation, started=True) if continuation else []
-        if continuation and not more:
+        continuation_ids = (
+            self.tokenizer.encode(continuation, continues_text=True) if continuation else []
+        )
+        if continuation and not continuation_ids:
             raise RequestError(
-                f"continuations has {continuation[:40]!r}, which is no token of this model; "
-                "take it out",
+                f"continuations has {continuation[:40]!r}, which encodes to no token of this "
+                "model; remove it",
                 "continuations",
             )
-        prompt = (*prompt, *more)
-        new_tokens = self._fitted(ask, resident, prompt, wanted)
-        own_stops = resident.card.stop if resident else ()
-        return Answer(
+        prompt = (*prompt, *continuation_ids)
+        new_tokens = self._fit_new_tokens(ask, adapter, prompt, max_new_tokens)
+        adapter_stops = adapter.card.stop if adapter else ()
+        return AnswerSpec(
             prompt,
-            self._sampling(ask, new_tokens, seed),
-            stop_strings=ask.stop_strings or own_stops,
+            self._build_sampling(ask, new_tokens, seed),
+            stop_strings=ask.stop_strings or adapter_stops,
             stop_in_text=ask.stop_in_text,
-            adapter=resident.key if resident else "",
-            private=resident is not None and resident.tenant != "",
-            rows=resident.rows if resident else None,
+            adapter=adapter.key if adapter else "",
+            is_private=adapter is not None and adapter.tenant != "",
+            adapter_ref=adapter.adapter_ref if adapter else None,
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
-            continued=len(more),
+            continuation_tokens=len(continuation_ids),
         )
 
-    def _resident(self, name: str, tenant: str) -> Resident:
-        resident = self.adapters.resolve(name, tenant)
-        self.check(resident)
-        return resident
+    def _resolve_adapter(self, name: str, tenant: str) -> LoadedAdapter:
+        adapter = self.adapters.resolve(name, tenant)
+        self.check_servable(adapter)
+        return adapter
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """The ids of a text as a prompt."""
-        self._check_text({"text": text})
+        """Return the token ids of a text prompt, with the BOS token if the tokenizer adds one."""
+        self._check_text_size({"text": text})
         ids = self.tokenizer.encode(text)
         bos = self.tokenizer.bos_id if self.tokenizer.adds_bos else None
         return tuple(ids) if bos is None else (bos, *ids)
 
     def text_ids(self, ask: Ask) -> tuple[int, ...]:
-        """The ids of a text as this ask's prompt has them, without the rows of its adapter."""
+        """Return the token ids of an ask's text prompt, without virtual tokens.
+
+        With several adapters, these are the ids of the first adapter's prompt.
+        """
         assert isinstance(ask.prompt, str)
         if not ask.adapters:
-            return self._cut(self.tokenize(ask.prompt), ask)
-        resident = self.adapters.resolve(ask.adapters[0], ask.tenant)
-        ids = self._after_rows(ask, ask.prompt, resident)
+            return self._truncate(self.tokenize(ask.prompt), ask)
+        adapter = self.adapters.resolve(ask.adapters[0], ask.tenant)
+        ids = self._prepend_virtual_tokens(ask, ask.prompt, adapter)
         return tuple(token for token in ids if token < self.vocab_size)
 
     def detokenize(self, ids: tuple[int, ...]) -> str:
-        _check_ids(ids, "token_ids", self.vocab_size)
+        _check_token_ids(ids, "token_ids", self.vocab_size)
         return self.tokenizer.decode(ids)
 
     @property
     def tokens_max(self) -> int:
-        """Of a prompt and its answer together."""
+        """Limit of prompt and new tokens together: the smaller of context and KV cache capacity."""
         kv_tokens = self.kv_tokens()
         return min(self.context_tokens_max, kv_tokens or self.context_tokens_max)
 
-    def _prompt(self, ask: Ask, resident: Resident | None, wanted: int) -> tuple[int, ...]:
-        rows = resident.rows.count if resident else 0
+    def _prompt_ids(
+        self, ask: Ask, adapter: LoadedAdapter | None, max_new_tokens: int
+    ) -> tuple[int, ...]:
+        virtual_tokens = adapter.adapter_ref.row_count if adapter else 0
         match ask.prompt:
             case None:
                 raise RequestError("prompt is not set; give text, token_ids or inputs", "prompt")
             case str() as text:
                 ids = (
-                    self._after_rows(ask, text, resident)
-                    if resident
-                    else self._cut(self.tokenize(text), ask)
+                    self._prepend_virtual_tokens(ask, text, adapter)
+                    if adapter
+                    else self._truncate(self.tokenize(text), ask)
                 )
-                if not (text or rows):
+                if not (text or virtual_tokens):
                     raise RequestError("text is empty; it needs at least one token", "text")
                 if not ids:
                     raise RequestError(
-                        f"text is {len(text)} characters and no token of this model; it needs at "
-                        "least one",
+                        f"text has {len(text)} characters but encodes to no token of this model; "
+                        "it needs at least one token",
                         "text",
                     )
                 return ids
             case tuple() as ids:
                 if not ids:
-                    raise RequestError("token_ids is empty; it needs at least one", "token_ids")
-                _check_ids(ids, "token_ids", self.vocab_size)
-                return (*range(self.vocab_size, self.vocab_size + rows), *self._cut(ids, ask))
+                    raise RequestError("token_ids is empty; it needs at least one id", "token_ids")
+                _check_token_ids(ids, "token_ids", self.vocab_size)
+                return (
+                    *range(self.vocab_size, self.vocab_size + virtual_tokens),
+                    *self._truncate(ids, ask),
+                )
             case inputs:
-                return self._rendered(ask, inputs, resident, wanted)
+                return self._render_inputs(ask, inputs, adapter, max_new_tokens)
 
-    def _cut(self, ids: tuple[int, ...], ask: Ask) -> tuple[int, ...]:
-        """The last ones, and before them the token that begins a text, if it was there."""
-        most, begin = ask.truncate_tokens, ids[:1]
-        if most is None or len(ids) <= most:
+    def _truncate(self, ids: tuple[int, ...], ask: Ask) -> tuple[int, ...]:
+        """Keep the last `truncate_tokens` ids; a leading BOS token replaces the first of them."""
+        limit, head = ask.truncate_tokens, ids[:1]
+        if limit is None or len(ids) <= limit:
             return ids
-        if begin == (self.tokenizer.bos_id,) and self.tokenizer.adds_bos and most > 1:
-            return (*begin, *ids[1 - most :])
-        return ids[-most:]
+        if head == (self.tokenizer.bos_id,) and self.tokenizer.adds_bos and limit > 1:
+            return (*head, *ids[1 - limit :])
+        return ids[-limit:]
 
-    def _after_rows(self, ask: Ask, text: str, resident: Resident) -> tuple[int, ...]:
-        """All of the adapter's rows, then the text as it is; begun as the adapter learned it."""
-        rows = range(self.vocab_size, self.vocab_size + resident.rows.count)
-        own, bos = resident.card.template, self.tokenizer.bos_id
-        self._check_text({"text": text})
-        ids = self._cut(tuple(self.tokenizer.encode(text)), ask)
-        # Where the file says nothing it is HF PEFT's or TGIS's: rows before the text's begin.
-        place = own.bos if own else "text" if self.tokenizer.adds_bos else "none"
-        if place == "none" or bos is None:
-            return (*rows, *ids)
-        return (bos, *rows, *ids) if place == "first" else (*rows, bos, *ids)
-
-    def _rendered(
-        self, ask: Ask, inputs: Mapping[str, str], resident: Resident | None, wanted: int
+    def _prepend_virtual_tokens(
+        self, ask: Ask, text: str, adapter: LoadedAdapter
     ) -> tuple[int, ...]:
-        template: Template | None = resident.card.template if resident else None
-        if resident is None:
+        """Put the adapter's virtual tokens before a text, and add the BOS token as in training."""
+        virtual_ids = range(self.vocab_size, self.vocab_size + adapter.adapter_ref.row_count)
+        template, bos_id = adapter.card.template, self.tokenizer.bos_id
+        self._check_text_size({"text": text})
+        ids = self._truncate(tuple(self.tokenizer.encode(text)), ask)
+        # Adapters without a template come from HF PEFT or TGIS. Their virtual tokens precede BOS.
+        bos_position = template.bos if template else "text" if self.tokenizer.adds_bos else "none"
+        if bos_position == "none" or bos_id is None:
+            return (*virtual_ids, *ids)
+        return (
+            (bos_id, *virtual_ids, *ids)
+            if bos_position == "first"
+            else (*virtual_ids, bos_id, *ids)
+        )
+
+    def _render_inputs(
+        self,
+        ask: Ask,
+        inputs: Mapping[str, str],
+        adapter: LoadedAdapter | None,
+        max_new_tokens: int,
+    ) -> tuple[int, ...]:
+        template: PromptTemplate | None = adapter.card.template if adapter else None
+        if adapter is None:
             raise RequestError(
-                "inputs are for an adapter's template, and no adapter is named; name one, "
-                "or give text",
+                "inputs need an adapter's prompt template, but the request names no adapter; name "
+                "an adapter, or give text",
                 "inputs",
             )
         if template is None:
             raise RequestError(
-                f"adapter {resident.key!r} has no template for inputs; give text", "inputs"
+                f"adapter {adapter.key!r} has no template for inputs; give text", "inputs"
             )
-        self._check_text(inputs)
+        self._check_text_size(inputs)
         if len(ask.adapters) > 1:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
-        # What can be cut is cut to leave room for the answer; else the room is what is left.
-        cut = ask.max_new_tokens is not None or template.truncate_field is not None
-        tokens_max = max(1, self.tokens_max - (wanted if cut else 1))
-        return self._ids(template, inputs, tokens_max)
+        # Reserve the new tokens if the caller set their number, or if the template can truncate a
+        # field to make space. Otherwise the completion gets the rest of the context.
+        reserve_answer = ask.max_new_tokens is not None or template.truncate_field is not None
+        tokens_max = max(1, self.tokens_max - (max_new_tokens if reserve_answer else 1))
+        return self._render_template(template, inputs, tokens_max)
 
-    def _check_fields(
-        self, inputs: Mapping[str, str], residents: Sequence[Resident | None]
+    def _check_input_fields(
+        self, inputs: Mapping[str, str], adapters: Sequence[LoadedAdapter | None]
     ) -> None:
-        """Each of many tasks takes the fields that its template has; one that none has is wrong."""
-        cards = [resident.card for resident in residents if resident is not None]
-        known = {name for card in cards if card.template for name in card.template.fields}
+        """Raise if an input field is in none of the adapters' templates."""
+        cards = [adapter.card for adapter in adapters if adapter is not None]
+        template_fields = {name for card in cards if card.template for name in card.template.fields}
         for name in inputs:
-            if name not in known:
+            if name not in template_fields:
+                suggestion = "the templates have no fields"
+                if template_fields:
+                    suggestion = suggest_nearest(name, sorted(template_fields))
                 raise RequestError(
-                    f"field {name!r} is in no template of these adapters; "
-                    f"{nearest(name, sorted(known)) if known else 'they have none'}",
+                    f"field {name!r} is in no template of the named adapters; {suggestion}",
                     f"inputs.{name}",
                 )
 
-    def _ids(
-        self, template: Template, inputs: Mapping[str, str], tokens_max: int
+    def _render_template(
+        self, template: PromptTemplate, inputs: Mapping[str, str], tokens_max: int
     ) -> tuple[int, ...]:
         sizes = {"vocab_size": self.vocab_size, "tokens_max": tokens_max}
         try:
-            return tuple(template.render(self.tokenizer, inputs, **sizes, answer=False).ids)
+            return tuple(template.render(self.tokenizer, inputs, **sizes, with_answer=False).ids)
         except RequestError as error:
-            if error.field != "inputs":  # A field's own name, which may be one of the ask's too.
+            # `error.field` is the name of a template field. The prefix `inputs.` distinguishes it
+            # from a field of `Ask` with the same name.
+            if error.field != "inputs":
                 error.field = f"inputs.{error.field}"
             raise
 
-    def _wanted(self, ask: Ask, resident: Resident | None) -> int:
-        """New tokens, before it is known whether there is room."""
+    def _requested_new_tokens(self, ask: Ask, adapter: LoadedAdapter | None) -> int:
+        """Return the requested or default number of new tokens, not yet fitted to the context."""
         if ask.max_new_tokens is not None:
             return ask.max_new_tokens
-        own = resident.card.max_new_tokens if resident else None
-        return own or self.config.new_tokens_default
+        adapter_default = adapter.card.max_new_tokens if adapter else None
+        return adapter_default or self.config.new_tokens_default
 
-    def _fitted(
-        self, ask: Ask, resident: Resident | None, prompt: tuple[int, ...], wanted: int
+    def _fit_new_tokens(
+        self, ask: Ask, adapter: LoadedAdapter | None, prompt: tuple[int, ...], max_new_tokens: int
     ) -> int:
-        """New tokens within the context. A number that nobody insists on is cut to fit."""
+        """Return the number of new tokens that fit after the prompt, at most `max_new_tokens`.
+
+        If at least 1 but fewer than `max_new_tokens` fit, this is an error unless `max_new_tokens`
+        is a default or may be reduced (`fit_new_tokens`). If none fits, it is always an error.
+        """
         limit = self.tokens_max
-        room = limit - len(prompt)
-        if room >= wanted:
-            return wanted
-        if room > 0 and (ask.max_new_tokens is None or ask.fit_new_tokens):
-            return room
-        virtual = sum(token >= self.vocab_size for token in prompt)
-        parts = [f"prompt ({len(prompt) - virtual} tokens)"]
-        if resident:
-            parts.append(f"adapter {resident.key!r} ({virtual} virtual tokens)")
-        parts.append(f"max_new_tokens ({wanted})")
-        way = (
-            f"ask for at most {room} new tokens"
-            if room > 0
-            else f"shorten the prompt by {wanted - room} tokens"
+        tokens_left = limit - len(prompt)
+        if tokens_left >= max_new_tokens:
+            return max_new_tokens
+        if tokens_left > 0 and (ask.max_new_tokens is None or ask.fit_new_tokens):
+            return tokens_left
+        virtual_tokens = sum(token >= self.vocab_size for token in prompt)
+        parts = [f"prompt ({len(prompt) - virtual_tokens} tokens)"]
+        if adapter:
+            parts.append(f"adapter {adapter.key!r} ({virtual_tokens} virtual tokens)")
+        parts.append(f"max_new_tokens ({max_new_tokens})")
+        advice = (
+            f"ask for at most {tokens_left} new tokens"
+            if tokens_left > 0
+            else f"shorten the prompt by {max_new_tokens - tokens_left} tokens"
         )
-        what = "the model's context"
+        limit_name = "the model's context"
         if limit < self.context_tokens_max:
-            what = "what this server's memory holds of keys and values"
-        message = f"{' + '.join(parts)} = {len(prompt) + wanted}, over {what}, {limit}; {way}"
-        if room > 0:
+            limit_name = "this server's KV cache"
+        message = (
+            f"{' + '.join(parts)} = {len(prompt) + max_new_tokens}, over {limit_name} of {limit} "
+            f"tokens; {advice}"
+        )
+        if tokens_left > 0:
             raise RequestError(message, "max_new_tokens")
         raise PromptTooLongError(message, "prompt")
 
-    def _sampling(self, ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
-        own = () if ask.ignore_ends else self.tokenizer.stop_ids
-        ends = dict.fromkeys((*own, *ask.stop_token_ids))
-        words = dict.fromkeys(run for word in ask.bad_words for run in self._runs(word))
-        rule = _rule(ask, max_new_tokens, seed)
-        return replace(rule, stop_token_ids=tuple(ends), bad_words=tuple(words))
+    def _build_sampling(self, ask: Ask, max_new_tokens: int, seed: int) -> SamplingParams:
+        model_stop_ids = () if ask.ignore_ends else self.tokenizer.stop_ids
+        stop_token_ids = dict.fromkeys((*model_stop_ids, *ask.stop_token_ids))
+        bad_words = dict.fromkeys(
+            token_ids for word in ask.bad_words for token_ids in self._bad_word_ids(word)
+        )
+        sampling = _base_sampling(ask, max_new_tokens, seed)
+        return replace(sampling, stop_token_ids=tuple(stop_token_ids), bad_words=tuple(bad_words))
 
     def _check_guide(self, guide: Guide, stop_token_ids: Sequence[int]) -> None:
         size = len(guide.text.encode(errors="replace"))
@@ -288,23 +341,27 @@ class Admission:
             )
         check_guide(guide, stop_token_ids)
 
-    def _runs(self, word: str) -> list[tuple[int, ...]]:
-        """The tokens of a word, at a text's beginning, inside it, and after a space.
+    def _bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
+        """Return the token sequences of `word` at a text's start, inside a word, after a space.
 
-        Where the tokenizer does not tell these apart they are one. Other ways to spell the word,
-        in capitals or cut elsewhere, are other runs, and are not banned.
+        Some of them may be equal. Other token sequences of the word are not banned, for example
+        with capital letters or other token boundaries.
         """
         encode = self.tokenizer.encode
-        runs = [encode(word), encode(word, started=True), encode(f" {word}", started=True)]
-        if not all(runs):
+        variants = [
+            encode(word),
+            encode(word, continues_text=True),
+            encode(f" {word}", continues_text=True),
+        ]
+        if not all(variants):
             raise RequestError(
-                f"bad_words has {word[:40]!r}, which is no token of this model; take it out",
+                f"bad_words has {word[:40]!r}, which encodes to no token of this model; remove it",
                 "bad_words",
             )
-        return [tuple(run) for run in runs]
+        return [tuple(variant) for variant in variants]
 
-    def _check_text(self, texts: Mapping[str, str]) -> None:
-        # Bytes bound what tokenizing can cost; the context bounds the tokens afterwards.
+    def _check_text_size(self, texts: Mapping[str, str]) -> None:
+        # The byte limit bounds the cost of tokenization; the context length bounds the tokens.
         size = sum(len(text.encode(errors="replace")) for text in texts.values())
         if size > self.config.text_bytes_max:
             raise RequestError(
@@ -314,8 +371,8 @@ class Admission:
             )
 
 
-def check_ask(ask: Ask, config: ServerConfig, vocab_size: int) -> None:
-    """Refuse what no adapter and no weights are needed to refuse."""
+def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:
+    """Run the checks of an ask that need neither adapters nor weights."""
     for field, count, limit in (
         ("stops.strings", len(ask.stop_strings), config.stops_max),
         ("stops.token_ids", len(ask.stop_token_ids), config.stops_max),
@@ -324,67 +381,86 @@ def check_ask(ask: Ask, config: ServerConfig, vocab_size: int) -> None:
         ("bad_words", len(ask.bad_words), config.bad_words_max),
     ):
         if count > limit:
-            raise RequestError(f"{field} has {count}; at most {limit} may be", field)
-    _check_sizes("stops.strings", ask.stop_strings, config.stop_bytes_max)
-    _check_sizes("bad_words", ask.bad_words, config.stop_bytes_max)
-    _check_sizes("continuations", ask.continuations, config.text_bytes_max)
-    _check_ids(ask.stop_token_ids, "stops.token_ids", vocab_size)
-    _check_ids(ask.allowed_token_ids, "allowed_token_ids", vocab_size)
-    _check_ids(ask.logit_bias, "logit_bias", vocab_size)
+            raise RequestError(f"{field} has {count} entries; it may have at most {limit}", field)
+    _check_byte_sizes("stops.strings", ask.stop_strings, config.stop_bytes_max)
+    _check_byte_sizes("bad_words", ask.bad_words, config.stop_bytes_max)
+    _check_byte_sizes("continuations", ask.continuations, config.text_bytes_max)
+    _check_token_ids(ask.stop_token_ids, "stops.token_ids", vocab_size)
+    _check_token_ids(ask.allowed_token_ids, "allowed_token_ids", vocab_size)
+    _check_token_ids(ask.logit_bias, "logit_bias", vocab_size)
     _check_counts(ask, config)
     _check_tenant(ask.tenant)
     for field in ("truncate_tokens", "time_limit_s"):
         value = getattr(ask, field)
         if value is not None and not 0 < value < float("inf"):
-            raise RequestError(f"{field} is {value}; it must be more than 0, or left out", field)
+            raise RequestError(f"{field} is {value}; it must be more than 0, or unset", field)
     if ask.truncate_tokens is not None and isinstance(ask.prompt, Mapping):
         raise RequestError(
-            "truncate_tokens does not go with inputs: the adapter's template says what is cut",
+            "truncate_tokens cannot be used with inputs, since the adapter's template defines the "
+            "truncation; remove it",
             "truncate_tokens",
         )
     if ask.continuations and (ask.max_new_tokens != 0 or ask.prompt_logprobs is None):
         raise RequestError(
-            "continuations are scored; ask for prompt_logprobs and for 0 new tokens",
+            "continuations are only scored; set prompt_logprobs, and max_new_tokens to 0",
             "continuations",
         )
     if ask.max_new_tokens == 0 and ask.prompt_logprobs is None:
         raise RequestError(
-            "max_new_tokens is 0, and nothing else is asked for; it must be at least 1, or ask for "
+            "max_new_tokens is 0, so there is nothing to compute; set it to at least 1, or set "
             "prompt_logprobs",
             "max_new_tokens",
         )
-    # It knows its own bounds; what was not asked for stands in here.
-    unsaid = max(1, ask.min_new_tokens)
-    _rule(ask, unsaid if ask.max_new_tokens is None else ask.max_new_tokens, ask.seed or 0)
+    # SamplingParams checks its own bounds; unset fields get placeholder values here.
+    default_new_tokens = max(1, ask.min_new_tokens)
+    _base_sampling(
+        ask, default_new_tokens if ask.max_new_tokens is None else ask.max_new_tokens, ask.seed or 0
+    )
 
 
-def _check_counts(ask: Ask, config: ServerConfig) -> None:
-    tasks = len(ask.adapters) or 1
+def _check_counts(ask: Ask, config: LimitsConfig) -> None:
     if ask.answers < 1:
         raise RequestError(f"answers is {ask.answers}; it must be at least 1", "answers")
     check_beams(ask, config.beam_width_max)
-    each = max(ask.answers, ask.beam_width, len(ask.continuations))
-    if tasks * each > config.answers_max:
-        what = f"{tasks} adapters x {each} answers" if tasks > 1 else f"{each}"
-        raise RequestError(
-            f"answers is {what}; at most {config.answers_max} may be in one request (answers_max)",
-            "answers" if each > 1 else "adapters",
-        )
+    _check_answer_count(ask, config.answers_max)
     for field in ("logprobs", "prompt_logprobs"):
-        asked = getattr(ask, field)
-        if asked is not None and not 0 <= asked <= config.logprobs_max:
+        alternatives = getattr(ask, field)
+        if alternatives is not None and not 0 <= alternatives <= config.logprobs_max:
             raise RequestError(
-                f"{field} is {asked}; it must be from 0 to {config.logprobs_max} (logprobs_max)",
+                f"{field} is {alternatives}; it must be from 0 to {config.logprobs_max} "
+                "(logprobs_max)",
                 field,
             )
     if ask.service not in get_args(ServiceClass):
-        known = ", ".join(get_args(ServiceClass))
-        raise RequestError(f"service is {ask.service!r}; known are: {known}", "service")
+        service_classes = ", ".join(get_args(ServiceClass))
+        raise RequestError(
+            f"service is {ask.service!r}; choose one of: {service_classes}", "service"
+        )
     if abs(ask.priority) > PRIORITY_MAX:
         raise RequestError(
             f"priority is {ask.priority}; it must be from {-PRIORITY_MAX} to {PRIORITY_MAX}",
             "priority",
         )
+
+
+def _check_answer_count(ask: Ask, answers_max: int) -> None:
+    """Check the answers of all adapters together. A beam or a continuation counts as an answer."""
+    tasks = len(ask.adapters) or 1
+    answers_per_task = max(ask.answers, ask.beam_width, len(ask.continuations))
+    if tasks * answers_per_task <= answers_max:
+        return
+    if answers_per_task == ask.answers:
+        count_text = f"answers is {answers_per_task}"
+    elif answers_per_task == ask.beam_width:
+        count_text = f"beam_width is {answers_per_task}"
+    else:
+        count_text = f"continuations has {answers_per_task} entries"
+    if tasks > 1:
+        count_text += f" for each of {tasks} adapters"
+    raise RequestError(
+        f"{count_text}; a request may have at most {answers_max} in total (answers_max)",
+        "answers" if answers_per_task > 1 else "adapters",
+    )
 
 
 def _check_tenant(tenant: str) -> None:
@@ -395,20 +471,22 @@ def _check_tenant(tenant: str) -> None:
             "tenant has a lone surrogate; it needs to be valid unicode", "tenant"
         ) from None
     if size > TENANT_BYTES_MAX:
-        raise RequestError(f"tenant is {size} bytes; at most {TENANT_BYTES_MAX} may be", "tenant")
+        raise RequestError(
+            f"tenant is {size} bytes; it may be at most {TENANT_BYTES_MAX}", "tenant"
+        )
 
 
-def _check_sizes(field: str, texts: Sequence[str], bytes_max: int) -> None:
+def _check_byte_sizes(field: str, texts: Sequence[str], bytes_max: int) -> None:
     for text in texts:
         size = len(text.encode(errors="replace"))
         if not 0 < size <= bytes_max:
             raise RequestError(
-                f"{field} has one of {size} bytes; each needs 1 to {bytes_max}", field
+                f"{field} has an entry of {size} bytes; each must be 1 to {bytes_max} bytes", field
             )
 
 
-def _rule(ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
-    return Sampling(
+def _base_sampling(ask: Ask, max_new_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=ask.min_new_tokens,
         temperature=0.0 if ask.temperature is None else ask.temperature,
@@ -429,9 +507,9 @@ def _rule(ask: Ask, max_new_tokens: int, seed: int) -> Sampling:
     )
 
 
-def _check_ids(ids: Iterable[int], field: str, vocab_size: int) -> None:
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
+def _check_token_ids(ids: Iterable[int], field: str, vocab_size: int) -> None:
+    invalid_id = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if invalid_id is not None:
         raise RequestError(
-            f"{field} has {wrong}; ids of this model are from 0 to {vocab_size - 1}", field
+            f"{field} has {invalid_id}; token ids of this model are 0 to {vocab_size - 1}", field
         )

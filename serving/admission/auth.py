@@ -1,8 +1,10 @@
-"""Who calls: a tenant with roles and limits. Without tokens everyone may do everything.
+"""Authentication: maps bearer tokens to tenants, roles and rate limits, by the tokens file.
 
-A token is known by its SHA-256, so the file of tokens may hold nothing that opens a door, and
-looking one up takes no time that tells of another. Knows no wire: a surface hands over what its
-protocol calls a credential. Says nothing of a token, not even of a wrong one.
+The tokens file can hold SHA-256 digests in place of tokens, so that reading the file grants no
+access. Callers are looked up by digest, so the duration of a look-up reveals nothing about other
+tokens. Without a tokens file every caller has every role. The module is independent of the
+protocols: each protocol passes the credential of its call. No error message and no log line
+contains a token, valid or invalid.
 """
 
 import hashlib
@@ -17,141 +19,158 @@ from typing import Literal, get_args
 import yaml
 
 from gpt.errors import ConfigError
-from gpt.settings import YAML_BYTES_MAX, settings, shown
-from serving.admission.rate_limits import UNLIMITED, Limits
+from gpt.settings import YAML_BYTES_MAX, parse_settings, short_repr
+from serving.admission.rate_limits import UNLIMITED, RateLimits
 from serving.request import RefusedError
 
 log = logging.getLogger(__name__)
 
-# To complete prompts; to change which adapters there are; to look into the server and stop it.
+# "generate": complete prompts. "adapters": upload, promote and unload adapters. "operator": inspect
+# and stop the server.
 Role = Literal["generate", "adapters", "operator"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 
-TOKEN_CHARACTERS = range(16, 4097)  # Fewer can be guessed; more is an attempt at something else.
-TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # It names a directory of adapters too.
+# Lengths of a token. A shorter token could be guessed; the maximum bounds the cost of hashing.
+TOKEN_CHARACTERS = range(16, 4097)
+# The name of a tenant is also the name of the folder that contains the tenant's adapters.
+TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SCHEME = "bearer"
-HOW = "send the header 'authorization: Bearer TOKEN'"
+AUTH_HINT = "send the header 'authorization: Bearer TOKEN'"
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose call it is. "": nobody in particular."""
+    """The authenticated tenant of a call; tenant "" is anonymous."""
 
     tenant: str = ""
     roles: frozenset[Role] = ROLES
-    limits: Limits = UNLIMITED
+    limits: RateLimits = UNLIMITED
 
-    def must(self, role: Role) -> None:
-        """Refuse what this caller may not do."""
+    def require_role(self, role: Role) -> None:
+        """Raise PERMISSION_DENIED if the caller lacks the role."""
         if role not in self.roles:
             raise RefusedError(
                 "PERMISSION_DENIED",
-                f"this takes the role {role!r}; {self.tenant!r} has {sorted(self.roles)}",
+                f"this call needs the role {role!r}; tenant {self.tenant!r} has the roles "
+                f"{sorted(self.roles)}",
             )
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """What the file says of a tenant. Several tokens: so that one can take another's place."""
+class _TenantSettings:
+    """A tenant's entry in the tokens file. Several tokens allow rotation without downtime."""
 
     tokens: tuple[str, ...] = field(default=(), repr=False)
     token_sha256: tuple[str, ...] = ()
     roles: tuple[str, ...] = ("generate",)
 
 
-class Access:
-    """Credentials to callers, by the file of tokens, if there is one."""
+class Authenticator:
+    """Maps credentials to callers by the tokens file; without a file it accepts every caller."""
 
-    def __init__(self, tokens: str | None = None) -> None:
-        self._path = Path(tokens) if tokens else None
-        self._seen: tuple[int, ...] = ()
-        self._callers: Mapping[bytes, Caller] = {}  # By the token's digest.
+    def __init__(self, tokens_path: str | None = None) -> None:
+        self._path = Path(tokens_path) if tokens_path else None
+        self._last_stamp: tuple[int, ...] = ()
+        self._callers_by_digest: Mapping[bytes, Caller] = {}  # By the token's digest.
         if self._path is not None:
-            self._seen = _stamp(self._path)
-            self._callers = _read(self._path)
+            self._last_stamp = _file_stamp(self._path)
+            self._callers_by_digest = _read_tokens_file(self._path)
 
-    def caller(self, credential: str | None) -> Caller:
-        """Whose credential it is, or a refusal. None: the call came with none."""
+    def authenticate(self, credential: str | None) -> Caller:
+        """Return the caller of a credential (None: the call has none), or raise."""
         if self._path is None:
             return Caller()
         if credential is None:
-            raise RefusedError("UNAUTHENTICATED", f"this server takes calls with a token; {HOW}")
+            raise RefusedError("UNAUTHENTICATED", f"this server requires a token; {AUTH_HINT}")
         scheme, _, token = credential[: len(SCHEME) + 1 + TOKEN_CHARACTERS.stop].partition(" ")
         if scheme.lower() != SCHEME:
-            raise RefusedError("UNAUTHENTICATED", f"the authorization is of another kind; {HOW}")
+            raise RefusedError(
+                "UNAUTHENTICATED", f"the authorization scheme is not Bearer; {AUTH_HINT}"
+            )
         if len(token) not in TOKEN_CHARACTERS or not token.isascii():
-            raise RefusedError("UNAUTHENTICATED", f"that is no token of this server's; {HOW}")
-        # How long a look-up takes tells at most of a digest's first bits, and nobody can choose a
-        # token for the bits of its digest: so this is as good as comparing with all in full.
-        caller = self._callers.get(hashlib.sha256(token.encode()).digest())
+            raise RefusedError(
+                "UNAUTHENTICATED", f"the token is not valid on this server; {AUTH_HINT}"
+            )
+        # A constant-time comparison is not needed: the duration of the look-up can reveal at most
+        # the first bits of a digest, and a token cannot be chosen by the bits of its digest.
+        caller = self._callers_by_digest.get(hashlib.sha256(token.encode()).digest())
         if caller is None:
-            raise RefusedError("UNAUTHENTICATED", f"that is no token of this server's; {HOW}")
+            raise RefusedError(
+                "UNAUTHENTICATED", f"the token is not valid on this server; {AUTH_HINT}"
+            )
         return caller
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. What is wrong with it leaves all as it was."""
+        """Reload the file if it has changed.
+
+        If the file is invalid, log the error and use the old tokens further.
+        """
         if self._path is None:
             return
         try:
-            stamp = _stamp(self._path)
-            if stamp == self._seen:
+            stamp = _file_stamp(self._path)
+            if stamp == self._last_stamp:
                 return
-            self._seen = stamp  # A bad file is told of once.
-            self._callers = _read(self._path)
+            self._last_stamp = stamp  # An invalid file is logged only once.
+            self._callers_by_digest = _read_tokens_file(self._path)
         except ConfigError as error:
             log.error("event=tokens_refused reason=%r", str(error))
         else:
-            log.info("event=tokens_read tenants=%d", len(_tenants(self._callers)))
+            log.info("event=tokens_read tenants=%d", len(_tenant_names(self._callers_by_digest)))
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _file_stamp(path: Path) -> tuple[int, ...]:
     try:
         status = path.stat()
     except OSError as error:
         raise ConfigError(
-            f"tokens: {path} cannot be read: {error.strerror}; give the path of a file of tokens"
+            f"tokens: {path} cannot be read: {error.strerror}; give the path of a tokens file"
         ) from None
     return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
 
 
-def _read(path: Path) -> dict[bytes, Caller]:
+def _read_tokens_file(path: Path) -> dict[bytes, Caller]:
     callers: dict[bytes, Caller] = {}
-    plain = 0
-    for tenant, said in _yaml(path).items():
-        where = f"{path}: tenant {shown(tenant)}"
-        if not isinstance(tenant, str) or not TENANT.fullmatch(tenant):
+    plaintext_tokens = 0
+    for tenant, raw_settings in _load_yaml(path).items():
+        location = f"{path}: tenant {short_repr(tenant)}"
+        if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
             raise ConfigError(
-                f"{where} is no name; letters, digits, '.', '_' and '-' may be in it, 64 at most"
+                f"{location} is not a valid name; use at most 64 ASCII letters, digits, '.', '_' "
+                "and '-', of which the first is a letter or a digit"
             )
-        if not isinstance(said, dict):
-            raise ConfigError(f"{where} has no settings; it needs token_sha256, and may have roles")
-        entry, caller = _entry(tenant, said, where)
-        plain += len(entry.tokens)
-        for digest in _digests(entry, where):
+        if not isinstance(raw_settings, dict):
+            raise ConfigError(f"{location} has no settings; add token_sha256, and roles if needed")
+        tenant_settings, caller = _parse_tenant(tenant, raw_settings, location)
+        plaintext_tokens += len(tenant_settings.tokens)
+        for digest in _token_digests(tenant_settings, location):
             if digest in callers:
-                raise ConfigError(f"{where} has a token twice, or another tenant's; make a new one")
+                raise ConfigError(
+                    f"{location} has a token that is also in its own or another tenant's entry; "
+                    "generate a new token"
+                )
             callers[digest] = caller
     if not callers:
-        raise ConfigError(f"tokens: {path} has no tenant, so nobody could call; name one")
-    _check_mode(path, plain)
+        raise ConfigError(f"tokens: {path} has no tenant, so every call would be refused; add one")
+    _check_file_mode(path, plaintext_tokens)
     return callers
 
 
-def _check_mode(path: Path, plain: int) -> None:
+def _check_file_mode(path: Path, plaintext_tokens: int) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IWOTH:
-        raise ConfigError(f"tokens: everyone may write {path}; take that away: chmod o-w")
-    if plain and mode & stat.S_IROTH:
+        raise ConfigError(f"tokens: {path} is writable by everyone; run chmod o-w on it")
+    if plaintext_tokens and mode & stat.S_IROTH:
         raise ConfigError(
-            f"tokens: everyone may read {path}, and it holds tokens as they are; take that away "
-            "(chmod o-r), or give their token_sha256 in place of them"
+            f"tokens: {path} is readable by everyone and contains plaintext tokens; run chmod o-r "
+            "on it, or replace each token by its token_sha256"
         )
-    if plain:
-        log.warning("event=tokens_plain count=%d better=token_sha256", plain)
+    if plaintext_tokens:
+        log.warning("event=tokens_plain count=%d better=token_sha256", plaintext_tokens)
 
 
-def _yaml(path: Path) -> dict[object, object]:
-    """The file's mapping. No message shows any of it, since it may be a token."""
+def _load_yaml(path: Path) -> dict[object, object]:
+    """Read the file as a mapping. Error messages do not quote the file, which contains tokens."""
     try:
         with path.open("rb") as file:
             raw = file.read(YAML_BYTES_MAX + 1)
@@ -162,63 +181,72 @@ def _yaml(path: Path) -> dict[object, object]:
         raise ConfigError(f"tokens: {path} cannot be read: {error.strerror}") from None
     except ConfigError:
         raise
-    except Exception as error:  # PyYAML lets through whatever Python says to a bad value.
+    except Exception as error:  # PyYAML does not wrap exceptions of its value constructors.
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"tokens: {path} is not YAML{line}; see docs/security.md") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"tokens: {path} holds no tenants; its keys must be their names")
+        raise ConfigError(f"tokens: {path} is not a mapping; its keys must be tenant names")
     return record
 
 
-def _entry(tenant: str, said: Mapping[str, object], where: str) -> tuple[_Entry, Caller]:
-    given = dict(said)
-    limits = given.pop("limits", None) or {}
+def _parse_tenant(
+    tenant: str, raw_settings: Mapping[str, object], location: str
+) -> tuple[_TenantSettings, Caller]:
+    fields = dict(raw_settings)
+    limits = fields.pop("limits", None) or {}
     if not isinstance(limits, dict):
-        raise ConfigError(f"{where}: limits must be a mapping, as requests_per_s: 10")
-    tokens = _texts(given.pop("token", []), f"{where}: token")
-    given["token_sha256"] = list(_texts(given.get("token_sha256", []), f"{where}: token_sha256"))
-    if "tokens" in given:
-        raise ConfigError(f"{where}: unknown key 'tokens'; did you mean 'token'?")
-    entry = settings(_Entry, {**given, "tokens": list(tokens)}, where)
-    if unknown := sorted(set(entry.roles) - set(ROLES)):
-        raise ConfigError(f"{where}: roles has {unknown}; known are {sorted(ROLES)}")
+        raise ConfigError(f"{location}: limits must be a mapping, for example requests_per_s: 10")
+    tokens = _parse_texts(fields.pop("token", []), f"{location}: token")
+    fields["token_sha256"] = list(
+        _parse_texts(fields.get("token_sha256", []), f"{location}: token_sha256")
+    )
+    if "tokens" in fields:
+        raise ConfigError(f"{location}: unknown key 'tokens'; did you mean 'token'?")
+    tenant_settings = parse_settings(_TenantSettings, {**fields, "tokens": list(tokens)}, location)
+    if unknown := sorted(set(tenant_settings.roles) - set(ROLES)):
+        raise ConfigError(f"{location}: roles has {unknown}; choose from {sorted(ROLES)}")
     try:
-        allowed = settings(Limits, limits, f"{where}: limits")
+        tenant_limits = parse_settings(RateLimits, limits, f"{location}: limits")
     except ConfigError as error:
         text = str(error)
-        raise ConfigError(text if text.startswith(where) else f"{where}: limits: {text}") from None
-    return entry, Caller(tenant, frozenset(one for one in ROLES if one in entry.roles), allowed)
+        raise ConfigError(
+            text if text.startswith(location) else f"{location}: limits: {text}"
+        ) from None
+    return tenant_settings, Caller(
+        tenant, frozenset(role for role in ROLES if role in tenant_settings.roles), tenant_limits
+    )
 
 
-def _texts(value: object, where: str) -> tuple[str, ...]:
-    """One text or several. A message that showed what is there instead could show a token."""
+def _parse_texts(value: object, location: str) -> tuple[str, ...]:
+    """Parse a text or a list of texts. The error quotes no value, since it could be a token."""
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, str) for one in values):
-        raise ConfigError(f"{where} must be a text, or a list of texts; put quotes around it")
+    if not all(isinstance(text, str) for text in values):
+        raise ConfigError(f"{location} must be a text, or a list of texts; put quotes around it")
     return tuple(values)
 
 
-def _digests(entry: _Entry, where: str) -> list[bytes]:
+def _token_digests(tenant_settings: _TenantSettings, location: str) -> list[bytes]:
     digests = []
-    for token in entry.tokens:
+    for token in tenant_settings.tokens:
         if len(token) not in TOKEN_CHARACTERS or not token.isascii() or not token.isprintable():
             raise ConfigError(
-                f"{where}: token must be of {TOKEN_CHARACTERS.start} to "
-                f"{TOKEN_CHARACTERS.stop - 1} ASCII characters; `openssl rand -hex 32` makes one"
+                f"{location}: token must have {TOKEN_CHARACTERS.start} to "
+                f"{TOKEN_CHARACTERS.stop - 1} printable ASCII characters; generate one with "
+                "`openssl rand -hex 32`"
             )
         digests.append(hashlib.sha256(token.encode()).digest())
-    for word in entry.token_sha256:
-        if not re.fullmatch(r"[0-9a-fA-F]{64}", word):
+    for hex_digest in tenant_settings.token_sha256:
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", hex_digest):
             raise ConfigError(
-                f"{where}: token_sha256 must be 64 hexadecimal digits, as "
-                "`printf %s TOKEN | sha256sum` says them"
+                f"{location}: token_sha256 must be 64 hexadecimal digits, the output of "
+                "`printf %s TOKEN | sha256sum`"
             )
-        digests.append(bytes.fromhex(word))
+        digests.append(bytes.fromhex(hex_digest))
     if not digests:
-        raise ConfigError(f"{where} has no token; give its token_sha256")
+        raise ConfigError(f"{location} has no token; add its token_sha256")
     return digests
 
 
-def _tenants(callers: Mapping[bytes, Caller]) -> set[str]:
+def _tenant_names(callers: Mapping[bytes, Caller]) -> set[str]:
     return {caller.tenant for caller in callers.values()}

@@ -1,8 +1,8 @@
-"""Chat: messages become a prompt's ids, by a template that runs in a process beside this one.
+"""Chat prompts: converts chat messages to prompt ids; a sandbox process renders the template.
 
-Here are that process, started when it is needed and again when it ended, and the bounds of what it
-is given. One rendering at a time, in a thread of its own, so that a slow template holds up nothing
-but chats. Knows no wire.
+The module starts the sandbox process on first use, restarts it after it has ended, and limits its
+input. One thread renders one chat at a time, so that a slow template delays only other chats. The
+module is independent of the protocols.
 """
 
 import asyncio
@@ -18,127 +18,154 @@ from typing import Any
 
 import msgspec
 
-from gpt.child_processes import child_environment
+from gpt.child_processes import ChildProcess, child_environment
 from gpt.errors import ConfigError, PreambleError, RequestError
-from gpt.tokenizers.chat_template import ChatTemplate, ChatTokens
+from gpt.tokenizers.chat_template import ChatTemplate, ChatTemplateEncoder
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.admission.template_sandbox import SECONDS_MAX, Charge, Order, Reply, fault
-from serving.config import ServerConfig
+from serving.admission.template_sandbox import (
+    SECONDS_MAX,
+    RenderReply,
+    RenderRequest,
+    TemplateSetup,
+    find_syntax_error,
+)
+from serving.config import LimitsConfig, ModelConfig
 from serving.request import UnavailableError
 
 log = logging.getLogger(__name__)
 
-END_S = 1.0
-# Of the environment, what a template's process needs to begin; nothing of it is a secret.
-KEPT = {"PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "TZ"}
-MISSING = (
-    "this model came without a chat template; start the server with --chat-template FILE, or put "
+EXIT_TIMEOUT_S = 1.0
+# Environment variables that the sandbox process needs to start; none of them is a secret.
+INHERITED_VARIABLES = {
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "TZ",
+}
+NO_TEMPLATE = (
+    "this model has no chat template; start the server with --chat-template FILE, or put "
     "chat_template.jinja beside the tokenizer, or send a prompt to /v1/completions"
 )
 
 
-class Chat:
-    """The chats of one model. `template`: None if it has none."""
+class ChatPromptRenderer:
+    """Converts the chats of one model to prompt ids. `template`: None if the model has none."""
 
     def __init__(
-        self, template: ChatTemplate | None, tokenizer: Tokenizer, config: ServerConfig
+        self,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        model_config: ModelConfig,
+        limits_config: LimitsConfig,
     ) -> None:
-        self._config = config
-        self._wrong: str | None = MISSING
+        self._limits_config = limits_config
+        self._unusable_reason: str | None = NO_TEMPLATE
         if template is None:
             return
-        self._tokens = ChatTokens(template, tokenizer)
-        self._thread = ThreadPoolExecutor(1, "chat")
-        charge = Charge(template.text, dict(template.names), config.text_bytes_max)
-        self._renderer = _Renderer(charge)
-        wrong = fault(template.text)
-        if wrong is None and config.chat_template is not None:
+        self._chat_tokens = ChatTemplateEncoder(template, tokenizer)
+        self._executor = ThreadPoolExecutor(1, "chat")
+        setup = TemplateSetup(
+            template.text, dict(template.special_tokens), limits_config.text_bytes_max
+        )
+        self._template_process = _TemplateProcess(setup)
+        problem = find_syntax_error(template.text)
+        if problem is None and model_config.chat_template is not None:
             try:
-                self._renderer.begin()
+                self._template_process.start()
             except RequestError as error:
-                wrong = str(error)
-        self._wrong = wrong and f"the chat template in {template.where} is none: {wrong}"
-        if self._wrong is not None:
-            if config.chat_template is not None:
-                raise ConfigError(f"{self._wrong}; correct it, or leave chat_template out")
-            log.warning("event=chat_template_unusable note=%r", self._wrong)
+                problem = str(error)
+        self._unusable_reason = (
+            problem and f"the chat template in {template.source} is invalid: {problem}"
+        )
+        if self._unusable_reason is not None:
+            if model_config.chat_template is not None:
+                raise ConfigError(f"{self._unusable_reason}; correct it, or remove chat_template")
+            log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
-    async def ids(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """The prompt for the next answer."""
-        if self._wrong is not None:
-            raise RequestError(self._wrong, "messages")
-        self._check(messages)
+    async def encode(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+        """Return the ids of the prompt for the assistant's next message."""
+        if self._unusable_reason is not None:
+            raise RequestError(self._unusable_reason, "messages")
+        self._check_messages(messages)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(self.prompt, messages))
+        return await loop.run_in_executor(self._executor, partial(self.encode_blocking, messages))
 
-    def prompt(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """The same, while the caller waits; one at a time."""
+    def encode_blocking(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+        """Do the blocking part of `encode`, which follows the checks. Not thread-safe."""
         try:
-            marked = self._tokens.marked(messages)
+            marked = self._chat_tokens.escape_messages(messages)
         except RecursionError:
-            raise _too_deep() from None
+            raise _nesting_error() from None
         try:
-            text = self._renderer.render(marked.messages)
+            text = self._template_process.render(marked.messages)
         except RecursionError:
-            raise _too_deep() from None
-        except RequestError as error:  # It may tell what stands in a message.
+            raise _nesting_error() from None
+        except RequestError as error:
+            # `escape_messages` inserted a mark into control tokens. The error's text may quote a
+            # message that contains the mark.
             raise RequestError(str(error).replace(marked.mark, ""), error.field) from None
-        ids = self._tokens.ids(text, marked.mark)
+        ids = self._chat_tokens.encode_rendered(text, marked.mark)
         if not ids:
-            raise RequestError("the chat template makes no text of these messages", "messages")
+            raise RequestError(
+                "the chat template renders these messages to an empty text", "messages"
+            )
         return ids
 
     def close(self) -> None:
-        if self._wrong is None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._renderer.close()
+        if self._unusable_reason is None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._template_process.close()
 
-    def _check(self, messages: list[dict[str, Any]]) -> None:
+    def _check_messages(self, messages: list[dict[str, Any]]) -> None:
         if not messages:
-            raise RequestError("messages is empty; it needs at least one", "messages")
-        most = self._config.messages_max
-        if len(messages) > most:
+            raise RequestError("messages is empty; it needs at least one message", "messages")
+        messages_max = self._limits_config.messages_max
+        if len(messages) > messages_max:
             raise RequestError(
-                f"messages has {len(messages)}; at most {most} may be (messages_max)", "messages"
+                f"messages has {len(messages)} entries; it may have at most {messages_max} "
+                "(messages_max)",
+                "messages",
             )
         size = len(msgspec.json.encode(messages))
-        if size > self._config.text_bytes_max:
+        if size > self._limits_config.text_bytes_max:
             raise RequestError(
                 f"the messages are {size} bytes; this server takes at most "
-                f"{self._config.text_bytes_max} (text_bytes_max)",
+                f"{self._limits_config.text_bytes_max} (text_bytes_max)",
                 "messages",
             )
 
 
-def _too_deep() -> RequestError:
-    return RequestError(
-        "the messages have arguments of tools that are nested too deeply", "messages"
-    )
+def _nesting_error() -> RequestError:
+    return RequestError("the tool arguments in the messages are nested too deeply", "messages")
 
 
-class _Renderer:
-    """The process that runs the template. For one thread; only the end may come from another."""
+class _TemplateProcess:
+    """The sandbox process. All calls except `close` must come from one thread."""
 
-    def __init__(self, charge: Charge) -> None:
-        self._charge = msgspec.json.encode(charge) + b"\n"
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, setup: TemplateSetup) -> None:
+        self._setup_line = msgspec.json.encode(setup).decode() + "\n"
+        self._process: ChildProcess | None = None
         self._closed = False
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         if self._process is not None and self._process.poll() is not None:
-            self._end(self._process)  # Between two chats, so none of them is to blame.
+            self._reap(self._process)  # The process ended between two chats, so no chat caused it.
             self._process = None
-        process = self._process or self.begin()
-        return self._asked(process, msgspec.json.encode(Order(messages)) + b"\n").text
+        process = self._process or self.start()
+        request_line = msgspec.json.encode(RenderRequest(messages)).decode() + "\n"
+        return self._exchange(process, request_line).text
 
-    def begin(self) -> "subprocess.Popen[bytes]":
-        """Start it, and have it read the template, which may be none for all that is seen here."""
-        process = self._process = self._started()
+    def start(self) -> ChildProcess:
+        """Start the process and send it the template. Raise if it cannot compile the template."""
+        process = self._process = self._spawn()
         try:
-            self._asked(process, self._charge)
+            self._exchange(process, self._setup_line)
         except RequestError:
             if self._process is not None:
-                self._end(process)  # It has said so, and ends.
+                self._reap(process)  # The process has rejected the template and ends.
                 self._process = None
             raise
         return process
@@ -147,60 +174,52 @@ class _Renderer:
         self._closed = True
         if self._process is not None:
             self._process.kill()
-            self._end(self._process)
+            self._reap(self._process)
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _spawn(self) -> ChildProcess:
         if self._closed:
             raise UnavailableError("this server is shutting down; try another", "DRAINING")
-        kept = {name: os.environ[name] for name in KEPT & os.environ.keys()}
-        return subprocess.Popen(
+        environment = {name: os.environ[name] for name in INHERITED_VARIABLES & os.environ.keys()}
+        return ChildProcess(
             [sys.executable, "-m", "serving.admission.template_sandbox"],
+            environment=child_environment(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=child_environment(kept),
-            start_new_session=True,  # Ctrl-C is for the server, which then drains.
         )
 
-    def _asked(self, process: "subprocess.Popen[bytes]", order: bytes) -> Reply:
+    def _exchange(self, process: ChildProcess, request_line: str) -> RenderReply:
         assert process.stdin is not None and process.stdout is not None
-        line = b""
-        with suppress(BrokenPipeError, ValueError):  # The second: closed meanwhile.
-            process.stdin.write(order)
+        reply_line = ""
+        with suppress(BrokenPipeError, ValueError):  # ValueError: the pipe was closed meanwhile.
+            process.stdin.write(request_line)
             process.stdin.flush()
-            line = process.stdout.readline()
-        if not line.endswith(b"\n"):
-            raise self._lost(process)
-        reply = msgspec.json.decode(line, type=Reply)
+            reply_line = process.stdout.readline()
+        if not reply_line.endswith("\n"):
+            raise self._exit_error(process)
+        reply = msgspec.json.decode(reply_line, type=RenderReply)
         if reply.error is not None:
             raise RequestError(reply.error, "messages")
         return reply
 
-    def _lost(self, process: "subprocess.Popen[bytes]") -> PreambleError:
-        """It has ended. The next call starts another."""
-        code = self._end(process)
+    def _exit_error(self, process: ChildProcess) -> PreambleError:
+        """Return the error for a process that has ended. The next call starts a new process."""
+        exit_code = self._reap(process)
         self._process = None
-        if code == -signal.SIGPROF:
+        if exit_code == -signal.SIGPROF:
             return RequestError(
-                f"the chat template takes over {SECONDS_MAX} s of a processor for these messages; "
-                "send fewer or shorter ones",
+                f"the chat template needs more than {SECONDS_MAX} s of CPU time for these "
+                "messages; send fewer or shorter ones",
                 "messages",
             )
         if self._closed:
             return UnavailableError("this server is shutting down; try another", "DRAINING")
-        log.warning("event=chat_template_process_ended code=%d", code)
+        log.warning("event=chat_template_process_ended code=%d", exit_code)
         return RequestError(
-            "the chat template ended its own process over these messages: it may need too much "
-            "memory for them; send fewer or shorter ones",
+            "the chat template's process ended while it rendered these messages, perhaps for lack "
+            "of memory; send fewer or shorter ones",
             "messages",
         )
 
-    def _end(self, process: "subprocess.Popen[bytes]") -> int:
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                assert pipe is not None
-                pipe.close()
-        try:
-            return process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait(END_S)
+    def _reap(self, process: ChildProcess) -> int:
+        process.close_pipes()
+        return process.wait_or_kill(EXIT_TIMEOUT_S)

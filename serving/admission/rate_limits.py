@@ -1,9 +1,11 @@
-"""How much a tenant may ask for: calls at once, requests a second, tokens a second.
+"""Per-tenant rate limits: token buckets for requests and tokens per second, concurrent calls.
 
-Tokens are charged when they are asked for, and what was not made of them is given back at the end:
-so a burst of long requests is seen before any of it runs. A rate has a bucket that holds a second's
-worth; one that asks for more waits for a full bucket, and what it owes is paid by those behind it.
-Knows no wire and no model.
+At admission a request is charged the most tokens that it can use: its prompt tokens and its maximum
+of new tokens. When the request ends, the new tokens that it did not generate are refunded. A burst
+of long requests is therefore refused before it runs. The capacity of a bucket is what the bucket
+gains in one second, but at least 1. A request that needs more than the capacity is admitted when
+the bucket is full; the level is then negative, which delays later requests. The module is
+independent of protocols and models.
 """
 
 import math
@@ -15,17 +17,18 @@ from functools import partial
 from gpt.errors import ConfigError
 from serving.request import RefusedError, Request
 
-RETRY_S_MAX = 3600.0  # A wish with room for it: nobody comes back to the millisecond after that.
-CALL_RETRY_S = 1.0  # When a call will end is not known.
+RETRY_S_MAX = 3600.0  # Upper bound of retry delays.
+# Retry delay of a call over calls_max. It is fixed, because the end of a running call is not known.
+CALL_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Limits:
-    """None: no limit of its own."""
+class RateLimits:
+    """The limits of a tenant. A limit of None is unlimited."""
 
     requests_per_s: float | None = None
-    tokens_per_s: float | None = None  # Of prompts, virtual ones included, and of answers.
-    calls_max: int | None = None  # At once.
+    tokens_per_s: float | None = None  # Prompt tokens, virtual tokens included, and new tokens.
+    calls_max: int | None = None  # Concurrent calls.
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -34,187 +37,221 @@ class Limits:
                 raise ConfigError(f"{field.name} is {value}; it must be more than 0")
 
 
-UNLIMITED = Limits()
+UNLIMITED = RateLimits()
 
 
-class Bucket:
-    """So much a second. It holds a second's worth, one request at least, and can be owed to."""
+class TokenBucket:
+    """A token bucket: it gains `rate` per second; its capacity is `rate`, but at least 1.
+
+    The level may become negative (debt).
+    """
 
     def __init__(self, rate: float, now: float) -> None:
-        self.rate, self.size = rate, max(rate, 1.0)
-        self._level, self._at = self.size, now
+        self.rate = rate
+        self.capacity = max(rate, 1.0)
+        self._level = self.capacity
+        self._updated_at = now
 
     def level(self, now: float) -> float:
-        """What is in it; less than nothing where it is owed to."""
-        return min(self.size, self._level + self.rate * max(0.0, now - self._at))
+        """Return the current level. It is negative while the bucket is in debt."""
+        return min(self.capacity, self._level + self.rate * max(0.0, now - self._updated_at))
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Until so much may be taken; more than it holds: until it is full."""
-        # A sum of many small steps is seldom the whole.
-        lacking = min(amount, self.size) - self.level(now) - 1e-9 * self.size
-        return min(max(0.0, lacking / self.rate), RETRY_S_MAX)
+        """Return the seconds until the level is `amount`, at most RETRY_S_MAX.
 
-    def take(self, amount: float, now: float) -> None:
-        """More than there is becomes a debt; less than nothing is given back."""
-        self._level = min(self.size, self.level(now) - amount)
-        self._at = max(self._at, now)
+        For an amount above the capacity: the seconds until the bucket is full.
+        """
+        # The tolerance absorbs rounding errors of many small refills.
+        missing_amount = min(amount, self.capacity) - self.level(now) - 1e-9 * self.capacity
+        return min(max(0.0, missing_amount / self.rate), RETRY_S_MAX)
+
+    def consume(self, amount: float, now: float) -> None:
+        """Subtract an amount; the level may become negative. A negative amount is a refund."""
+        self._level = min(self.capacity, self.level(now) - amount)
+        self._updated_at = max(self._updated_at, now)
 
 
-class Quota:
-    """Of one tenant: what it has taken, held against its limits."""
+class TenantQuota:
+    """The current usage of one tenant, checked against its limits."""
 
-    def __init__(self, tenant: str, limits: Limits, clock: Callable[[], float]) -> None:
-        self._tenant, self._clock = tenant, clock
+    def __init__(self, tenant: str, limits: RateLimits, clock: Callable[[], float]) -> None:
+        self._tenant = tenant
+        self._clock = clock
         self.calls = 0
         self.limits = UNLIMITED
-        self._requests: Bucket | None = None
-        self._tokens: Bucket | None = None
-        self.limit(limits)
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.set_limits(limits)
 
-    def limit(self, limits: Limits) -> None:
-        """Other limits, from now on. A rate that stays the same keeps what was taken of it."""
+    def set_limits(self, limits: RateLimits) -> None:
+        """Replace the limits. The bucket of an unchanged rate keeps its level."""
         now = self._clock()
         if limits.requests_per_s != self.limits.requests_per_s:
             rate = limits.requests_per_s
-            self._requests = None if rate is None else Bucket(rate, now)
+            self._requests = None if rate is None else TokenBucket(rate, now)
         if limits.tokens_per_s != self.limits.tokens_per_s:
             rate = limits.tokens_per_s
-            self._tokens = None if rate is None else Bucket(rate, now)
+            self._tokens = None if rate is None else TokenBucket(rate, now)
         self.limits = limits
 
-    def enter(self, *, counted: bool = True, placed: bool = True) -> None:
-        """A request that begins: one more of this second's, and a place until `leave`.
+    def acquire(self, *, count_request: bool = True, hold_slot: bool = True) -> None:
+        """Take one request from the bucket, and count one more concurrent call until `release`.
 
-        Refused, it has taken nothing.
+        `count_request` and `hold_slot` select which of the two is done. A refused request changes
+        neither count.
         """
-        most, now = self.limits.calls_max, self._clock()
-        if placed and most is not None and self.calls >= most:
-            raise _limited(
-                f"tenant {self._tenant!r} has {self.calls} calls at once, and may have {most} "
-                "(calls_max); wait until one of them has ended",
+        calls_max, now = self.limits.calls_max, self._clock()
+        if hold_slot and calls_max is not None and self.calls >= calls_max:
+            raise _rate_limited(
+                f"tenant {self._tenant!r} has {self.calls} concurrent calls and may have "
+                f"{calls_max} (calls_max); wait until one of them has ended",
                 CALL_RETRY_S,
             )
-        if counted and self._requests is not None:
+        if count_request and self._requests is not None:
             wait_s = self._requests.wait_s(1, now)
             if wait_s > 0:
-                raise _limited(
-                    f"tenant {self._tenant!r} has made its {self._requests.rate:g} requests a "
-                    f"second (requests_per_s); there is room for this one in {_told(wait_s)} s",
+                raise _rate_limited(
+                    f"tenant {self._tenant!r} has used its {self._requests.rate:g} requests per "
+                    "second (requests_per_s); retry in "
+                    f"{_format_seconds(wait_s)} s",
                     wait_s,
                 )
-            self._requests.take(1, now)
-        self.calls += placed
+            self._requests.consume(1, now)
+        self.calls += hold_slot
 
-    def leave(self) -> None:
-        assert self.calls > 0, "more calls ended than began"
+    def release(self) -> None:
+        assert self.calls > 0, "release without acquire"
         self.calls -= 1
 
     def charge(self, prompt_tokens: int, new_tokens: int) -> None:
-        """What a request asks for, or a refusal."""
+        """Charge a request's prompt tokens and largest number of new tokens, or raise."""
         if self._tokens is None:
             return
-        asked, now = prompt_tokens + new_tokens, self._clock()
-        wait_s = self._tokens.wait_s(asked, now)
+        requested_tokens, now = prompt_tokens + new_tokens, self._clock()
+        wait_s = self._tokens.wait_s(requested_tokens, now)
         if wait_s > 0:
-            left = self._tokens.level(now)
-            raise _limited(
-                f"this asks for {asked} tokens ({prompt_tokens} of prompts, {new_tokens} new ones "
-                f"at most), and tenant {self._tenant!r} has {math.floor(left)} left of its "
-                f"{self._tokens.rate:g} a second (tokens_per_s); there is room for it in "
-                f"{_told(wait_s)} s",
+            available = math.floor(self._tokens.level(now))
+            raise _rate_limited(
+                f"the request needs {requested_tokens} tokens ({prompt_tokens} prompt tokens and "
+                f"up to {new_tokens} new tokens), but tenant {self._tenant!r} has {available} left "
+                f"of its {self._tokens.rate:g} tokens per second (tokens_per_s); retry in "
+                f"{_format_seconds(wait_s)} s",
                 wait_s,
             )
-        self._tokens.take(asked, now)
+        self._tokens.consume(requested_tokens, now)
 
-    def give_back(self, tokens: int) -> None:
-        """What was charged and not made."""
+    def refund(self, tokens: int) -> None:
+        """Refund charged tokens that were not generated."""
         if self._tokens is not None:
-            self._tokens.take(-tokens, self._clock())
+            self._tokens.consume(-tokens, self._clock())
 
 
-class Tab:
-    """What a call has of its tenant's quota: its place, and one more for each request but one."""
+class TenantUsage:
+    """One call's use of its tenant's quota.
 
-    def __init__(self, quota: Quota) -> None:
+    A tenant has `calls_max` slots for concurrent calls. A call takes one slot, and each further
+    request that runs concurrently on the same call takes one more.
+    """
+
+    def __init__(self, quota: TenantQuota) -> None:
         self._quota = quota
-        quota.enter()
-        self._begun, self._open = 0, 0
+        quota.acquire()
+        self._requests_begun = 0
+        self._requests_open = 0
         self._closed = False
 
-    def begin(self) -> "Ordered":
-        """A request of the call; the first one is what the call itself was counted for."""
-        placed = self._open > 0
-        self._quota.enter(counted=self._begun > 0, placed=placed)
-        self._begun += 1
-        self._open += 1
-        return Ordered(self._quota, partial(self._end, placed))
+    def begin_request(self) -> "RequestReservation":
+        """Reserve quota for a request of this call.
 
-    def _end(self, placed: bool) -> None:
-        self._open -= 1
-        if placed:
-            self._quota.leave()
+        A request uses the slot of the call if no other request runs on the call. The call's first
+        request was already taken from the bucket when the call began.
+        """
+        hold_slot = self._requests_open > 0
+        self._quota.acquire(count_request=self._requests_begun > 0, hold_slot=hold_slot)
+        self._requests_begun += 1
+        self._requests_open += 1
+        return RequestReservation(self._quota, partial(self._end_request, hold_slot))
+
+    def _end_request(self, hold_slot: bool) -> None:
+        self._requests_open -= 1
+        if hold_slot:
+            self._quota.release()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._quota.leave()
+            self._quota.release()
 
 
-class Ordered:
-    """One request, from its refusal or its charge to its end. `made`: its new tokens so far."""
+class RequestReservation:
+    """The quota that one request has reserved until its end.
 
-    def __init__(self, quota: Quota, end: Callable[[], None]) -> None:
-        self._quota, self._end = quota, end
-        self._prompt, self._new, self._factor = 0, 0, 1
-        self.made = 0
+    `generated_tokens`: the new tokens that the request has generated so far.
+    """
+
+    def __init__(self, quota: TenantQuota, on_close: Callable[[], None]) -> None:
+        self._quota = quota
+        self._on_close = on_close
+        self._prompt_tokens = 0
+        self._new_tokens = 0
+        self._sequences_per_answer = 1
+        self.generated_tokens = 0
         self._closed = False
 
     def charge(self, request: Request) -> None:
-        """What it asks for, or a refusal."""
-        prompt, new = asked_of(request)
-        self._quota.charge(prompt, new)
-        self._prompt, self._new = prompt, new
-        self._factor = request.places // len(request.answers)
+        """Charge the request's tokens, or raise RATE_LIMITED."""
+        prompt_tokens, new_tokens = count_request_tokens(request)
+        self._quota.charge(prompt_tokens, new_tokens)
+        self._prompt_tokens = prompt_tokens
+        self._new_tokens = new_tokens
+        self._sequences_per_answer = request.sequences_max // len(request.answers)
 
-    def close(self, *, void: bool = False) -> None:
-        """It is over, and what it did not make is given back; `void`: it never ran."""
+    def close(self, *, rejected: bool = False) -> None:
+        """End the reservation and refund unused tokens, or all tokens of a `rejected` request."""
         if self._closed:
             return
         self._closed = True
-        self._end()
-        left = self._prompt + self._new if void else self._new - self.made * self._factor
-        self._quota.give_back(max(0, left))
+        self._on_close()
+        refund = (
+            self._prompt_tokens + self._new_tokens
+            if rejected
+            else self._new_tokens - self.generated_tokens * self._sequences_per_answer
+        )
+        self._quota.refund(max(0, refund))
 
 
-class Quotas:
-    """Each tenant's, from its first call on. Whoever is nobody in particular has none."""
+class QuotaTable:
+    """The quotas of all tenants, created on first use; anonymous callers are unlimited."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._quotas: dict[str, Quota] = {}
+        self._by_tenant: dict[str, TenantQuota] = {}
 
-    def of(self, tenant: str, limits: Limits) -> Quota:
-        quota = self._quotas.get(tenant)
+    def quota_for(self, tenant: str, limits: RateLimits) -> TenantQuota:
+        quota = self._by_tenant.get(tenant)
         if quota is None:
-            quota = self._quotas[tenant] = Quota(tenant, limits, self._clock)
-        elif quota.limits != limits:  # The file of tokens says something else by now.
-            quota.limit(limits)
+            quota = self._by_tenant[tenant] = TenantQuota(tenant, limits, self._clock)
+        elif quota.limits != limits:  # The tokens file has changed.
+            quota.set_limits(limits)
         return quota
 
 
-def asked_of(request: Request) -> tuple[int, int]:
-    """A request's tokens: of its prompts, each once however many answers it has, and new ones."""
+def count_request_tokens(request: Request) -> tuple[int, int]:
+    """Return a request's number of prompt tokens and its maximum of new tokens.
+
+    Prompts that are equal and have the same adapter count once.
+    """
     prompts = {(answer.adapter, answer.prompt) for answer in request.answers}
-    new = sum(answer.sampling.max_new_tokens for answer in request.answers)
-    # Beams make more than what they tell of.
-    new *= request.places // len(request.answers)
-    return sum(len(prompt) for _, prompt in prompts), new
+    new_tokens = sum(answer.sampling.max_new_tokens for answer in request.answers)
+    # Beam search runs more sequences than it returns answers.
+    new_tokens *= request.sequences_max // len(request.answers)
+    return sum(len(prompt) for _, prompt in prompts), new_tokens
 
 
-def _limited(message: str, wait_s: float) -> RefusedError:
-    # Upwards, to the millisecond that a wire tells: who comes back then must fit.
+def _rate_limited(message: str, wait_s: float) -> RefusedError:
+    # Responses give the delay in milliseconds. Round up, so that a retry after it succeeds.
     return RefusedError("RATE_LIMITED", message, retry_s=math.ceil(1000 * wait_s) / 1000)
 
 
-def _told(wait_s: float) -> str:
+def _format_seconds(wait_s: float) -> str:
     return f"{math.ceil(1000 * wait_s) / 1000:.3g}" if wait_s < 10 else f"{wait_s:.0f}"

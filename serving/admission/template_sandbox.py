@@ -1,8 +1,10 @@
-"""Chat templates, run in a process of their own: `python -m serving.admission.template_sandbox`.
+"""Sandboxed chat templates: renders jinja2 in a separate process with CPU and memory limits.
 
-A template is a program from somebody's checkpoint. It runs in jinja2's sandbox; the process around
-that has little memory, opens no file, starts nothing, and is ended by the kernel when a rendering
-has used up its time. It reads orders from its standard input, and knows no tokenizer and no server.
+A template is a program that comes with a checkpoint, so it is not trusted. It runs in jinja2's
+sandbox, inside a process (`python -m serving.admission.template_sandbox`) that has limited memory
+and cannot open files or start programs. The kernel kills the process when a rendering exceeds its
+CPU time. The process reads render requests from standard input; it has no tokenizer and no
+connection to the server.
 """
 
 import json
@@ -14,78 +16,81 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.debug  # Imported by jinja2 when it is needed, which is too late here.
+import jinja2.debug  # jinja2 would import this on the first error, when no file can be opened.
 import jinja2.ext
 import jinja2.sandbox
 import msgspec
 
-SECONDS_MAX = 2  # Of the processor, for reading a template and for each rendering.
+SECONDS_MAX = 2  # CPU time to compile the template, and for each rendering.
 MEMORY_BYTES_MAX = 1 << 30
-FILES_MAX = 3  # What it was given.
-SAID_CHARACTERS_MAX = 300
-# Has Python load what it loads only when a template needs it.
-FIRST = r"""{{ 'é\n'|pprint }}{{ strftime_now('%d %b %Y') }}{{ [1]|tojson }}{{ [1]|random }}"""
+OPEN_FILES_MAX = 3  # stdin, stdout and stderr.
+ERROR_CHARACTERS_MAX = 300
+# This template is rendered before the limits apply, so that Python imports all lazy modules.
+WARMUP_TEMPLATE = (
+    r"""{{ 'é\n'|pprint }}{{ strftime_now('%d %b %Y') }}{{ [1]|tojson }}{{ [1]|random }}"""
+)
 
 
-class Charge(msgspec.Struct):
-    """The first order: what to render from now on."""
+class TemplateSetup(msgspec.Struct):
+    """The first message to the process: the template for all later render requests."""
 
     template: str
-    names: dict[str, str]
-    text_bytes_max: int
+    names: dict[str, str]  # Variables of the template: the names and texts of special tokens.
+    text_bytes_max: int  # Limit of a rendered text.
 
 
-class Order(msgspec.Struct):
+class RenderRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
 
 
-class Reply(msgspec.Struct):
+class RenderReply(msgspec.Struct):
     text: str = ""
     error: str | None = None
 
 
-class RefusalError(jinja2.TemplateError):
-    """What a template says of messages that it does not take."""
+class TemplateRejectedError(jinja2.TemplateError):
+    """The template (by `raise_exception`) or the size limit refuses the messages."""
 
 
-def fault(text: str) -> str | None:
-    """What is wrong with a template, as far as reading it tells. Nothing of it is run."""
+def find_syntax_error(text: str) -> str | None:
+    """Parse a template without running it; return its syntax error, or None."""
     try:
-        _environment().parse(text)
+        _sandbox_environment().parse(text)
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:
         return "it is nested too deeply"
-    except Exception as error:  # The library's own, over numbers of 5,000 digits and the like.
-        return f"{type(error).__name__}: {_said(error)}"
+    except Exception as error:  # For example, jinja2 raises ValueError for very long numbers.
+        return f"{type(error).__name__}: {_error_text(error)}"
     return None
 
 
-class Rendering:
-    """A template, ready to render. Whoever wants its limits runs `main`."""
+class TemplateRenderer:
+    """A compiled template. This class sets no limits of CPU time and memory; `main` does."""
 
-    def __init__(self, charge: Charge) -> None:
-        self._template = _environment().from_string(charge.template)
-        self._names, self._bytes_max = charge.names, charge.text_bytes_max
+    def __init__(self, setup: TemplateSetup) -> None:
+        self._template = _sandbox_environment().from_string(setup.template)
+        self._names = setup.names
+        self._bytes_max = setup.text_bytes_max
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """As the prompt of an answer. Raises whatever a template can."""
+        """Render the prompt for the next assistant message. May raise any exception."""
         parts, size = [], 0
-        given = {"tools": None, "documents": None, "add_generation_prompt": True}
-        for part in self._template.generate({**self._names, **given, "messages": messages}):
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+        for part in self._template.generate({**self._names, **variables, "messages": messages}):
             size += len(part.encode())
             if size > self._bytes_max:
-                raise RefusalError(
-                    f"what it makes of them is over {self._bytes_max} bytes (text_bytes_max)"
+                raise TemplateRejectedError(
+                    f"the rendered text is over {self._bytes_max} bytes (text_bytes_max)"
                 )
             parts.append(part)
         return "".join(parts)
 
 
-class _Marks(jinja2.ext.Extension):
-    """`generation` tells trainers what the model is to learn, and nothing here."""
+class _GenerationTag(jinja2.ext.Extension):
+    """The jinja2 tag `generation`: it marks training targets, and renders only its content."""
 
-    tags = {"generation"}  # noqa: RUF012 - the library's own declaration.
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2.
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -96,28 +101,30 @@ class _Marks(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not have {name!r}")
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace may not have the attribute {name!r}"
+            )
         super().__setitem__(name, value)
 
 
-def _environment() -> jinja2.Environment:
-    """As the library that trains models has it: the same names, the same spaces."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, jinja2.ext.loopcontrols]
+def _sandbox_environment() -> jinja2.Environment:
+    """Create an environment with the globals, filters and whitespace of transformers' templates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = _tojson
-    del made.globals["lipsum"]
-    made.globals |= {
-        "raise_exception": _raise,
+    environment.filters["tojson"] = _tojson
+    del environment.globals["lipsum"]
+    environment.globals |= {
+        "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _Namespace,
         "dict": lambda *pairs, **more: dict(*pairs, **more),
     }
-    return made
+    return environment
 
 
-def _raise(message: object) -> NoReturn:
-    raise RefusalError(str(message))
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateRejectedError(str(message))
 
 
 def _tojson(
@@ -127,7 +134,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: the library's own is written to stand in HTML."""
+    """Return plain JSON, as transformers does; jinja2's own `tojson` escapes for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -137,65 +144,65 @@ def _tojson(
     )
 
 
-def replied(rendering: Rendering, order: Order) -> Reply:
+def render_reply(renderer: TemplateRenderer, request: RenderRequest) -> RenderReply:
     try:
-        return Reply(rendering.render(order.messages))
-    except RefusalError as error:
-        return Reply(error=f"the chat template refuses these messages: {_said(error)}")
+        return RenderReply(renderer.render(request.messages))
+    except TemplateRejectedError as error:
+        return RenderReply(error=f"the chat template refuses these messages: {_error_text(error)}")
     except MemoryError:
-        return Reply(error="the chat template needs too much memory for these messages")
+        return RenderReply(error="the chat template needs too much memory for these messages")
     except Exception as error:
-        what = f"{type(error).__name__}: {_said(error)}"
-        return Reply(error=f"the chat template fails on these messages ({what})")
+        cause = f"{type(error).__name__}: {_error_text(error)}"
+        return RenderReply(error=f"the chat template fails on these messages ({cause})")
 
 
-def _said(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return said[:SAID_CHARACTERS_MAX].encode(errors="replace").decode()
+def _error_text(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text[:ERROR_CHARACTERS_MAX].encode(errors="replace").decode()
 
 
-def _confine() -> None:
-    """From now on no file can be opened, nothing be started, and memory has an end."""
-    Rendering(Charge(FIRST, {}, 1000)).render([])
-    for kind, most in (
-        (resource.RLIMIT_NOFILE, FILES_MAX),
+def _set_resource_limits() -> None:
+    """Limit this process: it cannot open files, start processes, dump core or use much memory."""
+    TemplateRenderer(TemplateSetup(WARMUP_TEMPLATE, {}, 1000)).render([])
+    for rlimit, limit in (
+        (resource.RLIMIT_NOFILE, OPEN_FILES_MAX),
         (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_AS, MEMORY_BYTES_MAX),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(rlimit, (limit, limit))
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # They are for the server, which closes the pipe.
-    orders, replies = sys.stdin.buffer, sys.stdout.buffer
-    order_of = msgspec.json.Decoder(Order).decode
-    charge = msgspec.json.decode(orders.readline(), type=Charge)
-    _confine()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # The server handles them and closes the pipe.
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    decode_request = msgspec.json.Decoder(RenderRequest).decode
+    setup = msgspec.json.decode(requests.readline(), type=TemplateSetup)
+    _set_resource_limits()
 
-    def say(reply: Reply) -> None:
+    def send_reply(reply: RenderReply) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()
 
-    # When that is over, so is the process.
+    # At this CPU time the kernel sends SIGPROF, which ends the process.
     signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
     try:
-        rendering = Rendering(charge)
+        renderer = TemplateRenderer(setup)
     except MemoryError:
-        say(Reply(error="the chat template needs too much memory to be read"))
+        send_reply(RenderReply(error="the chat template needs too much memory to be read"))
         return
     except Exception as error:
-        what = f"{type(error).__name__}: {_said(error)}"
-        say(Reply(error=f"the chat template cannot be read ({what})"))
+        cause = f"{type(error).__name__}: {_error_text(error)}"
+        send_reply(RenderReply(error=f"the chat template cannot be read ({cause})"))
         return
-    say(Reply())
-    while line := orders.readline():
-        order = order_of(line)
+    send_reply(RenderReply())
+    while line := requests.readline():
+        request = decode_request(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
-        say(replied(rendering, order))
+        send_reply(render_reply(renderer, request))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Beam search: several continuations of a prompt side by side, and the best ones at the end.
+"""Beam search: live beams, finished hypotheses, and the rounds of one-token answers.
 
-`Beams` is the search alone: it says which beams are to be scored next, and is fed the likeliest
-tokens after each. `Search` turns its rounds into answers of one token, as any caller might ask for;
-what a round's prompts share, and that is all but their last token, the prefix cache has. What does
-not go with beams is refused here by name. Knows no link, no clock and no model.
+`BeamSearchScorer` is the algorithm alone: `advance` extends its `live` beams by the most likely
+tokens after each of them. `BeamSearch` turns each round into ordinary answers of one token. From
+the second round on, the prefix cache normally holds each prompt except its last few tokens. Options
+that beam search does not support are refused here by name. The module is independent of transport,
+clock and model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,258 +14,308 @@ from math import isfinite
 import msgspec
 
 from gpt.errors import RequestError
-from gpt.sampling_params import LOGPROBS_MAX, Sampling
-from serving.messages import End, Made, Phases, Scored
-from serving.request import Answer, Ask, BeamRule, Request
+from gpt.sampling_params import LOGPROBS_MAX, SamplingParams
+from serving.messages import EndReason, Phases, SequenceOutput, TokenScore
+from serving.request import AnswerSpec, Ask, BeamSearchParams, Request
 
 LENGTH_PENALTY_MAX = 10.0
-# The fields of an `Ask` that go with beams, besides those that are the beams' own.
-_SHARED = (
-    *("prompt", "adapters", "answers", "max_new_tokens", "min_new_tokens", "stop_token_ids"),
-    *("seed", "logprobs", "service", "priority", "tenant"),
+# Fields of an `Ask` that beam search supports, besides its own `_BEAM_FIELDS`.
+_COMPATIBLE_FIELDS = (
+    "prompt",
+    "adapters",
+    "answers",
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop_token_ids",
+    "seed",
+    "logprobs",
+    "service",
+    "priority",
+    "tenant",
 )
-_OWN = ("beam_width", "length_penalty", "early_stopping")
-# As surfaces call them; and values of theirs that say nothing.
-_CALLED = {"stop_strings": "stops.strings"}
-_PLAIN = Ask(None)
-_SAYS_NOTHING = {"temperature": 0.0, "top_p": 1.0}
+_BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")
+_FIELD_ALIASES = {"stop_strings": "stops.strings"}  # Names that errors use for a field.
+_DEFAULT_ASK = Ask(None)
+# Explicit values that are accepted, because an unset field means the same with beam search:
+# temperature 0 (no sampling) and top_p 1 (all tokens).
+_NEUTRAL_VALUES = {"temperature": 0.0, "top_p": 1.0}
 
-Tops = Sequence[tuple[int, float]]  # Tokens and their log-probabilities, best first.
+TopLogprobs = Sequence[tuple[int, float]]  # Token ids and log-probabilities, best first.
 
 
-class Found(Made, frozen=True):
-    """All of an answer that a search found, as if one step had made it."""
+class BeamResult(SequenceOutput, frozen=True):
+    """A complete answer of beam search, in the form of one step's output."""
 
     beam_score: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Tokens of a completion, each with its score, and the sum of their log-probabilities."""
+    """A partial completion: tokens, their scores, and the sum of their log-probabilities."""
 
     tokens: tuple[int, ...] = ()
-    scores: tuple[Scored, ...] = ()
-    total: float = 0.0
+    scores: tuple[TokenScore, ...] = ()
+    sum_logprobs: float = 0.0
 
-    def grown(self, tops: Tops, place: int, told: int) -> "Beam":
-        """By one of the tokens that may follow; its score tells so many of the others."""
-        token, logprob = tops[place]
-        score = Scored(logprob, place + 1, list(tops[:told]))
-        return Beam((*self.tokens, token), (*self.scores, score), self.total + logprob)
+    def with_token(self, tops: TopLogprobs, index: int, alternatives: int) -> "Beam":
+        """Return this beam extended by the token `tops[index]`.
+
+        The `TokenScore` of that token lists the first `alternatives` entries of `tops`.
+        """
+        token, logprob = tops[index]
+        score = TokenScore(logprob, index + 1, list(tops[:alternatives]))
+        return Beam((*self.tokens, token), (*self.scores, score), self.sum_logprobs + logprob)
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A completion that has ended, and what it is worth: its total over a power of its length."""
+    """A finished completion. Score: sum of log-probabilities / length ** length penalty."""
 
     beam: Beam
-    worth: float
-    end: End
+    score: float
+    end: EndReason
 
 
-class Beams:
-    """`live` are to be scored; `feed` takes the `tops_max` likeliest tokens after each of them.
+class BeamSearchScorer:
+    """The algorithm of beam search for one prompt, with the rules of transformers' `generate`.
 
-    The rules are those of transformers' `generate` for one prompt. When it is `over` there are as
-    many `hypotheses` as the search is wide, best first, if the vocabulary has as many tokens that
-    end nothing.
+    The caller scores the `live` beams and passes the `candidates_max` most likely tokens after each
+    to `advance`, until `is_done`. Then `hypotheses` has `width` completions, best first, if the
+    vocabulary has at least `width` tokens that are not stop tokens.
     """
 
     def __init__(
-        self, rule: BeamRule, tokens_max: int, tokens_min: int = 0, ends: Iterable[int] = ()
+        self,
+        rule: BeamSearchParams,
+        tokens_max: int,
+        tokens_min: int = 0,
+        stop_token_ids: Iterable[int] = (),
     ) -> None:
-        assert tokens_max > 0, "a search is for tokens"
-        self._rule, self._most, self._least = rule, tokens_max, tokens_min
-        self._ends = frozenset(ends)
+        assert tokens_max > 0, "beam search needs at least one new token"
+        self._rule = rule
+        self._tokens_max = tokens_max
+        self._tokens_min = tokens_min
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._length = 0
         self.live = [Beam()]
         self.hypotheses: list[Hypothesis] = []
 
     @property
-    def tops_max(self) -> int:
-        """So many of a beam's best tokens include as many as may be wanted that end nothing."""
-        return self._rule.width + len(self._ends)
+    def candidates_max(self) -> int:
+        """Number of top tokens per beam, so that `width` of them are not stop tokens."""
+        return self._rule.width + len(self._stop_token_ids)
 
     @property
-    def over(self) -> bool:
-        if self._length == self._most or not self.live:
+    def is_done(self) -> bool:
+        if self._length == self._tokens_max or not self.live:
             return True
         if len(self.hypotheses) < self._rule.width:
             return False
-        return self._rule.early_stopping is True or self._hopeless()
+        return self._rule.early_stopping is True or self._cannot_improve()
 
-    def _hopeless(self) -> bool:
-        """Whether the best beam would be worth no more than the worst hypothesis.
+    def _cannot_improve(self) -> bool:
+        """Whether the score of the best live beam is at most that of the worst hypothesis.
 
-        As long as it is now, that is; only "never" grants it all the length that it may reach.
+        The length in the score of the live beam is its present length; with early_stopping "never"
+        and a positive length penalty, it is the maximum length.
         """
-        patient = self._rule.early_stopping == "never" and self._rule.length_penalty > 0
-        length = self._most if patient else self._length
-        return self._worth(self.live[0].total, length) <= self.hypotheses[-1].worth
+        allow_full_length = self._rule.early_stopping == "never" and self._rule.length_penalty > 0
+        length = self._tokens_max if allow_full_length else self._length
+        return self._score(self.live[0].sum_logprobs, length) <= self.hypotheses[-1].score
 
-    def _worth(self, total: float, length: int) -> float:
-        worth: float = total / length**self._rule.length_penalty
-        return worth
+    def _score(self, sum_logprobs: float, length: int) -> float:
+        score: float = sum_logprobs / length**self._rule.length_penalty
+        return score
 
-    def feed(self, tops: Sequence[Tops], told: int = 0) -> None:
-        """Go one token further, by the tokens that may follow each of `live`, in order.
+    def advance(self, tops: Sequence[TopLogprobs], alternatives: int = 0) -> None:
+        """Extend the live beams by one token; `tops` has the candidates of each beam, in order.
 
-        With each token's score so many alternatives are kept.
+        The `TokenScore` of each new token lists the `alternatives` best candidates of its beam.
         """
-        assert len(tops) == len(self.live) and not self.over
-        parents, width, barred = self.live, self._rule.width, self._length < self._least
+        assert len(tops) == len(self.live) and not self.is_done
+        parents = self.live
+        width = self._rule.width
+        below_minimum = self._length < self._tokens_min
         self._length += 1
-        ranked = sorted(
-            (-(parent.total + logprob), row, place)
-            for row, parent in enumerate(parents)
-            for place, (token, logprob) in enumerate(tops[row])
-            if not (barred and token in self._ends)
+        candidates = sorted(
+            (-(parent.sum_logprobs + logprob), beam_index, token_index)
+            for beam_index, parent in enumerate(parents)
+            for token_index, (token, logprob) in enumerate(tops[beam_index])
+            if not (below_minimum and token in self._stop_token_ids)
         )
         self.live = []
-        last = self._length == self._most
-        for rank, (_, row, place) in enumerate(ranked):
-            ends = tops[row][place][0] in self._ends
-            # Only among the best so many may one end; behind them stands who takes their places.
-            if rank >= width and (last or len(self.live) == width):
+        at_length_limit = self._length == self._tokens_max
+        for rank, (_, beam_index, token_index) in enumerate(candidates):
+            is_stop = tops[beam_index][token_index][0] in self._stop_token_ids
+            # Only the best `width` candidates may become hypotheses; later ones may only become
+            # live beams.
+            if rank >= width and (at_length_limit or len(self.live) == width):
                 break
-            if ends or last:
+            if is_stop or at_length_limit:
                 if rank < width:
-                    beam = parents[row].grown(tops[row], place, told)
-                    worth = self._worth(beam.total, self._length)
-                    self.hypotheses.append(Hypothesis(beam, worth, "stop" if ends else "length"))
+                    beam = parents[beam_index].with_token(
+                        tops[beam_index], token_index, alternatives
+                    )
+                    score = self._score(beam.sum_logprobs, self._length)
+                    self.hypotheses.append(Hypothesis(beam, score, "stop" if is_stop else "length"))
             elif len(self.live) < width:
-                self.live.append(parents[row].grown(tops[row], place, told))
-        self.hypotheses.sort(key=lambda one: -one.worth)
+                self.live.append(
+                    parents[beam_index].with_token(tops[beam_index], token_index, alternatives)
+                )
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[width:]
 
 
-class Search:
-    """The beams of one task of a request: rounds of answers to ask for, and what came of them.
+class BeamSearch:
+    """The beam search for one task of a request: a prompt, and an adapter if there is one.
 
-    `indices` are the places among the request's answers that it is to fill.
+    It makes rounds of one-token answers, which the engine submits. `indices` are the indices of the
+    request's answers that the search produces.
     """
 
-    def __init__(self, answers: Sequence[Answer], indices: range, rule: BeamRule) -> None:
-        self._answer, self.indices, self.width = answers[0], indices, rule.width
+    def __init__(
+        self, answers: Sequence[AnswerSpec], indices: range, rule: BeamSearchParams
+    ) -> None:
+        self._answer = answers[0]
+        self.indices = indices
+        self.width = rule.width
         sampling = self._answer.sampling
-        ends = sampling.stop_token_ids
-        self._beams = Beams(rule, sampling.max_new_tokens, sampling.min_new_tokens, ends)
-        self._told = sampling.logprobs
-        tops = max(self._beams.tops_max, self._told or 0)
-        self._one = Sampling(max_new_tokens=1, logprobs=tops)
-        self._tops: list[Tops | None] = [None]
-        self._cached: int | None = None
-        self._first: Phases | None = None  # Of the first round; what later ones took
-        self._rest_s = self._round_s = 0.0  # together; and the longest of this one so far.
-        self.found: list[Made] = []  # Once it is over: for each of `indices`.
+        stop_token_ids = sampling.stop_token_ids
+        self._beams = BeamSearchScorer(
+            rule, sampling.max_new_tokens, sampling.min_new_tokens, stop_token_ids
+        )
+        self._logprobs = sampling.logprobs
+        logprobs = max(self._beams.candidates_max, self._logprobs or 0)
+        self._single_token_sampling = SamplingParams(max_new_tokens=1, logprobs=logprobs)
+        self._round_tops: list[TopLogprobs | None] = [None]
+        self._cached_tokens: int | None = None
+        self._first_phases: Phases | None = None  # Phases of the first round.
+        # Time of the completed rounds after the first, and of the slowest beam of this round.
+        self._later_rounds_s = self._round_s = 0.0
+        self.outputs: list[SequenceOutput] = []  # When done: one output for each of `indices`.
 
     @property
-    def begun(self) -> bool:
-        return self._cached is not None
+    def has_begun(self) -> bool:
+        return self._cached_tokens is not None
 
     @property
-    def over(self) -> bool:
-        return bool(self.found)
+    def is_done(self) -> bool:
+        return bool(self.outputs)
 
-    def round(self) -> list[Answer]:
-        """What is to be asked for next, one token of each."""
+    def next_round(self) -> list[AnswerSpec]:
+        """The next round: an answer of one token for each live beam."""
         prompt = self._answer.prompt
-        self._tops = [None] * len(self._beams.live)
+        self._round_tops = [None] * len(self._beams.live)
         return [
-            replace(self._answer, prompt=(*prompt, *beam.tokens), sampling=self._one)
+            replace(
+                self._answer, prompt=(*prompt, *beam.tokens), sampling=self._single_token_sampling
+            )
             for beam in self._beams.live
         ]
 
-    def take(self, place: int, made: Made) -> bool:
-        """What came of an answer of the round; whether another round is to be asked for.
+    def record_output(self, beam_index: int, output: SequenceOutput) -> bool:
+        """Record the output of one beam of the round; returns whether another round must start.
 
-        One that fails ends the search, and is what came of all.
+        A failed output ends the search and becomes the output of all answers of the search.
         """
-        if made.end != "length":
-            self.found = [made] * len(self.indices)
+        if output.end != "length":
+            self.outputs = [output] * len(self.indices)
             return False
-        if self._cached is None:
-            self._cached, self._first = made.cached_tokens, made.phases
-        elif made.phases is not None:
-            self._round_s = max(self._round_s, made.phases.queue_s + made.phases.prefill_s)
-        self._tops[place] = made.scores[0].tops
-        tops = [one for one in self._tops if one is not None]
-        if len(tops) < len(self._tops):
+        if self._cached_tokens is None:
+            self._cached_tokens = output.cached_tokens
+            self._first_phases = output.phases
+        elif output.phases is not None:
+            self._round_s = max(self._round_s, output.phases.queue_s + output.phases.prefill_s)
+        self._round_tops[beam_index] = output.scores[0].tops
+        tops = [beam_tops for beam_tops in self._round_tops if beam_tops is not None]
+        if len(tops) < len(self._round_tops):
             return False
-        self._rest_s, self._round_s = self._rest_s + self._round_s, 0.0
-        self._beams.feed(tops, self._told or 0)
-        if self._beams.over:
-            self.found = self._best(self._cached)
-        return not self.over
+        self._later_rounds_s = self._later_rounds_s + self._round_s
+        self._round_s = 0.0
+        self._beams.advance(tops, self._logprobs or 0)
+        if self._beams.is_done:
+            self.outputs = self._best_outputs(self._cached_tokens)
+        return not self.is_done
 
-    def _best(self, cached: int) -> list[Made]:
-        best = self._beams.hypotheses[: len(self.indices)]
-        phases = self._first and msgspec.structs.replace(self._first, decode_s=self._rest_s)
+    def _best_outputs(self, cached_tokens: int) -> list[SequenceOutput]:
+        hypotheses = self._beams.hypotheses[: len(self.indices)]
+        phases = self._first_phases and msgspec.structs.replace(
+            self._first_phases, decode_s=self._later_rounds_s
+        )
         return [
-            Found(
-                number=-1,
-                tokens=list(one.beam.tokens),
-                scores=[] if self._told is None else list(one.beam.scores),
-                end=one.end,
-                cached_tokens=cached,
+            BeamResult(
+                sequence_id=-1,
+                tokens=list(hypothesis.beam.tokens),
+                scores=[] if self._logprobs is None else list(hypothesis.beam.scores),
+                end=hypothesis.end,
+                cached_tokens=cached_tokens,
                 phases=phases,
-                beam_score=one.worth,
+                beam_score=hypothesis.score,
             )
-            for one in best
+            for hypothesis in hypotheses
         ]
 
 
-def searches(request: Request) -> list[Search]:
-    """One for each task of a request for beams; its answers lie side by side."""
+def beam_searches(request: Request) -> list[BeamSearch]:
+    """One search for each task of a request; empty without beam search.
+
+    The answers of a task have consecutive indices.
+    """
     rule, answers = request.beams, request.answers
     if rule is None:
         return []
     count = rule.answers
     return [
-        Search(answers[start : start + count], range(start, start + count), rule)
+        BeamSearch(answers[start : start + count], range(start, start + count), rule)
         for start in range(0, len(answers), count)
     ]
 
 
-# ------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------ request validation
 
 
-def rule_of(ask: Ask) -> BeamRule | None:
-    """What beams are asked for; None: none are."""
+def beam_params(ask: Ask) -> BeamSearchParams | None:
+    """The beam search parameters of a call, or None without beam search."""
     if ask.beam_width == 1:
         return None
-    return BeamRule(ask.beam_width, ask.answers, ask.length_penalty, ask.early_stopping)
+    return BeamSearchParams(ask.beam_width, ask.answers, ask.length_penalty, ask.early_stopping)
 
 
 def check_beams(ask: Ask, width_max: int) -> None:
-    """Refuse what beams cannot do, and what only they can."""
+    """Refuse options that beam search does not support, and beam options without beam search."""
     width = ask.beam_width
     if not 1 <= width <= width_max:
         raise RequestError(
-            f"beam_width is {width}; it must be from 1 (no beams) to {width_max} (beam_width_max)",
+            f"beam_width is {width}; it must be from 1 (no beam search) to {width_max} "
+            "(beam_width_max)",
             "beam_width",
         )
-    for name in _OWN if width == 1 else ():
-        if getattr(ask, name) != getattr(_PLAIN, name):
+    for name in _BEAM_FIELDS if width == 1 else ():
+        if getattr(ask, name) != getattr(_DEFAULT_ASK, name):
             raise RequestError(
-                f"{name} is for beams, and beam_width is 1; set beam_width, or leave {name} out",
+                f"{name} is for beam search only, and beam_width is 1; set beam_width to 2 or "
+                f"more, or remove {name}",
                 name,
             )
     if width == 1:
         return
-    for name in [field.name for field in fields(ask) if field.name not in (*_SHARED, *_OWN)]:
-        value, called = getattr(ask, name), _CALLED.get(name, name)
-        if value not in (getattr(_PLAIN, name), _SAYS_NOTHING.get(name)):
+    for name in [
+        field.name
+        for field in fields(ask)
+        if field.name not in (*_COMPATIBLE_FIELDS, *_BEAM_FIELDS)
+    ]:
+        value, field_name = getattr(ask, name), _FIELD_ALIASES.get(name, name)
+        if value not in (getattr(_DEFAULT_ASK, name), _NEUTRAL_VALUES.get(name)):
             raise RequestError(
-                f"{called} does not go with beams (beam_width is {width}): they are ranked by the "
-                f"model's own log-probabilities and end at tokens; leave {called} out, or set "
-                "beam_width to 1",
-                called,
+                f"{field_name} is not supported with beam search (beam_width is {width}): beams "
+                "are ranked by the model's unmodified log-probabilities and end only at stop "
+                f"tokens or at the length limit; remove {field_name}, or set beam_width to 1",
+                field_name,
             )
     if ask.answers > width:
         raise RequestError(
-            f"answers is {ask.answers}, and beam_width is {width}; the answers are the best of the "
-            "beams, so there can be at most as many",
+            f"answers is {ask.answers}, and beam_width is {width}; the answers are the best beams, "
+            f"so answers must be at most {width}",
             "answers",
         )
     if not (isfinite(ask.length_penalty) and abs(ask.length_penalty) <= LENGTH_PENALTY_MAX):
@@ -280,19 +331,26 @@ def check_beams(ask: Ask, width_max: int) -> None:
         )
 
 
-def check_ends(answer: Answer, width: int, vocab_size: int) -> None:
-    """The same, of what only the model's tokenizer and the adapter's card tell."""
+def check_beam_stops(answer: AnswerSpec, width: int, vocab_size: int) -> None:
+    """Refuse beam search if the adapter's card has stop strings, or if `width` is too large.
+
+    A step returns at most `LOGPROBS_MAX` top tokens. Beam search needs `width` of them besides the
+    stop tokens.
+    """
     if any(answer.stop_strings):
         raise RequestError(
-            f"adapter {answer.adapter!r} ends its answers at stop strings, and beams end at tokens "
-            "only; set beam_width to 1",
+            f"adapter {answer.adapter!r} has stop strings, and beam search ends only at stop "
+            "tokens; set beam_width to 1",
             "beam_width",
         )
-    ends = len(answer.sampling.stop_token_ids)
-    most = min(LOGPROBS_MAX, vocab_size) - ends
-    if width > most:
+    stop_count = len(answer.sampling.stop_token_ids)
+    width_max = min(LOGPROBS_MAX, vocab_size) - stop_count
+    limit = f"a vocabulary of {vocab_size}"
+    if vocab_size > LOGPROBS_MAX:
+        limit = f"at most {LOGPROBS_MAX} log-probabilities per token"
+    if width > width_max:
         raise RequestError(
-            f"beam_width is {width}; with {ends} token ids that end an answer, and a vocabulary of "
-            f"{vocab_size}, it must be at most {most}",
+            f"beam_width is {width}; with {stop_count} stop token ids and {limit}, it must be at "
+            f"most {width_max}",
             "beam_width",
         )

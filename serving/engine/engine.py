@@ -1,8 +1,10 @@
-"""Engine: requests in, streams of pieces out, over a link to whatever runs the model.
+"""Engine: accepts and submits requests, streams output, and recovers when the ranks are lost.
 
-What is accepted is bounded, and ends exactly once: with a finish, or with an error that says why.
-When the ranks are lost, what had told nobody a token waits for new ones. Knows no wire, no model
-and no policy: whose turn it is decides the planner behind the link.
+The number of accepted requests is bounded, and each ends exactly once: with a finish reason, or
+with an error that names the cause. When the ranks are lost, requests that have received no token,
+and requests of `final_only` callers, wait for new ranks and are submitted again; after a second
+loss, a request ends with an error. The module is independent of protocols, of the model and
+of the scheduling policy: the scheduler behind the transport decides the order.
 """
 
 import asyncio
@@ -18,11 +20,21 @@ import msgspec
 
 from gpt.errors import PreambleError, RequestError
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.config import ServerConfig
-from serving.engine.job import Job, News, Wanted, gathered, waits
-from serving.engine.stream import PASSED, Stream, completions, failed
-from serving.engine.transport import Link
-from serving.messages import Cancel, Dump, Load, Made, Phases, Ready, Submission, Update
+from serving.config import ObservabilityConfig, ParallelConfig, SchedulerConfig
+from serving.engine.job import Job, StreamEvent, TrackedSequence, coalesce_events, is_deferrable
+from serving.engine.stream import DEADLINE_MESSAGE, Stream, collect_completions, failed_completions
+from serving.engine.transport import EngineTransport
+from serving.engine_core.flight_recorder import crash_path
+from serving.messages import (
+    Cancel,
+    DumpFlightRecorder,
+    EngineStats,
+    Phases,
+    Ready,
+    SequenceOutput,
+    Submission,
+    Update,
+)
 from serving.request import (
     Completion,
     DeadlinePassedError,
@@ -31,442 +43,521 @@ from serving.request import (
     Request,
     UnavailableError,
 )
-from serving.worker.flight_recorder import crash_path
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_S = 0.01
-# A message costs a front end about 100 us, whatever is in it. So the more streams a step has news
-# for, the longer each lets its tokens gather: messages take this part of a core at most.
-MESSAGE_S = 100e-6
-MESSAGES_SHARE = 0.4
-# Of an answer that is wanted whole, tokens may wait so long for each other: to be woken for each
-# would cost who asks, and a model in the same process, a tenth of a millisecond.
-WHOLE_S = 0.2
-LOSSES_MAX = 1  # As often may a request's ranks be lost before it is taken for the cause.
-STOPPED = "the engine stopped before the answer was done; try again"
+RETRY_S = 0.01  # A request of `generate` is submitted again after this time if the engine is full.
+# A message to a client costs the front end about 100 us, independent of its size. The more streams
+# get output from a step, the longer each stream gathers tokens before it sends a message, so that
+# messages take at most MESSAGE_CPU_SHARE_MAX of a core.
+MESSAGE_COST_S = 100e-6
+MESSAGE_CPU_SHARE_MAX = 0.4
+# If the caller reads only complete answers, tokens are delivered at this interval: a wake-up for
+# each token would take 100 us from the caller and from a model in the same process.
+FINAL_ONLY_FLUSH_S = 0.2
+RANK_LOSSES_MAX = 1  # Rank losses a request survives before it is assumed to be the cause.
+STOPPED_MESSAGE = "the engine stopped before the answer was finished; try again"
 
 
 class Engine:
-    """Runs requests over `link`, and is its receiver."""
+    """Runs requests over `transport`, and is the transport's receiver."""
 
-    def __init__(self, link: Link, tokenizer: Tokenizer, config: ServerConfig) -> None:
-        self._link, self._tokenizer, self._config = link, tokenizer, config
-        self._lock = threading.Lock()  # Guards all below; no one waits long for it.
-        self._sequences: dict[int, Wanted] = {}  # By number: what the planner has.
-        self._kept: list[Job] = []  # What waits for new ranks.
-        self._searching: set[Job] = set()  # What has beams.
-        self._unwanted: list[int] = []  # Numbers to cancel.
-        self._later: list[News] = []  # What can wait,
-        self._given_s = 0.0  # since when.
-        self._number = 0
+    def __init__(
+        self,
+        transport: EngineTransport,
+        tokenizer: Tokenizer,
+        scheduler_config: SchedulerConfig,
+        parallel_config: ParallelConfig,
+        observability_config: ObservabilityConfig,
+    ) -> None:
+        self._transport = transport
+        self._tokenizer = tokenizer
+        self._scheduler_config = scheduler_config
+        self._parallel_config = parallel_config
+        self._observability_config = observability_config
+        self._lock = threading.Lock()  # Guards the fields below; held only briefly.
+        # Sequences that were submitted and have not ended, by sequence id.
+        self._sequences: dict[int, TrackedSequence] = {}
+        self._awaiting_ranks: list[Job] = []  # To be submitted when new ranks are ready.
+        self._beam_jobs: set[Job] = set()  # Unfinished jobs with beam search.
+        self._to_cancel: list[int] = []  # Sequence ids whose cancel was not sent yet.
+        self._deferred_events: list[StreamEvent] = []  # Not delivered yet (`is_deferrable`).
+        self._flushed_at = 0.0  # Last delivery, on the monotonic clock.
+        self._last_sequence_id = 0
         self._closed = False
-        self._up = False
-        self._known = threading.Event()  # It came up, or never will.
-        self._patience: threading.Timer | None = None
-        self.reason = ""  # Why it is not up.
-        self.facts: Ready | None = None  # What it said of itself when it last came up.
-        self.load = Load()
+        self._up = False  # The ranks are ready.
+        # Set when the ranks become ready for the first time, the engine fails permanently, or it is
+        # closed.
+        self._startup_settled = threading.Event()
+        self._recovery_timer: threading.Timer | None = None
+        self.down_reason = ""  # Why the engine is not up.
+        self.ready_message: Ready | None = None  # The latest `Ready` message of the ranks.
+        self.stats = EngineStats()
         self.restarts = 0
-        # Called from the link's thread: when it comes up or goes down, and after each step.
+        # Called on the transport's thread when the ranks become ready or are lost.
         self.on_change: Callable[[], object] = lambda: None
+        # Called on the transport's thread after each step, with its duration in seconds.
         self.on_step: Callable[[float], None] = lambda seconds: None
 
     def start(self) -> None:
-        self._link.start(self)
+        self._transport.start(self)
 
     def wait(self) -> Ready:
-        """Until the model is loaded and answers; raises why it never will."""
-        self._known.wait()
-        if self._link.refusal is not None:
-            raise self._link.refusal
-        if self.facts is None:
-            raise UnavailableError(self.reason)
-        return self.facts
+        """Wait until the ranks are ready; raises the error if the engine failed permanently."""
+        self._startup_settled.wait()
+        if self._transport.refusal is not None:
+            raise self._transport.refusal
+        if self.ready_message is None:
+            raise UnavailableError(self.down_reason)
+        return self.ready_message
 
     @property
     def up(self) -> bool:
         return self._up
 
     @property
-    def gone(self) -> bool:
-        """It is not up, and will not be."""
-        return self._link.refusal is not None
+    def has_failed(self) -> bool:
+        """Whether the engine failed permanently."""
+        return self._transport.refusal is not None
 
     @property
-    def accepted(self) -> int:
-        """Sequences that were accepted and have not ended."""
+    def unfinished_sequences(self) -> int:
+        """Accepted sequences that have not ended, plus those reserved for beam search."""
         with self._lock:
-            return self._accepted()
+            return self._count_unfinished()
 
     @property
-    def waiting(self) -> int:
-        return max(0, self.accepted - self.load.running)
+    def waiting_sequences(self) -> int:
+        return max(0, self.unfinished_sequences - self.stats.running)
 
     def submit(
-        self, request: Request, deadline: float | None = None, *, whole: bool = False
+        self, request: Request, deadline: float | None = None, *, final_only: bool = False
     ) -> Stream:
-        """Accept a request, or refuse it at once. `deadline` is on the monotonic clock.
+        """Accept a request, or raise an error at once. `deadline` is on the monotonic clock.
 
-        `whole`: nothing is passed on before the end, so that a loss of the ranks need not be told.
+        `final_only`: the caller uses no output before the end of the request, so after a loss of
+        ranks the request can continue on new ranks even if it has tokens.
         """
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            raise DeadlinePassedError(PASSED)
-        job = Job(request, deadline, whole, asyncio.get_running_loop())
-        job.stream = Stream(request, self._tokenizer, lambda indices: self._drop(job, indices))
+        remaining_s = None if deadline is None else deadline - time.monotonic()
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlinePassedError(DEADLINE_MESSAGE)
+        job = Job(request, deadline, final_only, asyncio.get_running_loop())
+        job.stream = Stream(
+            request, self._tokenizer, lambda indices: self._cancel_answers(job, indices)
+        )
         with self._lock:
-            self._check_room(request.places)
-            self._send(job.left)
+            self._check_capacity(request.sequences_max)
+            self._submit_sequences(job.unfinished)
             if request.beams is not None:
-                self._searching.add(job)
-        if left is not None:
-            job.stream.expire_in(left)
+                self._beam_jobs.add(job)
+        if remaining_s is not None:
+            job.stream.expire_in(remaining_s)
         return job.stream
 
-    def check_room(self, coming: int = 0) -> None:
-        """Refuse at once what would be refused later, where `coming` others will be submitted."""
+    def check_capacity(self, pending: int = 0) -> None:
+        """Raise the error that `submit` would raise for a request with one answer.
+
+        `pending` further answers, which are not submitted yet, are counted too.
+        """
         with self._lock:
-            self._check_room(1, coming)
+            self._check_capacity(1, pending)
 
     def generate(
         self, requests: Sequence[Request], deadline: float | None = None
     ) -> list[Completion]:
-        """Every request's answers, in order; waits for room and for all of them.
+        """Run requests and return all their answers in order; waits while the engine is full.
 
-        One that fails has an `error` among the others.
+        A failed answer has an `error`; the other answers are not affected.
         """
-        return apart(self._generate(requests, deadline))
+        return run_in_thread(self._generate(requests, deadline))
 
     async def _generate(
         self, requests: Sequence[Request], deadline: float | None
     ) -> list[Completion]:
-        largest = max((request.places for request in requests), default=1)
-        room = asyncio.Semaphore(max(1, self._room // largest))
+        sequences_max = max((request.sequences_max for request in requests), default=1)
+        semaphore = asyncio.Semaphore(max(1, self._capacity // sequences_max))
 
-        async def one(request: Request) -> list[Completion]:
-            async with room:
+        async def run_request(request: Request) -> list[Completion]:
+            async with semaphore:
                 while True:
                     try:
-                        stream = self.submit(request, deadline, whole=True)
-                    except OverloadedError:  # Others use the engine too.
+                        stream = self.submit(request, deadline, final_only=True)
+                    except OverloadedError:  # Other callers have filled the engine.
                         await asyncio.sleep(RETRY_S)
                     except PreambleError as error:
-                        return failed(request, error)
+                        return failed_completions(request, error)
                     else:
-                        return await completions(stream)
+                        return await collect_completions(stream)
 
-        answers = await asyncio.gather(*map(one, requests))
-        return [completion for each in answers for completion in each]
+        per_request = await asyncio.gather(*map(run_request, requests))
+        return [
+            completion for request_completions in per_request for completion in request_completions
+        ]
 
     def dump(self) -> str:
-        """Have the last steps written down by whoever took them; where."""
-        path = str(crash_path(self._config.flight_dir))
-        self._link.send(Dump(path, self._config.flight_ids))
+        """Ask the engine loop to write its flight recorder to a file; returns the file's path."""
+        path = str(crash_path(self._observability_config.flight_dir))
+        self._transport.send(DumpFlightRecorder(path, self._observability_config.flight_ids))
         return path
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End what was accepted, with an error each, and the ranks."""
+        """End all accepted requests with an error, and end the ranks."""
         with self._lock:
-            self._closed, self._up = True, False
-            self.reason = self.reason or "the engine was closed"
-            jobs = self._forget_all()
-            self._known.set()
-        self._give([(job, 0, UnavailableError(STOPPED, "STOPPED")) for job in jobs])
-        self._link.close(timeout_s)
+            self._closed = True
+            self._up = False
+            self.down_reason = self.down_reason or "the engine was closed"
+            jobs = self._take_unfinished_jobs()
+            self._startup_settled.set()
+        self._deliver([(job, 0, UnavailableError(STOPPED_MESSAGE, "STOPPED")) for job in jobs])
+        self._transport.close(timeout_s)
 
-    # --------------------------------------------------------------- from the link's own thread
+    # --------------------------------------------------- callbacks, on the transport's thread
 
-    def ready(self, facts: Ready) -> None:
+    def ready(self, message: Ready) -> None:
         with self._lock:
             if self._closed:
                 return
-            self.facts, self._up, self.reason = facts, True, ""
-            kept, self._kept = self._kept, []
-            self._rest()
-            for job in kept:
-                self._send(job.left)
-            self._known.set()
-        if kept:
-            log.info("event=resubmitted requests=%d", len(kept))
+            self.ready_message = message
+            self._up = True
+            self.down_reason = ""
+            jobs, self._awaiting_ranks = self._awaiting_ranks, []
+            self._cancel_recovery_timer()
+            for job in jobs:
+                self._submit_sequences(job.unfinished)
+            self._startup_settled.set()
+        if jobs:
+            log.info("event=resubmitted requests=%d", len(jobs))
         self.on_change()
 
     def update(self, update: Update) -> None:
-        news: list[News] = []
+        events: list[StreamEvent] = []
         with self._lock:
-            stepped, self.load = update.load.steps > self.load.steps, update.load
-            for made in update.made:
-                sequence = self._sequences.get(made.number)
+            self.stats = update.stats
+            for output in update.outputs:
+                sequence = self._sequences.get(output.sequence_id)
                 if sequence is not None:
-                    news += self._made(sequence, made)
-            self._cancel_unwanted()
-        self._give(news)
-        if stepped:
-            self.on_step(update.seconds)
+                    events += self._record_output(sequence, output)
+            self._send_cancels()
+        self._deliver(events)
+        for step_time in update.completed_steps:
+            self.on_step(step_time.seconds)
 
-    def lost(self, reason: str) -> None:
+    def ranks_lost(self, reason: str) -> None:
         with self._lock:
             if self._closed:
                 return
             self.restarts += self._up
-            self._up, self.reason, self.load = False, reason, Load()
-            held = list(self._kept)
-            jobs = self._forget_all()
-            news: list[News] = []
+            self._up = False
+            self.down_reason = reason
+            self.stats = EngineStats()
+            already_waiting = list(self._awaiting_ranks)
+            jobs = self._take_unfinished_jobs()
+            events: list[StreamEvent] = []
             for job in jobs:
-                job.losses += job not in held
-                error = self._loss(job)
+                job.rank_losses += job not in already_waiting
+                error = self._loss_error(job)
                 if error is None:
-                    self._kept.append(job)
+                    self._awaiting_ranks.append(job)
                 else:
-                    news.append((job, 0, error))
-            if self._kept and self._patience is None:
-                self._be_patient()
-            if self._link.refusal is not None:
-                self._known.set()
-        counts = len(jobs) - len(news), len(news)
+                    events.append((job, 0, error))
+            if self._awaiting_ranks and self._recovery_timer is None:
+                self._start_recovery_timer()
+            if self._transport.refusal is not None:
+                self._startup_settled.set()
+        counts = len(jobs) - len(events), len(events)
         log.error("event=engine_lost kept=%d ended=%d reason=%r", *counts, reason)
-        self._give(news)
+        self._deliver(events)
         self.on_change()
 
-    # -------------------------------------------------------------------------- under the lock
+    # ------------------------------------------------------------- called with the lock held
 
     @property
-    def _room(self) -> int:
-        return self._config.running_requests_max + self._config.queue_requests_max
+    def _capacity(self) -> int:
+        return (
+            self._scheduler_config.running_requests_max + self._scheduler_config.queue_requests_max
+        )
 
-    def _accepted(self) -> int:
-        spare = sum(job.spare for job in self._searching)
-        return len(self._sequences) + sum(len(job.left) for job in self._kept) + spare
+    def _count_unfinished(self) -> int:
+        reserved = sum(job.reserved_beams for job in self._beam_jobs)
+        return (
+            len(self._sequences)
+            + sum(len(job.unfinished) for job in self._awaiting_ranks)
+            + reserved
+        )
 
-    def _check_room(self, more: int, coming: int = 0) -> None:
+    def _check_capacity(self, new_sequences: int, pending: int = 0) -> None:
         if self._closed:
             raise UnavailableError("the engine has stopped; try another server", "STOPPED")
+        if self.has_failed:
+            raise self._permanent_failure_error()
         if not self._up:
             raise UnavailableError(
-                f"the model is being loaded again ({self.reason or 'it was never up'}); try again "
-                "in a moment",
+                f"the model is being loaded ({self.down_reason or 'the engine is starting'}); try "
+                "again in a moment",
                 "ENGINE_RESTARTING",
             )
-        if more > self._room:
+        if new_sequences > self._capacity:
             raise RequestError(
-                f"the request wants {more} answers at once, this server runs and holds "
-                f"{self._room} (running_requests_max + queue_requests_max); ask for fewer",
+                f"the request needs {new_sequences} answers at once, and this server can run and "
+                f"queue {self._capacity} (running_requests_max + queue_requests_max); request "
+                "fewer",
                 "answers",
             )
-        if (there := self._accepted() + coming) + more > self._room:
+        if (unfinished := self._count_unfinished() + pending) + new_sequences > self._capacity:
             raise OverloadedError(
-                f"{there} answers run or wait already, and this server takes "
-                f"{self._room} (running_requests_max + queue_requests_max); try again later"
+                f"{unfinished} answers are running or waiting, and this server can run and queue "
+                f"{self._capacity} (running_requests_max + queue_requests_max); try again later"
             )
 
-    def _send(self, sequences: Iterable[Wanted]) -> None:
+    def _submit_sequences(self, sequences: Iterable[TrackedSequence]) -> None:
         now = time.monotonic()
         for sequence in sequences:
             job, request = sequence.job, sequence.job.request
-            sequence.sent_at = now if sequence.sent_at is None else sequence.sent_at
-            sequence.lost_s = now - sequence.sent_at
-            self._number += 1
-            sequence.number, sequence.repeated = self._number, sequence.scored
-            self._sequences[self._number] = sequence
+            sequence.submitted_at = now if sequence.submitted_at is None else sequence.submitted_at
+            sequence.resubmit_delay_s = now - sequence.submitted_at
+            self._last_sequence_id += 1
+            sequence.sequence_id = self._last_sequence_id
+            sequence.prompt_scores_to_skip = sequence.prompt_scores_received
+            self._sequences[self._last_sequence_id] = sequence
             answer = sequence.answer
-            self._link.send(
+            self._transport.send(
                 Submission(
-                    self._number,
+                    self._last_sequence_id,
                     list(answer.prompt),
                     answer.sampling,
-                    rows=answer.rows,
+                    adapter_ref=answer.adapter_ref,
                     tenant=request.tenant,
                     service=request.service,
-                    priority=request.priority + sequence.lead,
+                    priority=request.priority + sequence.priority_boost,
                     deadline=job.deadline,
                     guide=request.guide,
-                    made=list(sequence.made),
-                    unscored=len(answer.prompt) - answer.continued if answer.continued else 0,
+                    output_tokens=list(sequence.output_tokens),
+                    unscored_tokens=len(answer.prompt) - answer.continuation_tokens
+                    if answer.continuation_tokens
+                    else 0,
                 )
             )
 
-    def _made(self, sequence: Wanted, made: Made) -> list[News]:
-        """Take note of it. What was told before a loss is not told again."""
+    def _record_output(
+        self, sequence: TrackedSequence, output: SequenceOutput
+    ) -> list[StreamEvent]:
+        """Record the output of a sequence; return the events for the streams.
+
+        After a loss of ranks, the new ranks repeat prompt scores and the number of cached tokens.
+        What was already recorded is removed from `output`, so that it is not delivered twice.
+        """
         job = sequence.job
-        if made.end is not None:
-            del self._sequences[made.number]
-        if sequence.over:
+        if output.end is not None:
+            del self._sequences[output.sequence_id]
+        if sequence.finished:
             return []
-        if made.end == "fault":
+        if output.end == "fault":
             log.error("event=sequence_fault adapter=%s", sequence.answer.adapter or "none")
-        if made.phases is not None and sequence.lost_s:
-            made = msgspec.structs.replace(made, phases=_since(sequence, made.phases))
+        if output.phases is not None and sequence.resubmit_delay_s:
+            output = msgspec.structs.replace(output, phases=_add_lost_time(sequence, output.phases))
         if sequence.search is not None:
-            return self._searched(sequence, made)
-        if job.losses:
-            again = min(sequence.repeated, len(made.prompt_scores))
-            sequence.repeated -= again
-            cached = 0 if sequence.made else made.cached_tokens
-            scores = made.prompt_scores[again:]
-            made = msgspec.structs.replace(made, prompt_scores=scores, cached_tokens=cached)
-        sequence.over = made.end is not None
-        sequence.scored += len(made.prompt_scores)
-        sequence.made += made.tokens
-        job.told = job.told or bool(made.tokens)
-        return [(job, index, made) for index in sequence.indices]
+            return self._record_beam_output(sequence, output)
+        if job.rank_losses:
+            repeated_scores = min(sequence.prompt_scores_to_skip, len(output.prompt_scores))
+            sequence.prompt_scores_to_skip -= repeated_scores
+            cached_tokens = 0 if sequence.output_tokens else output.cached_tokens
+            prompt_scores = output.prompt_scores[repeated_scores:]
+            output = msgspec.structs.replace(
+                output, prompt_scores=prompt_scores, cached_tokens=cached_tokens
+            )
+        sequence.finished = output.end is not None
+        sequence.prompt_scores_received += len(output.prompt_scores)
+        sequence.output_tokens += output.tokens
+        job.has_output = job.has_output or bool(output.tokens)
+        return [(job, index, output) for index in sequence.answer_indices]
 
-    def _searched(self, beam: Wanted, made: Made) -> list[News]:
-        """A beam's token came. With a round's last one comes the next round, or the end."""
-        job, search, beam.over = beam.job, beam.search, True
+    def _record_beam_output(
+        self, beam: TrackedSequence, output: SequenceOutput
+    ) -> list[StreamEvent]:
+        """Record a beam's token; the last one of a round starts a new round or ends the search."""
+        job = beam.job
+        search = beam.search
+        beam.finished = True
         assert search is not None
-        if search.take(beam.place, made):
-            self._send(job.go_on(search))
-        if not search.over:
+        if search.record_output(beam.beam_index, output):
+            self._submit_sequences(job.start_beam_round(search))
+        if not search.is_done:
             return []
-        job.told = True
-        self._forsake(job, [one for one in job.left if one.search is search])
-        return [(job, *found) for found in zip(search.indices, search.found, strict=True)]
+        job.has_output = True
+        self._abandon(job, [sequence for sequence in job.unfinished if sequence.search is search])
+        return [
+            (job, *indexed_output)
+            for indexed_output in zip(search.indices, search.outputs, strict=True)
+        ]
 
-    def _forsake(self, job: Job, sequences: Iterable[Wanted]) -> None:
-        """Nobody wants these any more."""
+    def _abandon(self, job: Job, sequences: Iterable[TrackedSequence]) -> None:
+        """Mark sequences whose output is no longer needed as finished, to be cancelled."""
         for sequence in sequences:
-            sequence.over = True
-            self._unwanted.append(sequence.number)
-        if not job.left:
-            self._searching.discard(job)
+            sequence.finished = True
+            self._to_cancel.append(sequence.sequence_id)
+        if not job.unfinished:
+            self._beam_jobs.discard(job)
 
-    def _forget_all(self) -> list[Job]:
-        """Everything that has not ended."""
-        jobs = dict.fromkeys(one.job for one in self._sequences.values() if one.job.left)
-        jobs.update(dict.fromkeys(self._kept))
+    def _take_unfinished_jobs(self) -> list[Job]:
+        """Remove and return all unfinished jobs."""
+        jobs = dict.fromkeys(
+            sequence.job for sequence in self._sequences.values() if sequence.job.unfinished
+        )
+        jobs.update(dict.fromkeys(self._awaiting_ranks))
         self._sequences.clear()
-        self._kept.clear()
-        self._unwanted.clear()
+        self._awaiting_ranks.clear()
+        self._to_cancel.clear()
         return list(jobs)
 
-    def _loss(self, job: Job) -> PreambleError | None:
-        """What a loss of the ranks means for a request; None: nothing, it goes on with new ones."""
-        if job.losses > LOSSES_MAX:
+    def _permanent_failure_error(self) -> UnavailableError:
+        """The error of requests after a permanent failure.
+
+        The transport sets `refusal` before it calls `ranks_lost`, which sets `down_reason`.
+        """
+        reason = self.down_reason or str(self._transport.refusal)
+        return UnavailableError(f"the engine has failed ({reason}); try another server", "STOPPED")
+
+    def _loss_error(self, job: Job) -> PreambleError | None:
+        """The error of a job after a loss of ranks; None: the job continues on new ranks."""
+        if job.rank_losses > RANK_LOSSES_MAX:
             return EngineFaultError(
-                "the engine was lost twice while this request was with it, which may be the "
-                "cause; the server's log says more"
+                "the engine was lost twice while this request was queued or running, so the "
+                "request may be the cause; see the server's log"
             )
-        if self._link.refusal is not None:
+        if self.has_failed:
+            return self._permanent_failure_error()
+        if job.has_output and not job.final_only:
             return UnavailableError(
-                f"the engine is gone ({self.reason}); try another server", "STOPPED"
-            )
-        if job.told and not job.whole:
-            return UnavailableError(
-                f"the engine was lost in the middle of the answer ({self.reason}); try again in a "
-                "moment"
+                f"the engine was lost after part of the answer was sent ({self.down_reason}); try "
+                "again in a moment"
             )
         return None
 
-    def _cancel_unwanted(self) -> None:
-        numbers = [number for number in self._unwanted if number in self._sequences]
-        self._unwanted.clear()
-        if numbers:
-            self._link.send(Cancel(numbers))
+    def _send_cancels(self) -> None:
+        sequence_ids = [
+            sequence_id for sequence_id in self._to_cancel if sequence_id in self._sequences
+        ]
+        self._to_cancel.clear()
+        if sequence_ids:
+            self._transport.send(Cancel(sequence_ids))
 
-    def _rest(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_recovery_timer(self) -> None:
+        if self._recovery_timer is not None:
+            self._recovery_timer.cancel()
+            self._recovery_timer = None
 
-    def _be_patient(self) -> None:
-        """What waits for new ranks waits as long as these may take to start, and no longer."""
-        limit_s = self._config.load_s + self._config.warmup_s
-        self._patience = threading.Timer(limit_s, self._give_up)
-        self._patience.daemon = True
-        self._patience.start()
+    def _start_recovery_timer(self) -> None:
+        """Limit the wait for new ranks to the time that their start may take."""
+        limit_s = self._parallel_config.load_s + self._parallel_config.warmup_s
+        self._recovery_timer = threading.Timer(limit_s, self._on_recovery_timeout)
+        self._recovery_timer.daemon = True
+        self._recovery_timer.start()
 
-    # ------------------------------------------------------------------------ from any thread
+    # ----------------------------------------------------------------- called from any thread
 
-    def _give_up(self) -> None:
+    def _on_recovery_timeout(self) -> None:
         with self._lock:
-            self._patience = None
-            jobs, self._kept = self._kept, []
-        gone = UnavailableError(f"the engine did not come back ({self.reason}); try again later")
-        self._give([(job, 0, gone) for job in jobs])
+            self._recovery_timer = None
+            jobs, self._awaiting_ranks = self._awaiting_ranks, []
+        error = UnavailableError(
+            f"the engine was not restarted in time ({self.down_reason}); try again later"
+        )
+        self._deliver([(job, 0, error) for job in jobs])
 
-    def _drop(self, job: Job, indices: Iterable[int]) -> None:
-        """Nobody wants these any more. Those of one turn of a loop are cancelled together."""
+    def _cancel_answers(self, job: Job, indices: Iterable[int]) -> None:
+        """Cancel answers; the cancels of one iteration of an event loop are sent in one message."""
         with self._lock:
-            first = not self._unwanted
-            dropped = set(indices)
-            wanted = [one for one in job.left if not dropped.isdisjoint(one.indices)]
-            self._forsake(job, wanted)
-            if job in self._kept and not job.left:
-                self._kept.remove(job)
-        if first:
+            is_first = not self._to_cancel
+            cancelled = set(indices)
+            sequences = [
+                sequence
+                for sequence in job.unfinished
+                if not cancelled.isdisjoint(sequence.answer_indices)
+            ]
+            self._abandon(job, sequences)
+            if job in self._awaiting_ranks and not job.unfinished:
+                self._awaiting_ranks.remove(job)
+        if is_first:
             try:
-                asyncio.get_running_loop().call_soon(self._cancel)
-            except RuntimeError:  # Called from elsewhere.
-                self._cancel()
+                asyncio.get_running_loop().call_soon(self._flush_cancels)
+            except RuntimeError:  # Not called from an event loop.
+                self._flush_cancels()
 
-    def _cancel(self) -> None:
+    def _flush_cancels(self) -> None:
         with self._lock:
-            self._cancel_unwanted()
+            self._send_cancels()
 
-    def _give(self, news: Sequence[News]) -> None:
-        """Hand news to their streams, waking each event loop once; what can wait, with the next."""
+    def _deliver(self, events: Sequence[StreamEvent]) -> None:
+        """Deliver events to their streams, with one wake-up per event loop; defer what can wait."""
         now = time.monotonic()
         with self._lock:
-            self._later += news
-            if now - self._given_s < WHOLE_S and all(map(waits, news)):
+            self._deferred_events += events
+            if now - self._flushed_at < FINAL_ONLY_FLUSH_S and all(map(is_deferrable, events)):
                 return
-            news, self._later, self._given_s = self._later, [], now
-        loops: dict[asyncio.AbstractEventLoop, list[News]] = {}
-        for item in gathered(news):
-            loops.setdefault(item[0].loop, []).append(item)
-        for loop, theirs in loops.items():
+            events = self._deferred_events
+            self._deferred_events = []
+            self._flushed_at = now
+        loops: dict[asyncio.AbstractEventLoop, list[StreamEvent]] = {}
+        for event in coalesce_events(events):
+            loops.setdefault(event[0].loop, []).append(event)
+        for loop, loop_events in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, theirs, self._config.gather_ms / 1000)
-            except RuntimeError:  # The loop is closed: nobody listens any more.
-                for job, _, _ in theirs:
-                    self._drop(job, range(len(job.request.answers)))
+                loop.call_soon_threadsafe(
+                    _push_events, loop_events, self._scheduler_config.gather_ms / 1000
+                )
+            except RuntimeError:  # The caller's event loop is closed.
+                for job, _, _ in loop_events:
+                    self._cancel_answers(job, range(len(job.request.answers)))
 
 
-def _put(news: Sequence[News], gather_s: float) -> None:
-    pause_s = max(gather_s, len(news) * MESSAGE_S / MESSAGES_SHARE)
-    for job, index, what in news:
+def _push_events(events: Sequence[StreamEvent], gather_s: float) -> None:
+    pause_s = max(gather_s, len(events) * MESSAGE_COST_S / MESSAGE_CPU_SHARE_MAX)
+    for job, index, payload in events:
         assert job.stream is not None
-        if isinstance(what, PreambleError):
-            job.stream.fail(what)
+        if isinstance(payload, PreambleError):
+            job.stream.fail(payload)
         else:
-            job.stream.take(index, what, float("inf") if job.whole else pause_s)
+            job.stream.push_output(index, payload, float("inf") if job.final_only else pause_s)
 
 
-def _since(sequence: Wanted, phases: Phases) -> Phases | None:
-    """As the one who waits has seen it: what ranks that were lost did for it was waiting too.
+def _add_lost_time(sequence: TrackedSequence, phases: Phases) -> Phases | None:
+    """Count the time that was spent on lost ranks as queue time.
 
-    None: it had its first token from them, and its time since then is all decoding.
+    None: the lost ranks had delivered the first token, so the phases have been reported already.
     """
-    if sequence.made:
+    if sequence.output_tokens:
         return None
-    return msgspec.structs.replace(phases, queue_s=phases.queue_s + sequence.lost_s)
+    return msgspec.structs.replace(phases, queue_s=phases.queue_s + sequence.resubmit_delay_s)
 
 
-def apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end on an event loop in a thread of its own, so that anyone may call."""
+def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a new event loop in a new thread, and wait for it.
+
+    This also works if an event loop is running in the caller's thread.
+    """
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T] | None]] = Future()
-    outcome: Future[T] = Future()
+    completion: Future[T] = Future()
 
     async def main() -> T:
         started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
-        return await work
+        return await coroutine
 
     def run() -> None:
         try:
-            outcome.set_result(asyncio.run(main()))
+            completion.set_result(asyncio.run(main()))
         except BaseException as error:
-            outcome.set_exception(error)
+            completion.set_exception(error)
 
-    thread = threading.Thread(target=run, name="apart", daemon=True)
+    thread = threading.Thread(target=run, name="run-coroutine", daemon=True)
     thread.start()
     loop, task = started.result()
     try:
-        return outcome.result()
+        return completion.result()
     except BaseException:
-        # The caller's Ctrl-C ends the work too; if the work itself failed, its loop is closed.
+        # Ctrl-C in the caller cancels the coroutine, too. If the coroutine itself failed, its loop
+        # is closed already.
         with suppress(RuntimeError):
             assert task is not None
             loop.call_soon_threadsafe(task.cancel)

@@ -1,7 +1,7 @@
-"""Job: a request that the engine has accepted, as the sequences that it wants of the planner.
+"""Job: a request that the engine has accepted, with the sequences that the engine submits for it.
 
-One for each answer; or, for beams, one for each that lives in this round of its search, and others
-in the next. Plain standing: it sends nothing and locks nothing.
+A job has one sequence for each answer; with beam search, one for each live beam of the current
+round. Jobs are plain state: they send no messages and use no locks.
 """
 
 import asyncio
@@ -9,101 +9,114 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpt.errors import PreambleError
-from serving.engine.beam_search import Search, searches
+from serving.engine.beam_search import BeamSearch, beam_searches
 from serving.engine.stream import Stream
-from serving.messages import Made, joined
-from serving.request import Answer, Request
+from serving.messages import SequenceOutput, merge_outputs
+from serving.request import AnswerSpec, Request
 
 
 @dataclass(eq=False)
-class Wanted:
-    """A sequence on its way."""
+class TrackedSequence:
+    """A sequence of a job, from its submission to its end."""
 
     job: "Job"
-    answer: Answer
-    # Whose places among the request's answers what comes of it is for: its own, or, if it is a
-    # beam, those of its search.
-    indices: range
-    search: Search | None = None
-    place: int = 0  # Among the beams of the round.
-    lead: int = 0  # Over its request's priority.
-    number: int = -1  # As the planner knows it; -1: it does not.
-    made: list[int] = field(default_factory=list)
-    scored: int = 0  # Tokens of the prompt whose scores came,
-    repeated: int = 0  # and how many of them will come again, since ranks were lost.
-    sent_at: float | None = None  # When it was first sent to a planner, on the monotonic clock,
-    lost_s: float = 0.0  # and how long after that to the one that it is with.
-    over: bool = False  # It ended, or nobody wants it any more.
+    answer: AnswerSpec
+    # Indices of the request's answers that receive the output: one, or all of a beam search.
+    answer_indices: range
+    search: BeamSearch | None = None
+    beam_index: int = 0  # Index among the beams of the round.
+    priority_boost: int = 0  # Added to the request's priority.
+    sequence_id: int = -1  # Id in the engine loop; -1: not submitted.
+    output_tokens: list[int] = field(default_factory=list)
+    prompt_scores_received: int = 0  # Prompt tokens whose scores were received.
+    # Scores that were received already and arrive again, because the sequence was submitted again
+    # after a loss of ranks.
+    prompt_scores_to_skip: int = 0
+    submitted_at: float | None = None  # First submission, on the monotonic clock.
+    resubmit_delay_s: float = 0.0  # Time from `submitted_at` to the latest submission.
+    finished: bool = False  # The sequence ended, or its output is no longer needed.
 
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. Its stream is touched only on `loop`."""
+    """An accepted request. Its stream is used only on `loop`."""
 
     request: Request
     deadline: float | None  # On the monotonic clock.
-    whole: bool
+    final_only: bool  # The caller uses no output before the end.
     loop: asyncio.AbstractEventLoop
-    sequences: list[Wanted] = field(init=False)
-    told: bool = False  # Whether a token came.
-    losses: int = 0
+    sequences: list[TrackedSequence] = field(init=False)
+    has_output: bool = False  # Whether a token was received.
+    # How often the ranks were lost while sequences of this job were queued or running on them.
+    rank_losses: int = 0
     stream: Stream | None = None
 
     def __post_init__(self) -> None:
         answers, self.sequences = enumerate(self.request.answers), []
         if self.request.beams is None:
-            self.sequences = [Wanted(self, one, range(i, i + 1)) for i, one in answers]
-        for search in searches(self.request):
-            self.go_on(search)
+            self.sequences = [
+                TrackedSequence(self, answer, range(index, index + 1)) for index, answer in answers
+            ]
+        for search in beam_searches(self.request):
+            self.start_beam_round(search)
 
     @property
-    def left(self) -> list[Wanted]:
-        return [sequence for sequence in self.sequences if not sequence.over]
+    def unfinished(self) -> list[TrackedSequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
 
     @property
-    def spare(self) -> int:
-        """Places that its beams do not fill just now, and may in their next round."""
-        left = self.left
-        widths = {one.search.indices: one.search.width for one in left if one.search is not None}
-        return sum(widths.values()) - len(left) if widths else 0
+    def reserved_beams(self) -> int:
+        """Number of sequences reserved for the next rounds of beam searches."""
+        unfinished = self.unfinished
+        widths = {
+            sequence.search.indices: sequence.search.width
+            for sequence in unfinished
+            if sequence.search is not None
+        }
+        return sum(widths.values()) - len(unfinished) if widths else 0
 
-    def go_on(self, search: Search) -> list[Wanted]:
-        """The next round of beams takes the place of the last one.
+    def start_beam_round(self, search: BeamSearch) -> list[TrackedSequence]:
+        """Replace the sequences of a search by those of its next round, and return the new ones.
 
-        One that has begun goes on before others of its priority, as if it had kept its place among
-        those that run; else each round would wait for its turn anew.
+        From the second round on, the priority of the sequences is that of the request plus 1, as
+        if they had stayed in the batch; otherwise each round would wait in the queue again behind
+        requests of the same priority.
         """
-        lead = int(search.begun)
+        priority_boost = int(search.has_begun)
         beams = [
-            Wanted(self, answer, search.indices, search, place, lead)
-            for place, answer in enumerate(search.round())
+            TrackedSequence(self, answer, search.indices, search, beam_index, priority_boost)
+            for beam_index, answer in enumerate(search.next_round())
         ]
-        self.sequences = [one for one in self.sequences if one.search is not search] + beams
+        self.sequences = [
+            sequence for sequence in self.sequences if sequence.search is not search
+        ] + beams
         return beams
 
 
-# For a request's stream: what was made of the answer with an index, or the end of all.
-News = tuple[Job, int, Made | PreambleError]
+# (job, answer index, output of that answer or error that ends the whole request).
+StreamEvent = tuple[Job, int, SequenceOutput | PreambleError]
 
 
-def waits(news: News) -> bool:
-    """Whether nobody can do anything with it yet: its answer is wanted whole, it is neither a first
-    token nor an end, and neither its text nor its time can end the answer before the planner does.
+def is_deferrable(event: StreamEvent) -> bool:
+    """Whether delivery may wait for later events of the same answer.
+
+    This is so if the caller uses only the final answer, the event is neither a first token nor an
+    end, and neither a stop string nor a time limit can end the answer before the engine loop does.
     """
-    job, index, what = news
-    if isinstance(what, PreambleError) or what.end is not None or what.phases is not None:
+    job, index, payload = event
+    if isinstance(payload, PreambleError) or payload.end is not None or payload.phases is not None:
         return False
-    timed = job.deadline is not None or job.request.time_limit_s is not None
-    return job.whole and not timed and not job.request.answers[index].stop_strings
+    has_time_limit = job.deadline is not None or job.request.time_limit_s is not None
+    return job.final_only and not has_time_limit and not job.request.answers[index].stop_strings
 
 
-def gathered(news: Sequence[News]) -> list[News]:
-    """Each answer's news as one; what ends a whole request comes last."""
-    made: dict[tuple[Job, int], list[Made]] = {}
-    errors: list[News] = []
-    for job, index, what in news:
-        if isinstance(what, Made):
-            made.setdefault((job, index), []).append(what)
+def coalesce_events(events: Sequence[StreamEvent]) -> list[StreamEvent]:
+    """Merge the outputs of each answer into one event; errors come last."""
+    outputs: dict[tuple[Job, int], list[SequenceOutput]] = {}
+    errors: list[StreamEvent] = []
+    for job, index, payload in events:
+        if isinstance(payload, SequenceOutput):
+            outputs.setdefault((job, index), []).append(payload)
         else:
-            errors.append((job, index, what))
-    return [(*key, joined(parts)) for key, parts in made.items()] + errors
+            errors.append((job, index, payload))
+    return [(*key, merge_outputs(parts)) for key, parts in outputs.items()] + errors

@@ -1,9 +1,9 @@
-"""Stream: one request's answers, piece by piece, on the event loop of who asked.
+"""Stream: the text of a request's answers in pieces, read on the caller's event loop.
 
-What the engine made is turned into text as it comes, so a stop string ends its answer at once,
-however slowly the pieces are taken. What comes between two looks becomes one piece for each answer,
-so a slow reader gets fewer, larger ones, and so does everyone where many streams are busy at once.
-Knows no link and no threads.
+Output is detokenized as it arrives, so a stop string ends its answer at once, even if the caller
+reads slowly. Text that may belong to a stop string is held back. Output that arrives between two
+reads becomes one piece per answer: slow readers, and all readers when many streams have output, get
+fewer and larger pieces. The module is independent of transports and threads.
 """
 
 import asyncio
@@ -12,97 +12,107 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpt.errors import AdapterError, PreambleError, RequestError
-from gpt.generation.stop_strings import CertainText
+from gpt.generation.stop_strings import StopStringDetokenizer
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.engine.beam_search import Found
-from serving.messages import End, Made, Phases, Scored
+from serving.engine.beam_search import BeamResult
+from serving.messages import EndReason, Phases, SequenceOutput, TokenScore
 from serving.request import (
-    Answer,
+    AnswerSpec,
     Completion,
     DeadlinePassedError,
     EngineFaultError,
-    Finish,
+    FinishReason,
     OverloadedError,
     Piece,
     Request,
     UnavailableError,
 )
 
-# How an answer can end well.
-FINISHES: Mapping[End | None, Finish] = {"stop": "stop", "length": "length", "scored": "scored"}
-PASSED = "the deadline passed before the answer was done"
+# The finish reason of each successful end of a sequence.
+FINISH_BY_END: Mapping[EndReason | None, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "scored": "scored",
+}
+DEADLINE_MESSAGE = "the deadline passed before the answer was finished"
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """Where an answer's time went, once it had its first token; or its end, if it wants none."""
+class AnswerTiming:
+    """Timing of an answer that has received its first token, or has ended without a token."""
 
     index: int
     phases: Phases
     cached_tokens: int
-    first_at: float  # When that token came, on the monotonic clock,
-    ended_at: float  # and when all ended, or what is known just now.
-    finish: Finish | None  # None: it has not ended, or not well.
+    first_token_at: float  # On the monotonic clock.
+    ended_at: float  # On the monotonic clock; the present time if the answer has not ended.
+    finish: FinishReason | None  # None: the answer has not ended, or it failed.
 
     @property
     def decode_s(self) -> float:
-        return self.ended_at - self.first_at
+        return self.ended_at - self.first_token_at
 
 
 @dataclass
-class _State:
-    """Where an answer stands: what was not yet taken of it, and whether more will come."""
+class _AnswerState:
+    """State of an answer: the output that was not read yet, and how the answer ended."""
 
-    text: CertainText
+    detokenizer: StopStringDetokenizer
     token_ids: list[int] = field(default_factory=list)
-    scores: list[Scored] = field(default_factory=list)
-    prompt_scores: list[Scored | None] = field(default_factory=list)
-    words: str = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore | None] = field(default_factory=list)
+    new_text: str = ""
     cached_tokens: int = 0
     beam_score: float | None = None
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stop: str | int | None = None
     error: PreambleError | None = None
-    over: bool = False
-    begun: bool = False  # Whether a piece of it was given.
-    # From its first token on; when that came, and how much of its prompt was there before.
+    finished: bool = False
+    started: bool = False  # Whether a piece was read.
+    # The next three are set at the first token. `first_cached_tokens` is the number of prompt
+    # tokens from the prefix cache; unlike `cached_tokens`, it is not reset when a piece is read.
     phases: Phases | None = None
-    first_at: float = 0.0
-    first_cached: int = 0
+    first_token_at: float = 0.0
+    first_cached_tokens: int = 0
     ended_at: float | None = None
 
-    def add(self, made: Made) -> None:
-        if made.phases is not None:
-            self.phases, self.first_cached = made.phases, made.cached_tokens
-            self.first_at = time.monotonic() - made.phases.decode_s
-        self.prompt_scores += made.prompt_scores
-        self.cached_tokens += made.cached_tokens
-        if isinstance(made, Found):
-            self.beam_score = made.beam_score
-        last = len(made.tokens) - 1
-        for place, token in enumerate(made.tokens):
+    def add_output(self, output: SequenceOutput) -> None:
+        if output.phases is not None:
+            self.phases = output.phases
+            self.first_cached_tokens = output.cached_tokens
+            self.first_token_at = time.monotonic() - output.phases.decode_s
+        self.prompt_scores += output.prompt_scores
+        self.cached_tokens += output.cached_tokens
+        if isinstance(output, BeamResult):
+            self.beam_score = output.beam_score
+        last_index = len(output.tokens) - 1
+        for index, token in enumerate(output.tokens):
             self.token_ids.append(token)
-            self.scores += made.scores[place : place + 1]
-            # A token that stops is a sign to us, not a part of the text.
-            if not (made.end == "stop" and place == last):
-                self.words += self.text.push(token)
-            if self.text.stopped:
-                return self.end("stop", self.text.stop)
-        if made.end in FINISHES:
-            self.words += self.text.finish()
-            if self.text.stopped:
-                return self.end("stop", self.text.stop)
-            self.end(FINISHES[made.end], made.tokens[-1] if made.end == "stop" else None)
+            self.scores += output.scores[index : index + 1]
+            # A stop token is not part of the text.
+            if not (output.end == "stop" and index == last_index):
+                self.new_text += self.detokenizer.push(token)
+            if self.detokenizer.is_stopped:
+                return self.mark_finished("stop", self.detokenizer.matched_stop)
+        if output.end in FINISH_BY_END:
+            self.new_text += self.detokenizer.finish()
+            if self.detokenizer.is_stopped:
+                return self.mark_finished("stop", self.detokenizer.matched_stop)
+            self.mark_finished(
+                FINISH_BY_END[output.end], output.tokens[-1] if output.end == "stop" else None
+            )
 
-    def end(self, finish: Finish, stop: str | int | None = None) -> None:
-        self.finish, self.stop, self.over = finish, stop, True
+    def mark_finished(self, finish: FinishReason, stop: str | int | None = None) -> None:
+        self.finish = finish
+        self.stop = stop
+        self.finished = True
         self.ended_at = time.monotonic()
 
-    def piece(self, index: int) -> Piece:
-        """All that was not yet taken."""
+    def take_piece(self, index: int) -> Piece:
+        """Remove all unread output and return it as one piece."""
         piece = Piece(
             tuple(self.token_ids),
-            self.words,
+            self.new_text,
             self.finish,
             index=index,
             scores=tuple(self.scores),
@@ -112,71 +122,76 @@ class _State:
             stop=self.stop,
             error=self.error,
         )
-        self.token_ids, self.scores, self.prompt_scores = [], [], []
-        self.words, self.cached_tokens = "", 0
-        self.begun = True
+        self.token_ids = []
+        self.scores = []
+        self.prompt_scores = []
+        self.new_text = ""
+        self.cached_tokens = 0
+        self.started = True
         return piece
 
 
 class Stream:
-    """The pieces of one request. Close it; closing it early cancels what is left.
+    """The pieces of one request. The caller must close it; this cancels unfinished answers.
 
-    What ends the whole request (its deadline, an engine that is gone) is raised, after the pieces
-    that came before. So is the fault of an answer that is its request's only one; that of one of
-    many is a piece with an `error`, and the others go on.
+    An error that ends the whole request (its deadline, a lost engine, the failure of its only
+    answer) is raised after the earlier pieces. If one of several answers fails, its last piece has
+    an `error` and the other answers continue.
     """
 
     def __init__(
         self,
         request: Request,
         tokenizer: Tokenizer,
-        drop: Callable[[Iterable[int]], None],
+        cancel: Callable[[Iterable[int]], None],
     ) -> None:
-        """`drop` is told the indices of answers that nobody wants any more."""
+        """`cancel` is called with the indices of answers that are no longer needed."""
         self.request = request
-        self._drop = drop
+        self._cancel = cancel
         self._states = [
-            _State(
-                CertainText(
+            _AnswerState(
+                StopStringDetokenizer(
                     tokenizer,
                     answer.stop_strings,
                     answer.sampling.min_new_tokens,
-                    included=answer.stop_in_text,
+                    include_stop=answer.stop_in_text,
                 )
             )
             for answer in request.answers
         ]
-        self._fresh: dict[int, None] = {}  # Answers with something to take, in order.
-        self._ripe = False  # Whether it may be taken already.
-        self._given_s = float("-inf")  # When the last piece was taken, on the monotonic clock.
-        self._pause: asyncio.TimerHandle | None = None
-        self._came = asyncio.Event()
+        self._ready_indices: dict[int, None] = {}  # Answers with unread output, in order.
+        # Whether the caller may read unread output now; False while output is gathered (`pause_s`).
+        self._can_deliver = False
+        self._delivered_at = float("-inf")  # When the last piece was read, on the monotonic clock.
+        self._pause_timer: asyncio.TimerHandle | None = None
+        self._wakeup = asyncio.Event()
         self._error: PreambleError | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._closed = False
         if request.time_limit_s is not None:
             loop = asyncio.get_running_loop()
-            self._timers.append(loop.call_later(request.time_limit_s, self.cut))
+            self._timers.append(loop.call_later(request.time_limit_s, self.finish_at_time_limit))
 
     def __aiter__(self) -> "Stream":
         return self
 
     async def __anext__(self) -> Piece:
         while not self._closed:
-            if self._fresh and self._ripe:
-                index = next(iter(self._fresh))
-                del self._fresh[index]
-                self._ripe, self._given_s = bool(self._fresh), time.monotonic()
-                return self._states[index].piece(index)
+            if self._ready_indices and self._can_deliver:
+                index = next(iter(self._ready_indices))
+                del self._ready_indices[index]
+                self._can_deliver = bool(self._ready_indices)
+                self._delivered_at = time.monotonic()
+                return self._states[index].take_piece(index)
             if self._error is not None:
                 error = self._error
                 self.close()
                 raise error
-            if all(state.over for state in self._states):
+            if all(state.finished for state in self._states):
                 self.close()
                 break
-            self._came.clear()
-            await self._came.wait()
+            self._wakeup.clear()
+            await self._wakeup.wait()
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -185,19 +200,19 @@ class Stream:
         self._closed = True
         for timer in self._timers:
             timer.cancel()
-        self._abandon()
-        self._ripen()
+        self._cancel_unfinished()
+        self._schedule_delivery()
 
     @property
-    def spent(self) -> list[Spent]:
-        """Of each answer that has begun, where its time went until now."""
+    def timings(self) -> list[AnswerTiming]:
+        """The timing of each answer that has received its first token, or has ended without one."""
         now = time.monotonic()
         return [
-            Spent(
+            AnswerTiming(
                 index,
                 state.phases,
-                state.first_cached,
-                state.first_at,
+                state.first_cached_tokens,
+                state.first_token_at,
                 now if state.ended_at is None else state.ended_at,
                 state.finish,
             )
@@ -206,125 +221,139 @@ class Stream:
         ]
 
     def expire_in(self, seconds: float) -> None:
-        """End by then, if the engine has not."""
-        passed = DeadlinePassedError(PASSED)
+        """Fail the request with a deadline error after `seconds`, unless it has finished."""
+        error = DeadlinePassedError(DEADLINE_MESSAGE)
         loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(seconds, self.fail, passed))
+        self._timers.append(loop.call_later(seconds, self.fail, error))
 
-    def cut(self) -> None:
-        """End every answer well, with what there is of it: the caller's time for it is over."""
-        if self._over:
+    def finish_at_time_limit(self) -> None:
+        """End all unfinished answers with their present text, without an error (`time_limit_s`)."""
+        if self._is_finished:
             return
-        left = [index for index, state in enumerate(self._states) if not state.over]
-        for index in left:
+        unfinished = [index for index, state in enumerate(self._states) if not state.finished]
+        for index in unfinished:
             state = self._states[index]
-            state.words += state.text.finish()
-            state.end("time")
-            self._fresh[index] = None
-        self._drop(left)
-        self._ripen()
+            state.new_text += state.detokenizer.finish()
+            state.mark_finished("time")
+            self._ready_indices[index] = None
+        self._cancel(unfinished)
+        self._schedule_delivery()
 
-    def take(self, index: int, made: Made, pause_s: float = 0.0) -> None:
-        """What the engine made for an answer. An answer's first piece and its last come at once,
-        others not before `pause_s` have passed since the one before.
+    def push_output(self, index: int, output: SequenceOutput, pause_s: float = 0.0) -> None:
+        """Add output of the engine to an answer.
+
+        The first and the last piece of an answer are delivered at once, others at least `pause_s`
+        seconds after the previous piece.
         """
         state = self._states[index]
-        if self._over or state.over:
+        if self._is_finished or state.finished:
             return
-        state.add(made)
-        if made.tokens or made.prompt_scores or state.over:
-            self._fresh[index] = None
-            self._ripen(0.0 if state.over or not state.begun else pause_s)
-        if state.over and made.end is None:
-            self._drop([index])  # By a stop string, of which the engine does not know.
-        if state.over or made.end is None:
+        state.add_output(output)
+        if output.tokens or output.prompt_scores or state.finished:
+            self._ready_indices[index] = None
+            self._schedule_delivery(0.0 if state.finished or not state.started else pause_s)
+        if state.finished and output.end is None:
+            # A stop string ended the answer. The engine loop sees only tokens and would continue.
+            self._cancel([index])
+        if state.finished or output.end is None:
             return
-        error = _error(made)
+        error = _output_error(output)
         if len(self._states) == 1 or isinstance(error, DeadlinePassedError | UnavailableError):
             return self.fail(error)
-        state.error, state.over = error, True
-        self._fresh[index] = None
-        self._ripen()
+        state.error = error
+        state.finished = True
+        self._ready_indices[index] = None
+        self._schedule_delivery()
 
     def fail(self, error: PreambleError) -> None:
-        """End the request as a whole; what came before can still be taken."""
-        if not self._over:
+        """End the whole request with an error; unread output can still be read before it."""
+        if not self._is_finished:
             self._error = error
-            self._abandon()
-            self._ripen()
+            self._cancel_unfinished()
+            self._schedule_delivery()
 
-    def _ripen(self, pause_s: float = 0.0) -> None:
-        """Have it taken: now, or as soon as the pause is over."""
-        if pause_s and self._pause is not None:
+    def _schedule_delivery(self, pause_s: float = 0.0) -> None:
+        """Wake the reader now, or `pause_s` seconds after the previous piece."""
+        if pause_s and self._pause_timer is not None:
             return
-        wait_s = pause_s and self._given_s + pause_s - time.monotonic()
+        wait_s = pause_s and self._delivered_at + pause_s - time.monotonic()
         if wait_s <= 0:
-            if self._pause is not None:
-                self._pause.cancel()
-                self._pause = None
-            self._ripe = True
-            self._came.set()
+            if self._pause_timer is not None:
+                self._pause_timer.cancel()
+                self._pause_timer = None
+            self._can_deliver = True
+            self._wakeup.set()
         elif wait_s != float("inf"):
-            self._pause = asyncio.get_running_loop().call_later(wait_s, self._ripen)
+            self._pause_timer = asyncio.get_running_loop().call_later(
+                wait_s, self._schedule_delivery
+            )
 
     @property
-    def _over(self) -> bool:
-        return self._closed or self._error is not None or all(state.over for state in self._states)
+    def _is_finished(self) -> bool:
+        return (
+            self._closed or self._error is not None or all(state.finished for state in self._states)
+        )
 
-    def _abandon(self) -> None:
-        left = [index for index, state in enumerate(self._states) if not state.over]
-        for index in left:
-            self._states[index].over = True
-        if left:
-            self._drop(left)
+    def _cancel_unfinished(self) -> None:
+        unfinished = [index for index, state in enumerate(self._states) if not state.finished]
+        for index in unfinished:
+            self._states[index].finished = True
+        if unfinished:
+            self._cancel(unfinished)
 
 
-def _error(made: Made) -> PreambleError:
-    match made.end:
+def _output_error(output: SequenceOutput) -> PreambleError:
+    match output.end:
         case "deadline":
-            return DeadlinePassedError(PASSED)
+            return DeadlinePassedError(DEADLINE_MESSAGE)
         case "fault":
-            return EngineFaultError(made.reason)
+            return EngineFaultError(output.reason)
         case "stuck":
-            return RequestError(made.reason, "guide")
+            return RequestError(output.reason, "guide")
         case "refused":
-            return RequestError(made.reason)
+            return RequestError(output.reason)
         case "adapter":
-            return AdapterError(made.reason)
+            return AdapterError(output.reason)
         case "full":
-            return OverloadedError(made.reason)
+            return OverloadedError(output.reason)
     return UnavailableError("the engine dropped this request; try again")
 
 
-async def completions(stream: Stream) -> list[Completion]:
-    """All answers, whole, by index. One that failed has its error, and what it had made."""
+async def collect_completions(stream: Stream) -> list[Completion]:
+    """Read a stream to its end, and return all answers in order of index.
+
+    A failed answer has an error, and the text that was received before the error.
+    """
     pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
-    ended: PreambleError | None = None
+    stream_error: PreambleError | None = None
     try:
         async for piece in stream:
             pieces[piece.index].append(piece)
     except PreambleError as error:
-        ended = error
+        stream_error = error
     finally:
         stream.close()
     return [
-        completion(index, answer, pieces[index], ended)
+        build_completion(index, answer, pieces[index], stream_error)
         for index, answer in enumerate(stream.request.answers)
     ]
 
 
-def failed(request: Request, error: PreambleError) -> list[Completion]:
-    """The completions of a request that was refused."""
+def failed_completions(request: Request, error: PreambleError) -> list[Completion]:
+    """The completions of a request that was refused: each has the error."""
     answers = enumerate(request.answers)
-    return [completion(index, answer, (), error) for index, answer in answers]
+    return [build_completion(index, answer, (), error) for index, answer in answers]
 
 
-def completion(
-    index: int, answer: Answer, pieces: Sequence[Piece], ended: PreambleError | None = None
+def build_completion(
+    index: int,
+    answer: AnswerSpec,
+    pieces: Sequence[Piece],
+    stream_error: PreambleError | None = None,
 ) -> Completion:
-    """An answer of its pieces. `ended`: what ended all of its request early."""
+    """Join the pieces of an answer. `stream_error` is the error that ended the whole request."""
     finish = pieces[-1].finish if pieces else None
-    error = (pieces[-1].error if pieces else None) or ended
+    error = (pieces[-1].error if pieces else None) or stream_error
     return Completion(
         index,
         tuple(token for piece in pieces for token in piece.token_ids),

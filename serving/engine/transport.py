@@ -1,40 +1,47 @@
-"""Between the front end and whatever runs the model: a link to send on, a receiver that is called.
+"""Engine transport: the protocol between the engine's front end and the ranks' engine loop.
 
-The engine does not know whether its planner is a thread here or ranks on many nodes. A link loses
-its ranks and gets new ones by itself; who uses it is told.
+The engine does not know whether the engine loop is a thread of this process or runs with ranks on
+many nodes. A transport that loses its ranks starts new ones itself and notifies its receiver.
 """
 
 from typing import Protocol
 
 from gpt.errors import PreambleError
-from serving.messages import Ready, ToPlanner, Update
+from serving.messages import Ready, ToEngineLoop, Update
 
 
 class Receiver(Protocol):
-    """Called from a thread of the link's own, one call at a time."""
+    """The callbacks of a transport; they run on the transport's thread, one call at a time."""
 
-    def ready(self, facts: Ready) -> None:
-        """Submissions are taken from now on. Again after every loss."""
+    def ready(self, message: Ready) -> None:
+        """Called when the ranks accept submissions: after the start and after each recovery."""
 
-    def update(self, update: Update) -> None: ...
+    def update(self, update: Update) -> None:
+        """Outputs and statistics of a step."""
 
-    def lost(self, reason: str) -> None:
-        """The ranks are gone, and all that was sent to them.
+    def ranks_lost(self, reason: str) -> None:
+        """The ranks were lost, with everything that was sent to them.
 
-        A `ready` follows, unless the link was closed or has a refusal.
+        `ready` follows when new ranks have started, unless the transport was closed or has failed
+        permanently (see `EngineTransport.refusal`).
         """
 
 
-class Link(Protocol):
+class EngineTransport(Protocol):
+    """Starts the ranks, sends messages to their engine loop, and ends the ranks."""
+
     @property
     def refusal(self) -> PreambleError | None:
-        """Why no `ready` will follow any more. Set before `lost` is called."""
+        """The error of a permanent failure, set before `ranks_lost`; no `ready` follows."""
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to start the ranks; returns at once."""
+        """Start the ranks in the background and return at once."""
 
-    def send(self, message: ToPlanner) -> None:
-        """Thread-safe, never waits for a step. What is sent while the ranks are gone is dropped."""
+    def send(self, message: ToEngineLoop) -> None:
+        """Send a message without waiting for a step. Thread-safe.
+
+        If there are no ranks, the message is dropped.
+        """
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End the ranks. Returns when they have ended, by force after the timeout."""
+        """End the ranks and wait until they have ended; kill them after the timeout."""

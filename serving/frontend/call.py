@@ -1,7 +1,8 @@
-"""Front: what the calls of every wire share: who may come in, a clock, a count, one bad end.
+"""Front end: runs every call with authentication, quota, deadline, metrics and error reasons.
 
-A surface turns its protocol's words into an `Ask` and pieces into answers; all between is here, so
-that a limit, a metric or a reason is the same on each. Knows no protocol and no model.
+A protocol converts its messages to an `Ask`, and pieces of output to its responses. The front end
+does everything in between, so that limits, metrics and error reasons are the same in every
+protocol. The module is independent of protocols and models.
 """
 
 import asyncio
@@ -13,329 +14,357 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from gpt.errors import PreambleError
-from serving.admission.auth import Access, Caller
-from serving.admission.rate_limits import Ordered, Quotas, Tab
+from serving.admission.auth import Authenticator, Caller
+from serving.admission.rate_limits import QuotaTable, RequestReservation, TenantUsage
 from serving.engine.stream import Stream
-from serving.frontend.call_origin import NOWHERE, Came
-from serving.logs import Sparing
+from serving.frontend.call_origin import UNKNOWN_ORIGIN, CallOrigin
+from serving.logs import LogThrottle
 from serving.request import Ask, Piece, RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS, Reason, reason_of
 from serving.service.metrics import Metrics
 from serving.service.service import Service
 
 if TYPE_CHECKING:
-    from serving.frontend.tracing import Trace, Traces
+    from serving.frontend.tracing import CallTrace, CallTracer
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "serving", "draining"]
+ServerState = Literal["loading", "serving", "draining"]
 
-# Of HTTP: overload, and faults of ours. Such ends are logged; the caller's own are counted only.
-LOGGED = (429, 500, 503)
+# HTTP statuses of overload and server errors. Only calls that fail with these statuses are logged.
+LOGGED_STATUSES = (429, 500, 503)
 
 
-class Ended(Exception):
-    """A call that ends badly, as every wire says it in its own way."""
+class CallFailure(Exception):
+    """The failure of a call. Each transport converts it to its own error format."""
 
     def __init__(
         self, reason: Reason, message: str, field: str | None = None, retry_s: float | None = None
     ) -> None:
         super().__init__(message)
-        self.reason, self.field = reason, field
+        self.reason = reason
+        self.field = field
         self.retry_s = reason.retry_s if retry_s is None else retry_s
 
 
 class Call:
-    """One call on its way. `deadline` is on the monotonic clock."""
+    """A call in progress. `deadline` is on the monotonic clock."""
 
     def __init__(
-        self, front: "Front", wire: str, caller: Caller, deadline: float | None, came: Came
+        self,
+        frontend: "Frontend",
+        protocol: str,
+        caller: Caller,
+        deadline: float | None,
+        origin: CallOrigin,
     ) -> None:
-        self.front, self.wire, self.caller, self.deadline = front, wire, caller, deadline
-        self.came = came
-        self.trace: Trace | None = None  # None: nobody wants any.
+        self.frontend = frontend
+        self.protocol = protocol
+        self.caller = caller
+        self.deadline = deadline
+        self.origin = origin
+        self.trace: CallTrace | None = None  # None: tracing is off.
         self.arrival = time.monotonic()
-        self._silent = True  # No token came yet.
-        self.tab: Tab | None = None  # From when it was let in.
-        self.stalled = False  # Whether its client took nothing for too long.
+        self._awaiting_first_token = True
+        self.tenant_usage: TenantUsage | None = None  # Set when the caller is authenticated.
+        self.client_stalled = False  # Whether the client read nothing for `slow_reader_s`.
         self.task = asyncio.current_task()
-        self._sending: float | None = None  # Since when a part of the answer waits for its client.
-        self._alarm: asyncio.TimerHandle | None = None
-        self.accepted = False  # Whether something of it was.
-        self._ordered: dict[Stream, Ordered] = {}  # What of it goes on.
-        self._whole: set[Stream] = set()  # Those whose pieces nobody sees one by one.
+        # Start time of the write that waits for the client; None: no write in progress.
+        self._send_started: float | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self.has_accepted_request = False
+        self._reservations: dict[Stream, RequestReservation] = {}  # By open stream.
+        self._final_only_streams: set[Stream] = set()  # Streams that are sent as one response.
 
     @property
     def service(self) -> Service:
-        if self.front.service is None:
-            raise UnavailableError(
-                "the model is still being loaded; try again in a moment", "LOADING"
-            )
-        return self.front.service
+        if self.frontend.service is None:
+            raise UnavailableError("the model is still loading; try again in a moment", "LOADING")
+        return self.frontend.service
 
-    def part(self, method: str) -> AbstractAsyncContextManager["Call"]:
-        """One of many requests that come on this call: a clock, a count, an end of its own."""
-        came = Came(method, self.came.headers)
-        return self.front.call(self.wire, method, None, self.deadline, within=self, came=came)
+    def subcall(self, method: str) -> AbstractAsyncContextManager["Call"]:
+        """Open a nested call, with its own metrics and errors, for one of this call's requests."""
+        origin = CallOrigin(method, self.origin.headers)
+        return self.frontend.call(
+            self.protocol, method, None, self.deadline, parent=self, origin=origin
+        )
 
     @property
-    def names(self) -> tuple[str, str]:
-        """What it is called where somebody looks for it: by its caller, and among traces."""
-        came = self.came
-        return came.label, came.trace_id if self.trace is None else self.trace.id
+    def log_ids(self) -> tuple[str, str]:
+        """The caller's request id and the trace id, for log lines."""
+        origin = self.origin
+        return origin.request_id, origin.trace_id if self.trace is None else self.trace.trace_id
 
-    async def start(self, ask: Ask, *, whole: bool = False) -> Stream:
-        """Accept what is asked, or refuse it. It ends with this call at the latest."""
+    async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
+        """Admit and submit an ask, or raise. The end of this call closes the returned stream."""
         ask = replace(ask, tenant=self.caller.tenant)
-        assert self.tab is not None, "nobody was let in"
-        ordered, began = self.tab.begin(), time.monotonic()
+        assert self.tenant_usage is not None, "the caller is not authenticated"
+        reservation, started_at = self.tenant_usage.begin_request(), time.monotonic()
         try:
             stream = await self.service.start(
-                ask, self.deadline, whole=whole, charge=ordered.charge
+                ask, self.deadline, final_only=final_only, charge=reservation.charge
             )
         except BaseException:
-            ordered.close(void=True)
+            reservation.close(rejected=True)
             raise
-        self.accepted = True
-        self._ordered[stream] = ordered
-        if whole:
-            self._whole.add(stream)
+        self.has_accepted_request = True
+        self._reservations[stream] = reservation
+        if final_only:
+            self._final_only_streams.add(stream)
         if self.trace is not None:
-            self.trace.admitted(began)
-        self.front.metrics.accepted(stream.request.answers)
+            self.trace.add_admission_span(started_at)
+        self.frontend.metrics.record_accepted(stream.request.answers)
         return stream
 
     async def pieces(self, stream: Stream) -> AsyncIterator[Piece]:
-        """A stream's pieces, counted and timed."""
-        timing = _Timing(self, stream, whole=stream in self._whole)
-        ordered = self._ordered[stream]
+        """Iterate a stream's pieces and record their metrics."""
+        timer = _StreamTimer(self, stream, final_only=stream in self._final_only_streams)
+        reservation = self._reservations[stream]
         try:
             async for piece in stream:
-                timing.took(piece)
-                ordered.made += len(piece.token_ids)
+                timer.record_piece(piece)
+                reservation.generated_tokens += len(piece.token_ids)
                 yield piece
         finally:
-            self._end(stream)
+            self._end_stream(stream)
 
-    def _end(self, stream: Stream) -> None:
+    def _end_stream(self, stream: Stream) -> None:
         stream.close()
-        self._whole.discard(stream)
-        if (ordered := self._ordered.pop(stream, None)) is not None:
-            ordered.close()
-            self.front.metrics.spent(stream.spent)
+        self._final_only_streams.discard(stream)
+        if (reservation := self._reservations.pop(stream, None)) is not None:
+            reservation.close()
+            self.frontend.metrics.record_timings(stream.timings)
             if self.trace is not None:
-                self.trace.answered(self.service.name, stream, ordered.made)
+                self.trace.add_request(self.service.name, stream, reservation.generated_tokens)
 
-    async def send(self, sending: Awaitable[object]) -> None:
-        """A part of the answer, to a client that has only so long to take some of it."""
-        self._sending = time.monotonic()
-        if self._alarm is None:  # One for the whole call: most parts are taken at once.
-            self._alarm = asyncio.get_running_loop().call_later(
-                self.front.slow_reader_s, self._look
+    async def send_part(self, write: Awaitable[object]) -> None:
+        """Await a write of the response; end the call if the write takes over `slow_reader_s`."""
+        self._send_started = time.monotonic()
+        # One timer serves all writes of a call, since most writes finish immediately.
+        if self._stall_timer is None:
+            self._stall_timer = asyncio.get_running_loop().call_later(
+                self.frontend.slow_reader_s, self._check_client
             )
         try:
-            await sending
+            await write
         finally:
-            self._sending = None
+            self._send_started = None
 
-    def _look(self) -> None:
-        """Whether the client takes what is sent; if it does not, the call ends here."""
-        loop, patience_s = asyncio.get_running_loop(), self.front.slow_reader_s
-        waited_s = 0.0 if self._sending is None else time.monotonic() - self._sending
-        if waited_s < patience_s:
-            self._alarm = loop.call_later(patience_s - waited_s, self._look)
+    def _check_client(self) -> None:
+        """Timer callback: cancel the call if a write has waited for `slow_reader_s`."""
+        loop, timeout_s = asyncio.get_running_loop(), self.frontend.slow_reader_s
+        waited_s = 0.0 if self._send_started is None else time.monotonic() - self._send_started
+        if waited_s < timeout_s:
+            self._stall_timer = loop.call_later(timeout_s - waited_s, self._check_client)
         elif self.task is not None:
-            self.stalled = True
+            self.client_stalled = True
             self.task.cancel()
 
-    def first(self, now: float) -> None:
-        """A token came; the first one is timed."""
-        if self._silent:
-            self._silent = False
-            self.front.metrics.first_token.labels(self.wire).observe(now - self.arrival)
+    def observe_token(self, now: float) -> None:
+        """Record the time to first token, once per call."""
+        if self._awaiting_first_token:
+            self._awaiting_first_token = False
+            self.frontend.metrics.first_token.labels(self.protocol).observe(now - self.arrival)
 
     def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        for stream in list(self._ordered):
-            self._end(stream)
-        if self.tab is not None:
-            self.tab.close()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        for stream in list(self._reservations):
+            self._end_stream(stream)
+        if self.tenant_usage is not None:
+            self.tenant_usage.close()
 
 
-class _Timing:
-    """Counts and times of one stream. A piece costs the same however many tokens it has."""
+class _StreamTimer:
+    """Records the metrics of one stream. The cost per piece does not depend on its token count."""
 
-    def __init__(self, call: Call, stream: Stream, *, whole: bool) -> None:
-        self._call, self._whole = call, whole
+    def __init__(self, call: Call, stream: Stream, *, final_only: bool) -> None:
+        self._call = call
+        self._final_only = final_only
         self._answers = stream.request.answers
-        self._last: dict[int, float] = {}  # When each answer's last token came,
-        self._made = [0] * len(self._answers)  # and how many have.
+        self._last_token_at: dict[int, float] = {}  # Time of the last token, by answer index.
+        self._token_counts = [0] * len(self._answers)  # Tokens so far, by answer index.
 
-    def took(self, piece: Piece) -> None:
-        metrics, tokens = self._call.front.metrics, len(piece.token_ids)
+    def record_piece(self, piece: Piece) -> None:
+        metrics, tokens = self._call.frontend.metrics, len(piece.token_ids)
         if tokens:
             now = time.monotonic()
-            self._call.first(now)
+            self._call.observe_token(now)
             metrics.generated_tokens.inc(tokens)
-            if not self._whole:
+            if not self._final_only:
                 metrics.message_tokens.observe(tokens)
-            last = self._last.get(piece.index)
-            # What came along with an answer's first token took no further time.
-            gaps = tokens if last is not None else tokens - 1
+            last_at = self._last_token_at.get(piece.index)
+            # No gap precedes an answer's first token; the gaps within the first piece are 0 s.
+            gaps = tokens if last_at is not None else tokens - 1
             if gaps:
-                metrics.next_token.observe((now - (last or now)) / gaps, gaps)
-            self._last[piece.index] = now
-            self._made[piece.index] += tokens
+                metrics.next_token.observe((now - (last_at or now)) / gaps, gaps)
+            self._last_token_at[piece.index] = now
+            self._token_counts[piece.index] += tokens
         if piece.cached_tokens:
             metrics.cached_tokens.inc(piece.cached_tokens)
         if piece.finish is not None:
             answer = self._answers[piece.index]
-            metrics.answered(answer, piece.finish, self._made[piece.index])
+            metrics.record_answer(answer, piece.finish, self._token_counts[piece.index])
 
 
-class Front:
-    """All surfaces' way to a service, which comes when it is loaded."""
+class Frontend:
+    """The front end of all protocols. `service` is None until the model is loaded."""
 
     def __init__(
         self,
         metrics: Metrics,
-        access: Access,
+        access: Authenticator,
         *,
         calls_max: int | None = None,
         slow_reader_s: float = 30.0,
     ) -> None:
-        self.metrics, self.access = metrics, access
-        self.calls_max, self.slow_reader_s = calls_max, slow_reader_s
-        self._quotas = Quotas()
-        self.traces: Traces | None = None  # None: nobody wants any.
-        self.state: State = "loading"
+        self.metrics = metrics
+        self.access = access
+        self.calls_max = calls_max
+        self.slow_reader_s = slow_reader_s
+        self._quotas = QuotaTable()
+        self.tracer: CallTracer | None = None  # None: tracing is off.
+        self.state: ServerState = "loading"
         self.service: Service | None = None
-        self.stop = asyncio.Event()  # Set: the server is to drain and end.
-        self._calls = 0
-        self._sparing = Sparing()
+        self.stop_requested = asyncio.Event()  # Set: drain, then stop the server.
+        self._open_calls = 0
+        self._log_throttle = LogThrottle()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, service: Service) -> None:
-        self.service, self.state = service, "serving"
+    def attach_service(self, service: Service) -> None:
+        self.service = service
+        self.state = "serving"
 
-    async def drained(self) -> None:
-        """Refuse calls from now on; returns when the last one that was accepted has ended."""
+    async def drain(self) -> None:
+        """Refuse new calls from now on, and wait until the last accepted call has ended."""
         self.state = "draining"
         await self._idle.wait()
 
     @asynccontextmanager
     async def call(
         self,
-        wire: str,
+        protocol: str,
         method: str,
         credential: str | None = None,
         deadline: float | None = None,
         *,
-        draining: bool = False,
-        within: Call | None = None,
-        came: Came = NOWHERE,
+        while_draining: bool = False,
+        parent: Call | None = None,
+        origin: CallOrigin = UNKNOWN_ORIGIN,
     ) -> AsyncIterator[Call]:
-        """Around each call: who calls, its count, its time, and an `Ended` if it ends badly.
+        """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
-        `draining`: it is answered then too. `within`: it is a part of that call, let in with it.
+        `while_draining`: accept the call also while the server drains, and above `calls_max`.
+        `parent`: the call that contains this call, and has authenticated the caller.
         """
-        call = Call(self, wire, Caller(), deadline, came)
+        call = Call(self, protocol, Caller(), deadline, origin)
         reason: Reason | None = None
-        self._enter()
+        self._begin_call()
         try:
-            if self.traces is not None:
-                call.trace = self.traces.begin(came, within.trace if within else None)
-            call.caller = caller = within.caller if within else self.access.caller(credential)
-            if not draining:
-                self._check_room()
-            call.tab = within.tab if within else Tab(self._quotas.of(caller.tenant, caller.limits))
+            if self.tracer is not None:
+                call.trace = self.tracer.start_call(origin, parent.trace if parent else None)
+            call.caller = caller = parent.caller if parent else self.access.authenticate(credential)
+            if not while_draining:
+                self._check_capacity()
+            call.tenant_usage = (
+                parent.tenant_usage
+                if parent
+                else TenantUsage(self._quotas.quota_for(caller.tenant, caller.limits))
+            )
             yield call
         except PreambleError as error:
-            ended = ended_by(error)
-            reason = ended.reason
-            raise ended from None
-        except Ended as said:  # By the surface itself.
-            reason = said.reason
+            call_failure = to_call_failure(error)
+            reason = call_failure.reason
+            raise call_failure from None
+        except CallFailure as protocol_failure:  # Raised by the protocol.
+            reason = protocol_failure.reason
             raise
         except asyncio.CancelledError:
-            if call.stalled:
+            if call.client_stalled:
                 assert call.task is not None
                 call.task.uncancel()
-                slow = _slow(self.slow_reader_s)
-                reason = slow.reason
-                raise slow from None
-            late = deadline is not None and time.monotonic() >= deadline
-            reason = REASONS["DEADLINE_PASSED" if late else "CANCELLED"]
+                stall_failure = _slow_reader_error(self.slow_reader_s)
+                reason = stall_failure.reason
+                raise stall_failure from None
+            deadline_passed = deadline is not None and time.monotonic() >= deadline
+            reason = REASONS["DEADLINE_PASSED" if deadline_passed else "CANCELLED"]
             raise
         except Exception:
-            names = call.names
+            log_ids = call.log_ids
             log.exception(
-                "event=call_failed wire=%s method=%s label=%r trace=%r", wire, method, *names
+                "event=call_failed wire=%s method=%s label=%r trace=%r", protocol, method, *log_ids
             )
             reason = REASONS["INTERNAL"]
-            message = "a fault of this server ended the call; its log says why"
-            raise Ended(reason, message) from None
+            message = "internal error of this server; see the server log"
+            raise CallFailure(reason, message) from None
         finally:
-            if within is not None:
-                call.tab = None  # It is not this one's to close.
+            if parent is not None:
+                call.tenant_usage = None  # The parent call closes the tenant usage.
             call.close()
-            self._leave()
-            self._count(call, method, reason)
+            self._end_call()
+            self._record_end(call, method, reason)
 
-    def _count(self, call: Call, method: str, reason: Reason | None) -> None:
-        """A call ended: well, or for a reason."""
-        took_s, labels = time.monotonic() - call.arrival, (call.wire, method)
+    def _record_end(self, call: Call, method: str, reason: Reason | None) -> None:
+        """Record metrics, trace and log line of an ended call; `reason` None: success."""
+        duration_s, labels = time.monotonic() - call.arrival, (call.protocol, method)
         code = "OK" if reason is None else reason.code.name
         self.metrics.requests.labels(*labels, code).inc()
-        self.metrics.duration.labels(*labels, code).observe(took_s)
+        self.metrics.duration.labels(*labels, code).observe(duration_s)
         if call.trace is not None:
-            call.trace.end(call.came, call.caller.tenant, reason)
+            call.trace.end(call.origin, call.caller.tenant, reason)
         if reason is None:
             return
-        self.metrics.ended(reason, accepted=call.accepted)
-        if reason.status in LOGGED and (unsaid := self._sparing.due(reason.name)) is not None:
+        self.metrics.record_call_error(reason, accepted=call.has_accepted_request)
+        if (
+            reason.status in LOGGED_STATUSES
+            and (suppressed := self._log_throttle.claim_line(reason.name)) is not None
+        ):
             log.warning(
                 "event=call_ended reason=%s wire=%s method=%s tenant=%r accepted=%s took_ms=%.1f "
                 "label=%r trace=%r unsaid=%d",
-                *(reason.name, *labels, call.caller.tenant, call.accepted, 1e3 * took_s),
-                *(*call.names, unsaid),
+                reason.name,
+                *labels,
+                call.caller.tenant,
+                call.has_accepted_request,
+                1e3 * duration_s,
+                *call.log_ids,
+                suppressed,
             )
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         if self.state == "draining":
-            raise UnavailableError("this server is shutting down; try another", "DRAINING")
-        if self.calls_max is not None and self._calls > self.calls_max:
+            raise UnavailableError("this server is shutting down; try another server", "DRAINING")
+        if self.calls_max is not None and self._open_calls > self.calls_max:
             raise RefusedError(
                 "QUEUE_FULL",
-                f"this server has {self._calls - 1} calls at once, and takes {self.calls_max} "
-                "(calls_max); try again in a moment",
+                f"this server has {self._open_calls - 1} concurrent calls and takes at most "
+                f"{self.calls_max} (calls_max); try again in a moment",
             )
 
-    def _enter(self) -> None:
-        self._calls += 1
+    def _begin_call(self) -> None:
+        self._open_calls += 1
         self._idle.clear()
         self.metrics.in_flight.inc()
 
-    def _leave(self) -> None:
-        self._calls -= 1
+    def _end_call(self) -> None:
+        self._open_calls -= 1
         self.metrics.in_flight.dec()
-        if self._calls == 0:
+        if self._open_calls == 0:
             self._idle.set()
 
 
-def _slow(patience_s: float) -> Ended:
-    return Ended(
+def _slow_reader_error(timeout_s: float) -> CallFailure:
+    return CallFailure(
         REASONS["SLOW_READER"],
-        f"this client took nothing of the answer for {patience_s:g} s (slow_reader_s); read it as "
-        "it comes, or ask for it whole",
+        f"this client read nothing of the response for {timeout_s:g} s (slow_reader_s); read the "
+        "stream continuously, or request an unstreamed response",
     )
 
 
-def ended_by(error: PreambleError) -> Ended:
-    """What an error means to a caller."""
-    return Ended(
+def to_call_failure(error: PreambleError) -> CallFailure:
+    """Convert an error to a `CallFailure` with its reason, field and retry delay."""
+    return CallFailure(
         reason_of(error),
         str(error),
         getattr(error, "field", None),

@@ -1,42 +1,46 @@
-"""Where a call comes from: its method, its headers, the request id and trace context in them.
+"""Call origin: a call's method, headers, request id and W3C trace context, for logs and tracing.
 
-Plain data that transports make, and that logs and traces read; so tracing need not know the front
-end's calls, nor they how they are traced. No protocol and no model.
+A transport creates a `CallOrigin`; logs and tracing read it. It is in a separate module so that
+`call` and `tracing` need not import each other. The module is independent of protocols and models.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# What clients and proxies call a request: TGIS's own name for that, and everyone else's.
-LABELS = ("x-correlation-id", "x-request-id")
-LABEL_CHARACTERS_MAX = 100
+# Headers with a caller's request id: TGIS uses the first, most other clients the second.
+REQUEST_ID_HEADERS = ("x-correlation-id", "x-request-id")
+REQUEST_ID_CHARACTERS_MAX = 100
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
-def label_of(name: str) -> str:
-    """As much of a caller's name for a request as can be shown anywhere."""
-    return "".join(one for one in name[:LABEL_CHARACTERS_MAX] if " " <= one <= "~").strip()
+def printable_request_id(name: str) -> str:
+    """Return the printable ASCII characters of a caller's request id, truncated."""
+    return "".join(
+        character for character in name[:REQUEST_ID_CHARACTERS_MAX] if " " <= character <= "~"
+    ).strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
-    """How a call came, besides what it asks: for logs and traces."""
+class CallOrigin:
+    """Method, headers and attributes of a call as its transport received them."""
 
-    name: str = ""  # What was called, as its protocol says it.
-    headers: Mapping[str, str] = field(default_factory=dict)  # gRPC's metadata are such, too.
-    facts: Mapping[str, str] = field(default_factory=dict)  # In OpenTelemetry's words.
+    name: str = ""  # Span name: gRPC method, or HTTP method and route.
+    headers: Mapping[str, str] = field(default_factory=dict)  # HTTP headers or gRPC metadata.
+    attributes: Mapping[str, str] = field(default_factory=dict)  # OpenTelemetry span attributes.
 
     @property
-    def label(self) -> str:
-        """What the caller calls its request, as far as that can be shown."""
-        return label_of(next((one for name in LABELS if (one := self.headers.get(name))), ""))
+    def request_id(self) -> str:
+        """The caller's request id in printable form; empty if no id was sent."""
+        return printable_request_id(
+            next((header for name in REQUEST_ID_HEADERS if (header := self.headers.get(name))), "")
+        )
 
     @property
     def trace_id(self) -> str:
-        """Of the caller's own trace; empty: it has none."""
+        """The trace id of the `traceparent` header; empty if there is no valid header."""
         match = _TRACEPARENT.fullmatch(self.headers.get("traceparent", "")[:200])
         return match[1] if match else ""
 
 
-NOWHERE = Came()
+UNKNOWN_ORIGIN = CallOrigin()

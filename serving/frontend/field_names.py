@@ -1,7 +1,8 @@
-"""Naming: what the admission refuses, said in the words of the wire that it came by.
+"""Field names: translate admission errors to the field names of the caller's protocol.
 
-An ask calls a field one name, a wire another. A caller knows only the wire's, so both the field and
-the sentence get that one. Knows no wire.
+A field of an `Ask` may have another name in a protocol. A caller knows only the protocol's names,
+so the protocol's names replace the error's field and the field names in its message. Each protocol
+passes its own names to this module.
 """
 
 import re
@@ -12,25 +13,30 @@ from serving.request import RefusedError
 from serving.service.error_reasons import reason_of
 
 
-def said_as(error: RequestError, names: Mapping[str, str]) -> Exception:
-    """The same refusal by the wire's names."""
-    own = error.field or ""
-    if own not in names:
+def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
+    """Return the error with the protocol's field names. `names` maps `Ask` fields to names."""
+    field = error.field or ""
+    if field not in names:
         return error
-    named = names[own]
-    return RefusedError(reason_of(error).name, worded(str(error), own, named, names), named)
+    protocol_field = names[field]
+    return RefusedError(
+        reason_of(error).name,
+        translate_message(str(error), field, protocol_field, names),
+        protocol_field,
+    )
 
 
-def worded(text: str, own: str, named: str, names: Mapping[str, str]) -> str:
-    """A sentence about the field `own`; of a path such as `a.b` it has the end."""
-    if own != "adapter":  # Which is a word of the sentence, too.
-        text = _replaced(text, own, named, count=1)
-    for other, name in names.items():
-        if "_" in other and other != own:  # No word that a sentence might have by itself.
-            text = _replaced(text, other, name)
+def translate_message(text: str, field: str, protocol_field: str, names: Mapping[str, str]) -> str:
+    """Replace field names in a message by the protocol's names; show a path `a.b` as `b`."""
+    if field != "adapter":  # "adapter" is also an ordinary word in messages.
+        text = _replace_field(text, field, protocol_field, count=1)
+    for other_field, other_name in names.items():
+        # A name without an underscore may be an ordinary word of the message.
+        if "_" in other_field and other_field != field:
+            text = _replace_field(text, other_field, other_name)
     return text
 
 
-def _replaced(text: str, own: str, named: str, count: int = 0) -> str:
-    leaf = named.rpartition(".")[2]
-    return re.sub(rf"(?<![\w.]){re.escape(own)}(?!\.?\w)", lambda _: leaf, text, count=count)
+def _replace_field(text: str, field: str, protocol_field: str, count: int = 0) -> str:
+    leaf = protocol_field.rpartition(".")[2]
+    return re.sub(rf"(?<![\w.]){re.escape(field)}(?!\.?\w)", lambda _: leaf, text, count=count)

@@ -1,8 +1,9 @@
-"""gRPC: from a table of methods to handlers, each of which runs inside a call of the front.
+"""gRPC transport: builds handlers from method tables, and writes google.rpc errors in trailers.
 
-What the library would answer in its own words (bytes that are no message, a fault of ours) ends
-with a code, a reason and details of google.rpc here. Serves any package, generated or not: a method
-is a name, a kind of message and a function.
+Each handler runs inside a call of the front end, with the deadline that the client set. Errors that
+the gRPC library would report itself (undecodable messages, internal errors) get a code, a reason
+and google.rpc details here. The module needs no generated service stubs: a method is a name, a
+message type and a function.
 """
 
 import asyncio
@@ -21,123 +22,135 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from serving.admission.auth import Role
-from serving.frontend.call import Ended, Front
-from serving.frontend.call_origin import Came
+from serving.frontend.call import CallFailure, Frontend
+from serving.frontend.call_origin import CallOrigin
 from serving.request import RefusedError
 from serving.service.error_reasons import DOMAIN
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Write = Callable[[Message], Awaitable[None]]
-# Of what passes: one message each way, many out, many in, many both ways.
-Kind = Literal["unary", "out", "in", "both"]
+WriteMessage = Callable[[Message], Awaitable[None]]
+# Unary, server streaming ("out"), client streaming ("in") and bidirectional streaming ("both").
+Cardinality = Literal["unary", "out", "in", "both"]
 
-# Metadata may be refused from 8 KiB on. A message is in there three times, once with three bytes
-# for each that is not ASCII; a field, which can be a name of the caller's, twice.
-MESSAGE_BYTES_MAX = 1000
-FIELD_BYTES_MAX = 200
-LIBRARY = "grpc._cython.cygrpc"  # What it logs as.
-GOODBYE_S = 1.0  # How long a client that reads nothing may take to be told that its call is over.
+# Limits for the trailers, since clients and proxies may reject metadata over 8 KiB. The trailers
+# contain the message three times (one copy takes three bytes per non-ASCII byte). They contain the
+# field twice; a field can be text of the caller.
+ERROR_MESSAGE_BYTES_MAX = 1000
+ERROR_FIELD_BYTES_MAX = 200
+GRPC_LOGGER = "grpc._cython.cygrpc"  # Logger name of the gRPC library.
+# Time limit for sending the status to a slow reader.
+ABORT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Method:
-    """`answer` takes a message (or an iterator over them) and the call; "out" and "both" a `Write`
-    too, and return nothing.
+class RpcMethod:
+    """A gRPC method, with the function `handle` that serves it.
+
+    `handle` takes a message (with cardinality "in" or "both": an iterator of messages) and the
+    call, and returns a message. With cardinality "out" or "both" it also takes a `WriteMessage`,
+    and returns None.
     """
 
     name: str
-    request: type[Message]
-    answer: Callable[..., Awaitable[Message | None]]
-    kind: Kind = "unary"
+    request_type: type[Message]
+    handle: Callable[..., Awaitable[Message | None]]
+    cardinality: Cardinality = "unary"
     role: Role = "generate"
-    draining: bool = False  # Whether it is answered while the server drains.
+    while_draining: bool = False  # Accept calls while the server drains, and above `calls_max`.
 
 
-def handler(
-    front: Front, wire: str, service: str, methods: Sequence[Method]
+def build_handler(
+    frontend: Frontend, protocol: str, service: str, methods: Sequence[RpcMethod]
 ) -> grpc.GenericRpcHandler:
-    """To be added to a server; `wire` names this surface in metrics."""
-    logging.getLogger(LIBRARY).addFilter(_is_news)
+    """Build the handler of one gRPC service; `protocol` is the `wire` label in metrics."""
+    logging.getLogger(GRPC_LOGGER).addFilter(_is_worth_logging)
     return grpc.method_handlers_generic_handler(
-        service, {method.name: _handler(front, wire, service, method) for method in methods}
+        service,
+        {method.name: _method_handler(frontend, protocol, service, method) for method in methods},
     )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether it is worth a line. That a client was gone when its call ended well is not: the
-    library logs a stack for it, and that is after our part of the call.
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return False for a record with the stack trace of a lost client.
+
+    The library logs one if a client disconnected before its successful call ended.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
-def _handler(front: Front, wire: str, service: str, method: Method) -> Any:
+def _method_handler(frontend: Frontend, protocol: str, service: str, method: RpcMethod) -> Any:
     name = f"{service}/{method.name}"
-    facts = {"rpc.system.name": "grpc", "rpc.method": name}
+    attributes = {"rpc.system.name": "grpc", "rpc.method": name}
 
-    async def answer(sent: Any, context: Context) -> Message | None:
-        headers, deadline = _headers(context), _deadline(context)
-        credential, came = headers.get("authorization"), Came(name, headers, facts)
+    async def handle(raw: Any, context: Context) -> Message | None:
+        headers, deadline = _headers_of(context), _deadline_of(context)
+        credential, origin = headers.get("authorization"), CallOrigin(name, headers, attributes)
         try:
-            async with front.call(
-                wire, method.name, credential, deadline, draining=method.draining, came=came
+            async with frontend.call(
+                protocol,
+                method.name,
+                credential,
+                deadline,
+                while_draining=method.while_draining,
+                origin=origin,
             ) as call:
-                call.caller.must(method.role)
-                read = _messages if method.kind in ("in", "both") else _message
-                given = read(method, sent)
-                if method.kind in ("out", "both"):
-                    return await method.answer(
-                        given, call, lambda message: call.send(_written(context, message))
+                call.caller.require_role(method.role)
+                decode = _decode_stream if method.cardinality in ("in", "both") else _decode
+                request = decode(method, raw)
+                if method.cardinality in ("out", "both"):
+                    return await method.handle(
+                        request, call, lambda message: call.send_part(_write(context, message))
                     )
-                return await method.answer(given, call)
-        except Ended as ended:
-            await abort(context, ended)
+                return await method.handle(request, call)
+        except CallFailure as error:
+            await abort(context, error)
             return None
 
-    make: Mapping[Kind, Any] = {
+    factories: Mapping[Cardinality, Any] = {
         "unary": grpc.unary_unary_rpc_method_handler,
         "out": grpc.unary_stream_rpc_method_handler,
         "in": grpc.stream_unary_rpc_method_handler,
         "both": grpc.stream_stream_rpc_method_handler,
     }
-    return make[method.kind](answer, response_serializer=_bytes)
+    return factories[method.cardinality](handle, response_serializer=_serialize)
 
 
-async def _written(context: Context, message: Message) -> None:
-    """A client that has gone is now and then seen here first, before the call is cancelled."""
+async def _write(context: Context, message: Message) -> None:
+    """Write a message. If that fails, the client is gone, so cancel the call."""
     try:
         await context.write(message)
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
 
 
-def _bytes(message: Message) -> bytes:
+def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-async def _messages(method: Method, sent: AsyncIterator[bytes]) -> AsyncIterator[Message]:
-    async for data in sent:
-        yield _message(method, data)
+async def _decode_stream(method: RpcMethod, chunks: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async for data in chunks:
+        yield _decode(method, data)
 
 
-def _message(method: Method, data: bytes) -> Message:
-    """The library's own reading would end the call as UNKNOWN, and log a stack for each."""
+def _decode(method: RpcMethod, data: bytes) -> Message:
+    """Parse a message; gRPC's own parsing would report errors as UNKNOWN, and log stack traces."""
     try:
-        return method.request.FromString(data)
+        return method.request_type.FromString(data)
     except DecodeError:
         raise RefusedError(
             "UNREADABLE",
-            f"the {len(data)} bytes sent are no request of {method.name}; make them from this "
-            "server's protos, which reflection tells",
+            f"the {len(data)} bytes sent are not a valid request of {method.name}; build the "
+            "message from this server's protos, which server reflection returns",
         ) from None
 
 
-def _deadline(context: Context) -> float | None:
+def _deadline_of(context: Context) -> float | None:
     remaining = context.time_remaining()
     return None if remaining is None else time.monotonic() + remaining
 
 
-def _headers(context: Context) -> dict[str, str]:
-    """The metadata that are texts; of one that comes twice the first."""
+def _headers_of(context: Context) -> dict[str, str]:
+    """Return the text metadata; a repeated key has its first value."""
     headers: dict[str, str] = {}
     for key, value in context.invocation_metadata() or ():
         if isinstance(value, str):
@@ -145,45 +158,45 @@ def _headers(context: Context) -> dict[str, str]:
     return headers
 
 
-async def abort(context: Context, ended: Ended) -> None:
-    """End a call badly. Where nobody hears it any more the library would log a stack for each."""
-    slow = ended.reason.name == "SLOW_READER"
+async def abort(context: Context, error: CallFailure) -> None:
+    """End a call with an error status; if the client is gone, cancel the call instead."""
+    is_slow_reader = error.reason.name == "SLOW_READER"
     try:
-        # What a slow reader has not read stands before this; the library keeps both for it.
-        async with asyncio.timeout(GOODBYE_S if slow else None):
-            await context.abort(ended.reason.code, _text(ended), trailers(ended))
+        # The status follows messages that a slow reader has not read, so it may never be sent.
+        async with asyncio.timeout(ABORT_TIMEOUT_S if is_slow_reader else None):
+            await context.abort(error.reason.code, _error_text(error), error_trailers(error))
     except (grpc.aio.InternalError, TimeoutError):
         raise asyncio.CancelledError from None
 
 
-def trailers(ended: Ended) -> tuple[tuple[str, str | bytes], ...]:
-    """What else is said of a bad end: for google.rpc's readers, and for gRPC's own retries."""
-    field = _cut(ended.field or "", FIELD_BYTES_MAX)
-    facts = {"field": field} if field else {}
-    details: list[Message] = [ErrorInfo(reason=ended.reason.name, domain=DOMAIN, metadata=facts)]
+def error_trailers(error: CallFailure) -> tuple[tuple[str, str | bytes], ...]:
+    """Return an error's trailers: google.rpc details, and the delay for gRPC's retry policy."""
+    field = _truncate(error.field or "", ERROR_FIELD_BYTES_MAX)
+    metadata = {"field": field} if field else {}
+    details: list[Message] = [ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=metadata)]
     if field:
-        violation = BadRequest.FieldViolation(field=field, description=_text(ended))
+        violation = BadRequest.FieldViolation(field=field, description=_error_text(error))
         details.append(BadRequest(field_violations=[violation]))
-    said: list[tuple[str, str | bytes]] = []
-    if ended.retry_s is not None:
-        wait = Duration()
-        wait.FromMilliseconds(round(1000 * ended.retry_s))
-        details.append(RetryInfo(retry_delay=wait))
-        # A client that is set up to retry waits this long first.
-        said.append(("grpc-retry-pushback-ms", str(round(1000 * ended.retry_s))))
-    status = Status(code=ended.reason.code.value[0], message=_text(ended))
+    trailing_metadata: list[tuple[str, str | bytes]] = []
+    if error.retry_s is not None:
+        retry_delay = Duration()
+        retry_delay.FromMilliseconds(round(1000 * error.retry_s))
+        details.append(RetryInfo(retry_delay=retry_delay))
+        # A gRPC client with a retry policy waits for this time before its retry.
+        trailing_metadata.append(("grpc-retry-pushback-ms", str(round(1000 * error.retry_s))))
+    status = Status(code=error.reason.code.value[0], message=_error_text(error))
     for detail in details:
         packed = Packed()
         packed.Pack(detail)
         status.details.append(packed)
-    return (*said, ("grpc-status-details-bin", status.SerializeToString()))
+    return (*trailing_metadata, ("grpc-status-details-bin", status.SerializeToString()))
 
 
-def _text(ended: Ended) -> str:
-    return _cut(str(ended), MESSAGE_BYTES_MAX)
+def _error_text(error: CallFailure) -> str:
+    return _truncate(str(error), ERROR_MESSAGE_BYTES_MAX)
 
 
-def _cut(text: str, bytes_max: int) -> str:
+def _truncate(text: str, bytes_max: int) -> str:
     data = text.encode(errors="replace")
     if len(data) <= bytes_max:
         return data.decode()

@@ -1,7 +1,8 @@
-"""Discovery: what gRPC itself has clients ask of any server: how it is, and what it serves.
+"""gRPC health checking and server reflection.
 
-The library's health, with the list that it lacks; its reflection, under the newer name too, which
-some clients know alone. Knows no service: names come from whoever starts the server.
+This module adds the method `List` to the gRPC library's health service. It registers the library's
+reflection service also under the v1 name that some clients require. The server passes the names of
+its services.
 """
 
 from collections.abc import Sequence
@@ -15,59 +16,61 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from protos.foreign import described, package
 
-STATUS = health_pb2.HealthCheckResponse
-NEWER = "grpc.reflection.v1.ServerReflection"
+HEALTH_STATUS = health_pb2.HealthCheckResponse
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
-class Health:
-    """Each name's health: one by one, watched, or all at once."""
+class HealthService:
+    """The health service: `Check`, `Watch` and `List` report the status of each service name."""
 
     def __init__(self) -> None:
-        self._checks: Any = health.aio.HealthServicer()
-        self._told: dict[str, int] = {}
+        self._servicer: Any = health.aio.HealthServicer()
+        self._statuses: dict[str, int] = {}
 
-    async def tell(self, name: str, *, up: bool) -> None:
-        status = STATUS.SERVING if up else STATUS.NOT_SERVING
-        self._told[name] = status
-        await self._checks.set(name, status)
+    async def set_status(self, name: str, *, up: bool) -> None:
+        status = HEALTH_STATUS.SERVING if up else HEALTH_STATUS.NOT_SERVING
+        self._statuses[name] = status
+        await self._servicer.set(name, status)
 
-    def serve(self, server: grpc.aio.Server) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         pb = package("health")
 
-        async def listed(request: Any, context: Any) -> Any:
+        async def list_health(request: Any, context: Any) -> Any:
             response = pb.HealthListResponse()
-            for name, status in self._told.items():
+            for name, status in self._statuses.items():
                 response.statuses[name].status = status
             return response
 
         handler: Any = grpc.unary_unary_rpc_method_handler(
-            listed, pb.HealthListRequest.FromString, lambda told: told.SerializeToString()
+            list_health,
+            pb.HealthListRequest.FromString,
+            lambda response: response.SerializeToString(),
         )
-        _add(server, health.SERVICE_NAME, {"List": handler})
+        _add_generic_handler(server, health.SERVICE_NAME, {"List": handler})
 
 
-def reflect(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Have clients ask for these services, and for gRPC's own."""
-    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, NEWER]
-    pool: Any = _Pool(described(names))
+def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
+    """Enable server reflection for these services, and for health and reflection."""
+    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1]
+    pool: Any = _MethodAwarePool(described(names))
     reflection.enable_server_reflection(names, server, pool=pool)
     servicer = reflection.aio.ReflectionServicer(names, pool=pool)
-    # The messages of both versions are the same bytes.
+    # The messages of v1 and v1alpha have the same encoding.
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    _add(server, NEWER, {"ServerReflectionInfo": handler})
+    _add_generic_handler(server, REFLECTION_V1, {"ServerReflectionInfo": handler})
 
 
-def _add(server: grpc.aio.Server, service: str, methods: dict[str, Any]) -> None:
+def _add_generic_handler(server: grpc.aio.Server, service: str, methods: dict[str, Any]) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
 
 
-class _Pool:
-    """A pool that finds a service's file by a method's name too, as clients ask for it."""
+class _MethodAwarePool:
+    """A descriptor pool that also finds a file by a method's full name; some clients need this."""
 
     def __init__(self, pool: DescriptorPool) -> None:
         self._pool = pool
@@ -80,7 +83,7 @@ class _Pool:
             return self._pool.FindFileContainingSymbol(name)
         except KeyError:
             service, _, method = name.rpartition(".")
-            found = self._pool.FindServiceByName(service)
-            if method not in found.methods_by_name:
+            descriptor = self._pool.FindServiceByName(service)
+            if method not in descriptor.methods_by_name:
                 raise
-            return found.file
+            return descriptor.file

@@ -1,8 +1,8 @@
-"""HTTP/1.1, on the server's own event loop: paths, bodies within bounds, and one shape of error.
+"""HTTP/1.1 transport on aiohttp: routes, body limits, server-sent events and JSON errors.
 
-A path has a function for each method. All that HTTP itself can have wrong ends here, in the words
-in which every error on this port is said: OpenAI's, since those are what clients of it read. Knows
-no model and no prompt.
+The transport runs on the server's event loop; a route maps a path and a method to a handler. HTTP
+errors (unknown path, oversized body) are reported here. All errors on this port have OpenAI's error
+format, which OpenAI's clients parse. The module is independent of models and prompts.
 """
 
 import asyncio
@@ -22,221 +22,237 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gpt.errors import ConfigError
-from serving.config import ServerConfig
-from serving.frontend.call import Ended
-from serving.frontend.call_origin import Came, label_of
+from serving.config import NetworkConfig
+from serving.frontend.call import CallFailure
+from serving.frontend.call_origin import CallOrigin, printable_request_id
 from serving.service.error_reasons import REASONS
 
 log = logging.getLogger(__name__)
 
-Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-# By path, then by method. A path like "/v1/models/" stands for all that begin with it.
-Routes = Mapping[str, Mapping[str, Answer]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+# Handlers by path, then by method. A path with a final "/", except "/" itself, also matches paths
+# with one more segment.
+Routes = Mapping[str, Mapping[str, Handler]]
 
-JSON = "application/json"
-# Answers that run on when the server closes its connections get this long to end.
-GOODBYE_S = 1.0
-# What is said back of a bad request is short, whatever it was.
+JSON_TYPE = "application/json"
+# When the server closes its connections, running responses may take this long to end.
+SHUTDOWN_TIMEOUT_S = 1.0
+# Error messages and trace attributes contain at most this many characters of a path.
 PATH_CHARACTERS_MAX = 100
 BACKLOG = 1024
-HEADERS = {"Server": "preamble"}  # The library's own tells its version.
-NAME = "X-Request-Id"  # A caller that names its request finds the name on the answer.
-NOTHING: Mapping[str, str] = {}
-VERSIONS = (HttpVersion10, HttpVersion11)
+HEADERS = {"Server": "preamble"}  # aiohttp's default would reveal its version.
+REQUEST_ID_HEADER = "X-Request-Id"  # Copied from the request to the response.
+NO_HEADERS: Mapping[str, str] = {}
+HTTP_VERSIONS = (HttpVersion10, HttpVersion11)
 
 
 @dataclass(frozen=True)
-class Page:
-    """A whole answer in plain text."""
+class TextPage:
+    """A complete response in plain text."""
 
     status: int
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
 
 
-def paged(make: Callable[[], Page | Awaitable[Page]]) -> Mapping[str, Answer]:
-    """The methods of a page, which can be looked at only."""
+def page_handlers(render: Callable[[], TextPage | Awaitable[TextPage]]) -> Mapping[str, Handler]:
+    """Return GET and HEAD handlers of a page; `render` is called for each request."""
 
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        made = make()
-        page = made if isinstance(made, Page) else await made
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        rendered = render()
+        page = rendered if isinstance(rendered, TextPage) else await rendered
         headers = {**HEADERS, "Content-Type": page.content_type, "Cache-Control": "no-store"}
         return web.Response(status=page.status, body=page.body, headers=headers)
 
-    return {"GET": answer, "HEAD": answer}
+    return {"GET": handle, "HEAD": handle}
 
 
-class WrongMethodError(Ended):
-    """What a path takes instead is a header too."""
+class WrongMethodError(CallFailure):
+    """The path does not support the method; `allow` lists the supported methods."""
 
     def __init__(self, path: str, allow: str) -> None:
-        shown = ascii(path[:PATH_CHARACTERS_MAX])
-        super().__init__(REASONS["WRONG_METHOD"], f"{shown} takes {allow}")
+        quoted_path = ascii(path[:PATH_CHARACTERS_MAX])
+        super().__init__(REASONS["WRONG_METHOD"], f"{quoted_path} supports only: {allow}")
         self.allow = allow
 
 
-def record_of(ended: Ended) -> dict[str, Any]:
-    """A bad end in OpenAI's shape; `code` is the reason's name."""
-    status = ended.reason.status
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    message, field = _writable(str(ended)), ended.field and _writable(ended.field)
-    return {"error": {"message": message, "type": kind, "param": field, "code": ended.reason.name}}
+def error_body(error: CallFailure) -> dict[str, Any]:
+    """Return the error in OpenAI's format; `code` is the reason's name."""
+    status = error.reason.status
+    types_by_status = {
+        401: "authentication_error",
+        403: "permission_error",
+        429: "rate_limit_error",
+    }
+    error_type = types_by_status.get(
+        status, "server_error" if status >= 500 else "invalid_request_error"
+    )
+    message = _replace_surrogates(str(error))
+    field = error.field and _replace_surrogates(error.field)
+    return {
+        "error": {"message": message, "type": error_type, "param": field, "code": error.reason.name}
+    }
 
 
-def _writable(text: str) -> str:
-    """Without what no UTF-8 can be of, as a name of the caller's may have it."""
+def _replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which a caller's text may contain and UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 
-def refusal(ended: Ended) -> web.Response:
-    """The answer of a call that ended badly before anything was said."""
+def error_response(error: CallFailure) -> web.Response:
+    """Return the response of a call that failed before its response was started."""
     headers = {}
-    if ended.retry_s is not None:
-        # The second is finer, and what OpenAI's own client looks for first.
-        headers["Retry-After"] = str(max(1, math.ceil(ended.retry_s)))
-        headers["Retry-After-Ms"] = str(round(1000 * ended.retry_s))
-    if ended.reason.status == 401:
+    if error.retry_s is not None:
+        # Retry-After-Ms has a finer resolution, and OpenAI's client prefers it.
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_s)))
+        headers["Retry-After-Ms"] = str(round(1000 * error.retry_s))
+    if error.reason.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(ended, WrongMethodError):
-        headers["Allow"] = ended.allow
-    return answered(record_of(ended), ended.reason.status, headers)
+    if isinstance(error, WrongMethodError):
+        headers["Allow"] = error.allow
+    return json_response(error_body(error), error.reason.status, headers)
 
 
-def answered(
-    record: object, status: int = 200, headers: Mapping[str, str] | None = None
+def json_response(
+    payload: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    body = msgspec.json.encode(record)
+    body = msgspec.json.encode(payload)
     all_headers = {**HEADERS, **(headers or {})}
-    return web.Response(status=status, body=body, content_type=JSON, headers=all_headers)
+    return web.Response(status=status, body=body, content_type=JSON_TYPE, headers=all_headers)
 
 
-async def body_of(request: web.BaseRequest, bytes_max: int, patience_s: float) -> bytes:
-    """What a client sends, within bounds of size and time; also of what it sends compressed."""
-    over = Ended(
+async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) -> bytes:
+    """Read the body within a time limit.
+
+    `bytes_max` limits both Content-Length and the size after decompression.
+    """
+    too_large = CallFailure(
         REASONS["BODY_TOO_LARGE"],
-        f"the body is over {bytes_max} bytes, the most that this server takes (message_bytes_max)",
+        f"the body is over {bytes_max} bytes, the limit of this server (message_bytes_max)",
     )
     if (request.content_length or 0) > bytes_max:
-        raise over
+        raise too_large
     if request.headers.get("Expect", "").lower() == "100-continue":
         try:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         except ConnectionError:
-            raise asyncio.CancelledError from None  # Nobody hears it any more.
-        request.writer.output_size = 0  # Else it would count as an answer's beginning.
+            raise asyncio.CancelledError from None  # The client is gone.
+        request.writer.output_size = 0  # Otherwise aiohttp would treat the response as started.
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             async for part in request.content.iter_any():
                 size += len(part)
                 if size > bytes_max:
-                    raise over
+                    raise too_large
                 parts.append(part)
     except TimeoutError:
-        message = f"the body did not come within {patience_s:g} s (slow_reader_s)"
-        raise Ended(REASONS["BODY_TOO_LATE"], message) from None
+        message = f"the body did not arrive within {timeout_s:g} s (slow_reader_s)"
+        raise CallFailure(REASONS["BODY_TOO_LATE"], message) from None
     except (web.RequestPayloadError, HttpProcessingError, ClientError):
-        raise Ended(
+        raise CallFailure(
             REASONS["UNREADABLE"],
-            "the body is not what its headers say: it is cut, or coded in another way",
+            "the body does not match its headers: it is truncated or has another encoding",
         ) from None
     return b"".join(parts)
 
 
-def came(request: web.BaseRequest, route: str, more: Mapping[str, str] = NOTHING) -> Came:
-    """How a call came. `route`: its path, as one of few."""
-    facts = {
-        **more,
+def call_origin(
+    request: web.BaseRequest, route: str, extra: Mapping[str, str] = NO_HEADERS
+) -> CallOrigin:
+    """Return the origin of a request. `route`: the path without variable parts."""
+    attributes = {
+        **extra,
         "http.request.method": request.method,
         "http.route": route,
         "url.path": request.path[:PATH_CHARACTERS_MAX],
         "url.scheme": request.scheme,
     }
-    return Came(f"{request.method} {route}", request.headers, facts)
+    return CallOrigin(f"{request.method} {route}", request.headers, attributes)
 
 
-def _named(request: web.BaseRequest) -> Mapping[str, str]:
-    name = label_of(request.headers.get(NAME, ""))
-    return {NAME: name} if name else NOTHING
+def _request_id_headers(request: web.BaseRequest) -> Mapping[str, str]:
+    request_id = printable_request_id(request.headers.get(REQUEST_ID_HEADER, ""))
+    return {REQUEST_ID_HEADER: request_id} if request_id else NO_HEADERS
 
 
-class Events:
-    """An answer in events (SSE), begun with the first one."""
+class EventStream:
+    """A response of server-sent events (SSE); its headers are sent with the first event."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self._request = request
         self._response: web.StreamResponse | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return self._response is not None
 
     async def send(self, *events: bytes) -> None:
-        """Returns when the client has taken enough of what was sent."""
+        """Send events; return when the connection's write buffer can take more data."""
         data = b"".join(b"data: " + event + b"\n\n" for event in events)
         try:
-            await (await self._begin()).write(data)
+            await (await self._start_response()).write(data)
         except ConnectionError:
-            raise asyncio.CancelledError from None  # Nobody hears it any more.
+            raise asyncio.CancelledError from None  # The client is gone.
 
-    async def end(self) -> web.StreamResponse:
-        """To be called once, after the last event."""
-        return await self._begin()
+    async def finish(self) -> web.StreamResponse:
+        """Return the response; call once, after the last event."""
+        return await self._start_response()
 
-    async def _begin(self) -> web.StreamResponse:
+    async def _start_response(self) -> web.StreamResponse:
         if self._response is None:
             headers = {**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
-            # A proxy that collects events would make a stream of them one late answer.
+            # Keep proxies from buffering the events.
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            headers |= _named(self._request)
+            headers |= _request_id_headers(self._request)
             self._response = web.StreamResponse(headers=headers)
             await self._response.prepare(self._request)
         return self._response
 
-    def cut(self) -> None:
-        """End the connection in the middle, since nothing more can be said on it."""
+    def abort(self) -> None:
+        """Abort the connection, which is how a started response reports an error."""
         transport = self._request.transport
         if transport is not None:
             transport.abort()
 
 
-class _Request(web.BaseRequest):
-    """The library's, but that it is answered in a version that we speak.
+class _HttpRequest(web.BaseRequest):
+    """aiohttp's request, changed so that the response always has version HTTP/1.0 or 1.1.
 
-    The library reads a few others as well, and says them back.
+    aiohttp accepts some other versions, and would repeat such a version in its response.
     """
 
-    ATTRS = web.BaseRequest.ATTRS | {"_said"}
+    ATTRS = web.BaseRequest.ATTRS | {"_client_version"}
 
-    def __init__(self, message: RawRequestMessage, *rest: Any, **more: Any) -> None:
-        self._said = message.version
-        if self._said not in VERSIONS:
+    def __init__(self, message: RawRequestMessage, *args: Any, **kwargs: Any) -> None:
+        self._client_version = message.version
+        if self._client_version not in HTTP_VERSIONS:
             message = message._replace(version=HttpVersion11, should_close=True)
-        super().__init__(message, *rest, **more)
+        super().__init__(message, *args, **kwargs)
 
-    def check(self) -> None:
-        if self._said not in VERSIONS:
-            number = ".".join(map(str, self._said))
-            said = f"HTTP/{number} is not spoken here; use HTTP/1.1"
-            raise Ended(REASONS["UNREADABLE"], said)
+    def check_version(self) -> None:
+        if self._client_version not in HTTP_VERSIONS:
+            version = ".".join(map(str, self._client_version))
+            message = f"HTTP/{version} is not supported; use HTTP/1.1"
+            raise CallFailure(REASONS["UNREADABLE"], message)
 
 
-class _Connection(web.RequestHandler):
-    """The library's, but for how it says that it could not read something, or takes no more."""
+class _HttpConnection(web.RequestHandler):
+    """aiohttp's connection with OpenAI's error format and a limit on the number of connections."""
 
-    def __init__(self, server: web.Server, connections_max: int, **kw: Any) -> None:
-        super().__init__(server, **kw)
-        self._server, self._max = server, connections_max
+    def __init__(self, server: web.Server, connections_max: int, **kwargs: Any) -> None:
+        super().__init__(server, **kwargs)
+        self._server = server
+        self._connections_max = connections_max
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not earlier: of those that come at once none is counted before all have been accepted.
-        if len(self._server.connections) < self._max:
+        # The limit is checked here and not at accept, since aiohttp counts a connection only here.
+        if len(self._server.connections) < self._connections_max:
             return super().connection_made(transport)
         assert isinstance(transport, asyncio.Transport)
         transport.set_protocol(asyncio.Protocol())
-        _turn_away(transport, self._max)
+        _reject_connection(transport, self._connections_max)
 
     def handle_error(
         self,
@@ -246,43 +262,51 @@ class _Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun, and cannot become another")
+            raise ConnectionError("the response has started, so no error response can be sent")
         if status == 400:
-            said = " ".join((message or "").split())[:PATH_CHARACTERS_MAX]
-            response = refusal(Ended(REASONS["UNREADABLE"], f"that is no HTTP request: {said}"))
+            detail = " ".join((message or "").split())[:PATH_CHARACTERS_MAX]
+            response = error_response(
+                CallFailure(REASONS["UNREADABLE"], f"invalid HTTP request: {detail}")
+            )
         else:
             log.error("event=http_failed status=%d", status, exc_info=exc)
-            response = refusal(Ended(REASONS["INTERNAL"], "a fault of this server; see its log"))
+            response = error_response(
+                CallFailure(
+                    REASONS["INTERNAL"], "internal error of this server; see the server log"
+                )
+            )
         response.force_close()
         return response
 
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """What a client sent wrong is told to the client, and is no fault to log a stack for."""
-        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
-            super().log_exception(*args, **kw)
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Do not log a stack for errors in a request body; the client gets an error response."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
 
 
-def family(host: str) -> socket.AddressFamily:
-    """IPv6 if the address is of that kind; a name is taken for IPv4."""
+def address_family(host: str) -> socket.AddressFamily:
+    """Return AF_INET6 for an IPv6 address, else AF_INET; host names are resolved to IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class HttpServer:
-    """Serves `routes` while it is open. The port is taken at once, so that it can be refused."""
+    """Serves `routes` inside `async with`. The constructor binds the port."""
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: NetworkConfig,
         routes: Routes,
         *,
         address: tuple[str, int] | None = None,
         tls: ssl.SSLContext | None = None,
         setting: str = "http_port",
     ) -> None:
-        """`address`: another one than the API's; `setting` is what is to blame if it is taken."""
+        """`address` is `host` and `http_port` by default. `setting`: the port's name in errors."""
         host, port = address or (config.host, config.http_port)
-        self._config, self._routes, self._tls = config, routes, tls
-        self._socket = socket.socket(family(host))
+        self._config = config
+        self._routes = routes
+        self._tls = tls
+        self._socket = socket.socket(address_family(host))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
@@ -290,18 +314,20 @@ class HttpServer:
             self._socket.close()
             raise ConfigError(
                 f"{setting} {port} of {host} cannot be bound ({error.strerror}); "
-                "choose another, or 0 for any that is free"
+                "choose another port, or 0 for any free port"
             ) from None
         self.port: int = self._socket.getsockname()[1]
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        # A client that leaves takes the call along.
-        self._protocols = web.Server(
-            self._answer, request_factory=partial(_Request, loop=loop), handler_cancellation=True
+        # A handler is cancelled when its client disconnects.
+        self._aiohttp_server = web.Server(
+            self._handle,
+            request_factory=partial(_HttpRequest, loop=loop),
+            handler_cancellation=True,
         )
-        self._listening = await loop.create_server(
-            self._connect,
+        self._asyncio_server = await loop.create_server(
+            self._new_connection,
             sock=self._socket,
             ssl=self._tls,
             backlog=BACKLOG,
@@ -315,13 +341,14 @@ class HttpServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._listening.close()
-        self._protocols.pre_shutdown()  # Idle connections end, and others after their answers.
-        await self._protocols.shutdown(GOODBYE_S)
+        self._asyncio_server.close()
+        # Close idle connections now, and the other connections after their responses.
+        self._aiohttp_server.pre_shutdown()
+        await self._aiohttp_server.shutdown(SHUTDOWN_TIMEOUT_S)
 
-    def _connect(self) -> asyncio.Protocol:
-        return _Connection(
-            self._protocols,
+    def _new_connection(self) -> asyncio.Protocol:
+        return _HttpConnection(
+            self._aiohttp_server,
             self._config.http_connections_max,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=self._config.http_idle_s,
@@ -329,41 +356,41 @@ class HttpServer:
             logger=logging.getLogger(f"{__name__}.connection"),
         )
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        assert isinstance(request, _Request)
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request, _HttpRequest)
         try:
-            request.check()
-            response = await self._find(request)(request)
-        except Ended as ended:
-            response = refusal(ended)
+            request.check_version()
+            response = await self._find_handler(request)(request)
+        except CallFailure as error:
+            response = error_response(error)
             if not request.content.is_eof():
-                response.force_close()  # What is left of the body is not waited for.
+                response.force_close()  # Otherwise aiohttp would read the rest of the body.
         if not response.prepared:
-            response.headers.update(_named(request))
+            response.headers.update(_request_id_headers(request))
         return response
 
-    def _find(self, request: web.BaseRequest) -> Answer:
+    def _find_handler(self, request: web.BaseRequest) -> Handler:
         path = request.path
         parent = path[: path.rfind("/") + 1]
-        # All paths begin with "/", so that one stands for itself only.
+        # "/" is an exact path; other paths with a final "/" also match their children.
         methods = self._routes.get(path) or (self._routes.get(parent) if parent != "/" else None)
         if methods is None:
-            known = ", ".join(path for path in self._routes if not path.endswith("/"))
-            shown = ascii(path[:PATH_CHARACTERS_MAX])
-            message = f"there is no {shown} here; known are: {known}"
-            raise Ended(REASONS["UNKNOWN_PATH"], message)
-        answer = methods.get(request.method)
-        if answer is None:
+            served_paths = ", ".join(path for path in self._routes if not path.endswith("/"))
+            quoted_path = ascii(path[:PATH_CHARACTERS_MAX])
+            message = f"path {quoted_path} does not exist; choose one of: {served_paths}"
+            raise CallFailure(REASONS["UNKNOWN_PATH"], message)
+        handler = methods.get(request.method)
+        if handler is None:
             raise WrongMethodError(path, ", ".join(methods))
-        return answer
+        return handler
 
 
-def _turn_away(transport: asyncio.Transport, connections_max: int) -> None:
-    """Say that it is a connection too many, whatever it would have asked, and end it."""
-    response = refusal(
-        Ended(
+def _reject_connection(transport: asyncio.Transport, connections_max: int) -> None:
+    """Send QUEUE_FULL without reading a request, and close the connection."""
+    response = error_response(
+        CallFailure(
             REASONS["QUEUE_FULL"],
-            f"this server has {connections_max} connections, and takes no more at once "
+            f"this server has {connections_max} connections, the limit "
             "(http_connections_max); try again in a moment",
         )
     )

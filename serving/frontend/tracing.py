@@ -1,8 +1,9 @@
-"""Traces: where each call's time went, told to OpenTelemetry.
+"""Tracing: OpenTelemetry spans of calls and their queue, prefill and decode phases.
 
-A span for each call, under the caller's own if it sent one, and below it one for each phase of its
-answers. They leave by a thread of their own: what finds the queue full is dropped and counted, and
-no call waits. Names and numbers only: no prompt and no text. Needs the extra `traces`.
+Each call has a span, with child spans for the phases of its completions. If the call has a trace
+context, its span is a child of the caller's span. A thread exports the spans. If its queue is full,
+spans are dropped and counted; calls never wait. Attributes contain names and numbers, never prompts
+or other text. The module needs the extra `traces` of the package.
 """
 
 import logging
@@ -22,167 +23,190 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from serving.engine.stream import Stream
-from serving.frontend.call_origin import Came
-from serving.logs import Sparing
+from serving.frontend.call_origin import CallOrigin
+from serving.logs import LogThrottle
 from serving.service.error_reasons import Reason
 
 log = logging.getLogger(__name__)
 
-NAME = "preamble"
+SERVICE_NAME = "preamble"
 QUEUE_SPANS_MAX = 8192
 BATCH_SPANS_MAX = 512
-PERIOD_S = 1.0  # As long may a span wait for others.
-SEND_S = 5.0  # As long may a receiver take for a batch, tries included.
-CLOSE_S = 2.0  # As long may the last ones take, when the server ends.
-SILENCE_S = 60.0  # Between two lines of the log about a receiver.
-ANSWERS_TOLD_MAX = 8  # Of a call, with spans of their phases.
+EXPORT_INTERVAL_S = 1.0  # An incomplete batch is exported after this time.
+EXPORT_TIMEOUT_S = 5.0  # Time limit of a batch's export, retries included.
+SHUTDOWN_TIMEOUT_S = 2.0  # Time limit of the last export when the server stops.
+LOG_INTERVAL_S = 60.0  # Minimum time between two log lines about failed exports.
+ANSWERS_TRACED_MAX = 8  # Answers per call that get phase spans.
 
 
-class Trace:
-    """One call's span, while the call is on its way."""
+class CallTrace:
+    """The span of a call in progress."""
 
-    def __init__(self, traces: "Traces", span: "Span") -> None:
-        self._traces, self.span = traces, span
-        self._zero_ns = time.time_ns() - time.monotonic_ns()
-        self._facts: dict[str, Any] = {}
+    def __init__(self, tracer: "CallTracer", span: "Span") -> None:
+        self._tracer = tracer
+        self.span = span
+        self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._attributes: dict[str, Any] = {}
         self._adapters: dict[str, None] = {}
-        self._finishes: list[str] = []
-        self._told = 0  # Answers with spans of their own.
+        self._finish_reasons: list[str] = []
+        self._answers_traced = 0  # Answers that have phase spans.
 
     @property
-    def id(self) -> str:
+    def trace_id(self) -> str:
         return f"{self.span.get_span_context().trace_id:032x}"
 
-    def admitted(self, began: float) -> None:
-        """A request of the call was accepted; when somebody began to look at it."""
-        self._phase("admission", began, time.monotonic(), {})
+    def add_admission_span(self, started_at: float) -> None:
+        """Add the admission span of an accepted request, from `started_at` to now."""
+        self._add_phase_span("admission", started_at, time.monotonic(), {})
 
-    def answered(self, model: str, stream: Stream, made: int) -> None:
-        """A request of the call is over; so many tokens were taken of its answers."""
+    def add_request(self, model: str, stream: Stream, output_tokens: int) -> None:
+        """Add the attributes and phase spans of an ended request of the call."""
         if not self.span.is_recording():
             return
-        answers, spent = stream.request.answers, stream.spent
-        # A prompt counts once, however many answers it has: with the first of them.
-        firsts: dict[tuple[str, tuple[int, ...]], int] = {}
-        for place, answer in enumerate(answers):
-            firsts.setdefault((answer.adapter, answer.prompt), place)
-        counted = set(firsts.values())
-        prompts = [answers[place] for place in firsts.values()]
-        cached = sum(one.cached_tokens for one in spent if one.index in counted)
+        answers, timings = stream.request.answers, stream.timings
+        # The prompt tokens of several answers to a prompt count once, in the first answer.
+        first_of_prompt: dict[tuple[str, tuple[int, ...]], int] = {}
+        for index, answer in enumerate(answers):
+            first_of_prompt.setdefault((answer.adapter, answer.prompt), index)
+        counted_answers = set(first_of_prompt.values())
+        prompts = [answers[index] for index in first_of_prompt.values()]
+        cached_tokens = sum(
+            timing.cached_tokens for timing in timings if timing.index in counted_answers
+        )
         for name, count in (
             ("gen_ai.request.choice.count", len(answers)),
-            ("gen_ai.usage.input_tokens", sum(one.prompt_tokens for one in prompts)),
-            ("gen_ai.usage.output_tokens", made),
-            ("gen_ai.usage.cache_read.input_tokens", cached),
-            ("preamble.virtual_tokens", sum(one.virtual_tokens for one in prompts)),
+            ("gen_ai.usage.input_tokens", sum(answer.prompt_tokens for answer in prompts)),
+            ("gen_ai.usage.output_tokens", output_tokens),
+            ("gen_ai.usage.cache_read.input_tokens", cached_tokens),
+            ("preamble.virtual_tokens", sum(answer.virtual_tokens for answer in prompts)),
         ):
-            self._facts[name] = self._facts.get(name, 0) + count
+            self._attributes[name] = self._attributes.get(name, 0) + count
         sampling = answers[0].sampling
-        self._facts |= {
+        self._attributes |= {
             "gen_ai.operation.name": "text_completion",
-            "gen_ai.provider.name": NAME,
+            "gen_ai.provider.name": SERVICE_NAME,
             "gen_ai.request.model": model,
             "gen_ai.response.model": model,
             "gen_ai.request.max_tokens": sampling.max_new_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
         }
-        self._adapters |= {one.adapter: None for one in answers if one.adapter}
-        self._finishes += [one.finish for one in spent if one.finish is not None]
-        for one in spent[: ANSWERS_TOLD_MAX - self._told]:
-            self._told += 1
-            begun = one.first_at - one.phases.prefill_s
-            facts: dict[str, Any] = {"preamble.answer": one.index}
-            if adapter := answers[one.index].adapter:
-                facts["preamble.adapter"] = adapter
-            self._phase("queue", begun - one.phases.queue_s, begun, facts)
-            self._phase("prefill", begun, one.first_at, facts)
-            self._phase("decode", one.first_at, one.ended_at, facts)
+        self._adapters |= {answer.adapter: None for answer in answers if answer.adapter}
+        self._finish_reasons += [timing.finish for timing in timings if timing.finish is not None]
+        for timing in timings[: ANSWERS_TRACED_MAX - self._answers_traced]:
+            self._answers_traced += 1
+            prefill_at = timing.first_token_at - timing.phases.prefill_s
+            queued_at = prefill_at - timing.phases.queue_s
+            attributes: dict[str, Any] = {"preamble.answer": timing.index}
+            if adapter := answers[timing.index].adapter:
+                attributes["preamble.adapter"] = adapter
+            self._add_phase_span("queue", queued_at, prefill_at, attributes)
+            self._add_phase_span("prefill", prefill_at, timing.first_token_at, attributes)
+            self._add_phase_span("decode", timing.first_token_at, timing.ended_at, attributes)
 
-    def end(self, came: Came, tenant: str, reason: Reason | None) -> None:
-        """The call is over: well, or for a reason."""
+    def end(self, origin: CallOrigin, tenant: str, reason: Reason | None) -> None:
+        """Set the call's attributes and end its span; `reason` None: success."""
         span = self.span
         if span.is_recording():
-            facts = {**self._facts, **came.facts}  # The wire knows better what it was.
-            if "rpc.method" in facts:
-                facts["rpc.response.status_code"] = "OK" if reason is None else reason.code.name
-            if "http.route" in facts:
-                facts["http.response.status_code"] = 200 if reason is None else reason.status
+            # Attributes of the protocol take precedence.
+            attributes = {**self._attributes, **origin.attributes}
+            if "rpc.method" in attributes:
+                attributes["rpc.response.status_code"] = (
+                    "OK" if reason is None else reason.code.name
+                )
+            if "http.route" in attributes:
+                attributes["http.response.status_code"] = 200 if reason is None else reason.status
             if self._adapters:
-                facts["preamble.adapters"] = list(self._adapters)[:ANSWERS_TOLD_MAX]
-            if self._finishes:
-                facts["gen_ai.response.finish_reasons"] = self._finishes[:ANSWERS_TOLD_MAX]
+                attributes["preamble.adapters"] = list(self._adapters)[:ANSWERS_TRACED_MAX]
+            if self._finish_reasons:
+                attributes["gen_ai.response.finish_reasons"] = self._finish_reasons[
+                    :ANSWERS_TRACED_MAX
+                ]
             if tenant:
-                facts["preamble.tenant"] = tenant
-            if label := came.label:
-                facts["preamble.request_id"] = label
+                attributes["preamble.tenant"] = tenant
+            if request_id := origin.request_id:
+                attributes["preamble.request_id"] = request_id
             if reason is not None:
-                facts["error.type"] = reason.name
-                if reason.status >= 500:  # By the conventions a caller's own errors are none here.
+                attributes["error.type"] = reason.name
+                # By OpenTelemetry's conventions, client errors do not mark a server span.
+                if reason.status >= 500:
                     span.set_status(StatusCode.ERROR, reason.name)
-            span.set_attributes(facts)
-        span.end(self._zero_ns + time.monotonic_ns())
+            span.set_attributes(attributes)
+        span.end(self._clock_offset_ns + time.monotonic_ns())
 
-    def _phase(self, name: str, began: float, ended: float, facts: Mapping[str, Any]) -> None:
-        """A span below the call's; times are on the monotonic clock."""
+    def _add_phase_span(
+        self, name: str, started_at: float, ended_at: float, attributes: Mapping[str, Any]
+    ) -> None:
+        """Add a child span of the call's span; times are on the monotonic clock."""
         if self.span.is_recording():
-            start_ns, end_ns = (self._zero_ns + round(1e9 * at) for at in (began, ended))
-            self._traces.below(self.span, name, facts, start_ns).end(end_ns)
+            start_ns, end_ns = (
+                self._clock_offset_ns + round(1e9 * seconds) for seconds in (started_at, ended_at)
+            )
+            self._tracer.start_child_span(self.span, name, attributes, start_ns).end(end_ns)
 
 
-class Traces:
-    """Makes the spans of calls and has them sent. `close` sends what is left, if it can."""
+class CallTracer:
+    """Creates and exports the spans of calls. `close` tries to export the remaining spans."""
 
-    def __init__(self, address: str, share: float, version: str) -> None:
-        """`share` is of calls that bring no trace; for others their caller has decided."""
-        _quiet()
-        self.outbox = Outbox(OTLPSpanExporter(endpoint=address, timeout=SEND_S), address)
-        facts = Resource.create({"service.name": NAME, "service.version": version})
+    def __init__(self, endpoint: str, sample_ratio: float, version: str) -> None:
+        """`sample_ratio` applies to calls without a trace context; else the context decides."""
+        _silence_library_log()
+        self.processor = SpanBatchExporter(
+            OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint
+        )
+        resource = Resource.create({"service.name": SERVICE_NAME, "service.version": version})
         provider = TracerProvider(
-            sampler=ParentBasedTraceIdRatio(share),
-            # What OpenTelemetry's own variables say of this deployment goes before.
-            resource=facts.merge(OTELResourceDetector().detect()),
+            sampler=ParentBasedTraceIdRatio(sample_ratio),
+            # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence.
+            resource=resource.merge(OTELResourceDetector().detect()),
             shutdown_on_exit=False,
         )
-        provider.add_span_processor(self.outbox)
-        self._tracer = provider.get_tracer(NAME, version)
-        self._words = TraceContextTextMapPropagator()
+        provider.add_span_processor(self.processor)
+        self._tracer = provider.get_tracer(SERVICE_NAME, version)
+        self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, came: Came, within: Trace | None) -> Trace:
-        """`within`: it is a part of that call."""
-        if within is None:
-            above, kind = self._words.extract(came.headers, Context()), SpanKind.SERVER
+    def start_call(self, origin: CallOrigin, parent: CallTrace | None) -> CallTrace:
+        """Start the trace of a call; `parent` is the trace of the call that contains this call."""
+        if parent is None:
+            parent_context = self._propagator.extract(origin.headers, Context())
+            span_kind = SpanKind.SERVER
         else:
-            above, kind = set_span_in_context(within.span, Context()), SpanKind.INTERNAL
-        return Trace(self, self._tracer.start_span(came.name, above, kind))
+            parent_context = set_span_in_context(parent.span, Context())
+            span_kind = SpanKind.INTERNAL
+        return CallTrace(self, self._tracer.start_span(origin.name, parent_context, span_kind))
 
-    def below(self, span: Span, name: str, facts: Mapping[str, Any], start_ns: int) -> Span:
-        above = set_span_in_context(span, Context())
-        return self._tracer.start_span(name, above, attributes=facts, start_time=start_ns)
+    def start_child_span(
+        self, span: Span, name: str, attributes: Mapping[str, Any], start_ns: int
+    ) -> Span:
+        parent_context = set_span_in_context(span, Context())
+        return self._tracer.start_span(
+            name, parent_context, attributes=attributes, start_time=start_ns
+        )
 
     def close(self) -> None:
-        """Takes little more than CLOSE_S, whatever the receiver does."""
-        self.outbox.shutdown()
+        """Export the remaining spans; drop them after about SHUTDOWN_TIMEOUT_S."""
+        self.processor.shutdown()
 
 
-class Outbox(SpanProcessor):
-    """Spans that have ended, until they are sent: by a thread, so many at once."""
+class SpanBatchExporter(SpanProcessor):
+    """Queues ended spans; a thread exports them in batches."""
 
-    def __init__(self, exporter: SpanExporter, address: str) -> None:
-        self._exporter, self._address = exporter, address
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
         self._queue: deque[ReadableSpan] = deque()
         self._wake = threading.Event()
         self._closing = False
-        self._sparing = Sparing(SILENCE_S)
-        self.sent = self.dropped = 0
-        self._losing = threading.Lock()
+        self._log_throttle = LogThrottle(LOG_INTERVAL_S)
+        self.exported = self.dropped = 0
+        self._drop_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """From the event loop, so it never waits."""
+        """Queue or drop a span. Never blocks, since it is called on the event loop."""
         if self._closing or len(self._queue) >= QUEUE_SPANS_MAX:
-            self._lose(1, "the queue is full")
+            self._drop(1, "the queue is full or closed")
             return
         self._queue.append(span)
         if len(self._queue) >= BATCH_SPANS_MAX:
@@ -191,47 +215,50 @@ class Outbox(SpanProcessor):
     def shutdown(self) -> None:
         self._closing = True
         self._wake.set()
-        self._thread.join(CLOSE_S)
-        self._exporter.shutdown()  # Ends a sending that hangs.
-        self._thread.join(CLOSE_S / 4)
+        self._thread.join(SHUTDOWN_TIMEOUT_S)
+        self._exporter.shutdown()  # Aborts a hanging export.
+        self._thread.join(SHUTDOWN_TIMEOUT_S / 4)
         if self._queue:
-            self._lose(len(self._queue), "the server ends")
+            self._drop(len(self._queue), "the server stops")
 
     def _run(self) -> None:
         while not self._closing:
-            self._wake.wait(PERIOD_S)
+            self._wake.wait(EXPORT_INTERVAL_S)
             self._wake.clear()
-            while self._queue and self._send():
+            while self._queue and self._export_batch():
                 pass
 
-    def _send(self) -> bool:
-        """Send a batch; whether that was possible."""
+    def _export_batch(self) -> bool:
+        """Export a batch and return True. If the export fails, drop the batch and return False."""
         count = min(BATCH_SPANS_MAX, len(self._queue))
         batch = [self._queue.popleft() for _ in range(count)]
         try:
-            well = self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception as error:  # Its channel was closed under it, say.
+            exported = self._exporter.export(batch) is SpanExportResult.SUCCESS
+        except Exception as error:  # For example, the channel was closed by `shutdown`.
             log.debug("event=traces_not_sent reason=%r", error)
-            well = False
-        if well:
-            self.sent += count
+            exported = False
+        if exported:
+            self.exported += count
         else:
-            self._lose(count, "the receiver does not take them")
-        return well
+            self._drop(count, "the receiver does not accept them")
+        return exported
 
-    def _lose(self, count: int, why: str) -> None:
-        with self._losing:
+    def _drop(self, count: int, reason: str) -> None:
+        with self._drop_lock:
             self.dropped += count
-            unsaid = self._sparing.due(why)
-        if unsaid is not None:
+            suppressed = self._log_throttle.claim_line(reason)
+        if suppressed is not None:
             log.warning(
                 "event=traces_dropped spans=%d reason=%r address=%s unsaid=%d",
-                *(count, why, self._address, unsaid),
+                count,
+                reason,
+                self._endpoint,
+                suppressed,
             )
 
 
-def _quiet() -> None:
-    """The library would have a line for each batch that fails, and for what callers send wrong."""
-    theirs = logging.getLogger("opentelemetry")
-    theirs.propagate = False
-    theirs.addHandler(logging.NullHandler())
+def _silence_library_log() -> None:
+    """Silence the library's log: it has a line for each failed batch or invalid trace context."""
+    logger = logging.getLogger("opentelemetry")
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())

@@ -1,7 +1,7 @@
-"""The gRPC services of a server: a table of every protocol's methods.
+"""gRPC service table: the services and methods of all protocols.
 
-Each protocol is a thin translation between its messages and `serving.request`. Those that gRPC
-itself brings, health and reflection, are in `serving.frontend.health_reflection`.
+Each protocol translates between its messages and the types of `serving.request`. gRPC's own health
+and reflection services are in `serving.frontend.health_reflection`.
 """
 
 from collections.abc import Sequence
@@ -9,31 +9,32 @@ from typing import NamedTuple
 
 import grpc
 
-from serving.frontend.call import Front
-from serving.frontend.grpc_transport import Method, handler
+from serving.frontend.call import Frontend
+from serving.frontend.grpc_transport import RpcMethod, build_handler
 from serving.protocols.kserve import service as kserve
 from serving.protocols.preamble import adapters, admin, generation
 from serving.protocols.tgis import service as tgis
 
 
-class Wire(NamedTuple):
-    """A gRPC service: what metrics call its surface, its full name, its methods."""
+class GrpcService(NamedTuple):
+    """A gRPC service: the `wire` label of its metrics, its full name and its methods."""
 
-    name: str
+    protocol: str
     service: str
-    methods: Sequence[Method]
+    methods: Sequence[RpcMethod]
 
 
-def wires() -> list[Wire]:
-    """Every gRPC service of this server, but for those that gRPC itself brings."""
+def all_services() -> list[GrpcService]:
+    """Return every gRPC service of this server except gRPC's own health and reflection services."""
     return [
-        Wire("preamble", generation.SERVICE, generation.methods()),
-        Wire("preamble", adapters.SERVICE, adapters.methods()),
-        Wire("preamble", admin.SERVICE, admin.methods()),
-        Wire("kserve", kserve.SERVICE, kserve.methods()),
-        Wire("tgis", tgis.SERVICE, tgis.methods()),
+        GrpcService("preamble", generation.SERVICE, generation.methods()),
+        GrpcService("preamble", adapters.SERVICE, adapters.methods()),
+        GrpcService("preamble", admin.SERVICE, admin.methods()),
+        GrpcService("kserve", kserve.SERVICE, kserve.methods()),
+        GrpcService("tgis", tgis.SERVICE, tgis.methods()),
     ]
 
 
-def handlers(front: Front) -> list[grpc.GenericRpcHandler]:
-    return [handler(front, *wire) for wire in wires()]
+def handlers(frontend: Frontend) -> list[grpc.GenericRpcHandler]:
+    """Return one gRPC handler per service."""
+    return [build_handler(frontend, *service) for service in all_services()]

@@ -1,31 +1,34 @@
-"""The engine in this process: a planner and its only rank, in a thread.
+"""In-process transport: the engine loop and its only rank in a thread of this process.
 
-For a program that has a model already: `preamble generate`, the Python API, tests. It keeps the
-promises of a link but one: what is lost stays lost, since the model it was given is all it has.
-Several ranks, and starting again after a loss, are the supervisor's business.
+For programs that have already loaded a model: `preamble generate`, the Python API, tests. It is an
+`EngineTransport` (serving/engine/transport.py) with one exception to the protocol: it does not
+restart a lost rank, because it cannot load the caller's model again. The supervisors have several
+ranks and restart them.
 """
 
 import logging
 import threading
 
-from gpt.backends.cpu_packing import batch_invariant
 from gpt.cpu import kernels
 from gpt.errors import ConfigError, PreambleError
 from gpt.model.gpt_model import GPT
 from gpt.tokenizers.tokenizer import Tokenizer
 from serving.config import ServerConfig
 from serving.engine.transport import Receiver
-from serving.messages import Close, Failed, FromPlanner, Ready, ToPlanner, Update, Warming
-from serving.scheduler.scheduler import Scheduler
-from serving.worker.adapter_cache import fill_tokens_max
-from serving.worker.engine_loop import Planner
-from serving.worker.model_runner import Runner, blocks_that_fit
+from serving.engine_core.engine_loop import build_engine_loop
+from serving.messages import Close, Failed, FromEngineLoop, Ready, ToEngineLoop, Update, WarmingUp
+from serving.worker.model_runner import ModelRunner
+from serving.worker.startup import WorkerReport, measure_model
 
 log = logging.getLogger(__name__)
 
 
-class Inside:
-    """A link to a model of one rank. The tokenizer is for guides only; `digest` names the model."""
+class InProcessTransport:
+    """Transport to a model that runs on one rank in this process.
+
+    `tokenizer` is needed for guided decoding; `report` is that of the worker's start-up, if the
+    caller has run it.
+    """
 
     def __init__(
         self,
@@ -33,86 +36,77 @@ class Inside:
         config: ServerConfig,
         tokenizer: Tokenizer | None = None,
         *,
-        digest: str = "",
-        warm: bool = False,
-        weight_bytes: int | None = None,  # None: of the parameters. A packed model has fewer.
+        warm_up: bool = False,
+        report: WorkerReport | None = None,
     ) -> None:
         mesh = model.mesh
         if mesh.tp * mesh.pp > 1:
-            raise ConfigError(f"a model of {mesh.tp * mesh.pp} ranks needs as many processes")
-        self._warm = warm
-        if weight_bytes is None:
-            weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._weight_bytes = weight_bytes
-        blocks = blocks_that_fit(model, config)
-        slots = config.running_requests_max
-        self._runner = Runner(model, config, blocks=blocks, slots=slots, tokenizer=tokenizer)
-        scheduler = Scheduler(
-            vocab_size=model.config.vocab_size,
-            blocks=blocks,
-            config=config,
-            context_tokens_max=model.config.max_position_embeddings,
-            digest=digest,
-            fill_tokens_max=fill_tokens_max(model.config),
-            ahead=config.steps_ahead(mesh.device.type),
+            raise ConfigError(
+                f"a model of {mesh.tp * mesh.pp} ranks cannot run in one process; "
+                "serve it with `preamble serve`, or load it with tp = pp = 1"
+            )
+        self._warm_up = warm_up
+        self._report = report or measure_model(model, config.scheduler_config, config.cache_config)
+        self._model_runner = ModelRunner(
+            model,
+            config.scheduler_config,
+            config.cache_config,
+            async_scheduling=config.uses_async_scheduling(mesh.device.type),
+            blocks=self._report.kv_blocks,
+            slots=config.scheduler_config.running_requests_max,
+            tokenizer=tokenizer,
         )
-        self._config = config
-        self._planner = Planner(scheduler, self._runner, config, self._give)
+        self._engine_loop = build_engine_loop(self._model_runner, config, self._on_message)
         self._receiver: Receiver | None = None
-        self._gone = False
-        self.refusal: PreambleError | None = None  # Set: no `ready` will follow.
+        self._is_lost = False
+        self.refusal: PreambleError | None = None  # If set, the engine failed permanently.
         self._thread = threading.Thread(target=self._run, name="planner", daemon=True)
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to answer; returns at once."""
+        """Start the engine loop's thread; returns at once."""
         self._receiver = receiver
-        kernels.rest()  # This thread has loaded the model; another runs it.
+        # The OpenMP threads of this thread loaded the model; another thread will run it.
+        kernels.release_openmp_threads()
         self._thread.start()
 
-    def send(self, message: ToPlanner) -> None:
-        """Thread-safe, never waits for a step. What is sent after a loss is dropped."""
-        if not self._gone:
-            self._planner.put(message)
+    def send(self, message: ToEngineLoop) -> None:
+        """Send messages without waiting for a step (thread-safe); drop them after a loss."""
+        if not self._is_lost:
+            self._engine_loop.put_message(message)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End what runs, and the thread."""
-        self._planner.put(Close())
+        """End all running sequences and the engine loop's thread."""
+        self._engine_loop.put_message(Close())
         if self._receiver is not None:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         assert self._receiver is not None
-        model = self._runner.model
         try:
-            if self._warm:
-                self._planner.warm_up()
-            ready = Ready(
-                kv_tokens=(self._runner.blocks - 1) * self._config.kv_block_tokens,
-                weight_bytes=self._weight_bytes,
-                dtype=str(model.dtype).removeprefix("torch."),
-                batch_invariant=batch_invariant(model),
-            )
-            self._receiver.ready(ready)
-            self._runner.populate()
+            if self._warm_up:
+                self._engine_loop.warm_up()
+            self._receiver.ready(self._engine_loop.ready_message(self._report))
+            self._model_runner.prefault_kv_pool()
         except Exception as error:
             log.exception("event=not_ready")
-            self._lose(f"{type(error).__name__}: {error}")
+            self._report_loss(f"{type(error).__name__}: {error}")
             return
-        if self._planner.run() is None:
-            self._lose("the engine was closed")
+        if self._engine_loop.run() is None:  # After a failure it has sent `Failed`.
+            self._report_loss("the engine was closed")
 
-    def _give(self, message: FromPlanner) -> None:
+    def _on_message(self, message: FromEngineLoop) -> None:
         assert self._receiver is not None
         match message:
             case Update():
                 self._receiver.update(message)
             case Failed():
-                self._lose(message.reason)
-            case Ready() | Warming():
-                raise AssertionError("a planner does not know when it is ready")
+                self._report_loss(message.reason)
+            case Ready() | WarmingUp():
+                raise AssertionError("the transport sends Ready, not the engine loop")
 
-    def _lose(self, reason: str) -> None:
-        self._gone = True
-        self.refusal = PreambleError(f"the engine has ended ({reason}); open it again")
+    def _report_loss(self, reason: str) -> None:
+        self._is_lost = True
+        # Also after a plain `close`: the engine loop cannot be started again.
+        self.refusal = PreambleError(f"the engine has stopped ({reason}); create a new engine")
         assert self._receiver is not None
-        self._receiver.lost(reason)
+        self._receiver.ranks_lost(reason)

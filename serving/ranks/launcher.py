@@ -1,23 +1,22 @@
-"""Which link a front end has: to ranks of its own, or to those that torchrun starts.
+"""Rank launcher: selects the transport, a local supervisor or the supervisor of torchrun's ranks.
 
-The environment decides, which a worker of torchrun prepares for the front end that it starts. How
-the engine uses its link is not known here.
+Two environment variables select it; a torchrun worker sets them for the front end that it starts.
 """
 
 import os
 from pathlib import Path
 
 from serving.config import ServerConfig
-from serving.ranks.supervisor import Keeper, Supervisor
-from serving.ranks.torchrun_supervisor import Outside
+from serving.ranks.supervisor import LocalSupervisor, RankSupervisor
+from serving.ranks.torchrun_supervisor import TorchrunSupervisor
 
-# Set for a front end by the worker that starts it.
-FOLDER, AGENT = "PREAMBLE_RANKS_FOLDER", "PREAMBLE_RANKS_AGENT"
+# A torchrun worker sets both in the environment of the front end that it starts.
+FOLDER_VARIABLE, AGENT_VARIABLE = "PREAMBLE_RANKS_FOLDER", "PREAMBLE_RANKS_AGENT"
 
 
-def open_link(config: ServerConfig) -> Keeper:
-    """Not started yet. Refuses what this machine cannot do."""
-    folder = os.environ.get(FOLDER)
+def open_transport(config: ServerConfig) -> RankSupervisor:
+    """The transport, not started; raises ConfigError if it cannot run on this machine."""
+    folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None:
-        return Outside(config, Path(folder), int(os.environ[AGENT]))
-    return Supervisor(config)
+        return TorchrunSupervisor(config, Path(folder), int(os.environ[AGENT_VARIABLE]))
+    return LocalSupervisor(config)

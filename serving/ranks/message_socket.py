@@ -1,8 +1,9 @@
-"""Channel: whole messages over a stream socket, between processes that may stop or die at any time.
+"""Message socket (Channel): length-prefixed messages over a stream socket; sending never blocks.
 
-A frame is its length and its bytes. Sending never waits: what the socket does not take at once is
-kept and written by a thread, up to a limit beyond which a peer that does not read is given up. A
-channel that has ended says so by `None`, whatever ended it. What the bytes mean is not known here.
+The processes at both ends may stop or exit at any time. Bytes that the socket does not accept at
+once are buffered and written by a thread. If the buffer exceeds its limit, the peer does not read,
+and the connection is closed. `receive` returns `None` after the channel has ended for any reason.
+This module does not interpret the messages.
 """
 
 import logging
@@ -18,156 +19,165 @@ from typing import Self
 log = logging.getLogger(__name__)
 
 FRAME_BYTES_MAX = 1 << 30
-WAITING_BYTES_MAX = 1 << 28
-READ_BYTES = 1 << 18
-# Another thread may close the channel while one waits on its number, which is then another file's.
-LOOK_AGAIN_MS = 1000
+OUTBOX_BYTES_MAX = 1 << 28
+READ_CHUNK_BYTES = 1 << 18
+# If another thread closes the channel during poll(), another file may reuse the descriptor. So each
+# wait is short, and begins by reading the descriptor again.
+POLL_MS_MAX = 1000
 
-_LENGTH = struct.Struct("<I")
+_LENGTH_HEADER = struct.Struct("<I")
 
 
 class Channel:
-    """One end. Any thread may send and close; one at a time receives."""
+    """One end of a connection. Any thread may send and close; one thread at a time may receive."""
 
     def __init__(
         self,
         sock: socket.socket,
         *,
         frame_bytes_max: int = FRAME_BYTES_MAX,
-        waiting_bytes_max: int = WAITING_BYTES_MAX,
+        outbox_bytes_max: int = OUTBOX_BYTES_MAX,
     ) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sock = sock
-        self._frame_max, self._waiting_max = frame_bytes_max, waiting_bytes_max
-        self._sending = threading.Lock()  # Guards the three below.
-        self._waiting: deque[memoryview] = deque()
-        self._waiting_bytes = 0
+        self._frame_bytes_max = frame_bytes_max
+        self._outbox_bytes_max = outbox_bytes_max
+        self._send_lock = threading.Lock()  # Guards the next three attributes.
+        self._outbox: deque[memoryview] = deque()
+        self._outbox_bytes = 0
         self._writer: threading.Thread | None = None
-        self._inbox = bytearray()
-        self._ended = False
+        self._receive_buffer = bytearray()
+        self._is_closed = False
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
-        """An end for this process, and one to hand to another."""
-        ours, theirs = socket.socketpair()
-        return cls(ours), theirs
+        """A channel for this process, and the peer's socket to pass to another process."""
+        own_socket, peer_socket = socket.socketpair()
+        return cls(own_socket), peer_socket
 
     def fileno(self) -> int:
-        """To wait on; what was read from the socket already, only `poll` knows. -1 once closed."""
+        """Descriptor for poll(2); -1 after the channel is closed.
+
+        Frames that are already in the receive buffer do not make it readable: call `poll` first.
+        """
         return self._sock.fileno()
 
     def send(self, frame: bytes) -> bool:
-        """Hand over a frame; False if the channel has ended, and the frame is lost."""
-        assert len(frame) <= self._frame_max, f"a frame of {len(frame)} bytes"
-        with self._sending:
-            if self._ended:
+        """Send a frame, or buffer it. False: the channel has ended and the frame is lost."""
+        assert len(frame) <= self._frame_bytes_max, f"a frame of {len(frame)} bytes"
+        with self._send_lock:
+            if self._is_closed:
                 return False
-            if self._waiting and self._waiting_bytes + len(frame) > self._waiting_max:
-                log.error("event=channel_full waiting_bytes=%d", self._waiting_bytes)
-                self._end()
+            if self._outbox and self._outbox_bytes + len(frame) > self._outbox_bytes_max:
+                log.error("event=channel_full waiting_bytes=%d", self._outbox_bytes)
+                self._shut_down()
                 return False
-            self._waiting.append(memoryview(_LENGTH.pack(len(frame)) + frame))
-            self._waiting_bytes += _LENGTH.size + len(frame)
-            if self._writer is None and self._push():
-                self._writer = threading.Thread(target=self._write, name="channel", daemon=True)
+            self._outbox.append(memoryview(_LENGTH_HEADER.pack(len(frame)) + frame))
+            self._outbox_bytes += _LENGTH_HEADER.size + len(frame)
+            if self._writer is None and self._flush():
+                self._writer = threading.Thread(
+                    target=self._write_loop, name="channel", daemon=True
+                )
                 self._writer.start()
-        return not self._ended
+        return not self._is_closed
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next frame; None if there will be none. Raises TimeoutError."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        """The next frame, or None if the channel has ended; may raise TimeoutError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.poll():
-            if not self._wait(select.POLLIN, end):
+            if not self._wait_for_events(select.POLLIN, deadline):
                 raise TimeoutError(f"no frame within {timeout_s:g} s")
-        length = self._length()
-        if length is None or len(self._inbox) < _LENGTH.size + length:
+        length = self._frame_length()
+        if length is None or len(self._receive_buffer) < _LENGTH_HEADER.size + length:
             return None
-        frame = bytes(memoryview(self._inbox)[_LENGTH.size : _LENGTH.size + length])
-        del self._inbox[: _LENGTH.size + length]
+        frame = bytes(
+            memoryview(self._receive_buffer)[_LENGTH_HEADER.size : _LENGTH_HEADER.size + length]
+        )
+        del self._receive_buffer[: _LENGTH_HEADER.size + length]
         return frame
 
     def poll(self) -> bool:
-        """Whether `receive` would return at once. Never waits."""
+        """Whether `receive` would return at once. Does not block."""
         while True:
-            length = self._length()
-            if length is not None and length > self._frame_max:
-                log.error("event=frame_too_long bytes=%d limit=%d", length, self._frame_max)
-                self._inbox.clear()
+            length = self._frame_length()
+            if length is not None and length > self._frame_bytes_max:
+                log.error("event=frame_too_long bytes=%d limit=%d", length, self._frame_bytes_max)
+                self._receive_buffer.clear()
                 self.close()
                 return True
-            if length is not None and len(self._inbox) >= _LENGTH.size + length:
+            if length is not None and len(self._receive_buffer) >= _LENGTH_HEADER.size + length:
                 return True
-            if self._ended:
+            if self._is_closed:
                 return True
             try:
-                got = self._sock.recv(READ_BYTES)
+                received_bytes = self._sock.recv(READ_CHUNK_BYTES)
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError:
-                got = b""
-            if not got:
+                received_bytes = b""
+            if not received_bytes:
                 self.close()
-            self._inbox += got
+            self._receive_buffer += received_bytes
 
     def close(self) -> None:
-        """The other end sees the end; what it has not read yet, it still can."""
-        with self._sending:
-            self._end()
+        """Close the connection. The peer can still read what was written to the socket."""
+        with self._send_lock:
+            self._shut_down()
 
-    def _length(self) -> int | None:
-        if len(self._inbox) < _LENGTH.size:
+    def _frame_length(self) -> int | None:
+        if len(self._receive_buffer) < _LENGTH_HEADER.size:
             return None
-        length: int = _LENGTH.unpack_from(self._inbox)[0]
+        length: int = _LENGTH_HEADER.unpack_from(self._receive_buffer)[0]
         return length
 
-    def _push(self) -> bool:
-        """Write what the socket takes. Whether more is left."""
+    def _flush(self) -> bool:
+        """Write what the socket accepts; True if bytes remain in the outbox."""
         try:
-            while self._waiting:
-                head = self._waiting[0]
-                sent = self._sock.send(head)
-                self._waiting_bytes -= sent
-                if sent < len(head):
-                    self._waiting[0] = head[sent:]
+            while self._outbox:
+                frame = self._outbox[0]
+                sent_bytes = self._sock.send(frame)
+                self._outbox_bytes -= sent_bytes
+                if sent_bytes < len(frame):
+                    self._outbox[0] = frame[sent_bytes:]
                 else:
-                    self._waiting.popleft()
+                    self._outbox.popleft()
         except (BlockingIOError, InterruptedError):
             return True
         except OSError:
-            self._end()
+            self._shut_down()
         return False
 
-    def _write(self) -> None:
+    def _write_loop(self) -> None:
         while True:
-            self._wait(select.POLLOUT, time.monotonic() + LOOK_AGAIN_MS / 1000)
-            with self._sending:
-                if self._ended or not self._push():
+            self._wait_for_events(select.POLLOUT, time.monotonic() + POLL_MS_MAX / 1000)
+            with self._send_lock:
+                if self._is_closed or not self._flush():
                     self._writer = None
                     return
 
-    def _wait(self, what: int, end: float | None) -> bool:
-        """Whether the socket may be ready, or it has ended, before the time does."""
-        while not self._ended:
-            left_ms = LOOK_AGAIN_MS if end is None else (end - time.monotonic()) * 1000
+    def _wait_for_events(self, events: int, deadline: float | None) -> bool:
+        """Wait until the socket is ready or closed; False if the deadline passed first."""
+        while not self._is_closed:
+            left_ms = POLL_MS_MAX if deadline is None else (deadline - time.monotonic()) * 1000
             if left_ms <= 0:
                 return False
             poll = select.poll()
-            number = self._sock.fileno()
-            if number < 0:
+            descriptor = self._sock.fileno()
+            if descriptor < 0:
                 break
-            poll.register(number, what)
-            if poll.poll(min(left_ms, LOOK_AGAIN_MS)):
+            poll.register(descriptor, events)
+            if poll.poll(min(left_ms, POLL_MS_MAX)):
                 break
         return True
 
-    def _end(self) -> None:
-        if self._ended:
+    def _shut_down(self) -> None:
+        if self._is_closed:
             return
-        self._ended = True
-        self._waiting.clear()
+        self._is_closed = True
+        self._outbox.clear()
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # Wakes whoever waits on it.
+            self._sock.shutdown(socket.SHUT_RDWR)  # Wakes a thread that waits in poll().
         self._sock.close()

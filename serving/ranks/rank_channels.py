@@ -1,8 +1,8 @@
-"""The ranks' own channels: rank 0 to each other one, for steps and for what must be agreed upon.
+"""Control channels between rank 0 and every other rank: steps, start-up agreement, liveness.
 
-They go beside torch's collectives, so that rank 0 never waits for a busy rank, and so that a rank's
-end is seen by all the others at once, even by one that is stuck in a collective. Who is who is told
-by a secret in the store through which the ranks found each other.
+They are separate from torch's collectives: rank 0 never waits for a busy rank, and every rank
+detects at once that another one has exited, even while its main thread is blocked in a collective.
+The ranks authenticate with a secret that rank 0 writes into the rendezvous store.
 """
 
 import hmac
@@ -19,18 +19,19 @@ from typing import Protocol
 
 import msgspec
 
-from serving.config import loopback
+from serving.config import is_loopback
 from serving.ranks.message_socket import Channel
-from serving.ranks.rank_position import Place
+from serving.ranks.rank_position import RankPosition
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 10.0
-_ASK = b""  # No message is empty.
+HELLO_TIMEOUT_S = 10.0
+_DRAIN_REQUEST = b""  # Unambiguous: no other frame is empty.
+_ADDRESS_KEY = "preamble/rank_zero_address"  # In the rendezvous store.
 
 
 class Store(Protocol):
-    """Of torch's stores, what is needed here."""
+    """The methods of torch.distributed.Store that this package uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -39,7 +40,7 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-class _Address(msgspec.Struct, frozen=True):
+class _RankZeroAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     secret: str
@@ -50,130 +51,147 @@ class _Hello(msgspec.Struct, frozen=True):
     rank: int
 
 
-_address = msgspec.json.Decoder(_Address).decode
-_hello = msgspec.json.Decoder(_Hello).decode
+_decode_address = msgspec.json.Decoder(_RankZeroAddress).decode
+_decode_hello = msgspec.json.Decoder(_Hello).decode
 
 
-class Circle:
-    """Rank 0's channels to all others, or another's to rank 0. A thread reads them.
+class RankChannels:
+    """Rank 0's channels to all other ranks, or another rank's channel to rank 0.
 
-    From that thread `ended` is called when one ends; nothing of that rank is heard any more. And
-    `asked` when another rank was told to end, and passes it on with `ask`.
+    One thread reads all channels and calls both callbacks: `on_ended(rank)` after the last frame of
+    a channel that has closed, and `on_drain_requested()` when another rank calls `request_drain`.
     """
 
     def __init__(
         self,
         channels: Mapping[int, Channel],
-        ended: Callable[[int], None],
-        asked: Callable[[], None],
+        on_ended: Callable[[int], None],
+        on_drain_requested: Callable[[], None],
     ) -> None:
         self._channels = dict(channels)
-        self._frames: dict[int, queue.SimpleQueue[bytes]] = {
+        self._inboxes: dict[int, queue.SimpleQueue[bytes]] = {
             rank: queue.SimpleQueue() for rank in channels
         }
-        self._left = set(channels)
-        self._ended, self._asked = ended, asked
-        listen(channels, self._take, self._gone)
+        self._open_ranks = set(channels)
+        self._on_ended = on_ended
+        self._on_drain_requested = on_drain_requested
+        start_reader(channels, self._on_frame, self._on_closed)
 
     @classmethod
-    def join(
+    def connect_ranks(
         cls,
         store: Store,
-        place: Place,
+        position: RankPosition,
         host: str,
         timeout_s: float,
         *,
-        ended: Callable[[int], None],
-        asked: Callable[[], None],
-    ) -> "Circle":
-        """All ranks must call this together. `host` is where the others reach rank 0."""
-        if place.rank == 0:
-            return cls(_accept(store, host, place.ranks, timeout_s), ended, asked)
-        return cls({0: _connect(store, place.rank, timeout_s)}, ended, asked)
+        on_ended: Callable[[int], None],
+        on_drain_requested: Callable[[], None],
+    ) -> "RankChannels":
+        """Connect the ranks; every rank must call this. `host`: rank 0's address."""
+        if position.rank == 0:
+            return cls(
+                _accept_ranks(store, host, position.world_size, timeout_s),
+                on_ended,
+                on_drain_requested,
+            )
+        return cls(
+            {0: _connect_to_rank_zero(store, position.rank, timeout_s)},
+            on_ended,
+            on_drain_requested,
+        )
 
-    def say(self, frame: bytes) -> None:
-        """To everybody at the other ends."""
+    def broadcast(self, frame: bytes) -> None:
+        """Send a frame on every channel."""
         for channel in self._channels.values():
             channel.send(frame)
 
-    def ask(self) -> None:
-        """Pass on to rank 0 that the end was asked for."""
-        self.say(_ASK)
+    def request_drain(self) -> None:
+        """Ask rank 0 to drain and stop."""
+        self.broadcast(_DRAIN_REQUEST)
 
-    def hear(self, rank: int, timeout_s: float | None = None) -> bytes:
-        """The next frame from that rank; raises TimeoutError."""
+    def receive(self, rank: int, timeout_s: float | None = None) -> bytes:
+        """The next frame from `rank`; may raise TimeoutError.
+
+        Without a time-out it waits for ever if the channel closes: `on_ended` must end the process.
+        """
         try:
-            return self._frames[rank].get(timeout=timeout_s)
+            return self._inboxes[rank].get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"rank {rank} said nothing for {timeout_s:g} s") from None
+            raise TimeoutError(f"rank {rank} sent nothing for {timeout_s:g} s") from None
 
-    def part(self, timeout_s: float) -> None:
-        """Wait until the others have gone, who were told to: what they have said is read first."""
-        end = time.monotonic() + timeout_s
-        while self._left and time.monotonic() < end:
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the other ranks have closed their channels and all frames are read."""
+        deadline = time.monotonic() + timeout_s
+        while self._open_ranks and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def _take(self, rank: int, frame: bytes) -> None:
-        if frame == _ASK:
-            self._asked()
+    def _on_frame(self, rank: int, frame: bytes) -> None:
+        if frame == _DRAIN_REQUEST:
+            self._on_drain_requested()
         else:
-            self._frames[rank].put(frame)
+            self._inboxes[rank].put(frame)
 
-    def _gone(self, rank: int) -> None:
-        self._left.discard(rank)
-        self._ended(rank)
+    def _on_closed(self, rank: int) -> None:
+        self._open_ranks.discard(rank)
+        self._on_ended(rank)
 
 
-def listen(
+def start_reader(
     channels: Mapping[int, Channel],
-    take: Callable[[int, bytes], None],
-    ended: Callable[[int], None],
+    on_frame: Callable[[int, bytes], None],
+    on_ended: Callable[[int], None],
 ) -> None:
-    """Read channels in a thread, each until its end. A process that can hear no more ends."""
+    """Start a thread that reads the channels until all of them are closed.
 
-    numbers = {channel.fileno(): key for key, channel in channels.items()}
+    The process exits if this thread fails, because it could receive no more messages.
+    """
+
+    keys_by_descriptor = {channel.fileno(): key for key, channel in channels.items()}
     poll = select.poll()
 
-    def drain(number: int) -> None:
-        key = numbers[number]
+    def read_frames(descriptor: int) -> None:
+        key = keys_by_descriptor[descriptor]
         while channels[key].poll():
             frame = channels[key].receive()
             if frame is None:
-                poll.unregister(number)
-                del numbers[number]
-                ended(key)
+                poll.unregister(descriptor)
+                del keys_by_descriptor[descriptor]
+                on_ended(key)
                 return
-            take(key, frame)
+            on_frame(key, frame)
 
-    def run() -> None:
+    def read_loop() -> None:
         try:
-            for number in list(numbers):
-                poll.register(number, select.POLLIN)
-                drain(number)  # A greeting's reader may have read on.
-            while numbers:
-                for number, _ in poll.poll():
-                    drain(number)
+            for descriptor in list(keys_by_descriptor):
+                poll.register(descriptor, select.POLLIN)
+                # Authentication may have read later frames into the receive buffer, for which
+                # poll() reports nothing.
+                read_frames(descriptor)
+            while keys_by_descriptor:
+                for descriptor, _ in poll.poll():
+                    read_frames(descriptor)
         except BaseException:
             log.exception("event=listening_failed")
             os._exit(1)
 
-    threading.Thread(target=run, name="listen", daemon=True).start()
+    threading.Thread(target=read_loop, name="listen", daemon=True).start()
 
 
-def _accept(store: Store, host: str, ranks: int, timeout_s: float) -> dict[int, Channel]:
+def _accept_ranks(store: Store, host: str, world_size: int, timeout_s: float) -> dict[int, Channel]:
     channels: dict[int, Channel] = {}
-    if ranks == 1:
+    if world_size == 1:
         return channels
     secret = secrets.token_hex(32)
-    with _listening(host, ranks) as server:
-        address = _Address(host, server.getsockname()[1], secret)
-        store.set("preamble/circle", msgspec.json.encode(address).decode())
-        end = time.monotonic() + timeout_s
-        while len(channels) < ranks - 1:
-            server.settimeout(max(0.01, end - time.monotonic()))
+    with _open_server_socket(host, world_size) as server:
+        address = _RankZeroAddress(host, server.getsockname()[1], secret)
+        store.set(_ADDRESS_KEY, msgspec.json.encode(address).decode())
+        deadline = time.monotonic() + timeout_s
+        while len(channels) < world_size - 1:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
             channel = Channel(server.accept()[0])
-            rank = _greeted(channel, secret)
-            if rank is None or not 0 < rank < ranks or rank in channels:
+            rank = _authenticate(channel, secret)
+            if rank is None or not 0 < rank < world_size or rank in channels:
                 log.warning("event=stranger_refused")
                 channel.close()
             else:
@@ -181,9 +199,12 @@ def _accept(store: Store, host: str, ranks: int, timeout_s: float) -> dict[int, 
     return channels
 
 
-def _listening(host: str, backlog: int) -> socket.socket:
-    """On all addresses unless on loopback: what a node's name means differs within and outside."""
-    if loopback(host):
+def _open_server_socket(host: str, backlog: int) -> socket.socket:
+    """Listen on all addresses, or only on loopback if `host` is a loopback address.
+
+    `host` itself is not bound: on its own node, a host name may resolve to another address.
+    """
+    if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
@@ -192,25 +213,25 @@ def _listening(host: str, backlog: int) -> socket.socket:
     return socket.create_server(("", 0), backlog=backlog)
 
 
-def _greeted(channel: Channel, secret: str) -> int | None:
-    """Who it is, if it knows the secret."""
+def _authenticate(channel: Channel, secret: str) -> int | None:
+    """The peer's rank, or None if the peer does not send the secret in time."""
     try:
-        frame = channel.receive(HELLO_S)
+        frame = channel.receive(HELLO_TIMEOUT_S)
         if frame is None:
             return None
-        hello = _hello(frame)
+        hello = _decode_hello(frame)
     except (TimeoutError, msgspec.DecodeError):
         return None
     return hello.rank if hmac.compare_digest(hello.secret.encode(), secret.encode()) else None
 
 
-def _connect(store: Store, rank: int, timeout_s: float) -> Channel:
-    end = time.monotonic() + timeout_s
-    while not store.check(["preamble/circle"]):
-        if time.monotonic() > end:
-            raise TimeoutError(f"rank 0 was not there within {timeout_s:g} s")
+def _connect_to_rank_zero(store: Store, rank: int, timeout_s: float) -> Channel:
+    deadline = time.monotonic() + timeout_s
+    while not store.check([_ADDRESS_KEY]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not publish its address within {timeout_s:g} s")
         time.sleep(0.01)
-    address = _address(store.get("preamble/circle"))
+    address = _decode_address(store.get(_ADDRESS_KEY))
     sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
     channel = Channel(sock)
     channel.send(msgspec.json.encode(_Hello(address.secret, rank)))

@@ -1,31 +1,30 @@
-"""Where a rank stands, and what its process is told when it is started.
+"""Rank position (rank, world size, local rank), and the spec that a rank's process starts with.
 
-Nothing here takes time to import: a rank reads it before it loads torch, and should by then know
-whose child it is.
+This module must be fast to import: a rank process reads its spec before it imports torch, because
+the spec has the process id of the parent, which the rank must not outlive.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from serving.config import ServerConfig
-
 
 @dataclass(frozen=True)
-class Place:
-    """A rank among all of the mesh, and among those of its node, who share cores and devices."""
+class RankPosition:
+    """A rank's number in the mesh, and its number among the ranks of its node."""
 
     rank: int
-    ranks: int
-    local: int
-    locals: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
 
 
-class Charge(msgspec.Struct, frozen=True):
-    """What a rank's process reads from its standard input. Numbers of files are its own."""
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """Start-up data that a rank process reads from stdin; descriptors are valid in that process."""
 
-    place: Place
-    parent: int  # A process; the rank ends with it.
-    config: ServerConfig
-    store: int  # The file through which the ranks find each other.
-    front: int | None = None  # Rank 0's socket to the front end.
+    position: RankPosition
+    parent_pid: int  # The rank process ends when this process ends.
+    config: dict[str, Any]  # The settings of ServerConfig, by key.
+    store_fd: int  # The file of torch's FileStore, by which the ranks find each other.
+    frontend_fd: int | None = None  # Rank 0's socket to the front end.

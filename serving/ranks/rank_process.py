@@ -1,7 +1,8 @@
-"""The process of a rank that a supervisor starts: `python -m serving.ranks.rank_process`.
+"""Rank process: entry point of a rank that the supervisor starts; reads its spec from stdin.
 
-It is told who it is through its standard input. That it ends with its parent is settled in its
-first moments, before torch, which takes seconds, is loaded.
+It runs as `python -m serving.ranks.rank_process`. First it asks the kernel to end it together with
+its parent: the import of torch takes seconds, in which the parent may exit. The kernel does so when
+the parent's thread that started the rank ends: the supervisor's thread, which outlives its ranks.
 """
 
 import logging
@@ -12,31 +13,35 @@ import sys
 
 import msgspec
 
-from gpt.child_processes import end_with
+from gpt.child_processes import die_with_parent
+from serving.config import ServerConfig
 from serving.logs import log_to_stderr
 from serving.ranks.message_socket import Channel
-from serving.ranks.rank_position import Charge
+from serving.ranks.rank_position import WorkerSpec
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    charge = msgspec.json.decode(sys.stdin.buffer.read(), type=Charge)
-    end_with(charge.parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # These are for the front end, which tells us.
-    log_to_stderr(charge.config.log_format, charge.place.rank)
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSpec)
+    die_with_parent(spec.parent_pid)
+    config = ServerConfig(**spec.config)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        # The front end handles these signals, and sends a message to the ranks.
+        signal.signal(signal_number, signal.SIG_IGN)
+    log_to_stderr(config.observability_config.log_format, spec.position.rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    front = None if charge.front is None else Channel(socket.socket(fileno=charge.front))
+    frontend = None if spec.frontend_fd is None else Channel(socket.socket(fileno=spec.frontend_fd))
 
     import torch.distributed as dist
 
-    from serving.ranks.rank import Rank, share_cores
+    from serving.ranks.rank import Rank
+    from serving.ranks.rank_resources import set_thread_count
 
-    share_cores(charge.place, said=True)
-    file = f"/proc/self/fd/{charge.store}"
-    store = dist.FileStore(file, charge.place.ranks)  # type: ignore[attr-defined]
-    return Rank(charge.place, charge.config, store, "127.0.0.1", front).run()
+    set_thread_count(spec.position, respect_environment=True)
+    store_path = f"/proc/self/fd/{spec.store_fd}"
+    store = dist.FileStore(store_path, spec.position.world_size)  # type: ignore[attr-defined]
+    return Rank(spec.position, config, store, "127.0.0.1", frontend).run()
 
 
 if __name__ == "__main__":
@@ -46,4 +51,4 @@ if __name__ == "__main__":
         log.exception("event=rank_failed")
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # At once: torch's own goodbye waits for peers.
+    os._exit(code)  # A normal exit would wait for other ranks in torch's clean-up.

@@ -1,8 +1,9 @@
-"""Supervisor: the ranks of one node as processes of ours, started, watched, and started again.
+"""Rank supervisor: starts this node's rank processes, watches them and restarts them.
 
-`Keeper` is what every link to rank processes does: hand messages over, tell a loss at once, keep
-the reason of a refusal. `Supervisor` starts the processes itself. They inherit all they need by
-descriptors, and the kernel ends them when this process ends, however it does.
+`RankSupervisor` is the base of all transports to rank processes: it forwards messages, reports each
+loss at once, and has the error if the ranks cannot be started at all (the refusal).
+`LocalSupervisor` starts the processes itself. They inherit their sockets and files as descriptors,
+and the kernel kills them when this process exits for any reason.
 """
 
 import logging
@@ -18,262 +19,263 @@ from contextlib import suppress
 
 import msgspec
 
-from gpt.child_processes import child_environment
+from gpt.child_processes import ChildProcess
 from gpt.errors import CheckpointError, PreambleError
 from serving.config import ServerConfig
 from serving.engine.transport import Receiver
-from serving.messages import Close, Dump, Ready, ToPlanner, encode
+from serving.engine_core.flight_recorder import crash_path
+from serving.messages import Close, DumpFlightRecorder, ToEngineLoop, encode
 from serving.ranks.message_socket import Channel
-from serving.ranks.rank_position import Charge, Place
-from serving.ranks.watchdog import Loss, Running, Waker, Watch, close_all, gone
-from serving.worker.flight_recorder import crash_path
+from serving.ranks.rank_position import RankPosition, WorkerSpec
+from serving.ranks.watchdog import (
+    RankLoss,
+    RankSet,
+    Waker,
+    Watchdog,
+    close_descriptors,
+    wait_for_exit,
+)
 
 log = logging.getLogger(__name__)
 
-BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-HEALTHY_S = 60.0  # Having answered for so long, a loss is the first again.
-STARTS_MAX = 3  # So often ranks may be lost before they ever answered.
-DUMP_S = 0.5
-KILL_S = 10.0
+BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # Before a restart, by consecutive losses.
+HEALTHY_RESET_S = 60.0  # Ranks that were ready for this time begin a new count of losses.
+FAILED_STARTS_MAX = 3  # Number of losses that end the engine if the ranks were never ready.
+DUMP_TIMEOUT_S = 0.5  # Rank 0 has this time to write its flight recorder after a loss.
+KILL_TIMEOUT_S = 10.0  # Killed ranks have this time to exit.
 
 
-class Keeper(ABC):
-    """A link to ranks that come and go. A thread of its own waits for them and watches them."""
+class RankSupervisor(ABC):
+    """A transport to ranks that may be lost and restarted; one thread starts and watches them."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._receiver: Receiver | None = None
-        self._running: Running | None = None
-        self._channel: Channel | None = None  # While submissions are taken.
-        self._facts: Ready | None = None
-        self._changed = threading.Condition()  # Guards _facts and refusal.
-        self._closing, self._close_s = False, 0.0
+        self._rank_set: RankSet | None = None
+        self._channel: Channel | None = None  # Set only while the ranks are ready.
+        self._is_closing = False
+        self._close_timeout_s = 0.0
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
-        self.refusal: PreambleError | None = None  # Set: no `ready` will follow.
+        self.refusal: PreambleError | None = None  # If set, the engine failed permanently.
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._thread.start()
 
-    def send(self, message: ToPlanner) -> None:
+    def send(self, message: ToEngineLoop) -> None:
         channel = self._channel
         if channel is not None:
             channel.send(encode(message))
 
-    def dump(self, path: str | None = None) -> str:
-        """Have the last steps written down; returns where. By default where crashes are."""
-        path = path or str(crash_path(self._config.flight_dir))
-        self.send(Dump(path, self._config.flight_ids))
-        return path
-
-    def wait_ready(self, timeout_s: float | None = None) -> Ready:
-        """What the ranks are; raises their refusal, or TimeoutError."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._facts or self.refusal, timeout_s)
-            if self.refusal is not None:
-                raise self.refusal
-            if self._facts is None:
-                raise TimeoutError(f"the ranks were not ready within {timeout_s:g} s")
-            return self._facts
-
     def close(self, timeout_s: float = 10.0) -> None:
-        if self._closing:
+        if self._is_closing:
             return
-        self._closing, self._close_s = True, timeout_s
+        self._is_closing = True
+        self._close_timeout_s = timeout_s
         if self._thread.is_alive():
             self._waker.wake()
             if threading.current_thread() is not self._thread:
-                self._thread.join(timeout_s + KILL_S)
+                self._thread.join(timeout_s + KILL_TIMEOUT_S)
         if not self._thread.is_alive():
             self._waker.close()
 
     @abstractmethod
-    def _gather(self) -> Running | None:
-        """A set of ranks that begins to load; None: there will be none."""
+    def _start_ranks(self) -> RankSet | None:
+        """Start or accept a set of ranks; None: none will start any more, and none are lost."""
 
     @abstractmethod
-    def _end(self, running: Running) -> None:
-        """End what is left of them, by force."""
+    def _kill_ranks(self, rank_set: RankSet) -> None:
+        """Kill the rank processes that still run, and close their descriptors."""
 
     @abstractmethod
-    def _pause(self, loss: Loss) -> bool:
-        """Wait before the next set; False: there is to be none."""
+    def _wait_before_restart(self, loss: RankLoss) -> bool:
+        """Wait before the ranks are restarted; False: do not restart them."""
 
     def _run(self) -> None:
         assert self._receiver is not None
         try:
-            while not self._closing and (running := self._gather()) is not None:
-                self._running = running
-                watch = Watch(running, self._config, self._receiver, self._waker, self._ready)
-                loss = watch.until_lost()
-                self._lost(running, loss)
-                self._running = None
-                if loss.kind == "closed" or not self._pause(loss):
+            while not self._is_closing and (rank_set := self._start_ranks()) is not None:
+                self._rank_set = rank_set
+                watchdog = Watchdog(
+                    rank_set,
+                    self._config.parallel_config,
+                    self._receiver,
+                    self._waker,
+                    self._on_ready,
+                )
+                loss = watchdog.watch_until_lost()
+                self._on_lost(rank_set, loss)
+                self._rank_set = None
+                if loss.kind == "closed" or not self._wait_before_restart(loss):
                     return
         except Exception as error:
             log.exception("event=link_failed")
-            self._refuse(f"the ranks could not be started ({error}); the log says more")
-            self._receiver.lost(str(self.refusal))
+            self._set_refusal(f"the ranks could not be started ({error}); see the server log")
+            self._receiver.ranks_lost(str(self.refusal))
         finally:
             self._channel = None
-            if self._running is not None:
-                self._end(self._running)
+            if self._rank_set is not None:
+                self._kill_ranks(self._rank_set)
 
-    def _ready(self, facts: Ready) -> None:
-        assert self._running is not None
-        self._channel = self._running.channel
-        with self._changed:
-            self._facts = facts
-            self._changed.notify_all()
+    def _on_ready(self) -> None:
+        assert self._rank_set is not None
+        self._channel = self._rank_set.channel
 
-    def _lost(self, running: Running, loss: Loss) -> None:
+    def _on_lost(self, rank_set: RankSet, loss: RankLoss) -> None:
         assert self._receiver is not None
+        was_ready = self._channel is not None
         self._channel = None
-        with self._changed:
-            answered, self._facts = self._facts is not None, None
         if loss.kind == "closed":
-            if answered:  # Who still loads does not listen, and has nothing to finish.
-                running.channel.send(encode(Close()))
-                gone(running.descriptors, self._close_s)
-            self._receiver.lost("the engine was closed")
+            if was_ready:  # Loading ranks have no engine loop that handles `Close`: killed below.
+                rank_set.channel.send(encode(Close()))
+                wait_for_exit(rank_set.descriptors, self._close_timeout_s)
+            self._receiver.ranks_lost("the engine was closed")
         else:
             log.error("event=ranks_lost kind=%s reason=%r", loss.kind, loss.reason)
-            self._judge(loss)
-            self._receiver.lost(loss.reason)
-            if answered:
-                self._ask_why(running, loss)
-        self._end(running)
-        running.channel.close()
+            self._record_loss(loss)
+            self._receiver.ranks_lost(loss.reason)
+            if was_ready:
+                self._request_dump(rank_set, loss)
+        self._kill_ranks(rank_set)
+        rank_set.channel.close()
 
     @abstractmethod
-    def _judge(self, loss: Loss) -> None:
-        """Whether to refuse; before the receiver is told, so that it may look."""
+    def _record_loss(self, loss: RankLoss) -> None:
+        """Set the refusal if the ranks must not be restarted.
 
-    def _refuse(self, reason: str) -> None:
-        with self._changed:
-            self.refusal = CheckpointError(reason)
-            self._changed.notify_all()
+        Called before `receiver.ranks_lost`, in which the receiver reads `refusal`.
+        """
 
-    def _ask_why(self, running: Running, loss: Loss) -> None:
-        """Let rank 0 write down the last steps. Where a rank is dead it does so by itself."""
-        rank_0 = {rank: it for rank, it in running.descriptors.items() if rank == 0}
+    def _set_refusal(self, reason: str) -> None:
+        # `Failed` carries no class of error. Callers treat every PreambleError in the same way.
+        self.refusal = CheckpointError(reason)
+
+    def _request_dump(self, rank_set: RankSet, loss: RankLoss) -> None:
+        """Wait until rank 0 has written its flight recorder: after a hang, request it first."""
+        rank_0 = {
+            rank: descriptor for rank, descriptor in rank_set.descriptors.items() if rank == 0
+        }
         if loss.kind != "hung":
-            gone(rank_0, DUMP_S)
+            wait_for_exit(rank_0, DUMP_TIMEOUT_S)
             return
+        config = self._config.observability_config
         try:
-            path = crash_path(self._config.flight_dir)
-        except OSError as error:  # There is no folder left to write to.
+            path = crash_path(config.flight_dir)
+        except OSError as error:  # No writable temporary directory was found.
             log.warning("event=flight_not_written reason=%r", str(error))
             return
-        running.channel.send(encode(Dump(str(path), self._config.flight_ids)))
-        end = time.monotonic() + DUMP_S
-        while time.monotonic() < end and not path.exists() and not gone(rank_0, 0.01):
+        rank_set.channel.send(encode(DumpFlightRecorder(str(path), config.flight_ids)))
+        deadline = time.monotonic() + DUMP_TIMEOUT_S
+        # The dump is written atomically: it is complete as soon as its path exists.
+        while time.monotonic() < deadline and not path.exists() and not wait_for_exit(rank_0, 0.01):
             pass
 
 
-class Supervisor(Keeper):
-    """Starts tp x pp ranks on this node."""
+class LocalSupervisor(RankSupervisor):
+    """Starts the tp x pp rank processes of a model on this node."""
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._losses = 0  # In a row.
-        self._answered = False  # Ever.
+        self._processes: list[ChildProcess] = []
+        self._losses = 0  # Consecutive losses.
+        self._has_been_ready = False  # Since this supervisor was created.
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks that run, in their order."""
+        """The process IDs of the ranks, in rank order."""
         return [process.pid for process in self._processes]
 
-    def _gather(self) -> Running | None:
-        ranks = self._config.tp * self._config.pp
-        ours, theirs = Channel.pair()
-        # A file that only these processes can open, and that is gone when they are.
+    def _start_ranks(self) -> RankSet | None:
+        world_size = self._config.parallel_config.ranks
+        own_channel, peer_socket = Channel.pair()
+        descriptors: dict[int, int] = {}
+        # The file of torch's FileStore: in memory, open to these processes only, and removed by the
+        # kernel when the last of them exits.
         store = os.memfd_create("preamble-store", os.MFD_CLOEXEC)
         try:
-            with theirs:
-                for rank in range(ranks):
-                    charge = Charge(
-                        Place(rank, ranks, rank, ranks),
+            with peer_socket:
+                for rank in range(world_size):
+                    spec = WorkerSpec(
+                        RankPosition(rank, world_size, rank, world_size),
                         os.getpid(),
-                        self._config,
+                        self._config.to_dict(),
                         store,
-                        theirs.fileno() if rank == 0 else None,
+                        peer_socket.fileno() if rank == 0 else None,
                     )
-                    self._processes.append(_start_rank(charge))
+                    self._processes.append(_start_rank(spec))
+            for rank, pid in enumerate(self.pids):
+                descriptors[rank] = os.pidfd_open(pid)
         except BaseException:
-            ours.close()
-            self._end_processes()
+            own_channel.close()
+            self._kill_processes()
+            close_descriptors(descriptors)
             raise
         finally:
             os.close(store)
-        descriptors = {rank: os.pidfd_open(pid) for rank, pid in enumerate(self.pids)}
         log.info("event=ranks_started pids=%s", ",".join(map(str, self.pids)))
-        return Running(ours, descriptors, self._ending)
+        return RankSet(own_channel, descriptors, self._describe_exit)
 
-    def _ready(self, facts: Ready) -> None:
-        self._answered = True
-        super()._ready(facts)
+    def _on_ready(self) -> None:
+        self._has_been_ready = True
+        super()._on_ready()
 
-    def _judge(self, loss: Loss) -> None:
-        self._losses = 1 if loss.healthy_s >= HEALTHY_S else self._losses + 1
-        if self._answered:
+    def _record_loss(self, loss: RankLoss) -> None:
+        self._losses = 1 if loss.healthy_s >= HEALTHY_RESET_S else self._losses + 1
+        if self._has_been_ready:  # Then every loss is retried, also a permanent `Failed`.
             return
         if loss.kind == "refused":
-            self._refuse(loss.reason)
-        elif self._losses >= STARTS_MAX:
-            self._refuse(
-                f"the ranks were lost {self._losses} times before they answered, at last because "
-                f"{loss.reason}; the log says more"
+            self._set_refusal(loss.reason)
+        elif self._losses >= FAILED_STARTS_MAX:
+            self._set_refusal(
+                f"the ranks were lost {self._losses} times before they were ready; last reason: "
+                f"{loss.reason}; see the server log"
             )
 
-    def _pause(self, loss: Loss) -> bool:
+    def _wait_before_restart(self, loss: RankLoss) -> bool:
         if self.refusal is not None:
             return False
         wait_s = BACKOFF_S[min(self._losses, len(BACKOFF_S)) - 1]
         log.info("event=ranks_restart losses=%d wait_s=%g", self._losses, wait_s)
         return not self._waker.wait(wait_s)
 
-    def _end(self, running: Running) -> None:
-        self._end_processes()
-        close_all(running.descriptors)
+    def _kill_ranks(self, rank_set: RankSet) -> None:
+        self._kill_processes()
+        close_descriptors(rank_set.descriptors)
 
-    def _end_processes(self) -> None:
+    def _kill_processes(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
             try:
-                process.wait(KILL_S)
+                process.wait(KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 log.error("event=rank_not_ended pid=%d", process.pid)
         self._processes = []
 
-    def _ending(self, rank: int) -> str | None:
+    def _describe_exit(self, rank: int) -> str | None:
         code = self._processes[rank].poll()
         if code is None:
             return None
         if code >= 0:
-            return f"has ended with exit code {code}"
+            return f"exited with code {code}"
         with suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
         return f"was ended by signal {-code}"
 
 
-def _start_rank(charge: Charge) -> "subprocess.Popen[bytes]":
-    """Flags are for all to see, so what a rank has to know goes through its standard input."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        inherited = [charge.store]
-        if charge.front is not None:
-            inherited.append(charge.front)
-        process = subprocess.Popen(
+def _start_rank(spec: WorkerSpec) -> ChildProcess:
+    """Start a rank process; its spec goes to its standard input, as command lines are public."""
+    own_socket, peer_socket = socket.socketpair()
+    with own_socket, peer_socket:
+        inherited = [spec.store_fd]
+        if spec.frontend_fd is not None:
+            inherited.append(spec.frontend_fd)
+        process = ChildProcess(
             [sys.executable, "-m", "serving.ranks.rank_process"],
-            stdin=theirs.fileno(),
-            stdout=2,  # What others print is talk, and the server's own output is not theirs.
-            pass_fds=inherited,
-            env=child_environment(os.environ),
-            start_new_session=True,  # Ctrl-C is for the front end, which then drains.
+            stdin=peer_socket.fileno(),
+            stdout=2,  # Libraries may print to stdout, which is reserved for the server's results.
+            inherited=inherited,
         )
-        ours.sendall(msgspec.json.encode(charge))
+        own_socket.sendall(msgspec.json.encode(spec))
     return process

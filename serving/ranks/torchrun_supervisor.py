@@ -1,8 +1,9 @@
-"""Outside: ranks that torchrun starts, and starts again; they come to this front end by themselves.
+"""Torchrun supervisor: the front end's side of ranks that torchrun starts and restarts.
 
-A front end lives as long as torchrun's agent on its node, so it outlives the workers. It is found
-in a folder of its user's: a socket, and a secret that whoever connects must know. Of hung ranks
-those of this node are ended; the others see that, and torchrun does the rest.
+The front end runs as long as torchrun's agent on its node, so it outlives the workers. It listens
+on a Unix socket in a private directory of its user; a file in the same directory has a secret,
+which mesh rank 0 must send first. If the ranks hang, the supervisor kills those of this node; the
+other ranks detect that and exit, and torchrun starts all of them again.
 """
 
 import hmac
@@ -21,110 +22,126 @@ from pathlib import Path
 
 import msgspec
 
+from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError
 from serving.config import ServerConfig
 from serving.ranks.message_socket import Channel
-from serving.ranks.supervisor import KILL_S, Keeper
-from serving.ranks.watchdog import Loss, Running, close_all, gone
+from serving.ranks.supervisor import KILL_TIMEOUT_S, RankSupervisor
+from serving.ranks.watchdog import RankLoss, RankSet, close_descriptors, wait_for_exit
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 5.0
+HELLO_TIMEOUT_S = 5.0
+ADDRESS_FILE = "address"
 
 
-class Hello(msgspec.Struct, frozen=True):
-    """The first words of a planner. `pids`: the ranks on this node and their processes."""
+class RankZeroHello(msgspec.Struct, frozen=True):
+    """The first message of rank 0. `pids`: the process IDs of the ranks of its node, by rank."""
 
     secret: str
     pids: dict[int, int]
 
 
-class Card(msgspec.Struct, frozen=True):
-    """What lies beside the socket: who listens there, and what it wants to hear."""
+class FrontendAddress(msgspec.Struct, frozen=True):
+    """The file beside the socket: the front end's process, and the secret to connect with."""
 
     pid: int
     secret: str
+    start_ticks: int  # Distinguishes the front end from a later process with the same ID.
 
 
-def folder_of(run: str, port: int, agent: int) -> Path:
-    """Where a front end of this run lives, which serves this port under this agent."""
-    place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    name = blake2b(f"{run} {port}".encode(), digest_size=8).hexdigest()
-    return Path(place) / f"preamble-{os.getuid()}" / f"{name}-{agent}"
+def frontend_folder(run_id: str, port: int, agent: int) -> Path:
+    """The private directory of the front end of this run, port and torchrun agent."""
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    name = blake2b(f"{run_id} {port}".encode(), digest_size=8).hexdigest()
+    return Path(runtime_folder) / f"preamble-{os.getuid()}" / f"{name}-{agent}"
 
 
-def read_card(folder: Path) -> Card | None:
-    """Of a front end that lives there; None if none does."""
+def read_frontend_address(folder: Path) -> FrontendAddress | None:
+    """The address file of the front end in this directory; None if no such process runs."""
     try:
         _check_private(folder.parent)
-        card = msgspec.json.decode((folder / "card").read_bytes(), type=Card)
-        os.kill(card.pid, 0)
+        address = msgspec.json.decode((folder / ADDRESS_FILE).read_bytes(), type=FrontendAddress)
+        is_running = _start_ticks(address.pid) == address.start_ticks
     except (OSError, msgspec.DecodeError):
         return None
-    return card
+    return address if is_running else None
 
 
-def connect(folder: Path, card: Card, pids: dict[int, int]) -> Channel:
-    """A planner's channel to that front end."""
+def connect_to_frontend(folder: Path, address: FrontendAddress, pids: dict[int, int]) -> Channel:
+    """Rank 0's channel to the front end at `address`."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(str(folder / "socket"))
     channel = Channel(sock)
-    channel.send(msgspec.json.encode(Hello(card.secret, pids)))
+    channel.send(msgspec.json.encode(RankZeroHello(address.secret, pids)))
     return channel
 
 
-class Outside(Keeper):
-    """Waits for ranks in a folder, for as long as the agent lives."""
+class TorchrunSupervisor(RankSupervisor):
+    """Waits at a socket in `folder` for the ranks that torchrun starts, while its agent lives."""
 
-    def __init__(self, config: ServerConfig, folder: Path, agent: int) -> None:
+    def __init__(self, config: ServerConfig, folder: Path, agent_pid: int) -> None:
         super().__init__(config)
         self._folder = folder
-        self._agent = os.pidfd_open(agent)
-        _make_private(folder.parent)
-        _sweep(folder.parent)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        self._agent_descriptor = os.pidfd_open(agent_pid)
         self._server = socket.socket(socket.AF_UNIX)
-        try:
-            self._server.bind(str(folder / "socket"))
-        except OSError as error:
-            raise ConfigError(
-                f"{folder} cannot have the socket where ranks meet ({error}); point "
-                "XDG_RUNTIME_DIR to another place, with a shorter name"
-            ) from None
-        self._server.listen()
         self._secret = secrets.token_hex(32)
-        card = msgspec.json.encode(Card(os.getpid(), self._secret))
-        part = folder / "card.part"
-        part.write_bytes(card)
-        part.rename(folder / "card")
+        try:
+            self._listen()
+        except (ConfigError, OSError) as error:
+            self._close_descriptors()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"cannot create the ranks' socket in {folder} ({error}); set XDG_RUNTIME_DIR to a "
+                "writable directory with a shorter path"
+            ) from None
 
     def close(self, timeout_s: float = 10.0) -> None:
+        if self._is_closing:  # A second call would close descriptors that were reused.
+            return
         super().close(timeout_s)
-        self._server.close()
+        # Once it closes, the thread waits for no ranks any more, even if it still runs.
+        self._close_descriptors()
         shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(OSError):
-            os.close(self._agent)
 
-    def _gather(self) -> Running | None:
+    def _close_descriptors(self) -> None:
+        self._server.close()
+        os.close(self._agent_descriptor)
+
+    def _listen(self) -> None:
+        """Listen on the socket, then publish the address file beside it."""
+        folder = self._folder
+        _make_private(folder.parent)
+        _remove_stale_folders(folder.parent)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        self._server.bind(str(folder / "socket"))
+        self._server.listen()
+        address = FrontendAddress(os.getpid(), self._secret, _start_ticks(os.getpid()))
+        write_atomic(folder / ADDRESS_FILE, msgspec.json.encode(address), durable=False)
+
+    def _start_ranks(self) -> RankSet | None:
         while True:
-            waker, agent, server = self._waker.fileno(), self._agent, self._server.fileno()
-            ready = select.select([waker, agent, server], [], [])[0]
-            if waker in ready:
+            waker = self._waker.fileno()
+            agent = self._agent_descriptor
+            server = self._server.fileno()
+            readable = select.select([waker, agent, server], [], [])[0]
+            if waker in readable:
                 return None
-            if agent in ready:
-                self._bereave()
+            if agent in readable:
+                self._on_agent_ended()
                 return None
             channel = Channel(self._server.accept()[0])
-            running = self._greet(channel)
-            if running is not None:
-                return running
+            rank_set = self._authenticate(channel)
+            if rank_set is not None:
+                return rank_set
             channel.close()
 
-    def _greet(self, channel: Channel) -> Running | None:
+    def _authenticate(self, channel: Channel) -> RankSet | None:
         try:
-            frame = channel.receive(HELLO_S)
-            hello = msgspec.json.decode(frame or b"", type=Hello)
+            frame = channel.receive(HELLO_TIMEOUT_S)
+            hello = msgspec.json.decode(frame or b"", type=RankZeroHello)
         except (TimeoutError, msgspec.DecodeError):
             hello = None
         if hello is None or not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
@@ -134,35 +151,43 @@ class Outside(Keeper):
         try:
             for rank, pid in hello.pids.items():
                 descriptors[rank] = os.pidfd_open(pid)
-        except OSError:  # One has ended already; the others will.
-            close_all(descriptors)
+        except OSError:  # A rank has exited already, so all others exit, too.
+            close_descriptors(descriptors)
             return None
         pids = ",".join(map(str, hello.pids.values()))
         log.info("event=ranks_came pids=%s", pids)
-        return Running(channel, descriptors, lambda rank: None)
+        return RankSet(channel, descriptors, lambda rank: None)
 
-    def _bereave(self) -> None:
-        """Nobody starts ranks any more: what waits for them must not wait on."""
+    def _on_agent_ended(self) -> None:
+        """Stop serving: without torchrun's agent, ranks are not started again."""
         assert self._receiver is not None
         log.error("event=agent_ended")
-        self._refuse("torchrun's agent on this node has ended, and the ranks with it")
-        self._receiver.lost(str(self.refusal))
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._set_refusal("torchrun's agent on this node has exited, and its ranks with it")
+        self._receiver.ranks_lost(str(self.refusal))
+        os.kill(os.getpid(), signal.SIGTERM)  # The server's signal handler drains, then exits.
 
-    def _judge(self, loss: Loss) -> None:
+    def _record_loss(self, loss: RankLoss) -> None:
+        # Final, also after `Ready`. At the first start the front end then exits. Later it answers
+        # that it is not live, and accepts none of the ranks that torchrun still starts.
         if loss.kind == "refused":
-            self._refuse(loss.reason)
+            self._set_refusal(loss.reason)
 
-    def _pause(self, loss: Loss) -> bool:
+    def _wait_before_restart(self, loss: RankLoss) -> bool:
         return self.refusal is None
 
-    def _end(self, running: Running) -> None:
-        for descriptor in running.descriptors.values():
+    def _kill_ranks(self, rank_set: RankSet) -> None:
+        for descriptor in rank_set.descriptors.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        if not gone(running.descriptors, KILL_S):
+        if not wait_for_exit(rank_set.descriptors, KILL_TIMEOUT_S):
             log.error("event=ranks_not_ended")
-        close_all(running.descriptors)
+        close_descriptors(rank_set.descriptors)
+
+
+def _start_ticks(pid: int) -> int:
+    """When the process started, in clock ticks since boot; raises OSError if it has exited."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19])  # Field 22, starttime: the first of `fields` is field 3.
 
 
 def _make_private(folder: Path) -> None:
@@ -171,18 +196,18 @@ def _make_private(folder: Path) -> None:
 
 
 def _check_private(folder: Path) -> None:
-    found = folder.lstat()
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    if not private or found.st_uid != os.getuid():
+    folder_stat = folder.lstat()
+    is_private = stat.S_ISDIR(folder_stat.st_mode) and not folder_stat.st_mode & 0o077
+    if not is_private or folder_stat.st_uid != os.getuid():
         raise ConfigError(
-            f"{folder} is not a directory of this user's alone, so ranks cannot meet there; "
-            "remove it, or point XDG_RUNTIME_DIR to another place"
+            f"{folder} must be a directory that only this user can access, because the ranks "
+            "connect there; remove it, or set XDG_RUNTIME_DIR to another directory"
         )
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what is left of front ends that were killed: their agents are gone, too."""
-    for old in folder.iterdir():
-        agent = old.name.rpartition("-")[2]
+def _remove_stale_folders(folder: Path) -> None:
+    """Remove the directories of front ends whose torchrun agent no longer runs."""
+    for stale_folder in folder.iterdir():
+        agent = stale_folder.name.rpartition("-")[2]
         if agent.isdecimal() and not Path(f"/proc/{agent}").exists():
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(stale_folder, ignore_errors=True)

@@ -1,8 +1,10 @@
-"""Under torchrun: a worker becomes a rank, and one of them sees to it that there is a front end.
+"""Torchrun worker: rendezvous of the workers; each becomes a rank, and one starts the front end.
 
-The workers of one round first tell each other where they are, through torchrun's own store, which
-may hold what earlier rounds have left. Mesh rank 0 is on the front end's node, so ranks are turned
-round. A worker that is asked to end passes that on to the front end, and ends when it has drained.
+Torchrun starts all workers again after a loss; each start is a round. In the rendezvous the workers
+of a round exchange their addresses through torchrun's own store, which may still contain entries of
+earlier rounds. Mesh rank 0 must be on the front end's node, so mesh ranks are torchrun's ranks,
+rotated. A worker that receives SIGTERM sends it to the front end, and exits when the front end has
+drained.
 """
 
 import json
@@ -11,7 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,91 +24,95 @@ from typing import NoReturn
 
 import msgspec
 
-from gpt.child_processes import child_environment, end_with
+from gpt.child_processes import ChildProcess, child_environment, die_with_parent
 from gpt.errors import ConfigError
-from serving.config import ServerConfig, loopback
+from serving.config import ServerConfig, is_loopback
 from serving.logs import log_to_stderr
-from serving.ranks.launcher import AGENT, FOLDER
+from serving.ranks.launcher import AGENT_VARIABLE, FOLDER_VARIABLE
 from serving.ranks.message_socket import Channel
 from serving.ranks.rank_channels import Store
-from serving.ranks.rank_position import Place
-from serving.ranks.torchrun_supervisor import connect, folder_of, read_card
+from serving.ranks.rank_position import RankPosition
+from serving.ranks.torchrun_supervisor import (
+    connect_to_frontend,
+    frontend_folder,
+    read_frontend_address,
+)
 
 log = logging.getLogger(__name__)
 
-MUSTER_S = 300.0
-FRONT_S = 60.0
-LOOK_S = 0.02
-# A worker that is told to end while another rank is being lost is about to be started again.
-DOUBT_S = 0.5
+RENDEZVOUS_TIMEOUT_S = 300.0
+FRONTEND_START_S = 60.0
+POLL_S = 0.02
+# Torchrun also sends SIGTERM to the workers that it restarts after a rank was lost. Such a worker
+# exits within this delay because of the lost rank, and so does not ask the front end to drain.
+STOP_DELAY_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# torch 2.13 tells the address of that store in the first round only (dynamic_rendezvous.py).
-SHARED_STORE = (
-    "the agents share their store with the workers, so a node that is started again cannot come "
-    "back; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+# torch 2.13 publishes the address of the shared store in the first round only
+# (dynamic_rendezvous.py).
+SHARED_STORE_WARNING = (
+    "torchrun's agents share their store with the workers, so a node that is restarted cannot "
+    "rejoin; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 )
-# What torchrun sets for its workers, and a front end must not take for its own.
-_SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-_SET_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
+# Variables that torchrun sets for its workers, removed from the front end's environment.
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 
 
-class Presence(msgspec.Struct, frozen=True):
-    """A worker of this round, as it tells the others."""
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """The record that a worker publishes in the rendezvous."""
 
     node: int
     pid: int
-    host: str  # Where the others reach it.
-    front: bool  # A front end of this run lives on its node.
+    host: str  # The address at which the other workers reach it.
+    has_frontend: bool  # A front end of this run already runs on its node.
 
 
 @dataclass(frozen=True)
-class Post:
-    """What torchrun says to a worker."""
+class TorchrunEnv:
+    """The environment variables that torchrun sets for a worker."""
 
     rank: int
-    ranks: int
-    local: int
-    locals: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
     node: int
-    run: str
-    master: str
-    port: int
-    shared_store: bool  # That of the agents themselves.
+    run_id: str
+    master_host: str
+    master_port: int
+    shared_store: bool  # The workers use the agents' own store.
 
     @classmethod
-    def read(cls) -> "Post":
-        said = os.environ
+    def from_environment(cls) -> "TorchrunEnv":
+        environment = os.environ
         return cls(
-            rank=int(said["RANK"]),
-            ranks=int(said["WORLD_SIZE"]),
-            local=int(said["LOCAL_RANK"]),
-            locals=int(said["LOCAL_WORLD_SIZE"]),
-            node=int(said["GROUP_RANK"]),
-            run=said["TORCHELASTIC_RUN_ID"],
-            master=said["MASTER_ADDR"],
-            port=int(said["MASTER_PORT"]),
-            shared_store=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            node=int(environment["GROUP_RANK"]),
+            run_id=environment["TORCHELASTIC_RUN_ID"],
+            master_host=environment["MASTER_ADDR"],
+            master_port=int(environment["MASTER_PORT"]),
+            shared_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
 
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def work(config: ServerConfig, flags: list[str]) -> NoReturn:
-    """Be a rank until the end. `flags` are what followed the command's word."""
-    post, agent = Post.read(), os.getppid()
-    end_with(agent)
-    if config.tp * config.pp != post.ranks:
+def run_worker(config: ServerConfig, flags: list[str]) -> NoReturn:
+    """Run this worker as a rank, then exit. `flags`: the arguments after `preamble serve`."""
+    env, agent_pid = TorchrunEnv.from_environment(), os.getppid()
+    die_with_parent(agent_pid)
+    parallel = config.parallel_config
+    if parallel.ranks != env.world_size:
         raise ConfigError(
-            f"--tp {config.tp} and --pp {config.pp} need {config.tp * config.pp} workers, torchrun "
-            f"has started {post.ranks}; let nnodes x nproc-per-node be tp x pp"
+            f"--tp {parallel.tp} and --pp {parallel.pp} need {parallel.ranks} workers, torchrun "
+            f"has started {env.world_size}; set nnodes x nproc-per-node to tp x pp"
         )
-    # Before there are threads: signals are for the one that waits for them.
+    # Blocked before any thread starts, because threads inherit the mask: only sigwait receives the
+    # signals then.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    stopping = _Stopping()
+    stop_signals = _StopSignals()
     try:
-        code = _become_rank(config, flags, post, agent, stopping)
+        code = _run_rank(config, flags, env, agent_pid, stop_signals)
     except BaseException:
         log.exception("event=rank_failed")
         code = 1
@@ -116,162 +121,192 @@ def work(config: ServerConfig, flags: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def _become_rank(
-    config: ServerConfig, flags: list[str], post: Post, agent: int, stopping: "_Stopping"
+def _run_rank(
+    config: ServerConfig,
+    flags: list[str],
+    env: TorchrunEnv,
+    agent_pid: int,
+    stop_signals: "_StopSignals",
 ) -> int:
+    log_to_stderr(config.observability_config.log_format)
+
     import torch.distributed as dist
 
-    from serving.ranks.rank import Rank, share_cores
+    from serving.ranks.rank import Rank
+    from serving.ranks.rank_resources import set_thread_count
 
-    folder = folder_of(post.run, config.port, agent)
-    if post.rank == 0 and post.ranks > post.locals and post.shared_store:
-        log.warning("event=restarts_limited reason=%r", SHARED_STORE)
-    limit = timedelta(seconds=MUSTER_S)
-    store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-    front_here = read_card(folder) is not None
-    own = Presence(post.node, os.getpid(), _own_host(post), front_here)
-    round_, all_ = muster(store, post.rank, post.ranks, own)
-    first = first_rank(all_)
-    place = Place((post.rank - first) % post.ranks, post.ranks, post.local, post.locals)
-    log_to_stderr(config.log_format, place.rank)
-    share_cores(place, said=False)
-    if loopback(all_[first].host):
+    folder = frontend_folder(env.run_id, config.network_config.port, agent_pid)
+    if env.rank == 0 and env.world_size > env.local_world_size and env.shared_store:
+        log.warning("event=restarts_limited reason=%r", SHARED_STORE_WARNING)
+    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    has_frontend = read_frontend_address(folder) is not None
+    own_worker = WorkerInfo(env.node, os.getpid(), _own_host(env), has_frontend)
+    round_id, workers = rendezvous(store, env.rank, env.world_size, own_worker)
+    first_worker_rank = first_rank(workers)
+    position = RankPosition(
+        (env.rank - first_worker_rank) % env.world_size,
+        env.world_size,
+        env.local_rank,
+        env.local_world_size,
+    )
+    log_to_stderr(config.observability_config.log_format, position.rank)  # Adds the mesh rank.
+    set_thread_count(position, respect_environment=False)
+    if is_loopback(workers[first_worker_rank].host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    front = None
-    if place.rank == 0:
-        near = {
-            (rank - first) % post.ranks: one.pid
-            for rank, one in enumerate(all_)
-            if one.node == post.node
+    frontend = None
+    if position.rank == 0:
+        local_pids = {
+            (rank - first_worker_rank) % env.world_size: worker.pid
+            for rank, worker in enumerate(workers)
+            if worker.node == env.node
         }
-        front = _front_end(folder, agent, flags, near, starts=not own.front)
-    prefixed = dist.PrefixStore(f"preamble/{round_}", store)  # type: ignore[attr-defined]
-    rank = Rank(place, config, prefixed, all_[first].host, front, _FrontEnd(folder).end)
-    stopping.ask(rank.ask_to_drain)
+        frontend = _connect_frontend(
+            folder, agent_pid, flags, local_pids, starts=not own_worker.has_frontend
+        )
+    round_store = dist.PrefixStore(f"preamble/{round_id}", store)  # type: ignore[attr-defined]
+    rank = Rank(
+        position,
+        config,
+        round_store,
+        workers[first_worker_rank].host,
+        frontend,
+        _FrontendProcess(folder).stop_once,
+    )
+    stop_signals.set_handler(rank.request_drain)
     return rank.run()
 
 
-def first_rank(all_: list[Presence]) -> int:
-    """The worker that is to be mesh rank 0: the first one where a front end lives, or the first."""
-    return next((rank for rank, one in enumerate(all_) if one.front), 0)
+def first_rank(workers: list[WorkerInfo]) -> int:
+    """The worker that becomes mesh rank 0: the first on a node with a front end, else worker 0."""
+    return next((rank for rank, worker in enumerate(workers) if worker.has_frontend), 0)
 
 
-def muster(
-    store: Store, rank: int, ranks: int, own: Presence, timeout_s: float = MUSTER_S
-) -> tuple[str, list[Presence]]:
-    """A name for this round, and who is there. All workers of the round call it.
+def rendezvous(
+    store: Store,
+    rank: int,
+    world_size: int,
+    own_worker: WorkerInfo,
+    timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+) -> tuple[str, list[WorkerInfo]]:
+    """A new id of this round, and its workers by rank; all workers of the round must call it.
 
-    The store may have what workers of earlier rounds have put there, so nobody is believed before
-    it has answered to a word that is new.
+    The store may contain entries of earlier rounds. So each worker publishes a random nonce, worker
+    0 answers each nonce with the round's id, and only workers that then publish their record under
+    this id have joined.
     """
-    end = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
 
     def wait(key: str) -> str:
         while not store.check([key]):
-            if time.monotonic() > end:
-                raise TimeoutError(f"not all {ranks} workers came within {timeout_s:g} s")
-            time.sleep(LOOK_S)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all {world_size} workers joined within {timeout_s:g} s")
+            time.sleep(POLL_S)
         return store.get(key).decode()
 
-    said = msgspec.json.encode(own).decode()
+    own_record = msgspec.json.encode(own_worker).decode()
     if rank > 0:
-        word = secrets.token_hex(8)
-        store.set(f"preamble/word/{rank}", word)
-        round_ = wait(f"preamble/heard/{word}")
-        store.set(f"preamble/{round_}/{rank}", said)
-        return round_, msgspec.json.decode(wait(f"preamble/{round_}/all"), type=list[Presence])
-    round_ = secrets.token_hex(8)
-    there: dict[int, str] = {0: said}
-    while len(there) < ranks:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{len(there)} of {ranks} workers came within {timeout_s:g} s")
-        for other in set(range(ranks)) - set(there):
-            if store.check([f"preamble/word/{other}"]):
-                store.set(f"preamble/heard/{store.get(f'preamble/word/{other}').decode()}", round_)
-            if store.check([f"preamble/{round_}/{other}"]):
-                there[other] = store.get(f"preamble/{round_}/{other}").decode()
-        time.sleep(LOOK_S)
-    records = [json.loads(there[other]) for other in range(ranks)]
-    store.set(f"preamble/{round_}/all", json.dumps(records))
-    return round_, msgspec.convert(records, list[Presence])
+        nonce = secrets.token_hex(8)
+        store.set(f"preamble/nonces/{rank}", nonce)
+        round_id = wait(f"preamble/rounds/{nonce}")
+        store.set(f"preamble/{round_id}/{rank}", own_record)
+        return round_id, msgspec.json.decode(
+            wait(f"preamble/{round_id}/all"), type=list[WorkerInfo]
+        )
+    round_id = secrets.token_hex(8)
+    records_by_rank: dict[int, str] = {0: own_record}
+    while len(records_by_rank) < world_size:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"only {len(records_by_rank)} of {world_size} workers joined within {timeout_s:g} s"
+            )
+        for other in set(range(world_size)) - set(records_by_rank):
+            if store.check([f"preamble/nonces/{other}"]):
+                nonce = store.get(f"preamble/nonces/{other}").decode()
+                store.set(f"preamble/rounds/{nonce}", round_id)
+            if store.check([f"preamble/{round_id}/{other}"]):
+                records_by_rank[other] = store.get(f"preamble/{round_id}/{other}").decode()
+        time.sleep(POLL_S)
+    records = [json.loads(records_by_rank[other]) for other in range(world_size)]
+    store.set(f"preamble/{round_id}/all", json.dumps(records))
+    return round_id, msgspec.convert(records, list[WorkerInfo])
 
 
-def _own_host(post: Post) -> str:
-    """An address of this node that the others can reach."""
-    if post.node == 0:
-        return post.master  # The store is here, and they have reached that.
-    kind = socket.getaddrinfo(post.master, post.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind[0], kind[1]) as probe:
-        probe.connect(kind[4])  # Sends nothing; only finds the way.
+def _own_host(env: TorchrunEnv) -> str:
+    """An address of this node that the other workers can reach."""
+    if env.node == 0:
+        return env.master_host  # All workers reach the store of this node by this address.
+    addrinfo = socket.getaddrinfo(env.master_host, env.master_port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(addrinfo[0], addrinfo[1]) as probe:
+        probe.connect(addrinfo[4])  # UDP: sends no packet, only selects the source address.
         host: str = probe.getsockname()[0]
     return host
 
 
-def _front_end(
-    folder: Path, agent: int, flags: list[str], pids: dict[int, int], *, starts: bool
+def _connect_frontend(
+    folder: Path, agent_pid: int, flags: list[str], pids: dict[int, int], *, starts: bool
 ) -> Channel:
-    """A channel to this node's front end, which is started if there is none."""
-    process = _start_front(folder, agent, flags) if starts else None
-    end = time.monotonic() + FRONT_S
-    while (card := read_card(folder)) is None:
+    """A channel to this node's front end; `starts`: start the front end first."""
+    process = _start_frontend(folder, agent_pid, flags) if starts else None
+    deadline = time.monotonic() + FRONTEND_START_S
+    while (address := read_frontend_address(folder)) is None:
         if process is None or process.poll() is not None:
-            raise ConfigError("the front end has ended; its own message says why")
-        if time.monotonic() > end:
+            raise ConfigError("the front end has exited; its own error message says why")
+        if time.monotonic() > deadline:
             process.kill()
-            raise TimeoutError(f"the front end did not listen within {FRONT_S:g} s")
-        time.sleep(LOOK_S)
-    return connect(folder, card, pids)
+            raise TimeoutError(f"the front end did not listen within {FRONTEND_START_S:g} s")
+        time.sleep(POLL_S)
+    return connect_to_frontend(folder, address, pids)
 
 
-def _start_front(folder: Path, agent: int, flags: list[str]) -> "subprocess.Popen[bytes]":
+def _start_frontend(folder: Path, agent_pid: int, flags: list[str]) -> ChildProcess:
     environment = {
         name: value
         for name, value in child_environment(os.environ).items()
-        if name not in _SET and not name.startswith(_SET_PREFIXES)
+        if name not in _TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_PREFIXES)
     }
-    environment |= {FOLDER: str(folder), AGENT: str(agent)}
-    # It inherits which signals are held back here, and must get its own.
+    environment |= {FOLDER_VARIABLE: str(folder), AGENT_VARIABLE: str(agent_pid)}
+    # A child inherits the mask of blocked signals; the front end must receive its signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "serving", "serve", *flags],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # It outlives this worker, and drains when the agent ends.
+        # `ChildProcess` starts a session of its own, so the front end outlives this worker; it
+        # drains when the agent exits.
+        return ChildProcess(
+            [sys.executable, "-m", "serving", "serve", *flags], environment=environment
         )
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-class _FrontEnd:
-    """This node's front end, to be told once that it must end: a second time would hurry it."""
+class _FrontendProcess:
+    """This node's front end. Sends SIGTERM once; a second SIGTERM would skip draining."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._asking = threading.Lock()  # Is never given back.
+        self._stop_sent = threading.Lock()  # Never released: only the first caller acquires it.
 
-    def end(self) -> None:
-        card = read_card(self._folder)
-        if card is not None and self._asking.acquire(blocking=False):
-            os.kill(card.pid, signal.SIGTERM)
+    def stop_once(self) -> None:
+        address = read_frontend_address(self._folder)
+        if address is not None and self._stop_sent.acquire(blocking=False):
+            os.kill(address.pid, signal.SIGTERM)
 
 
-class _Stopping:
-    """Waits for a signal to end, in a thread: the main one may be stuck in a collective."""
+class _StopSignals:
+    """Waits for SIGTERM, SIGINT or SIGHUP in a thread: the main thread may be in a collective."""
 
     def __init__(self) -> None:
-        self._ask: Callable[[], None] | None = None
-        threading.Thread(target=self._wait, name="signals", daemon=True).start()
+        self._handler: Callable[[], None] | None = None
+        threading.Thread(target=self._wait_for_signal, name="signals", daemon=True).start()
 
-    def ask(self, ask: Callable[[], None]) -> None:
-        """From now on, a signal is passed on to who can drain."""
-        self._ask = ask
+    def set_handler(self, handler: Callable[[], None]) -> None:
+        """Call `handler` for each signal from now on; until then a signal ends the process."""
+        self._handler = handler
 
-    def _wait(self) -> None:
+    def _wait_for_signal(self) -> None:
         while True:
-            number = signal.sigwait(SIGNALS)
-            if self._ask is None:
-                os._exit(128 + number)
-            log.info("event=asked_to_end signal=%s", signal.Signals(number).name)
-            time.sleep(DOUBT_S)
-            self._ask()
+            signal_number = signal.sigwait(SIGNALS)
+            if self._handler is None:
+                os._exit(128 + signal_number)
+            log.info("event=asked_to_end signal=%s", signal.Signals(signal_number).name)
+            time.sleep(STOP_DELAY_S)
+            self._handler()

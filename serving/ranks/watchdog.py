@@ -1,56 +1,82 @@
-"""Watching ranks: their messages are handed on, and their end is seen, whether dead or hung.
+"""Watchdog: detects dead and hung ranks, and the step time-out that it learns from step times.
 
-One thread waits at once for rank 0's channel, for the end of each process and for a limit of time.
-Dead is an end that was not asked for; hung is silence beyond the limit of the phase: loading,
-warming up, a step, idleness. How ranks are started, and what is done about a loss, is not known
-here.
+One thread waits for three things at once: rank 0's channel, the exit of each rank process, and a
+time limit. A rank is dead if its process exited without being asked to. The ranks are hung if rank
+0 sends nothing for longer than the limit of its phase: loading, warming up, or running (a step, or
+the heartbeat of an idle engine loop). The messages that rank 0 sends are forwarded to the receiver.
+
+The limit of a step (`StepTimeout`) is learned: a long prefill step may take 10 s on slow hardware,
+but a decode step of 10 s means that a rank hangs. The limit is therefore the largest of three
+times: a minimum, 10 times the p99 of the recent step times, and 10 times the longest time that a
+step in flight would take at the measured seconds per token.
+
+This module is independent of how ranks are started and of what happens after a loss.
 """
 
 import logging
 import os
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from serving.config import ServerConfig
+from serving.config import ParallelConfig
 from serving.engine.transport import Receiver
-from serving.messages import Failed, Ready, Update, Warming, from_planner
+from serving.messages import (
+    HEARTBEAT_INTERVAL_S,
+    Failed,
+    Ready,
+    StepSize,
+    StepTime,
+    Update,
+    WarmingUp,
+    decode_from_engine_loop,
+)
 from serving.ranks.message_socket import Channel
-from serving.ranks.step_timeout import Patience
 
 log = logging.getLogger(__name__)
 
-# A wait that takes this much longer than asked: it is this process that was stopped or starved, and
-# the ranks perhaps with it, so they get that time again.
-LATE_S = 0.5
-ENDING_S = 0.5
+# A poll() that returns this much later than its time-out means that this process itself was stopped
+# or starved of CPU, perhaps together with the ranks: the excess is not counted as their silence.
+LATE_WAKEUP_S = 0.5
+# The channel of a rank closes shortly before its process exits; the exit is awaited this long.
+EXIT_WAIT_S = 0.5
+
+# The learned limit of a step: its minimum, the factor over the measured and expected step times,
+# and the number of step times that are kept.
+TIMEOUT_MIN_S = 2.0
+TIMEOUT_FACTOR = 10.0
+RECENT_STEPS = 256
 
 
 @dataclass(frozen=True)
-class Running:
-    """A set of ranks: rank 0's channel, and for each rank here a descriptor that tells its end."""
+class RankSet:
+    """The running ranks: rank 0's channel, and a pidfd for each rank process of this node."""
 
     channel: Channel
-    descriptors: Mapping[int, int]  # By rank.
-    # How a rank ended, as a sentence, for one that has. None: nobody knows.
-    ending: Callable[[int], str | None]
+    descriptors: Mapping[int, int]  # pidfd by rank.
+    # How a rank's process exited, as the end of a sentence. None: it runs, or the cause is unknown.
+    describe_exit: Callable[[int], str | None]
 
 
 @dataclass(frozen=True)
-class Loss:
-    """Why the ranks are gone, or have to go."""
+class RankLoss:
+    """Why the ranks were lost, or must be stopped."""
 
     reason: str
-    kind: str  # "dead", "hung", "failed", "refused" or "closed".
-    healthy_s: float = 0.0  # How long they had answered.
+    # "dead": a process exited. "hung": silence beyond the limit. "failed": rank 0 sent `Failed` or
+    # an invalid message. "refused": rank 0 sent a permanent `Failed`. "closed": the supervisor
+    # closes.
+    kind: str
+    healthy_s: float = 0.0  # Seconds from `Ready` to the loss; 0 if they were never ready.
 
 
 class Waker:
-    """What another thread wakes the watching one with."""
+    """Wakes the watchdog's thread from another thread, by an eventfd."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -62,140 +88,231 @@ class Waker:
         os.eventfd_write(self._descriptor, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was woken, now or at any time before."""
+        """Wait for `wake`; True at once if `wake` was called before."""
         return bool(select.select([self._descriptor], [], [], timeout_s)[0])
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-class Watch:
-    """One set of ranks, from its start to its loss. `ready` is called before the receiver's."""
+class Watchdog:
+    """Watches one set of ranks from its start to its loss.
+
+    `on_ready` is called before `receiver.ready`.
+    """
 
     def __init__(
         self,
-        running: Running,
-        config: ServerConfig,
+        rank_set: RankSet,
+        config: ParallelConfig,
         receiver: Receiver,
         waker: Waker,
-        ready: Callable[[Ready], None],
+        on_ready: Callable[[], None],
     ) -> None:
-        self._running, self._config, self._receiver = running, config, receiver
-        self._waker, self._tell_ready = waker, ready
-        self._patience = Patience(config.step_timeout_s, config.warmup_s, config.pp)
+        self._rank_set = rank_set
+        self._config = config
+        self._receiver = receiver
+        self._waker = waker
+        self._on_ready = on_ready
+        self._step_timeout = StepTimeout(config.step_timeout_s, config.warmup_s)
         self._phase = "loading"
-        self._heard = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._ready_at: float | None = None
 
-    def until_lost(self) -> Loss:
+    def watch_until_lost(self) -> RankLoss:
+        """Forward rank 0's messages until the ranks are lost or the waker is woken."""
         poll = select.poll()
-        ranks = {number: rank for rank, number in self._running.descriptors.items()}
-        for number in (self._waker.fileno(), self._running.channel.fileno(), *ranks):
-            poll.register(number, select.POLLIN)
+        ranks = {descriptor: rank for rank, descriptor in self._rank_set.descriptors.items()}
+        for descriptor in (self._waker.fileno(), self._rank_set.channel.fileno(), *ranks):
+            poll.register(descriptor, select.POLLIN)
         while True:
-            wait_s = max(0.0, self._look_s() - (time.monotonic() - self._heard))
-            asked = time.monotonic()
-            ready = {number for number, _ in poll.poll(wait_s * 1000)}
-            late_s = time.monotonic() - asked - wait_s
-            if late_s > LATE_S:
-                self._heard += late_s
-            if self._waker.fileno() in ready:
-                return self._loss("it was closed", "closed")
-            # What rank 0 said last may be the reason, so it is read before an end is believed.
-            loss = self._listen()
-            ended = sorted(ranks[number] for number in ready if number in ranks)
+            wait_s = max(0.0, self._wait_limit_s() - (time.monotonic() - self._last_message_at))
+            wait_started = time.monotonic()
+            readable = {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
+            late_s = time.monotonic() - wait_started - wait_s
+            if late_s > LATE_WAKEUP_S:
+                self._last_message_at += late_s
+            if self._waker.fileno() in readable:
+                return self._new_loss("it was closed", "closed")
+            # Rank 0's last messages may contain the reason of an exit, so they are read first.
+            loss = self._read_messages()
+            ended = sorted(ranks[descriptor] for descriptor in readable if descriptor in ranks)
             if loss is None and ended:
-                loss = self._loss(self._ended(ended[0]), "dead")
-            if loss is None and not ready:
-                loss = self._silence()
+                loss = self._new_loss(self._exit_reason(ended[0]), "dead")
+            if loss is None and not readable:
+                loss = self._check_silence()
             if loss is not None:
                 return loss
 
-    def _look_s(self) -> float:
-        """How long to wait before the limit is asked for, which costs something."""
+    def _wait_limit_s(self) -> float:
+        """Seconds of silence after which the limit must be checked.
+
+        In the running phase this is first the lower bound `limit_min_s`, then `limit_s()`, because
+        `limit_s()` is costly.
+        """
         if self._phase == "loading":
             return self._config.load_s
         if self._phase == "warming up":
             return self._config.warmup_s
-        silent_s = time.monotonic() - self._heard
-        least_s = self._patience.least_s
-        return least_s if silent_s < least_s else self._patience.limit_s()
+        silent_s = time.monotonic() - self._last_message_at
+        limit_min_s = self._step_timeout.limit_min_s
+        return limit_min_s if silent_s < limit_min_s else self._step_timeout.limit_s()
 
-    def _silence(self) -> Loss | None:
-        limit_s = self._look_s()
+    def _check_silence(self) -> RankLoss | None:
+        limit_s = self._wait_limit_s()
         if self._phase == "running":
-            limit_s = self._patience.limit_s()
-        silent_s = time.monotonic() - self._heard
+            limit_s = self._step_timeout.limit_s()
+        silent_s = time.monotonic() - self._last_message_at
         if silent_s < limit_s:
             return None
-        what = f"said nothing for {silent_s:.1f} s while {self._phase} (limit {limit_s:.1f} s)"
-        return self._loss(f"the ranks {what}", "hung")
+        description = (
+            f"sent no message for {silent_s:.1f} s while {self._phase} (limit {limit_s:.1f} s)"
+        )
+        return self._new_loss(f"the ranks {description}", "hung")
 
-    def _listen(self) -> Loss | None:
-        """Take all that is there."""
-        channel = self._running.channel
+    def _read_messages(self) -> RankLoss | None:
+        """Handle every message that rank 0 has sent; return the loss that a message reports."""
+        channel = self._rank_set.channel
         while channel.poll():
             frame = channel.receive()
             if frame is None:
-                own = {rank: it for rank, it in self._running.descriptors.items() if rank == 0}
-                gone(own, ENDING_S)  # Its channel ends a little before it does.
-                return self._loss(self._ended(0), "dead")
+                rank_zero = {
+                    rank: descriptor
+                    for rank, descriptor in self._rank_set.descriptors.items()
+                    if rank == 0
+                }
+                wait_for_exit(rank_zero, EXIT_WAIT_S)  # The channel closes just before the exit.
+                return self._new_loss(self._exit_reason(0), "dead")
             try:
-                loss = self._take(frame)
+                loss = self._handle_frame(frame)
             except msgspec.DecodeError as error:
-                loss = self._loss(f"rank 0 said what is no message ({error})", "failed")
+                loss = self._new_loss(f"rank 0 sent an invalid message ({error})", "failed")
             if loss is not None:
                 return loss
         return None
 
-    def _take(self, frame: bytes) -> Loss | None:
-        message = from_planner(frame)
-        self._heard = time.monotonic()
+    def _handle_frame(self, frame: bytes) -> RankLoss | None:
+        message = decode_from_engine_loop(frame)
+        self._last_message_at = time.monotonic()
         match message:
             case Update():
-                self._patience.note(message.step_tokens, message.step_context, message.seconds)
-                if self._phase == "running":  # Before, they tell how long first steps took.
+                self._step_timeout.record_steps(message.completed_steps, message.steps_in_flight)
+                # The update before `Ready` only carries the time of a warm-up step.
+                if self._phase == "running":
                     self._receiver.update(message)
-            case Warming():
+            case WarmingUp():
                 self._phase = "warming up"
             case Ready():
                 self._phase = "running"
-                self._ready_at = self._heard
-                self._tell_ready(message)
+                self._ready_at = self._last_message_at
+                self._on_ready()
                 self._receiver.ready(message)
             case Failed():
-                if message.refused:
-                    return self._loss(message.reason, "refused")
-                return self._loss("; ".join([message.reason, *self._endings()]), "failed")
+                if message.is_permanent:
+                    return self._new_loss(message.reason, "refused")
+                return self._new_loss("; ".join([message.reason, *self._exit_reasons()]), "failed")
         return None
 
-    def _ended(self, rank: int) -> str:
-        return "; ".join(self._endings()) or f"rank {rank} has ended"
+    def _exit_reason(self, rank: int) -> str:
+        return "; ".join(self._exit_reasons()) or f"rank {rank} exited"
 
-    def _endings(self) -> list[str]:
-        """Of all that have ended: the first that we hear of may be a victim of another's end."""
-        ends = {rank: self._running.ending(rank) for rank in self._running.descriptors}
-        return [f"rank {rank} {how}" for rank, how in ends.items() if how is not None]
+    def _exit_reasons(self) -> list[str]:
+        """How each exited rank exited: the first exit that was seen may not be the cause."""
+        exits = {rank: self._rank_set.describe_exit(rank) for rank in self._rank_set.descriptors}
+        return [
+            f"rank {rank} {description}"
+            for rank, description in exits.items()
+            if description is not None
+        ]
 
-    def _loss(self, reason: str, kind: str) -> Loss:
+    def _new_loss(self, reason: str, kind: str) -> RankLoss:
         healthy_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-        return Loss(reason, kind, healthy_s)
+        return RankLoss(reason, kind, healthy_s)
 
 
-def gone(descriptors: Mapping[int, int], timeout_s: float) -> bool:
-    """Whether all these processes have ended, before the time is over."""
-    end = time.monotonic() + timeout_s
-    left = set(descriptors.values())
-    while left:
-        wait_s = end - time.monotonic()
-        ended = select.select(list(left), [], [], max(0.0, wait_s))[0]
-        left -= set(ended)
+class StepTimeout:
+    """Time limit of a step: the ranks count as hung when a step takes longer.
+
+    It is learned from the last `RECENT_STEPS` steps. `first_step_s`: the limit before any step time
+    is known. `fixed_s`: if set, this limit (`step_timeout_s`) replaces the learned one.
+    """
+
+    def __init__(self, fixed_s: float | None, first_step_s: float) -> None:
+        self._fixed_s = fixed_s
+        self._first_step_s = first_step_s
+        self._in_flight: Sequence[StepSize] = ()
+        self._recent: deque[StepTime] = deque(maxlen=RECENT_STEPS)
+
+    def record_steps(
+        self, completed_steps: Iterable[StepTime], steps_in_flight: Sequence[StepSize]
+    ) -> None:
+        """Record the steps that were completed since the last call, and all steps in flight."""
+        self._recent.extend(completed_steps)
+        self._in_flight = steps_in_flight
+
+    @property
+    def limit_min_s(self) -> float:
+        """Lower bound of `limit_s()`, which is costly: no need to compute it before this time."""
+        return TIMEOUT_MIN_S if self._fixed_s is None else self._fixed_s
+
+    def limit_s(self) -> float:
+        """Seconds that the ranks may be silent, counted from their last message."""
+        is_idle = not self._in_flight
+        idle_s = HEARTBEAT_INTERVAL_S if is_idle else 0.0
+        if self._fixed_s is not None:
+            return self._fixed_s + idle_s
+        if not self._recent:
+            return TIMEOUT_MIN_S + idle_s if is_idle else self._first_step_s
+        times = sorted(step_time.seconds for step_time in self._recent)
+        p99_s = times[(len(times) - 1) * 99 // 100]
+        expected_s = max((self._expected_s(size) for size in self._in_flight), default=0.0)
+        return max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * p99_s, TIMEOUT_FACTOR * expected_s) + idle_s
+
+    def _expected_s(self, size: StepSize) -> float:
+        """Expected seconds of a step: the time of its new tokens plus that of its context."""
+        by_tokens = _expected_seconds(
+            ((step_time.tokens, step_time.seconds) for step_time in self._recent), size.tokens
+        )
+        by_context = _expected_seconds(
+            ((step_time.context_tokens, step_time.seconds) for step_time in self._recent),
+            size.context_tokens,
+        )
+        if size.context_tokens and not by_context:
+            return self._first_step_s / TIMEOUT_FACTOR
+        return by_tokens + by_context
+
+
+def _expected_seconds(pairs: Iterable[tuple[int, float]], count: int) -> float:
+    """Seconds of `count` tokens at the largest seconds per token of the steps of about this size.
+
+    `pairs`: (tokens, seconds) of each step; those of at least `count` / 2 tokens are used. If all
+    steps were smaller, the largest of them is used: its seconds per token overestimate those of a
+    larger step. Never below the seconds of a step of `count` tokens; 0 without steps.
+    """
+    measured_pairs = [(tokens, seconds) for tokens, seconds in pairs if tokens > 0]
+    if not measured_pairs:
+        return 0.0
+    tokens_min = min(count / 2, max(tokens for tokens, _ in measured_pairs))
+    # The quotient comes first: it is exactly 1 for a step of `count` tokens.
+    return max(
+        seconds * (count / tokens) for tokens, seconds in measured_pairs if tokens >= tokens_min
+    )
+
+
+def wait_for_exit(descriptors: Mapping[int, int], timeout_s: float) -> bool:
+    """Wait until all processes have exited; False if some still run after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    open_descriptors = set(descriptors.values())
+    while open_descriptors:
+        wait_s = deadline - time.monotonic()
+        ended = select.select(list(open_descriptors), [], [], max(0.0, wait_s))[0]
+        open_descriptors -= set(ended)
         if not ended and wait_s <= 0:
             return False
     return True
 
 
-def close_all(descriptors: Mapping[int, int]) -> None:
-    for number in descriptors.values():
+def close_descriptors(descriptors: Mapping[int, int]) -> None:
+    for descriptor in descriptors.values():
         with suppress(OSError):
-            os.close(number)
+            os.close(descriptor)

@@ -1,41 +1,83 @@
-"""Who goes on, before it is known what they drew: the step after the one in flight.
+"""Asynchronous scheduling: the steps in flight, and the decodes that can be planned early.
 
-It follows by itself where nothing has to be decided: all decode, nobody's choice looks at what was
-made, and there are blocks for all. Whoever ends by what it drew was in that step for nothing, and
-its row is dropped. Whatever else there is waits until the step in flight is over.
+A step is in flight from its plan to its outcome. Each pipeline stage runs one step. Asynchronous
+scheduling plans one more step (an early step) while these run, before the tokens of the last step
+are known. This requires that these tokens cannot change the plan: each sequence of the last step
+that has not ended samples a token in it, as a decode or as the last chunk of a prefill, and has no
+sampling rule that depends on earlier output. If a sequence ends with the last step, the token that
+the early step samples for the sequence is discarded. All other work waits for the outcome of the
+last step.
+
+Asynchronous scheduling and speculative decoding exclude each other, for two reasons. Drafts are
+proposed from the last token, which is not known yet; and the token positions of the next step
+depend on the number of draft tokens that are accepted. `uses_async_scheduling` of the server's
+configuration is therefore false if `speculate_tokens_max` is not 0, and `Scheduler` asserts it.
 """
 
-from serving.scheduler.resource_allocator import Room
+from collections import deque
+from dataclasses import dataclass
+
+from serving.messages import Step
 from serving.scheduler.sequence import Sequence
-from serving.scheduler.step_builder import Draft, Flight
 
 
-def go_on(draft: Draft, flight: Flight, room: Room, block_tokens: int, now: float) -> None:
-    """Their next tokens; nobody's, if more hangs on what comes of the step in flight."""
-    going = _going(flight, room)
-    if sum(_full(one, block_tokens) for one in going) > room.blocks.available:
-        return
-    for sequence in going:
-        room.grow(draft, sequence, _full(sequence, block_tokens), now)
-        draft.decode(sequence, known=False)
-        sequence.planned_at = now
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step that was planned and has no outcome yet, with its sequences in the step's order."""
+
+    step: Step
+    sequences: list[Sequence]
+    prompt_tokens: int  # Number of tokens of the step's prefill chunks.
 
 
-def _going(flight: Flight, room: Room) -> list[Sequence]:
-    """Those who have another token to come, whatever they drew."""
-    going = list[Sequence]()
-    if room.prompts or any(room.ready.values()):
-        return going
-    for sequence, draws in zip(flight.sequences, flight.step.draws, strict=True):
-        if sequence.ending is not None:
-            continue
-        one = sequence.submission
-        if not draws or one.guide is not None or not one.sampling.stateless:
-            return []
-        if len(sequence.tokens) + 1 < sequence.most:
-            going.append(sequence)
-    return going
+class InFlightSteps:
+    """The steps that were planned and have no outcome yet, oldest first.
 
+    `stages`: the number of pipeline stages, each of which runs one step.
+    """
 
-def _full(sequence: Sequence, block_tokens: int) -> bool:
-    return sequence.planned == len(sequence.table) * block_tokens
+    def __init__(self, stages: int, *, async_scheduling: bool) -> None:
+        self._stages = stages
+        self._async_scheduling = async_scheduling
+        self._steps: deque[InFlightStep] = deque()
+
+    def append(self, in_flight: InFlightStep) -> None:
+        self._steps.append(in_flight)
+
+    def pop_oldest(self, step_id: int) -> InFlightStep:
+        """Remove the oldest step, whose outcome has arrived."""
+        in_flight = self._steps.popleft()
+        assert step_id == in_flight.step.step_id, (
+            f"received the outcome of step {step_id}, but the oldest step in flight is "
+            f"{in_flight.step.step_id}"
+        )
+        return in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every pipeline stage has a step."""
+        return len(self._steps) >= self._stages
+
+    @property
+    def can_plan_early(self) -> bool:
+        """Whether an early step may be planned, although every pipeline stage has a step."""
+        return self._async_scheduling and len(self._steps) == self._stages
+
+    def early_decodes(self) -> list[Sequence]:
+        """The sequences that decode in an early step, after the last planned step.
+
+        These are the sequences of the last step, except the ones that have ended or will end with
+        its token because of their length limit. Empty if this list is empty, or if a sequence that
+        has not ended samples no token in the last step or has a sampling rule that depends on
+        earlier output.
+        """
+        last = self._steps[-1]
+        continuing = list[Sequence]()
+        for sequence, draws in zip(last.sequences, last.step.draws, strict=True):
+            if sequence.end_reason is not None:
+                continue
+            if not draws or not sequence.has_stateless_sampling:
+                return []
+            if len(sequence.tokens) + 1 < sequence.tokens_max:
+                continuing.append(sequence)
+        return continuing

@@ -1,111 +1,137 @@
-"""Which block of the KV pool belongs to whom: counted, named by what is in it, never read.
+"""KV block pool (pages of the KV cache): reference counts, prefix-cached blocks, LRU eviction.
 
-A block is free, held by as many sequences as its count says, or cached: held by none, but named,
-so that a later prompt may hold it again. Cached ones go when a free one is lacking, the one first
-that was let go first. Block 0 is scratch and never given out. What a name means is not known here.
+A block of the block pool is in one of three states. Free: it has no useful content. In use: it is
+in the block tables of one or more sequences, and its reference count is their number. Cached: it is
+in no block table, but published under a key, so that a later prompt may use it again. When no block
+is free, the cached block that was released first is evicted. Block 0 is scratch memory and is never
+allocated. Keys are opaque bytes in this module.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-class Blocks:
-    """`count` includes block 0."""
+class BlockPool:
+    """Allocates, counts and evicts blocks. `count`: number of blocks, including block 0."""
 
     def __init__(self, count: int) -> None:
-        assert count > 1, "a pool needs block 0 and one to give out"
-        self.count = count - 1
+        assert count > 1, "a pool needs block 0 and at least one block to allocate"
+        self.capacity = count - 1
         self._free = list(range(count - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._holders = [0] * count
-        self._holds = self._held = 0  # All of these, and how many are not 0.
-        self._names: dict[int, list[bytes]] = {}
-        self._named: dict[bytes, int] = {}
-        # Its lookup by name, bound once: prompts are matched block by block.
-        self.find = self._named.get
+        self._ref_counts = [0] * count
+        # The sum of the reference counts, and the number of blocks whose reference count is not 0.
+        self._ref_total = self._in_use_count = 0
+        self._keys_by_block: dict[int, list[bytes]] = {}
+        self._blocks_by_key: dict[bytes, int] = {}
+        # `find_cached(key)` returns the block published under the key, or None. It is a bound
+        # `dict.get` and not a method, because it is called for each block of each prompt.
+        self.find_cached = self._blocks_by_key.get
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken now; cached ones are lost by it."""
+        """Blocks that can be allocated now: the free ones, and the cached ones by eviction."""
         return len(self._free) + len(self._cached)
 
     @property
-    def cached(self) -> int:
+    def cached_count(self) -> int:
         return len(self._cached)
 
     @property
-    def held(self) -> int:
-        return self._held
+    def in_use_count(self) -> int:
+        return self._in_use_count
 
-    def take(self, count: int) -> list[int]:
-        """As many fresh blocks, held once. The caller has looked at `available`."""
-        assert count <= self.available, f"{count} blocks of {self.available}"
-        taken = []
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` blocks with reference count 1; `count` must be at most `available`."""
+        assert count <= self.available, f"{count} blocks requested, {self.available} available"
+        blocks = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                self.forget(block)
-            self._holders[block] = 1
-            taken.append(block)
-        self._holds += count
-        self._held += count
-        return taken
+                self.unpublish(block)
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        self._ref_total += count
+        self._in_use_count += count
+        return blocks
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """One holder more for each."""
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Increase the reference count of each block."""
         for block in blocks:
-            if self._holders[block] == 0:
+            if self._ref_counts[block] == 0:
                 del self._cached[block]
-                self._held += 1
-            self._holders[block] += 1
-            self._holds += 1
+                self._in_use_count += 1
+            self._ref_counts[block] += 1
+            self._ref_total += 1
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """One holder fewer. The last ones are let go first: without them the others still serve."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Decrease the reference count of each block of a block table.
+
+        The last block is released first, so that the blocks at the end of a prefix are evicted
+        before those at its start: the start of a prefix is useful without its end, but not the
+        reverse.
+        """
         for block in reversed(blocks):
-            holders = self._holders[block] - 1
-            assert holders >= 0, f"block {block} is dropped by one who does not hold it"
-            self._holders[block] = holders
-            self._holds -= 1
-            if holders == 0:
-                self._held -= 1
-                if block in self._names:
+            ref_count = self._ref_counts[block] - 1
+            assert ref_count >= 0, f"block {block} is released more often than it was retained"
+            self._ref_counts[block] = ref_count
+            self._ref_total -= 1
+            if ref_count == 0:
+                self._in_use_count -= 1
+                if block in self._keys_by_block:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
 
-    def name(self, name: bytes, block: int) -> None:
-        """Publish a block that somebody holds. What has that name already keeps it."""
-        if name not in self._named:
-            self._named[name] = block
-            self._names.setdefault(block, []).append(name)
+    def publish(self, key: bytes, block: int) -> None:
+        """Publish `block`, which must be in use, under `key`. No effect if the key is published."""
+        if key not in self._blocks_by_key:
+            self._blocks_by_key[key] = block
+            self._keys_by_block.setdefault(block, []).append(key)
 
-    def forget(self, block: int) -> None:
-        """Take a block's names away: it is about to hold something else, or nothing of use."""
-        for name in self._names.pop(block, ()):
-            del self._named[name]
+    def unpublish(self, block: int) -> None:
+        """Remove a block's keys, because its content will be overwritten or is invalid."""
+        for key in self._keys_by_block.pop(block, ()):
+            del self._blocks_by_key[key]
 
-    def holders(self, block: int) -> int:
-        return self._holders[block]
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
 
-    def tally(self, holds: int) -> None:
-        """No block is lost, and they are held as often as said; quick enough for every step."""
-        assert self._held + self.available == self.count, "a block is lost, or given back twice"
-        assert self._holds == holds, f"blocks are held {self._holds} times, not {holds}"
+    def check_totals(self, references: int) -> None:
+        """Assert that no block is lost and that the total of all reference counts is right.
+
+        `references` is the number of entries in all block tables. The check is cheap, so it runs at
+        every step.
+        """
+        assert self._in_use_count + self.available == self.capacity, (
+            "a block is lost or was released twice"
+        )
+        assert self._ref_total == references, (
+            f"the pool counts {self._ref_total} references to blocks, but the block tables have "
+            f"{references} entries"
+        )
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """The same block by block: free, cached, or held exactly as often as the tables say."""
-        counts = [0] * (self.count + 1)
+        """Assert that each block is in one state, and that its count equals its table entries.
+
+        The states are free, cached and in use. The count is the reference count; the entries are
+        those of `tables`, the block tables of all running sequences.
+        """
+        counts = [0] * (self.capacity + 1)
         for table in tables:
             for block in table:
                 counts[block] += 1
-        assert counts == self._holders, "blocks are held otherwise than sequences say"
+        assert counts == self._ref_counts, "reference counts differ from the block tables"
         free = set(self._free)
-        assert len(free) == len(self._free) and not free & self._cached.keys(), "given back twice"
-        idle = {block for block, held in enumerate(counts) if block and not held}
-        assert free | self._cached.keys() == idle, "a block is lost, or is free and held"
-        assert self._cached.keys() == self._names.keys() & idle, "cached without a name, or not"
-        names = {name: block for block, names in self._names.items() for name in names}
-        assert names == self._named, "a name leads elsewhere than its block says"
+        assert len(free) == len(self._free) and not free & self._cached.keys(), (
+            "a block was released twice"
+        )
+        idle = {block for block, count in enumerate(counts) if block and not count}
+        assert free | self._cached.keys() == idle, "a block is lost, or is both free and in use"
+        assert self._cached.keys() == self._keys_by_block.keys() & idle, (
+            "a cached block has no key, or an idle block with a key is not cached"
+        )
+        blocks_by_key = {key: block for block, keys in self._keys_by_block.items() for key in keys}
+        assert blocks_by_key == self._blocks_by_key, "the two maps of keys and blocks differ"

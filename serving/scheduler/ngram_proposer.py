@@ -1,110 +1,126 @@
-"""What a sequence may say next, guessed from what it has said: a run that it repeats goes on alike.
+"""N-gram speculative decoding: propose the tokens that followed the same suffix earlier.
 
-The longest end of its tokens that stood somewhere before names the tokens that followed there. How
-many of them are worth a row of a step each is learned from how many were right. A guess changes no
-answer: it is verified, and what is wrong costs its row. It knows no step and no memory.
+The proposer finds the longest suffix of a sequence's tokens that also occurs earlier; the tokens
+after the earlier occurrence are the draft. Its length depends on the acceptance rate so far.
+A draft changes no output: the model verifies it, and a rejected draft token costs only its
+computation in the step. This module is independent of steps and KV blocks.
 """
 
 from array import array
 
-# So many tokens at least, and so many at most, must have stood before.
-RUN_MIN, RUN_MAX = 2, 4
-# Places that are looked at for the longest run, the last ones first.
-PLACES_MAX = 8
-# Tokens that one look takes in: a long prompt is read over some steps, so that none of them waits.
-READ_MAX = 1024
-# A guess is worth its row if it is right at least this often; after so many looks without one, one
-# is tried again.
-RATE_MIN, REST_LOOKS = 0.3, 32
-# What a sequence is trusted with before anything is known, and what each guess counts.
-RATE_START, RATE_STEP = 0.6, 0.2
+# Shortest and longest suffix (n-gram) that is matched, in tokens.
+NGRAM_MIN, NGRAM_MAX = 2, 4
+# Number of earlier positions that are compared for the longest match, the latest first.
+CANDIDATES_MAX = 8
+# Tokens indexed per proposal. A long prompt is indexed over several steps, to delay none much.
+INDEXED_TOKENS_MAX = 1024
+# A draft token is proposed if its acceptance probability is at least ACCEPTANCE_MIN. After
+# PROBE_INTERVAL matches without a proposal, one token is proposed to measure the rate again.
+ACCEPTANCE_MIN, PROBE_INTERVAL = 0.3, 32
+# Acceptance rate of a new sequence, and the weight of each verified token in the moving average.
+ACCEPTANCE_START, ACCEPTANCE_STEP = 0.6, 0.2
 
 
-class Guesses:
-    """Of one sequence. Virtual tokens, those from `vocab_size` on, neither match nor are guessed.
+class NgramProposer:
+    """Proposes draft tokens for one sequence.
 
-    It looks at the list of tokens that it is given, which only grows.
+    `tokens` is the sequence's own list, which only grows. Virtual tokens (ids >= `vocab_size`)
+    never match and are never proposed.
     """
 
     def __init__(self, tokens: list[int], vocab_size: int) -> None:
-        self._tokens, self._vocab_size = tokens, vocab_size
-        # Where each pair of tokens ended last; and for the end of a pair, where it did before.
-        self._last: dict[int, int] = {}
-        self._before = array("q")
-        self._rest = REST_LOOKS
-        self.rate = RATE_START  # Of guesses that are right, as far as it was tried.
+        self._tokens = tokens
+        self._vocab_size = vocab_size
+        # By bigram: the end position (of the second token) of its latest occurrence.
+        self._last_position: dict[int, int] = {}
+        # By end position of a bigram: the end position of its previous occurrence; 0: none.
+        self._previous_position = array("q")
+        self._skips_left = PROBE_INTERVAL
+        # Share of the verified draft tokens that were accepted, as a moving average.
+        self.acceptance_rate = ACCEPTANCE_START
 
-    def next(self, most: int) -> list[int]:
-        """At most so many tokens, if it is likely enough that they come."""
+    def propose(self, tokens_max: int) -> list[int]:
+        """Draft tokens, at most `tokens_max`; none if their acceptance is too unlikely."""
         tokens = self._tokens
-        if most <= 0 or not self._read():
+        if tokens_max <= 0 or not self._index_tokens():
             return []
-        place = self._place()
-        count = self._worth(most) if place else 0
-        guess: list[int] = []
-        for step in range(count):
-            # A run that reaches its own end goes on with itself.
-            at = place + step
-            token = tokens[at] if at < len(tokens) else guess[at - len(tokens)]
+        start = self._find_continuation()
+        count = self._draft_length(tokens_max) if start else 0
+        draft: list[int] = []
+        for offset in range(count):
+            # Past the end of the tokens, the continuation is read from the draft itself.
+            position = start + offset
+            token = tokens[position] if position < len(tokens) else draft[position - len(tokens)]
             if token >= self._vocab_size:
                 break
-            guess.append(token)
-        return guess
+            draft.append(token)
+        return draft
 
-    def learn(self, guessed: int, right: int) -> None:
-        """So many of the last guess were right; of those behind the first wrong one none counts."""
-        for _ in range(right):
-            self.rate += RATE_STEP * (1 - self.rate)
-        if right < guessed:
-            self.rate -= RATE_STEP * self.rate
+    def record_acceptance(self, proposed_count: int, accepted_count: int) -> None:
+        """Update the acceptance rate; tokens after the first rejected one do not count."""
+        for _ in range(accepted_count):
+            self.acceptance_rate += ACCEPTANCE_STEP * (1 - self.acceptance_rate)
+        if accepted_count < proposed_count:
+            self.acceptance_rate -= ACCEPTANCE_STEP * self.acceptance_rate
 
-    def _worth(self, most: int) -> int:
-        """How many: if each is right with `rate`, the last of them is with RATE_MIN."""
-        count, chance = 0, self.rate
-        while count < most and chance >= RATE_MIN:
-            count, chance = count + 1, chance * self.rate
+    def _draft_length(self, tokens_max: int) -> int:
+        """The longest draft whose last token is accepted with probability >= ACCEPTANCE_MIN."""
+        count, probability = 0, self.acceptance_rate
+        while count < tokens_max and probability >= ACCEPTANCE_MIN:
+            count, probability = count + 1, probability * self.acceptance_rate
         if count == 0:
-            self._rest -= 1
-            if self._rest <= 0:
-                self._rest, count = REST_LOOKS, 1
+            self._skips_left -= 1
+            if self._skips_left <= 0:
+                self._skips_left, count = PROBE_INTERVAL, 1
         return count
 
-    def _read(self) -> bool:
-        """Take in tokens that are followed by another; whether all are."""
-        tokens, last, before = self._tokens, self._last, self._before
+    def _index_tokens(self) -> bool:
+        """Index tokens that have a successor; returns whether all of them are indexed."""
+        tokens = self._tokens
+        last_position = self._last_position
+        previous_position = self._previous_position
         end = len(tokens) - 1
-        for at in range(len(before), min(end, len(before) + READ_MAX)):
-            pair = self._pair(at)
-            before.append(last.get(pair, 0) if pair >= 0 else 0)
+        for position in range(
+            len(previous_position), min(end, len(previous_position) + INDEXED_TOKENS_MAX)
+        ):
+            pair = self._bigram_key(position)
+            previous_position.append(last_position.get(pair, 0) if pair >= 0 else 0)
             if pair >= 0:
-                last[pair] = at
-        return len(before) >= end > 0
+                last_position[pair] = position
+        return len(previous_position) >= end > 0
 
-    def _pair(self, at: int) -> int:
-        """A number for the tokens at `at` and before it; -1: one is virtual, or there is none."""
-        first, second = self._tokens[at - 1], self._tokens[at]
-        if at == 0 or max(first, second) >= self._vocab_size:
+    def _bigram_key(self, position: int) -> int:
+        """A number for the bigram that ends at `position`; -1: position 0, or a virtual token."""
+        first, second = self._tokens[position - 1], self._tokens[position]
+        if position == 0 or max(first, second) >= self._vocab_size:
             return -1
         return first * self._vocab_size + second
 
-    def _alike(self, one: int, other: int) -> bool:
-        return self._tokens[one] == self._tokens[other] < self._vocab_size
+    def _tokens_match(self, left: int, right: int) -> bool:
+        return self._tokens[left] == self._tokens[right] < self._vocab_size
 
-    def _place(self) -> int:
-        """Where what may follow the last tokens begins; 0: nothing like them stood before."""
+    def _find_continuation(self) -> int:
+        """The position after the longest earlier match of the last tokens; 0: there is no match.
+
+        Of equally long matches, the latest is chosen.
+        """
         tokens = self._tokens
         end = len(tokens) - 1
-        at = self._last.get(self._pair(end), 0)
-        best, place = 0, 0
-        for _ in range(PLACES_MAX):
-            if at == 0:
+        position = self._last_position.get(self._bigram_key(end), 0)
+        longest, start = 0, 0
+        for _ in range(CANDIDATES_MAX):
+            if position == 0:
                 break
-            run = RUN_MIN
-            while run < RUN_MAX and run <= at and self._alike(at - run, end - run):
-                run += 1
-            if run > best:
-                best, place = run, at + 1
-            if run == RUN_MAX:
+            length = NGRAM_MIN
+            while (
+                length < NGRAM_MAX
+                and length <= position
+                and self._tokens_match(position - length, end - length)
+            ):
+                length += 1
+            if length > longest:
+                longest, start = length, position + 1
+            if length == NGRAM_MAX:
                 break
-            at = self._before[at]
-        return place
+            position = self._previous_position[position]
+        return start

@@ -1,226 +1,290 @@
-"""What of a prompt is in the KV pool already, or is being computed by another.
+"""Prefix cache: chained block hashes find KV blocks that contain a prompt's first tokens.
 
-A block's key is a hash over its tokens and the key before it, so that equal keys mean equal
-prefixes; the first one has the tenant and the model in it. Parts of blocks have keys where prompts
-are likely to part; they are shared by copying. It knows blocks by their names, and takes none.
+A block's key is a hash of its tokens, of their adapter if some are virtual, and of the previous
+block's key, so equal keys mean equal prefixes. The key of the first block includes the model, and
+the tenant unless tenants share the cache. Partial blocks have keys at positions where prompts are
+likely to diverge; a partial block is shared by copying it. If a running sequence computes blocks
+that a waiting sequence needs, the waiting sequence is parked: it waits for the key of these blocks
+instead of computing them again. This module allocates no block and reads no tensor.
 """
 
 from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from serving.scheduler.block_pool import Blocks
+from serving.scheduler.block_pool import BlockPool
 from serving.scheduler.sequence import Sequence
 
 KEY_BYTES = 16
-NO_ADAPTER = bytes(KEY_BYTES)
+NO_ADAPTER_KEY = bytes(KEY_BYTES)
 
 
-def digest_of(*words: str) -> bytes:
-    """A key for some words, each told from the next."""
-    whole = b"".join(len(word.encode()).to_bytes(8, "little") + word.encode() for word in words)
-    return blake2b(whole, digest_size=KEY_BYTES).digest()
+def hash_strings(*strings: str) -> bytes:
+    """A key for a list of strings; each string's length is hashed, so boundaries matter."""
+    encoded_bytes = b"".join(
+        len(string.encode()).to_bytes(8, "little") + string.encode() for string in strings
+    )
+    return blake2b(encoded_bytes, digest_size=KEY_BYTES).digest()
 
 
-@dataclass(slots=True)
-class Match:
-    """The first tokens of a sequence that need not be computed."""
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The leading tokens of a sequence whose keys and values are cached."""
 
     tokens: int = 0
-    blocks: list[int] = field(default_factory=list)  # To be held along with others.
-    copied: int = 0  # A block whose first tokens continue them; 0: none.
+    blocks: list[int] = field(default_factory=list)  # Full blocks, to be retained and shared.
+    # A block to copy; its first tokens follow the tokens of the full blocks. 0: no block.
+    partial_block: int = 0
 
 
-class Prefixes:
-    """`enabled` False: nothing matches, nothing is named, and nobody waits for another.
+class PrefixCache:
+    """Computes keys, matches prompts and publishes blocks.
 
-    `shared`: what one tenant has computed is there for all.
+    `enabled=False`: no prompt matches, no block is published, and no sequence waits for a key.
+    `shared=True`: all tenants share cached blocks.
     """
 
     def __init__(
         self,
-        blocks: Blocks,
+        block_pool: BlockPool,
         block_tokens: int,
         vocab_size: int,
-        digest: str,
+        model_digest: str,
         enabled: bool = True,
         *,
         shared: bool = False,
     ) -> None:
-        self._blocks = blocks
-        self._size = block_tokens
+        self._block_pool = block_pool
+        self._block_tokens = block_tokens
         self._vocab_size = vocab_size
-        self._digest = digest
+        self._model_digest = model_digest
         self._enabled = enabled
-        self._shared = shared
-        # Keys that a running prompt will publish, and the sequences that wait for them.
-        self._coming: dict[bytes, Sequence] = {}
-        self._parked: dict[bytes, list[Sequence]] = {}
-        # Who still writes behind a part of a block that has a name.
+        self._shares_tenants = shared
+        # By key that will be published: the prefilling sequence that computes its block, and the
+        # sequences that are parked for it.
+        self._pending: dict[bytes, Sequence] = {}
+        self._parked_by_key: dict[bytes, list[Sequence]] = {}
+        # By published partial block: the sequence that still writes the rest of the block.
         self._writers: dict[int, Sequence] = {}
 
     # -------------------------------------------------------------------------------------- keys
 
-    def enter(self, sequence: Sequence) -> None:
-        """Find the keys of a new sequence's tokens."""
+    def compute_keys(self, sequence: Sequence) -> None:
+        """Compute the keys of a new sequence's full and partial blocks."""
         if not self._enabled:
             return
-        rows = sequence.submission.rows
-        sequence.adapter = digest_of(rows.digest) if rows else NO_ADAPTER
-        self.extend(sequence)
-        size = self._size
-        for position in dict.fromkeys(sequence.boundaries(self._vocab_size)):
-            place, part = divmod(position, size)
-            if part:
-                key = self._key(sequence, place, position)
-                sequence.tails.setdefault(place, []).append((position, key))
+        adapter_ref = sequence.submission.adapter_ref
+        sequence.set_adapter_key(
+            hash_strings(adapter_ref.digest) if adapter_ref else NO_ADAPTER_KEY
+        )
+        self.extend_keys(sequence)
+        block_tokens = self._block_tokens
+        for position in dict.fromkeys(sequence.prefix_boundaries(self._vocab_size)):
+            block_index, offset = divmod(position, block_tokens)
+            if offset:
+                key = self._block_key(sequence, block_index, position)
+                sequence.add_partial_key(block_index, position, key)
 
-    def extend(self, sequence: Sequence) -> None:
-        """Find the keys of blocks that its tokens fill by now."""
+    def extend_keys(self, sequence: Sequence) -> None:
+        """Compute the keys of blocks that the sequence's tokens have filled since the last call."""
         if self._enabled:
-            for place in range(len(sequence.keys), len(sequence.tokens) // self._size):
-                sequence.keys.append(self._key(sequence, place, (place + 1) * self._size))
+            for block_index in range(
+                len(sequence.block_keys), len(sequence.tokens) // self._block_tokens
+            ):
+                sequence.append_block_key(
+                    self._block_key(sequence, block_index, (block_index + 1) * self._block_tokens)
+                )
 
-    def _key(self, sequence: Sequence, place: int, end: int) -> bytes:
-        if place:
-            parent = sequence.keys[place - 1]
+    def _block_key(self, sequence: Sequence, block_index: int, end: int) -> bytes:
+        if block_index:
+            parent = sequence.block_keys[block_index - 1]
         else:
-            salt = "" if self._shared else sequence.submission.tenant
-            parent = digest_of(self._digest, salt)
-        start, adapter = place * self._size, NO_ADAPTER
+            salt = "" if self._shares_tenants else sequence.submission.tenant
+            parent = hash_strings(self._model_digest, salt)
+        start, adapter_key = block_index * self._block_tokens, NO_ADAPTER_KEY
         ids = sequence.tokens[start:end]
         if start < sequence.virtual_end and sequence.virtual_start < end:
-            # Row r of an adapter is -1 - r, so that it is nothing else's id.
+            # A virtual token (row r of the adapter) is hashed as -1 - r, which equals no token id.
             vocab_size = self._vocab_size
             ids = [token if token < vocab_size else vocab_size - 1 - token for token in ids]
-            adapter = sequence.adapter if min(ids) < 0 else NO_ADAPTER
-        whole = parent + adapter + array("q", ids).tobytes()
-        return blake2b(whole, digest_size=KEY_BYTES).digest()
+            adapter_key = sequence.adapter_key if min(ids) < 0 else NO_ADAPTER_KEY
+        encoded_bytes = parent + adapter_key + array("q", ids).tobytes()
+        return blake2b(encoded_bytes, digest_size=KEY_BYTES).digest()
 
     # ---------------------------------------------------------------------------------- matching
 
-    def match(self, sequence: Sequence) -> Match:
-        most, size, find = sequence.match_max, self._size, self._blocks.find
-        found = Match()
-        if not self._enabled or most <= 0:
-            return found
-        for key in sequence.keys[: most // size]:
-            block = find(key)
+    def match_prefix(self, sequence: Sequence) -> PrefixMatch:
+        """The longest cached prefix of a sequence."""
+        tokens_max = sequence.cache_match_max
+        find_cached = self._block_pool.find_cached
+        if not self._enabled or tokens_max <= 0:
+            return PrefixMatch()
+        blocks = []
+        for key in sequence.block_keys[: tokens_max // self._block_tokens]:
+            block = find_cached(key)
             if block is None:
                 break
-            found.blocks.append(block)
-        place = len(found.blocks)
-        found.tokens = place * size
-        self._match_part(sequence, place, most, found)
-        return found
+            blocks.append(block)
+        tokens, partial_block = self._match_partial_block(sequence, len(blocks), tokens_max)
+        return PrefixMatch(tokens, blocks, partial_block)
 
-    def _match_part(self, sequence: Sequence, place: int, most: int, found: Match) -> None:
-        """The longest part of the next block that a named one begins with."""
-        if most <= found.tokens:
-            return
-        parts = sequence.tails.get(place, [])
-        if place < len(sequence.keys) and most < (place + 1) * self._size:
-            # The whole block may be there, though only a part of it may be used.
-            parts = [*parts, (most, sequence.keys[place])]
-        for position, key in reversed(parts):
-            block = self._blocks.find(key) if found.tokens < position <= most else None
+    def _match_partial_block(
+        self, sequence: Sequence, block_index: int, tokens_max: int
+    ) -> tuple[int, int]:
+        """The longest published partial block that continues a match of `block_index` full blocks.
+
+        Returns the position where the match with the partial block ends, and the block. If no
+        partial block matches, these are the end of the full blocks and 0.
+        """
+        full_block_tokens = block_index * self._block_tokens
+        if tokens_max <= full_block_tokens:
+            return full_block_tokens, 0
+        partial_keys = sequence.partial_keys.get(block_index, [])
+        if (
+            block_index < len(sequence.block_keys)
+            and tokens_max < (block_index + 1) * self._block_tokens
+        ):
+            # Only the tokens of this block before `tokens_max` may come from the cache. The full
+            # block, if it is cached, contains them.
+            partial_keys = [*partial_keys, (tokens_max, sequence.block_keys[block_index])]
+        for position, key in reversed(partial_keys):
+            block = (
+                self._block_pool.find_cached(key)
+                if full_block_tokens < position <= tokens_max
+                else None
+            )
             if block is not None:
-                found.tokens, found.copied = position, block
-                return
+                return position, block
+        return full_block_tokens, 0
 
-    def unsettled(self, block: int) -> bool:
-        """Whether a step in flight writes into a named block: then it may not be copied yet.
+    def has_write_in_flight(self, block: int) -> bool:
+        """Whether a step in flight writes into a published block; the block is then not copied yet.
 
-        What is written may turn out not to be finite, and would be copied along.
+        The written values may be NaN or infinity, and the copy would contain them.
         """
         writer = self._writers.get(block)
-        if writer is None or writer.flights == 0:
+        if writer is None or writer.steps_in_flight == 0:
             return False
-        return block in writer.table[writer.computed // self._size :]
+        return block in writer.block_table[writer.computed_tokens // self._block_tokens :]
 
     # -------------------------------------------------------------------------------- publishing
 
-    def publish(self, sequence: Sequence, old: int) -> list[Sequence]:
-        """Name what a step that is over has filled, from token `old` on; who waited for it."""
-        new, size = sequence.computed, self._size
+    def publish(self, sequence: Sequence, start: int) -> list[Sequence]:
+        """Publish the blocks that a completed step computed from token `start` on.
+
+        Returns the sequences that were parked for these blocks.
+        """
+        end, block_tokens = sequence.computed_tokens, self._block_tokens
         woken: list[Sequence] = []
         if not self._enabled:
             return woken
-        self.extend(sequence)
-        for place in range(old // size, new // size):
-            self._name(sequence, sequence.keys[place], sequence.table[place], woken)
-        if old < sequence.prompt:
-            for place in range(old // size, (new - 1) // size + 1):
-                for position, key in sequence.tails.get(place, ()):
-                    if old < position <= new:
-                        self._name(sequence, key, sequence.table[place], woken)
-                        self._writers[sequence.table[place]] = sequence
+        self.extend_keys(sequence)
+        for block_index in range(start // block_tokens, end // block_tokens):
+            self._publish_block(
+                sequence, sequence.block_keys[block_index], sequence.block_table[block_index], woken
+            )
+        if start < sequence.prompt_tokens:
+            for block_index in range(start // block_tokens, (end - 1) // block_tokens + 1):
+                for position, key in sequence.partial_keys.get(block_index, ()):
+                    if start < position <= end:
+                        self._publish_block(sequence, key, sequence.block_table[block_index], woken)
+                        self._writers[sequence.block_table[block_index]] = sequence
         return woken
 
-    def _name(self, sequence: Sequence, key: bytes, block: int, woken: list[Sequence]) -> None:
-        self._blocks.name(key, block)
-        if self._coming.get(key) is sequence:
-            del self._coming[key]
-        woken.extend(self._parked.pop(key, ()))
+    def _publish_block(
+        self, sequence: Sequence, key: bytes, block: int, woken: list[Sequence]
+    ) -> None:
+        self._block_pool.publish(key, block)
+        if self._pending.get(key) is sequence:
+            del self._pending[key]
+        woken.extend(self._parked_by_key.pop(key, ()))
 
-    # ------------------------------------------------------------------------------- coming keys
+    # ------------------------------------------------------------------------------ pending keys
 
     def announce(self, sequence: Sequence) -> None:
-        """It runs, and will publish what of its prompt is not there yet."""
+        """Register as pending the keys that an admitted sequence will publish."""
         if self._enabled:
-            for key in self._unpublished(sequence):
-                self._coming[key] = sequence
+            for key in self._unpublished_keys(sequence):
+                self._pending[key] = sequence
 
     def withdraw(self, sequence: Sequence) -> list[Sequence]:
-        """It runs no more; who waited for it."""
+        """Remove the pending keys of a sequence that stops running.
+
+        Returns the sequences that were parked for these keys.
+        """
         woken: list[Sequence] = []
         if not self._enabled:
             return woken
-        for key in self._unpublished(sequence):
-            if self._coming.get(key) is sequence:
-                del self._coming[key]
-                woken.extend(self._parked.pop(key, ()))
-        for place in sequence.tails:
-            if place < len(sequence.table):
-                block = sequence.table[place]
+        for key in self._unpublished_keys(sequence):
+            if self._pending.get(key) is sequence:
+                del self._pending[key]
+                woken.extend(self._parked_by_key.pop(key, ()))
+        for block_index in sequence.partial_keys:
+            if block_index < len(sequence.block_table):
+                block = sequence.block_table[block_index]
                 if self._writers.get(block) is sequence:
                     del self._writers[block]
         return woken
 
-    def _unpublished(self, sequence: Sequence) -> list[bytes]:
-        done, size = sequence.computed, self._size
-        if done >= sequence.prompt:
+    def _unpublished_keys(self, sequence: Sequence) -> list[bytes]:
+        computed_tokens, block_tokens = sequence.computed_tokens, self._block_tokens
+        if computed_tokens >= sequence.prompt_tokens:
             return []
-        keys = sequence.keys[done // size : sequence.prompt // size]
-        for parts in sequence.tails.values():
-            keys.extend(key for position, key in parts if position > done)
+        keys = sequence.block_keys[
+            computed_tokens // block_tokens : sequence.prompt_tokens // block_tokens
+        ]
+        for partial_keys in sequence.partial_keys.values():
+            keys.extend(key for position, key in partial_keys if position > computed_tokens)
         return keys
 
-    def awaited(self, sequence: Sequence, match: Match) -> bytes | None:
-        """The last key of its prompt that somebody computes already, if waiting for it pays."""
-        most, size, coming = sequence.match_max, self._size, self._coming
-        place, last, gained = match.tokens // size, None, 0
-        while place < min(most // size, len(sequence.keys)):
-            key = sequence.keys[place]
-            if key in coming:
-                last, gained = key, (place + 1) * size
-            elif self._blocks.find(key) is None:
-                break
-            place += 1
-        for position, key in sequence.tails.get(place, ()):
-            if gained < position <= most and key in coming:
-                last, gained = key, position
-        if last is None or gained - match.tokens < size:
-            return None
-        # One that goes first does not wait for one that may be held up.
-        return last if coming[last].latency or not sequence.latency else None
+    def park_if_pending(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Park a sequence if a running sequence computes its next blocks; returns whether it did.
 
-    def park(self, sequence: Sequence, key: bytes) -> None:
-        sequence.parked = True
-        self._parked.setdefault(key, []).append(sequence)
+        A parked sequence is not in the waiting queue; it waits for a pending key.
+        """
+        key = self._pending_key(sequence, match)
+        if key is None:
+            return False
+        sequence.park()
+        self._parked_by_key.setdefault(key, []).append(sequence)
+        return True
+
+    def _pending_key(self, sequence: Sequence, match: PrefixMatch) -> bytes | None:
+        """The last pending key of the sequence's prompt, if the wait saves at least one block.
+
+        None: no key is pending, the wait saves less, or a latency-class sequence would wait for a
+        throughput-class sequence, which may be delayed.
+        """
+        tokens_max = sequence.cache_match_max
+        block_tokens = self._block_tokens
+        pending = self._pending
+        block_index = match.tokens // block_tokens
+        last_key = None
+        pending_end = 0  # Position where the block with `last_key` ends.
+        while block_index < min(tokens_max // block_tokens, len(sequence.block_keys)):
+            key = sequence.block_keys[block_index]
+            if key in pending:
+                last_key, pending_end = key, (block_index + 1) * block_tokens
+            elif self._block_pool.find_cached(key) is None:
+                break
+            block_index += 1
+        for position, key in sequence.partial_keys.get(block_index, ()):
+            if pending_end < position <= tokens_max and key in pending:
+                last_key, pending_end = key, position
+        if last_key is None or pending_end - match.tokens < block_tokens:
+            return None
+        return (
+            last_key
+            if pending[last_key].is_latency_class or not sequence.is_latency_class
+            else None
+        )
 
     def check(self, running: list[Sequence]) -> None:
-        alive = set(running)
-        assert alive.issuperset(self._coming.values()), "a key comes from one that does not run"
-        assert alive.issuperset(self._writers.values()), "a block's writer does not run"
-        assert self._parked.keys() <= self._coming.keys(), "one waits for what does not come"
+        running_set = set(running)
+        assert running_set.issuperset(self._pending.values()), (
+            "a key is pending from a sequence that does not run"
+        )
+        assert running_set.issuperset(self._writers.values()), "a block's writer does not run"
+        assert self._parked_by_key.keys() <= self._pending.keys(), (
+            "a sequence waits for a key that is not pending"
+        )

@@ -1,310 +1,531 @@
-"""Who runs, in which slot and blocks, and who loses its place to whom.
+"""Resource allocator: slots, KV blocks and adapter rows of running sequences, from admission on.
 
-The pool is lent out block by block as sequences grow. When it runs short, the lowest of those that
-run goes back to wait: its published blocks stay cached, and what is lost is computed again. Nobody
-takes from one that ranks higher, so the highest always gets through. It knows no turns.
+The allocator owns the resources of running sequences, the set of all running sequences, and two
+subsets: the sequences with unplanned prefill tokens, and the sequences that can decode now. It
+lists each subset in the order in which the scheduler plans its sequences; the scheduler decides how
+many of their tokens a step has. The changes that the ranks must apply are collected in
+`ResourceUpdates` for the next step.
+
+Blocks are allocated as sequences grow. If the block pool has too few blocks, `PreemptionPolicy`
+chooses running sequences as victims. The allocator releases their resources and pushes them to the
+waiting queue; their published blocks stay cached.
 """
 
-from serving.config import ServerConfig
-from serving.messages import Made, Rewrite, Submission, Table
-from serving.scheduler.adapter_slots import AdapterRows
-from serving.scheduler.block_pool import Blocks
-from serving.scheduler.prefix_cache import Match, Prefixes
-from serving.scheduler.sequence import Sequence, Standing
-from serving.scheduler.step_builder import Draft
-from serving.scheduler.waiting_queue import Waiting
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from serving.config import CacheConfig, SchedulerConfig
+from serving.messages import AdapterRowsWrite, BlockTableUpdate
+from serving.scheduler.adapter_row_pool import AdapterRowPool
+from serving.scheduler.block_pool import BlockPool
+from serving.scheduler.preemption import PreemptionPolicy
+from serving.scheduler.prefix_cache import PrefixCache, PrefixMatch
+from serving.scheduler.sequence import LEVELS_TO_LATENCY, SchedulingPriority, Sequence
+from serving.scheduler.waiting_queue import WaitingQueue
 
 
-class Room:
+class AdmissionResult(Enum):
+    """Whether a waiting sequence was admitted, or why it was not."""
+
+    ADMITTED = auto()
+    PARKED = auto()  # Waits, outside of the queue, for KV that a running sequence computes.
+    NO_ADAPTER_ROWS = auto()
+    BLOCK_COPY_IN_FLIGHT = auto()  # A step in flight writes into the block that must be copied.
+    NO_SPACE = auto()  # Too few slots or blocks.
+
+
+@dataclass(slots=True)
+class ResourceUpdates:
+    """Changes of blocks and adapter rows that the ranks must apply before the next forward pass.
+
+    Ranks clear blocks before they copy blocks, because a cleared block may be allocated again in
+    the same plan, as the target of a copy. They copy blocks before they write keys and values,
+    because a cached source block may be evicted and allocated to another sequence in the same plan.
+    """
+
+    block_clears: list[int] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target).
+    adapter_writes: list[AdapterRowsWrite] = field(default_factory=list)
+    block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
+
+
+class ResourceAllocator:
+    """Owns slots, blocks and adapter rows, and the running sequences that hold them.
+
+    `blocks` is the number of KV blocks, including block 0. Preempted sequences, and parked
+    sequences whose wait is over, are pushed to `waiting`.
+    """
+
     def __init__(
-        self, vocab_size: int, blocks: int, config: ServerConfig, waiting: Waiting, digest: str
+        self,
+        vocab_size: int,
+        blocks: int,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        waiting: WaitingQueue,
+        model_digest: str,
     ) -> None:
-        self._vocab_size = vocab_size
-        self._size = config.kv_block_tokens
-        self._age_s = config.priority_age_s
+        self._block_tokens = cache_config.kv_block_tokens
+        self._age_s = scheduler_config.priority_age_s
+        self._starvation_s = LEVELS_TO_LATENCY * scheduler_config.priority_age_s
+        self._preemption_policy = PreemptionPolicy(scheduler_config.priority_age_s)
         self._waiting = waiting
-        self.blocks = Blocks(blocks)
-        self.prefixes = Prefixes(
-            *(self.blocks, self._size, vocab_size, digest),
-            enabled=config.prefix_cache,
-            shared=config.shared_prefix_cache,
+        self._block_pool = BlockPool(blocks)
+        self._prefix_cache = PrefixCache(
+            self._block_pool,
+            self._block_tokens,
+            vocab_size,
+            model_digest,
+            enabled=cache_config.prefix_cache,
+            shared=cache_config.shared_prefix_cache,
         )
-        self.rows = AdapterRows(config.adapter_rows_max)
-        self._slots_count = config.running_requests_max
-        self._slots = list(range(self._slots_count - 1, -1, -1))
-        self.running: dict[int, Sequence] = {}
-        self.prompts: dict[int, Sequence] = {}  # Of these, whose prompt is not all planned.
-        # And those that can decode now, by class, the longest waiting one first.
-        self.ready: dict[bool, dict[int, Sequence]] = {True: {}, False: {}}
-        self.guarded = 0  # Sequences of the latency class that are past their prompt.
-        self.preemptions = 0
-        self.fills = 0  # Prefixes that were written.
-        self.departures = 0
-        self._clears: list[int] = []
-        self._reserved: int | None = None  # Blocks promised to those that run; None: not counted.
+        self._adapter_rows = AdapterRowPool(cache_config.adapter_rows_max)
+        self._slot_count = scheduler_config.running_requests_max
+        self._free_slots = list(range(self._slot_count - 1, -1, -1))
+        # Running sequences by id: all of them, and the ones with unplanned prefill tokens.
+        self._running: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
+        # Running sequences that can decode now, by `is_latency_class` and by id. The sequence that
+        # became ready first is first.
+        self._ready: dict[bool, dict[int, Sequence]] = {True: {}, False: {}}
+        # Running sequences of the latency class whose prefill is completely planned.
+        self._latency_decoding_count = 0
+        self._preemption_count = 0
+        self._release_count = 0
+        self._updates = ResourceUpdates()
+        # Sum of `_reserved_blocks` over the running sequences; None: the sum must be computed.
+        self._reserved_total: int | None = None
 
-    def standing(self, sequence: Sequence) -> Standing:
-        return sequence.standing(self._age_s)
+    # ------------------------------------------------------------------------------------ counts
 
-    def never(self, submission: Submission, context_max: int) -> Made | None:
-        """Its end, if it can never run, however much others leave."""
-        number, prompt, rows = submission.number, submission.prompt, submission.rows
-        if not prompt:
-            reason = "the prompt is empty; it needs at least one token"
-            return Made(number, end="refused", reason=reason)
-        count = 0 if rows is None else rows.count
-        prefix = rows is not None and rows.prefix
-        if prefix and not _begins(prompt, range(self._vocab_size, self._vocab_size + count)):
-            reason = (
-                f"the adapter is keys and values of {count} tokens, which stand before all others; "
-                "the prompt must begin with them, in order, and have tokens of its own behind them"
-            )
-            return Made(number, end="refused", reason=reason)
-        if count > self.rows.count and not prefix:
-            reason = (
-                f"the adapter has {count} rows, and all adapters together have room for "
-                f"{self.rows.count}; raise adapter_rows_max"
-            )
-            return Made(number, end="adapter", reason=reason)
-        known, made = self._vocab_size + count, submission.made
-        wrong = [one for one in (min(prompt), max(prompt)) if not 0 <= one < known]
-        wrong += [one for one in made if not 0 <= one < self._vocab_size][:1]
-        if wrong:
-            reason = (
-                f"token id {wrong[0]} is outside the vocabulary of {self._vocab_size} and the "
-                f"adapter's {count} rows"
-            )
-            return Made(number, end="refused", reason=reason)
-        new = submission.sampling.max_new_tokens
-        most = len(prompt) + new
-        # The last token made needs no keys and values.
-        memory = self.blocks.count * self._size + (new > 0)
-        room = min(context_max, memory)
-        if most > room:
-            what = "memory for keys and values" if memory < context_max else "context"
-            reason = (
-                f"prompt ({len(prompt)} tokens) + max_new_tokens ({new}) = {most}, over the "
-                f"{room} tokens of {what}; cut {most - room} of them"
-            )
-            return Made(number, end="refused", reason=reason)
-        return None
+    @property
+    def kv_tokens(self) -> int:
+        """Capacity of the KV cache, in tokens."""
+        return self._block_pool.capacity * self._block_tokens
 
-    # ----------------------------------------------------------------------------------- letting in
+    @property
+    def block_count(self) -> int:
+        return self._block_pool.capacity
 
-    def recount(self) -> None:
-        """A plan begins; sequences have grown."""
-        self._reserved = None
+    @property
+    def blocks_in_use(self) -> int:
+        return self._block_pool.in_use_count
 
-    def wants_rows(self, sequence: Sequence, match: Match) -> bool:
-        """Whether rows of its adapter must be in the adapter pool before it can run."""
-        rows = sequence.submission.rows
-        return rows is not None and not rows.prefix and sequence.virtual_end > match.tokens
+    @property
+    def blocks_cached(self) -> int:
+        return self._block_pool.cached_count
 
-    def has_rows(self, sequence: Sequence) -> bool:
-        rows = sequence.submission.rows
-        return rows is None or self.rows.fits(rows.digest, rows.count)
+    @property
+    def adapters_resident(self) -> int:
+        return self._adapter_rows.resident_count
 
-    def let_in(self, draft: Draft, sequence: Sequence, match: Match, now: float) -> bool:
-        """Give it a slot and what matches, if there is room for its prompt and a little more."""
-        goal = min(len(sequence.tokens) + self._size, sequence.kv_most)
-        # What matches is held first, so that it is not counted as room.
-        self.blocks.hold(match.blocks)
-        if not self._clear_way(sequence, self._blocks_of(goal) - len(match.blocks), now):
-            self.blocks.drop(match.blocks)
-            return False
-        sequence.waited_s += now - sequence.queued_at
-        sequence.slot = self._slots.pop()
-        sequence.planned_at = now
-        sequence.goal = len(sequence.tokens)
-        sequence.planned = sequence.computed = match.tokens
-        sequence.table = match.blocks
-        if match.copied:
-            (block,) = self.blocks.take(1)
-            sequence.table.append(block)
-            if block != match.copied:
-                draft.copies.append((match.copied, block))
-        rows = sequence.submission.rows
-        if rows is not None and self.wants_rows(sequence, match):
-            sequence.rows_start, fresh = self.rows.pin(rows.digest, rows.count)
-            if fresh:
-                draft.rewrites.append(Rewrite(sequence.rows_start, rows.digest))
-        self.running[sequence.number] = self.prompts[sequence.number] = sequence
-        if self._reserved is not None:
-            self._reserved += self._promised(sequence)
-        self.prefixes.announce(sequence)
-        draft.begin(sequence)
-        return True
+    @property
+    def adapter_loads(self) -> int:
+        """Number of writes of an adapter into the adapter pool, without prefix adapters."""
+        return self._adapter_rows.loads
 
-    def _clear_way(self, sequence: Sequence, blocks: int, now: float) -> bool:
-        """Whether so many blocks and a slot are to be had, with those taken that rank lower."""
-        if self._reserved is None:
-            self._reserved = sum([self._promised(one) for one in self.running.values()])
-        lacking = blocks + self._reserved - self.blocks.available
-        if lacking <= 0 and self._slots:
-            return True
-        lower = [one for one in self.lower_than(sequence) if one.flights == 0]
-        lower.sort(key=self.standing)
-        victims = []
-        for one in lower:
-            victims.append(one)
-            lacking -= self._promised(one)
-            lacking -= sum(self.blocks.holders(block) == 1 for block in one.table)
-            if lacking <= 0:
-                for victim in victims:
-                    self.preempt(victim, now)
-                self._reserved = None
-                return True
-        return False
+    @property
+    def preemption_count(self) -> int:
+        return self._preemption_count
 
-    def lower_than(self, sequence: Sequence) -> list[Sequence]:
-        """Those that run and could lose their place to this one that waits.
+    @property
+    def release_count(self) -> int:
+        """Number of times that a sequence released its resources."""
+        return self._release_count
 
-        By its birth alone it may take a place; having waited long only guards it. So two cannot
-        take each other's.
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def decoding_count(self) -> int:
+        """Running sequences whose prefill is completely planned."""
+        return len(self._running) - len(self._prefilling)
+
+    @property
+    def latency_decoding_count(self) -> int:
+        return self._latency_decoding_count
+
+    @property
+    def latency_prefilling_count(self) -> int:
+        return sum(sequence.is_latency_class for sequence in self._prefilling.values())
+
+    @property
+    def ready_count(self) -> int:
+        """Sequences that can decode now."""
+        return len(self._ready[True]) + len(self._ready[False])
+
+    @property
+    def has_prefills(self) -> bool:
+        return bool(self._prefilling)
+
+    def prefill_backlog(self, *, latency_class: bool) -> int:
+        """Unplanned prompt tokens of the running sequences of a class."""
+        return sum(
+            sequence.unplanned_prefill_tokens
+            for sequence in self._prefilling.values()
+            if sequence.is_latency_class == latency_class
+        )
+
+    # ------------------------------------------------------------------ order of running sequences
+
+    def next_decodes(self, now: float) -> list[Sequence]:
+        """Sequences that can decode now, in order: starved ones, latency class, throughput class.
+
+        If fewer blocks than sequences are available, all are in order of scheduling priority.
         """
-        mine = (sequence.latency, sequence.submission.priority)
-        return [
-            one
-            for one in self.running.values()
-            if one.ending is None and self.standing(one)[:2] < mine
+        sequences = list(self._ready[True].values())
+        if self._ready[False]:
+            throughput = list(self._ready[False].values())
+            # `throughput` is in the order in which the sequences became ready, which is also the
+            # order of `planned_at`, so starved sequences are at its front. Planning a token updates
+            # `planned_at`, which ends starvation.
+            starved_count = sum(
+                now - other.planned_at >= self._starvation_s for other in throughput
+            )
+            sequences = [*throughput[:starved_count], *sequences, *throughput[starved_count:]]
+        if self._block_pool.available < len(sequences):
+            sequences.sort(key=self._scheduling_priority, reverse=True)
+        return sequences
+
+    def next_prefills(self, now: float) -> list[Sequence]:
+        """Sequences with unplanned prefill tokens: starved ones and the latency class first.
+
+        Both parts are in order of scheduling priority.
+        """
+
+        def prefill_priority(sequence: Sequence) -> tuple[bool, SchedulingPriority]:
+            priority = self._scheduling_priority(sequence)
+            is_starved = now - sequence.planned_at >= self._starvation_s
+            return is_starved or priority[0], priority
+
+        sequences = [
+            sequence for sequence in self._prefilling.values() if sequence.end_reason is None
         ]
+        sequences.sort(key=prefill_priority, reverse=True)
+        return sequences
 
-    def _promised(self, sequence: Sequence) -> int:
-        """Blocks to keep for one that runs: the rest of its prompt, and the next one."""
-        goal = min(max(sequence.goal, sequence.planned) + self._size, sequence.kv_most)
-        return max(0, self._blocks_of(goal) - len(sequence.table))
+    def on_decodes_planned(self, sequences: list[Sequence]) -> None:
+        """Remove sequences from the ready set, because a planned step decodes them."""
+        for sequence in sequences:
+            del self._ready[sequence.is_latency_class][sequence.sequence_id]
 
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._size)
+    def on_prefill_planned(self, sequence: Sequence) -> None:
+        """Update the prefill set and the adapter rows after a prefill chunk was planned."""
+        if sequence.planned_tokens >= sequence.virtual_end:
+            # The planned step is the last one that reads the adapter's rows for this sequence. The
+            # rows may be unpinned before the step runs: only admissions evict rows, the admissions
+            # of this plan are over, and rows of a later plan are written by a later step.
+            self._unpin_adapter_rows(sequence)
+        if not sequence.unplanned_prefill_tokens:
+            del self._prefilling[sequence.sequence_id]
+            self._latency_decoding_count += sequence.is_latency_class
 
-    # -------------------------------------------------------------------------------------- growing
+    def on_step_applied(self, sequence: Sequence, past: int) -> None:
+        """Publish the KV that a completed step computed from token `past` on.
 
-    def grow(self, draft: Draft, sequence: Sequence, blocks: int, now: float) -> bool:
-        """So many more blocks for one that runs, if need be from those that rank lower."""
-        if blocks <= 0:
+        The sequence becomes ready to decode if it has not ended, its prefill is completely planned,
+        and no other step in flight contains it.
+        """
+        block_tokens = self._block_tokens
+        if (
+            sequence.computed_tokens // block_tokens > past // block_tokens
+            or past < sequence.prefill_target
+        ):
+            self._wake(self._prefix_cache.publish(sequence, past))
+        if (
+            sequence.steps_in_flight == 0
+            and sequence.end_reason is None
+            and sequence.planned_tokens >= sequence.prefill_target
+        ):
+            self._ready[sequence.is_latency_class][sequence.sequence_id] = sequence
+
+    def _scheduling_priority(self, sequence: Sequence) -> SchedulingPriority:
+        return sequence.scheduling_priority(self._age_s)
+
+    # ------------------------------------------------------------------------------------ admission
+
+    def compute_cache_keys(self, sequence: Sequence) -> None:
+        """Compute the prefix-cache keys of a new sequence."""
+        self._prefix_cache.compute_keys(sequence)
+
+    def begin_admissions(self) -> None:
+        """Discard the sum of reserved blocks; call this before the admissions of a plan.
+
+        Running sequences may have grown since the sum was computed.
+        """
+        self._reserved_total = None
+
+    def admit(
+        self, sequence: Sequence, now: float, *, may_pin_adapter_rows: bool
+    ) -> AdmissionResult:
+        """Give a waiting sequence a slot, its cached blocks and its adapter rows, if it can run.
+
+        It can run if a slot is free and if, besides the blocks reserved for running sequences,
+        there are enough blocks for all of its tokens plus one block (for at most `kv_tokens_max`
+        tokens). Sequences of lower priority are preempted if necessary.
+        """
+        prefix_match = self._prefix_cache.match_prefix(sequence)
+        if self._prefix_cache.park_if_pending(sequence, prefix_match):
+            return AdmissionResult.PARKED
+        needs_rows = _needs_adapter_rows(sequence, prefix_match)
+        if needs_rows and not (may_pin_adapter_rows and self._adapter_rows_fit(sequence)):
+            return AdmissionResult.NO_ADAPTER_ROWS
+        partial_block = prefix_match.partial_block
+        if partial_block and self._prefix_cache.has_write_in_flight(partial_block):
+            return AdmissionResult.BLOCK_COPY_IN_FLIGHT
+        # The matching blocks are retained first, or the cached ones would count as available.
+        self._block_pool.retain(prefix_match.blocks)
+        if not self._preempt_to_fit(sequence, len(prefix_match.blocks), now):
+            self._block_pool.release(prefix_match.blocks)
+            return AdmissionResult.NO_SPACE
+        self._start_running(sequence, prefix_match, now)
+        if needs_rows:
+            self._pin_adapter_rows(sequence)
+        return AdmissionResult.ADMITTED
+
+    def _start_running(self, sequence: Sequence, prefix_match: PrefixMatch, now: float) -> None:
+        block_table = list(prefix_match.blocks)
+        if prefix_match.partial_block:
+            (block,) = self._block_pool.allocate(1)
+            block_table.append(block)
+            if block != prefix_match.partial_block:
+                self._updates.block_copies.append((prefix_match.partial_block, block))
+        sequence.start_running(self._free_slots.pop(), block_table, prefix_match.tokens, now)
+        self._running[sequence.sequence_id] = sequence
+        self._prefilling[sequence.sequence_id] = sequence
+        if self._reserved_total is not None:
+            self._reserved_total += self._reserved_blocks(sequence)
+        self._prefix_cache.announce(sequence)
+        if block_table:
+            self._updates.block_table_updates.append(
+                BlockTableUpdate(sequence.slot, 0, list(block_table))
+            )
+
+    def _preempt_to_fit(self, sequence: Sequence, matched_blocks: int, now: float) -> bool:
+        """Make a slot and enough blocks available for a waiting sequence; return whether they are.
+
+        Preempts running sequences of lower priority, but only if the resources that these free are
+        sufficient.
+        """
+        if self._reserved_total is None:
+            self._reserved_total = sum(
+                [self._reserved_blocks(other) for other in self._running.values()]
+            )
+        tokens_needed = min(len(sequence.tokens) + self._block_tokens, sequence.kv_tokens_max)
+        blocks_needed = self._blocks_for(tokens_needed) - matched_blocks
+        blocks_missing = blocks_needed + self._reserved_total - self._block_pool.available
+        if blocks_missing <= 0 and self._free_slots:
             return True
-        if blocks > self.blocks.available:
-            self._take_from_lower(sequence, blocks, now)
-            if blocks > self.blocks.available:
-                return False
-        taken = self.blocks.take(blocks)
-        draft.tables.append(Table(sequence.slot, len(sequence.table), taken))
-        sequence.table += taken
+        victims = self._preemption_policy.victims_for_admission(
+            sequence,
+            self._running.values(),
+            blocks_missing=blocks_missing,
+            blocks_gained=self._blocks_gained_without,
+        )
+        if not victims:
+            return False
+        for victim in victims:
+            self._preempt(victim, now)
+        self._reserved_total = None
         return True
 
-    def fill(self, draft: Draft, sequence: Sequence, now: float) -> None:
-        """Have its prefix written, as much of it as this step may."""
-        count = min(sequence.unfilled, draft.fill_left)
-        end = sequence.planned + count
-        if count and self.grow(draft, sequence, self._blocks_of(end) - len(sequence.table), now):
-            draft.fill(sequence, end, self._size)
-            self.fills += not sequence.unfilled
+    def can_preempt_for(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may preempt a running one, now or after its step in flight."""
+        return bool(self._preemption_policy.preemptible_by(sequence, self._running.values()))
 
-    def _take_from_lower(self, sequence: Sequence, blocks: int, now: float) -> None:
-        mine = self.standing(sequence)
-        lower = [
-            (standing, one)
-            for one in self.running.values()
-            if one.flights == 0 and one.ending is None and (standing := self.standing(one)) < mine
-        ]
-        lower.sort()
-        for _, one in lower:
-            if blocks <= self.blocks.available:
+    def _blocks_gained_without(self, sequence: Sequence) -> int:
+        """Blocks that become available if a running sequence is preempted.
+
+        These are the blocks reserved for the sequence, and the blocks in its block table that no
+        other sequence shares.
+        """
+        return self._reserved_blocks(sequence) + sum(
+            self._block_pool.ref_count(block) == 1 for block in sequence.block_table
+        )
+
+    def _reserved_blocks(self, sequence: Sequence) -> int:
+        """Blocks to keep free for a running sequence: the rest of its prefill plus one block."""
+        tokens_needed = min(
+            max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
+            sequence.kv_tokens_max,
+        )
+        return max(0, self._blocks_for(tokens_needed) - len(sequence.block_table))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    # -------------------------------------------------------------------------------- adapter rows
+
+    def _adapter_rows_fit(self, sequence: Sequence) -> bool:
+        adapter_ref = sequence.submission.adapter_ref
+        assert adapter_ref is not None
+        return self._adapter_rows.fits(adapter_ref.digest, adapter_ref.row_count)
+
+    def _pin_adapter_rows(self, sequence: Sequence) -> None:
+        adapter_ref = sequence.submission.adapter_ref
+        assert adapter_ref is not None
+        row_start, must_write = self._adapter_rows.pin(adapter_ref.digest, adapter_ref.row_count)
+        sequence.pin_adapter_rows(row_start)
+        if must_write:
+            self._updates.adapter_writes.append(AdapterRowsWrite(row_start, adapter_ref.digest))
+
+    def _unpin_adapter_rows(self, sequence: Sequence) -> None:
+        if sequence.adapter_row_start >= 0:
+            assert sequence.submission.adapter_ref is not None
+            self._adapter_rows.unpin(sequence.submission.adapter_ref.digest)
+            sequence.unpin_adapter_rows()
+
+    # ------------------------------------------------------------------ growth of running sequences
+
+    def allocate_blocks(self, sequence: Sequence, tokens: int, now: float) -> bool:
+        """Extend the block table of a running sequence to `tokens` tokens.
+
+        Preempts sequences of lower priority if necessary. Returns False, and allocates no block, if
+        there are not enough blocks even then.
+        """
+        count = self._blocks_for(tokens) - len(sequence.block_table)
+        if count <= 0:
+            return True
+        if count > self._block_pool.available:
+            self._preempt_below(sequence, count, now)
+            if count > self._block_pool.available:
+                return False
+        new_blocks = self._block_pool.allocate(count)
+        self._updates.block_table_updates.append(
+            BlockTableUpdate(sequence.slot, len(sequence.block_table), new_blocks)
+        )
+        sequence.append_blocks(new_blocks)
+        return True
+
+    def kv_tokens_available(self, sequence: Sequence) -> int:
+        """Capacity in tokens of the sequence's blocks and of all available blocks together."""
+        return sequence.kv_capacity + self._block_pool.available * self._block_tokens
+
+    def kv_tokens_spare(self, sequence: Sequence) -> int:
+        """Like `kv_tokens_available`, but one block stays available for each running sequence.
+
+        Each running sequence may need a block in the next step.
+        """
+        spare_blocks = max(0, self._block_pool.available - len(self._running))
+        return sequence.kv_capacity + spare_blocks * self._block_tokens
+
+    def can_grow_all(self, sequences: list[Sequence]) -> bool:
+        """Whether there are blocks for one more token of each of these sequences."""
+        blocks_needed = sum(
+            sequence.planned_tokens == sequence.kv_capacity for sequence in sequences
+        )
+        return blocks_needed <= self._block_pool.available
+
+    def _preempt_below(self, sequence: Sequence, blocks_needed: int, now: float) -> None:
+        """Preempt sequences of lower priority than `sequence`.
+
+        Stops when `blocks_needed` blocks are available, or when no victim is left.
+        """
+        for victim in self._preemption_policy.victims_for_growth(sequence, self._running.values()):
+            if blocks_needed <= self._block_pool.available:
                 return
-            self.preempt(one, now)
+            self._preempt(victim, now)
 
-    def advanced(self, sequence: Sequence) -> None:
-        """More of its prompt is planned."""
-        if sequence.planned >= sequence.virtual_end:
-            # The step that was just planned reads them, and nothing is let in by it any more.
-            self._unpin(sequence)
-        if sequence.planned == sequence.goal:
-            del self.prompts[sequence.number]
-            self.guarded += sequence.latency
+    # ----------------------------------------------------------------------- preemption and release
 
-    def _unpin(self, sequence: Sequence) -> None:
-        if sequence.rows_start >= 0:
-            assert sequence.submission.rows is not None
-            self.rows.unpin(sequence.submission.rows.digest)
-            sequence.rows_start = -1
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """Return a running sequence with its tokens to the queue; uncached KV is computed again."""
+        assert sequence.steps_in_flight == 0 and sequence.end_reason is None, (
+            "preemption of a sequence that has ended or is in flight"
+        )
+        self._preemption_count += 1
+        self.requeue(sequence, now)
 
-    # ---------------------------------------------------------------------------------- giving back
-
-    def preempt(self, sequence: Sequence, now: float) -> None:
-        """It waits again, with what it has made, and computes again what is lost until then."""
-        assert sequence.flights == 0 and sequence.ending is None, "it is not to be touched now"
-        self.preemptions += 1
-        self.put_back(sequence, now)
-
-    def put_back(self, sequence: Sequence, now: float) -> None:
-        """It gives back all that it has, and waits again."""
-        self.vacate(sequence)
-        sequence.queued_at = now
+    def requeue(self, sequence: Sequence, now: float) -> None:
+        """Free all resources of a running sequence and push it to the waiting queue."""
+        self.release(sequence)
+        sequence.enqueue(now)
         self._waiting.push(sequence)
 
-    def vacate(self, sequence: Sequence) -> None:
-        """It gives back its slot, its blocks and its adapter's rows."""
-        number, blocks = sequence.number, self.blocks
-        del self.running[number]
-        self.departures += 1
-        if self.prompts.pop(number, None) is None:
-            self.ready[sequence.latency].pop(number, None)
-            self.guarded -= sequence.latency
-        self.wake(self.prefixes.withdraw(sequence))
-        if sequence.poisoned:
-            dirty = sequence.table[sequence.computed // self._size :]
-            for block in dirty:
-                assert blocks.holders(block) == 1, "what may not be finite is shared"
-                blocks.forget(block)
-            self._clears += dirty
-        blocks.drop(sequence.table)
-        self._slots.append(sequence.slot)
-        self._unpin(sequence)
-        sequence.slot = -1
-        sequence.table = []
-        sequence.planned = sequence.computed = sequence.filled = 0
+    def release(self, sequence: Sequence) -> None:
+        """Free the slot, the blocks and the adapter rows of a running sequence."""
+        sequence_id = sequence.sequence_id
+        del self._running[sequence_id]
+        self._release_count += 1
+        if self._prefilling.pop(sequence_id, None) is None:
+            self._ready[sequence.is_latency_class].pop(sequence_id, None)
+            self._latency_decoding_count -= sequence.is_latency_class
+        self._wake(self._prefix_cache.withdraw(sequence))
+        if sequence.has_nonfinite_kv:
+            self._clear_nonfinite_blocks(sequence)
+        self._block_pool.release(sequence.block_table)
+        self._free_slots.append(sequence.slot)
+        self._unpin_adapter_rows(sequence)
+        sequence.stop_running()
 
-    def wake(self, sequences: list[Sequence]) -> None:
-        """What these waited for is there, or will not come."""
+    def _clear_nonfinite_blocks(self, sequence: Sequence) -> None:
+        """Let the ranks zero the blocks that may contain NaN or infinity, and unpublish them."""
+        nonfinite_blocks = sequence.block_table[sequence.computed_tokens // self._block_tokens :]
+        for block in nonfinite_blocks:
+            assert self._block_pool.ref_count(block) == 1, "a block with NaN or infinity is shared"
+            self._block_pool.unpublish(block)
+        self._updates.block_clears += nonfinite_blocks
+
+    def _wake(self, sequences: list[Sequence]) -> None:
+        """Queue parked sequences again that have not ended.
+
+        The KV for which they waited is cached now, or its computation has stopped.
+        """
         for sequence in sequences:
-            if sequence.ending is None:
-                sequence.parked = False
+            if sequence.end_reason is None:
+                sequence.unpark()
                 self._waiting.push(sequence)
 
-    def take_clears(self) -> list[int]:
-        clears, self._clears = self._clears, []
-        return clears
+    def pop_updates(self) -> ResourceUpdates:
+        """The updates since the last call, for the step that is being built."""
+        updates = self._updates
+        self._updates = ResourceUpdates()
+        return updates
 
-    def tally(self) -> None:
-        """Nothing is lost: sums only."""
-        self.blocks.tally(sum([len(one.table) for one in self.running.values()]))
-        assert len(self._slots) + len(self.running) == self._slots_count, "a slot is lost"
+    # -------------------------------------------------------------------------------------- checks
+
+    def check_totals(self) -> None:
+        """Assert that no block and no slot is lost; compares only sums."""
+        self._block_pool.check_totals(
+            sum([len(sequence.block_table) for sequence in self._running.values()])
+        )
+        assert len(self._free_slots) + len(self._running) == self._slot_count, "a slot is lost"
 
     def check(self) -> None:
-        """Nothing is lost and nothing is held twice."""
-        self.tally()
-        running = list(self.running.values())
-        self.blocks.check([one.table for one in running])
-        self.prefixes.check(running)
-        self.rows.check(sum(one.rows_start >= 0 for one in running))
-        slots = {one.slot for one in running} | set(self._slots)
-        assert len(slots) == len(running) + len(self._slots), "a slot is lost, or held twice"
-        for one in running:
-            # What is drawn for one that ends is not kept.
-            ended = one.ending is not None
-            unknown = len(one.guess) + max(0, one.flights - (not ended))
-            assert one.computed + one.filled <= one.planned <= len(one.tokens) + unknown
-            assert not one.guess or one.flights == 1
-            assert one.planned <= len(one.table) * self._size
-            ready = one.number in self.ready[one.latency]
-            prompt = one.number in self.prompts
-            assert prompt == (one.planned < one.goal) and not (prompt and ready)
-            # Whoever neither flies nor is a prompt can decode.
-            assert ready == (not prompt and one.flights == 0 and one.ending is None)
-        assert self.guarded == sum(one.latency for one in running if one.number not in self.prompts)
+        """Assert that no resource is lost or assigned twice, and that sequences are consistent."""
+        self.check_totals()
+        running = list(self._running.values())
+        self._block_pool.check([sequence.block_table for sequence in running])
+        self._prefix_cache.check(running)
+        self._adapter_rows.check(sum(sequence.adapter_row_start >= 0 for sequence in running))
+        slots = {sequence.slot for sequence in running} | set(self._free_slots)
+        assert len(slots) == len(running) + len(self._free_slots), (
+            "a slot is lost or assigned twice"
+        )
+        for sequence in running:
+            sequence.check()
+            is_ready = sequence.sequence_id in self._ready[sequence.is_latency_class]
+            is_prefilling = sequence.sequence_id in self._prefilling
+            assert is_prefilling == (sequence.unplanned_prefill_tokens > 0) and not (
+                is_prefilling and is_ready
+            )
+            # A running sequence that is neither in flight nor prefilling is ready to decode.
+            assert is_ready == (
+                not is_prefilling and sequence.steps_in_flight == 0 and sequence.end_reason is None
+            )
+        assert self._latency_decoding_count == sum(
+            sequence.is_latency_class
+            for sequence in running
+            if sequence.sequence_id not in self._prefilling
+        )
 
 
-def _begins(prompt: list[int], virtual: range) -> bool:
-    """Whether a prompt is all of these ids in order, and others."""
-    own = prompt[len(virtual) :]
-    return prompt[: len(virtual)] == list(virtual) and bool(own) and max(own) < virtual.start
+def _needs_adapter_rows(sequence: Sequence, match: PrefixMatch) -> bool:
+    """Whether the sequence's adapter rows must be in the adapter pool before it can run."""
+    adapter_ref = sequence.submission.adapter_ref
+    return (
+        adapter_ref is not None
+        and not adapter_ref.is_prefix
+        and sequence.virtual_end > match.tokens
+    )

@@ -1,39 +1,81 @@
-"""Who runs next: plans a step as plain data, and takes in what came of it.
+"""Continuous-batching scheduler: plans decodes and chunked prefills within a token budget.
 
-Each plan fills one budget of tokens: those that decode, then prompts in chunks, the latency class
-before the throughput class; who waits is let in while there is room. An outcome moves sequences on,
-publishes what they filled, and ends them. It knows no tensor, no process and no clock.
+Continuous batching: sequences join and leave the batch between steps. Each plan fills one token
+budget with decodes, then with chunked prefill, the latency class before the throughput class;
+waiting sequences are admitted while there are slots and blocks. The outcome of a step advances its
+sequences, publishes the blocks that they filled, and ends finished sequences.
+
+The scheduler has the policy: which sequences are in a step, with how many tokens. Parts of the
+policy are in `chunked_prefill` and `preemption`. The state has other owners: `WaitingQueue`
+(waiting sequences and the order of tenants), `PrefixCache` (sequences that wait for a block that
+another one computes), `ResourceAllocator` (running sequences with their slots, blocks and adapter
+rows), `LiveSequences` (ids and deadlines), `InFlightSteps` (steps without an outcome),
+`StepMessageBuilder` (the message of the step being planned) and `Sequence` (one sequence). The
+scheduler and these owners change each other's state only through methods. A planned step is plain
+data: this module uses no tensors, processes or clock.
+
+In this package "row" means a row of an adapter or of the adapter pool. A row of the batch is called
+a token, and a row of the block-table tensor a slot. The setting `speculate_rows_max`, a number of
+tokens, is the exception.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from dataclasses import dataclass
 
-from serving.config import ServerConfig
-from serving.messages import End, Load, Made, Outcome, Scored, Step, Submission
-from serving.scheduler.async_scheduling import go_on
-from serving.scheduler.deadlines import Deadlines
-from serving.scheduler.ngram_proposer import Guesses
-from serving.scheduler.prefill_cost import Pace
-from serving.scheduler.resource_allocator import Room
-from serving.scheduler.sequence import LEVELS_TO_LATENCY, Sequence
-from serving.scheduler.step_builder import Draft, Flight
-from serving.scheduler.waiting_queue import Tenants, Waiting
-
-STUCK = (
-    "no token of this model goes on with what the guide wants, or it takes too long to find one; "
-    "make the guide simpler, and see that a text can match it"
+from serving.config import CacheConfig, SchedulerConfig
+from serving.messages import (
+    EndReason,
+    EngineStats,
+    Outcome,
+    SequenceOutput,
+    Step,
+    Submission,
+    TokenScore,
 )
-# Waiting sequences that a plan sets aside at most, for want of rows or for a copy.
-ASIDE_MAX = 32
+from serving.scheduler.async_scheduling import InFlightStep, InFlightSteps
+from serving.scheduler.chunked_prefill import PrefillTokenBudget, chunk_end
+from serving.scheduler.live_sequences import LiveSequences
+from serving.scheduler.resource_allocator import AdmissionResult, ResourceAllocator
+from serving.scheduler.sequence import Sequence
+from serving.scheduler.step_message import StepMessageBuilder
+from serving.scheduler.submission_limits import SubmissionLimits
+from serving.scheduler.waiting_queue import TenantFairness, WaitingQueue
+
+GUIDE_STUCK_MESSAGE = (
+    "the guide allows none of this model's tokens next, or the search for one took too long; "
+    "simplify the guide, and check that a text can match it"
+)
+NONFINITE_MESSAGE = (
+    "the model computed values for this sequence that are not finite (NaN or infinity); the "
+    "weights or the adapter's rows are damaged, or their range is too large for the dtype"
+)
+# Waiting sequences that one plan may skip because adapter rows or the block to copy are not
+# available.
+SKIPPED_MAX = 32
+
+
+@dataclass(slots=True)
+class _TokenTotals:
+    """Numbers of tokens since the start, for the statistics."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
-    """`blocks` counts block 0; `context_tokens_max` is a sequence's whole length at most; a step
-    has at most `fill_tokens_max` tokens of prefixes written.
+    """Plans steps and commits their outcomes.
 
-    Steps must be run in the order in which they were planned, and so come their outcomes. `ahead`:
-    one step more may be in flight, of those that go on whatever they drew in the one before.
+    `blocks` is the number of KV blocks, including block 0; `context_tokens_max` bounds prompt plus
+    output of a sequence; `prefix_write_tokens_max` bounds the prefix adapter tokens that one step
+    writes.
+
+    Steps must run in the order in which they were planned, and be committed in that order. With
+    `async_scheduling` one more step may be in flight: the next decodes of the last step's
+    sequences, planned before its tokens are known. Speculative decoding excludes it; the reasons
+    are in `async_scheduling.py`.
     """
 
     def __init__(
@@ -41,460 +83,481 @@ class Scheduler:
         *,
         vocab_size: int,
         blocks: int,
-        config: ServerConfig,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
         context_tokens_max: int,
         stages: int = 1,
-        digest: str = "",
-        fill_tokens_max: int = 256,
-        ahead: bool = False,
+        model_digest: str = "",
+        prefix_write_tokens_max: int = 256,
+        async_scheduling: bool = False,
     ) -> None:
-        self._vocab_size, self._context_max = vocab_size, context_tokens_max
-        self._stages, self._ahead = stages, ahead
-        self._size = config.kv_block_tokens
-        self._budget, self._fill_max = config.step_tokens_max, fill_tokens_max
-        self._stall_s = config.prefill_stall_ms_max / 1000
-        self._late_s = LEVELS_TO_LATENCY * config.priority_age_s
-        self._look_s = config.priority_age_s / 20  # As time passes another may be the first.
-        self._guess_max = config.speculate_tokens_max
-        self._rows_max = config.speculate_rows_max
-        self._pace = Pace()
-        self._tenants = Tenants()
-        self._waiting = Waiting(self._tenants, config.priority_age_s)
-        self._room = Room(vocab_size, blocks, config, self._waiting, digest)
-
-        self._live: dict[int, Sequence] = {}  # All that have not ended, by number.
-        self._deadlines = Deadlines(self._live)
-        self._flights: deque[Flight] = deque()
-        self._ended: list[Made] = []
-        # When the first of those that wait found no room and nobody to take it from.
-        self._closed_at, self._closed_until = (0, 0), 0.0
-        self._arrivals = self._steps = 0
-        self._prompt_tokens = self._cached_tokens = self._made_tokens = 0
-        self._drafted_tokens = self._accepted_tokens = 0
-
-    # --------------------------------------------------------------------------- coming and going
-
-    def add(self, submission: Submission, now: float, aside_s: float = 0.0) -> Made | None:
-        """Queue a sequence, heard of `aside_s` before. What can never run is answered at once."""
-        number, prompt, sampling = submission.number, submission.prompt, submission.sampling
-        assert number not in self._live, f"number {number} is used twice"
-        refused = self._room.never(submission, self._context_max)
-        if refused is not None:
-            return refused
-        made = submission.made
-        if made and made[-1] in sampling.stop_token_ids:
-            return Made(number, end="stop")
-        if made and len(made) >= sampling.max_new_tokens:
-            return Made(number, end="length")
-        sequence = Sequence(
-            submission,
-            order=self._arrivals,
-            tokens=[*prompt, *made],
-            prompt=len(prompt),
-            most=len(prompt) + sampling.max_new_tokens,
-            latency=submission.service == "latency",
-            queued_at=now,
-            came_at=now - aside_s,
-            aside_s=aside_s,
+        assert not (async_scheduling and scheduler_config.speculate_tokens_max), (
+            "speculative decoding and asynchronous scheduling exclude each other"
         )
-        self._arrivals += 1
-        # Whoever goes on after tokens that were made has been told its prompt's scores before.
-        scores = sampling.prompt_logprobs is not None and not made
-        sequence.scored = submission.unscored if scores else sequence.prompt
-        if max(prompt) >= self._vocab_size:
-            places = [place for place, one in enumerate(prompt) if one >= self._vocab_size]
-            sequence.virtual_start, sequence.virtual_end = places[0], places[-1] + 1
-        if self._guess_max and sampling.stateless and submission.guide is None:
-            sequence.guesses = Guesses(sequence.tokens, self._vocab_size)
-        self._room.prefixes.enter(sequence)
-        self._live[number] = sequence
-        self._tenants.enter(submission.tenant)
+        self._vocab_size = vocab_size
+        self._block_tokens = cache_config.kv_block_tokens
+        self._token_budget = scheduler_config.step_tokens_max
+        self._prefix_write_tokens_max = prefix_write_tokens_max
+        self._stages = stages
+        # A blocked admission is tried again after this time, because aging changes the admission
+        # order.
+        self._admission_retry_s = scheduler_config.priority_age_s / 20
+        self._draft_tokens_max = scheduler_config.speculate_tokens_max  # Per sequence and step.
+        # Drafts are added while the decode tokens and draft tokens of a step together do not exceed
+        # this number.
+        self._speculation_tokens_max = scheduler_config.speculate_rows_max
+        self._stall_budget = PrefillTokenBudget(
+            scheduler_config.prefill_stall_ms_max / 1000, cache_config.kv_block_tokens
+        )
+        self._tenants = TenantFairness()
+        self._waiting = WaitingQueue(self._tenants, scheduler_config.priority_age_s)
+        self._allocator = ResourceAllocator(
+            vocab_size, blocks, scheduler_config, cache_config, self._waiting, model_digest
+        )
+        self._limits = SubmissionLimits(
+            vocab_size, context_tokens_max, self._allocator.kv_tokens, cache_config.adapter_rows_max
+        )
+        self._live = LiveSequences()
+        self._in_flight = InFlightSteps(stages, async_scheduling=async_scheduling)
+        self._ended_outputs: list[SequenceOutput] = []
+        # Set when a waiting sequence finds too few slots or blocks and cannot preempt a running
+        # sequence: `_change_counts()` at that time, and the end of the interval in which admission
+        # is tried again only if these counts have changed.
+        self._blocked_counts = (0, 0)
+        self._blocked_until = 0.0
+        self._arrival_count = 0
+        self._step_count = 0
+        self._prefix_loads = 0  # Prefix adapters written into KV blocks.
+        self._totals = _TokenTotals()
+
+    # ---------------------------------------------------------------- adding and ending sequences
+
+    def add_sequence(
+        self, submission: Submission, now: float, adapter_wait_s: float = 0.0
+    ) -> SequenceOutput | None:
+        """Queue a sequence that arrived `adapter_wait_s` before `now`, and return None.
+
+        If the submission is rejected, or its `output_tokens` are complete, its final output is
+        returned, and nothing is queued.
+        """
+        sequence_id = submission.sequence_id
+        assert sequence_id not in self._live, f"sequence id {sequence_id} is used twice"
+        rejection = self._limits.rejection(submission)
+        if rejection is not None:
+            return rejection
+        output_tokens = submission.output_tokens
+        sampling = submission.sampling
+        if output_tokens and output_tokens[-1] in sampling.stop_token_ids:
+            return SequenceOutput(sequence_id, end="stop")
+        if output_tokens and len(output_tokens) >= sampling.max_new_tokens:
+            return SequenceOutput(sequence_id, end="length")
+        sequence = Sequence.from_submission(
+            submission,
+            arrival_order=self._arrival_count,
+            vocab_size=self._vocab_size,
+            block_tokens=self._block_tokens,
+            now=now,
+            adapter_wait_s=adapter_wait_s,
+        )
+        self._arrival_count += 1
+        if self._draft_tokens_max and sequence.has_stateless_sampling:
+            sequence.enable_speculation(self._vocab_size)
+        self._allocator.compute_cache_keys(sequence)
+        self._live.add(sequence)
+        self._tenants.add_sequence(submission.tenant)
         self._waiting.push(sequence)
-        if submission.deadline is not None:
-            self._deadlines.add(submission.deadline, number)
         return None
 
-    def cancel(self, numbers: Iterable[int]) -> None:
-        """End these at once, or as soon as no step has them. Numbers that are over are ignored."""
-        for number in numbers:
-            sequence = self._live.get(number)
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """End these sequences, now or after their steps in flight; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            sequence = self._live.get(sequence_id)
             if sequence is not None:
-                self._stop(sequence, "cancelled")
+                self._end_sequence(sequence, "cancelled")
 
-    def ended(self) -> list[Made]:
-        """What ended without a step since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
+    def pop_ended(self) -> list[SequenceOutput]:
+        """Final outputs of the sequences that ended outside of a step since the last call."""
+        outputs = self._ended_outputs
+        self._ended_outputs = []
+        return outputs
 
-    def _stop(self, sequence: Sequence, end: End) -> None:
-        """End it for a reason that is not its own."""
-        if sequence.ending is not None:
+    def _end_sequence(self, sequence: Sequence, end_reason: EndReason) -> None:
+        """End a sequence for an external reason: a cancel or its deadline."""
+        if sequence.end_reason is not None:
             return
-        sequence.ending = end
-        if sequence.waits and not sequence.parked:
+        sequence.end(end_reason)
+        if sequence.is_waiting and not sequence.is_parked:
             self._waiting.discard(sequence)
-        self._room.ready[sequence.latency].pop(sequence.number, None)
-        if sequence.flights == 0:
-            self._leave(sequence)
-            self._ended.append(self._last(sequence))
+        if sequence.steps_in_flight == 0:
+            self._release(sequence)
+            self._ended_outputs.append(sequence.final_output())
 
-    def _last(self, sequence: Sequence) -> Made:
-        return Made(sequence.number, end=sequence.ending, reason=sequence.reason)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """It is over: everything that it has goes back."""
-        if not sequence.waits:
-            self._room.vacate(sequence)
-        del self._live[sequence.number]
-        self._tenants.leave(sequence.submission.tenant)
+    def _release(self, sequence: Sequence) -> None:
+        """Free all resources of a sequence that has ended, and remove it from `_live`."""
+        if not sequence.is_waiting:
+            self._allocator.release(sequence)
+        self._live.remove(sequence)
+        self._tenants.remove_sequence(sequence.submission.tenant)
 
     # ----------------------------------------------------------------------------------- planning
 
     def plan(self, now: float) -> Step | None:
-        """The next step. None: there is nothing to do before the next outcome, or at all.
+        """The next step. None: there is no work, or no work can start before the next outcome.
 
-        Deadlines that have passed are looked at here; `ended` tells of them.
+        Also ends the sequences whose deadline has passed; `pop_ended` returns their outputs.
         """
-        for number in self._deadlines.passed(now):
-            self._stop(self._live[number], "deadline")
-        if len(self._flights) >= self._stages:
-            return self._early(now) if self._ahead else None
-        draft = self._draft()
-        # Who comes in is chosen before decodes are: it may take the place of one that decodes.
-        if len(self._waiting) and not self._closed(now):
-            self._admit(draft, now)
-        self._decodes(draft, now)
-        if self._guess_max:
-            self._guess(draft, now)
-        self._chunks(draft, now)
-        return self._fly(draft) if draft.sequences or draft.begins or draft.fills else None
+        for sequence in self._live.pop_expired(now):
+            self._end_sequence(sequence, "deadline")
+        if self._in_flight.is_full:
+            return self._plan_early(now) if self._in_flight.can_plan_early else None
+        builder = self._new_builder()
+        # Admission precedes decodes, because it may preempt a decoding sequence.
+        if len(self._waiting) and not self._is_admission_blocked(now):
+            self._admit(builder, now)
+        self._plan_decodes(builder, now)
+        if self._draft_tokens_max:
+            self._plan_drafts(builder, now)
+        self._plan_prefills(builder, now)
+        return None if builder.is_empty else self._dispatch(builder)
 
-    def _early(self, now: float) -> Step | None:
-        """The step after the one in flight, if it follows whatever comes of that."""
-        if len(self._flights) > self._stages or (len(self._waiting) and not self._closed(now)):
+    def _plan_early(self, now: float) -> Step | None:
+        """Asynchronous scheduling: the next decodes, if they do not depend on the pending outcome.
+
+        None if other work is ready, or if there are not enough blocks for all of these decodes.
+        """
+        if len(self._waiting) and not self._is_admission_blocked(now):
             return None
-        draft = self._draft()
-        go_on(draft, self._flights[-1], self._room, self._size, now)
-        return self._fly(draft) if draft.sequences else None
+        if self._allocator.has_prefills or self._allocator.ready_count:
+            return None
+        sequences = self._in_flight.early_decodes()
+        if not sequences or not self._allocator.can_grow_all(sequences):
+            return None
+        builder = self._new_builder()
+        for sequence in sequences:
+            self._allocator.allocate_blocks(sequence, sequence.planned_tokens + 1, now)
+            builder.add_decode(sequence, is_token_available=False)
+            sequence.plan_tokens(1, now)
+        return self._dispatch(builder)
 
     def idle_step(self) -> Step:
-        """A step without sequences, to be run and answered like the others."""
-        return self._fly(self._draft())
+        """A step without sequences (a heartbeat); it is run and committed like the others."""
+        return self._dispatch(self._new_builder())
 
-    def _draft(self) -> Draft:
-        return Draft(self._vocab_size, self._budget, self._fill_max)
+    def _new_builder(self) -> StepMessageBuilder:
+        return StepMessageBuilder(
+            self._vocab_size, self._token_budget, self._prefix_write_tokens_max
+        )
 
-    def _fly(self, draft: Draft) -> Step:
-        step = draft.step(self._steps, self._room.take_clears())
-        self._steps += 1
-        self._flights.append(Flight(step, draft.sequences, draft.prompt_tokens))
+    def _dispatch(self, builder: StepMessageBuilder) -> Step:
+        step = builder.build(self._step_count, self._allocator.pop_updates())
+        self._step_count += 1
+        self._in_flight.append(InFlightStep(step, builder.sequences, builder.prompt_tokens))
         return step
 
-    def _prompt_budget(self, tokens: int) -> int:
-        """How many of so many tokens prompts may have, so that nobody's next token is late.
-
-        The more wait for a first token, the longer the others may wait for their next.
-        """
-        if not self._room.guarded:
+    def _prefill_budget(self, tokens: int) -> int:
+        """The part of `tokens` for prefill; the stall limit protects only latency-class decodes."""
+        if not self._allocator.latency_decoding_count:
             return tokens
-        firsts = self._waiting.urgent + sum(one.latency for one in self._room.prompts.values())
-        stall_s = self._stall_s * max(1, firsts)
-        return min(tokens, self._pace.tokens_within(stall_s, self._size))
+        first_tokens_pending = (
+            self._waiting.latency_count + self._allocator.latency_prefilling_count
+        )
+        return self._stall_budget.limit_tokens(tokens, first_tokens_pending)
 
     # ---------------------------------------------------------------------------------- admission
 
-    def _closed(self, now: float) -> bool:
-        """Whether there is no use in looking at who waits: nothing changed since none came in."""
-        return now < self._closed_until and self._changes() == self._closed_at
+    def _is_admission_blocked(self, now: float) -> bool:
+        """Whether admission is skipped, because it failed and nothing has changed since then."""
+        return now < self._blocked_until and self._change_counts() == self._blocked_counts
 
-    def _changes(self) -> tuple[int, int]:
-        return self._waiting.changes, self._room.departures
+    def _block_admission(self, now: float) -> None:
+        """Skip admission until resources are released, the queue changes or priorities age."""
+        self._blocked_counts = self._change_counts()
+        self._blocked_until = now + self._admission_retry_s
 
-    def _admit(self, draft: Draft, now: float) -> None:
-        """Let in who is next and finds room, as many as this step has tokens for."""
-        room, aside = self._room, list[Sequence]()
-        ready = len(room.ready[True]) + len(room.ready[False])
-        left = self._prompt_budget(draft.tokens_left - min(ready, self._decodes_max()))
-        ahead = {True: 0, False: 0}  # Tokens of prompts that run already, by class.
-        for one in room.prompts.values():
-            ahead[one.latency] += one.goal - one.planned
-        if left <= ahead[True]:
+    def _change_counts(self) -> tuple[int, int]:
+        return self._waiting.change_count, self._allocator.release_count
+
+    def _admit(self, builder: StepMessageBuilder, now: float) -> None:
+        """Admit waiting sequences in order, within slots, blocks, adapter rows and token budget."""
+        allocator = self._allocator
+        decodes = min(allocator.ready_count, self._decodes_max())
+        tokens_left = self._prefill_budget(builder.tokens_left - decodes)
+        latency_backlog = allocator.prefill_backlog(latency_class=True)
+        throughput_backlog = allocator.prefill_backlog(latency_class=False)
+        if tokens_left <= latency_backlog:
             return
-        room.recount()
-        turns = self._waiting.turns(now)
-        full = rows_wanted = False
-        while len(aside) < ASIDE_MAX and not full:
-            # Prompts of the throughput class do not keep one of the other from coming in.
-            urgent = left <= ahead[True] + ahead[False]
-            sequence = turns.next(urgent=urgent) if left > ahead[True] else None
+        allocator.begin_admissions()
+        candidates = self._waiting.candidates(now)
+        skipped_sequences = list[Sequence]()
+        is_full = False
+        may_pin_adapter_rows = True
+        while (
+            tokens_left > latency_backlog and not is_full and len(skipped_sequences) < SKIPPED_MAX
+        ):
+            # The backlog of the throughput class does not block the latency class.
+            latency_only = tokens_left <= latency_backlog + throughput_backlog
+            sequence = candidates.pop_next(latency_only=latency_only)
             if sequence is None:
                 break
-            match = room.prefixes.match(sequence)
-            key = room.prefixes.awaited(sequence, match)
-            if key is not None:
-                room.prefixes.park(sequence, key)
-                continue
-            # While one waits for rows no other takes any, or it might wait forever.
-            lacks_rows = room.wants_rows(sequence, match) and (
-                rows_wanted or not room.has_rows(sequence)
-            )
-            rows_wanted |= lacks_rows
-            unsettled = match.copied and room.prefixes.unsettled(match.copied)
-            if not (lacks_rows or unsettled):
-                full = not room.let_in(draft, sequence, match, now)
-            if sequence.waits:
-                aside.append(sequence)
-            else:
-                ahead[sequence.latency] += sequence.goal - sequence.planned
-                self._count_prompt(sequence, match.tokens)
-        for sequence in aside:
+            match allocator.admit(sequence, now, may_pin_adapter_rows=may_pin_adapter_rows):
+                case AdmissionResult.ADMITTED:
+                    builder.init_slot(sequence)
+                    if sequence.is_latency_class:
+                        latency_backlog += sequence.unplanned_prefill_tokens
+                    else:
+                        throughput_backlog += sequence.unplanned_prefill_tokens
+                    self._count_prompt(sequence)
+                case AdmissionResult.PARKED:
+                    pass
+                case AdmissionResult.NO_ADAPTER_ROWS:
+                    # No later sequence may take adapter rows, or this one could starve.
+                    may_pin_adapter_rows = False
+                    skipped_sequences.append(sequence)
+                case AdmissionResult.BLOCK_COPY_IN_FLIGHT:
+                    skipped_sequences.append(sequence)
+                case AdmissionResult.NO_SPACE:
+                    is_full = True
+                    skipped_sequences.append(sequence)
+        for sequence in skipped_sequences:
             self._waiting.push(sequence)
-        if full and not room.lower_than(aside[-1]):
-            self._closed_at, self._closed_until = self._changes(), now + self._look_s
+        if is_full and not allocator.can_preempt_for(skipped_sequences[-1]):
+            self._block_admission(now)
 
-    def _count_prompt(self, sequence: Sequence, matched: int) -> None:
-        if sequence.cached >= 0:
-            return  # It has been here before; computing it again is not its tenant's doing.
-        sequence.cached = min(matched, sequence.prompt)
-        self._prompt_tokens += sequence.prompt
-        self._cached_tokens += sequence.cached
-        self._tenants.charge(sequence.submission.tenant, len(sequence.tokens) - matched)
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Count the prompt and charge the tenant, only at the first admission of a sequence.
 
-    # ------------------------------------------------------------------------------------- tokens
+        A prefill that is repeated after a preemption is free.
+        """
+        if sequence.record_cached_tokens():
+            self._totals.prompt += sequence.prompt_tokens
+            self._totals.cached += sequence.cached_tokens
+            self._tenants.charge(sequence.submission.tenant, sequence.unplanned_prefill_tokens)
+
+    # --------------------------------------------------------------- decodes, drafts and prefills
 
     def _decodes_max(self) -> int:
-        """With several stages each step has its part of all that decode, so that each has some."""
-        decoding = len(self._room.running) - len(self._room.prompts)
-        return -(-decoding // self._stages)
+        """Maximum number of decodes per step.
 
-    def _decodes(self, draft: Draft, now: float) -> None:
-        """One token for each sequence that is ready, as far as it is this step's turn."""
-        room, size = self._room, self._size
-        chosen = list(room.ready[True].values())
-        if room.ready[False]:
-            others = list(room.ready[False].values())
-            # Who has stood back for very long goes first once.
-            late = sum(now - one.planned_at >= self._late_s for one in others)
-            chosen = [*others[:late], *chosen, *others[late:]]
-        if room.blocks.available < len(chosen):
-            chosen.sort(key=room.standing, reverse=True)
-        most = min(self._decodes_max(), draft.tokens_left)
-        for sequence in chosen:
-            if len(draft.sequences) == most:
+        Decoding sequences are divided evenly among the steps in flight, one per pipeline stage.
+        """
+        return -(-self._allocator.decoding_count // self._stages)
+
+    def _plan_decodes(self, builder: StepMessageBuilder, now: float) -> None:
+        """Plan one token for each ready sequence, within the step's limits and the free blocks."""
+        allocator = self._allocator
+        decodes_max = min(self._decodes_max(), builder.tokens_left)
+        planned_sequences = list[Sequence]()
+        for sequence in allocator.next_decodes(now):
+            if len(planned_sequences) == decodes_max:
                 break
-            if sequence.waits:  # One that ranks higher took its place just now.
+            if sequence.is_waiting:  # Preempted by a sequence of higher priority in this loop.
                 continue
-            if sequence.planned == len(sequence.table) * size and not room.grow(
-                draft, sequence, 1, now
+            past = sequence.planned_tokens
+            if past == sequence.kv_capacity and not allocator.allocate_blocks(
+                sequence, past + 1, now
             ):
                 continue
-            draft.decode(sequence)
-            sequence.planned_at = now
-            del room.ready[sequence.latency][sequence.number]
+            builder.add_decode(sequence)
+            sequence.plan_tokens(1, now)
+            planned_sequences.append(sequence)
+        allocator.on_decodes_planned(planned_sequences)
 
-    def _guess(self, draft: Draft, now: float) -> None:
-        """What those that decode may say next, in rows that make the step no slower.
+    def _plan_drafts(self, builder: StepMessageBuilder, now: float) -> None:
+        """Add draft tokens to the planned decodes, within the limit `speculate_rows_max`.
 
-        A block of a prompt goes before guesses, and nobody loses a place to one.
+        Decode and draft tokens together do not exceed this limit. It is small enough that a step
+        with drafts takes about as long as a step without drafts. One block of prefill has
+        precedence over drafts, and drafts never cause a preemption.
         """
-        room, size = self._room, self._size
-        taken = size if room.prompts else 0
-        rows = min(self._rows_max - len(draft.sequences), draft.tokens_left - taken)
-        guesses = [list[int]() for _ in draft.sequences]
-        hopeful = [
-            (-one.guesses.rate, place)
-            for place, one in enumerate(draft.sequences)
-            if one.guesses is not None
-        ]
-        for _, place in sorted(hopeful) if rows > 0 else ():
-            one = draft.sequences[place]
-            assert one.guesses is not None
-            guess = one.guesses.next(min(self._guess_max, one.guess_max, rows))
-            # Each of those that run may need a block soon.
-            spare = max(0, room.blocks.available - len(room.running))
-            free = (len(one.table) + spare) * size - one.planned
-            guess = guess[: max(0, free)]
-            more = -(-(one.planned + len(guess)) // size) - len(one.table)
-            room.grow(draft, one, more, now)
-            guesses[place] = guess
-            rows -= len(guess)
-        if any(guesses):
-            draft.guess(guesses)
-
-    def _chunks(self, draft: Draft, now: float) -> None:
-        """The next tokens of prompts, the latency class first, as far as the budget goes."""
-        room = self._room
-        if not room.prompts:
+        allocator = self._allocator
+        sequences = builder.sequences
+        prefill_tokens = self._block_tokens if allocator.has_prefills else 0
+        drafts_left = min(
+            self._speculation_tokens_max - len(sequences), builder.tokens_left - prefill_tokens
+        )
+        if drafts_left <= 0:
             return
-        left = self._prompt_budget(draft.tokens_left)
-        ranked = []
-        for one in room.prompts.values():
-            standing = room.standing(one)
-            late = now - one.planned_at >= self._late_s
-            ranked.append((late or standing[0], standing, one))
-        ranked.sort(reverse=True)
-        for _, _, sequence in ranked:
-            if left <= 0:
-                return
-            if not sequence.waits and sequence.ending is None:
-                left -= self._chunk(draft, sequence, now, left)
+        drafts = [list[int]() for _ in sequences]
+        candidates = [
+            (-acceptance_rate, index)
+            for index, sequence in enumerate(sequences)
+            if (acceptance_rate := sequence.draft_acceptance_rate) is not None
+        ]
+        for _, index in sorted(candidates):
+            sequence = sequences[index]
+            past = sequence.planned_tokens
+            draft_tokens = sequence.propose_drafts(min(self._draft_tokens_max, drafts_left))
+            draft_tokens = draft_tokens[: max(0, allocator.kv_tokens_spare(sequence) - past)]
+            allocator.allocate_blocks(sequence, past + len(draft_tokens), now)
+            sequence.plan_drafts(draft_tokens)
+            drafts[index] = draft_tokens
+            drafts_left -= len(draft_tokens)
+        if any(drafts):
+            builder.add_drafts(drafts)
 
-    def _chunk(self, draft: Draft, sequence: Sequence, now: float, left: int) -> int:
-        """Plan the next tokens of a prompt; how many there are."""
-        room, size = self._room, self._size
-        room.fill(draft, sequence, now)
-        if sequence.unfilled:
-            return 0
-        past, held = sequence.planned, len(sequence.table)
-        end = min(past + left, sequence.goal)
-        if end < sequence.goal and end // size * size > past:
-            end = end // size * size  # Whole blocks are published early.
-        if not room.grow(draft, sequence, -(-end // size) - held, now):
-            end = min(end, (held + room.blocks.available) * size)
+    def _plan_prefills(self, builder: StepMessageBuilder, now: float) -> None:
+        """Plan prefill chunks within the token budget, the latency class first."""
+        if not self._allocator.has_prefills:
+            return
+        tokens_left = self._prefill_budget(builder.tokens_left)
+        for sequence in self._allocator.next_prefills(now):
+            if tokens_left <= 0:
+                return
+            if sequence.is_waiting:  # Preempted by a sequence of higher priority in this loop.
+                continue
+            self._plan_prefix_write(builder, sequence, now)
+            if not sequence.unwritten_prefix_tokens:
+                tokens_left -= self._plan_prefill_chunk(builder, sequence, now, tokens_left)
+
+    def _plan_prefix_write(
+        self, builder: StepMessageBuilder, sequence: Sequence, now: float
+    ) -> None:
+        """Plan the write of the sequence's prefix adapter, up to the step's limit."""
+        count = min(sequence.unwritten_prefix_tokens, builder.prefix_tokens_left)
+        if count and self._allocator.allocate_blocks(
+            sequence, sequence.planned_tokens + count, now
+        ):
+            builder.add_prefix_write(sequence, count)
+            sequence.plan_prefix_write(count)
+            self._prefix_loads += not sequence.unwritten_prefix_tokens
+
+    def _plan_prefill_chunk(
+        self, builder: StepMessageBuilder, sequence: Sequence, now: float, tokens_left: int
+    ) -> int:
+        """Plan the next prefill chunk of a sequence; returns its number of tokens."""
+        allocator = self._allocator
+        past = sequence.planned_tokens
+        end = chunk_end(past, tokens_left, sequence.prefill_target, self._block_tokens)
+        if not allocator.allocate_blocks(sequence, end, now):
+            end = min(end, allocator.kv_tokens_available(sequence))
             if end <= past:
                 return 0
-            room.grow(draft, sequence, -(-end // size) - held, now)
-        draft.prompt(sequence, end - past)
-        sequence.planned_at = now
-        room.advanced(sequence)
+            allocator.allocate_blocks(sequence, end, now)
+        builder.add_prefill(sequence, end - past)
+        sequence.plan_tokens(end - past, now)
+        allocator.on_prefill_planned(sequence)
         return end - past
 
     # --------------------------------------------------------------------------------- committing
 
-    def commit(self, outcome: Outcome, now: float) -> list[Made]:
-        """Take in what came of the oldest step in flight."""
-        flight = self._flights.popleft()
-        step, faults = flight.step, outcome.faults
-        assert outcome.number == step.number, f"step {step.number} has outcome {outcome.number}"
-        if flight.sequences:
-            self._pace.learn(flight.prompt_tokens, outcome.seconds)
-        tokens, scores = iter(outcome.tokens), iter(outcome.scores)
-        rows = iter(outcome.prompt_scores)
-        made = []
-        for place, sequence in enumerate(flight.sequences):
-            count = 1 + len(sequence.guess) if step.draws[place] else 0
-            drawn = list(islice(tokens, count))
-            scored = list(islice(scores, count)) if outcome.scores else []
-            told = next(rows) if step.scores[place] else []
-            sequence.flights -= 1
-            if place in faults and not self._forgiven(sequence, now):
-                self._fault(sequence)
-            elif place in outcome.stuck and sequence.ending is None:
-                sequence.ending, sequence.reason = "stuck", STUCK
-            if sequence.ending is not None:
-                if sequence.flights == 0:
-                    self._leave(sequence)
-                    made += [] if sequence.over else [self._last(sequence)]
-            elif not sequence.waits:
-                one = self._advance(sequence, step.lengths[place], drawn, scored, told, now)
-                if one is not None:
-                    made.append(one)
-        return made
+    def commit(self, outcome: Outcome, now: float) -> list[SequenceOutput]:
+        """Apply the outcome of the oldest step in flight; returns the outputs of its sequences."""
+        in_flight = self._in_flight.pop_oldest(outcome.step_id)
+        step = in_flight.step
+        faults = outcome.faults
+        stuck = outcome.stuck
+        if in_flight.sequences:
+            self._stall_budget.record_step(in_flight.prompt_tokens, outcome.seconds)
+        prompt_scores = iter(outcome.prompt_scores)
+        outputs = []
+        # End of the current sequence's entries in `outcome.tokens` and `outcome.scores`.
+        sampled_end = 0
+        for index, sequence in enumerate(in_flight.sequences):
+            sampled_start = sampled_end
+            if step.draws[index]:
+                sampled_end += 1 + len(sequence.draft_tokens)
+            sampled_tokens = outcome.tokens[sampled_start:sampled_end]
+            token_scores = outcome.scores[sampled_start:sampled_end]
+            step_scores = next(prompt_scores) if step.prompt_score_counts[index] else []
+            sequence.complete_step()
+            if index in faults:
+                self._handle_nonfinite(sequence, now)
+            elif index in stuck:
+                sequence.end("stuck", GUIDE_STUCK_MESSAGE)
+            if sequence.end_reason is not None:
+                if sequence.steps_in_flight == 0:
+                    self._release(sequence)
+                    if not sequence.is_end_reported:
+                        outputs.append(sequence.final_output())
+            elif not sequence.is_waiting:
+                output = self._advance(
+                    sequence, step.lengths[index], sampled_tokens, token_scores, step_scores, now
+                )
+                if output is not None:
+                    outputs.append(output)
+        return outputs
 
     def _advance(
         self,
         sequence: Sequence,
         length: int,
-        drawn: list[int],
-        scored: list[Scored],
-        told: list[Scored],
+        sampled_tokens: list[int],
+        token_scores: list[TokenScore],
+        step_scores: list[TokenScore],
         now: float,
-    ) -> Made | None:
-        """What a sequence has of a step that is over."""
-        sampling = sequence.submission.sampling
-        past, guessed = sequence.computed, len(sequence.guess)
-        filled, sequence.filled = sequence.filled, 0
-        if drawn:
-            drawn = sequence.accept(drawn)
-            self._made_tokens += len(drawn)
-            self._drafted_tokens += guessed
-            self._accepted_tokens += len(drawn) - 1
-            self._tenants.charge(sequence.submission.tenant, len(drawn))
-            length += len(drawn) - 1 - guessed
-        # Keys and values behind wrong guesses are nobody's: what comes next is written over them.
-        computed = sequence.computed = past + filled + length
-        if guessed:
-            sequence.planned = computed
-        if computed // self._size > past // self._size or past < sequence.goal:
-            self._room.wake(self._room.prefixes.publish(sequence, past))
-        prompt_scores: list[Scored | None] = []
-        if sequence.scored < sequence.prompt:
-            prompt_scores = sequence.news(told, past + filled, self._vocab_size)
-        if drawn:
-            if sequence.ending is None and sequence.flights == 0:
-                self._room.ready[sequence.latency][sequence.number] = sequence
-        elif sequence.computed == sequence.goal:
-            sequence.ending = "scored"
-        elif not prompt_scores:
+    ) -> SequenceOutput | None:
+        """Apply a step to one of its sequences; returns the output, or None if there is none.
+
+        `length` counts the sequence's tokens in the step. `token_scores` has the scores of the
+        sampled tokens, and `step_scores` the scores of prompt tokens.
+        """
+        past = sequence.computed_tokens
+        output_tokens = sequence.advance(length, sampled_tokens)
+        if output_tokens:
+            self._totals.output += len(output_tokens)
+            self._totals.drafted += len(sampled_tokens) - 1
+            self._totals.accepted += len(output_tokens) - 1
+            self._tenants.charge(sequence.submission.tenant, len(output_tokens))
+        self._allocator.on_step_applied(sequence, past)
+        prompt_scores: list[TokenScore | None] = []
+        if sequence.scored_tokens < sequence.prompt_tokens:
+            prompt_scores = sequence.new_prompt_scores(step_scores, length, self._vocab_size)
+        if not (output_tokens or prompt_scores or sequence.end_reason):
             return None
-        cached, phases = 0, None
-        if not sequence.told and (drawn or sequence.ending):
-            sequence.told, cached, phases = True, sequence.cached, sequence.phases(now)
-        if sequence.ending is not None:
-            sequence.over = True
-            if sequence.flights == 0:
-                self._leave(sequence)
-        return Made(
-            sequence.number,
-            drawn,
-            scored[: len(drawn)] if sampling.logprobs is not None else [],
-            prompt_scores,
-            sequence.ending,
-            cached_tokens=cached,
-            phases=phases,
+        if sequence.submission.sampling.logprobs is None:
+            token_scores = []
+        output = sequence.step_output(
+            output_tokens, token_scores[: len(output_tokens)], prompt_scores, now
         )
+        if sequence.end_reason is not None and sequence.steps_in_flight == 0:
+            self._release(sequence)
+        return output
 
-    def _forgiven(self, sequence: Sequence, now: float) -> bool:
-        """A guess may be what was not finite: its sequence goes on without any, from before it."""
-        if not sequence.guess or sequence.ending is not None:
-            return False
-        sequence.guess, sequence.guesses = [], None
-        sequence.poisoned = True
-        self._room.put_back(sequence, now)
-        sequence.poisoned = False
-        return True
+    def _handle_nonfinite(self, sequence: Sequence, now: float) -> None:
+        """End a sequence with NaN or infinity, or requeue it if its step had draft tokens.
 
-    def _fault(self, sequence: Sequence) -> None:
-        """Its numbers are not finite: what it wrote in this step and after it is not to be used."""
-        sequence.poisoned = True
-        if sequence.ending is None:
-            sequence.ending = "fault"
-            sequence.reason = (
-                "the model's numbers for this sequence are not finite; its weights or the "
-                "adapter's rows are damaged, or their range is too large for the dtype"
-            )
+        A draft token may be the cause, so the sequence computes its uncached KV again, and
+        continues without drafts.
+        """
+        if sequence.draft_tokens and sequence.end_reason is None:
+            sequence.reject_nonfinite_drafts()
+            self._allocator.requeue(sequence, now)
+        else:
+            sequence.mark_nonfinite()
+            sequence.end("fault", NONFINITE_MESSAGE)
 
     # ---------------------------------------------------------------------------------- reporting
 
     @property
-    def busy(self) -> bool:
-        """Whether something waits or runs."""
-        return bool(self._live)
+    def has_unfinished(self) -> bool:
+        """Whether there are sequences that wait or run."""
+        return len(self._live) > 0
 
     @property
-    def load(self) -> Load:
-        room = self._room
-        return Load(
-            waiting=len(self._live) - len(room.running),
-            running=len(room.running),
-            blocks=room.blocks.count,
-            blocks_held=room.blocks.held,
-            blocks_cached=room.blocks.cached,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            made_tokens=self._made_tokens,
-            preemptions=room.preemptions,
-            steps=self._steps,
-            adapters_resident=room.rows.resident,
-            adapter_loads=room.rows.loads + room.fills,
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
+    def stats(self) -> EngineStats:
+        allocator = self._allocator
+        totals = self._totals
+        return EngineStats(
+            waiting=len(self._live) - allocator.running_count,
+            running=allocator.running_count,
+            blocks=allocator.block_count,
+            blocks_held=allocator.blocks_in_use,
+            blocks_cached=allocator.blocks_cached,
+            prompt_tokens=totals.prompt,
+            cached_tokens=totals.cached,
+            made_tokens=totals.output,
+            preemptions=allocator.preemption_count,
+            steps=self._step_count,
+            adapters_resident=allocator.adapters_resident,
+            adapter_loads=allocator.adapter_loads + self._prefix_loads,
+            drafted_tokens=totals.drafted,
+            accepted_tokens=totals.accepted,
         )
 
     def check(self, *, deep: bool = False) -> None:
-        """No block and no slot is lost. `deep`: each is where it belongs, and so is who waits."""
+        """Assert that no block and no slot is lost. `deep` checks each block, slot and sequence."""
         if deep:
-            self._room.check()
-            waiting = sum(one.waits and not one.parked for one in self._live.values())
-            assert waiting == len(self._waiting), "one neither waits nor runs"
-        self._room.tally()
+            self._allocator.check()
+            waiting = sum(sequence.is_waiting and not sequence.is_parked for sequence in self._live)
+            assert waiting == len(self._waiting), "the waiting queue has a wrong length"
+        self._allocator.check_totals()

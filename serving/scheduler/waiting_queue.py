@@ -1,8 +1,9 @@
-"""Who waits, and whose turn it is: class, then priority with age, then tenant, then arrival.
+"""Waiting queue: admission order by class, priority with aging, tenant fairness, arrival.
 
-Tenants take turns by what they were served: the one with the fewest tokens goes first, and who
-comes back after a pause starts level with the others (virtual token counter, Sheng et al., 2023).
-It knows nothing of room: it says who is next, and takes back who found none.
+Of several tenants, the one with the fewest served tokens is first. A tenant that returns after a
+pause starts with at least the count of the least-served active tenant, so a pause gives no credit.
+This is the fair scheduler VTC of Sheng et al., 2023. The module is independent of free slots and
+blocks: the caller pops the next sequence, and pushes it back if it cannot be admitted.
 """
 
 from collections import OrderedDict
@@ -11,135 +12,164 @@ from heapq import heapify, heappop, heappush, heapreplace
 from serving.messages import ServiceClass
 from serving.scheduler.sequence import LEVELS_TO_LATENCY, Sequence
 
-# Tenants that are not here now are remembered up to so many, the last seen ones.
+# Number of tenants without live sequences whose served tokens are stored. Beyond this number, the
+# tenants that became active longest ago are removed.
 TENANTS_MAX = 10_000
 
-_Rank = tuple[bool, int, int, int]
+# (treated as throughput class, -(priority + aging level), tenant's served tokens, arrival order);
+# the lowest is admitted first.
+_AdmissionPriority = tuple[bool, int, int, int]
 
 
-class Tenants:
-    """What each was served: the count decides between those of one level."""
+class TenantFairness:
+    """Tokens served to each tenant; they order tenants within one class and priority."""
 
     def __init__(self) -> None:
-        self._served: OrderedDict[str, int] = OrderedDict()
-        self._present: dict[str, int] = {}
+        self._served_tokens: OrderedDict[str, int] = OrderedDict()
+        self._sequence_counts: dict[str, int] = {}
 
-    def enter(self, tenant: str) -> None:
-        """One sequence more of it is here."""
-        count = self._present.get(tenant, 0)
+    def add_sequence(self, tenant: str) -> None:
+        """Count a live sequence of the tenant.
+
+        The first live sequence raises the tenant's served tokens to the lowest count of the other
+        tenants with live sequences, if that count is higher.
+        """
+        count = self._sequence_counts.get(tenant, 0)
         if count == 0:
-            # Neither is a pause saved up, nor does coming late cost anything.
-            least = min((self._served[other] for other in self._present), default=0)
-            self._served[tenant] = max(self._served.get(tenant, 0), least)
-            self._served.move_to_end(tenant)
-        self._present[tenant] = count + 1
+            # A new tenant, or a tenant after a pause, has no advantage over the other tenants.
+            served_min = min(
+                (self._served_tokens[other] for other in self._sequence_counts), default=0
+            )
+            self._served_tokens[tenant] = max(self._served_tokens.get(tenant, 0), served_min)
+            self._served_tokens.move_to_end(tenant)
+        self._sequence_counts[tenant] = count + 1
 
-    def leave(self, tenant: str) -> None:
-        if self._present[tenant] > 1:
-            self._present[tenant] -= 1
+    def remove_sequence(self, tenant: str) -> None:
+        if self._sequence_counts[tenant] > 1:
+            self._sequence_counts[tenant] -= 1
             return
-        del self._present[tenant]
-        while len(self._served) - len(self._present) > TENANTS_MAX:
-            gone = next(name for name in self._served if name not in self._present)
-            del self._served[gone]
+        del self._sequence_counts[tenant]
+        while len(self._served_tokens) - len(self._sequence_counts) > TENANTS_MAX:
+            forgotten_tenant = next(
+                name for name in self._served_tokens if name not in self._sequence_counts
+            )
+            del self._served_tokens[forgotten_tenant]
 
     def charge(self, tenant: str, tokens: int) -> None:
-        self._served[tenant] += tokens
+        self._served_tokens[tenant] += tokens
 
-    def served(self, tenant: str) -> int:
-        return self._served[tenant]
-
-
-_Line = list[tuple[int, Sequence]]
-_Kind = tuple[ServiceClass, int, str]
+    def served_tokens(self, tenant: str) -> int:
+        return self._served_tokens[tenant]
 
 
-class Waiting:
-    def __init__(self, tenants: Tenants, age_s: float) -> None:
+_Queue = list[tuple[int, Sequence]]
+_QueueKey = tuple[ServiceClass, int, str]
+
+
+class WaitingQueue:
+    """Waiting sequences except parked ones; `age_s` seconds of waiting raise the priority by 1."""
+
+    def __init__(self, tenants: TenantFairness, age_s: float) -> None:
         self._tenants = tenants
         self._age_s = age_s
-        # One heap by arrival for each kind: within a kind the one that came first is the next.
-        self._lines: dict[_Kind, _Line] = {}
-        self._gone = 0  # Ended sequences that still lie in a line.
+        # One heap per class, priority and tenant; within a heap the earliest arrival is first.
+        self._queues: dict[_QueueKey, _Queue] = {}
+        self._ended_count = 0  # Ended sequences that are still in a heap.
         self._count = 0
-        self.urgent = 0  # Of them, those of the latency class by birth.
-        self.changes = 0  # Who came and went, but for those that were let in.
+        self.latency_count = 0  # Waiting sequences whose own class is latency.
+        self.change_count = 0  # Number of pushes and discards; admissions (pops) do not count.
 
     def __len__(self) -> int:
         return self._count
 
     def push(self, sequence: Sequence) -> None:
-        one = sequence.submission
-        line = self._lines.setdefault((one.service, one.priority, one.tenant), [])
-        heappush(line, (sequence.order, sequence))
-        self.changes += 1
+        submission = sequence.submission
+        queue = self._queues.setdefault(
+            (submission.service, submission.priority, submission.tenant), []
+        )
+        heappush(queue, (sequence.arrival_order, sequence))
+        self.change_count += 1
         self._count += 1
-        self.urgent += sequence.latency
+        self.latency_count += sequence.is_latency_class
 
     def discard(self, sequence: Sequence) -> None:
-        """It has ended. It is taken out when it comes to the front, or when many are to be."""
-        assert sequence.ending is not None, "one that goes on is taken out"
-        self.changes += 1
+        """Remove a sequence that has ended.
+
+        Its entry leaves the heap when it reaches the front. All entries of ended sequences are
+        removed when their number exceeds the number of other entries by more than 64.
+        """
+        assert sequence.end_reason is not None, "discard of a sequence that has not ended"
+        self.change_count += 1
         self._count -= 1
-        self.urgent -= sequence.latency
-        self._gone += 1
-        if self._gone > self._count + 64:
-            for kind, line in list(self._lines.items()):
-                line[:] = [one for one in line if one[1].ending is None]
-                heapify(line)
-                if not line:
-                    del self._lines[kind]
-            self._gone = 0
+        self.latency_count -= sequence.is_latency_class
+        self._ended_count += 1
+        if self._ended_count > self._count + 64:
+            for key, queue in list(self._queues.items()):
+                queue[:] = [pair for pair in queue if pair[1].end_reason is None]
+                heapify(queue)
+                if not queue:
+                    del self._queues[key]
+            self._ended_count = 0
 
-    def turns(self, now: float) -> "Turns":
-        return Turns(self, now)
+    def candidates(self, now: float) -> "AdmissionOrder":
+        """The admission order as of `now`."""
+        return AdmissionOrder(self, now)
 
-    def kinds(self) -> list[_Kind]:
-        return list(self._lines)
+    def queue_keys(self) -> list[_QueueKey]:
+        return list(self._queues)
 
-    def rank(self, kind: _Kind, now: float) -> _Rank | None:
-        """Of the first one of a kind: the lowest goes first. None: there is none."""
-        line = self._lines.get(kind)
-        while line and line[0][1].ending is not None:
-            heappop(line)
-            self._gone -= 1
-        if not line:
-            self._lines.pop(kind, None)
+    def front_priority(self, key: _QueueKey, now: float) -> _AdmissionPriority | None:
+        """Priority of the first sequence of a heap; None: the heap is empty."""
+        queue = self._queues.get(key)
+        while queue and queue[0][1].end_reason is not None:
+            heappop(queue)
+            self._ended_count -= 1
+        if not queue:
+            self._queues.pop(key, None)
             return None
-        order, sequence = line[0]
-        level = sequence.level(now, self._age_s)
-        late = not (sequence.latency or level >= LEVELS_TO_LATENCY)
-        return late, -(sequence.submission.priority + level), self._tenants.served(kind[2]), order
+        order, sequence = queue[0]
+        aging_level = sequence.aging_level(now, self._age_s)
+        is_throughput = not (sequence.is_latency_class or aging_level >= LEVELS_TO_LATENCY)
+        return (
+            is_throughput,
+            -(sequence.submission.priority + aging_level),
+            self._tenants.served_tokens(key[2]),
+            order,
+        )
 
-    def pop(self, kind: _Kind) -> Sequence:
-        """Take out the first one of a kind that has one."""
-        _, sequence = heappop(self._lines[kind])
+    def pop(self, key: _QueueKey) -> Sequence:
+        """Remove and return the first sequence of a heap that is not empty."""
+        _, sequence = heappop(self._queues[key])
         self._count -= 1
-        self.urgent -= sequence.latency
+        self.latency_count -= sequence.is_latency_class
         return sequence
 
 
-class Turns:
-    """The order in which those that wait are to be let in, as it is at one moment."""
+class AdmissionOrder:
+    """Iterates over waiting sequences in admission order, as of one point in time."""
 
-    def __init__(self, waiting: Waiting, now: float) -> None:
-        self._waiting, self._now = waiting, now
-        ranked = ((waiting.rank(kind, now), kind) for kind in waiting.kinds())
-        self._fronts = [(rank, kind) for rank, kind in ranked if rank is not None]
+    def __init__(self, queue: WaitingQueue, now: float) -> None:
+        self._queue = queue
+        self._now = now
+        priorities = ((queue.front_priority(key, now), key) for key in queue.queue_keys())
+        self._fronts = [(priority, key) for priority, key in priorities if priority is not None]
         heapify(self._fronts)
 
-    def next(self, *, urgent: bool) -> Sequence | None:
-        """The next one, taken out. `urgent`: only if it counts as of the latency class."""
+    def pop_next(self, *, latency_only: bool) -> Sequence | None:
+        """Remove and return the next sequence, or None.
+
+        `latency_only`: None if the next sequence is not treated as latency class.
+        """
         fronts = self._fronts
         while fronts:
-            rank, kind = fronts[0]
-            fresh = self._waiting.rank(kind, self._now)
-            if fresh is None:
+            priority, key = fronts[0]
+            current = self._queue.front_priority(key, self._now)
+            if current is None:
                 heappop(fronts)
-            elif fresh > rank:  # Its tenant was served since, or its first one was taken out.
-                heapreplace(fronts, (fresh, kind))
-            elif urgent and rank[0]:
+            elif current > priority:  # The tenant was charged, or the first sequence was popped.
+                heapreplace(fronts, (current, key))
+            elif latency_only and priority[0]:
                 return None
             else:
-                return self._waiting.pop(kind)
+                return self._queue.pop(key)
         return None

@@ -1,8 +1,8 @@
-"""Every reason for which a call can end badly: its name, its code on each wire, whether to retry.
+"""Error reasons: the table of reason names, with gRPC code, HTTP status and retry delay.
 
-The names are what programs branch on (`ErrorInfo.reason` in gRPC, `error.code` over HTTP) and what
-docs/operations.md explains one by one. What raises an error need not know any of this: its kind
-decides, or a reason that it carries.
+Client programs branch on the names (`ErrorInfo.reason` in gRPC, `error.code` over HTTP), and
+docs/operations.md explains each name. Code that raises an error does not import this table:
+`reason_of` derives the reason from the error's class, or from the reason name in the error.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,25 @@ from serving.request import (
     UnknownAdapterError,
 )
 
-DOMAIN = "preamble"  # In `ErrorInfo`: whose reasons these are.
+DOMAIN = "preamble"  # `ErrorInfo.domain`, the namespace of the reason names.
 
 
 @dataclass(frozen=True)
 class Reason:
+    """A reason name, with its gRPC code, HTTP status and retry delay."""
+
     name: str
     code: grpc.StatusCode
-    status: int  # Over HTTP.
-    retry_s: float | None = None  # When the same call may well succeed; None: not as it is.
+    status: int  # HTTP status.
+    # Delay before a retry on this server can succeed; None: no delay is suggested.
+    retry_s: float | None = None
 
 
 _C = grpc.StatusCode
 REASONS = {
-    one.name: one
-    for one in (
-        # What the caller can put right.
+    reason.name: reason
+    for reason in (
+        # Errors that the caller can correct.
         Reason("INVALID_FIELD", _C.INVALID_ARGUMENT, 400),
         Reason("PROMPT_TOO_LONG", _C.INVALID_ARGUMENT, 400),
         Reason("UNREADABLE", _C.INVALID_ARGUMENT, 400),
@@ -48,21 +51,21 @@ REASONS = {
         Reason("ALREADY_EXISTS", _C.ALREADY_EXISTS, 409),
         Reason("ADAPTER_UNUSABLE", _C.FAILED_PRECONDITION, 409),
         Reason("NOT_POSSIBLE_NOW", _C.FAILED_PRECONDITION, 409),
-        # Who calls.
+        # Authentication and authorization.
         Reason("UNAUTHENTICATED", _C.UNAUTHENTICATED, 401),
         Reason("PERMISSION_DENIED", _C.PERMISSION_DENIED, 403),
-        # Too much at once.
+        # Overload, rate limits and stalled clients.
         Reason("QUEUE_FULL", _C.RESOURCE_EXHAUSTED, 429, 1.0),
         Reason("RATE_LIMITED", _C.RESOURCE_EXHAUSTED, 429, 1.0),
         Reason("SLOW_READER", _C.RESOURCE_EXHAUSTED, 429),
-        Reason("IDLE_STREAM", _C.ABORTED, 408, 0.0),  # That is: on another stream, at once.
-        # The server's own state.
+        Reason("IDLE_STREAM", _C.ABORTED, 408, 0.0),  # Retry at once, on a new stream.
+        # State of the server.
         Reason("LOADING", _C.UNAVAILABLE, 503, 5.0),
         Reason("ENGINE_LOST", _C.UNAVAILABLE, 503, 1.0),
         Reason("ENGINE_RESTARTING", _C.UNAVAILABLE, 503, 1.0),
         Reason("DRAINING", _C.UNAVAILABLE, 503),
         Reason("STOPPED", _C.UNAVAILABLE, 503),
-        # The end of a call's time, and of its caller's interest.
+        # Calls ended by their deadline or by the caller.
         Reason("DEADLINE_PASSED", _C.DEADLINE_EXCEEDED, 504),
         Reason("CANCELLED", _C.CANCELLED, 499),
         # Faults.
@@ -71,8 +74,9 @@ REASONS = {
     )
 }
 
-# The first that fits, for errors that carry no reason. Whatever is not here is a bug.
-_KINDS: tuple[tuple[type[PreambleError], str], ...] = (
+# Reasons of error classes without a reason name, in order: the first matching class decides. An
+# error of another class is a bug.
+_REASON_BY_ERROR: tuple[tuple[type[PreambleError], str], ...] = (
     (UnknownAdapterError, "UNKNOWN_ADAPTER"),
     (PromptTooLongError, "PROMPT_TOO_LONG"),
     (RequestError, "INVALID_FIELD"),
@@ -85,6 +89,9 @@ _KINDS: tuple[tuple[type[PreambleError], str], ...] = (
 
 
 def reason_of(error: PreambleError) -> Reason:
+    """Return the reason of an error; INTERNAL if no class above matches."""
     if isinstance(error, RefusedError | UnavailableError):
         return REASONS[error.reason]
-    return REASONS[next((name for kind, name in _KINDS if isinstance(error, kind)), "INTERNAL")]
+    return REASONS[
+        next((name for kind, name in _REASON_BY_ERROR if isinstance(error, kind)), "INTERNAL")
+    ]

@@ -1,9 +1,10 @@
-"""Golden examples of adapters, replayed by the running engine: does each still say what it said?
+"""Golden-example checks: replay the golden examples of adapters on the running engine.
 
-One adapter after the other, from the server's start on and whenever one is new. An example is a
-request like any other, of the lowest priority, a few at a time, and only where there is room to
-spare. What came of it goes to the log and the metrics; in a strict server an adapter with examples
-is served, and current beside others of its name, once they have passed.
+A background task checks each adapter once, at the server's start or when the adapter is new. The
+examples run as requests of the lowest priority, a few at a time, and only while the engine has
+spare capacity. The verdicts go to the log and the metrics. With `golden: strict`, an adapter that
+has examples is served only after all its examples have passed; until then it also cannot become
+the current version of its name.
 """
 
 import asyncio
@@ -12,185 +13,229 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gpt.adapters.card import Golden
+from gpt.adapters.card import GoldenExample
 from gpt.adapters.golden_examples import (
-    TOKENS_MAX,
-    Outcome,
-    Replay,
-    compare,
-    golden_prompt,
-    tolerance_of,
+    GOLDEN_TOKENS_MAX,
+    ExampleReplay,
+    GoldenReplay,
+    compare_example,
+    golden_tolerance,
+    render_golden_prompt,
 )
 from gpt.errors import AdapterError, RequestError
-from gpt.generation.completions import NEW_TOKENS
+from gpt.generation.completions import NEW_TOKENS_DEFAULT
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.adapters.directory import Resident
-from serving.adapters.registry import Adapters
+from serving.adapters.directory import LoadedAdapter
+from serving.adapters.registry import AdapterRegistry
 from serving.admission.admission import PRIORITY_MAX, Admission
-from serving.config import ServerConfig
+from serving.config import AdapterConfig, LimitsConfig, SchedulerConfig
 from serving.engine.engine import Engine
-from serving.engine.stream import completions
+from serving.engine.stream import collect_completions
 from serving.request import Ask, EngineFaultError, RefusedError
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4  # Examples of an adapter.
-RETRY_S = 1.0  # What a caller is told to wait for an adapter that is not checked yet.
+EXAMPLES_IN_PARALLEL = 4  # Examples of one adapter that run at once.
+RETRY_S = 1.0  # Retry delay sent to callers of an adapter that is not checked yet.
 
 
-class Told(Protocol):
+class OnChecked(Protocol):
     def __call__(self, *, passed: bool) -> object: ...
 
 
-class Replays:
-    """What is known of adapters by their examples. `begin` looks; any thread may ask."""
+class GoldenChecker:
+    """Checks golden examples, and records a verdict per adapter.
+
+    Any thread may read the verdicts.
+    """
 
     def __init__(
-        self, config: ServerConfig, dtype: str, tokenizer: Tokenizer, vocab_size: int
+        self,
+        adapter_config: AdapterConfig,
+        limits_config: LimitsConfig,
+        scheduler_config: SchedulerConfig,
+        dtype: str,
+        tokenizer: Tokenizer,
+        vocab_size: int,
     ) -> None:
-        self._config, self._dtype = config, dtype
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._half = (config.running_requests_max + config.queue_requests_max) // 2
-        self._at_once = min(AT_ONCE, self._half)
-        self._found: dict[Resident, Replay] = {}
-        self._strict = False  # In process nobody replays, so nobody waits for it.
+        self._adapter_config = adapter_config
+        self._limits_config = limits_config
+        self._dtype = dtype
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        capacity = scheduler_config.running_requests_max + scheduler_config.queue_requests_max
+        self._half_capacity = capacity // 2
+        self._parallel = min(EXAMPLES_IN_PARALLEL, self._half_capacity)
+        self._replays: dict[LoadedAdapter, GoldenReplay] = {}
+        # False until `start`. Without `start` no check runs, and a strict mode would refuse every
+        # adapter with examples.
+        self._strict = False
 
-    def ripe(self, resident: Resident) -> bool:
-        """Whether nothing stands against serving it."""
-        if not self._strict or not resident.card.golden:
+    def is_eligible(self, adapter: LoadedAdapter) -> bool:
+        """Return whether the adapter may be served.
+
+        The adapter may be served if the mode is not strict, if it has no examples, or if all its
+        examples passed.
+        """
+        if not self._strict or not adapter.card.golden:
             return True
-        found = self._found.get(resident)
-        return found is not None and found.passed
+        replay = self._replays.get(adapter)
+        return replay is not None and replay.passed
 
-    def check(self, resident: Resident) -> None:
-        """Refuse one that is not served now."""
-        if self.ripe(resident):
+    def check_servable(self, adapter: LoadedAdapter) -> None:
+        """Raise `RefusedError` if the adapter may not be served now."""
+        if self.is_eligible(adapter):
             return
-        found = self._found.get(resident)
-        if found is None:
+        replay = self._replays.get(adapter)
+        if replay is None:
             raise RefusedError(
                 "ADAPTER_UNUSABLE",
-                f"adapter {resident.key!r} is being checked by its golden examples, as this server "
-                "is strict; try again in a moment",
+                f"adapter {adapter.key!r} waits for the check of its golden examples "
+                "(golden: strict); try again in a moment",
                 "adapter",
                 RETRY_S,
             )
         raise RefusedError(
             "ADAPTER_UNUSABLE",
-            f"adapter {resident.key!r} does not say here what it said where it was learned: "
-            f"{found.different} of its {found.checked} golden examples came out otherwise, and "
-            "this server is strict; its operator's log says more",
+            f"adapter {adapter.key!r} failed {replay.different} of {replay.checked} golden "
+            "examples on this model (golden: strict); see the server log",
             "adapter",
         )
 
-    def begin(
-        self, adapters: Adapters, admission: Admission, engine: Engine, told: Told
+    def start(
+        self, registry: AdapterRegistry, admission: Admission, engine: Engine, on_checked: OnChecked
     ) -> Coroutine[Any, Any, None]:
-        """What replays, for as long as it runs; from this call on a strict server refuses."""
-        self._strict = self._config.golden == "strict"
-        # Its own asks are for adapters that are not served yet.
-        return self._run(adapters, replace(admission, check=lambda resident: None), engine, told)
+        """Return the coroutine that runs the checks.
+
+        From this call on, `golden: strict` is in effect.
+        """
+        self._strict = self._adapter_config.golden == "strict"
+        # The checker's requests must pass admission although the adapter is not served yet.
+        return self._run(
+            registry, replace(admission, check_servable=lambda adapter: None), engine, on_checked
+        )
 
     async def _run(
-        self, adapters: Adapters, admission: Admission, engine: Engine, told: Told
+        self, registry: AdapterRegistry, admission: Admission, engine: Engine, on_checked: OnChecked
     ) -> None:
-        while self._config.golden != "ignore":
-            there = adapters.all()
-            for gone in self._found.keys() - set(there):
-                del self._found[gone]
-            fresh = [one for one in there if one.card.golden and one not in self._found]
+        while self._adapter_config.golden != "ignore":
+            adapters = registry.all_adapters()
+            for removed_adapter in self._replays.keys() - set(adapters):
+                del self._replays[removed_adapter]
+            unchecked = [
+                candidate
+                for candidate in adapters
+                if candidate.card.golden and candidate not in self._replays
+            ]
             loop = asyncio.get_running_loop()
-            weighed_at = loop.time()
-            for resident in fresh:
+            selected_at = loop.time()
+            for adapter in unchecked:
                 try:
-                    found = await self._replay(resident, admission, engine)
+                    replay = await self._replay_adapter(adapter, admission, engine)
                 except Exception as error:
-                    # The engine is away, or the file is: it is looked at again.
+                    # For example, the engine or the adapter file is unavailable. The next pass
+                    # tries again.
                     log.info(
-                        "event=adapter_golden_put_off adapter=%s reason=%r", resident.key, error
+                        "event=adapter_golden_put_off adapter=%s reason=%r", adapter.key, error
                     )
                     continue
-                self._found[resident] = found
-                _tell(resident, found)
-                told(passed=found.passed)
-                if loop.time() - weighed_at > self._config.adapters_poll_s:
-                    await self._weigh(adapters)
-                    weighed_at = loop.time()
-            if fresh:
-                await self._weigh(adapters)
-            await asyncio.sleep(self._config.adapters_poll_s)
+                self._replays[adapter] = replay
+                _log_replay(adapter, replay)
+                on_checked(passed=replay.passed)
+                if loop.time() - selected_at > self._adapter_config.adapters_poll_s:
+                    await self._reselect_current(registry)
+                    selected_at = loop.time()
+            if unchecked:
+                await self._reselect_current(registry)
+            await asyncio.sleep(self._adapter_config.adapters_poll_s)
 
-    async def _weigh(self, adapters: Adapters) -> None:
+    async def _reselect_current(self, registry: AdapterRegistry) -> None:
         if self._strict:
-            await asyncio.to_thread(adapters.weigh)
+            await asyncio.to_thread(registry.reselect_current)
 
-    async def _replay(self, resident: Resident, admission: Admission, engine: Engine) -> Replay:
-        examples = resident.card.golden
-        tolerance = tolerance_of(examples, self._dtype)
-        outcomes: list[Outcome] = []
-        for start in range(0, len(examples), self._at_once):
-            await self._room(engine)
-            some = examples[start : start + self._at_once]
-            works = [self._outcome(resident, one, tolerance, admission, engine) for one in some]
-            outcomes += await _all(works)
-        return Replay(tuple(outcomes), tolerance)
+    async def _replay_adapter(
+        self, adapter: LoadedAdapter, admission: Admission, engine: Engine
+    ) -> GoldenReplay:
+        examples = adapter.card.golden
+        tolerance = golden_tolerance(examples, self._dtype)
+        outcomes: list[ExampleReplay] = []
+        for start in range(0, len(examples), self._parallel):
+            await self._wait_for_capacity(engine)
+            batch = examples[start : start + self._parallel]
+            replays = [
+                self._replay_example(adapter, example, tolerance, admission, engine)
+                for example in batch
+            ]
+            outcomes += await _gather(replays)
+        return GoldenReplay(tuple(outcomes), tolerance)
 
-    async def _room(self, engine: Engine) -> None:
-        """Wait until half of what the engine takes is free: nobody is refused for an example."""
-        while not engine.up or (engine.accepted and engine.accepted + self._at_once > self._half):
-            await asyncio.sleep(self._config.adapters_poll_s)
+    async def _wait_for_capacity(self, engine: Engine) -> None:
+        """Wait until the engine is up, and has no work or capacity to spare.
 
-    async def _outcome(
+        The examples then use at most half of the capacity together with the engine's other
+        sequences, so that no caller is refused.
+        """
+        while not engine.up or (
+            engine.unfinished_sequences
+            and engine.unfinished_sequences + self._parallel > self._half_capacity
+        ):
+            await asyncio.sleep(self._adapter_config.adapters_poll_s)
+
+    async def _replay_example(
         self,
-        resident: Resident,
-        example: Golden,
+        adapter: LoadedAdapter,
+        example: GoldenExample,
         tolerance: float,
         admission: Admission,
         engine: Engine,
-    ) -> Outcome:
-        card = resident.card
-        length = len(example.token_ids) or min(card.max_new_tokens or NEW_TOKENS, TOKENS_MAX)
+    ) -> ExampleReplay:
+        card = adapter.card
+        new_tokens = len(example.token_ids) or min(
+            card.max_new_tokens or NEW_TOKENS_DEFAULT, GOLDEN_TOKENS_MAX
+        )
         ask = Ask(
             dict(example.inputs),
-            adapters=(resident.key,),
-            max_new_tokens=length,
+            adapters=(adapter.key,),
+            max_new_tokens=new_tokens,
             temperature=0.0,
             seed=0,
-            logprobs=min(2, self._config.logprobs_max),
+            logprobs=min(2, self._limits_config.logprobs_max),
             service="throughput",
             priority=-PRIORITY_MAX,
-            tenant=resident.tenant,
+            tenant=adapter.tenant,
         )
-        whole = (card, self._tokenizer, example.inputs, self._vocab_size, 1 << 62)
+        prompt_args = (card, self._tokenizer, example.inputs, self._vocab_size, 1 << 62)
         try:
-            # In threads: a long text takes a while to tokenize.
+            # In a thread, since tokenizing a long text would block the event loop.
             request = await asyncio.to_thread(admission.admit, ask)
-            prompt = await asyncio.to_thread(golden_prompt, *whole)
+            prompt = await asyncio.to_thread(render_golden_prompt, *prompt_args)
             if request.answers[0].prompt != tuple(prompt):
-                return Outcome("different", why="its prompt has no room here")
-            (answer,) = await completions(engine.submit(request, whole=True))
-            if answer.error is not None:
-                raise answer.error
+                return ExampleReplay("different", reason="its prompt does not fit the context")
+            (completion,) = await collect_completions(engine.submit(request, final_only=True))
+            if completion.error is not None:
+                raise completion.error
         except (RequestError, AdapterError, EngineFaultError) as error:
-            return Outcome("different", why=f"it cannot be asked: {error}")
-        return compare(example, answer.text, answer.token_ids, answer.scores, tolerance)
+            return ExampleReplay("different", reason=f"its request failed: {error}")
+        return compare_example(
+            example, completion.text, completion.token_ids, completion.scores, tolerance
+        )
 
 
-async def _all(works: Sequence[Coroutine[Any, Any, Outcome]]) -> list[Outcome]:
-    """What each came to; the first that fails ends the others."""
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, ExampleReplay]]) -> list[ExampleReplay]:
+    """Run the coroutines and return their results in order. An exception cancels the others."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in works]
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]
 
 
-def _tell(resident: Resident, found: Replay) -> None:
-    facts = (
-        f"adapter={resident.key} tenant={resident.tenant} checked={found.checked} "
-        f"different={found.different} ties={found.ties} worst_logprob={found.worst_logprob:.3g} "
-        f"tolerance={found.tolerance:g}"
+def _log_replay(adapter: LoadedAdapter, replay: GoldenReplay) -> None:
+    fields = (
+        f"adapter={adapter.key} tenant={adapter.tenant} checked={replay.checked} "
+        f"different={replay.different} ties={replay.ties} "
+        f"worst_logprob={replay.logprob_difference_max:.3g} tolerance={replay.tolerance:g}"
     )
-    if found.passed:
-        log.info("event=adapter_golden_passed %s", facts)
+    if replay.passed:
+        log.info("event=adapter_golden_passed %s", fields)
         return
-    why = next(one.why for one in found.outcomes if one.result == "different")
-    log.warning("event=adapter_golden_failed %s reason=%r", facts, why)
+    reason = next(outcome.reason for outcome in replay.examples if outcome.verdict == "different")
+    log.warning("event=adapter_golden_failed %s reason=%r", fields, reason)

@@ -1,36 +1,46 @@
-"""Ledger: what a server's memory is spent on, what that allows, and which limit is met first.
+"""Memory report: sizes of weights, KV cache and adapter rows, and the limit reached first.
 
-Said once at start, and in ServerInfo, so that nobody has to find it out by overload.
+The report is logged once at start, and is part of the response of GetServerInfo, so that an
+operator can see the limit before an overload.
 """
 
 from dataclasses import dataclass
 
-from serving.config import ServerConfig
+from serving.config import CacheConfig, SchedulerConfig
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryReport:
+    """Memory sizes of a server, and the setting that limits its concurrent requests."""
+
     weight_bytes: int
     kv_tokens: int
-    full_context_requests: int  # That fit if each fills the model's context.
-    adapter_rows: int  # On the device at once.
-    binding_limit: str  # The setting that more requests at once would meet first.
+    full_context_requests: int  # Requests that fit in the KV cache if each fills the context.
+    adapter_rows: int  # The number of adapter rows that fit on the device at once.
+    binding_limit: str  # The setting that limits concurrent full-context requests.
 
     @classmethod
-    def of(
-        cls, config: ServerConfig, weight_bytes: int, kv_tokens: int, context_tokens: int
-    ) -> "Ledger":
-        full = kv_tokens // context_tokens
+    def build(
+        cls,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        weight_bytes: int,
+        kv_tokens: int,
+        context_tokens: int,
+    ) -> "MemoryReport":
+        full_context_requests = kv_tokens // context_tokens
         return cls(
             weight_bytes,
             kv_tokens,
-            full,
-            config.adapter_rows_max,
-            "kv_tokens_max" if full < config.running_requests_max else "running_requests_max",
+            full_context_requests,
+            cache_config.adapter_rows_max,
+            "kv_tokens_max"
+            if full_context_requests < scheduler_config.running_requests_max
+            else "running_requests_max",
         )
 
-    def line(self) -> str:
-        """As it is said at the start."""
+    def log_line(self) -> str:
+        """Return the fields of the log line `ready`."""
         return (
             f"weights_mib={self.weight_bytes / 2**20:.1f} kv_tokens={self.kv_tokens} "
             f"full_context_requests={self.full_context_requests} "

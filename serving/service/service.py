@@ -1,8 +1,9 @@
-"""Service: a model with its tokenizer and adapters, ready to answer, whoever asks.
+"""Service: a model with its tokenizer, adapters, admission and engine, ready to answer.
 
-`Found` is what a checkpoint's headers tell, in well under a second; a `Service` that is open has an
-engine, and behind its link, here or in other processes, the weights. The gRPC server, the command
-in process and the Python API are users of the same.
+A `ServableCheckpoint` is read from a checkpoint's headers in less than a second. An open `Service`
+has an engine. The engine's transport connects the engine with the ranks, which have the model's
+weights: in this process or in rank processes. The gRPC server, the in-process command and the
+Python API all use a `Service`.
 """
 
 import asyncio
@@ -19,112 +20,116 @@ from typing import Self
 import torch
 
 from gpt.adapters.adapter_file import Adapter, check_adapter
-from gpt.attention.selector import check as check_attention
-from gpt.checkpoint.digest import glance, identify
-from gpt.checkpoint.logical_tensor import Checkpoint, Identity
+from gpt.checkpoint.digest import identify, lookup_identity
+from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.errors import ConfigError
-from gpt.formats.overrides import open_overridden, read_overrides
-from gpt.model.loading import check_dtype, device_of
-from gpt.model.reference_logits import Proof, find_proof
+from gpt.model.loading import check_dtype, parse_device
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import check_split
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
-from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
-from serving.adapters.registry import Adapters
+from serving.adapters.registry import AdapterRegistry
 from serving.adapters.store import AdapterStore
 from serving.admission.admission import Admission
-from serving.admission.chat_prompt import Chat
+from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.engine.stream import Stream
-from serving.engine.transport import Link
-from serving.ranks.in_process import Inside
-from serving.ranks.rank import arrange, load, prove
+from serving.engine.transport import EngineTransport
+from serving.ranks.in_process import InProcessTransport
 from serving.request import Ask, Completion, Request
-from serving.service.golden_check import Replays
-from serving.service.memory_report import Ledger
+from serving.service.golden_check import GoldenChecker
+from serving.service.memory_report import MemoryReport
+from serving.worker.startup import WorkerCheckpoint, build_worker, open_for_serving
 
 log = logging.getLogger(__name__)
 
-# The model alone, the same whatever is served.
-BASE_NAME = "preamble"
+# Name of the base model without an adapter, the same on every server.
+BASE_MODEL_ALIAS = "preamble"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint that can be served, as far as its headers tell. Nothing is loaded yet."""
+class ServableCheckpoint(WorkerCheckpoint):
+    """A checkpoint with its tokenizer, proof, settings and chat template; no weights are loaded."""
 
     config: ServerConfig
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
     device: torch.device
-    proof: Proof | None
     chat_template: ChatTemplate | None = None
 
     @classmethod
-    def at(cls, config: ServerConfig) -> Self:
-        """Refuses what need not be loaded to be refused."""
-        device = _device(config.device)
-        check_dtype(config.dtype)
-        if config.adapters is not None and not Path(config.adapters).is_dir():
+    def from_config(cls, config: ServerConfig) -> Self:
+        """Open the checkpoint, and run every check that needs no weights."""
+        device = _resolve_device(config.model_config.device)
+        check_dtype(config.model_config.dtype)
+        adapters = config.adapter_config.adapters
+        if adapters is not None and not Path(adapters).is_dir():
             raise ConfigError(
-                f"adapters: {config.adapters} is not a directory; make it, or name another"
+                f"adapters: {adapters} is not a directory; create it, or name another directory"
             )
-        changes = read_overrides(config.config_json, config.true_vocab_size)
-        checkpoint = open_overridden(config.model, changes, config.tokenizer)
-        check_split(checkpoint.config, config.tp, config.pp)
-        if device.type == "cpu":  # What a GPU has its ranks find out: to ask would take its memory.
-            check_attention(
-                config.attention_backend,
-                checkpoint.config,
-                device,
-                dtype=config.dtype,
-                kv_dtype=config.kv_dtype,
-            )
-        proof = find_proof(checkpoint) if config.prove else None
-        vocabulary = checkpoint.config.vocab_size
-        tokenizer: Tokenizer = NullTokenizer(vocabulary)
-        if checkpoint.tokenizer is not None:
-            tokenizer = open_tokenizer(checkpoint.tokenizer)
-            check_tokenizer(tokenizer, vocabulary, checkpoint.tokenizer)
-        chat = find_template(checkpoint.tokenizer, tokenizer, config.chat_template)
-        return cls(config, checkpoint, tokenizer, device, proof, chat)
+        opened = open_for_serving(config, device)
+        return cls(
+            opened.checkpoint,
+            opened.tokenizer,
+            opened.proof,
+            config,
+            device,
+            find_template(
+                opened.checkpoint.tokenizer, opened.tokenizer, config.model_config.chat_template
+            ),
+        )
 
 
 class Service:
-    """A tokenizer, adapters and an admission; and, once it is open, an engine that runs."""
+    """The tokenizer, adapters and admission of a model, and after `open` a running engine."""
 
-    def __init__(self, found: Found) -> None:
-        self.config = found.config
-        self.checkpoint = found.checkpoint
-        self.tokenizer = found.tokenizer
-        self.chat = Chat(found.chat_template, self.tokenizer, self.config)
-        self._engine: Engine | None = None
-        self._identity: Identity | None = None
-        self._identifying = threading.Lock()
-        self._admitting = 0  # Asks on their way to the engine.
-        config = self.checkpoint.config
-        self.replays = Replays(self.config, self.dtype, self.tokenizer, config.vocab_size)
-        self.adapters = Adapters(
-            Path(self.config.adapters) if self.config.adapters else None,
-            self._check_adapter,
-            adapters_max=self.config.adapters_max,
-            ripe=self.replays.ripe,
+    def __init__(self, checkpoint: ServableCheckpoint) -> None:
+        self.config = checkpoint.config
+        self.checkpoint = checkpoint.checkpoint
+        self.tokenizer = checkpoint.tokenizer
+        self.chat = ChatPromptRenderer(
+            checkpoint.chat_template,
+            self.tokenizer,
+            self.config.model_config,
+            self.config.limits_config,
         )
-        self.store = AdapterStore(self.adapters, self.config)
+        self._engine: Engine | None = None
+        self._identity: ModelIdentity | None = None
+        self._identity_lock = threading.Lock()
+        self._pending_admissions = 0  # Asks in admission, not yet submitted to the engine.
+        config = self.checkpoint.config
+        self.golden_checker = GoldenChecker(
+            self.config.adapter_config,
+            self.config.limits_config,
+            self.config.scheduler_config,
+            self.dtype,
+            self.tokenizer,
+            config.vocab_size,
+        )
+        adapter_config = self.config.adapter_config
+        self.adapters = AdapterRegistry(
+            Path(adapter_config.adapters) if adapter_config.adapters else None,
+            self._check_adapter,
+            adapters_max=adapter_config.adapters_max,
+            eligible=self.golden_checker.is_eligible,
+        )
+        self.store = AdapterStore(self.adapters, adapter_config)
         self.admission = Admission(
             self.tokenizer,
             self.adapters,
             config.vocab_size,
             config.max_position_embeddings,
-            self.config,
+            self.config.limits_config,
             self._kv_tokens,
-            self.replays.check,
+            self.golden_checker.check_servable,
         )
 
-    def open(self, link: Link) -> Self:
-        """Start what runs the model, read the adapters meanwhile, and wait until it answers."""
-        self._engine = Engine(link, self.tokenizer, self.config)
+    def open(self, transport: EngineTransport) -> Self:
+        """Start the engine, scan the adapter directory, and wait until the engine is up."""
+        self._engine = Engine(
+            transport,
+            self.tokenizer,
+            self.config.scheduler_config,
+            self.config.parallel_config,
+            self.config.observability_config,
+        )
         self._engine.start()
         self.store.sweep()
         self.adapters.scan()
@@ -142,33 +147,35 @@ class Service:
         ask: Ask,
         deadline: float | None = None,
         *,
-        whole: bool = False,
+        final_only: bool = False,
         charge: Callable[[Request], object] = lambda request: None,
     ) -> Stream:
-        """Accept what is asked, or refuse it. `deadline` is on the monotonic clock.
+        """Admit an ask and submit it to the engine, or raise.
 
-        `charge` is told of a request that can be, before it is accepted; it may refuse it too.
+        `deadline` is on the monotonic clock. `charge` is called with the admitted request before
+        the request is submitted, and may raise to refuse the request.
         """
-        with self.coming():
-            # In a thread: a long text takes a while to tokenize, an adapter may have to be read.
+        with self.admission_slot():
+            # In a thread, because tokenizing a long text or reading an adapter file blocks.
             request = await asyncio.to_thread(self.admission.admit, ask)
         charge(request)
-        return self.engine.submit(request, deadline, whole=whole)
+        return self.engine.submit(request, deadline, final_only=final_only)
 
     @contextmanager
-    def coming(self) -> Iterator[None]:
-        """Around all that is done for an ask before it is accepted, so that for one without room
-        nothing is done: under overload a refusal costs next to nothing.
+    def admission_slot(self) -> Iterator[None]:
+        """Reserve a place in the engine's queue during admission; raise if the queue is full.
+
+        The check precedes tokenization, so that a refusal under overload costs almost nothing.
         """
-        self.engine.check_room(self._admitting)
-        self._admitting += 1
+        self.engine.check_capacity(self._pending_admissions)
+        self._pending_admissions += 1
         try:
             yield
         finally:
-            self._admitting -= 1
+            self._pending_admissions -= 1
 
     def generate(self, asks: Iterable[Ask]) -> list[Completion]:
-        """Every ask's answers, in order. The first one that cannot be is raised before any runs."""
+        """Return the completions of all asks, in order. If an ask is invalid, raise; none runs."""
         return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
     @cached_property
@@ -177,41 +184,47 @@ class Service:
 
     @property
     def base_names(self) -> tuple[str, str]:
-        """What the model alone is called where models are named; no adapter is meant by these."""
-        return self.name, BASE_NAME
+        """The names that select the base model in protocols whose requests name a model."""
+        return self.name, BASE_MODEL_ALIAS
 
     @property
     def dtype(self) -> str:
-        """What it computes in."""
-        return self.config.dtype or self.checkpoint.config.dtype
+        """The compute dtype."""
+        return self.config.model_config.dtype or self.checkpoint.config.dtype
 
     @property
     def digest(self) -> str:
-        """What identifies the weights; empty as long as no adapter needed to know."""
+        """The digest of the base model; empty if no check of an adapter has read it yet."""
         return self._identity.digest if self._identity else ""
 
     @property
-    def proved(self) -> float | None:
-        """How far the ranks' model was from its proof, if it was replayed."""
-        facts = self.engine.facts
-        return facts.proof[0] if facts and facts.proof else None
+    def proof_difference(self) -> float | None:
+        """Largest logit difference from the proof, in standard deviations; None without a proof."""
+        ready_message = self.engine.ready_message
+        return ready_message.proof[0] if ready_message and ready_message.proof else None
 
     @property
-    def drift(self) -> list[float] | None:
-        """What narrowed weights have changed, where they were narrowed: see `Ready`."""
-        return self.engine.facts.drift if self.engine.facts else None
+    def divergence(self) -> list[float] | None:
+        """The effect of quantized weights, if weights are quantized: see `Ready.divergence`."""
+        return self.engine.ready_message.divergence if self.engine.ready_message else None
 
     @property
-    def ledger(self) -> Ledger:
-        facts = self.engine.facts
-        assert facts is not None
-        context = self.checkpoint.config.max_position_embeddings
-        return Ledger.of(self.config, facts.weight_bytes, facts.kv_tokens, context)
+    def memory_report(self) -> MemoryReport:
+        ready_message = self.engine.ready_message
+        assert ready_message is not None
+        context_tokens = self.checkpoint.config.max_position_embeddings
+        return MemoryReport.build(
+            self.config.scheduler_config,
+            self.config.cache_config,
+            ready_message.weight_bytes,
+            ready_message.kv_tokens,
+            context_tokens,
+        )
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's numbers are the same to the bit in whatever batch."""
-        return self.engine.facts is not None and self.engine.facts.batch_invariant
+        """Whether a sequence's results are bit-identical in every batch."""
+        return self.engine.ready_message is not None and self.engine.ready_message.batch_invariant
 
     def close(self) -> None:
         self.chat.close()
@@ -230,54 +243,52 @@ class Service:
         self.close()
 
     def _kv_tokens(self) -> int | None:
-        facts = self._engine.facts if self._engine else None
-        return facts.kv_tokens if facts else None
+        ready_message = self._engine.ready_message if self._engine else None
+        return ready_message.kv_tokens if ready_message else None
 
     def _check_adapter(self, adapter: Adapter) -> None:
         card = adapter.card
-        with self._identifying:
-            identity = self._identity or glance(self.checkpoint)
-            unsettled = card.base_digest and card.base_fingerprint != identity.fingerprint
-            if unsettled and not identity.digest:
-                # Reads every byte of a checkpoint that records no digest, so only if that decides.
+        with self._identity_lock:
+            identity = self._identity or lookup_identity(self.checkpoint)
+            needs_digest = card.base_digest and card.base_fingerprint != identity.fingerprint
+            if needs_digest and not identity.digest:
+                # This may read the whole checkpoint, so do it only if the fingerprints differ.
                 identity = identify(self.checkpoint)
             self._identity = identity
         config = self.checkpoint.config.with_fields(dtype=self.dtype)
         rows_max = config.max_position_embeddings // 2
-        if card.kind == "rows":  # All of them must have room on the device at once.
-            rows_max = min(rows_max, self.config.adapter_rows_max)
+        if card.kind == "rows":  # All rows must fit on the device at once.
+            rows_max = min(rows_max, self.config.cache_config.adapter_rows_max)
         for note in check_adapter(adapter, config, identity, rows_max=rows_max):
             log.warning("event=adapter_unchecked note=%r", note)
 
 
-def _device(name: str) -> torch.device:
-    """The device, if it is there. A front end runs nothing on it, and so takes no memory of it."""
+def _resolve_device(name: str) -> torch.device:
+    """Return the device, or raise if it does not exist.
+
+    This does not initialize CUDA, since the front end needs no GPU memory.
+    """
     if name.startswith("cuda") and torch.cuda.device_count():
         with suppress(RuntimeError):
             return torch.device(name)
-    return device_of(name)
+    return parse_device(name)
 
 
-def open_inside(config: ServerConfig) -> Service:
-    """A service with its model in this process, on one rank: the weights are loaded first."""
-    if config.tp * config.pp > 1:
+def open_in_process(config: ServerConfig) -> Service:
+    """Load the weights in this process, on one rank, and open a service with them."""
+    parallel = config.parallel_config
+    if parallel.ranks > 1:
         raise ConfigError(
-            f"--tp {config.tp} and --pp {config.pp} need processes of their own; run a server "
+            f"tp {parallel.tp} and pp {parallel.pp} need one process per rank; run a server "
             "(preamble serve), or use one rank"
         )
-    found = Found.at(config)
-    return Service(found).open(inside(found))
+    checkpoint = ServableCheckpoint.from_config(config)
+    return Service(checkpoint).open(in_process_transport(checkpoint))
 
 
-def inside(found: Found) -> Inside:
-    """A link to the model, loaded and proved here."""
-    model = load(found.checkpoint, Mesh.single(found.device), found.config)
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    narrow = found.config.narrow
-    if not narrow:
-        arrange(model, found.config)
-    if found.proof is not None:  # Of the form that answers, unless that has lost digits.
-        prove(model, found.checkpoint, found.proof)
-    if narrow:
-        size -= arrange(model, found.config).freed_bytes
-    return Inside(model, found.config, found.tokenizer, weight_bytes=size)
+def in_process_transport(checkpoint: ServableCheckpoint) -> InProcessTransport:
+    """Load the model in this process, verify its proof, and return a transport to it."""
+    worker = build_worker(checkpoint, Mesh.single(checkpoint.device), checkpoint.config)
+    return InProcessTransport(
+        worker.model, checkpoint.config, checkpoint.tokenizer, report=worker.report
+    )

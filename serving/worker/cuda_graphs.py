@@ -1,9 +1,11 @@
-"""Decoding without asking for each kernel: a step's work is recorded once, and then replayed.
+"""CUDA graphs: decode steps of a few padded sizes are captured once and replayed.
 
-Steps in which each sequence has one new token differ in numbers only. These are packed into one
-array, padded to one of a few sizes, and copied into memory that stays; the work on that memory is a
-CUDA graph. Where blocks lie is on the device, too, and only what changed is sent. Rows that pad
-write to a block of their own. How tokens are chosen by other rules than the best is not known here.
+Decode steps of one size run the same kernels and differ only in their inputs. The inputs of a step
+are packed into one array, padded to one of a few batch sizes, and copied into a fixed buffer; a
+CUDA graph replays the kernels on that buffer. The block tables are also on the device, and only
+their changes are copied. Each sequence is one row of the batch; padding rows write to a scratch
+block. The graph computes the logits and the greedy token of each row; all other sampling is the
+sampler's.
 """
 
 import logging
@@ -18,83 +20,95 @@ from torch import Tensor
 
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
-from gpt.cpu.packed_linear import best
-from gpt.device_transfers import Coming, to_device
+from gpt.cpu.packed_linear import argmax_rows
+from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.model.gpt_model import GPT
-from serving.config import ServerConfig
+from serving.config import SchedulerConfig
 from serving.messages import Step
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], object]
-Record = Callable[[Work], Work]  # Something that does the work again whenever it is called.
+Recorder = Callable[[Work], Work]  # Captures the work; returns a function that replays it.
 
-# What each graph may take beside what it leaves behind: its part of the pool, and its launches.
+# Memory reserved for each graph in addition to its outputs: its share of the graph memory pool, and
+# the recorded kernel launches.
 GRAPH_BYTES = 32 << 20
-SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32))
-# Rows of what a step is packed into, a column for each sequence: its token (-1: what its slot drew
-# last), its position, its slot; and places in all tables that changed, with their blocks.
-IDS, POSITIONS, SLOTS, CELLS, BLOCKS = FIELDS = range(5)
-# What is told of a row beside its likeliest token: which of its numbers are not finite.
+GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32))
+# Fields of the packed input array (fields, batch size). The first three have an entry for each
+# sequence: its token id (-1: the slot's last sampled token), its position and its slot. The last
+# two list the changed cells of these sequences' block tables, as flat indices into the array of all
+# block tables, and the new block number of each cell.
+IDS, POSITIONS, SLOTS, TABLE_CELLS, BLOCKS = FIELDS = range(5)
+# Bits that say which values of a row are not finite.
 BAD_LOGITS, BAD_HIDDEN = 1, 2
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a step came to on the device, a row for each sequence."""
+class GraphOutput:
+    """The outputs of a step on the device, one row for each sequence.
+
+    `x`: the hidden states. Only the last pipeline stage has `logits` and `argmax_and_faults`.
+    """
 
     x: Tensor
-    logits: Tensor | None = None  # Of the last stage, as
-    told: Coming | None = None  # (2, rows) the likeliest tokens, and what is not finite.
+    logits: Tensor | None = None
+    # (2, rows): the greedy token and the BAD_* bits of each row.
+    argmax_and_faults: PendingHostCopy | None = None
 
 
 @dataclass
-class _Frame:
-    """The memory of steps of one size."""
+class _GraphBuffers:
+    """The fixed input and output buffers of the graph of one size."""
 
-    packed: Tensor  # (fields, rows), int32
-    hidden: Tensor | None  # What the stage before sends.
+    packed_inputs: Tensor  # (fields, rows), int32
+    hidden: Tensor | None  # The hidden states from the previous pipeline stage.
     x: Tensor | None = None
     logits: Tensor | None = None
-    told: Tensor | None = None
+    argmax_and_faults: Tensor | None = None
 
 
-def unfit(model: GPT, config: ServerConfig) -> str | None:
-    """Why nothing is recorded; None: it can be."""
+def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
+    """The reason why no step is captured as a CUDA graph; None: decode steps are captured."""
     if config.cuda_graphs == "off":
         return "cuda_graphs is off"
     if model.mesh.device.type != "cuda":
-        return "there are none on a CPU"
+        return "the device is not a CUDA device"
     if model.mesh.tp > 1:
-        return "sums over several tensor ranks are not recorded"
+        return "all-reduce over several tensor ranks is not captured"
     if model.config.num_experts:
-        return "which rows an expert has is looked at on the host"
-    for block in model.blocks:
-        attend = block.self_attention.attend
-        # An attention that reads nothing but `Batch.ends` and such says so, or its object does.
-        if not getattr(getattr(attend, "__self__", attend), "captured", False):
-            return f"the attention in {attend.__module__} counts on the host"
+        return "MoE routing reads the rows of each expert on the host"
+    if not model.attention_backend.is_capturable:
+        return (
+            f"the attention in {type(model.attention_backend).__module__} reads lengths on the host"
+        )
     return None
 
 
-def sizes(config: ServerConfig) -> tuple[int, ...]:
-    """Of the steps that are recorded: few, and none much larger than what it is for."""
-    most = min(config.running_requests_max, config.cuda_graph_rows_max)
-    return (*(size for size in SIZES if size < most), most)
+def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
+    """The batch sizes to capture, in rows.
+
+    There are few sizes, but a batch needs little padding up to the next size.
+    """
+    size_max = min(config.running_requests_max, config.cuda_graph_rows_max)
+    return (*(size for size in GRAPH_SIZES if size < size_max), size_max)
 
 
-def reserved_bytes(model: GPT, config: ServerConfig) -> int:
-    """What graphs may come to hold."""
-    if unfit(model, config) is not None:
+def graph_bytes_max(model: GPT, config: SchedulerConfig) -> int:
+    """Upper bound of the bytes of all graphs; 0 if no step is captured."""
+    if unsupported_reason(model, config) is not None:
         return 0
-    each = sizes(config)
-    row = model.config.vocab_size * 4 + model.config.hidden_size * model.dtype.itemsize
-    return len(each) * GRAPH_BYTES + sum(each) * row
+    capture_sizes = graph_sizes(config)
+    row_bytes = model.config.vocab_size * 4 + model.config.hidden_size * model.dtype.itemsize
+    return len(capture_sizes) * GRAPH_BYTES + sum(capture_sizes) * row_bytes
 
 
-class Graphs:
-    """Steps of few sizes. `tables` is the host's own, and `last` what each slot drew last, with one
-    place more for rows that pad; they write to the pool's block `scratch`.
+class CudaGraphRunner:
+    """Captures decode steps of each size at first use, and replays them.
+
+    `block_tables`: the block tables on the host, one for each slot. `last_tokens`: each slot's last
+    sampled token, on the device, and a last entry for padding rows. Padding rows write their keys
+    and values to block `scratch_block` of the pool.
     """
 
     def __init__(
@@ -102,173 +116,198 @@ class Graphs:
         model: GPT,
         pool: KVPool,
         *,
-        rows: Tensor | None,
-        tables: NDArray[np.int64],
-        last: Tensor,
-        scratch: int,
+        adapter_rows: Tensor | None,
+        block_tables: NDArray[np.int64],
+        last_tokens: Tensor,
+        scratch_block: int,
         sizes: Sequence[int],
-        record: Record | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         device = model.mesh.device
-        self._model, self._pool, self._rows = model, pool, rows
-        self._host, self._last = tables, last
-        slots, self._width = tables.shape
-        # One more row is what pads have, and the last one takes what is sent for nothing.
-        self._pad, self._nowhere = slots, (slots + 1) * self._width
-        held = torch.zeros(slots + 2, self._width, dtype=torch.int32, device=device)
-        held[slots] = scratch
-        self._held, self._cells = held, held.view(-1)
-        self._changed: dict[int, tuple[int, int]] = {}  # Columns of a slot's table, from and to.
+        self._model = model
+        self._pool = pool
+        self._adapter_rows = adapter_rows
+        self._host_tables = block_tables
+        self._last_tokens = last_tokens
+        slots, self._width = block_tables.shape
+        # There are two more block tables than slots. Padding rows have table `slots`. Table
+        # `slots + 1` is a discard area: unused entries of the list of changed cells write there.
+        self._pad_slot = slots
+        self._discard_cell = (slots + 1) * self._width
+        device_tables = torch.zeros(slots + 2, self._width, dtype=torch.int32, device=device)
+        device_tables[slots] = scratch_block
+        self._device_tables = device_tables
+        self._device_cells = device_tables.view(-1)
+        # By slot: start and end of the entries of its block table that changed on the host and are
+        # not on the device yet.
+        self._changed_entries: dict[int, tuple[int, int]] = {}
         self.sizes = tuple(sizes)
-        self._frames: dict[int, tuple[_Frame, Work]] = {}
-        self._record = record or _Capture(device)
+        self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
+        self._recorder = recorder or _CudaGraphRecorder(device)
 
-    def takes(self, step: Step) -> bool:
-        """Whether the step is of the kind that is recorded."""
+    def supports(self, step: Step) -> bool:
+        """Whether the step has sequences, is decode-only, scores no prompt and fits a size."""
         return (
             0 < len(step.slots) <= self.sizes[-1]
-            and len(step.ids) == len(step.slots)
-            and not any(step.scores)
+            and len(step.token_ids) == len(step.slots)
+            and not any(step.prompt_score_counts)
         )
 
-    def change(self, slot: int, start: int, end: int) -> None:
-        """These columns of a slot's table are new on the host."""
-        low, high = self._changed.get(slot, (start, end))
-        self._changed[slot] = min(low, start), max(high, end)
+    def mark_changed(self, slot: int, start: int, end: int) -> None:
+        """Record that entries `start` to `end` of a slot's block table have changed on the host."""
+        low, high = self._changed_entries.get(slot, (start, end))
+        self._changed_entries[slot] = min(low, start), max(high, end)
 
-    def run(self, step: Step, x: Tensor | None) -> Made:
-        """The step, once; `x`: what came from the stage before. Nothing is waited for."""
+    def run(self, step: Step, x: Tensor | None) -> GraphOutput:
+        """Launch the step without waiting for it, except that a new size is captured first.
+
+        `x`: the hidden states from the previous pipeline stage; None on the first stage.
+        """
         count = len(step.slots)
         size = next(size for size in self.sizes if size >= count)
-        frame, replay = self._frames.get(size) or self._open(size)
-        self._send(self._packed(step, size), frame)
+        buffers, replay = self._captured_graphs.get(size) or self._capture(size)
+        self._copy_inputs(self._pack_inputs(step, size), buffers)
         if x is not None:
-            assert frame.hidden is not None
-            frame.hidden[:count] = x
+            assert buffers.hidden is not None
+            buffers.hidden[:count] = x
         replay()
-        assert frame.x is not None
-        if frame.logits is None or frame.told is None:
-            return Made(frame.x[:count])
-        return Made(frame.x[:count], frame.logits[:count], Coming(frame.told))
+        assert buffers.x is not None
+        if buffers.logits is None or buffers.argmax_and_faults is None:
+            return GraphOutput(buffers.x[:count])
+        return GraphOutput(
+            buffers.x[:count], buffers.logits[:count], PendingHostCopy(buffers.argmax_and_faults)
+        )
 
     # ------------------------------------------------------------------------------- on the host
 
-    def _packed(self, step: Step | None, size: int) -> Tensor:
-        """A step's numbers, or of pads alone, in memory that the device can copy by itself."""
+    def _pack_inputs(self, step: Step | None, size: int) -> Tensor:
+        """Pack the inputs of a step into pinned memory; without a step, all rows are padding."""
         pinned = self._model.mesh.device.type == "cuda"
-        host = torch.zeros(len(FIELDS), size, dtype=torch.int32, pin_memory=pinned)
-        numbers = host.numpy()
-        numbers[SLOTS], numbers[CELLS] = self._pad, self._nowhere
+        host_inputs = torch.zeros(len(FIELDS), size, dtype=torch.int32, pin_memory=pinned)
+        fields = host_inputs.numpy()
+        fields[SLOTS], fields[TABLE_CELLS] = self._pad_slot, self._discard_cell
         if step is not None:
             count = len(step.slots)
-            numbers[IDS, :count], numbers[POSITIONS, :count] = step.ids, step.past
-            numbers[SLOTS, :count] = step.slots
-            cells = self._news(step.slots)
-            blocks = self._host.ravel()[cells]
+            fields[IDS, :count], fields[POSITIONS, :count] = step.token_ids, step.past
+            fields[SLOTS, :count] = step.slots
+            cells = self._changed_cells(step.slots)
+            blocks = self._host_tables.ravel()[cells]
             if len(cells) <= size:
-                numbers[CELLS, : len(cells)], numbers[BLOCKS, : len(cells)] = cells, blocks
-            else:  # Whole tables of those who begin.
-                device = self._held.device
-                self._cells[to_device(cells, device)] = to_device(blocks.astype(np.int32), device)
-        return host
+                fields[TABLE_CELLS, : len(cells)], fields[BLOCKS, : len(cells)] = cells, blocks
+            else:  # New sequences have more changed cells than the packed array has entries.
+                device = self._device_tables.device
+                self._device_cells[to_device(cells, device)] = to_device(
+                    blocks.astype(np.int32), device
+                )
+        return host_inputs
 
-    def _news(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """Places in all tables that the device has not heard of, of these slots."""
+    def _changed_cells(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """Return the changed cells of these slots, and forget them.
+
+        They are flat indices into the array of all block tables.
+        """
         spans = [
-            np.arange(*self._changed.pop(slot)) + slot * self._width
-            for slot in (slots if self._changed else ())
-            if slot in self._changed
+            np.arange(*self._changed_entries.pop(slot)) + slot * self._width
+            for slot in (slots if self._changed_entries else ())
+            if slot in self._changed_entries
         ]
         return np.concatenate(spans) if spans else np.zeros(0, np.int64)
 
-    def _send(self, packed: Tensor, frame: _Frame) -> None:
-        frame.packed.copy_(packed, non_blocking=True)
+    def _copy_inputs(self, packed: Tensor, buffers: _GraphBuffers) -> None:
+        buffers.packed_inputs.copy_(packed, non_blocking=True)
 
-    def _open(self, size: int) -> tuple[_Frame, Work]:
-        """Record what is done for steps of a size. Meanwhile all rows pad, so nothing is harmed."""
-        began, before = time.perf_counter(), _held_bytes()
+    def _capture(self, size: int) -> tuple[_GraphBuffers, Work]:
+        """Capture the graph of one size, with padding rows only: they write to scratch memory."""
+        started_at, bytes_before = time.perf_counter(), _device_reserved_bytes()
         model = self._model
         device = model.mesh.device
         packed = torch.zeros(len(FIELDS), size, dtype=torch.int32, device=device)
         hidden = None
-        if not model.first:
+        if not model.is_first_stage:
             shape = size, model.config.hidden_size
             hidden = torch.zeros(shape, dtype=model.dtype, device=device)
-        frame = _Frame(packed, hidden)
-        self._send(self._packed(None, size), frame)
+        buffers = _GraphBuffers(packed, hidden)
+        self._copy_inputs(self._pack_inputs(None, size), buffers)
 
         def work() -> None:
-            self._pass(frame)
+            self._forward(buffers)
 
         try:
-            replay = self._record(work)
-        except RuntimeError as error:  # Something in it cannot be recorded; but it can be done.
+            replay = self._recorder(work)
+        except RuntimeError as error:  # Not capturable: this size runs without a graph.
             log.warning("event=graph_not_recorded rows=%d reason=%r", size, str(error))
             replay = work
         else:
-            spent = time.perf_counter() - began
-            more = _held_bytes() - before
-            log.info("event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, spent, more)
-        self._frames[size] = frame, replay
-        return frame, replay
+            seconds = time.perf_counter() - started_at
+            bytes_added = _device_reserved_bytes() - bytes_before
+            log.info(
+                "event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, seconds, bytes_added
+            )
+        self._captured_graphs[size] = buffers, replay
+        return buffers, replay
 
     # ----------------------------------------------------------------------------- on the device
 
-    def _pass(self, frame: _Frame) -> None:
-        """What is recorded: no number of it is looked at on the host."""
-        model, size = self._model, self._pool.block_tokens
-        fields = frame.packed.long()
-        self._cells.index_copy_(0, fields[CELLS], frame.packed[BLOCKS])
+    def _forward(self, buffers: _GraphBuffers) -> None:
+        """The captured work: it must not read any value on the host."""
+        model, block_tokens = self._model, self._pool.block_tokens
+        fields = buffers.packed_inputs.long()
+        self._device_cells.index_copy_(0, fields[TABLE_CELLS], buffers.packed_inputs[BLOCKS])
         slots, positions = fields[SLOTS], fields[POSITIONS]
-        tables = self._held.index_select(0, slots)
-        block = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
-        count, bound = len(slots), model.config.max_position_embeddings - 1
+        tables = self._device_tables.index_select(0, slots)
+        block = tables.gather(1, (positions // block_tokens).unsqueeze(1)).squeeze(1).long()
+        count, position_max = len(slots), model.config.max_position_embeddings - 1
         batch = Batch(
             (1,) * count,
-            (bound,) * count,
+            (position_max,) * count,
             positions,
-            (block, positions % size),
+            (block, positions % block_tokens),
             tables,
-            ends=frame.packed[POSITIONS] + 1,
+            device_context_lengths=buffers.packed_inputs[POSITIONS] + 1,
         )
-        x = frame.hidden
+        x = buffers.hidden
         if x is None:
             ids = fields[IDS]
-            x = torch.where(ids < 0, self._last.index_select(0, slots), ids)
-        frame.x = x = model.hidden(x, batch, self._pool, self._rows)
-        if not model.last:
+            x = torch.where(ids < 0, self._last_tokens.index_select(0, slots), ids)
+        buffers.x = x = model.forward_hidden(x, batch, self._pool, self._adapter_rows)
+        if not model.is_last_stage:
             return
-        frame.logits = logits = model.head(x, batch)
-        tokens = best(logits)
-        self._last.index_copy_(0, slots, tokens)
-        finite = [one.isfinite().all(-1).logical_not().long() for one in (logits, x)]
-        frame.told = torch.stack([tokens, BAD_LOGITS * finite[0] + BAD_HIDDEN * finite[1]])
+        buffers.logits = logits = model.compute_logits(x, batch)
+        tokens = argmax_rows(logits)
+        self._last_tokens.index_copy_(0, slots, tokens)
+        nonfinite = [tensor.isfinite().all(-1).logical_not().long() for tensor in (logits, x)]
+        buffers.argmax_and_faults = torch.stack(
+            [tokens, BAD_LOGITS * nonfinite[0] + BAD_HIDDEN * nonfinite[1]]
+        )
 
 
-class _Capture:
-    """CUDA graphs that share their memory: no two of them run at once."""
+class _CudaGraphRecorder:
+    """Captures CUDA graphs that share one memory pool, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         with torch.cuda.device(self._device):
-            return self._recorded(work)
+            return self._record(work)
 
-    def _recorded(self, work: Work) -> Work:
-        # What is compiled, tuned or allocated at a first call must not be so while it is recorded.
-        beside, here = torch.cuda.Stream(), torch.cuda.current_stream()
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+    def _record(self, work: Work) -> Work:
+        # The first calls compile and tune kernels and initialize libraries. This may synchronize
+        # with the device or call cudaMalloc, which is not allowed during capture. (New tensors are
+        # allowed: they come from the graph's memory pool.)
+        side_stream, main_stream = torch.cuda.Stream(), torch.cuda.current_stream()
+        side_stream.wait_stream(main_stream)
+        with torch.cuda.stream(side_stream):
             for _ in range(2):
                 work()
-        here.wait_stream(beside)
+        main_stream.wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # "thread_local": other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
 
-def _held_bytes() -> int:
+def _device_reserved_bytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -1,8 +1,9 @@
-"""Guided decoding: which tokens may come next so that a completion matches its guide.
+"""Guided decoding: token masks from JSON schemas, regexes and grammars (llguidance).
 
-`llguidance` (the extra `guided`) reads schemas, patterns and grammars and follows them; here is a
-matcher for each slot that has a guide, over the bytes of our own tokenizers. A guide's end allows
-the request's stop tokens and nothing else; before it they are forbidden. Knows no logits.
+A guide is the format that a completion must match. The library `llguidance` (the extra `guided`)
+parses the guide and computes the tokens that may come next, from the bytes of each token of the
+model's tokenizer. There is one matcher for each slot with a guide. The request's stop tokens are
+allowed where the guide may end, and forbidden elsewhere. This module is independent of logits.
 """
 
 import json
@@ -23,111 +24,125 @@ from serving.messages import Guide
 if TYPE_CHECKING:
     import llguidance
 
-# What a guide may be at most: its text, and what reading and following it may cost. Together they
-# bound a check, the beginning of a sequence and the worst token of a hostile guide to some 0.3 s.
+# Limits of a guide's text and of the work to parse and match it. Even for a hostile guide, they
+# limit the check, the start of a sequence and the slowest token to about 0.3 s each.
 GUIDE_BYTES_MAX = 1 << 16
 _SYMBOLS_MAX = {"json": 50_000, "choice": 50_000, "regex": 20_000, "grammar": 20_000}
-_ITEMS_MAX = 20_000  # That a token may cost, of a grammar's rules; about 100 a millisecond.
-_BRANCHES_MAX = 10_000  # So many choices, or names of a schema, may be open at once.
-# Of patterns. What the library takes for one grows with the square of its length, so that a long
-# one has to be refused, but a schema may have many short ones.
+_ITEMS_MAX = 20_000  # Earley items for one token; the library computes about 100 per millisecond.
+# Alternatives (choices, property names of a schema) that the parser follows at the same time.
+_BRANCHES_MAX = 10_000
+# Limits of patterns. The library's time for a pattern grows with the square of its length, so long
+# patterns are refused; a schema may have many short ones.
 _LEXER_FUEL_MAX = {"json": 200_000, "choice": 200_000, "regex": 20_000, "grammar": 20_000}
 _PATTERN_CHARS_MAX = 2_000
-# Between the parts of JSON. Without a limit a model that likes spaces would never come to an end.
+# Whitespace between JSON tokens. Without a limit a model could generate only spaces, up to
+# max_new_tokens.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
-_COMPILED_MAX = 64  # Guides that are kept ready for the next request with the same.
+_COMPILED_MAX = 64  # Compiled guides that are cached.
 
 
 def check_guide(guide: Guide, stop_token_ids: Iterable[int]) -> None:
-    """Refuse a guide that cannot be followed. `stop_token_ids`: those that the request will have.
+    """Raise RequestError if the guide is invalid or too large.
 
-    Takes up to about 0.2 s, most guides far less; needs no model.
+    `stop_token_ids`: the stop tokens of the request, defaults included. The check needs no model.
+    It takes up to about 0.3 s for a hostile guide, and far less for most guides.
     """
     field = f"guide.{guide.kind}"
-    if guide.kind not in _WANTED:
+    if guide.kind not in _KIND_DESCRIPTIONS:
         raise RequestError(
-            f"guide is of kind {guide.kind!r}; known are: {', '.join(_WANTED)}", "guide"
+            f"guide has the unknown kind {guide.kind!r}; choose one of: "
+            f"{', '.join(_KIND_DESCRIPTIONS)}",
+            "guide",
         )
     size = len(guide.text.encode(errors="replace"))
     if not 0 < size <= GUIDE_BYTES_MAX:
-        raise RequestError(f"{field} is {size} bytes; it needs 1 to {GUIDE_BYTES_MAX}", field)
+        raise RequestError(f"{field} has {size} bytes; it must have 1 to {GUIDE_BYTES_MAX}", field)
     if not any(True for _ in stop_token_ids):
         raise RequestError(
-            f"{field} needs a token that ends the text, and this model's tokenizer names none; "
-            "give stop_token_ids",
+            f"{field} needs a stop token to end the completion, and this model's tokenizer has "
+            "none; set stop_token_ids",
             field,
         )
-    wrong = _wrong(guide)
-    if wrong and not wrong.startswith("WARNING"):
-        raise _refusal(guide, wrong)
+    error = _grammar_error(guide)
+    if error and not error.startswith("WARNING"):
+        raise _guide_error(guide, error)
 
 
-class Guides:
-    """The guides of the slots that have one, each after the tokens that its sequence has made."""
+class GuideMatchers:
+    """The matchers of all slots with a guide, each advanced by its sequence's output tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._followed: dict[int, _Followed] = {}
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._slot_matchers: dict[int, _SlotMatcher] = {}
         self._compiled: OrderedDict[Guide, llguidance.LLMatcher] = OrderedDict()
         if tokenizer is not None:
-            # It takes some 0.2 s, which no step should wait for.
+            # Built now, because it takes about 0.2 s and would delay a step.
             with suppress(RequestError):
-                assert self._vocabulary
+                assert self._ll_tokenizer
 
     def __contains__(self, slot: int) -> bool:
-        return slot in self._followed
+        return slot in self._slot_matchers
 
     def __len__(self) -> int:
-        return len(self._followed)
+        return len(self._slot_matchers)
 
-    def begin(self, slot: int, guide: Guide, stops: Sequence[int], made: Sequence[int]) -> None:
-        """The slot follows `guide` from now on; it has made `made` already."""
-        known = self._tokenizer.stop_ids if self._tokenizer else ()
-        ends = [i for i in stops or known if 0 <= i < self._vocab_size]
+    def init_slot(
+        self, slot: int, guide: Guide, stop_ids: Sequence[int], output_tokens: Sequence[int]
+    ) -> None:
+        """Start a guide in a slot, and advance it by the `output_tokens` of the slot's sequence."""
+        default_stop_ids = self._tokenizer.stop_ids if self._tokenizer else ()
+        end_ids = [i for i in stop_ids or default_stop_ids if 0 <= i < self._vocab_size]
         matcher = None
-        with suppress(RequestError):  # Admission refuses such a guide; here it only breaks.
-            matcher = self._matcher(guide)
-        self._followed[slot] = followed = _Followed(matcher, tuple(ends))
-        for token in made:
-            followed.push(token)
+        # Admission rejects invalid guides. Without a matcher, only this sequence fails.
+        with suppress(RequestError):
+            matcher = self._new_matcher(guide)
+        self._slot_matchers[slot] = slot_matcher = _SlotMatcher(matcher, tuple(end_ids))
+        for token in output_tokens:
+            slot_matcher.accept_token(token)
 
-    def drop(self, slot: int) -> None:
-        self._followed.pop(slot, None)
+    def drop_slot(self, slot: int) -> None:
+        self._slot_matchers.pop(slot, None)
 
-    def allowed(self, slots: Sequence[int]) -> NDArray[np.bool_]:
-        """What each of these slots may draw next: a mask (slots, V)."""
+    def allowed_mask(self, slots: Sequence[int]) -> NDArray[np.bool_]:
+        """A mask (slots, V) of the tokens that each of these slots may sample next."""
         words = self._vocab_size // 32 + 1
         bits = np.zeros((len(slots), words), dtype=np.uint32)
         for row, slot in enumerate(slots):
-            followed = self._followed[slot]
-            if followed.over:
-                bits[row, -1] = 1 << self._vocab_size % 32  # The end: a bit past the vocabulary.
-            elif not followed.fill(bits[row]):
+            slot_matcher = self._slot_matchers[slot]
+            if slot_matcher.is_finished:
+                # Only the end token is allowed. Its bit follows the bits of the vocabulary.
+                bits[row, -1] = 1 << self._vocab_size % 32
+            elif not slot_matcher.fill_mask(bits[row]):
                 bits[row] = 0
         flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
         mask: NDArray[np.bool_] = flags[:, : self._vocab_size].view(np.bool_)
-        ends = flags[:, self._vocab_size] != 0
+        may_end = flags[:, self._vocab_size] != 0
         for row, slot in enumerate(slots):
-            mask[row, list(self._followed[slot].stops)] = ends[row]
+            mask[row, list(self._slot_matchers[slot].stop_ids)] = may_end[row]
         return mask
 
-    def push(self, slot: int, token: int) -> bool:
-        """The slot has drawn a token. False: it can follow its guide no more."""
-        return self._followed[slot].push(token)
+    def accept_token(self, slot: int, token: int) -> bool:
+        """Advance a slot's matcher by a sampled token; False: the guide does not allow the token.
+
+        `allowed_mask` excludes such tokens, so the sampler can draw one only if the guide allows no
+        token at all.
+        """
+        return self._slot_matchers[slot].accept_token(token)
 
     @cached_property
-    def _vocabulary(self) -> "llguidance.LLTokenizer":
-        library = _library()
-        wrapper = library.TokenizerWrapper(_Bytes(self._tokenizer, self._vocab_size))
-        vocabulary: llguidance.LLTokenizer = library.LLTokenizer(
+    def _ll_tokenizer(self) -> "llguidance.LLTokenizer":
+        library = _import_llguidance()
+        wrapper = library.TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size))
+        ll_tokenizer: llguidance.LLTokenizer = library.LLTokenizer(
             wrapper, n_vocab=self._vocab_size + 1
         )
-        return vocabulary
+        return ll_tokenizer
 
-    def _matcher(self, guide: Guide) -> "llguidance.LLMatcher":
+    def _new_matcher(self, guide: Guide) -> "llguidance.LLMatcher":
         if guide not in self._compiled:
-            self._compiled[guide] = _library().LLMatcher(
-                self._vocabulary, _grammar(guide), log_level=0, limits=_limits(guide)
+            self._compiled[guide] = _import_llguidance().LLMatcher(
+                self._ll_tokenizer, _ll_grammar(guide), log_level=0, limits=_parser_limits(guide)
             )
             if len(self._compiled) > _COMPILED_MAX:
                 self._compiled.popitem(last=False)
@@ -136,36 +151,36 @@ class Guides:
 
 
 @dataclass
-class _Followed:
-    """One slot's matcher, and the tokens by which its sequence may end."""
+class _SlotMatcher:
+    """One slot's matcher, and the stop tokens that may end its sequence."""
 
-    matcher: "llguidance.LLMatcher | None"  # None: the guide could not be read.
-    stops: tuple[int, ...]
-    over: bool = False  # A stop token was drawn.
+    matcher: "llguidance.LLMatcher | None"  # None: the guide could not be compiled.
+    stop_ids: tuple[int, ...]
+    is_finished: bool = False  # A stop token was sampled.
 
-    def fill(self, bits: NDArray[np.uint32]) -> bool:
-        """The bits of what may come next: one for each token, and one more for the end.
+    def fill_mask(self, bits: NDArray[np.uint32]) -> bool:
+        """Write the bits of the allowed tokens: one for each token, and one for the end token.
 
-        False: nothing may. The guide wants what no token can write, or was none to begin with.
+        False: no token is allowed, because the guide is invalid or needs text that no token has.
         """
         if self.matcher is None:
             return False
         self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         return not self.matcher.is_error()
 
-    def push(self, token: int) -> bool:
-        """Goes on after a token; False: it cannot."""
+    def accept_token(self, token: int) -> bool:
+        """Advance by a token; False: the guide does not allow it."""
         if self.matcher is None or self.matcher.is_error():
             return False
-        self.over = self.over or token in self.stops
-        return self.over or self.matcher.consume_token(token)
+        self.is_finished = self.is_finished or token in self.stop_ids
+        return self.is_finished or self.matcher.consume_token(token)
 
 
-class _Bytes:
-    """What the library asks of a tokenizer: each id's bytes, and an id that ends a text.
+class _TokenizerAdapter:
+    """The tokenizer interface of llguidance: the bytes of each token id, and an end token.
 
-    The end is an id of its own past the vocabulary, so that a request's own stop tokens can stand
-    for it. Control tokens are no text and have no bytes.
+    The end token is an extra id after the vocabulary, which `allowed_mask` maps to the stop tokens
+    of each request. Special tokens have no bytes, because they are not text.
     """
 
     bos_token_id = None
@@ -173,39 +188,44 @@ class _Bytes:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self.eos_token_id = vocab_size
         self.special_token_ids = [vocab_size]
-        self.tokens = [_bytes_of(tokenizer, i) for i in range(vocab_size)] + [b"<end of guide>"]
+        self.tokens = [_token_bytes(tokenizer, i) for i in range(vocab_size)] + [b"<end of guide>"]
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # How a text would be cut into tokens is the model's choice: see `_grammar`.
+        return []  # The library must not tokenize a text that the guide forces: see `_ll_grammar`.
 
 
-def _bytes_of(tokenizer: Tokenizer | None, token_id: int) -> bytes:
-    """A token's bytes inside a text. None begin with 0xFF, which is the library's own mark."""
+def _token_bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
+    """A token's bytes; empty if they begin with 0xFF, which llguidance reserves as a marker."""
     text = tokenizer.token_bytes(token_id) if tokenizer else None
     return b"" if text is None or text.startswith(b"\xff") else text
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
         raise RequestError(
-            "guides need the package llguidance, which this server does not have; its operator can "
-            "install preamble[guided]",
+            "guided decoding needs the package llguidance, which is not installed on this server; "
+            "its operator can install preamble[guided]",
             "guide",
         ) from None
     return llguidance
 
 
 @lru_cache(_COMPILED_MAX)
-def _wrong(guide: Guide) -> str:
-    """What the library says against it. Many prompts with one guide cost one look at it."""
-    wrong: str = _library().LLMatcher.validate_grammar(_grammar(guide), limits=_limits(guide))
-    return wrong
+def _grammar_error(guide: Guide) -> str:
+    """Return llguidance's message about the guide: an error, a "WARNING", or "" if it is valid.
+
+    The message is cached, because many requests may have the same guide.
+    """
+    error: str = _import_llguidance().LLMatcher.validate_grammar(
+        _ll_grammar(guide), limits=_parser_limits(guide)
+    )
+    return error
 
 
-def _limits(guide: Guide) -> "llguidance.LLParserLimits":
-    limits: llguidance.LLParserLimits = _library().LLParserLimits(
+def _parser_limits(guide: Guide) -> "llguidance.LLParserLimits":
+    limits: llguidance.LLParserLimits = _import_llguidance().LLParserLimits(
         initial_lexer_fuel=_LEXER_FUEL_MAX[guide.kind],
         max_grammar_size=_SYMBOLS_MAX[guide.kind],
         step_max_items=_ITEMS_MAX,
@@ -215,60 +235,69 @@ def _limits(guide: Guide) -> "llguidance.LLParserLimits":
     return limits
 
 
-def _grammar(guide: Guide) -> str:
-    """The guide in the library's own form.
+def _ll_grammar(guide: Guide) -> str:
+    """Convert the guide to a grammar of llguidance, as JSON.
 
-    A text that is certain is not forced on the model as the tokens that a tokenizer would make of
-    it: all ways to write it are allowed. Not every tokenizer can write each certain part exactly.
+    `no_forcing`: if the guide allows only one text, llguidance must not tokenize this text and
+    prescribe the tokens. Any tokens that spell the text are allowed, because not every tokenizer
+    can encode every fragment of a text exactly.
     """
-    library = _library()
+    library = _import_llguidance()
     try:
         if guide.kind == "json":
-            _check_patterns(json.loads(guide.text))  # Whose complaints are better.
+            # json.loads has better error messages than llguidance, which parses the text again.
+            _check_patterns(json.loads(guide.text))
             options = {"whitespace_pattern": _WHITESPACE}
-            read = library.LLMatcher.grammar_from_json_schema(guide.text, options)
+            grammar_json = library.LLMatcher.grammar_from_json_schema(guide.text, options)
         elif guide.kind == "regex":
-            read = library.LLMatcher.grammar_from_regex(guide.text)
+            grammar_json = library.LLMatcher.grammar_from_regex(guide.text)
         else:
-            lark = _choices(guide) if guide.kind == "choice" else guide.text
+            lark = _choice_grammar(guide) if guide.kind == "choice" else guide.text
             lark = library.grammar_from("grammar", lark)
-            read = json.dumps({"grammars": [{"lark_grammar": lark}]})
-        (part,) = json.loads(read)["grammars"]
+            grammar_json = json.dumps({"grammars": [{"lark_grammar": lark}]})
+        (grammar,) = json.loads(grammar_json)["grammars"]
     except (ValueError, RecursionError) as error:
-        raise _refusal(guide, str(error)) from None
-    whole = {"name": "whole", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: @guide'}
-    return json.dumps({"grammars": [whole, {**part, "name": "guide"}]})
+        raise _guide_error(guide, str(error)) from None
+    root_grammar = {
+        "name": "whole",
+        "lark_grammar": '%llguidance {"no_forcing": true}\nstart: @guide',
+    }
+    return json.dumps({"grammars": [root_grammar, {**grammar, "name": "guide"}]})
 
 
 def _check_patterns(schema: Any) -> None:
-    """Refuse a pattern, wherever it stands in a schema, that would take too long to read."""
-    left = [schema]
-    while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        if not isinstance(one, dict):
+    """Raise ValueError if any regular expression of a JSON schema is too long to compile."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        if not isinstance(node, dict):
             continue
-        left += one.values()
-        named = one.get("patternProperties")
-        for pattern in (one.get("pattern"), *(named if isinstance(named, dict) else ())):
+        pending += node.values()
+        pattern_properties = node.get("patternProperties")
+        for pattern in (
+            node.get("pattern"),
+            *(pattern_properties if isinstance(pattern_properties, dict) else ()),
+        ):
             if isinstance(pattern, str) and len(pattern) > _PATTERN_CHARS_MAX:
                 raise ValueError(
-                    f"a pattern has {len(pattern)} characters, at most {_PATTERN_CHARS_MAX} can be"
+                    f"a pattern has {len(pattern)} characters; at most {_PATTERN_CHARS_MAX} are "
+                    "allowed"
                 )
 
 
-def _choices(guide: Guide) -> str:
-    """The choices as a grammar."""
+def _choice_grammar(guide: Guide) -> str:
+    """Convert a guide of kind "choice" to a Lark grammar."""
     texts = json.loads(guide.text)
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("it is something else")
+        raise ValueError("it is not a list of strings")
     if not texts or not all(texts):
-        raise ValueError("there is no text in it, or an empty one")
+        raise ValueError("the list is empty or contains an empty text")
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
-_WANTED = {
+_KIND_DESCRIPTIONS = {
     "json": "a JSON schema",
     "regex": "a regular expression (without look-around and back-references)",
     "choice": "a JSON list of texts",
@@ -276,9 +305,10 @@ _WANTED = {
 }
 
 
-def _refusal(guide: Guide, why: str) -> RequestError:
-    told = " ".join(why.split())[:300]
+def _guide_error(guide: Guide, reason: str) -> RequestError:
+    detail = " ".join(reason.split())[:300]
     return RequestError(
-        f"guide.{guide.kind} cannot be followed ({told}); it must be {_WANTED[guide.kind]}",
+        f"guide.{guide.kind} is invalid or unsupported ({detail}); give "
+        f"{_KIND_DESCRIPTIONS[guide.kind]} within the limits",
         f"guide.{guide.kind}",
     )

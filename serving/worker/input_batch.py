@@ -1,7 +1,7 @@
-"""A step laid out for the model: flat ids, where they belong, and which of them need logits.
+"""Input batch: a step as flat token ids, positions, block tables and rows that need logits.
 
-All numbers are found on the host and reach the device in one copy. Steps in which everybody has one
-token, and draws the next, are most of all steps, and there is little to find out about them.
+The host computes all indices, and one copy transfers them to the device. Decode-only steps are the
+most frequent ones and have a shorter path: every sequence has one new token and samples the next.
 """
 
 from dataclasses import dataclass
@@ -16,75 +16,108 @@ from gpt.batch import Batch
 from gpt.device_transfers import to_device
 from serving.messages import Step
 
-Ints = NDArray[np.int64]
-NOBODY = np.zeros(0, np.int64)
+IntArray = NDArray[np.int64]
+NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Flat:
-    """Where it says row, one of the batch's is meant."""
+class InputBatch:
+    """The model's inputs for one step, and the rows of its output that are sampled or scored.
 
-    ids: Tensor
-    largest: int  # Of the ids.
-    batch: Batch
-    rows: Tensor  # Those that need logits: first the drawing ones, then those that are scored.
-    sequence: Ints  # For each row, its place in the step.
-    drawing: Ints  # The place of each row after which a token is drawn,
-    positions: Ints  # and the position that the token gets.
-    scored: Ints  # Rows whose followers in the prompt are scored.
-    all_draw: bool  # All that is wanted is a token after each row: `rows` are all, in order.
-
-
-def lay_out(step: Step, tables: Ints, block_tokens: int, last: Tensor) -> Flat:
-    """`tables` has a row of blocks for each slot, and `last`, on the model's device, what each drew
-    last: an id below 0 stands for that, where a step was planned before the host knew.
+    A row is a new token of the batch. A sequence is identified by its index in the step.
     """
-    slots, ids = np.array(step.slots), np.array(step.ids, np.int64)
-    alone = len(ids) == len(slots) and all(step.draws) and not any(step.scores)
-    width = -(-max(map(add, step.past, step.lengths)) // block_tokens)
-    flat = (_alone if alone else _mixed)(
-        step, ids, tables[slots, :width], block_tokens, last.device
+
+    token_ids: Tensor
+    token_id_max: int  # The largest id; virtual tokens have ids from the vocabulary size on.
+    batch: Batch
+    # Indices of the rows that need logits: first the sampled rows, then the scored rows.
+    logits_rows: Tensor
+    row_sequences: IntArray  # The sequence of each row.
+    sampled_sequences: IntArray  # The sequence of each sampled row.
+    positions: IntArray  # The position of the token that is sampled from each sampled row.
+    scored_rows: IntArray  # Indices of the rows whose logits score the next token of the prompt.
+    # Whether a token is sampled from every row, in order, and no row is scored.
+    samples_every_row: bool
+
+
+def build_input_batch(
+    step: Step, block_tables: IntArray, block_tokens: int, last_tokens: Tensor
+) -> InputBatch:
+    """Build the flat input tensors of a step.
+
+    `block_tables`: the block numbers of each slot. `last_tokens`: each slot's last sampled token,
+    on the model's device. With asynchronous scheduling a step may be planned before the host knows
+    this token; then the step has the id -1 in its place, which is replaced here.
+    """
+    slots, ids = np.array(step.slots), np.array(step.token_ids, np.int64)
+    is_decode_only = (
+        len(ids) == len(slots) and all(step.draws) and not any(step.prompt_score_counts)
+    )
+    table_width = -(-max(map(add, step.past, step.lengths)) // block_tokens)
+    inputs = (_decode_batch if is_decode_only else _mixed_batch)(
+        step, ids, block_tables[slots, :table_width], block_tokens, last_tokens.device
     )
     if ids.min() < 0:
-        drawn = last[to_device(slots[flat.sequence], last.device)]
-        flat.ids.copy_(torch.where(flat.ids < 0, drawn, flat.ids))
-    return flat
+        sampled_ids = last_tokens[to_device(slots[inputs.row_sequences], last_tokens.device)]
+        inputs.token_ids.copy_(torch.where(inputs.token_ids < 0, sampled_ids, inputs.token_ids))
+    return inputs
 
 
-def _alone(step: Step, ids: Ints, tables: Ints, block_tokens: int, device: torch.device) -> Flat:
-    """Of sequences that have one token each, and draw."""
+def _decode_batch(
+    step: Step, ids: IntArray, block_tables: IntArray, block_tokens: int, device: torch.device
+) -> InputBatch:
+    """Build the batch of a decode-only step: every sequence has one token and samples one."""
     past, rows = np.array(step.past), np.arange(len(ids))
-    blocks, places = np.divmod(past, block_tokens)
-    numbers = np.concatenate([ids, past, tables[rows, blocks], places, rows, tables.ravel()])
-    parts = torch.from_numpy(numbers).to(device).split([len(ids)] * 5 + [tables.size])
-    of_ids, positions, slots, at, of_rows, of_tables = parts
+    blocks, block_offsets = np.divmod(past, block_tokens)
+    packed_inputs = np.concatenate(
+        [ids, past, block_tables[rows, blocks], block_offsets, rows, block_tables.ravel()]
+    )
+    tensors = torch.from_numpy(packed_inputs).to(device).split([len(ids)] * 5 + [block_tables.size])
+    ids_tensor, positions, slot_blocks, slot_offsets, rows_tensor, tables_tensor = tensors
     batch = Batch(
         (1,) * len(ids),
         tuple(step.past),
         positions,
-        slots=(slots, at),
-        tables=of_tables.view(tables.shape),
+        slot_mapping=(slot_blocks, slot_offsets),
+        block_tables=tables_tensor.view(block_tables.shape),
     )
-    return Flat(of_ids, int(ids.max()), batch, of_rows, rows, rows, past + 1, NOBODY, True)
+    return InputBatch(
+        ids_tensor, int(ids.max()), batch, rows_tensor, rows, rows, past + 1, NO_ROWS, True
+    )
 
 
-def _mixed(step: Step, ids: Ints, tables: Ints, block_tokens: int, device: torch.device) -> Flat:
-    """Of any sequences."""
+def _mixed_batch(
+    step: Step, ids: IntArray, block_tables: IntArray, block_tokens: int, device: torch.device
+) -> InputBatch:
+    """Build the batch of any step: prefill chunks, decodes, drafts and prompt scores."""
     lengths = np.array(step.lengths)
     contexts, ends = lengths + np.array(step.past), lengths.cumsum()
-    drawing, scored = np.flatnonzero(np.array(step.draws)), NOBODY
-    if any(step.scores):
-        pairs = zip(ends - lengths, step.scores, strict=True)
-        scored = np.concatenate([np.arange(start, start + count) for start, count in pairs])
-    # One that draws has its last row, and the rows before it that its guesses need.
-    counts = 1 + np.array(step.drafts)[drawing] if step.drafts else np.ones_like(drawing)
-    before = np.repeat(counts.cumsum(), counts) - 1 - np.arange(counts.sum())
-    drawing = np.repeat(drawing, counts)
-    rows = np.concatenate([ends[drawing] - 1 - before, scored])
-    packed = torch.from_numpy(np.concatenate([ids, rows, tables.ravel()]))
-    of_ids, of_rows, of_tables = packed.to(device).split([len(ids), len(rows), tables.size])
-    batch = Batch.paged(step.lengths, step.past, of_tables.view(tables.shape), block_tokens)
-    sequence, positions = np.repeat(np.arange(len(lengths)), lengths), contexts[drawing] - before
-    all_draw = len(drawing) == len(rows) == len(ids)
-    facts = (sequence, drawing, positions, scored, all_draw)
-    return Flat(of_ids, int(ids.max()), batch, of_rows, *facts)
+    sampled_sequences, scored_rows = np.flatnonzero(np.array(step.draws)), NO_ROWS
+    if any(step.prompt_score_counts):
+        pairs = zip(ends - lengths, step.prompt_score_counts, strict=True)
+        scored_rows = np.concatenate([np.arange(start, start + count) for start, count in pairs])
+    # A sequence samples from its last row, and from one more row before it for each draft token.
+    sampled_counts = (
+        1 + np.array(step.draft_counts)[sampled_sequences]
+        if step.draft_counts
+        else np.ones_like(sampled_sequences)
+    )
+    rows_before_last = (
+        np.repeat(sampled_counts.cumsum(), sampled_counts) - 1 - np.arange(sampled_counts.sum())
+    )
+    sampled_sequences = np.repeat(sampled_sequences, sampled_counts)
+    rows = np.concatenate([ends[sampled_sequences] - 1 - rows_before_last, scored_rows])
+    packed = torch.from_numpy(np.concatenate([ids, rows, block_tables.ravel()]))
+    ids_tensor, rows_tensor, tables_tensor = packed.to(device).split(
+        [len(ids), len(rows), block_tables.size]
+    )
+    batch = Batch.paged(
+        step.lengths, step.past, tables_tensor.view(block_tables.shape), block_tokens
+    )
+    sequence, positions = (
+        np.repeat(np.arange(len(lengths)), lengths),
+        contexts[sampled_sequences] - rows_before_last,
+    )
+    samples_every_row = len(sampled_sequences) == len(rows) == len(ids)
+    sampling_layout = (sequence, sampled_sequences, positions, scored_rows, samples_every_row)
+    return InputBatch(ids_tensor, int(ids.max()), batch, rows_tensor, *sampling_layout)

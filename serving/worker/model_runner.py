@@ -1,9 +1,14 @@
-"""One rank's part of a step: blocks, rows and tables are brought up to date, then the model runs.
+"""Model runner: applies a step to the KV pool, runs the model and samples; sizes the KV pool.
 
-The step says everything, so there is no policy here: which sequences run, where their keys lie and
-which rows hold an adapter are another's decisions. Ids and tables reach the device as one packed
-array. The last stage looks whether each sequence's numbers are finite, and its first tensor rank
-draws the tokens. What was launched runs on; only whoever wants its outcome waits for it.
+A step contains every decision: the sequences that run, their KV blocks, and the rows of the adapter
+pool that an adapter has. Therefore the model runner has no policy. Token ids and block tables are
+copied to the device as one packed array. The last pipeline stage checks that each sequence's hidden
+states and logits are finite, and its first tensor rank samples the tokens. A step that replays a
+CUDA graph runs asynchronously, and reading its outcome waits. Without a graph, the last stage waits
+for the tokens inside `launch`.
+
+In this package a row without a qualifier is one new token in the batch: a row of the hidden states
+or of the logits. The rows of adapters are called adapter rows or prefix rows.
 """
 
 import logging
@@ -11,451 +16,470 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.attention.kv_cache import KINDS, KVPool, prefix_part
+from gpt.attention.kv_cache import KV_DTYPES, KVPool
 from gpt.costs.inference import kv_bytes_per_token
 from gpt.device_transfers import to_device
-from gpt.dtypes import FLOAT_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import ConfigError
+from gpt.host_limits import available_memory_bytes
 from gpt.model import pipeline
 from gpt.model.gpt_model import GPT
-from gpt.parallel.mesh import Sends, meet
-from gpt.sampling_params import Sampling
+from gpt.parallel.collectives import barrier
+from gpt.parallel.pipeline_communication import AsyncSender
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.config import ServerConfig
-from serving.messages import Begin, Fill, Outcome, Rewrite, Scored, Step, Table
+from serving.config import CacheConfig, SchedulerConfig
+from serving.memory_budget import (
+    SCORED_BYTES_MAX,
+    KVBlockLayout,
+    kv_cache_bytes,
+    running_kv_tokens_max,
+    workspace_bytes,
+)
+from serving.messages import AdapterRowsWrite, Outcome, SlotInit, Step, TokenScore
 from serving.worker.cuda_graphs import (
     BAD_HIDDEN,
-    Graphs,
-    Made,
-    Record,
-    reserved_bytes,
-    sizes,
-    unfit,
+    CudaGraphRunner,
+    GraphOutput,
+    Recorder,
+    graph_bytes_max,
+    graph_sizes,
+    unsupported_reason,
 )
-from serving.worker.input_batch import Flat, Ints, lay_out
-from serving.worker.sampler import Chosen, Drawn, Sampler
+from serving.worker.input_batch import InputBatch, IntArray, build_input_batch
+from serving.worker.prefix_kv import write_prefix_kv
+from serving.worker.sampler import SampledTokens, Sampler, SamplerOutput
 
 log = logging.getLogger(__name__)
 
-Landing = Callable[[], Outcome]  # Waits for a step that was launched.
-
-# Logits for prompt scores are made this many bytes at a time.
-SCORED_BYTES_MAX = 64 << 20
-GREEDY = Sampling()
-# Of what the machine has free for all its ranks: the rest is for files, buffers and neighbours.
-HOST_SHARE = 0.25
-DEVICE_SHARE = 0.9
+PendingOutcome = Callable[[], Outcome]  # Waits for a launched step and returns its outcome.
 
 
-class Runner:
-    """The model of this rank, its KV pool and adapter pool, and what each slot needs."""
+class ModelRunner:
+    """This rank's model, its KV pool, its adapter pool, and the state of its slots."""
 
     def __init__(
         self,
         model: GPT,
-        config: ServerConfig,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
         *,
+        async_scheduling: bool,
         blocks: int,
         slots: int,
         tokenizer: Tokenizer | None = None,
-        record: Record | None = None,  # Instead of CUDA graphs.
+        recorder: Recorder | None = None,  # Replaces CUDA graph capture, for tests on a CPU.
     ) -> None:
-        self.model, self.blocks, self.slots = model, blocks, slots
-        mesh, network = model.mesh, model.config
-        self._block_tokens = config.kv_block_tokens
-        self._ahead = config.steps_ahead(mesh.device.type)
-        reason = None if record else unfit(model, config)
+        self.model = model
+        self.blocks = blocks
+        self.slots = slots
+        mesh, model_config = model.mesh, model.config
+        self._block_tokens = cache_config.kv_block_tokens
+        self.async_scheduling = async_scheduling
+        reason = None if recorder else unsupported_reason(model, scheduler_config)
         if reason is not None and mesh.device.type == "cuda":
             log.info("event=no_graphs reason=%r", reason)
         self.pool = KVPool(
-            network,
+            model_config,
             model.layers,
-            blocks + (reason is None),  # One for rows that pad.
+            blocks + (reason is None),  # One scratch block for the padding rows of CUDA graphs.
             tp=mesh.tp,
-            block_tokens=config.kv_block_tokens,
-            dtype=KINDS.get(config.kv_dtype, model.dtype),
+            block_tokens=cache_config.kv_block_tokens,
+            dtype=KV_DTYPES.get(cache_config.kv_dtype, model.dtype),
             device=mesh.device,
         )
-        width = -(-network.max_position_embeddings // config.kv_block_tokens)
-        self._tables = np.zeros((slots, width), np.int64)
-        self._rows: Tensor | None = None
-        if model.first:
-            shape = (config.adapter_rows_max, network.hidden_size)
-            self._rows = torch.zeros(shape, dtype=model.dtype, device=mesh.device)
-        self._sends = None if model.last else Sends(mesh, mesh.pp_rank + 1, 2 * mesh.pp)
+        table_width = -(-model_config.max_position_embeddings // cache_config.kv_block_tokens)
+        self._block_tables = np.zeros((slots, table_width), np.int64)
+        self._adapter_rows: Tensor | None = None
+        if model.is_first_stage:
+            shape = (cache_config.adapter_rows_max, model_config.hidden_size)
+            self._adapter_rows = torch.zeros(shape, dtype=model.dtype, device=mesh.device)
+        self._stage_sender = (
+            None if model.is_last_stage else AsyncSender(mesh, mesh.pp_rank + 1, 2 * mesh.pp)
+        )
         self._sampler: Sampler | None = None
-        if model.last and mesh.tp_rank == 0:
-            self._sampler = Sampler(slots, network.vocab_size, mesh.device, tokenizer)
-        # What each slot drew last, and a place that nobody reads.
-        self._last = torch.zeros(slots + 1, dtype=torch.int64, device=mesh.device)
-        self._graphs: Graphs | None = None
+        if model.is_last_stage and mesh.tp_rank == 0:
+            self._sampler = Sampler(slots, model_config.vocab_size, mesh.device, tokenizer)
+        # Each slot's last sampled token, and an unused entry for the padding rows of CUDA graphs.
+        self._last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=mesh.device)
+        self._graphs: CudaGraphRunner | None = None
         if reason is None:
-            self._graphs = Graphs(
+            self._graphs = CudaGraphRunner(
                 model,
                 self.pool,
-                rows=self._rows,
-                tables=self._tables,
-                last=self._last,
-                scratch=blocks,
-                sizes=sizes(config),
-                record=record,
+                adapter_rows=self._adapter_rows,
+                block_tables=self._block_tables,
+                last_tokens=self._last_tokens,
+                scratch_block=blocks,
+                sizes=graph_sizes(scheduler_config),
+                recorder=recorder,
             )
-        self._landed = 0.0  # When a step was last over.
-        self._begun: dict[int, Begin] = {}  # By slot, where prompts are scored.
-        self._broken: set[int] = set()  # Slots whose guide could not be used.
+        self._last_step_end = 0.0  # When the last step ended, by time.perf_counter().
+        self._scored_slots: dict[int, SlotInit] = {}  # Slots whose prompts are scored.
+        self._failed_guide_slots: set[int] = set()  # Slots whose guide could not be started.
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Of steps that are recorded, in rows."""
+        """The batch sizes of CUDA graphs, in rows; empty without graphs."""
         return () if self._graphs is None else self._graphs.sizes
 
-    def populate(self) -> None:
-        """Have the pool's memory ahead, in spare time."""
-        self.pool.populate(_host_bytes)
+    def prefault_kv_pool(self) -> None:
+        """Pre-fault the KV pool's pages in a background thread."""
+        self.pool.prefault(available_memory_bytes)
 
-    def run(self, step: Step) -> Outcome | None:
-        """Do what the step says. The last stage's first tensor rank has its outcome."""
-        landing = self.launch(step)
-        return None if landing is None else landing()
+    def run_step(self, step: Step) -> Outcome | None:
+        """Run a step and wait for it; only the last stage's first tensor rank has an outcome."""
+        pending = self.launch(step)
+        return None if pending is None else pending()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Landing | None:
-        """Begin what the step says; a device may still be at it when this returns.
+    def launch(self, step: Step) -> PendingOutcome | None:
+        """Launch a step; the device may still compute when this returns.
 
-        Whoever has the outcome lands steps in the order in which they were launched.
+        Return None on a rank without a sampler. Pending outcomes must be read in the order in which
+        their steps were launched.
         """
         started = time.perf_counter()
-        self._prepare(step)
+        self._apply_updates(step)
         if not step.slots:
-            meet(self.model.mesh)  # A sign of life of every rank, not of this one only.
-        landing: Landing = partial(Outcome, step.number)
+            barrier(self.model.mesh)  # A heartbeat: it shows that all ranks live.
+        pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
-            landing = self._replay(step) or self._pass(step)
-        return None if self._sampler is None else partial(self._land, landing, started)
+            pending = self._replay_graph(step) or self._run_model(step)
+        return None if self._sampler is None else partial(self._wait, pending, started)
 
-    def _land(self, landing: Landing, started: float) -> Outcome:
-        outcome = landing()
-        # It could not begin before the one before it was over.
-        began, self._landed = max(started, self._landed), time.perf_counter()
-        return msgspec.structs.replace(outcome, seconds=self._landed - began)
+    def _wait(self, pending: PendingOutcome, started: float) -> Outcome:
+        outcome = pending()
+        # A step cannot begin before the previous step has ended.
+        start, self._last_step_end = max(started, self._last_step_end), time.perf_counter()
+        return msgspec.structs.replace(outcome, seconds=self._last_step_end - start)
 
-    def _prepare(self, step: Step) -> None:
-        """Everything that comes before the pass, in the order of the message."""
-        if step.clears:
-            self.pool.clear(step.clears)
-        if step.copies:
-            self.pool.copy([source for source, _ in step.copies], [to for _, to in step.copies])
-        for rewrite in step.rewrites:
-            self._rewrite(rewrite)
-        for fill in step.fills:
-            self._fill(fill)
-        for begin in step.begins:
-            self._tables[begin.slot] = 0
+    def _apply_updates(self, step: Step) -> None:
+        """Apply all changes that precede the forward pass, in the order that `Step` defines."""
+        if step.block_clears:
+            self.pool.clear_blocks(step.block_clears)
+        if step.block_copies:
+            self.pool.copy_blocks(
+                [source for source, _ in step.block_copies],
+                [target for _, target in step.block_copies],
+            )
+        for adapter_write in step.adapter_writes:
+            self._write_adapter_rows(adapter_write)
+        for prefix_write in step.prefix_writes:
+            write_prefix_kv(self.pool, self.model, prefix_write)
+        for slot_init in step.slot_inits:
+            # Unset entries point to block 0, which no sequence owns.
+            self._block_tables[slot_init.slot] = 0
             if self._sampler is not None:
-                self._begin(begin, self._sampler)
-        for table in step.tables:
-            end = table.start + len(table.blocks)
-            self._tables[table.slot, table.start : end] = table.blocks
+                self._init_slot(slot_init, self._sampler)
+        for table_update in step.block_table_updates:
+            end = table_update.start + len(table_update.blocks)
+            self._block_tables[table_update.slot, table_update.start : end] = table_update.blocks
             if self._graphs is not None:
-                self._graphs.change(table.slot, table.start, end)
+                self._graphs.mark_changed(table_update.slot, table_update.start, end)
 
-    def _rewrite(self, rewrite: Rewrite) -> None:
-        if self._rows is None:
+    def _write_adapter_rows(self, adapter_write: AdapterRowsWrite) -> None:
+        if self._adapter_rows is None:
             return
-        rows = torch.frombuffer(bytearray(rewrite.data), dtype=torch.float32)
-        rows = rows.view(-1, self.model.config.hidden_size)
-        # In the model's dtype a number may be too large; then its own sequences have the fault.
-        self._rows[rewrite.start : rewrite.start + len(rows)] = rows.to(self._rows.dtype)
+        adapter_rows = torch.frombuffer(bytearray(adapter_write.data), dtype=torch.float32)
+        adapter_rows = adapter_rows.view(-1, self.model.config.hidden_size)
+        # A value may overflow in the model's dtype; then only this adapter's sequences fail.
+        end = adapter_write.start + len(adapter_rows)
+        self._adapter_rows[adapter_write.start : end] = adapter_rows.to(self._adapter_rows.dtype)
 
-    def _fill(self, fill: Fill) -> None:
-        mesh, network = self.model.mesh, self.model.config
-        table = torch.frombuffer(bytearray(fill.data), dtype=torch.float32)
-        table = table.view(fill.count, network.prefix_width)
-        part = prefix_part(table, network, self.model.layers, mesh.tp_rank, mesh.tp)
-        self.pool.fill(fill.blocks, fill.start % self._block_tokens, part)
-
-    def _begin(self, begin: Begin, sampler: Sampler) -> None:
-        self._begun.pop(begin.slot, None)
-        self._broken.discard(begin.slot)
-        if begin.sampling.prompt_logprobs is not None:
-            self._begun[begin.slot] = begin
+    def _init_slot(self, slot_init: SlotInit, sampler: Sampler) -> None:
+        self._scored_slots.pop(slot_init.slot, None)
+        self._failed_guide_slots.discard(slot_init.slot)
+        if slot_init.sampling.prompt_logprobs is not None:
+            self._scored_slots[slot_init.slot] = slot_init
         try:
-            sampler.begin(begin)
+            sampler.init_slot(slot_init)
         except Exception as error:
-            if begin.guide is None:
+            if slot_init.guide is None:
                 raise
-            # A guide is a program of the caller's in another's library. One that was let in and
-            # cannot be followed costs its own sequence, not the ranks.
-            log.warning("event=guide_failed slot=%d reason=%r", begin.slot, type(error).__name__)
-            self._broken.add(begin.slot)
-            sampler.begin(msgspec.structs.replace(begin, guide=None))
+            # A guide is a request's input to a third-party library. If the library fails on a guide
+            # that passed admission, only the sequence of this request ends with an error.
+            log.warning(
+                "event=guide_failed slot=%d reason=%r", slot_init.slot, type(error).__name__
+            )
+            self._failed_guide_slots.add(slot_init.slot)
+            sampler.init_slot(msgspec.structs.replace(slot_init, guide=None))
 
-    def _replay(self, step: Step) -> Landing | None:
-        """The model, once, as it was recorded for such steps; None: the step is of no such kind."""
+    def _replay_graph(self, step: Step) -> PendingOutcome | None:
+        """Launch the step with the CUDA graph runner; None: it does not support the step."""
         graphs, model = self._graphs, self.model
-        if graphs is None or not graphs.takes(step):
+        if graphs is None or not graphs.supports(step):
             return None
-        x = None if model.first else pipeline.receive(model, len(step.slots))
-        made = graphs.run(step, x)
-        if self._sends is not None:
-            self._sends.send(made.x)
-            return partial(Outcome, step.number)
-        assert self._sampler is not None and made.logits is not None
-        places = np.flatnonzero(np.array(step.draws))
-        slots = [step.slots[place] for place in places]
-        drawn = None
-        if not self._sampler.best_alone(slots):
-            whole = len(slots) == len(step.slots)
-            device = made.logits.device
-            logits = made.logits if whole else made.logits[to_device(places, device)]
-            drawn = self._sampler.draw(logits, slots, [step.past[place] + 1 for place in places])
-            self._last.index_copy_(0, to_device(np.array(slots), device), drawn.tokens)
-        return partial(self._told, step, places, made, drawn)
+        x = None if model.is_first_stage else pipeline.receive_hidden(model, len(step.slots))
+        graph_output = graphs.run(step, x)
+        if self._stage_sender is not None:
+            self._stage_sender.send(graph_output.x)
+            return partial(Outcome, step.step_id)
+        assert self._sampler is not None and graph_output.logits is not None
+        indices = np.flatnonzero(np.array(step.draws))
+        slots = [step.slots[index] for index in indices]
+        sampled_tokens = None
+        if not self._sampler.argmax_suffices(slots):
+            all_sampled = len(slots) == len(step.slots)
+            device = graph_output.logits.device
+            logits = (
+                graph_output.logits
+                if all_sampled
+                else graph_output.logits[to_device(indices, device)]
+            )
+            sampled_tokens = self._sampler.launch_sampling(
+                logits, slots, [step.past[index] + 1 for index in indices]
+            )
+            self._last_tokens.index_copy_(
+                0, to_device(np.array(slots), device), sampled_tokens.tokens
+            )
+        return partial(self._graph_outcome, step, indices, graph_output, sampled_tokens)
 
-    def _told(self, step: Step, places: Ints, made: Made, drawn: Drawn | None) -> Outcome:
-        """What came of a step that was replayed; `places` draw."""
-        assert self._sampler is not None and made.told is not None
-        best, faults = made.told.read()[:, : len(step.slots)].numpy()
-        bad = set(np.flatnonzero(faults & BAD_HIDDEN).tolist())
-        bad |= set(places[faults[places] != 0].tolist())
-        stuck = self._stuck(step)
-        tokens, scores = best[places].tolist(), list[Scored]()
-        if drawn is not None:
-            chosen = self._sampler.read(drawn)
-            tokens, scores = chosen.tokens, chosen.scores
-            stuck |= set(places[chosen.broken].tolist())
+    def _graph_outcome(
+        self,
+        step: Step,
+        indices: IntArray,
+        graph_output: GraphOutput,
+        sampled_tokens: SampledTokens | None,
+    ) -> Outcome:
+        """Wait for a step of the CUDA graph runner, and return its outcome.
+
+        `indices`: the indices in the step of the sequences that sample a token. `replayed` is also
+        true for a batch size that could not be captured and runs without a graph.
+        """
+        assert self._sampler is not None and graph_output.argmax_and_faults is not None
+        argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()
+        fault_indices = set(np.flatnonzero(faults & BAD_HIDDEN).tolist())
+        fault_indices |= set(indices[faults[indices] != 0].tolist())
+        stuck_indices = self._failed_guide_indices(step)
+        tokens, scores = argmax_ids[indices].tolist(), list[TokenScore]()
+        if sampled_tokens is not None:
+            sampler_output = self._sampler.read_output(sampled_tokens)
+            tokens, scores = sampler_output.tokens, sampler_output.scores
+            stuck_indices |= set(indices[sampler_output.failed_guide_rows].tolist())
         return Outcome(
-            *(step.number, tokens, scores, [], sorted(bad)),
-            stuck=sorted(stuck - bad),
+            step.step_id,
+            tokens,
+            scores,
+            [],
+            sorted(fault_indices),
+            stuck=sorted(stuck_indices - fault_indices),
             replayed=True,
         )
 
-    def _pass(self, step: Step) -> Landing:
-        """The model, once. What it says is whole only where the sampler is."""
-        flat, model = lay_out(step, self._tables, self._block_tokens, self._last), self.model
-        batch = flat.batch
-        if not flat.all_draw and len(flat.rows) < batch.tokens:
-            batch = replace(batch, rows=flat.rows if len(flat.rows) else batch.last_rows[:1])
-        x = pipeline.take(model, flat.ids, batch)
-        # Looking for virtual tokens waits for the device, so it is done only where there are some.
-        virtual = flat.largest >= model.config.vocab_size
-        x = model.hidden(x, batch, self.pool, self._rows if virtual else None)
-        if self._sends is not None:
-            self._sends.send(x)
-            return partial(Outcome, step.number)
-        bad: set[int] = set()
-        stuck = self._stuck(step)
-        tokens, scores = self._draw(step, flat, x, bad, stuck)
-        prompt_scores = self._score(step, flat, x, bad) if len(flat.scored) else []
-        if not flat.all_draw:  # Else the logits were looked at, which are of all rows.
-            # Last, since it waits for the device; what was drawn of such numbers is of no use.
-            _note_faults(x, flat.sequence, bad)
-        made = (tokens, scores, prompt_scores, sorted(bad))
-        return partial(Outcome, step.number, *made, stuck=sorted(stuck - bad))
+    def _run_model(self, step: Step) -> PendingOutcome:
+        """Run the forward pass without a graph, and sample; only the sampler's rank has tokens."""
+        inputs, model = (
+            build_input_batch(step, self._block_tables, self._block_tokens, self._last_tokens),
+            self.model,
+        )
+        batch = inputs.batch
+        if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
+            batch = replace(
+                batch,
+                logit_rows=inputs.logits_rows if len(inputs.logits_rows) else batch.last_rows[:1],
+            )
+        x = pipeline.receive_input(model, inputs.token_ids, batch)
+        # The lookup in the adapter pool waits for the device; it is skipped without virtual tokens.
+        has_virtual_tokens = inputs.token_id_max >= model.config.vocab_size
+        x = model.forward_hidden(
+            x, batch, self.pool, self._adapter_rows if has_virtual_tokens else None
+        )
+        if self._stage_sender is not None:
+            self._stage_sender.send(x)
+            return partial(Outcome, step.step_id)
+        fault_indices: set[int] = set()
+        stuck_indices = self._failed_guide_indices(step)
+        tokens, scores = self._sample(step, inputs, x, fault_indices, stuck_indices)
+        prompt_scores = (
+            self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
+        )
+        # If every row is sampled, `_sample` has already checked the logits of all rows.
+        if not inputs.samples_every_row:
+            # The hidden states are checked last, because the check waits for the device. The
+            # scheduler discards the tokens of sequences with a fault.
+            _record_nonfinite(x, inputs.row_sequences, fault_indices)
+        outcome_fields = (tokens, scores, prompt_scores, sorted(fault_indices))
+        return partial(
+            Outcome, step.step_id, *outcome_fields, stuck=sorted(stuck_indices - fault_indices)
+        )
 
-    def _stuck(self, step: Step) -> set[int]:
-        """The places of those whose guide could not be used."""
-        if not self._broken:
+    def _failed_guide_indices(self, step: Step) -> set[int]:
+        """Return the indices of the step's sequences whose guide could not be started."""
+        if not self._failed_guide_slots:
             return set()
-        return {place for place, slot in enumerate(step.slots) if slot in self._broken}
+        return {index for index, slot in enumerate(step.slots) if slot in self._failed_guide_slots}
 
-    def _draw(
-        self, step: Step, flat: Flat, x: Tensor, bad: set[int], stuck: set[int]
-    ) -> tuple[list[int], list[Scored]]:
-        """The tokens that are drawn, row by row. Logits, if needed, all tensor ranks make."""
-        count = len(flat.drawing)
+    def _sample(
+        self,
+        step: Step,
+        inputs: InputBatch,
+        x: Tensor,
+        fault_indices: set[int],
+        stuck_indices: set[int],
+    ) -> tuple[list[int], list[TokenScore]]:
+        """Return the sampled tokens and their scores, in row order, on the rank with a sampler.
+
+        Add sequences with a fault or a failed guide to the two sets. All tensor ranks of the stage
+        must call this, because each of them computes a part of the logits.
+        """
+        count = len(inputs.sampled_sequences)
         if not count:
             return [], []
-        slots = [step.slots[place] for place in flat.drawing.tolist()]
-        likeliest = None
-        if self._sampler is not None and self._sampler.best_alone(slots):
-            likeliest = self.model.best(_asked(x, flat, 0, count))
-        if likeliest is not None:
-            chosen = Chosen(likeliest.tolist())
+        slots = [step.slots[index] for index in inputs.sampled_sequences.tolist()]
+        argmax_ids = None
+        if self._sampler is not None and self._sampler.argmax_suffices(slots):
+            argmax_ids = self.model.greedy_tokens(_select_logits_rows(x, inputs, 0, count))
+        if argmax_ids is not None:
+            sampler_output = SamplerOutput(argmax_ids.tolist())
         else:
-            logits = self._logits(flat, x, 0, count)
+            logits = self._compute_logits(inputs, x, 0, count)
             if self._sampler is None:
                 return [], []
-            chosen = self._sampler.choose(logits, slots, flat.positions.tolist())
-            _note_faults(logits, flat.drawing, bad)
-        if chosen.broken:
-            stuck |= set(flat.drawing[chosen.broken].tolist())
-        if self._ahead:
-            device = self._last.device
-            tokens = to_device(np.array(chosen.tokens), device)
-            self._last[to_device(np.array(slots), device)] = tokens
-        return chosen.tokens, chosen.scores
+            sampler_output = self._sampler.sample(logits, slots, inputs.positions.tolist())
+            _record_nonfinite(logits, inputs.sampled_sequences, fault_indices)
+        if sampler_output.failed_guide_rows:
+            stuck_indices |= set(
+                inputs.sampled_sequences[sampler_output.failed_guide_rows].tolist()
+            )
+        if self.async_scheduling:
+            device = self._last_tokens.device
+            tokens = to_device(np.array(sampler_output.tokens), device)
+            self._last_tokens[to_device(np.array(slots), device)] = tokens
+        return sampler_output.tokens, sampler_output.scores
 
-    def _score(self, step: Step, flat: Flat, x: Tensor, bad: set[int]) -> list[list[Scored]]:
-        """Scores of prompt tokens, from a bounded number of logits at a time."""
-        first, network = len(flat.drawing), self.model.config
-        made: dict[int, list[Scored]] = {p: [] for p, wanted in enumerate(step.scores) if wanted}
-        rows_max = max(1, SCORED_BYTES_MAX // (network.vocab_size * 4))
-        for start in range(0, len(flat.scored), rows_max):
-            rows = flat.scored[start : start + rows_max]
-            logits = self._logits(flat, x, first + start, len(rows))
+    def _score_prompts(
+        self, step: Step, inputs: InputBatch, x: Tensor, fault_indices: set[int]
+    ) -> list[list[TokenScore]]:
+        """Return the scores of prompt tokens, a list for each sequence that needs them.
+
+        At most `SCORED_BYTES_MAX` bytes of logits exist at a time.
+        """
+        first_row, model_config = len(inputs.sampled_sequences), self.model.config
+        scores_by_index: dict[int, list[TokenScore]] = {
+            index: [] for index, score_count in enumerate(step.prompt_score_counts) if score_count
+        }
+        rows_max = max(1, SCORED_BYTES_MAX // (model_config.vocab_size * 4))
+        for start in range(0, len(inputs.scored_rows), rows_max):
+            rows = inputs.scored_rows[start : start + rows_max]
+            logits = self._compute_logits(inputs, x, first_row + start, len(rows))
             if self._sampler is None:
                 continue
-            places = flat.sequence[rows]
-            _note_faults(logits, places, bad)
-            positions = flat.batch.positions[torch.from_numpy(rows).to(x.device)].cpu().numpy()
-            for place in np.unique(places).tolist():
-                here = np.flatnonzero(places == place)
-                begun = self._begun[step.slots[place]]
-                # A virtual token has no score: its place is filled, and whoever reads it knows.
-                wanted = [max(0, begun.prompt[at + 1]) for at in positions[here].tolist()]
-                made[place] += self._sampler.scores(
-                    logits[here[0] : here[-1] + 1],
-                    wanted,
-                    begun.sampling.prompt_logprobs or 0,
+            indices = inputs.row_sequences[rows]
+            _record_nonfinite(logits, indices, fault_indices)
+            positions = inputs.batch.positions[torch.from_numpy(rows).to(x.device)].cpu().numpy()
+            for sequence_index in np.unique(indices).tolist():
+                row_numbers = np.flatnonzero(indices == sequence_index)
+                slot_init = self._scored_slots[step.slots[sequence_index]]
+                # A virtual token has no score: token 0 is scored in its place, and the scheduler
+                # drops this score.
+                targets = [
+                    max(0, slot_init.prompt[position + 1])
+                    for position in positions[row_numbers].tolist()
+                ]
+                scores_by_index[sequence_index] += self._sampler.score_targets(
+                    logits[row_numbers[0] : row_numbers[-1] + 1],
+                    targets,
+                    slot_init.sampling.prompt_logprobs or 0,
                 )
-        return list(made.values())
+        return list(scores_by_index.values())
 
-    def _logits(self, flat: Flat, x: Tensor, start: int, count: int) -> Tensor:
-        """Logits of `count` of the rows that need them."""
-        return self.model.head(_asked(x, flat, start, count), flat.batch)
-
-
-def _asked(x: Tensor, flat: Flat, start: int, count: int) -> Tensor:
-    """Some of the rows that need logits."""
-    return x if flat.all_draw else x.index_select(0, flat.rows[start : start + count])
+    def _compute_logits(self, inputs: InputBatch, x: Tensor, start: int, count: int) -> Tensor:
+        """Return the logits of `count` rows of `inputs.logits_rows`, from entry `start` on."""
+        return self.model.compute_logits(_select_logits_rows(x, inputs, start, count), inputs.batch)
 
 
-def _note_faults(x: Tensor, places: Ints, bad: set[int]) -> None:
-    """Add the places of rows that have a number that is not finite. Mostly none has: one pass."""
+def _select_logits_rows(x: Tensor, inputs: InputBatch, start: int, count: int) -> Tensor:
+    """Return the hidden states of `count` rows of `inputs.logits_rows`, from entry `start` on."""
+    return (
+        x
+        if inputs.samples_every_row
+        else x.index_select(0, inputs.logits_rows[start : start + count])
+    )
+
+
+def _record_nonfinite(x: Tensor, indices: IntArray, fault_indices: set[int]) -> None:
+    """Add the sequences of rows with NaN or infinity to `fault_indices`.
+
+    `indices`: the index of each row's sequence. One pass over `x` suffices if all rows are finite.
+    """
     if bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()):
         return
-    # Large numbers may add up to infinity, so the sum is only a suspicion.
-    bad |= set(places[(~x.isfinite().all(-1)).cpu().numpy()].tolist())
+    # Large finite values may also sum to infinity, so each row is checked.
+    fault_indices |= set(indices[(~x.isfinite().all(-1)).cpu().numpy()].tolist())
 
 
-def blocks_that_fit(model: GPT, config: ServerConfig, *, neighbours: int = 1) -> int:
-    """How many KV blocks this rank can have, block 0 among them.
+def available_kv_blocks(
+    model: GPT,
+    scheduler_config: SchedulerConfig,
+    cache_config: CacheConfig,
+    *,
+    ranks_sharing_memory: int = 1,
+) -> int:
+    """Return the number of KV blocks that fit into this rank's memory, block 0 included.
 
-    `neighbours`: ranks that share this machine's memory, or this device, this one counted. Ranks
-    must agree on the least of their answers.
+    `ranks_sharing_memory`: the number of ranks that share this host's or device's memory, this rank
+    included. All ranks must use the smallest of these numbers.
     """
-    tokens, network = config.kv_block_tokens, model.config
-    dtype = config.kv_dtype if config.kv_dtype in KINDS else FLOAT_NAMES[model.dtype]
-    block_bytes = tokens * kv_bytes_per_token(network, len(model.layers), model.mesh.tp, dtype)
-    free = _free_bytes(model) // neighbours
-    if config.kv_tokens_max is not None:
-        blocks = -(-config.kv_tokens_max // tokens) + 1
-        if blocks * block_bytes > free:
+    block_tokens, model_config = cache_config.kv_block_tokens, model.config
+    dtype = cache_config.kv_dtype
+    if dtype not in KV_DTYPES:
+        dtype = FLOAT_DTYPE_NAMES[model.dtype]
+    layout = KVBlockLayout(
+        block_tokens, kv_bytes_per_token(model_config, len(model.layers), model.mesh.tp, dtype)
+    )
+    free_bytes = _free_bytes(model) // ranks_sharing_memory
+    if cache_config.kv_tokens_max is not None:
+        blocks = layout.pool_blocks(cache_config.kv_tokens_max)
+        if blocks * layout.block_bytes > free_bytes:
             raise ConfigError(
-                f"kv_tokens_max is {config.kv_tokens_max}, for which each rank needs "
-                f"{blocks * block_bytes} bytes; {free} are free: say at most "
-                f"{max(0, free // block_bytes - 1) * tokens}, or leave it out"
+                f"kv_tokens_max is {cache_config.kv_tokens_max}, for which each rank needs "
+                f"{blocks * layout.block_bytes} bytes, but {free_bytes} are free; set it to at "
+                f"most {layout.token_capacity(layout.blocks_within(free_bytes))}, or remove it"
             )
         return blocks
-    blocks = _share(model, config, free) // block_bytes
+    blocks = layout.blocks_within(_kv_budget_bytes(model, scheduler_config, free_bytes))
     if model.mesh.device.type == "cpu":
-        # More would only be cache, and this memory is what the machine's files are cached in.
-        full = -(-network.max_position_embeddings // tokens)
-        blocks = min(blocks, config.running_requests_max * full + 1)
+        tokens_max = running_kv_tokens_max(
+            scheduler_config.running_requests_max,
+            model_config.max_position_embeddings,
+            block_tokens,
+        )
+        blocks = min(blocks, layout.pool_blocks(tokens_max))
     if blocks < 2:
         raise ConfigError(
-            f"there is memory for {blocks * tokens} tokens of keys and values, {block_bytes} bytes "
-            f"for each {tokens}; free some, take fewer layers for each rank (pp, tp), or say "
-            "kv_tokens_max"
+            f"free memory is not enough for a KV cache: {blocks} blocks fit, and at least 2 are "
+            f"needed ({layout.block_bytes} bytes per block of {block_tokens} tokens); free memory, "
+            "use more ranks (pp, tp), or set kv_tokens_max"
         )
     return blocks
 
 
-def _share(model: GPT, config: ServerConfig, free: int) -> int:
-    """What keys and values may have, of what is free now that the weights are there."""
-    network = model.config
+def _kv_budget_bytes(model: GPT, scheduler_config: SchedulerConfig, free_bytes: int) -> int:
+    """Return the bytes of the KV pool, out of the memory that is free after loading."""
     if model.mesh.device.type == "cpu":
-        return int(HOST_SHARE * free)
-    hidden = config.step_tokens_max * (8 * network.hidden_size + 3 * network.ffn_hidden_size)
-    # Sampling holds a few copies of the logits, in fp32; attention may hold its scores.
-    rows = max(config.running_requests_max, config.speculate_rows_max)
-    logits = 4 * 4 * rows * network.vocab_size
-    reserve = 2 * hidden * model.dtype.itemsize + logits + SCORED_BYTES_MAX * 4
-    reserve += reserved_bytes(model, config)
-    return max(0, int(DEVICE_SHARE * free) - reserve)
+        # Nothing is reserved: the KV cache takes only HOST_MEMORY_FRACTION of the free memory, and
+        # the workspace uses the rest.
+        return kv_cache_bytes(free_bytes, 0, on_cpu=True)
+    # Nothing is reserved for the adapter rows: they are allocated after the KV pool, from the
+    # memory beyond DEVICE_MEMORY_FRACTION.
+    reserved_bytes = workspace_bytes(
+        model.config,
+        model.dtype.itemsize,
+        step_tokens_max=scheduler_config.step_tokens_max,
+        logits_rows=max(scheduler_config.running_requests_max, scheduler_config.speculate_rows_max),
+    )
+    reserved_bytes += graph_bytes_max(model, scheduler_config)
+    return kv_cache_bytes(free_bytes, reserved_bytes, on_cpu=False)
 
 
 def _free_bytes(model: GPT) -> int:
     if model.mesh.device.type == "cpu":
-        return _host_bytes()
+        return available_memory_bytes()
     free, _ = torch.cuda.mem_get_info(model.mesh.device)
     return free
-
-
-def _host_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its control group's."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            # Of files that were read, as a checkpoint's: they give way to what is needed.
-            lines = (group / "memory.stat").read_text().splitlines()
-            used -= int(dict(line.split() for line in lines).get("inactive_file", 0))
-            free = min(free, int(limit) - used)
-    except OSError:  # Not in a group, or in one of the older kind.
-        pass
-    return max(0, free)
-
-
-def rehearsal(config: ServerConfig, runner: Runner) -> list[Step]:
-    """As much as any step will ask for: the largest chunk and a full decode batch, twice each.
-
-    The last step clears what they wrote. Whoever begins after that takes the slots and blocks over.
-    """
-    tokens = config.kv_block_tokens
-    context = runner.model.config.max_position_embeddings
-    seats = min(config.running_requests_max, runner.slots)
-    lengths: list[int] = []
-    left, free = config.step_tokens_max, runner.blocks - 1
-    while left > 0 and free > 0 and len(lengths) < seats:
-        lengths.append(min(left, context, free * tokens))
-        left -= lengths[-1]
-        free -= -(-lengths[-1] // tokens)
-    count = min(seats, runner.blocks - 1)
-    chunk = _laid_out(lengths, 0, tokens)
-    past = min(tokens, context) - 1
-    decodes = _laid_out([1] * count, past, tokens)
-    drawn = _laid_out([1] * count, past, tokens, Sampling(temperature=1.0, top_p=0.9, top_k=50))
-    used = max(table.blocks[-1] for step in (chunk, decodes) for table in step.tables)
-    return [chunk, chunk, drawn, decodes, Step(0, clears=list(range(1, used + 1)))]
-
-
-def recordings(config: ServerConfig, runner: Runner) -> list[Step]:
-    """A step of each size that is recorded, the largest first: the others fit into its memory."""
-    tokens, context = config.kv_block_tokens, runner.model.config.max_position_embeddings
-    past = min(tokens, context) - 1
-    fits = [size for size in runner.graph_sizes if size < runner.blocks]
-    return [_laid_out([1] * size, past, tokens) for size in reversed(fits)]
-
-
-def _laid_out(lengths: list[int], past: int, tokens: int, sampling: Sampling = GREEDY) -> Step:
-    """Sequences of these lengths, in blocks one after another; each draws a token."""
-    tables: list[Table] = []
-    begin = 1
-    for slot, length in enumerate(lengths):
-        end = begin + -(-(past + length) // tokens)
-        tables.append(Table(slot, 0, list(range(begin, end))))
-        begin = end
-    count = len(lengths)
-    return Step(
-        0,
-        slots=list(range(count)),
-        past=[past] * count,
-        lengths=lengths,
-        ids=[0] * sum(lengths),
-        draws=[True] * count,
-        scores=[0] * count,
-        begins=[Begin(slot, sampling, [0], []) for slot in range(count)],
-        tables=tables,
-    )

@@ -1,8 +1,11 @@
-"""Sampler: a step's logits to tokens, all rows at once (gpt.generation.reference_sampler: one).
+"""Batched sampler: penalties, bans, guides, temperature, top-k, top-p, min-p, log-probabilities.
 
-Each slot's rules are numbers in a table, gathered per step, so that a rule costs a few operations
-for the batch and a row's token never depends on its mates. What only some rows have (penalties,
-bans, guides, scores) is computed for those rows alone. Knows nothing of steps, blocks or models.
+The sampler chooses the tokens of all rows of the logits at once; `gpt.generation.reference_sampler`
+is the slow reference for one row. The sampling parameters of all slots are one array, from which
+the parameters of the sampled slots are gathered per step: each parameter costs a few operations for
+the whole batch, and a row's token does not depend on the other rows. Penalties, bans, guides and
+scores are computed only for the rows that need them. This module is independent of steps, blocks
+and models.
 """
 
 from collections.abc import Sequence
@@ -13,463 +16,591 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt.cpu.packed_linear import best
-from gpt.device_transfers import Coming, to_device
-from gpt.sampling_params import Sampling
+from gpt.cpu.packed_linear import argmax_rows
+from gpt.device_transfers import PendingHostCopy, to_device
+from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.messages import Begin, Scored
-from serving.worker.guided_decoding import Guides
-from serving.worker.token_bans import Bans
+from serving.messages import SlotInit, TokenScore
+from serving.worker.guided_decoding import GuideMatchers
+from serving.worker.token_bans import TokenBans
 
-# Columns of the table of numbers.
+# Columns of the array of sampling parameters. _UNIFORM: the uniform random numbers of a step.
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _TYPICAL_P = range(5)
 _REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(5, 9)
 
-# How many of the likeliest tokens are looked at for top-k and top-p, and of the most typical ones,
-# before all are sorted.
-_SIZES = (256, 4096)
-# Rows that are scored at once: their weights are a second copy of the logits.
+# On a CPU, top-k, top-p and typical-p first examine only this many tokens of a row: the most likely
+# tokens or, for typical-p, the tokens nearest to the entropy. Rows that need more tokens are
+# computed again with the next size, and last with the whole vocabulary.
+_TOPK_SIZES = (256, 4096)
+# Rows whose log-probabilities are computed at once; each row needs a second copy of its logits.
 _SCORED_ROWS_MAX = 64
 
-_NEVER = float("-inf")
-Numbers = NDArray[np.float64]
-Ints = NDArray[np.int64]
+_NEGATIVE_INFINITY = float("-inf")
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Tokens on the device, and on their way to the host."""
+class SampledTokens:
+    """Sampled tokens on the device, and their pending copy to the host."""
 
     tokens: Tensor
     slots: Sequence[int]
-    told: Coming  # The tokens; behind them, if there are any, scores of the rows that asked.
-    asked: Ints
-    counts: Ints  # Of alternatives, for each row.
+    # The tokens, followed by the scores of `scored_rows`, if there are any.
+    host_copy: PendingHostCopy
+    scored_rows: IntArray
+    top_counts: IntArray  # For each row: the number of alternatives to report; -1: no score.
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A token for each row; if any row asked for scores, one for each (nothing for the others).
+class SamplerOutput:
+    """A token for each row, and a score for each row if any row needs one (else an empty list).
 
-    `broken` are the rows whose guide cannot go on: their tokens mean nothing.
+    Rows that need no score have a placeholder. `failed_guide_rows`: rows whose guide allows no
+    token; their tokens are invalid.
     """
 
     tokens: list[int]
-    scores: list[Scored] = field(default_factory=list)
-    broken: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    failed_guide_rows: list[int] = field(default_factory=list)
 
 
 class Sampler:
-    """The state of all slots on `device`. A slot that begins anew forgets what was in it."""
+    """The sampling parameters and the sampling state of all slots.
+
+    Logits and tokens are on `device`. `guide_tokenizer` is needed for guided decoding.
+    """
 
     def __init__(
         self,
         slots: int,
         vocab_size: int,
         device: torch.device | str = "cpu",
-        tokenizer_of_guides: Tokenizer | None = None,
+        guide_tokenizer: Tokenizer | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._numbers: Numbers = np.zeros((slots, 9))
+        self._parameters: FloatArray = np.zeros((slots, 9))
         self._seeds = np.zeros(slots, dtype=np.uint64)
-        self._tops = np.full(slots, -1)  # -1: no scores.
-        self._plain = np.ones(slots, dtype=np.bool_)
-        self._asks_more = set[int]()  # Slots that want more than the likeliest token of all.
-        self._bans: dict[int, Bans] = {}
+        self._top_counts = np.full(slots, -1)  # Alternatives to report; -1: no scores.
+        self._is_greedy = np.ones(slots, dtype=np.bool_)
+        # Slots that need more than the argmax of their logits.
+        self._slots_beyond_argmax = set[int]()
+        self._bans: dict[int, TokenBans] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
-        self._decays: dict[int, _Decay] = {}
-        self._history = _History(slots, vocab_size, self._device)
-        self._guides = Guides(tokenizer_of_guides, vocab_size)
+        self._decays: dict[int, _LengthDecay] = {}
+        self._history = _PenaltyHistory(slots, vocab_size, self._device)
+        self._guide_matchers = GuideMatchers(guide_tokenizer, vocab_size)
 
-    def begin(self, begin: Begin) -> None:
-        """The slot's rules, and the state that they are in after `begin.made`."""
-        slot, rule = begin.slot, begin.sampling
-        self._numbers[slot] = (
-            *(rule.temperature, rule.top_k, rule.top_p, rule.min_p, rule.typical_p),
-            *(rule.repetition_penalty, rule.presence_penalty, rule.frequency_penalty, 0.0),
+    def init_slot(self, slot_init: SlotInit) -> None:
+        """Set a slot's sampling parameters, and its state after `slot_init.output_tokens`."""
+        slot, sampling = slot_init.slot, slot_init.sampling
+        self._parameters[slot] = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.typical_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            0.0,
         )
-        self._seeds[slot] = rule.seed
-        self._tops[slot] = -1 if rule.logprobs is None else rule.logprobs
-        # One that only must not end yet has the likeliest token too, as long as that is no end.
-        self._plain[slot] = replace(rule, min_new_tokens=0).plain and begin.guide is None
-        for kept in (self._bans, self._biases, self._decays):
-            kept.pop(slot, None)
-        self._history.drop(slot)
-        self._guides.drop(slot)
-        if rule.logit_bias:
-            known = {i: bias for i, bias in rule.logit_bias if 0 <= i < self._vocab_size}
+        self._seeds[slot] = sampling.seed
+        self._top_counts[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        # A slot with min_new_tokens alone is greedy: only rows whose argmax is a stop token that
+        # comes too early are computed again (`_rows_ending_early`).
+        self._is_greedy[slot] = (
+            replace(sampling, min_new_tokens=0).is_plain_greedy and slot_init.guide is None
+        )
+        for slot_state in (self._bans, self._biases, self._decays):
+            slot_state.pop(slot, None)
+        self._history.drop_slot(slot)
+        self._guide_matchers.drop_slot(slot)
+        if sampling.logit_bias:
+            biases = {i: bias for i, bias in sampling.logit_bias if 0 <= i < self._vocab_size}
             self._biases[slot] = (
-                torch.tensor(list(known), dtype=torch.long, device=self._device),
-                torch.tensor(list(known.values()), dtype=torch.float64, device=self._device),
+                torch.tensor(list(biases), dtype=torch.long, device=self._device),
+                torch.tensor(list(biases.values()), dtype=torch.float64, device=self._device),
             )
-        if rule.repetition_penalty != 1 or rule.presence_penalty or rule.frequency_penalty:
-            self._history.begin(slot, begin.prompt, begin.made)
-        if rule.length_decay is not None:
-            stops = [token for token in rule.stop_token_ids if 0 <= token < self._vocab_size]
-            ids = torch.tensor(stops, dtype=torch.long, device=self._device)
-            self._decays[slot] = _Decay(rule, len(begin.prompt), ids)
-        if Bans.needed(rule, len(begin.made)):
-            self._bans[slot] = Bans(rule, begin.prompt, begin.made, self._vocab_size)
-        alone = self._plain[slot] and rule.logprobs is None and slot not in self._bans
-        (self._asks_more.discard if alone else self._asks_more.add)(slot)
-        if begin.guide is not None:
-            self._guides.begin(slot, begin.guide, rule.stop_token_ids, begin.made)
+        if (
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        ):
+            self._history.init_slot(slot, slot_init.prompt, slot_init.output_tokens)
+        if sampling.length_decay is not None:
+            stop_ids = [token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size]
+            ids = torch.tensor(stop_ids, dtype=torch.long, device=self._device)
+            self._decays[slot] = _LengthDecay(sampling, len(slot_init.prompt), ids)
+        if TokenBans.is_needed(sampling, len(slot_init.output_tokens)):
+            self._bans[slot] = TokenBans(
+                sampling, slot_init.prompt, slot_init.output_tokens, self._vocab_size
+            )
+        needs_argmax_only = (
+            self._is_greedy[slot] and sampling.logprobs is None and slot not in self._bans
+        )
+        (self._slots_beyond_argmax.discard if needs_argmax_only else self._slots_beyond_argmax.add)(
+            slot
+        )
+        if slot_init.guide is not None:
+            self._guide_matchers.init_slot(
+                slot, slot_init.guide, sampling.stop_token_ids, slot_init.output_tokens
+            )
 
-    def choose(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Chosen:
-        """A token for each row of `logits` (R, V); `positions` are those that the tokens get."""
-        return self.read(self.draw(logits, slots, positions))
+    def sample(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]
+    ) -> SamplerOutput:
+        """Sample a token for each row of `logits` (R, V).
 
-    def best_alone(self, slots: Sequence[int]) -> bool:
-        """Whether the likeliest token of each one's logits is all that is wanted of them."""
-        return self._asks_more.isdisjoint(slots)
+        `slots`, `positions`: the slot of each row, and the position of the new token in its
+        sequence. A random draw depends only on the slot's seed and the position.
+        """
+        return self.read_output(self.launch_sampling(logits, slots, positions))
 
-    def draw(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Drawn:
-        """The choice, which a device may still be making when this returns."""
-        at, places = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        shaped = np.flatnonzero(~self._plain[at])
-        if len(shaped) == len(at):
-            tokens = self._shaped(logits.to(torch.float64, copy=True), at, places)
+    def argmax_suffices(self, slots: Sequence[int]) -> bool:
+        """Whether these slots need only the argmax of their logits.
+
+        They are greedy, without logit bias, penalties, bans, guides or scores.
+        """
+        return self._slots_beyond_argmax.isdisjoint(slots)
+
+    def launch_sampling(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]
+    ) -> SampledTokens:
+        """Launch the sampling; the device may still compute when this returns."""
+        slot_ids, position_ids = (
+            np.asarray(slots, dtype=np.int64),
+            np.asarray(positions, dtype=np.int64),
+        )
+        # Rows whose logits are processed (penalties, bans, guides, temperature) before a token is
+        # chosen. All other rows need only the argmax.
+        processed_rows = np.flatnonzero(~self._is_greedy[slot_ids])
+        if len(processed_rows) == len(slot_ids):
+            tokens = self._process_and_sample(
+                logits.to(torch.float64, copy=True), slot_ids, position_ids
+            )
         else:
-            tokens = best(logits)
-            shaped = np.concatenate([shaped, self._early(tokens, at)])
-            if len(shaped):
-                rows = to_device(shaped, logits.device)
-                few = logits[rows].to(torch.float64)
-                tokens[rows] = self._shaped(few, at[shaped], places[shaped])
-        self._history.push(at, tokens)
-        asked = np.flatnonzero(self._tops[at] >= 0)
-        counts = np.minimum(self._tops[at], logits.shape[-1])
-        told = Coming(self._scored(logits, tokens, asked, counts))
-        return Drawn(tokens, slots, told, asked, counts)
+            tokens = argmax_rows(logits)
+            processed_rows = np.concatenate(
+                [processed_rows, self._rows_ending_early(tokens, slot_ids)]
+            )
+            if len(processed_rows):
+                rows = to_device(processed_rows, logits.device)
+                tokens[rows] = self._process_and_sample(
+                    logits[rows].to(torch.float64),
+                    slot_ids[processed_rows],
+                    position_ids[processed_rows],
+                )
+        self._history.append_tokens(slot_ids, tokens)
+        scored_rows = np.flatnonzero(self._top_counts[slot_ids] >= 0)
+        top_counts = np.minimum(self._top_counts[slot_ids], logits.shape[-1])
+        host_copy = PendingHostCopy(self._pack_scores(logits, tokens, scored_rows, top_counts))
+        return SampledTokens(tokens, slots, host_copy, scored_rows, top_counts)
 
-    def read(self, drawn: Drawn) -> Chosen:
-        """What was drawn, as soon as the device has. Steps must be read as they were drawn."""
-        slots = drawn.slots
-        ids, scores = _told(drawn)
+    def read_output(self, sampled_tokens: SampledTokens) -> SamplerOutput:
+        """Wait for the sampled tokens, and update bans and guides with them.
+
+        Outputs must be read in the order in which they were launched.
+        """
+        slots = sampled_tokens.slots
+        ids, scores = _unpack_sampled(sampled_tokens)
         for slot, token in zip(slots, ids, strict=True) if self._bans else ():
             if slot in self._bans:
-                self._bans[slot].push(token)
-        broken = []
-        for row, slot in enumerate(slots) if self._guides else ():
-            if slot in self._guides and not self._guides.push(slot, ids[row]):
-                broken.append(row)
-        return Chosen(ids, scores, broken)
+                self._bans[slot].append(token)
+        failed_guide_rows = []
+        for row, slot in enumerate(slots) if self._guide_matchers else ():
+            if slot in self._guide_matchers and not self._guide_matchers.accept_token(
+                slot, ids[row]
+            ):
+                failed_guide_rows.append(row)
+        return SamplerOutput(ids, scores, failed_guide_rows)
 
-    def scores(self, logits: Tensor, targets: Sequence[int], tops: int) -> list[Scored]:
-        """Each target's score in its row of `logits` (N, V), with the `tops` best."""
-        own = torch.tensor(targets, dtype=torch.long, device=logits.device)
-        rows = _score(logits, own, tops).tolist()
-        return [_read(row, min(tops, logits.shape[-1])) for row in rows]
+    def score_targets(
+        self, logits: Tensor, targets: Sequence[int], top_count: int
+    ) -> list[TokenScore]:
+        """Return the score of the target token of each row of `logits` (N, V).
 
-    def _early(self, tokens: Tensor, slots: Ints) -> Ints:
-        """Rows that would end, and must not yet."""
+        Each score includes the `top_count` best tokens of the row.
+        """
+        target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)
+        rows = _score_rows(logits, target_ids, top_count).tolist()
+        return [_unpack_score(row, min(top_count, logits.shape[-1])) for row in rows]
+
+    def _rows_ending_early(self, tokens: Tensor, slots: IntArray) -> IntArray:
+        """Return the greedy rows whose argmax is a stop token before min_new_tokens is reached."""
         rows = (
-            [row for row, slot in enumerate(slots) if slot in self._bans and self._plain[slot]]
+            [row for row, slot in enumerate(slots) if slot in self._bans and self._is_greedy[slot]]
             if self._bans
             else []
         )
-        if not rows:  # To look at tokens waits for the device.
+        if not rows:  # Return early, because reading the tokens waits for the device.
             return np.zeros(0, dtype=np.int64)
         ids = tokens.tolist()
-        early = [row for row in rows if self._bans[slots[row]].keeps_from(ids[row])]
-        return np.array(early, dtype=np.int64)
+        early_rows = [row for row in rows if self._bans[slots[row]].bans_stop_token(ids[row])]
+        return np.array(early_rows, dtype=np.int64)
 
-    def _shaped(self, x: Tensor, slots: Ints, positions: Ints) -> Tensor:
-        """The tokens of rows that some rule shapes. `x` is theirs in fp64, and is spoilt."""
-        numbers = self._numbers[slots]
-        numbers[:, _UNIFORM] = uniforms(self._seeds[slots], positions)
-        of_rows = to_device(numbers, x.device)
+    def _process_and_sample(self, x: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
+        """Process the logits `x` (fp64, overwritten), and return the token of each row."""
+        parameters = self._parameters[slots]
+        parameters[:, _UNIFORM] = uniforms(self._seeds[slots], positions)
+        device_parameters = to_device(parameters, x.device)
         for row, slot in enumerate(slots) if self._biases else ():
             if slot in self._biases:
                 tokens, bias = self._biases[slot]
                 x[row, tokens] += bias
-        self._history.penalise(x, slots, of_rows)
+        self._history.apply_penalties(x, slots, device_parameters)
         for row, slot in enumerate(slots) if self._decays else ():
             if slot in self._decays:
                 self._decays[slot].apply(x[row], int(positions[row]))
-        self._ban(x, slots)
-        drawn = np.flatnonzero(numbers[:, _TEMPERATURE] > 0)
-        if len(drawn) == len(slots):
-            return draw(x, numbers, of_rows)
-        greedy = x.argmax(-1)
-        if len(drawn):
-            rows = to_device(drawn, x.device)
-            greedy[rows] = draw(x[rows], numbers[drawn], of_rows[rows])
-        return greedy
+        self._apply_bans(x, slots)
+        sampled_rows = np.flatnonzero(parameters[:, _TEMPERATURE] > 0)
+        if len(sampled_rows) == len(slots):
+            return sample_tokens(x, parameters, device_parameters)
+        token_ids = x.argmax(-1)
+        if len(sampled_rows):
+            rows = to_device(sampled_rows, x.device)
+            token_ids[rows] = sample_tokens(
+                x[rows], parameters[sampled_rows], device_parameters[rows]
+            )
+        return token_ids
 
-    def _ban(self, x: Tensor, slots: Ints) -> None:
-        """Bans, those that must hold first; one that would leave nothing of a row is skipped."""
-        guided = [row for row, slot in enumerate(slots) if slot in self._guides]
-        if guided:
-            _forbid(x, guided, ~self._guides.allowed([int(slots[row]) for row in guided]))
-        banned = [(row, self._bans[slot]) for row, slot in enumerate(slots) if slot in self._bans]
-        for ban in (Bans.strangers, Bans.words, Bans.repeats, Bans.ends):
-            masks = [(row, mask) for row, one in banned if (mask := ban(one)) is not None]
+    def _apply_bans(self, x: Tensor, slots: IntArray) -> None:
+        """Apply guides, then bans in the order of `SamplingParams`.
+
+        A guide or a ban that would leave no token of a row is not applied to the row.
+        """
+        guided_rows = [row for row, slot in enumerate(slots) if slot in self._guide_matchers]
+        if guided_rows:
+            _mask_logits(
+                x,
+                guided_rows,
+                ~self._guide_matchers.allowed_mask([int(slots[row]) for row in guided_rows]),
+            )
+        banned_rows = [
+            (row, self._bans[slot]) for row, slot in enumerate(slots) if slot in self._bans
+        ]
+        for mask_of in (
+            TokenBans.not_allowed_mask,
+            TokenBans.bad_words_mask,
+            TokenBans.repeats_mask,
+            TokenBans.early_stop_mask,
+        ):
+            masks = [
+                (row, mask) for row, bans in banned_rows if (mask := mask_of(bans)) is not None
+            ]
             if masks:
-                _forbid(x, [row for row, _ in masks], np.stack([mask for _, mask in masks]))
+                _mask_logits(x, [row for row, _ in masks], np.stack([mask for _, mask in masks]))
 
-    def _scored(self, logits: Tensor, tokens: Tensor, asked: Ints, counts: Ints) -> Tensor:
-        """The tokens and the scores that were asked for, for one copy to the host."""
-        if not len(asked):
+    def _pack_scores(
+        self, logits: Tensor, tokens: Tensor, scored_rows: IntArray, top_counts: IntArray
+    ) -> Tensor:
+        """Return the tokens and the requested scores as one tensor, for one copy to the host."""
+        if not len(scored_rows):
             return tokens
-        rows = to_device(asked, logits.device)
-        few = logits if len(asked) == len(counts) else logits[rows]
-        scored = _score(few, tokens[rows], int(counts.max()))
+        rows = to_device(scored_rows, logits.device)
+        scored_logits = logits if len(scored_rows) == len(top_counts) else logits[rows]
+        packed_scores = _score_rows(scored_logits, tokens[rows], int(top_counts.max()))
         # Ids are exact in fp64 up to 2^53.
-        return torch.cat([tokens.to(torch.float64), scored.flatten()])
+        return torch.cat([tokens.to(torch.float64), packed_scores.flatten()])
 
 
-def _told(drawn: Drawn) -> tuple[list[int], list[Scored]]:
-    """Tokens and scores on the host."""
-    flat, count = drawn.told.read().tolist(), len(drawn.slots)
-    if not len(drawn.asked):
-        return flat, []
-    ids, rest = [int(one) for one in flat[:count]], flat[count:]
-    width = len(rest) // len(drawn.asked)
-    scores = [Scored(0.0)] * count
-    for place, row in enumerate(drawn.asked):
-        numbers = rest[place * width : (place + 1) * width]
-        scores[row] = _read(numbers, int(drawn.counts[row]))
+def _unpack_sampled(sampled_tokens: SampledTokens) -> tuple[list[int], list[TokenScore]]:
+    """Wait for the copy; split it into tokens and scores."""
+    packed_numbers, count = sampled_tokens.host_copy.wait().tolist(), len(sampled_tokens.slots)
+    if not len(sampled_tokens.scored_rows):
+        return packed_numbers, []
+    ids, score_numbers = [int(number) for number in packed_numbers[:count]], packed_numbers[count:]
+    width = len(score_numbers) // len(sampled_tokens.scored_rows)
+    scores = [TokenScore(0.0)] * count
+    for index, row in enumerate(sampled_tokens.scored_rows):
+        row_numbers = score_numbers[index * width : (index + 1) * width]
+        scores[row] = _unpack_score(row_numbers, int(sampled_tokens.top_counts[row]))
     return ids, scores
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: Ints) -> Numbers:
-    """`gpt.sampling_params.uniform` for many: SplitMix64, whose numbers wrap."""
+def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> FloatArray:
+    """`gpt.sampling_params.uniform_draw` for arrays: SplitMix64 in wrapping 64-bit arithmetic."""
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    drawn: Numbers = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
-    return drawn
+    uniform_numbers: FloatArray = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
+    return uniform_numbers
 
 
-def draw(x: Tensor, numbers: Numbers, of_rows: Tensor) -> Tensor:
-    """A token for each row of shaped logits (R, V), which become weights in place.
+def sample_tokens(x: Tensor, parameters: FloatArray, device_parameters: Tensor) -> Tensor:
+    """Sample a token for each row of logits `x` (R, V), with a temperature above 0.
 
-    `numbers` has the rows' rules on the host, `of_rows` the same on the device.
+    `x` is overwritten with unnormalized probabilities (weights). Penalties and bans are already
+    applied. `parameters`: the sampling parameters of the rows on the host; `device_parameters`: the
+    same on the device.
     """
-    x.sub_(x.amax(-1, keepdim=True)).div_(of_rows[:, _TEMPERATURE, None]).exp_()
-    floor = of_rows[:, _MIN_P].clone()
-    top_k, top_p = numbers[:, _TOP_K], numbers[:, _TOP_P]
-    narrow = np.flatnonzero(((top_k > 0) & (top_k < x.shape[-1])) | (top_p < 1))
-    if len(narrow):
-        rows = to_device(narrow, x.device)
-        few = x if len(narrow) == len(x) else x[rows]
-        least = _floor(few, of_rows[rows], _SIZES, counted=bool(top_k.any()))
-        floor[rows] = torch.maximum(floor[rows], least)
-    if len(narrow) or numbers[:, _MIN_P].any():
+    x.sub_(x.amax(-1, keepdim=True)).div_(device_parameters[:, _TEMPERATURE, None]).exp_()
+    floor = device_parameters[:, _MIN_P].clone()
+    top_k, top_p = parameters[:, _TOP_K], parameters[:, _TOP_P]
+    truncated_rows = np.flatnonzero(((top_k > 0) & (top_k < x.shape[-1])) | (top_p < 1))
+    if len(truncated_rows):
+        rows = to_device(truncated_rows, x.device)
+        row_weights = x if len(truncated_rows) == len(x) else x[rows]
+        row_floor = _weight_floor(
+            row_weights, device_parameters[rows], _TOPK_SIZES, has_top_k=bool(top_k.any())
+        )
+        floor[rows] = torch.maximum(floor[rows], row_floor)
+    if len(truncated_rows) or parameters[:, _MIN_P].any():
         x.masked_fill_(x < floor.unsqueeze(-1), 0)
-    typical = np.flatnonzero(numbers[:, _TYPICAL_P] < 1)
-    if len(typical):
-        rows = to_device(typical, x.device)
-        few = x[rows]
-        x[rows] = few.masked_fill(_untypical(few, of_rows[rows, _TYPICAL_P, None]), 0)
-    cumulated = x.cumsum(-1)
-    targets = of_rows[:, _UNIFORM, None] * cumulated[:, -1:]
-    picked = torch.searchsorted(cumulated, targets, right=True).squeeze(-1)
-    return picked.clamp(max=x.shape[-1] - 1)  # A row that is not finite finds no place.
+    typical_rows = np.flatnonzero(parameters[:, _TYPICAL_P] < 1)
+    if len(typical_rows):
+        rows = to_device(typical_rows, x.device)
+        row_weights = x[rows]
+        x[rows] = row_weights.masked_fill(
+            _atypical_mask(row_weights, device_parameters[rows, _TYPICAL_P, None]), 0
+        )
+    cumulative = x.cumsum(-1)
+    targets = device_parameters[:, _UNIFORM, None] * cumulative[:, -1:]
+    token_ids = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+    return token_ids.clamp(max=x.shape[-1] - 1)  # A row with NaN or infinity may give index V.
 
 
-def _floor(weights: Tensor, of_rows: Tensor, sizes: Sequence[int], *, counted: bool) -> Tensor:
-    """The least weight that top-k and top-p keep of each row (R, V), by its `size` likeliest.
+def _weight_floor(
+    weights: Tensor, device_parameters: Tensor, sizes: Sequence[int], *, has_top_k: bool
+) -> Tensor:
+    """For each row of `weights` (R, V), return the smallest weight that top-k and top-p keep: (R,).
 
-    A row for which those are too few is looked at again, with more; each row by the same rule,
-    whatever its mates need. `counted`: some row has a top-k, which makes less the whole of top-p.
+    On a CPU only the `sizes[0]` largest weights of a row are examined. Rows that need more are
+    computed again with the next size, so a row's floor does not depend on the other rows. Without
+    further sizes, and on a GPU, all weights are examined. `has_top_k`: at least one row has a
+    top-k. The top-p of such a row applies to the weights that its top-k keeps.
     """
     vocabulary = weights.shape[-1]
-    # To ask whether some row needs more would halt a device that runs ahead; it sorts all instead.
+    # Whether a row needs more is read on the host, which stalls a GPU; so a GPU sorts all weights.
     size = min(vocabulary, sizes[0] if sizes and weights.device.type == "cpu" else vocabulary)
-    best = weights.topk(size).values
-    k, p = of_rows[:, _TOP_K, None].long(), of_rows[:, _TOP_P, None]
-    kth = best.gather(-1, (k - 1).clamp(0, size - 1))
-    kth = torch.where((k > 0) & (k <= size), kth, 0)
-    whole = weights.masked_fill(weights < kth, 0) if counted else weights
-    total = whole.sum(-1, keepdim=True)
-    # A token stays while those before it have not reached top_p; so the first always stays.
-    before = best.cumsum(-1).roll(1, -1)
-    before[:, 0] = 0
-    kept = (best >= kth) & ((before < p * total) | (p >= 1))
-    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
-    floor = best.gather(-1, last).squeeze(-1)
+    top_weights = weights.topk(size).values
+    k, p = device_parameters[:, _TOP_K, None].long(), device_parameters[:, _TOP_P, None]
+    kth_weight = top_weights.gather(-1, (k - 1).clamp(0, size - 1))
+    kth_weight = torch.where((k > 0) & (k <= size), kth_weight, 0)
+    top_k_weights = weights.masked_fill(weights < kth_weight, 0) if has_top_k else weights
+    total = top_k_weights.sum(-1, keepdim=True)
+    # A token is kept if the probabilities of the tokens before it sum to less than top_p. The first
+    # token is always kept.
+    weight_before = top_weights.cumsum(-1).roll(1, -1)
+    weight_before[:, 0] = 0
+    is_retained = (top_weights >= kth_weight) & ((weight_before < p * total) | (p >= 1))
+    last_index = (is_retained.sum(-1, keepdim=True) - 1).clamp(min=0)
+    floor = top_weights.gather(-1, last_index).squeeze(-1)
     if size == vocabulary:
         return floor
-    edge = best[:, -1]
-    unsure = ((k.squeeze(-1) > size) | ((floor <= edge) & (edge > 0))).nonzero().squeeze(-1)
-    if len(unsure):
-        floor[unsure] = _floor(weights[unsure], of_rows[unsure], sizes[1:], counted=counted)
+    smallest_top = top_weights[:, -1]
+    unsettled_rows = (
+        ((k.squeeze(-1) > size) | ((floor <= smallest_top) & (smallest_top > 0)))
+        .nonzero()
+        .squeeze(-1)
+    )
+    if len(unsettled_rows):
+        floor[unsettled_rows] = _weight_floor(
+            weights[unsettled_rows],
+            device_parameters[unsettled_rows],
+            sizes[1:],
+            has_top_k=has_top_k,
+        )
     return floor
 
 
-def _untypical(weights: Tensor, typical_p: Tensor) -> Tensor:
-    """Those (R, V) that typical-p leaves out: whose surprise is too far from the expected one."""
+def _atypical_mask(weights: Tensor, typical_p: Tensor) -> Tensor:
+    """Return a mask (R, V) of the tokens that typical-p excludes.
+
+    The surprisal of these tokens is too far from the entropy of their row.
+    """
     p = weights / weights.sum(-1, keepdim=True)
     distance = p.log().add_(torch.special.entr(p).sum(-1, keepdim=True)).abs_()
-    return distance > _reach(distance, p, typical_p, _SIZES)
+    return distance > _typical_distance(distance, p, typical_p, _TOPK_SIZES)
 
 
-def _reach(distance: Tensor, p: Tensor, typical_p: Tensor, sizes: Sequence[int]) -> Tensor:
-    """How far (R, 1) the nearest go that make up `typical_p`; looked for as in `_floor`."""
+def _typical_distance(
+    distance: Tensor, p: Tensor, typical_p: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    """Return the smallest distance (R, 1) within which the tokens sum to at least `typical_p`.
+
+    On a CPU only the `sizes[0]` nearest tokens are examined first, as in `_weight_floor`.
+    """
     vocabulary = p.shape[-1]
     size = min(vocabulary, sizes[0] if sizes and p.device.type == "cpu" else vocabulary)
     nearest = distance.topk(size, largest=False)
-    less = p.gather(-1, nearest.indices).cumsum(-1) < typical_p
-    reach = nearest.values.gather(-1, less.sum(-1, keepdim=True).clamp(max=size - 1))
+    is_within = p.gather(-1, nearest.indices).cumsum(-1) < typical_p
+    distance_max = nearest.values.gather(-1, is_within.sum(-1, keepdim=True).clamp(max=size - 1))
     if size == vocabulary:
-        return reach
-    unsure = less[:, -1].nonzero().squeeze(-1)
-    if len(unsure):
-        rest = (distance[unsure], p[unsure], typical_p[unsure])
-        reach[unsure] = _reach(*rest, sizes[1:])
-    return reach
+        return distance_max
+    unsettled_rows = is_within[:, -1].nonzero().squeeze(-1)
+    if len(unsettled_rows):
+        row_tensors = (distance[unsettled_rows], p[unsettled_rows], typical_p[unsettled_rows])
+        distance_max[unsettled_rows] = _typical_distance(*row_tensors, sizes[1:])
+    return distance_max
 
 
-def _forbid(x: Tensor, rows: Sequence[int], banned: NDArray[np.bool_]) -> None:
-    """What `banned` (N, V) says of these rows may not be drawn, where that leaves anything."""
-    at = to_device(np.array(rows), x.device)
-    few = x[at]
-    left = few.masked_fill(to_device(banned, x.device), _NEVER)
-    nothing = left.amax(-1, keepdim=True) == _NEVER
-    x[at] = torch.where(nothing, few, left)
+def _mask_logits(x: Tensor, rows: Sequence[int], banned: NDArray[np.bool_]) -> None:
+    """Mask the `banned` tokens (N, V) of these N rows; skip rows that would have no token left."""
+    row_ids = to_device(np.array(rows), x.device)
+    row_logits = x[row_ids]
+    masked_logits = row_logits.masked_fill(to_device(banned, x.device), _NEGATIVE_INFINITY)
+    is_all_masked = masked_logits.amax(-1, keepdim=True) == _NEGATIVE_INFINITY
+    x[row_ids] = torch.where(is_all_masked, row_logits, masked_logits)
 
 
-def _score(logits: Tensor, tokens: Tensor, tops: int) -> Tensor:
-    """For each row: log-probability, rank, then ids and log-probabilities of the `tops` best."""
-    told = []
-    tops = min(tops, logits.shape[-1])
-    for few, own in zip(
+def _score_rows(logits: Tensor, tokens: Tensor, top_count: int) -> Tensor:
+    """Return a row of numbers for the token of each row of `logits`.
+
+    The numbers are the token's log-probability, its rank, the ids of the `top_count` best tokens,
+    and their log-probabilities.
+    """
+    chunks = []
+    top_count = min(top_count, logits.shape[-1])
+    for chunk_logits, chunk_tokens in zip(
         logits.split(_SCORED_ROWS_MAX), tokens.split(_SCORED_ROWS_MAX), strict=True
     ):
-        wide = few.to(torch.promote_types(few.dtype, torch.float32))
-        all_ = wide.logsumexp(-1, keepdim=True)
-        mine = wide.gather(-1, own.unsqueeze(-1))
-        rank = 1 + (wide > mine).sum(-1, keepdim=True)
-        parts = [mine - all_, rank]
-        if tops:
-            ids = _best(wide, tops)
-            parts += [ids, wide.gather(-1, ids) - all_]
-        told.append(torch.cat([part.to(torch.float64) for part in parts], dim=-1))
-    return torch.cat(told) if told else torch.zeros(0, 2 + 2 * tops, dtype=torch.float64)
+        logits_fp32 = chunk_logits.to(torch.promote_types(chunk_logits.dtype, torch.float32))
+        log_normalizer = logits_fp32.logsumexp(-1, keepdim=True)
+        token_logits = logits_fp32.gather(-1, chunk_tokens.unsqueeze(-1))
+        rank = 1 + (logits_fp32 > token_logits).sum(-1, keepdim=True)
+        parts = [token_logits - log_normalizer, rank]
+        if top_count:
+            ids = _top_ids(logits_fp32, top_count)
+            parts += [ids, logits_fp32.gather(-1, ids) - log_normalizer]
+        chunks.append(torch.cat([part.to(torch.float64) for part in parts], dim=-1))
+    return torch.cat(chunks) if chunks else torch.zeros(0, 2 + 2 * top_count, dtype=torch.float64)
 
 
-def _best(logits: Tensor, tops: int) -> Tensor:
-    """Ids of the `tops` best of each row (R, V), best first; of equals the lower id first."""
-    if logits.device.type != "cpu":  # Where to ask would halt a device that runs ahead.
-        return logits.sort(stable=True, descending=True, dim=-1).indices[:, :tops]
-    # One more than wanted tells whether the last place is contested; `topk` settles ties anyhow.
-    values, ids = logits.topk(min(tops + 1, logits.shape[-1]))
+def _top_ids(logits: Tensor, top_count: int) -> Tensor:
+    """Return the ids of the `top_count` best tokens of each row (R, V), best token first.
+
+    Of equal logits, the token with the lower id comes first.
+    """
+    if logits.device.type != "cpu":  # The check for ties below reads a value, which stalls a GPU.
+        return logits.sort(stable=True, descending=True, dim=-1).indices[:, :top_count]
+    # `topk` breaks ties arbitrarily. One more value shows whether the last token to return is tied
+    # with the next one.
+    values, ids = logits.topk(min(top_count + 1, logits.shape[-1]))
     ids = ids.sort(-1).values
     order = logits.gather(-1, ids).sort(stable=True, descending=True, dim=-1).indices
-    best = ids.gather(-1, order)[:, :tops]
-    if values.shape[-1] == tops or not bool((values[:, -1] == values[:, -2]).any()):
-        return best
-    return logits.sort(stable=True, descending=True, dim=-1).indices[:, :tops]
+    top_ids = ids.gather(-1, order)[:, :top_count]
+    if values.shape[-1] == top_count or not bool((values[:, -1] == values[:, -2]).any()):
+        return top_ids
+    return logits.sort(stable=True, descending=True, dim=-1).indices[:, :top_count]
 
 
-def _read(numbers: Sequence[float], tops: int) -> Scored:
-    logprob, rank, *best = numbers
-    most = len(best) // 2
-    ids, logprobs = best[:tops], best[most : most + tops]
-    return Scored(logprob, int(rank), [(int(i), p) for i, p in zip(ids, logprobs, strict=True)])
+def _unpack_score(numbers: Sequence[float], top_count: int) -> TokenScore:
+    logprob, rank, *top_numbers = numbers
+    half = len(top_numbers) // 2
+    ids, logprobs = top_numbers[:top_count], top_numbers[half : half + top_count]
+    return TokenScore(logprob, int(rank), [(int(i), p) for i, p in zip(ids, logprobs, strict=True)])
 
 
 @dataclass(frozen=True)
-class _Decay:
-    """The length decay of one slot. A position tells how much was made before it."""
+class _LengthDecay:
+    """The length decay of one slot: stop logits grow with the number of output tokens."""
 
-    rule: Sampling
+    sampling: SamplingParams
     prompt_tokens: int
-    stops: Tensor
+    stop_ids: Tensor
 
     def apply(self, x: Tensor, position: int) -> None:
-        """To a row of logits (V,), in place."""
-        growth = self.rule.growth(position - self.prompt_tokens)
+        """Raise the stop logits of a row (V,) in place. `position`: the next token's position."""
+        growth = self.sampling.stop_logit_growth(position - self.prompt_tokens)
         if growth:
-            ends = x[self.stops]
-            x[self.stops] = ends + ends.abs() * growth
+            stop_logits = x[self.stop_ids]
+            x[self.stop_ids] = stop_logits + stop_logits.abs() * growth
 
 
-class _History:
-    """The tokens of the sequences that have penalties, on the device; a row for each.
+class _PenaltyHistory:
+    """The tokens of sequences with penalties, on the device: a history row for each sequence.
 
-    A penalty touches only tokens that were seen, so they are kept in order, with what came twice
-    twice: both places then are given the same new logit. Rows are made when first needed.
+    Penalties change only the logits of tokens in the sequence. The tokens are stored in order, with
+    duplicates: all duplicates write the same new logit. History rows are allocated when they are
+    first needed; their numbers are independent of the rows of the logits.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
-        self._row = np.full(slots, -1)  # Of each slot.
-        self._free: list[int] = []
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slot_rows = np.full(slots, -1)  # The history row of each slot; -1: none.
+        self._free: list[int] = []  # History rows that no slot has.
         self._lengths = np.zeros(0, dtype=np.int64)
         self._ids = torch.zeros(0, 0, dtype=torch.long, device=device)
-        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # Of made ones.
+        # How often each token is in the output (not in the prompt).
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
 
-    def begin(self, slot: int, prompt: Sequence[int], made: Sequence[int]) -> None:
-        seen = [token for token in (*prompt, *made) if 0 <= token < self._vocab_size]
-        again = [token for token in made if 0 <= token < self._vocab_size]
+    def init_slot(self, slot: int, prompt: Sequence[int], output_tokens: Sequence[int]) -> None:
+        seen_ids = [token for token in (*prompt, *output_tokens) if 0 <= token < self._vocab_size]
+        output_ids = [token for token in output_tokens if 0 <= token < self._vocab_size]
         if not self._free:
             self._grow_rows()
-        row = self._row[slot] = self._free.pop()
-        self._fit(len(seen))
-        self._lengths[row] = len(seen)
-        self._ids[row, : len(seen)] = torch.tensor(seen, dtype=torch.long, device=self._device)
-        counts = np.bincount(np.asarray(again, dtype=np.int64), minlength=self._vocab_size)
+        row = self._slot_rows[slot] = self._free.pop()
+        self._grow_columns(len(seen_ids))
+        self._lengths[row] = len(seen_ids)
+        self._ids[row, : len(seen_ids)] = torch.tensor(
+            seen_ids, dtype=torch.long, device=self._device
+        )
+        counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self._vocab_size)
         self._counts[row] = torch.from_numpy(counts).to(self._device, torch.int32)
 
-    def drop(self, slot: int) -> None:
-        if self._row[slot] >= 0:
-            self._free.append(int(self._row[slot]))
-            self._row[slot] = -1
+    def drop_slot(self, slot: int) -> None:
+        if self._slot_rows[slot] >= 0:
+            self._free.append(int(self._slot_rows[slot]))
+            self._slot_rows[slot] = -1
 
-    def penalise(self, x: Tensor, slots: Ints, of_rows: Tensor) -> None:
-        """Penalties on the logits `x` (R, V) of these slots, in place."""
-        places, rows = self._rows(slots)
-        used = self._lengths[rows] > 0
-        places, rows = places[used], rows[used]
+    def apply_penalties(self, x: Tensor, slots: IntArray, device_parameters: Tensor) -> None:
+        """Apply the penalties to the logits `x` (R, V) of these slots, in place."""
+        indices, rows = self._rows_with_history(slots)
+        has_tokens = self._lengths[rows] > 0
+        indices, rows = indices[has_tokens], rows[has_tokens]
         if not len(rows):
             return
         lengths = self._lengths[rows]
         ids = self._ids[to_device(rows, self._device), : lengths.max()]
-        # Past its end a row repeats its first token, which is as good as any.
-        there = torch.arange(ids.shape[1], device=self._device)
-        past = there >= to_device(lengths, self._device).unsqueeze(-1)
-        ids = torch.where(past, ids[:, :1], ids)
-        of_x = to_device(places, self._device).unsqueeze(-1)
+        # Columns after the end of a history repeat the history's first token, whose new logit is
+        # then only written again.
+        columns = torch.arange(ids.shape[1], device=self._device)
+        is_past_end = columns >= to_device(lengths, self._device).unsqueeze(-1)
+        ids = torch.where(is_past_end, ids[:, :1], ids)
+        logits_rows = to_device(indices, self._device).unsqueeze(-1)
         count = self._counts[to_device(rows, self._device).unsqueeze(-1), ids]
-        numbers = of_rows[of_x.squeeze(-1)]
-        repetition = numbers[:, _REPETITION, None]
-        old = x[of_x, ids]
+        parameters = device_parameters[logits_rows.squeeze(-1)]
+        repetition = parameters[:, _REPETITION, None]
+        old = x[logits_rows, ids]
         new = torch.where(old > 0, old / repetition, old * repetition)
-        new = new - numbers[:, _FREQUENCY, None] * count
-        x[of_x, ids] = new - numbers[:, _PRESENCE, None] * (count > 0)
+        new = new - parameters[:, _FREQUENCY, None] * count
+        x[logits_rows, ids] = new - parameters[:, _PRESENCE, None] * (count > 0)
 
-    def push(self, slots: Ints, tokens: Tensor) -> None:
-        """Each of these slots' sequences has a new token."""
-        places, rows = self._rows(slots)
+    def append_tokens(self, slots: IntArray, tokens: Tensor) -> None:
+        """Append a new token to the sequence of each of these slots."""
+        indices, rows = self._rows_with_history(slots)
         if not len(rows):
             return
-        self._fit(int(self._lengths[rows].max()) + 1)
-        at = to_device(rows, self._device)
-        made = tokens[to_device(places, self._device)]
-        self._ids[at, to_device(self._lengths[rows], self._device)] = made
-        self._counts[at, made] += 1
+        self._grow_columns(int(self._lengths[rows].max()) + 1)
+        row_ids = to_device(rows, self._device)
+        token_ids = tokens[to_device(indices, self._device)]
+        self._ids[row_ids, to_device(self._lengths[rows], self._device)] = token_ids
+        self._counts[row_ids, token_ids] += 1
         self._lengths[rows] += 1
 
-    def _rows(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Places in `slots` that have a row, and the rows."""
-        rows = self._row[slots]
-        places = np.flatnonzero(rows >= 0)
-        return places, rows[places]
+    def _rows_with_history(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """The indices in `slots` of the slots with penalties, and their history rows."""
+        rows = self._slot_rows[slots]
+        indices = np.flatnonzero(rows >= 0)
+        return indices, rows[indices]
 
     def _grow_rows(self) -> None:
-        have = len(self._lengths)
-        more = max(4, have)
-        self._free += range(have, have + more)
-        self._lengths = np.concatenate([self._lengths, np.zeros(more, dtype=np.int64)])
-        self._ids = torch.cat([self._ids, self._ids.new_zeros(more, self._ids.shape[1])])
-        self._counts = torch.cat([self._counts, self._counts.new_zeros(more, self._vocab_size)])
+        row_count = len(self._lengths)
+        rows_added = max(4, row_count)
+        self._free += range(row_count, row_count + rows_added)
+        self._lengths = np.concatenate([self._lengths, np.zeros(rows_added, dtype=np.int64)])
+        self._ids = torch.cat([self._ids, self._ids.new_zeros(rows_added, self._ids.shape[1])])
+        self._counts = torch.cat(
+            [self._counts, self._counts.new_zeros(rows_added, self._vocab_size)]
+        )
 
-    def _fit(self, length: int) -> None:
-        have = self._ids.shape[1]
-        if length > have:
-            more = max(length - have, have, 256)
-            self._ids = torch.cat([self._ids, self._ids.new_zeros(len(self._ids), more)], dim=1)
+    def _grow_columns(self, length: int) -> None:
+        columns = self._ids.shape[1]
+        if length > columns:
+            columns_added = max(length - columns, columns, 256)
+            self._ids = torch.cat(
+                [self._ids, self._ids.new_zeros(len(self._ids), columns_added)], dim=1
+            )

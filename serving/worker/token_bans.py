@@ -1,8 +1,9 @@
-"""Bans: what one slot may not draw next, because of its rules and of what stands there already.
+"""Token bans: masks for allowed ids, bad words, repeated n-grams and early stop tokens.
 
-Each kind of ban is a mask over the vocabulary by itself, so that one that would leave nothing can
-be dropped without the others. What was made is followed token by token, and can be taken up
-anywhere. Knows no logits, and nothing of who else draws.
+The bans of one slot depend on its sampling parameters and on its tokens so far. Each kind of ban is
+a separate mask over the vocabulary, because the sampler skips a ban that would leave no token. The
+state advances with each output token, and can be rebuilt from a sequence's tokens after a
+preemption. This module is independent of logits and of other slots.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,103 +11,120 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 
-Mask = NDArray[np.bool_]
+TokenMask = NDArray[np.bool_]
 
 
-class Bans:
-    """The masks (V,) of one slot, or None where there is nothing to ban.
+class TokenBans:
+    """The masks (V,) of one slot; True means banned. A `*_mask` is None if it bans no token.
 
-    An id of `prompt` outside the vocabulary is a virtual token's: it is like no other.
+    Prompt ids outside the vocabulary are virtual tokens; they match no other token.
     """
 
     def __init__(
-        self, rule: Sampling, prompt: Sequence[int], made: Sequence[int], vocab_size: int
+        self,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        output_tokens: Sequence[int],
+        vocab_size: int,
     ) -> None:
         self._vocab_size = vocab_size
-        self._words = rule.bad_words
-        self._tail_max = max((len(word) - 1 for word in rule.bad_words), default=0)
-        self._tail = (*prompt, *made)[-self._tail_max or len(prompt) + len(made) :]
-        self._allowed = ~self._mask(rule.allowed_token_ids) if rule.allowed_token_ids else None
-        self._stops = self._mask(rule.stop_token_ids)
-        self._left = rule.min_new_tokens - len(made)
-        size = rule.no_repeat_ngram_size
-        self._runs = _Runs(size, (*prompt, *made), vocab_size) if size else None
+        self._bad_words = sampling.bad_words
+        self._last_tokens_max = max((len(word) - 1 for word in sampling.bad_words), default=0)
+        self._last_tokens = (*prompt, *output_tokens)[
+            -self._last_tokens_max or len(prompt) + len(output_tokens) :
+        ]
+        self._not_allowed = (
+            ~self._mask(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+        )
+        self._stop_mask = self._mask(sampling.stop_token_ids)
+        self._min_tokens_left = sampling.min_new_tokens - len(output_tokens)
+        size = sampling.no_repeat_ngram_size
+        self._repeats = (
+            _RepeatedNgrams(size, (*prompt, *output_tokens), vocab_size) if size else None
+        )
 
     @staticmethod
-    def needed(rule: Sampling, made: int) -> bool:
-        """Whether a slot with this rule has anything to ban, after so many tokens or later."""
-        ever = rule.allowed_token_ids or rule.bad_words or rule.no_repeat_ngram_size
-        return bool(ever) or (rule.min_new_tokens > made and bool(rule.stop_token_ids))
+    def is_needed(sampling: SamplingParams, output_count: int) -> bool:
+        """Whether these parameters ban a token after `output_count` or more output tokens."""
+        has_lasting_bans = (
+            sampling.allowed_token_ids or sampling.bad_words or sampling.no_repeat_ngram_size
+        )
+        return bool(has_lasting_bans) or (
+            sampling.min_new_tokens > output_count and bool(sampling.stop_token_ids)
+        )
 
-    def push(self, token: int) -> None:
-        self._left -= 1
-        if self._tail_max:
-            self._tail = (*self._tail, token)[-self._tail_max :]
-        if self._runs is not None:
-            self._runs.push(token)
+    def append(self, token: int) -> None:
+        self._min_tokens_left -= 1
+        if self._last_tokens_max:
+            self._last_tokens = (*self._last_tokens, token)[-self._last_tokens_max :]
+        if self._repeats is not None:
+            self._repeats.append(token)
 
-    def strangers(self) -> Mask | None:
-        return self._allowed
+    def not_allowed_mask(self) -> TokenMask | None:
+        return self._not_allowed
 
-    def words(self) -> Mask | None:
-        ends = [
+    def bad_words_mask(self) -> TokenMask | None:
+        last_words = [
             word[-1]
-            for word in self._words
-            if self._tail[max(0, len(self._tail) - len(word) + 1) :] == word[:-1]
+            for word in self._bad_words
+            if self._last_tokens[max(0, len(self._last_tokens) - len(word) + 1) :] == word[:-1]
         ]
-        return self._mask(ends) if ends else None
+        return self._mask(last_words) if last_words else None
 
-    def repeats(self) -> Mask | None:
-        if self._runs is None or not len(ends := self._runs.ends()):
+    def repeats_mask(self) -> TokenMask | None:
+        if self._repeats is None or not len(repeated_tokens := self._repeats.repeated_tokens()):
             return None
         mask = self._mask(())
-        mask[ends] = True
+        mask[repeated_tokens] = True
         return mask
 
-    def ends(self) -> Mask | None:
-        return self._stops if self._left > 0 else None
+    def early_stop_mask(self) -> TokenMask | None:
+        return self._stop_mask if self._min_tokens_left > 0 else None
 
-    def keeps_from(self, token: int) -> bool:
-        """Whether the token would end what must not end yet."""
-        return self._left > 0 and bool(self._stops[token])
+    def bans_stop_token(self, token: int) -> bool:
+        """Whether `token` is a stop token and min_new_tokens is not reached."""
+        return self._min_tokens_left > 0 and bool(self._stop_mask[token])
 
-    def _mask(self, tokens: Iterable[int]) -> Mask:
+    def _mask(self, tokens: Iterable[int]) -> TokenMask:
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
         mask[[token for token in tokens if 0 <= token < self._vocab_size]] = True
         return mask
 
 
-class _Runs:
-    """The runs of `size` tokens of a text that grows.
+class _RepeatedNgrams:
+    """Finds the tokens that would repeat an n-gram of `size` tokens in a growing sequence.
 
-    They are looked for, not kept: a table of them would be as large as the text times `size`, and
-    after the first comparison few places are left to look at.
+    It scans the sequence at each step. A table of n-grams would have `size` times the tokens of the
+    sequence, and the scan is cheap: after one comparison few candidate positions remain. Virtual
+    tokens have the id -1, and are in no n-gram.
     """
 
-    def __init__(self, size: int, text: Sequence[int], vocab_size: int) -> None:
-        ids = np.asarray(text, dtype=np.int64)
+    def __init__(self, size: int, token_ids: Sequence[int], vocab_size: int) -> None:
+        ids = np.asarray(token_ids, dtype=np.int64)
         self._ids = np.where(ids < vocab_size, ids, -1)
-        self._size, self._length = size, len(ids)
+        self._size = size
+        self._length = len(ids)
 
-    def push(self, token: int) -> None:
+    def append(self, token: int) -> None:
         if self._length == len(self._ids):
-            more = np.zeros(max(256, self._length), dtype=np.int64)
-            self._ids = np.concatenate([self._ids, more])
+            added_zeros = np.zeros(max(256, self._length), dtype=np.int64)
+            self._ids = np.concatenate([self._ids, added_zeros])
         self._ids[self._length] = token
         self._length += 1
 
-    def ends(self) -> NDArray[np.int64]:
-        """The last token of each run that would come again with it."""
-        text, before = self._ids[: self._length], self._size - 1
-        if not before:
-            return text[text >= 0]
-        if self._length < self._size or text[-before:].min() < 0:
-            return text[:0]
-        # Places of the tokens that come after one like the last, and then of fewer and fewer.
-        places = before + np.flatnonzero(text[before - 1 : -1] == text[-1])
-        for back in range(2, self._size):
-            places = places[text[places - back] == text[-back]]
-        ends = text[places]
-        return ends[ends >= 0]
+    def repeated_tokens(self) -> NDArray[np.int64]:
+        """Return the tokens that would complete an n-gram which is already in the sequence."""
+        tokens, prefix_size = self._ids[: self._length], self._size - 1
+        if not prefix_size:
+            return tokens[tokens >= 0]
+        if self._length < self._size or tokens[-prefix_size:].min() < 0:
+            return tokens[:0]
+        # Candidates are the positions after a token that equals the sequence's last token. Each
+        # pass keeps the candidates for which one more preceding token matches.
+        positions = prefix_size + np.flatnonzero(tokens[prefix_size - 1 : -1] == tokens[-1])
+        for distance in range(2, self._size):
+            positions = positions[tokens[positions - distance] == tokens[-distance]]
+        next_tokens = tokens[positions]
+        return next_tokens[next_tokens >= 0]

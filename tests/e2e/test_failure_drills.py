@@ -1,7 +1,7 @@
-"""Drills of the demo's server under load: a rank that is killed, and an end that was asked for.
+"""Failure drills of a server under load: killed ranks, and SIGTERM.
 
-Everybody asks greedily in fp64, where tokens are the same in whatever company they are made, and
-what comes is held against the answer that came when nothing was wrong.
+All clients ask greedily in fp64, where tokens do not depend on the batch, and answers are compared
+with those of an undisturbed server.
 """
 
 import asyncio
@@ -29,23 +29,25 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.async_client import AsyncClient
-from clients.options import Options, request
-from clients.transport import CallError, Retries, call_error
+from clients.options import Options, fill_request
+from clients.transport import CallError, Retries, read_call_error
 from protos.preamble.v1 import admin_pb2, generation_pb2_grpc
 from protos.preamble.v1 import generation_pb2 as pb
-from tests.support.client_crowd import APART
+from tests.support.client_crowd import OWN_CONNECTION
 from tests.support.servers import ROOT, WAIT_S, Server, serving
 from tests.support.tritonclient_calls import streaming, text_of
 
 pytestmark = pytest.mark.slow  # Servers of its own, and minutes.
 
 DEMO = ROOT / "examples/demo/checkpoint"
-TRIES = 8  # To have all callers there at once.
-LONG_S = 60.0  # For what waits for ranks that are started again.
+TRIES = 8  # To have all clients connected at once.
+LONG_S = 60.0  # For calls that wait until ranks have restarted.
 FLIP_S = 2.0
 NEW = 120
-STREAMS, LATE, UNARY = 36, 8, 16
-RUNNING = 40  # All of the first ones and a few of the others; the rest wait.
+STREAMS = 36
+LATE = 8
+UNARY = 16
+RUNNING = 40  # All of the first streams and a few others; the rest wait.
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -55,13 +57,13 @@ def options(new: int = NEW) -> Options:
 
 def prompts(count: int) -> list[str]:
     lines = (ROOT / "examples/demo/prompts.jsonl").read_text().splitlines()
-    found = dict.fromkeys(str(json.loads(line)["prompt"]) for line in lines)
-    numbered = (f"{number}: {text}" for number in range(count) for text in found)
+    texts = dict.fromkeys(str(json.loads(line)["prompt"]) for line in lines)
+    numbered = (f"{number}: {text}" for number in range(count) for text in texts)
     return [text for text, _ in zip(numbered, range(count), strict=False)]
 
 
 def run(drill: Coroutine[Any, Any, None]) -> None:
-    """With a thread for each caller that blocks."""
+    """Run a drill with a thread for each blocking client."""
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))
@@ -71,26 +73,26 @@ def run(drill: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def apart(server: Server) -> AsyncIterator[grpc.aio.Channel]:
-    """A connection that is nobody else's."""
-    async with grpc.aio.insecure_channel(server.address, [APART]) as channel:
+async def open_own_channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
+    """A connection of its own."""
+    async with grpc.aio.insecure_channel(server.address, [OWN_CONNECTION]) as channel:
         yield channel
 
 
 @dataclass
 class Streaming:
-    """What one client saw of its stream."""
+    """What one client receives from its stream."""
 
     prompt: str
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finished: bool = False
     errors: list[grpc.aio.AioRpcError] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, server: Server) -> "Streaming":
-        message = request(pb.GenerateStreamRequest(), self.prompt, options())
-        async with apart(server) as channel:
+        message = fill_request(pb.GenerateStreamRequest(), self.prompt, options())
+        async with open_own_channel(server) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             try:
                 async for piece in stub.GenerateStream(message, timeout=LONG_S):
@@ -98,14 +100,14 @@ class Streaming:
                     self.token_ids += piece.token_ids
                     self.text += piece.text
                     self.finished = piece.finish_reason != pb.FINISH_REASON_UNSPECIFIED
-                    self.begun.set()
+                    self.started.set()
             except grpc.aio.AioRpcError as error:
                 self.errors.append(error)
         return self
 
 
-async def whole(server: Server, prompt: str, new: int = NEW) -> list[int]:
-    """An answer at once, asked for once."""
+async def complete(server: Server, prompt: str, new: int = NEW) -> list[int]:
+    """A whole completion by a unary call."""
     async with AsyncClient(server.address, LONG_S, retries=Retries(attempts_max=1)) as client:
         return (await client.generate(prompt, options(new))).token_ids
 
@@ -116,7 +118,7 @@ async def load_of(server: Server) -> admin_pb2.GetLoadResponse:
 
 
 class MissedError(Exception):
-    """Some were answered before all had come: the machine was busy."""
+    """Some requests ended before all had started: the machine was busy."""
 
 
 async def until(
@@ -133,8 +135,8 @@ async def until(
             await asyncio.sleep(0.005)
 
 
-async def freed(server: Server) -> None:
-    """Nothing runs, nothing waits, and nobody holds keys and values."""
+async def wait_until_free(server: Server) -> None:
+    """Wait until nothing runs or waits, and all KV blocks are free."""
     await until(server, 0, 0)
     async with asyncio.timeout(WAIT_S):
         while (await load_of(server)).kv_blocks_held or server.metric(IN_FLIGHT):
@@ -144,60 +146,67 @@ async def freed(server: Server) -> None:
 IN_FLIGHT = "preamble_requests_in_flight"
 
 
-def told(error: grpc.aio.AioRpcError) -> tuple[str, str, float | None]:
+def describe_error(error: grpc.aio.AioRpcError) -> tuple[str, str, float | None]:
     """Code, reason and RetryInfo's seconds."""
     trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
     status = Status.FromString(trailers.get("grpc-status-details-bin", b""))
-    reason, wait_s, info, retry = "", None, ErrorInfo(), RetryInfo()
+    reason = ""
+    wait_s = None
+    error_info = ErrorInfo()
+    retry = RetryInfo()
     for detail in status.details:
-        if detail.Unpack(info):
-            reason = info.reason
+        if detail.Unpack(error_info):
+            reason = error_info.reason
         if detail.Unpack(retry):
             delay: Duration = retry.retry_delay
             wait_s = delay.ToMilliseconds() / 1000
     return error.code().name, reason, wait_s
 
 
-# ------------------------------------------------------------------------- a rank that is killed
+# ------------------------------------------------------------------------------- killed ranks
 
 
 @dataclass
-class Watched:
-    """When health said what, on each of its two ways."""
+class HealthWatch:
+    """Health over time, by both protocols."""
 
     server: Server
     grpc: list[tuple[float, bool]] = field(default_factory=list)
     http: list[tuple[float, bool]] = field(default_factory=list)
-    late_s: float = 0.0  # How long this side was kept from looking, at most.
+    late_s: float = 0.0  # The longest delay of this process.
 
-    async def pulse(self) -> None:
+    async def measure_delay(self) -> None:
         while True:
-            at = time.monotonic()
+            start = time.monotonic()
             await asyncio.sleep(0.02)
-            self.late_s = max(self.late_s, time.monotonic() - at - 0.02)
+            self.late_s = max(self.late_s, time.monotonic() - start - 0.02)
 
-    async def by_grpc(self) -> None:
-        async with apart(self.server) as channel:
+    async def watch_grpc(self) -> None:
+        async with open_own_channel(self.server) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            async for said in watch:
-                self.grpc.append((time.monotonic(), said.status == SERVING))
+            async for health in watch:
+                self.grpc.append((time.monotonic(), health.status == SERVING))
 
-    async def by_http(self) -> None:
+    async def watch_http(self) -> None:
         while True:
             status, _ = await asyncio.to_thread(self.server.get, "/health/ready")
             self.http.append((time.monotonic(), status == 200))
             await asyncio.sleep(0.02)
 
-    def flips(self, after: float) -> Iterator[tuple[float, float]]:
-        """How long after that each said no, and then yes again."""
-        for said in (self.grpc, self.http):
-            down = next((at for at, up in said if at > after and not up), float("inf"))
-            back = next((at for at, up in said if at > down and up), float("inf"))
-            yield down - after, back - after
+    def transitions(self, after: float) -> Iterator[tuple[float, float]]:
+        """After `after`, the delays until unhealthy and until healthy again."""
+        for samples in (self.grpc, self.http):
+            down_at = next(
+                (time_s for time_s, up in samples if time_s > after and not up), float("inf")
+            )
+            up_at = next(
+                (time_s for time_s, up in samples if time_s > down_at and up), float("inf")
+            )
+            yield down_at - after, up_at - after
 
 
-def test_a_rank_is_killed_while_many_stream(tmp_path: Path) -> None:
-    """The last one, then rank 0, beside which the planner is."""
+def test_killed_rank_restarts_under_load(tmp_path: Path) -> None:
+    """Kill the last rank, then rank 0, which runs the engine loop."""
     limits: dict[str, Any] = {"tp": 2, "running_requests_max": RUNNING}
     limits["flight_dir"] = str(tmp_path)
     with serving(DEMO, tmp_path / "s.yaml", tmp_path / "log", **limits) as server:
@@ -206,49 +215,52 @@ def test_a_rank_is_killed_while_many_stream(tmp_path: Path) -> None:
 
 async def kill_ranks(server: Server) -> None:
     texts = prompts(STREAMS + LATE + UNARY)
-    calm = await asyncio.gather(*(whole(server, text) for text in texts))
-    assert all(len(answer) == NEW for answer in calm)
+    baseline = await asyncio.gather(*(complete(server, text) for text in texts))
+    assert all(len(answer) == NEW for answer in baseline)
     for times, rank in enumerate((1, 0)):
         assert (await load_of(server)).engine_restarts == times
-        await kill_a_rank(server, rank, dict(zip(texts, calm, strict=True)))
+        await kill_a_rank(server, rank, dict(zip(texts, baseline, strict=True)))
 
 
 async def kill_a_rank(server: Server, rank: int, expected: Mapping[str, list[int]]) -> None:
     texts = list(expected)
     restarts = (await load_of(server)).engine_restarts
-    watched = Watched(server)
-    looks = (watched.by_grpc(), watched.by_http(), watched.pulse())
-    watching = [asyncio.create_task(one) for one in looks]
+    watched = HealthWatch(server)
+    watches = (watched.watch_grpc(), watched.watch_http(), watched.measure_delay())
+    watch_tasks = [asyncio.create_task(watch) for watch in watches]
 
-    crowd = await crowded(server, texts)
-    streams, late = crowd.streams, crowd.late
+    clients = await start_clients(server, texts)
+    streams = clients.streams
+    late_streams = clients.late_streams
     os.kill(server.ranks[rank], signal.SIGKILL)
     killed = time.monotonic()
 
-    await asyncio.gather(*crowd.reading)
+    await asyncio.gather(*clients.reads)
     lost_s = time.monotonic() - killed
-    await refused_for_now(server, texts[0])
-    patient = asyncio.create_task(insist(server, texts[0]))
-    made = await asyncio.gather(*crowd.unary)
-    await asyncio.gather(*crowd.reading_late)
+    await check_retryable_refusal(server, texts[0])
+    retried = asyncio.create_task(complete_with_retries(server, texts[0]))
+    completions = await asyncio.gather(*clients.unary)
+    await asyncio.gather(*clients.late_reads)
     requeued_s = time.monotonic() - killed
-    assert await patient == expected[texts[0]]
-    assert [await whole(server, text) for text in texts[:4]] == [expected[t] for t in texts[:4]]
-    for task in watching:
+    assert await retried == expected[texts[0]]
+    assert [await complete(server, text) for text in texts[:4]] == [expected[t] for t in texts[:4]]
+    for task in watch_tasks:
         task.cancel()
 
-    for one in streams:
-        assert not one.finished and 0 < len(one.token_ids) < NEW
-        assert one.token_ids == expected[one.prompt][: len(one.token_ids)]
-        (error,) = one.errors
-        assert told(error) == ("UNAVAILABLE", "ENGINE_LOST", 1.0)
+    for watch in streams:
+        assert not watch.finished and 0 < len(watch.token_ids) < NEW
+        assert watch.token_ids == expected[watch.prompt][: len(watch.token_ids)]
+        (error,) = watch.errors
+        assert describe_error(error) == ("UNAVAILABLE", "ENGINE_LOST", 1.0)
         assert "try again in a moment" in (error.details() or "")
-    assert made == [expected[text] for text in texts[STREAMS + LATE :]]
-    assert [one.token_ids for one in late] == [expected[one.prompt] for one in late]
-    assert all(one.finished and not one.errors for one in late)
-    await freed(server)
+    assert completions == [expected[text] for text in texts[STREAMS + LATE :]]
+    assert [watch.token_ids for watch in late_streams] == [
+        expected[watch.prompt] for watch in late_streams
+    ]
+    assert all(watch.finished and not watch.errors for watch in late_streams)
+    await wait_until_free(server)
     assert (await load_of(server)).engine_restarts == restarts + 1
-    (grpc_s, grpc_back_s), (http_s, http_back_s) = watched.flips(killed)
+    (grpc_s, grpc_back_s), (http_s, http_back_s) = watched.transitions(killed)
     print(
         f"\nrank {rank} killed: {STREAMS} streams told after {lost_s:.3f} s; health no after "
         f"{grpc_s:.3f} s (gRPC), {http_s:.3f} s (HTTP), yes after {grpc_back_s:.2f} s and "
@@ -260,61 +272,66 @@ async def kill_a_rank(server: Server, rank: int, expected: Mapping[str, list[int
 
 
 @dataclass
-class Crowd:
-    """Streams that have begun, whole answers, and streams that wait behind all of these."""
+class Clients:
+    """Running streams, unary calls, and streams that wait in the queue behind them."""
 
     streams: list[Streaming]
-    late: list[Streaming]
-    reading: list[asyncio.Task[Streaming]] = field(default_factory=list)
+    late_streams: list[Streaming]
+    reads: list[asyncio.Task[Streaming]] = field(default_factory=list)
     unary: list[asyncio.Task[list[int]]] = field(default_factory=list)
-    reading_late: list[asyncio.Task[Streaming]] = field(default_factory=list)
+    late_reads: list[asyncio.Task[Streaming]] = field(default_factory=list)
 
-    async def come(self, server: Server, texts: Sequence[str]) -> None:
-        self.reading = [asyncio.create_task(one.read(server)) for one in self.streams]
-        await asyncio.gather(*(one.begun.wait() for one in self.streams))
-        self.unary = [asyncio.create_task(whole(server, text)) for text in texts]
-        begun = [*self.reading, *self.unary]
-        await until(server, RUNNING, STREAMS + UNARY - RUNNING, begun)
-        self.reading_late = [asyncio.create_task(one.read(server)) for one in self.late]
-        await until(server, RUNNING, STREAMS + UNARY + LATE - RUNNING, begun)
+    async def start(self, server: Server, texts: Sequence[str]) -> None:
+        self.reads = [asyncio.create_task(stream.read(server)) for stream in self.streams]
+        await asyncio.gather(*(stream.started.wait() for stream in self.streams))
+        self.unary = [asyncio.create_task(complete(server, text)) for text in texts]
+        started = [*self.reads, *self.unary]
+        await until(server, RUNNING, STREAMS + UNARY - RUNNING, started)
+        self.late_reads = [
+            asyncio.create_task(late_stream.read(server)) for late_stream in self.late_streams
+        ]
+        await until(server, RUNNING, STREAMS + UNARY + LATE - RUNNING, started)
 
 
-async def crowded(server: Server, texts: Sequence[str]) -> Crowd:
-    """All of them there at once, sooner or later."""
+async def start_clients(server: Server, texts: Sequence[str]) -> Clients:
+    """All clients running or queued at once, after some tries."""
     for _ in range(TRIES):
-        early, late = texts[:STREAMS], texts[STREAMS : STREAMS + LATE]
-        crowd = Crowd([Streaming(text) for text in early], [Streaming(text) for text in late])
+        early_texts = texts[:STREAMS]
+        late_texts = texts[STREAMS : STREAMS + LATE]
+        clients = Clients(
+            [Streaming(text) for text in early_texts], [Streaming(text) for text in late_texts]
+        )
         try:
-            await crowd.come(server, texts[STREAMS + LATE :])
+            await clients.start(server, texts[STREAMS + LATE :])
         except MissedError:
-            await asyncio.gather(*crowd.reading, *crowd.unary, *crowd.reading_late)
-            await freed(server)
+            await asyncio.gather(*clients.reads, *clients.unary, *clients.late_reads)
+            await wait_until_free(server)
         else:
-            return crowd
+            return clients
     raise AssertionError("never were all of them there at once")
 
 
-async def refused_for_now(server: Server, text: str) -> None:
-    """While there are no ranks, new calls are told when to come back."""
-    with pytest.raises(CallError) as refused:
-        await whole(server, text)
-    error = refused.value
+async def check_retryable_refusal(server: Server, text: str) -> None:
+    """Without ranks, new calls are refused with a time to retry."""
+    with pytest.raises(CallError) as caught:
+        await complete(server, text)
+    error = caught.value
     assert (error.code, error.reason) == ("UNAVAILABLE", "ENGINE_RESTARTING") and error.retry_s
 
 
-async def insist(server: Server, text: str) -> list[int]:
-    """As a program would, with the client that comes along: it comes back when it is told to."""
+async def complete_with_retries(server: Server, text: str) -> list[int]:
+    """As a program would, with the client library: it retries when the error says so."""
     async with AsyncClient(server.address, LONG_S, retries=Retries(attempts_max=8)) as client:
         return (await client.generate(text, options())).token_ids
 
 
-# ------------------------------------------------------------------------------ an end asked for
+# ------------------------------------------------------------------------------------ SIGTERM
 
-CALLERS = 6  # Who go on asking for more.
+CALLERS = 6  # Clients that keep sending requests.
 DRAIN_S = 30.0
 
 
-def test_sigterm_while_many_stream_fails_nothing_that_was_accepted(tmp_path: Path) -> None:
+def test_sigterm_under_load_completes_accepted_requests(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"running_requests_max": 32, "drain_s": DRAIN_S}
     with serving(DEMO, tmp_path / "s.yaml", tmp_path / "log", **limits) as server:
         run(stop_under_load(server))
@@ -324,17 +341,19 @@ def test_sigterm_while_many_stream_fails_nothing_that_was_accepted(tmp_path: Pat
 
 async def stop_under_load(server: Server) -> None:
     texts = prompts(56)
-    calm = await asyncio.gather(*(Streaming(text).read(server) for text in texts))
-    expected = {one.prompt: one for one in calm}
-    assert all(len(one.token_ids) == NEW for one in calm)
+    baseline = await asyncio.gather(*(Streaming(text).read(server) for text in texts))
+    expected = {stream.prompt: stream for stream in baseline}
+    assert all(len(stream.token_ids) == NEW for stream in baseline)
 
     for _ in range(TRIES):
         streams = [Streaming(text) for text in texts[:36]]
-        reading = [asyncio.create_task(one.read(server)) for one in streams]
-        eventful = (asyncio.to_thread(completed, server, text) for text in texts[36:44])
-        events = [asyncio.create_task(one) for one in eventful]
-        unary = [asyncio.create_task(whole(server, text)) for text in texts[44:52]]
-        triple = asyncio.create_task(asyncio.to_thread(inferred, server, texts[52:]))
+        reading = [asyncio.create_task(stream.read(server)) for stream in streams]
+        eventful = (
+            asyncio.to_thread(complete_openai_stream, server, text) for text in texts[36:44]
+        )
+        events = [asyncio.create_task(stream) for stream in eventful]
+        unary = [asyncio.create_task(complete(server, text)) for text in texts[44:52]]
+        triple = asyncio.create_task(asyncio.to_thread(complete_kserve_stream, server, texts[52:]))
         try:
             await until(server, 32, 56 - 32, [*reading, *events, *unary, triple])
             break
@@ -342,72 +361,75 @@ async def stop_under_load(server: Server) -> None:
             await asyncio.gather(*reading, *events, *unary, triple)
     server.process.send_signal(signal.SIGTERM)
     started = time.monotonic()
-    ends: Counter[tuple[str, str]] = Counter()
-    knocking = [threading.Thread(target=knock, args=(server, ends)) for _ in range(CALLERS)]
+    refusals: Counter[tuple[str, str]] = Counter()
+    knocking = [
+        threading.Thread(target=send_until_refused, args=(server, refusals)) for _ in range(CALLERS)
+    ]
     for thread in knocking:
         thread.start()
     await asyncio.gather(*reading)
-    by_http, by_call = await asyncio.gather(*events), await asyncio.gather(*unary)
-    by_kserve = await triple
+    http_texts = await asyncio.gather(*events)
+    unary_tokens = await asyncio.gather(*unary)
+    kserve_texts = await triple
     code = await asyncio.to_thread(server.process.wait, DRAIN_S)
     took_s = time.monotonic() - started
     for thread in knocking:
         await asyncio.to_thread(thread.join, WAIT_S)
 
     assert code == 0 and took_s < DRAIN_S
-    assert [(one.errors, one.finished) for one in streams] == [([], True)] * len(streams)
-    assert [one.token_ids for one in streams] == [expected[t].token_ids for t in texts[:36]]
-    assert by_http == [expected[text].text for text in texts[36:44]]
-    assert by_call == [expected[text].token_ids for text in texts[44:52]]
-    assert by_kserve == [expected[text].text for text in texts[52:]]
-    assert {code for code, _ in ends} == {"UNAVAILABLE"}
-    assert ends["UNAVAILABLE", "DRAINING"]
-    assert {reason for _, reason in ends} <= {"DRAINING", ""}  # "": its port is closed already.
+    assert [(stream.errors, stream.finished) for stream in streams] == [([], True)] * len(streams)
+    assert [stream.token_ids for stream in streams] == [expected[t].token_ids for t in texts[:36]]
+    assert http_texts == [expected[text].text for text in texts[36:44]]
+    assert unary_tokens == [expected[text].token_ids for text in texts[44:52]]
+    assert kserve_texts == [expected[text].text for text in texts[52:]]
+    assert {code for code, _ in refusals} == {"UNAVAILABLE"}
+    assert refusals["UNAVAILABLE", "DRAINING"]
+    assert {reason for _, reason in refusals} <= {"DRAINING", ""}  # "": the port is closed already.
     print(
         f"\nSIGTERM: 56 answers (36 gRPC streams, 8 by HTTP, 8 calls, 4 by KServe) all right, "
-        f"gone after {took_s:.2f} s with {code}; new calls: {dict(ends)}"
+        f"gone after {took_s:.2f} s with {code}; new calls: {dict(refusals)}"
     )
 
 
-def knock(server: Server, ends: "Counter[tuple[str, str]]") -> None:
-    """Ask for more, until nobody is there."""
-    with grpc.insecure_channel(server.address, [APART]) as channel:
+def send_until_refused(server: Server, refusals: "Counter[tuple[str, str]]") -> None:
+    """Send requests until the server is gone."""
+    with grpc.insecure_channel(server.address, [OWN_CONNECTION]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         while server.process.poll() is None:
             try:
                 stub.Generate(pb.GenerateRequest(text="one", max_new_tokens=1), timeout=WAIT_S)
-                ends["OK", ""] += 1
+                refusals["OK", ""] += 1
             except grpc.RpcError as error:
-                failure = call_error(error)
-                ends[failure.code, failure.reason] += 1
+                failure = read_call_error(error)
+                refusals[failure.code, failure.reason] += 1
             time.sleep(0.05)
 
 
-def completed(server: Server, text: str) -> str:
-    """A stream of OpenAI's, whole: its text, if it ends as it should."""
+def complete_openai_stream(server: Server, text: str) -> str:
+    """The text of an OpenAI stream that ends as it should."""
     record = {"prompt": text, "max_tokens": NEW, "stream": True, "temperature": 0}
-    asked = urllib.request.Request(
+    http_request = urllib.request.Request(
         f"http://{server.http_address}/v1/completions",
         json.dumps({**record, "ignore_eos": True}).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(asked, timeout=LONG_S) as answer:
+    with urllib.request.urlopen(http_request, timeout=LONG_S) as answer:
         events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in events[:-2]]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
     assert choices[-1]["finish_reason"] == "length"
-    return "".join(one["text"] for one in choices)
+    return "".join(event["text"] for event in choices)
 
 
-def inferred(server: Server, texts: Sequence[str]) -> list[str]:
-    """Requests of one of KServe's streams, by tritonclient."""
+def complete_kserve_stream(server: Server, texts: Sequence[str]) -> list[str]:
+    """Texts of requests on one KServe stream, by tritonclient."""
     with (
         triton.InferenceServerClient(server.address) as client,
         streaming(client) as streamed,
     ):
-        more = {"max_tokens": NEW, "temperature": 0.0, "ignore_eos": True}
+        parameters = {"max_tokens": NEW, "temperature": 0.0, "ignore_eos": True}
         for text in texts:
-            streamed.send("preamble", text, text=text, exclude_input_in_output=True, **more)
+            streamed.send("preamble", text, text=text, exclude_input_in_output=True, **parameters)
         results, errors = streamed.until(len(texts))
         assert not errors
-        return ["".join(text_of(one) for one in results[text]) for text in texts]
+        return ["".join(text_of(response) for response in results[text]) for text in texts]

@@ -1,8 +1,8 @@
-"""Crowds: a thousand who say nothing, some who read nothing, two hundred who vanish.
+"""Many clients: a thousand idle, some that do not read, two hundred that vanish.
 
-Each crowd is a process of its own, or sockets here. Others go on asking meanwhile, and get what
-they would get alone: greedily in fp64, where a batch changes no token. The model knows numbers
-only, so nothing but its length ends an answer, and a long one can be caught in the middle.
+The clients of a test are a process of their own, or sockets here. Other calls go on meanwhile and
+get the tokens that they get alone: greedily in fp64, where a batch changes no token. The model's
+tokens are numbers, so only the length ends an answer, and a long one can be interrupted.
 """
 
 import json
@@ -24,8 +24,8 @@ from clients.client import Options
 from clients.transport import CallError
 from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
-from tests.support.broken.kserve_requests import one, request, texts
-from tests.support.client_crowd import APART, OPEN_S, completion, crowd
+from tests.support.broken.kserve_requests import input_tensor, request, texts
+from tests.support.client_crowd import OPEN_S, OWN_CONNECTION, completion, open_clients
 from tests.support.process_memory import anonymous_bytes
 from tests.support.servers import WAIT_S, Server, eventually, serving, write_checkpoint
 from tests.support.tritonclient_calls import streaming, text_of
@@ -33,11 +33,11 @@ from tests.support.tritonclient_calls import streaming, text_of
 pytestmark = pytest.mark.slow  # Servers of its own, and minutes.
 
 IDLE = 1000
-# An idle stream is a call of gRPC's library and a task or two of ours; a connection has buffers.
+# An idle stream costs a call of gRPC's library and one or two tasks; a connection costs buffers.
 STREAM_BYTES_MAX = 64 << 10
 CONNECTION_BYTES_MAX = 64 << 10
-OTHERS = 20  # Short calls, of which the slowest
-OTHERS_S = 2.0  # takes no longer. The machine may be crowded too.
+OTHER_CALLS = 20  # Short calls,
+OTHER_CALLS_S = 2.0  # and the limit of the slowest. The machine may be busy too.
 SHORT = Options(max_new_tokens=8, temperature=0.0)
 LONG = 4000
 PROMPT = "1 2 3"
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("crowds"), tokenizer=False)
 
 
-def idle(server: Server) -> bool:
+def is_idle(server: Server) -> bool:
     states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
     return all(server.metric(f"preamble_{state}") == 0 for state in (*states, "kv_blocks_held"))
 
@@ -57,34 +57,34 @@ def in_flight(server: Server, count: int) -> Callable[[], bool]:
     return lambda: server.metric("preamble_requests_in_flight") == count
 
 
-def others(server: Server, expected: list[int]) -> float:
-    """Short calls, one after the other, each answered rightly; how long the slowest took.
+def slowest_call_s(server: Server, expected: list[int]) -> float:
+    """Short calls, one after the other, each with the expected tokens; the slowest's seconds.
 
-    Who is hindered is so each time; a machine that was busy otherwise is not.
+    The best of several rounds: a blocked server is slow in each, a busy machine is not.
     """
     slowest_s = min(_slowest(server, expected) for _ in range(2))
     assert server.get("/health/ready")[0] == 200
-    assert slowest_s < OTHERS_S
+    assert slowest_s < OTHER_CALLS_S
     return slowest_s
 
 
 def _slowest(server: Server, expected: list[int]) -> float:
     slowest_s = 0.0
     with server.client() as client:
-        for _ in range(OTHERS):
-            began = time.monotonic()
+        for _ in range(OTHER_CALLS):
+            start = time.monotonic()
             assert client.generate(PROMPT, SHORT).token_ids == expected
-            slowest_s = max(slowest_s, time.monotonic() - began)
+            slowest_s = max(slowest_s, time.monotonic() - start)
     return slowest_s
 
 
-# --------------------------------------------------------------------------- those who say nothing
+# --------------------------------------------------------------------------------- idle clients
 
 
 @pytest.fixture
-def quiet(checkpoint: Path) -> Iterator[Server]:
+def idle_server(checkpoint: Path) -> Iterator[Server]:
     limits: dict[str, Any] = {
-        # With the streams there is room for ten calls more, and for ten connections more.
+        # Beyond the streams there is capacity for ten calls and ten connections.
         "calls_max": IDLE + 10,
         "http_connections_max": IDLE + 10,
         "connection_calls_max": 300,
@@ -95,136 +95,142 @@ def quiet(checkpoint: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_thousand_idle_streams_hinder_nobody_and_leave_nothing(quiet: Server) -> None:
-    with quiet.client() as client:
+def test_a_thousand_idle_streams_do_not_slow_calls_or_leak(idle_server: Server) -> None:
+    with idle_server.client() as client:
         expected = client.generate(PROMPT, SHORT).token_ids
-    others(quiet, expected)  # Whatever is made at first is made.
-    before = anonymous_bytes(quiet.process.pid)
-    with crowd("idle", quiet.address, IDLE) as held:
-        eventually(in_flight(quiet, IDLE), within_s=OPEN_S)
-        each = (anonymous_bytes(quiet.process.pid) - before) / IDLE
-        slowest_s = others(quiet, expected)
-        with crowd("idle", quiet.address, 9):  # One place is left, and then none.
-            eventually(in_flight(quiet, IDLE + 9))
-            assert others(quiet, expected)
-            with crowd("idle", quiet.address, 1), quiet.client() as client:
-                eventually(in_flight(quiet, IDLE + 10))
-                with pytest.raises(CallError, match=r"takes 1010 \(calls_max\)") as refused:
+    slowest_call_s(idle_server, expected)  # So that first-use allocations are done.
+    memory_before = anonymous_bytes(idle_server.process.pid)
+    with open_clients("idle", idle_server.address, IDLE) as clients:
+        eventually(in_flight(idle_server, IDLE), within_s=OPEN_S)
+        bytes_per_stream = (anonymous_bytes(idle_server.process.pid) - memory_before) / IDLE
+        slowest_s = slowest_call_s(idle_server, expected)
+        with open_clients("idle", idle_server.address, 9):  # One call is left, and then none.
+            eventually(in_flight(idle_server, IDLE + 9))
+            assert slowest_call_s(idle_server, expected)
+            with open_clients("idle", idle_server.address, 1), idle_server.client() as client:
+                eventually(in_flight(idle_server, IDLE + 10))
+                with pytest.raises(CallError, match=r"takes at most 1010 \(calls_max\)") as caught:
                     client.generate(PROMPT, SHORT)
-                error = refused.value
+                error = caught.value
                 assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-                assert error.retry_s and client.load().engine_up  # Who looks is let in still.
-        eventually(in_flight(quiet, IDLE))
-        held.kill()
-        eventually(lambda: idle(quiet))
-    print(f"\n{IDLE} idle streams: {each / 1024:.1f} KiB each, slowest other {slowest_s:.3f} s")
-    assert each < STREAM_BYTES_MAX
+                assert error.retry_s and client.load().engine_up  # Admin calls are still admitted.
+        eventually(in_flight(idle_server, IDLE))
+        clients.kill()
+        eventually(lambda: is_idle(idle_server))
+    print(
+        f"\n{IDLE} idle streams: {bytes_per_stream / 1024:.1f} KiB each, "
+        f"slowest other {slowest_s:.3f} s"
+    )
+    assert bytes_per_stream < STREAM_BYTES_MAX
 
 
-def test_a_thousand_idle_connections_hinder_nobody_and_one_too_many_is_told(
-    quiet: Server,
+def test_a_thousand_idle_connections_do_not_slow_calls_and_the_limit_is_reported(
+    idle_server: Server,
 ) -> None:
-    with quiet.client() as client:
+    with idle_server.client() as client:
         expected = client.generate(PROMPT, SHORT).token_ids
-    before = anonymous_bytes(quiet.process.pid)
-    with crowd("connections", quiet.http_address, IDLE) as held:
-        slowest_s = others(quiet, expected)
-        each = (anonymous_bytes(quiet.process.pid) - before) / IDLE
-        with ExitStack() as more:
+    memory_before = anonymous_bytes(idle_server.process.pid)
+    with open_clients("connections", idle_server.http_address, IDLE) as clients:
+        slowest_s = slowest_call_s(idle_server, expected)
+        bytes_per_connection = (anonymous_bytes(idle_server.process.pid) - memory_before) / IDLE
+        with ExitStack() as connections:
             for _ in range(12):
-                more.enter_context(connected(quiet))
-            with connected(quiet) as late:
-                said = late.recv(4096)
-        head, _, body = said.partition(b"\r\n\r\n")
+                connections.enter_context(open_connection(idle_server))
+            with open_connection(idle_server) as rejected:
+                response = rejected.recv(4096)
+        head, _, body = response.partition(b"\r\n\r\n")
         error = json.loads(body)["error"]
         assert head.startswith(b"HTTP/1.1 429 ") and b"\r\nRetry-After: 1\r\n" in head
         assert error["code"] == "QUEUE_FULL" and "http_connections_max" in error["message"]
-        held.kill()
-        eventually(lambda: quiet.get("/health/live")[0] == 200)
-    print(f"\n{IDLE} connections: {each / 1024:.1f} KiB each, slowest other {slowest_s:.3f} s")
-    assert each < CONNECTION_BYTES_MAX
+        clients.kill()
+        eventually(lambda: idle_server.get("/health/live")[0] == 200)
+    print(
+        f"\n{IDLE} connections: {bytes_per_connection / 1024:.1f} KiB each, "
+        f"slowest other {slowest_s:.3f} s"
+    )
+    assert bytes_per_connection < CONNECTION_BYTES_MAX
 
 
-def connected(server: Server) -> socket.socket:
+def open_connection(server: Server) -> socket.socket:
     host, _, port = server.http_address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
-def test_a_thousand_streams_that_wait_their_turn_hinder_nobody_who_need_not(
-    quiet: Server,
+def test_a_thousand_queued_streams_do_not_slow_other_calls(
+    idle_server: Server,
 ) -> None:
-    before = anonymous_bytes(quiet.process.pid)
-    with crowd("waiting", quiet.address, IDLE + 4, prompt=PROMPT, new=LONG) as held:
+    memory_before = anonymous_bytes(idle_server.process.pid)
+    with open_clients("waiting", idle_server.address, IDLE + 4, prompt=PROMPT, new=LONG) as clients:
         waiting = "preamble_scheduler_waiting_requests"
-        eventually(lambda: quiet.metric(waiting) == IDLE, within_s=OPEN_S)
-        each = (anonymous_bytes(quiet.process.pid) - before) / IDLE
-        with quiet.client() as client:
-            began = time.monotonic()
-            for _ in range(OTHERS):
+        eventually(lambda: idle_server.metric(waiting) == IDLE, within_s=OPEN_S)
+        bytes_per_stream = (anonymous_bytes(idle_server.process.pid) - memory_before) / IDLE
+        with idle_server.client() as client:
+            start = time.monotonic()
+            for _ in range(OTHER_CALLS):
                 assert client.tokenize(PROMPT) and client.load().waiting_requests == IDLE
-            took_s = (time.monotonic() - began) / 2 / OTHERS
-            with pytest.raises(CallError, match="queue_requests_max") as refused:
+            took_s = (time.monotonic() - start) / 2 / OTHER_CALLS
+            with pytest.raises(CallError, match="queue_requests_max") as caught:
                 client.generate(PROMPT, SHORT)
-            error = refused.value
+            error = caught.value
             assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
             assert error.retry_s
-        assert quiet.get("/health/ready")[0] == 200
-        held.kill()
-        eventually(lambda: idle(quiet))
-    print(f"\n{IDLE} waiting: {each / 1024:.1f} KiB each, others' calls {took_s:.4f} s")
-    assert each < STREAM_BYTES_MAX and took_s < OTHERS_S
-    with quiet.client() as client:
+        assert idle_server.get("/health/ready")[0] == 200
+        clients.kill()
+        eventually(lambda: is_idle(idle_server))
+    print(f"\n{IDLE} waiting: {bytes_per_stream / 1024:.1f} KiB each, others' calls {took_s:.4f} s")
+    assert bytes_per_stream < STREAM_BYTES_MAX and took_s < OTHER_CALLS_S
+    with idle_server.client() as client:
         assert client.generate(PROMPT, SHORT).usage.completion_tokens == 8
 
 
 CARRIED = LONG
 
 
-def test_a_stream_that_carries_nothing_is_ended_and_one_that_carries_something_is_not(
+def test_only_streams_without_requests_time_out(
     checkpoint: Path,
 ) -> None:
     with serving(checkpoint, checkpoint.parent / "brief.yaml", stream_idle_s=3.0) as server:
-        ended = 'preamble_request_errors_total{reason="IDLE_STREAM"}'
-        with crowd("idle", server.address, 5):
-            eventually(lambda: server.metric(ended) == 5)
-            eventually(lambda: idle(server))
+        idle_errors = 'preamble_request_errors_total{reason="IDLE_STREAM"}'
+        with open_clients("idle", server.address, 5):
+            eventually(lambda: server.metric(idle_errors) == 5)
+            eventually(lambda: is_idle(server))
         with triton.InferenceServerClient(server.address) as client, streaming(client) as streamed:
-            # It is answered for longer than a stream may be idle.
+            # Its answer takes longer than a stream may be idle.
             streamed.send("preamble", "one", text=PROMPT, max_tokens=CARRIED)
             results, errors = streamed.until(1)
             answered = time.monotonic()
-            assert server.metric(ended) == 5
+            assert server.metric(idle_errors) == 5
             _, error = streamed.next()
             assert time.monotonic() - answered > 1.0
             assert not errors and len("".join(map(text_of, results["one"])).split()) == CARRIED
             assert re.search(r"ABORTED.*for 3 s \(stream_idle_s\).*open another", str(error))
-            eventually(lambda: idle(server))
+            eventually(lambda: is_idle(server))
 
 
-# ------------------------------------------------------- those who read nothing, and who vanish
+# --------------------------------------------------------- clients that do not read, or vanish
 
 
 @pytest.fixture(scope="module")
-def busy(checkpoint: Path) -> Iterator[Server]:
+def busy_server(checkpoint: Path) -> Iterator[Server]:
     limits: dict[str, Any] = {
         "slow_reader_s": 1.5,
         "running_requests_max": 256,
         "kv_tokens_max": 1 << 18,
-        "prefix_cache": False,  # So that what is held is held by somebody.
+        "prefix_cache": False,  # So that every used block belongs to a request.
     }
     with serving(checkpoint, checkpoint.parent / "busy.yaml", **limits) as server:
         yield server
 
 
-SLOW = 3  # Of each kind.
-# A window of a few kilobytes that does not grow, as a slow line has one.
-NARROW = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0), APART]
+SLOW = 3  # Of each protocol.
+# A window of a few kilobytes that does not grow, as on a slow network.
+NARROW = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0), OWN_CONNECTION]
 
 
-def test_slow_readers_of_every_kind_are_ended_and_nobody_else_notices(busy: Server) -> None:
-    with busy.client() as client:
+def test_slow_readers_are_disconnected_without_delaying_others(busy_server: Server) -> None:
+    with busy_server.client() as client:
         expected = client.generate(PROMPT, SHORT).token_ids
-    ends = [
+    error_series = [
         f'preamble_requests_total{{code="RESOURCE_EXHAUSTED",method="{method}",wire="{wire}"}}'
         for method, wire in (
             *(("GenerateStream", "preamble"), ("ModelStreamInfer", "kserve")),
@@ -234,15 +240,17 @@ def test_slow_readers_of_every_kind_are_ended_and_nobody_else_notices(busy: Serv
     with ExitStack() as stack:
         for _ in range(SLOW):
             for unread in (unread_stream, unread_infer, unread_events):
-                stack.enter_context(unread(busy))
-        slowest_s = others(busy, expected)
-        eventually(lambda: [busy.metric(one) for one in ends] == [SLOW] * 3)
-        eventually(lambda: idle(busy))
+                stack.enter_context(unread(busy_server))
+        slowest_s = slowest_call_s(busy_server, expected)
+        eventually(lambda: [busy_server.metric(series) for series in error_series] == [SLOW] * 3)
+        eventually(lambda: is_idle(busy_server))
     print(f"\n{3 * SLOW} slow readers: slowest other {slowest_s:.3f} s")
-    assert busy.metric('preamble_request_errors_total{reason="SLOW_READER"}') == 3 * SLOW
-    # What was on a stream that ended is nobody's any more.
-    inside = 'preamble_requests_total{code="CANCELLED",method="ModelStreamInfer/request",'
-    assert busy.metric(inside + 'wire="kserve"}') == SLOW
+    assert busy_server.metric('preamble_request_errors_total{reason="SLOW_READER"}') == 3 * SLOW
+    # Requests of a stream that ended are cancelled.
+    cancelled_requests = (
+        'preamble_requests_total{code="CANCELLED",method="ModelStreamInfer/request",'
+    )
+    assert busy_server.metric(cancelled_requests + 'wire="kserve"}') == SLOW
 
 
 @contextmanager
@@ -262,12 +270,12 @@ def unread_stream(server: Server) -> Iterator[None]:
 def unread_infer(server: Server) -> Iterator[None]:
     with grpc.insecure_channel(server.address, NARROW) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = request(
+        infer_request = request(
             texts("text_input", PROMPT.encode()),
-            one("stream", "BOOL", [1], bool_contents=[True]),
-            one("max_tokens", "INT32", [1], int_contents=[LONG]),
+            input_tensor("stream", "BOOL", [1], bool_contents=[True]),
+            input_tensor("max_tokens", "INT32", [1], int_contents=[LONG]),
         )
-        stream = stub.ModelStreamInfer(iter([asked]), timeout=2 * WAIT_S)
+        stream = stub.ModelStreamInfer(iter([infer_request]), timeout=2 * WAIT_S)
         next(stream)
         yield
         stream.cancel()
@@ -275,61 +283,69 @@ def unread_infer(server: Server) -> Iterator[None]:
 
 @contextmanager
 def unread_events(server: Server) -> Iterator[None]:
-    with closing(socket.socket()) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    with closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         host, _, port = server.http_address.rpartition(":")
-        held.connect((host, int(port)))
-        # Its answers are far more than what sockets hold for it.
-        held.sendall(completion(PROMPT.split(), LONG, n=8, logprobs=20))
-        assert held.recv(15) == b"HTTP/1.1 200 OK"
+        connection.connect((host, int(port)))
+        # Its response is far larger than the sockets' buffers.
+        connection.sendall(completion(PROMPT.split(), LONG, n=8, logprobs=20))
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
         yield
 
 
-VANISHED = 100  # Of gRPC, and as many of HTTP.
+VANISHED = 100  # By gRPC, and as many by HTTP.
 STAYED = Options(max_new_tokens=600, temperature=0.0)
-# Closing a hundred connections takes the front end some milliseconds, and meanwhile steps go on.
-# Of one step more the planner may have begun the next when it hears of an end.
+# Closing a hundred connections takes the front end some milliseconds, in which steps go on; and
+# the engine loop may have launched one more step when a cancellation arrives.
 STEPS_MAX = 100
 STEPS = "preamble_engine_steps_total"
 
 
-def test_two_hundred_clients_that_are_killed_leave_nothing_held(busy: Server) -> None:
-    with busy.client(3 * WAIT_S) as client:
+def test_killed_clients_leave_no_requests_or_blocks(busy_server: Server) -> None:
+    with busy_server.client(3 * WAIT_S) as client:
         expected = client.generate(PROMPT, STAYED).token_ids
         stayed: list[int] = []
 
-        def stay() -> None:
+        def run_survivor() -> None:
             for piece in client.stream(PROMPT, STAYED):
                 stayed.extend(piece.token_ids)
 
-        staying = threading.Thread(target=stay)
+        staying = threading.Thread(target=run_survivor)
         with (
-            crowd("streams", busy.address, VANISHED, prompt=PROMPT, new=LONG) as streams,
-            crowd("events", busy.http_address, VANISHED, prompt=PROMPT, new=LONG) as events,
+            open_clients(
+                "streams", busy_server.address, VANISHED, prompt=PROMPT, new=LONG
+            ) as streams,
+            open_clients(
+                "events", busy_server.http_address, VANISHED, prompt=PROMPT, new=LONG
+            ) as events,
         ):
-            many = 2 * VANISHED
-            eventually(lambda: client.load().running_requests == many, within_s=OPEN_S)
+            vanished = 2 * VANISHED
+            eventually(lambda: client.load().running_requests == vanished, within_s=OPEN_S)
             staying.start()
             eventually(lambda: bool(stayed))
-            before, steps = client.load(), busy.metric(STEPS)
-            assert before.running_requests == 2 * VANISHED + 1
+            load_before = client.load()
+            steps = busy_server.metric(STEPS)
+            assert load_before.running_requests == 2 * VANISHED + 1
             for clients in (streams, events):
                 clients.kill()
             killed = time.monotonic()
-            made = [steps]  # While dead ones ran: what the survivor makes alone does not count.
+            step_counts = [
+                steps
+            ]  # Steps of dead requests: those of the survivor alone do not count.
             while client.load().running_requests > 1:
-                made.append(busy.metric(STEPS))
+                step_counts.append(busy_server.metric(STEPS))
                 assert time.monotonic() - killed < WAIT_S
-            took_s, after = time.monotonic() - killed, client.load()
-            steps = made[-1] - steps
+            took_s = time.monotonic() - killed
+            load_after = client.load()
+            steps = step_counts[-1] - steps
             staying.join(3 * WAIT_S)
         print(
-            f"\n{2 * VANISHED} clients killed: {before.kv_blocks_held} blocks held before, "
-            f"{after.kv_blocks_held} after {steps:.0f} steps ({took_s:.3f} s)"
+            f"\n{2 * VANISHED} clients killed: {load_before.kv_blocks_held} blocks held before, "
+            f"{load_after.kv_blocks_held} after {steps:.0f} steps ({took_s:.3f} s)"
         )
-        assert after.kv_blocks_held <= (len(expected) + len(PROMPT.split())) // 16 + 1
+        assert load_after.kv_blocks_held <= (len(expected) + len(PROMPT.split())) // 16 + 1
         assert steps <= STEPS_MAX
         assert stayed == expected
-    eventually(lambda: idle(busy))
-    ended = 'preamble_request_errors_total{reason="CANCELLED"}'
-    assert busy.metric(ended) >= 2 * VANISHED
+    eventually(lambda: is_idle(busy_server))
+    cancelled_errors = 'preamble_request_errors_total{reason="CANCELLED"}'
+    assert busy_server.metric(cancelled_errors) >= 2 * VANISHED

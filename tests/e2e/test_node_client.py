@@ -1,4 +1,4 @@
-"""A client that nobody here wrote, in another language: Node's own gRPC, with our protos only."""
+"""A third-party client in another language: Node's own gRPC, with only our protos."""
 
 import json
 import os
@@ -21,26 +21,26 @@ pytestmark = [
 ]
 
 
-def test_node_streams_completes_and_understands_a_refusal(tmp_path: Path) -> None:
+def test_node_client_streams_completes_and_reads_errors(tmp_path: Path) -> None:
     example = tmp_path / "generate.mjs"
     example.write_text((ROOT / "examples" / "node" / "generate.mjs").read_text())
-    # An import is looked for from the file's own folder upwards.
+    # Node looks for an import from the file's own folder upwards.
     (tmp_path / "node_modules").symlink_to(MODULES)
     assert NODE is not None
     with serving(write_checkpoint(tmp_path)) as server:
-        done = subprocess.run(
+        completed = subprocess.run(
             [NODE, str(example), server.address, "hello world"],
             env={**os.environ, "PROTOS": str(ROOT / "protos")},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
         with server.client() as client:
             text = client.generate("hello world", Options(max_new_tokens=8)).text
-    assert done.returncode == 0, done.stderr
-    answer, refusal = map(json.loads, done.stdout.splitlines())
-    assert answer["streamed"] == answer["whole"]
-    assert answer["whole"] == text != ""
-    assert answer["usage"]["completion_tokens"] == 8
+    assert completed.returncode == 0, completed.stderr
+    response, refusal = map(json.loads, completed.stdout.splitlines())
+    assert response["streamed"] == response["whole"]
+    assert response["whole"] == text != ""
+    assert response["usage"]["completion_tokens"] == 8
     assert refusal["code"] == "INVALID_ARGUMENT" and "temperature is -1" in refusal["message"]

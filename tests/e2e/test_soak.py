@@ -1,8 +1,8 @@
-"""The engine for ten minutes: everything at random, every request ends, and nothing grows.
+"""Soak test of the engine: ten minutes of random load, every request ends, and nothing grows.
 
-`SOAK_S` in the environment is how many seconds each soak takes. Arrivals, cancels, deadlines,
-several answers, adapters that come and go, memory for a few sequences only; and, with ranks in
-processes, ranks that are killed. The oracle is the plain loop, for a sample of what was answered.
+`SOAK_S` in the environment is the duration of each soak in seconds. The load has arrivals,
+cancellations, deadlines, several answers, adapters that come and go, memory for a few sequences
+only, and killed ranks. The oracle is the reference loop, for a sample of the answers.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
 from gpt.errors import AdapterError
 from gpt.generation.generate import generate
 from serving.config import ServerConfig
-from serving.ranks.supervisor import Supervisor
+from serving.ranks.supervisor import LocalSupervisor
 from serving.request import (
-    Answer,
+    AnswerSpec,
     Ask,
     DeadlinePassedError,
     EngineFaultError,
@@ -37,87 +37,86 @@ from serving.request import (
     UnavailableError,
     UnknownAdapterError,
 )
-from serving.service.service import Found, Service, inside
-from tests.support.process_memory import Held, anonymous_bytes
+from serving.service.service import ServableCheckpoint, Service, in_process_transport
+from tests.support.process_memory import HeapUsage, anonymous_bytes
 from tests.support.servers import CONFIG, eventually, write_checkpoint
 
 pytestmark = pytest.mark.soak
 
 SOAK_S = float(os.environ.get("SOAK_S", "600"))
-LAPS = 6  # After each all is drained and measured; the first two are to warm up.
+LAPS = 6  # The engine is drained and measured after each; the first two are warm-up.
 WARM_LAPS = 2
 USERS = 24
-ANSWER_S = 180.0  # No request may take longer, whatever becomes of the ranks.
-SAMPLE = 150  # Answers that are compared with the plain loop's.
-SHELF = 12  # Adapters that are there at a time.
-NOTICED_S = 20.0  # A rank's end is noticed at once; a crowded machine is slow.
-# What may grow, from the first lap that counts to the last one. Nothing here keeps more after a
-# thousand requests than after a hundred, but what is bounded (the ring of steps, the sample, ended
-# sequences that still lie in a line, and what malloc caches for each thread and counts as given) is
-# now a little more, now less, and is full only after some minutes: 200 KiB were seen. In ten
-# minutes, with a core of its own, 15,000 requests count: this is 50 bytes, and a quarter of a
-# Python object, for each.
+ANSWER_S = 180.0  # The limit of every request, with rank losses.
+SAMPLED_ANSWERS = 150  # Answers that are compared with the reference loop's.
+ADAPTERS = 12  # Adapters that exist at a time.
+NOTICED_S = 20.0  # A rank's end is noticed at once; a busy machine is slow.
+# Allowed growth from the first measured lap to the last. Nothing keeps more after a thousand
+# requests than after a hundred, but bounded buffers (the flight recorder, the sample, ended
+# sequences still in a queue, malloc's cache for each thread, which counts as allocated) vary, and
+# are full only after some minutes: 200 KiB were seen. In ten minutes, with a core of its own,
+# 15,000 requests count: this is 50 bytes, and a quarter of a Python object, for each.
 BYTES_MAX = 768 << 10
 BLOCKS_MAX = 4000
 OBJECTS_MAX = 1000
 # Pages are coarse: Python takes a mebibyte at a time, malloc and each thread's stack a few pages.
 PAGES_MAX = 3 << 20
-# One object for each token id, whoever says it, so that what the soak keeps does not grow.
+# One object for each token id, so that the soak's own records do not grow.
 IDS = list(range(CONFIG.vocab_size))
 
 
 @dataclass(frozen=True)
-class State:
-    """What this process holds when nothing runs."""
+class ProcessState:
+    """The resources of this process while the engine is idle."""
 
-    held: Held
+    heap: HeapUsage
     anonymous: int
     threads: int
-    files: list[str]  # What each open one is.
+    files: list[str]  # The target of each open file descriptor.
     requests: int  # That have ended.
 
     @classmethod
-    def now(cls, requests: int) -> "State":
-        held = Held.now()
+    def now(cls, requests: int) -> "ProcessState":
+        heap = HeapUsage.now()
         files = []
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # The one that lists them is gone.
+            with suppress(OSError):  # The descriptor of the listing is closed.
                 files.append(os.readlink(f"/proc/self/fd/{name}"))
-        return cls(held, anonymous_bytes(), threading.active_count(), files, requests)
+        return cls(heap, anonymous_bytes(), threading.active_count(), files, requests)
 
     def __str__(self) -> str:
         return (
-            f"{self.anonymous / 2**20:.2f} MiB in pages, {self.held.bytes / 2**20:.3f} MiB of "
-            f"malloc, {self.held.blocks:,} blocks, {self.held.objects:,} objects, "
+            f"{self.anonymous / 2**20:.2f} MiB in pages, {self.heap.bytes / 2**20:.3f} MiB of "
+            f"malloc, {self.heap.blocks:,} blocks, {self.heap.objects:,} objects, "
             f"{self.threads} threads, {len(self.files)} files, {self.requests:,} requests"
         )
 
 
 @dataclass
 class Soak:
-    """Users, a librarian, and what they saw."""
+    """Users, a publisher of adapters, and the collected answers."""
 
     service: Service
     folder: Path
     draw: random.Random
     ends: "Counter[str]" = field(default_factory=Counter)
-    sample: list[tuple[Answer, list[int]]] = field(default_factory=list)
+    sample: list[tuple[AnswerSpec, list[int]]] = field(default_factory=list)
     answers: int = 0
-    states: list[State] = field(default_factory=list)
-    shelf: list[str] = field(default_factory=list)
+    states: list[ProcessState] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
     published: int = 0
     documents: list[tuple[int, ...]] = field(default_factory=list)
 
-    # ------------------------------------------------------------------------------- the librarian
+    # ------------------------------------------------------------------------------- the publisher
 
     def publish(self) -> None:
-        """Put a new adapter on the shelf, and take the oldest one away."""
+        """Add a new adapter to the directory, and remove the oldest."""
         name = f"task{self.published}"
         self.published += 1
         save_adapter(build_adapter(Card(name), self.table(name)), self._file(name))
-        self.shelf.append(name)
-        if len(self.shelf) > SHELF:
-            self._file(self.shelf.pop(0)).unlink()
+        self.adapters.append(name)
+        if len(self.adapters) > ADAPTERS:
+            self._file(self.adapters.pop(0)).unlink()
         self.service.adapters.scan()
 
     def table(self, name: str) -> torch.Tensor:
@@ -128,14 +127,14 @@ class Soak:
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    async def tend(self, until: float) -> None:
+    async def publish_until(self, until: float) -> None:
         while time.monotonic() < until:
             await asyncio.to_thread(self.publish)
             await asyncio.sleep(self.draw.uniform(0.1, 1.0))
 
     # ----------------------------------------------------------------------------------- the users
 
-    async def use(self, until: float) -> None:
+    async def run_user(self, until: float) -> None:
         while time.monotonic() < until:
             try:
                 async with asyncio.timeout(ANSWER_S):
@@ -147,21 +146,21 @@ class Soak:
             await asyncio.sleep(0.2 if end in ("unavailable", "lost") else wait_s)
 
     async def ask(self) -> str:
-        """One request, and how it ended."""
+        """Run one request; return how it ended."""
         draw = self.draw
         deadline = time.monotonic() + draw.uniform(0.01, 2) if draw.random() < 0.15 else None
         pieces_max = draw.randint(0, 12) if draw.random() < 0.15 else 10**9
-        whole = pieces_max > 12 and draw.random() < 0.5
+        reads_all = pieces_max > 12 and draw.random() < 0.5
         try:
-            stream = await self.service.start(self.wish(), deadline, whole=whole)
-            made: list[list[int]] = [[] for _ in stream.request.answers]
+            stream = await self.service.start(self.draw_request(), deadline, final_only=reads_all)
+            token_lists: list[list[int]] = [[] for _ in stream.request.answers]
             pieces = 0
             try:
                 async for piece in stream:
                     pieces += 1
                     if piece.error is not None:
                         raise piece.error
-                    made[piece.index] += piece.token_ids
+                    token_lists[piece.index] += piece.token_ids
                     if pieces > pieces_max:
                         return "cancelled"
             finally:
@@ -176,11 +175,11 @@ class Soak:
             return "late"
         except OverloadedError:
             return "overloaded"
-        for answer, tokens in zip(stream.request.answers, made, strict=True):
-            self.keep(answer, tokens)
+        for answer, tokens in zip(stream.request.answers, token_lists, strict=True):
+            self.sample_answer(answer, tokens)
         return "done"
 
-    def wish(self) -> Ask:
+    def draw_request(self) -> Ask:
         draw = self.draw
         if len(self.documents) < 4 or draw.random() < 0.02:
             self.documents = [*self.documents[-5:], self.ids(draw.randint(20, 120))]
@@ -190,7 +189,7 @@ class Soak:
         new = draw.choice([1, 4, 20, 60])
         adapters: tuple[str, ...] = ()
         if draw.random() < 0.5:
-            adapters = tuple(draw.sample(self.shelf, draw.choice([1, 1, 1, 3])))
+            adapters = tuple(draw.sample(self.adapters, draw.choice([1, 1, 1, 3])))
         return Ask(
             prompt,
             adapters,
@@ -211,59 +210,64 @@ class Soak:
     def ids(self, count: int) -> tuple[int, ...]:
         return tuple(self.draw.choices(IDS, k=count))
 
-    def keep(self, answer: Answer, tokens: list[int]) -> None:
-        """A sample in which each answer has the same chance to be."""
+    def sample_answer(self, answer: AnswerSpec, tokens: list[int]) -> None:
+        """Reservoir sampling: each answer has the same probability to be in the sample."""
         self.answers += 1
         tokens = [IDS[token] for token in tokens]
-        if len(self.sample) < SAMPLE:
+        if len(self.sample) < SAMPLED_ANSWERS:
             self.sample.append((answer, tokens))
-        elif (place := self.draw.randrange(self.answers)) < SAMPLE:
-            self.sample[place] = (answer, tokens)
+        elif (position := self.draw.randrange(self.answers)) < SAMPLED_ANSWERS:
+            self.sample[position] = (answer, tokens)
 
-    # ------------------------------------------------------------------------------------ the whole
+    # ------------------------------------------------------------------------------------- the soak
 
     async def run(self, killer: "Killer | None" = None) -> None:
         for _ in range(LAPS):
             until = time.monotonic() + SOAK_S / LAPS
-            work: list[Coroutine[Any, Any, None]] = [self.use(until) for _ in range(USERS)]
-            work.append(self.tend(until))
+            work: list[Coroutine[Any, Any, None]] = [self.run_user(until) for _ in range(USERS)]
+            work.append(self.publish_until(until))
             if killer is not None:
                 work.append(killer.kill(until))
             await asyncio.gather(*work)
-            await asyncio.to_thread(eventually, self.drained, ANSWER_S)
-            self.states.append(State.now(self.ends.total()))
+            await asyncio.to_thread(eventually, self.is_drained, ANSWER_S)
+            self.states.append(ProcessState.now(self.ends.total()))
             print(f"{self.states[-1]}; {dict(self.ends)}", flush=True)
 
-    def drained(self) -> bool:
-        engine, load = self.service.engine, self.service.engine.load
-        free = engine.accepted == load.waiting == load.running == load.blocks_held == 0
+    def is_drained(self) -> bool:
+        engine = self.service.engine
+        load = self.service.engine.stats
+        free = engine.unfinished_sequences == load.waiting == load.running == load.blocks_held == 0
         return engine.up and load.blocks > 0 and free
 
     def check(self, checkpoint: Path) -> None:
-        """Nothing grew, and what was answered is what the plain loop says."""
-        first, last = self.states[WARM_LAPS - 1], self.states[-1]
-        requests = last.requests - first.requests
+        """Nothing grew, and the sampled answers equal the reference loop's."""
+        first_state = self.states[WARM_LAPS - 1]
+        last_state = self.states[-1]
+        requests = last_state.requests - first_state.requests
         print(f"a leak of {BYTES_MAX / requests:.0f} bytes for each of {requests:,} would be seen")
-        assert last.threads <= first.threads
-        assert len(last.files) <= len(first.files), (first.files, last.files)
-        assert last.held.objects - first.held.objects <= OBJECTS_MAX
-        assert last.held.blocks - first.held.blocks <= BLOCKS_MAX
-        assert last.held.bytes - first.held.bytes <= BYTES_MAX
-        assert last.anonymous - first.anonymous <= PAGES_MAX
+        assert last_state.threads <= first_state.threads
+        assert len(last_state.files) <= len(first_state.files), (
+            first_state.files,
+            last_state.files,
+        )
+        assert last_state.heap.objects - first_state.heap.objects <= OBJECTS_MAX
+        assert last_state.heap.blocks - first_state.heap.blocks <= BLOCKS_MAX
+        assert last_state.heap.bytes - first_state.heap.bytes <= BYTES_MAX
+        assert last_state.anonymous - first_state.anonymous <= PAGES_MAX
         model = gpt.load(checkpoint, dtype="float64")
         for answer, tokens in self.sample:
             table = self.table(answer.adapter.partition("@")[0]) if answer.adapter else None
-            (alone,) = generate(model, [answer.prompt], answer.sampling, table=table)
-            assert tokens == alone.token_ids
+            (reference,) = generate(model, [answer.prompt], answer.sampling, adapter_table=table)
+            assert tokens == reference.token_ids
         print(f"{self.answers:,} answers, {len(self.sample)} compared; {dict(self.ends)}")
 
 
 @dataclass
 class Killer:
-    """Ends a rank now and then."""
+    """Kills a rank now and then."""
 
     service: Service
-    supervisor: Supervisor
+    supervisor: LocalSupervisor
     draw: random.Random
     kills: int = 0
 
@@ -271,22 +275,23 @@ class Killer:
         engine = self.service.engine
         while time.monotonic() < until:
             await asyncio.sleep(self.draw.uniform(2.0, 8.0))
-            restarts, pids = engine.restarts, self.supervisor.pids
+            restarts = engine.restarts
+            pids = self.supervisor.pids
             if not (engine.up and pids):
                 continue
             with suppress(ProcessLookupError):
                 os.kill(self.draw.choice(pids), signal.SIGKILL)
                 self.kills += 1
-            # Until then the engine looks idle, while its ranks are being ended and others started:
-            # a lap that was measured in between would count the files that this takes.
+            # Until the restart the engine looks idle while ranks end and start: a lap measured in
+            # between would count their files.
             async with asyncio.timeout(NOTICED_S):
                 while engine.restarts == restarts:
                     await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """pytest keeps what is logged, and each adapter is worth a warning."""
+def disable_logging(caplog: pytest.LogCaptureFixture) -> None:
+    """Disable logging: pytest keeps log records, and each adapter logs a warning."""
     caplog.set_level(logging.ERROR)
 
 
@@ -300,7 +305,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def config(checkpoint: Path, tmp_path: Path) -> ServerConfig:
-    """Everything is scarce: slots, places, blocks, rows on the device and in memory."""
+    """Everything is scarce: slots, queue, blocks, adapter rows on the device and in memory."""
     folder = tmp_path / "adapters"
     folder.mkdir()
     return ServerConfig(
@@ -319,36 +324,32 @@ def config(checkpoint: Path, tmp_path: Path) -> ServerConfig:
     )
 
 
-def started(config: ServerConfig, service: Service) -> Soak:
-    assert config.adapters is not None
-    soak = Soak(service, Path(config.adapters), random.Random(0))
-    for _ in range(SHELF):
+def start_soak(config: ServerConfig, service: Service) -> Soak:
+    assert config.adapter_config.adapters is not None
+    soak = Soak(service, Path(config.adapter_config.adapters), random.Random(0))
+    for _ in range(ADAPTERS):
         soak.publish()
     return soak
 
 
-def test_an_engine_in_this_process_answers_for_long_and_does_not_grow(
-    config: ServerConfig, checkpoint: Path
-) -> None:
-    found = Found.at(config)
-    with Service(found).open(inside(found)) as service:
-        soak = started(config, service)
+def test_in_process_engine_does_not_grow(config: ServerConfig, checkpoint: Path) -> None:
+    servable = ServableCheckpoint.from_config(config)
+    with Service(servable).open(in_process_transport(servable)) as service:
+        soak = start_soak(config, service)
         asyncio.run(soak.run())
-        load = service.engine.load
+        load = service.engine.stats
     print(load)
     soak.check(checkpoint)
-    assert load.preemptions and load.cached_tokens and load.adapter_loads > len(soak.shelf)
+    assert load.preemptions and load.cached_tokens and load.adapter_loads > len(soak.adapters)
     assert not soak.ends["lost"] and not soak.ends["unavailable"]
     assert {"done", "cancelled", "late", "overloaded"} <= soak.ends.keys()
 
 
-def test_an_engine_whose_ranks_are_killed_answers_for_long_and_does_not_grow(
-    config: ServerConfig, checkpoint: Path
-) -> None:
-    config = replace(config, tp=2)
-    supervisor = Supervisor(config)
-    with Service(Found.at(config)).open(supervisor) as service:
-        soak = started(config, service)
+def test_engine_with_killed_ranks_does_not_grow(config: ServerConfig, checkpoint: Path) -> None:
+    config = config.with_fields(tp=2)
+    supervisor = LocalSupervisor(config)
+    with Service(ServableCheckpoint.from_config(config)).open(supervisor) as service:
+        soak = start_soak(config, service)
         killer = Killer(service, supervisor, random.Random(1))
         asyncio.run(soak.run(killer))
         restarts = service.engine.restarts

@@ -1,4 +1,4 @@
-"""Settings from YAML: the dataclass is the schema, and what does not fit it is named."""
+"""Settings files: YAML to a dataclass, and errors that name the wrong key or value."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpt.errors import ConfigError
-from gpt.settings import read_yaml, settings
+from gpt.settings import ComposedSettings, parse_settings, read_yaml
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,38 @@ class Cake:
 def test_a_file_becomes_the_dataclass(tmp_path: Path) -> None:
     file = tmp_path / "cake.yaml"
     file.write_text("flour_g: 300\nsugar_g: 1e2\nname: null\niced: true\neggs: [1, 2]\n")
-    assert settings(Cake, read_yaml(file), "cake") == Cake(300, 100.0, None, True, (1, 2))
+    assert parse_settings(Cake, read_yaml(file), "cake") == Cake(300, 100.0, None, True, (1, 2))
+
+
+@dataclass(frozen=True)
+class Oven:
+    degrees: int = 180
+
+
+@dataclass(frozen=True, init=False)
+class Recipe(ComposedSettings):
+    cake: Cake
+    oven: Oven
+
+
+def test_flat_keys_become_the_parts() -> None:
+    recipe = parse_settings(Recipe, {"flour_g": 300, "sugar_g": 50, "degrees": 200}, "recipe")
+    assert (recipe.cake, recipe.oven) == (Cake(300, 50.0), Oven(200))
+    assert Recipe(**recipe.to_dict()) == recipe
+    assert recipe.with_fields(degrees=180).oven == Oven()
+    with pytest.raises(ConfigError, match="recipe: unknown key 'degree'; did you mean 'degrees'"):
+        parse_settings(Recipe, {"flour_g": 300, "degree": 200}, "recipe")
+    with pytest.raises(ConfigError, match="recipe: 'flour_g' is missing"):
+        parse_settings(Recipe, {}, "recipe")
+    with pytest.raises(ConfigError, match="degrees is 'hot'; it must be a whole number"):
+        parse_settings(Recipe, {"flour_g": 300, "degrees": "hot"}, "recipe")
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"flower_g": 1}, "cake: unknown key 'flower_g'; did you mean 'flour_g'"),
-        ({"salt": 1}, "unknown key 'salt'; known are: eggs, flour_g"),
+        ({"salt": 1}, "unknown key 'salt'; choose one of: eggs, flour_g"),
         ({}, "'flour_g' is missing"),
         ({"flour_g": 1.5}, "flour_g is 1.5; it must be a whole number"),
         ({"flour_g": True}, "flour_g is True; it must be a whole number"),
@@ -44,9 +68,9 @@ def test_a_file_becomes_the_dataclass(tmp_path: Path) -> None:
         ({"x" * 10**6: 1}, "unknown key"),
     ],
 )
-def test_what_does_not_fit_is_named(values: dict[str, object], words: str) -> None:
+def test_wrong_keys_and_values_are_named(values: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        settings(Cake, values, "cake")
+        parse_settings(Cake, values, "cake")
     assert words in str(refused.value)
     assert len(str(refused.value)) < 200
 
@@ -55,18 +79,16 @@ def test_what_does_not_fit_is_named(values: dict[str, object], words: str) -> No
     ("text", "words"),
     [
         ("a: [", "is not YAML"),
-        ("- 1", "holds no settings"),
+        ("- 1", "contains no settings"),
         ("\xff\xfe", "is not YAML"),
         ("[" * 5000, "is nested too deeply"),
-        ("model: 2020-13-45", "has a value that YAML cannot hold .*; put quotes around it"),
-        ("seed: " + "9" * 5000, "has a value that YAML cannot hold"),
-        ("seed: !!int ''", "has a value that YAML cannot hold"),
+        ("model: 2020-13-45", "has an invalid value .*; put quotes around the value"),
+        ("seed: " + "9" * 5000, "has an invalid value"),
+        ("seed: !!int ''", "has an invalid value"),
         ("# " + "x" * (1 << 20), "is over 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_no_settings_is_said_to_be_none(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_a_file_without_settings_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "x.yaml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=words) as refused:
@@ -74,7 +96,7 @@ def test_a_file_that_is_no_settings_is_said_to_be_none(
     assert "\n" not in str(refused.value)
 
 
-def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
+def test_a_missing_and_an_empty_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_yaml(tmp_path / "nothing.yaml")
     (tmp_path / "empty.yaml").touch()

@@ -1,29 +1,28 @@
-"""On a CUDA device each attention says what the plain twin says, recorded or not; and how fast."""
+"""Attention on a CUDA device: backends equal the reference, CUDA graphs, and decode bandwidth."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt.attention.flashinfer import FlashInferAttention
-from gpt.attention.fp8_kv_cache import EightBits, narrowed
-from gpt.attention.kv_cache import NARROW
-from gpt.attention.paged import ragged
+from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
+from gpt.attention.kv_cache import FP8_DTYPE
+from gpt.attention.paged import ragged_attention
 from gpt.batch import Batch
 from gpt.generation.generate import generate
 from gpt.parallel.mesh import Mesh
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from tests.support.attention_cases import (
-    Backend,
-    Drawn,
+    AttentionCase,
     Make,
-    check,
-    check_ends,
-    check_faults,
-    check_skipped,
+    check_device_context_lengths,
+    check_nan_isolation,
+    check_row_without_slot,
+    check_store_and_attend,
     paged_logits,
 )
 from tests.support.models import CONFIGS, build, first_tie, recompute_greedy
@@ -35,11 +34,11 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 PROMPTS = [[7, 3, 90, 12, 5], [64], list(range(1, 30))]
-# The H200's specification: what a decode's bandwidth is printed beside.
-SPEC_BYTES = 4.8e12
+# Memory bandwidth of the H200 by its specification, in bytes per second.
+SPEC_BYTES_PER_S = 4.8e12
 
 
-def triton() -> Make:
+def triton_attention() -> Make:
     pytest.importorskip("triton", reason="Triton is not installed")
     from gpt.attention.triton_paged import TritonAttention
 
@@ -47,116 +46,133 @@ def triton() -> Make:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_triton_equals_the_plain_twin(seed: int) -> None:
-    check(Drawn.by(seed), triton(), CUDA)
+def test_triton_attention_equals_the_reference(seed: int) -> None:
+    check_store_and_attend(AttentionCase.draw(seed), triton_attention(), CUDA)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_eight_bits_in_torch_equal_the_plain_twin(seed: int) -> None:
-    check(Drawn(**{**vars(Drawn.by(seed)), "eight_bits": True}), EightBits, CUDA)
+def test_fp8_kv_attention_in_torch_equals_the_reference(seed: int) -> None:
+    attention_case = replace(AttentionCase.draw(seed), fp8_kv=True)
+    check_store_and_attend(attention_case, Fp8KVAttention, CUDA)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_flashinfer_equals_the_plain_twin(seed: int) -> None:
+def test_flashinfer_attention_equals_the_reference(seed: int) -> None:
     try:
         import_module("flashinfer")
     except Exception as error:
         pytest.skip(f"FlashInfer cannot be imported: {type(error).__name__}: {error}")
-    drawn = Drawn.by(seed, widths=(64, 128))
-    drawn = Drawn(**{**vars(drawn), "dtype": torch.bfloat16})
-    check(
-        drawn,
-        lambda scales: FlashInferAttention(CUDA, queries=drawn.heads[1], scales=scales),
+    attention_case = replace(AttentionCase.draw(seed, widths=(64, 128)), dtype=torch.bfloat16)
+    queries_per_kv_head = attention_case.heads[1]
+    check_store_and_attend(
+        attention_case,
+        lambda scales: FlashInferAttention(
+            CUDA, queries_per_kv_head=queries_per_kv_head, scales=scales
+        ),
         CUDA,
     )
 
 
-@pytest.mark.parametrize("checked", [check_ends, check_faults, check_skipped])
-def test_triton_keeps_sequences_apart(checked: Callable[[Make, torch.device], None]) -> None:
-    checked(triton(), CUDA)
+@pytest.mark.parametrize(
+    "check", [check_device_context_lengths, check_nan_isolation, check_row_without_slot]
+)
+def test_triton_attention_isolates_sequences(check: Callable[[Make, torch.device], None]) -> None:
+    check(triton_attention(), CUDA)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_in_fp32_are_those_of_a_cpu_up_to_the_first_near_tie(name: str) -> None:
-    attention = triton()(None)
+def test_greedy_tokens_in_fp32_equal_the_cpus_up_to_the_first_near_tie(name: str) -> None:
+    attention = triton_attention()(None)
     oracle = build(CONFIGS[name], dtype=torch.float32)
     model = build(
         CONFIGS[name],
         Mesh.single("cuda"),
         dtype=torch.float32,
-        attend=attention.attend,
-        store=attention.store,
+        attention_backend=attention,
     )
-    for prompt, made in zip(PROMPTS, generate(model, PROMPTS, Sampling(20)), strict=True):
+    completions = generate(model, PROMPTS, SamplingParams(20))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         want = recompute_greedy(oracle, prompt, 20)
         until = first_tie(want)
-        assert made.token_ids[:until] == want.tokens[:until]
+        assert completion.token_ids[:until] == want.tokens[:until]
 
 
-def test_a_model_over_a_pool_of_eight_bits_says_nearly_what_it_says_over_a_wide_one() -> None:
-    backend = triton()(None)
-    near, far = (paged_logits(backend, kind, CUDA) for kind in (NARROW, torch.float32))
-    assert 0 < (near - far).std() < 0.1 * far.std()
+def test_logits_over_an_fp8_kv_pool_are_close_to_those_over_an_fp32_pool() -> None:
+    backend = triton_attention()(None)
+    fp8_logits = paged_logits(backend, FP8_DTYPE, CUDA)
+    fp32_logits = paged_logits(backend, torch.float32, CUDA)
+    assert 0 < (fp8_logits - fp32_logits).std() < 0.1 * fp32_logits.std()
 
 
-def step(
-    sequences: int, context: int, heads: tuple[int, int, int], *, eight_bits: bool = False
+def decode_step(
+    sequences: int, context: int, heads: tuple[int, int, int], *, fp8_kv: bool = False
 ) -> tuple[Batch, Tensor, Tensor]:
-    """A step of decoding, its queries and a pool of blocks in any order."""
+    """The batch of a decode step, its queries, and a KV pool with its blocks in random order."""
     groups, queries, width = heads
     blocks = -(-context // 16)
     order = torch.randperm(sequences * blocks, device=CUDA)
     batch = Batch.paged([1] * sequences, [context - 1] * sequences, order.view(-1, blocks), 16)
     kv = torch.randn(sequences * blocks, 2, groups, 16, width, device=CUDA).bfloat16()
     q = torch.randn(sequences, groups * queries, width, device=CUDA).bfloat16()
-    return batch, q, narrowed(kv).view(NARROW) if eight_bits else kv
+    if fp8_kv:
+        kv = quantize_fp8(kv).view(FP8_DTYPE)
+    return batch, q, kv
 
 
 @pytest.mark.parametrize("heads", [(8, 1, 128), (4, 8, 128)])
-def test_what_was_recorded_serves_other_contexts(heads: tuple[int, int, int]) -> None:
-    attention = triton()(None)
-    known, q, kv = step(3, 700, heads)
-    assert known.tables is not None
-    tables, ends = known.tables.int(), torch.full((3,), 1, dtype=torch.int32, device=CUDA)
+def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, int, int]) -> None:
+    attention = triton_attention()(None)
+    captured_batch, q, kv = decode_step(3, 700, heads)
+    assert captured_batch.block_tables is not None
+    tables = captured_batch.block_tables.int()
+    context_lengths = torch.full((3,), 1, dtype=torch.int32, device=CUDA)
 
-    def work() -> Tensor:
-        batch = Batch((1,) * 3, (2047,) * 3, known.positions, known.slots, tables, ends=ends)
+    def attend() -> Tensor:
+        batch = Batch(
+            (1,) * 3,
+            (2047,) * 3,
+            captured_batch.positions,
+            captured_batch.slot_mapping,
+            tables,
+            device_context_lengths=context_lengths,
+        )
         return attention.attend(q, q, q, batch, kv, None)
 
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        work()
-    torch.cuda.current_stream().wait_stream(beside)
+    warmup_stream = torch.cuda.Stream()
+    warmup_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup_stream):
+        attend()
+    torch.cuda.current_stream().wait_stream(warmup_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = work()
+        replayed = attend()
     for contexts in ([700, 1, 17], [16, 500, 699]):
-        ends.copy_(torch.tensor(contexts))
+        context_lengths.copy_(torch.tensor(contexts))
         graph.replay()
         past = [context - 1 for context in contexts]
-        now = Batch.paged([1] * 3, past, known.tables, 16)
-        assert torch.equal(made, attention.attend(q, q, q, now, kv, None))
+        batch = Batch.paged([1] * 3, past, captured_batch.block_tables, 16)
+        assert torch.equal(replayed, attention.attend(q, q, q, batch, kv, None))
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("fp8_kv", [False, True])
 @pytest.mark.parametrize(
     ("sequences", "context"), [(1, 640), (1, 8192), (8, 2048), (32, 640), (64, 2048)]
 )
-def test_the_bandwidth_of_decoding(sequences: int, context: int, eight_bits: bool) -> None:
-    """Of the target model's heads (32 x 128). Each turn reads a pool of its own."""
-    attention = triton()(None)
-    turns = [
-        step(sequences, context, (32, 1, 128), eight_bits=eight_bits)
+def test_decode_bandwidth(sequences: int, context: int, fp8_kv: bool) -> None:
+    """The heads are the target model's (32 x 128). Each decode step reads its own KV pool."""
+    attention = triton_attention()(None)
+    steps = [
+        decode_step(sequences, context, (32, 1, 128), fp8_kv=fp8_kv)
         for _ in range(max(2, (256 << 20) // (sequences * context * 32 * 128 * 4)))
     ]
-    twin = cast(Backend, EightBits()).attend if eight_bits else ragged
-    for batch, q, kv in turns:  # What is compiled and laid out is so now.
-        got, want = (x(q, q, q, batch, kv, None) for x in (attention.attend, twin))
+    reference = Fp8KVAttention().attend if fp8_kv else ragged_attention
+    for batch, q, kv in steps:  # The first calls also compile the kernels, before the capture.
+        got = attention.attend(q, q, q, batch, kv, None)
+        want = reference(q, q, q, batch, kv, None)
         assert (got - want).abs().max() < 0.05 * want.abs().max()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for batch, q, kv in turns:
+        for batch, q, kv in steps:
             attention.attend(q, q, q, batch, kv, None)
     graph.replay()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -165,10 +181,11 @@ def test_the_bandwidth_of_decoding(sequences: int, context: int, eight_bits: boo
         graph.replay()
     end.record()
     end.synchronize()
-    seconds = begin.elapsed_time(end) / 1000 / 5 / len(turns)
-    rate = 2 * sequences * context * 32 * 128 * turns[0][2].element_size() / seconds
+    seconds = begin.elapsed_time(end) / 1000 / 5 / len(steps)
+    rate = 2 * sequences * context * 32 * 128 * steps[0][2].element_size() / seconds
+    share = rate / SPEC_BYTES_PER_S
     print(
-        f"decode of {sequences} x {context} tokens{' in eight bits' * eight_bits}: "
-        f"{seconds * 1e6:.0f} us, {rate / 1e12:.2f} TB/s, {rate / SPEC_BYTES:.0%} of the H200's"
+        f"decode of {sequences} x {context} tokens{' with FP8 KV' * fp8_kv}: "
+        f"{seconds * 1e6:.0f} us, {rate / 1e12:.2f} TB/s, {share:.0%} of the H200's peak"
     )
     assert seconds > 0

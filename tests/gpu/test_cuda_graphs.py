@@ -1,7 +1,6 @@
-"""On a CUDA device a recorded step does what the step does, and steps begin before others land."""
+"""CUDA graphs and asynchronous scheduling on a CUDA device: tokens equal those of plain steps."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from tests.support.models import CONFIGS, build, first_tie, recompute_greedy
 from tests.support.ranks import ranks
 
@@ -19,18 +18,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible"),
 ]
 pytest.importorskip("msgspec", reason="msgspec is not installed, and the engine needs it")
-pytest.importorskip("triton", reason="Triton is not installed, and other attention is not recorded")
+pytest.importorskip("triton", reason="CUDA graphs need Triton, which is not installed")
 
-from bench.harness.offline_engine import answered, asking, engine_of  # noqa: E402
-from gpt.attention.selector import choose  # noqa: E402
+from bench.harness.offline_engine import generate_all, greedy_request, running_engine  # noqa: E402
+from gpt.attention.selector import select_backend  # noqa: E402
 from gpt.model.loading import load_model  # noqa: E402
 from serving.config import ServerConfig  # noqa: E402
+from serving.engine_core.warmup import graph_capture_steps, warmup_steps  # noqa: E402
 from serving.messages import Outcome, Step  # noqa: E402
-from serving.ranks.rank import arrange  # noqa: E402
-from serving.request import Answer, Request  # noqa: E402
+from serving.request import AnswerSpec, Request  # noqa: E402
 from serving.worker import cuda_graphs  # noqa: E402
-from serving.worker.model_runner import Runner, blocks_that_fit, recordings, rehearsal  # noqa: E402
-from tests.support.graph_steps import RULES, after, begun  # noqa: E402
+from serving.worker.model_runner import ModelRunner, available_kv_blocks  # noqa: E402
+from serving.worker.startup import prepare_weights  # noqa: E402
+from tests.support.graph_steps import RULES, next_step, prefill_step  # noqa: E402
 from tests.support.models import lively  # noqa: E402
 
 CONFIG = ServerConfig(
@@ -45,132 +45,153 @@ CONFIG = ServerConfig(
 DENSE = ["classic", "modern", "odd"]
 
 
-def there(name: str, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32) -> GPT:
-    """In Triton's attention, as a server would have it."""
+def cuda_model(name: str, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model on the device with Triton's attention and its weights prepared as in a server."""
     torch.backends.cuda.matmul.allow_tf32 = False
     mesh = mesh or Mesh.single("cuda")
     config = CONFIGS[name].with_fields(dtype="float64")
-    word = str(dtype).removeprefix("torch.")
-    found = choose("triton", config, mesh.device, dtype=word)
-    model = load_model(lively(config), mesh, dtype=dtype, attend=found.attend, store=found.store)
-    arrange(model.eval(), CONFIG)
+    dtype_name = str(dtype).removeprefix("torch.")
+    backend = select_backend("triton", config, mesh.device, dtype=dtype_name)
+    model = load_model(lively(config), mesh, dtype=dtype, attention_backend=backend)
+    prepare_weights(model.eval(), CONFIG.model_config)
     return model
 
 
-def runner_of(model: GPT, config: ServerConfig = CONFIG) -> Runner:
-    return Runner(model, config, blocks=blocks_that_fit(model, config), slots=6)
+def build_runner(model: GPT, config: ServerConfig = CONFIG) -> ModelRunner:
+    return ModelRunner(
+        model,
+        config.scheduler_config,
+        config.cache_config,
+        async_scheduling=config.uses_async_scheduling("cuda"),
+        blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
+        slots=6,
+    )
 
 
-def ran(runner: Runner, step: Step) -> Outcome:
-    outcome = runner.run(step)
+def run_step(runner: ModelRunner, step: Step) -> Outcome:
+    outcome = runner.run_step(step)
     assert outcome is not None
     return outcome
 
 
-def first_of(count: int, step: Step) -> Step:
-    ids = step.slots[:count], step.past[:count], step.lengths[:count], step.ids[:count]
-    return Step(step.number, *ids, step.draws[:count], step.scores[:count])
+def first_sequences(count: int, step: Step) -> Step:
+    """The decode step with only its first `count` sequences."""
+    return Step(
+        step.step_id,
+        slots=step.slots[:count],
+        past=step.past[:count],
+        lengths=step.lengths[:count],
+        token_ids=step.token_ids[:count],
+        draws=step.draws[:count],
+        prompt_score_counts=step.prompt_score_counts[:count],
+    )
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_replayed_steps_have_the_tokens_of_steps_that_were_not_recorded(name: str) -> None:
-    model = there(name)
-    plain = runner_of(model, replace(CONFIG, cuda_graphs="off"))
-    recorded = runner_of(model)
-    assert recorded.graph_sizes == (1, 2, 4, 6) and plain.graph_sizes == ()
-    step = begun(RULES, blocks=2)
-    outcomes = [ran(runner, step) for runner in (plain, recorded)]
-    for turn in range(8):
-        one, other = outcomes
-        assert other.replayed == (turn > 0) and not one.replayed
-        assert (one.tokens, one.faults, one.stuck) == (other.tokens, other.faults, other.stuck)
-        for mine, theirs in zip(one.scores, other.scores, strict=True):
-            assert abs(mine.logprob - theirs.logprob) < 1e-3
-        # Of another size as some end, so that others are recorded, too.
-        step = first_of(5 - turn // 2, after(step, one, lambda place, token: token))
-        outcomes = [ran(runner, step) for runner in (plain, recorded)]
+def test_replayed_steps_have_the_tokens_of_plain_steps(name: str) -> None:
+    model = cuda_model(name)
+    plain = build_runner(model, CONFIG.with_fields(cuda_graphs="off"))
+    capturing = build_runner(model)
+    assert capturing.graph_sizes == (1, 2, 4, 6) and plain.graph_sizes == ()
+    step = prefill_step(RULES, blocks=2)
+    outcomes = [run_step(runner, step) for runner in (plain, capturing)]
+    for index in range(8):
+        expected, captured = outcomes
+        assert captured.replayed == (index > 0) and not expected.replayed
+        assert captured.tokens == expected.tokens
+        assert (captured.faults, captured.stuck) == (expected.faults, expected.stuck)
+        for score, expected_score in zip(captured.scores, expected.scores, strict=True):
+            assert abs(score.logprob - expected_score.logprob) < 1e-3
+        # The batch shrinks, so that graphs of other sizes are captured too.
+        step = first_sequences(5 - index // 2, next_step(step, expected, lambda slot, token: token))
+        outcomes = [run_step(runner, step) for runner in (plain, capturing)]
 
 
-def test_what_graphs_hold_is_what_was_kept_free_for_them() -> None:
-    model = there("classic", dtype=torch.bfloat16)
-    runner = runner_of(model)
-    for step in rehearsal(CONFIG, runner)[:-1]:
-        runner.run(step)
+def test_captured_graphs_use_no_more_memory_than_was_reserved_for_them() -> None:
+    model = cuda_model("classic", dtype=torch.bfloat16)
+    runner = build_runner(model)
+    block_tokens = CONFIG.cache_config.kv_block_tokens
+    for step in warmup_steps(CONFIG.scheduler_config, block_tokens, runner)[:-1]:
+        runner.run_step(step)
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
-    for step in recordings(CONFIG, runner):
-        assert ran(runner, step).replayed
-    held = torch.cuda.memory_reserved() - before
-    assert held <= cuda_graphs.reserved_bytes(model, CONFIG)
+    for step in graph_capture_steps(block_tokens, runner):
+        assert run_step(runner, step).replayed
+    graph_bytes = torch.cuda.memory_reserved() - before
+    assert graph_bytes <= cuda_graphs.graph_bytes_max(model, CONFIG.scheduler_config)
 
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("ahead", ["auto", "off"])
-def test_an_engine_gives_the_plain_loops_tokens_with_steps_recorded_and_ahead(
+def test_the_engines_tokens_equal_the_reference_loops_with_graphs_and_async_scheduling(
     name: str, ahead: str
 ) -> None:
     prompts = [[7, 3, 90, 12, 5], [64], list(range(1, 30)), [5, 5, 9]]
     oracle = build(CONFIGS[name], dtype=torch.float32)
-    with engine_of(there(name), replace(CONFIG, step_ahead=ahead)) as engine:
-        made = answered(engine, [asking(tuple(prompt), 20) for prompt in prompts])
-        load = engine.load
-    assert load.replayed_steps > 10
-    assert (load.early_steps > 10) == (ahead == "auto")
-    for prompt, one in zip(prompts, made, strict=True):
+    with running_engine(cuda_model(name), CONFIG.with_fields(step_ahead=ahead)) as engine:
+        answers = generate_all(engine, [greedy_request(tuple(prompt), 20) for prompt in prompts])
+        stats = engine.stats
+    assert stats.replayed_steps > 10
+    assert (stats.early_steps > 10) == (ahead == "auto")
+    for prompt, answer in zip(prompts, answers, strict=True):
         want = recompute_greedy(oracle, prompt, 20)
         until = first_tie(want)
-        assert list(one.token_ids[:until]) == want.tokens[:until]
+        assert list(answer.token_ids[:until]) == want.tokens[:until]
 
 
-def test_drawn_tokens_are_the_same_recorded_ahead_or_neither() -> None:
-    rules = [Sampling(20, temperature=0.9, top_p=0.9, seed=seed) for seed in range(4)]
+def test_sampled_tokens_are_independent_of_graphs_and_async_scheduling() -> None:
+    rules = [SamplingParams(20, temperature=0.9, top_p=0.9, seed=seed) for seed in range(4)]
     model = build(CONFIGS["classic"], Mesh.single("cuda"))
     want = [generate(model, [[7, 3, 9]], rule)[0].token_ids for rule in rules]
-    eager, patient = replace(CONFIG, cuda_graphs="off"), replace(CONFIG, step_ahead="off")
-    for config in (CONFIG, eager, patient):
-        with engine_of(there("classic"), config) as engine:
-            made = answered(engine, [Request((Answer((7, 3, 9), rule),)) for rule in rules])
-        # Rounding may decide a draw that falls between two tokens, though hardly for all of them.
-        same = [list(one.token_ids) == tokens for one, tokens in zip(made, want, strict=True)]
+    without_graphs = CONFIG.with_fields(cuda_graphs="off")
+    without_ahead = CONFIG.with_fields(step_ahead="off")
+    for config in (CONFIG, without_graphs, without_ahead):
+        with running_engine(cuda_model("classic"), config) as engine:
+            requests = [Request((AnswerSpec((7, 3, 9), rule),)) for rule in rules]
+            answers = generate_all(engine, requests)
+        # Rounding may decide a draw that falls between two tokens, but rarely in several answers.
+        same = [
+            list(answer.token_ids) == tokens for answer, tokens in zip(answers, want, strict=True)
+        ]
         assert sum(same) >= len(rules) - 1
 
 
-def stage(rank: int, folder: str) -> list[int]:
-    """Each stage's own graphs; hidden states hop by gloo, through the host."""
-    model = there("modern", Mesh.create(1, 2, device="cuda"))
-    config = replace(CONFIG, pp=2)
-    plain = runner_of(model, replace(config, cuda_graphs="off"))
-    recorded = runner_of(model, config)
-    step, tokens = begun(RULES, blocks=2), list[int]()
-    made: list[list[int]] = []
-    for runner in (plain, recorded):
-        outcome = runner.run(step)
-        made.append([] if outcome is None else outcome.tokens)
+def run_stage(rank: int, folder: str) -> list[int]:
+    """Run both runners of one stage. Hidden states go over gloo, through host memory."""
+    model = cuda_model("modern", Mesh.create(1, 2, device="cuda"))
+    config = CONFIG.with_fields(pp=2)
+    plain = build_runner(model, config.with_fields(cuda_graphs="off"))
+    capturing = build_runner(model, config)
+    step = prefill_step(RULES, blocks=2)
+    all_tokens: list[int] = []
+    outcomes = [runner.run_step(step) for runner in (plain, capturing)]
     shared = Path(folder) / "tokens"
-    for turn in range(5):
+    for index in range(5):
+        # Only the last stage has tokens; the first stage reads them from a file.
+        step_tokens = [[] if outcome is None else outcome.tokens for outcome in outcomes]
         if rank == 1:
-            assert made[0] == made[1]
-            half = shared.with_suffix(".part")
-            half.write_text(" ".join(map(str, made[0])))
-            half.rename(f"{shared}-{turn}")
+            assert step_tokens[0] == step_tokens[1]
+            partial = shared.with_suffix(".part")
+            partial.write_text(" ".join(map(str, step_tokens[0])))
+            partial.rename(f"{shared}-{index}")
         else:
-            _wait_for(Path(f"{shared}-{turn}"))
-        told = [int(word) for word in Path(f"{shared}-{turn}").read_text().split()]
-        tokens += told
-        step = after(step, Outcome(step.number, told), lambda place, token: token)
-        outcomes = [runner.run(step) for runner in (plain, recorded)]
-        made = [[] if outcome is None else outcome.tokens for outcome in outcomes]
-        assert rank == 0 or [o is not None and o.replayed for o in outcomes] == [False, True]
-    return tokens
+            _wait_for(Path(f"{shared}-{index}"))
+        tokens = [int(word) for word in Path(f"{shared}-{index}").read_text().split()]
+        all_tokens += tokens
+        step = next_step(step, Outcome(step.step_id, tokens), lambda slot, token: token)
+        outcomes = [runner.run_step(step) for runner in (plain, capturing)]
+        replayed = [outcome is not None and outcome.replayed for outcome in outcomes]
+        assert rank == 0 or replayed == [False, True]
+    return all_tokens
 
 
 def _wait_for(path: Path, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
-        assert time.monotonic() < end, f"{path} does not come"
+        assert time.monotonic() < end, f"{path} does not appear"
         time.sleep(0.01)
 
 
-def test_stages_on_one_device_replay_what_is_theirs(tmp_path: Path) -> None:
-    first, last = ranks(2, stage, str(tmp_path), timeout_s=180)
+def test_pipeline_stages_on_one_device_replay_their_own_graphs(tmp_path: Path) -> None:
+    first, last = ranks(2, run_stage, str(tmp_path), timeout_s=180)
     assert first == last and len(first) == 5 * len(RULES)

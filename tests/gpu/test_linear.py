@@ -1,20 +1,21 @@
-"""Products on a CUDA device: fused ones, fp8, Transformer Engine if it is there; their kernels."""
+"""Linear backends on a CUDA device: fused kernels, FP8 matmuls, and Transformer Engine."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpt.backends import fp8_linear, fused_linear, linear_selector, norm_activation, te_linear
-from gpt.backends.norm_activation import Narrow, Norm
-from gpt.backends.quantization_check import Gate
 from gpt.batch import Batch
 from gpt.config import GPTConfig
-from gpt.cpu.packed_linear import ACTIVATIONS, GATED
+from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.generation.generate import generate
+from gpt.linear import fp8_linear, fused_linear, norm_activation, te_linear
+from gpt.linear import selector as linear_selector
+from gpt.linear.norm_activation import Fp8Rows, NormParameters
+from gpt.linear.quantization_check import DivergenceProbe
 from gpt.model.pipeline import forward
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.symmetric_memory import quicken
-from gpt.sampling_params import Sampling
+from gpt.parallel.symmetric_memory import use_symmetric_memory
+from gpt.sampling_params import SamplingParams
 from tests.support.models import CONFIGS, build, first_tie, recompute_greedy
 from tests.support.ranks import ranks
 
@@ -26,10 +27,11 @@ pytestmark = [
 CUDA = torch.device("cuda")
 IDS = torch.arange(24).view(2, 12)
 PROMPTS = [[7, 3, 90, 12, 5], [64], list(range(1, 30))]
-# fp8 against bf16, relative to the spread: three bits of mantissa on either side of each product.
+# Error of FP8 against bf16, relative to the spread. Both operands of each product have three bits
+# of mantissa.
 FP8_SPREAD_MAX = 0.08
-# A width that fp8 is meant for, small enough to draw quickly.
-BROAD = GPTConfig(
+# Wide enough for FP8, and small enough to be drawn quickly.
+WIDE = GPTConfig(
     num_layers=4,
     hidden_size=1280,
     num_attention_heads=10,
@@ -38,212 +40,225 @@ BROAD = GPTConfig(
 )
 
 
-def fp8_or_skip() -> None:
-    reason = fp8_linear.unfit(CUDA, torch.bfloat16)
+def require_fp8() -> None:
+    reason = fp8_linear.unsupported_reason(CUDA, torch.bfloat16)
     if reason is not None:
-        pytest.skip(f"no products in fp8: {reason}")
+        pytest.skip(f"FP8 matmuls are unavailable: {reason}")
 
 
-def kernels_or_skip() -> None:
-    reason = norm_activation.kernels_missing()
+def require_triton() -> None:
+    reason = norm_activation.triton_unavailable_reason()
     if reason is not None:
-        pytest.skip(f"Triton cannot be had: {reason}")
+        pytest.skip(f"Triton is unavailable: {reason}")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_fused_fp32_greedy_agrees_up_to_the_first_near_tie(name: str) -> None:
-    kernels_or_skip()
+def test_fused_greedy_tokens_in_fp32_equal_the_cpus_up_to_the_first_near_tie(name: str) -> None:
+    require_triton()
     torch.backends.cuda.matmul.allow_tf32 = False
     oracle = build(CONFIGS[name], dtype=torch.float32)
     model = build(CONFIGS[name], Mesh.single("cuda"), dtype=torch.float32)
-    linear_selector.place(model, "auto")
-    assert isinstance(model.blocks[0].self_attention.linear_qkv.product, fused_linear.Wide)
-    for prompt, completion in zip(PROMPTS, generate(model, PROMPTS, Sampling(20)), strict=True):
+    linear_selector.apply_backend(model, "auto")
+    backend = model.decoder_layers[0].self_attention.linear_qkv.backend
+    assert isinstance(backend, fused_linear.FusedLinear)
+    assert isinstance(backend.matmul, fused_linear.UnquantizedMatmul)
+    completions = generate(model, PROMPTS, SamplingParams(20))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         want = recompute_greedy(oracle, prompt, 20)
         until = first_tie(want)
         assert completion.token_ids[:until] == want.tokens[:until]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_fused_bf16_is_no_further_from_fp64_than_plain_bf16(name: str) -> None:
-    kernels_or_skip()
+def test_fused_bf16_logits_are_as_close_to_fp64_as_plain_bf16(name: str) -> None:
+    require_triton()
     exact = build(CONFIGS[name]).logits(IDS)
     model = build(CONFIGS[name], Mesh.single("cuda"), dtype=torch.bfloat16)
     plain = model.logits(IDS.cuda()).cpu()
-    fused_linear.fuse(model)
+    fused_linear.fuse_layers(model)
     fused = model.logits(IDS.cuda()).cpu()
     assert (fused - exact).std() < 1.2 * (plain - exact).std()
 
 
-def twins(x: Tensor) -> tuple[Tensor, Tensor]:
-    """On the device, where kernels serve, and on the host, where torch does."""
-    return x.cuda(), x
+def is_close(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    return torch.allclose(got.cpu().double(), want.double(), rtol=tolerance, atol=tolerance)
 
 
-def near(got: Tensor, want: Tensor, digits: float) -> bool:
-    return torch.allclose(got.cpu().double(), want.double(), rtol=digits, atol=digits)
-
-
-def narrow_near(got: Narrow, want: Narrow) -> bool:
-    """Casts are the same where what is cast is; sums in another order may move a number a step."""
-    a, b = (x.numbers.cpu().float() * x.scales.cpu() for x in (got, want))
-    moved = float((a != b).double().mean())
-    return near(got.scales, want.scales, 1e-5) and moved < 0.02 and near(a, b, 0.13)
+def is_close_fp8(got: Fp8Rows, want: Fp8Rows) -> bool:
+    """Casts of equal numbers are equal. Another order of sums may move a number to the next FP8."""
+    got_rows = got.values.cpu().float() * got.scales.cpu()
+    want_rows = want.values.cpu().float() * want.scales.cpu()
+    moved = float((got_rows != want_rows).double().mean())
+    return (
+        is_close(got.scales, want.scales, 1e-5)
+        and moved < 0.02
+        and is_close(got_rows, want_rows, 0.13)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [30, 768, 4096, 12288])
 @pytest.mark.parametrize("rms", [False, True])
-def test_kernels_between_products_are_their_twins(
-    width: int, rms: bool, dtype: torch.dtype
-) -> None:
-    kernels_or_skip()
+def test_norm_kernels_equal_the_torch_reference(width: int, rms: bool, dtype: torch.dtype) -> None:
+    require_triton()
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    digits = 2**-7 if dtype == torch.bfloat16 else 1e-4
-    x, y, bias = (one.to(dtype) for one in (drawn(5, width), drawn(5, width), drawn(width)))
-    shift = None if rms else drawn(width)
-    here = Norm(drawn(width).abs() + 0.5, shift, 1e-5, rms)
-    there = Norm(here.scale.cuda(), None if shift is None else shift.cuda(), 1e-5, rms)
-    total, rows = norm_activation.added(y.cuda(), bias.cuda(), x.cuda(), there)
-    want, twin = norm_activation.added(y, bias, x, here)
-    assert isinstance(rows, Tensor) and isinstance(twin, Tensor)
-    assert near(total, want, digits) and near(rows, twin, 2 * digits)
-    narrow, wide = (
-        norm_activation.normed(x.cuda(), there, narrow=True),
-        norm_activation.normed(x, here, narrow=True),
-    )
-    assert isinstance(narrow, Narrow) and isinstance(wide, Narrow)
-    assert narrow_near(narrow, wide)
-    assert narrow_near(norm_activation.narrowed(x.cuda()), norm_activation.narrowed(x))
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-4
+    x = draw(5, width).to(dtype)
+    y = draw(5, width).to(dtype)
+    bias = draw(width).to(dtype)
+    shift = None if rms else draw(width)
+    norm = NormParameters(draw(width).abs() + 0.5, shift, 1e-5, rms)
+    cuda_shift = None if shift is None else shift.cuda()
+    cuda_norm = NormParameters(norm.scale.cuda(), cuda_shift, 1e-5, rms)
+    total, rows = norm_activation.add_norm(y.cuda(), bias.cuda(), x.cuda(), cuda_norm)
+    want_total, want_rows = norm_activation.add_norm(y, bias, x, norm)
+    assert isinstance(rows, Tensor) and isinstance(want_rows, Tensor)
+    assert is_close(total, want_total, tolerance)
+    assert is_close(rows, want_rows, 2 * tolerance)
+    fp8_rows = norm_activation.norm_rows(x.cuda(), cuda_norm, fp8=True)
+    want_fp8_rows = norm_activation.norm_rows(x, norm, fp8=True)
+    assert isinstance(fp8_rows, Fp8Rows) and isinstance(want_fp8_rows, Fp8Rows)
+    assert is_close_fp8(fp8_rows, want_fp8_rows)
+    assert is_close_fp8(norm_activation.quantize_rows(x.cuda()), norm_activation.quantize_rows(x))
 
 
 @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name])
 @pytest.mark.parametrize("gated", [False, True])
-def test_kernels_of_activations_are_their_twins(name: str, gated: bool) -> None:
-    kernels_or_skip()
-    name = GATED * gated + name
+def test_activation_kernels_equal_the_torch_reference(name: str, gated: bool) -> None:
+    require_triton()
+    name = GATED_PREFIX * gated + name
     x = 3 * torch.randn(3, 2 * 5000, generator=torch.Generator().manual_seed(0))
-    for dtype, digits in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
-        there, here = twins(x.to(dtype))
-        assert near(
-            norm_activation.activated(there, name), norm_activation.activated(here, name), digits
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        rows = x.to(dtype)
+        cuda_rows = rows.cuda()
+        assert is_close(
+            norm_activation.activate_rows(cuda_rows, name),
+            norm_activation.activate_rows(rows, name),
+            tolerance,
         )
-        assert narrow_near(
-            norm_activation.narrowed(there, name), norm_activation.narrowed(here, name)
+        assert is_close_fp8(
+            norm_activation.quantize_rows(cuda_rows, name),
+            norm_activation.quantize_rows(rows, name),
         )
 
 
-def test_rows_of_zeros_and_rows_that_are_not_finite_harm_no_other() -> None:
-    fp8_or_skip()
+def test_zero_and_nan_rows_do_not_leak_into_other_rows_of_an_fp8_matmul() -> None:
+    require_fp8()
     x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
-    x[0], x[2, 7], x[4, 9] = 0, float("nan"), float("inf")
-    product = fp8_linear.Fp8(torch.randn(256, 512, device="cuda", dtype=torch.bfloat16))
-    y = product(x, None, None, None)
+    x[0] = 0
+    x[2, 7] = float("nan")
+    x[4, 9] = float("inf")
+    matmul = fp8_linear.Fp8Matmul(torch.randn(256, 512, device="cuda", dtype=torch.bfloat16))
+    y = matmul(x, None, None)
     assert not y[0].any()
     assert y.isfinite().all(-1).tolist() == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 64, 300])
 @pytest.mark.parametrize("shape", [(64, 64), (48, 44), (4096, 1024), (1536, 2000)])
-def test_a_product_in_fp8_is_its_twin(rows: int, shape: tuple[int, int]) -> None:
-    """Tensor cores add fp8 in fewer digits than fp32 has; so far apart, and no further."""
-    fp8_or_skip()
+def test_an_fp8_matmul_equals_the_torch_reference(rows: int, shape: tuple[int, int]) -> None:
+    """Tensor cores accumulate FP8 products with fewer digits than fp32; the limit allows for it."""
+    require_fp8()
     generator = torch.Generator().manual_seed(rows)
     columns, channels = shape
     x = torch.randn(rows, channels, generator=generator).to(CUDA, torch.bfloat16)
     weight = torch.randn(shape, generator=generator).to(CUDA, torch.bfloat16)
     bias = torch.randn(columns, generator=generator).to(CUDA, torch.bfloat16)
-    product = fp8_linear.Fp8(weight)
-    got = product(x, bias, None, None)
-    narrow = norm_activation.narrowed(x)
-    padded = torch.nn.functional.pad(bias, (0, len(product.weight.numbers) - columns))
-    want = fp8_linear.plain(narrow, product.weight, padded, torch.float32)[:, :columns]
+    matmul = fp8_linear.Fp8Matmul(weight)
+    got = matmul(x, bias, None)
+    fp8_rows = norm_activation.quantize_rows(x)
+    padded_bias = torch.nn.functional.pad(bias, (0, len(matmul.weight.values) - columns))
+    reference = fp8_linear.reference_matmul(fp8_rows, matmul.weight, padded_bias, torch.float32)
+    want = reference[:, :columns]
     assert (got - want).std() < 5e-3 * want.std()
     exact = x.double() @ weight.double().t() + bias.double()
     assert (got - exact).std() < FP8_SPREAD_MAX * exact.std()
 
 
-def test_fp8_layers_pass_the_gate_and_stay_near_bf16() -> None:
-    fp8_or_skip()
-    model = build(BROAD, Mesh.single("cuda"), dtype=torch.bfloat16)
-    model.head_weight.mul_(0.1)  # Trained models are less sure of themselves than drawn ones.
+def test_fp8_layers_pass_the_divergence_check_and_are_close_to_bf16() -> None:
+    require_fp8()
+    model = build(WIDE, Mesh.single("cuda"), dtype=torch.bfloat16)
+    model.head_weight.mul_(0.1)  # Logits of trained models are flatter than those of random models.
     ids = torch.arange(64, device="cuda").view(4, 16)
-    before, gate = model.logits(ids), Gate(model)
-    freed = fused_linear.fuse(model, linear_selector.narrow_layers(model))
-    after, drift = model.logits(ids), gate.drift(model)
+    before = model.logits(ids)
+    probe = DivergenceProbe(model)
+    freed_bytes = fused_linear.fuse_layers(model, fp8_linear.fp8_layers(model))
+    after = model.logits(ids)
+    divergence = probe.measure(model)
     assert (after - before).std() < FP8_SPREAD_MAX * before.std()
-    assert drift is not None
-    print(f"fp8: {drift}, {freed / 2**20:.0f} MiB freed")
-    # Two layers of four; 12 h^2 weights each, a byte instead of two.
-    assert freed == pytest.approx(2 * 12 * BROAD.hidden_size**2, rel=0.01)
-    for length in (1, 3):  # Decoding has few rows.
+    assert divergence is not None
+    print(f"fp8: {divergence}, {freed_bytes / 2**20:.0f} MiB freed")
+    # Two of the four layers are in FP8: 12 h^2 weights each, a byte instead of two.
+    assert freed_bytes == pytest.approx(2 * 12 * WIDE.hidden_size**2, rel=0.01)
+    for length in (1, 3):  # Decode steps have few rows.
         assert bool(model.logits(ids[:, :length]).isfinite().all())
 
 
-def test_fp8_rows_do_not_depend_on_their_scales_company() -> None:
-    """A row's narrow numbers and its scale are its own: only the library's order of sums varies."""
-    fp8_or_skip()
+def test_fp8_quantization_of_a_row_is_independent_of_other_rows() -> None:
+    """FP8 values and scales are equal. Only the matmul's order of sums may depend on the batch."""
+    require_fp8()
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
-    many, one = norm_activation.narrowed(x), norm_activation.narrowed(x[5:6])
-    assert torch.equal(many.numbers[5:6].view(torch.uint8), one.numbers.view(torch.uint8))
-    assert torch.equal(many.scales[5:6], one.scales)
+    batch = norm_activation.quantize_rows(x)
+    single = norm_activation.quantize_rows(x[5:6])
+    assert torch.equal(batch.values[5:6].view(torch.uint8), single.values.view(torch.uint8))
+    assert torch.equal(batch.scales[5:6], single.scales)
 
 
-def te_or_skip() -> te_linear.Engine:
-    found = te_linear.find()
-    if isinstance(found, str):
-        pytest.skip(f"Transformer Engine cannot be had: {found}")
-    return found
+def require_transformer_engine() -> te_linear.TransformerEngine:
+    engine = te_linear.import_transformer_engine()
+    if isinstance(engine, str):
+        pytest.skip(f"Transformer Engine is unavailable: {engine}")
+    return engine
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_transformer_engine_says_what_torch_does(name: str) -> None:
-    engine = te_or_skip()
+def test_logits_of_transformer_engine_are_close_to_those_of_torch(name: str) -> None:
+    engine = require_transformer_engine()
     exact = build(CONFIGS[name]).logits(IDS)
     model = build(CONFIGS[name], Mesh.single("cuda"), dtype=torch.bfloat16)
     plain = model.logits(IDS.cuda()).cpu()
-    te_linear.swap(model, engine, "none", range(0))
-    other = model.logits(IDS.cuda()).cpu()
-    assert (other - exact).std() < 1.5 * (plain - exact).std()
+    te_linear.replace_linears(model, engine, "none", range(0))
+    te_logits = model.logits(IDS.cuda()).cpu()
+    assert (te_logits - exact).std() < 1.5 * (plain - exact).std()
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "delayed"])
-def test_transformer_engine_in_fp8_stays_near_bf16(recipe: str) -> None:
-    engine = te_or_skip()
-    fp8_or_skip()
-    model = build(BROAD, Mesh.single("cuda"), dtype=torch.bfloat16)
+def test_transformer_engine_in_fp8_is_close_to_bf16(recipe: str) -> None:
+    engine = require_transformer_engine()
+    require_fp8()
+    model = build(WIDE, Mesh.single("cuda"), dtype=torch.bfloat16)
     ids = torch.arange(64, device="cuda").view(4, 16)
     before = model.logits(ids)
-    te_linear.swap(model, engine, recipe, linear_selector.narrow_layers(model))
+    te_linear.replace_linears(model, engine, recipe, fp8_linear.fp8_layers(model))
     model.logits(ids)
     assert (model.logits(ids) - before).std() < 2 * FP8_SPREAD_MAX * before.std()
     assert bool(model.logits(ids[:1, :3]).isfinite().all())
 
 
 def split_logits(rank: int, backend: str) -> Tensor | None:
-    """Two tensor ranks on one device: sums go over gloo, through host memory."""
+    """Two tensor ranks on one device: all-reduces go over gloo, through host memory."""
     mesh = Mesh.create(2, 1, device="cuda")
-    assert quicken(mesh) is mesh and mesh.staged
-    model = build(BROAD, mesh, dtype=torch.bfloat16)
+    assert use_symmetric_memory(mesh) is mesh and mesh.stages_through_host
+    model = build(WIDE, mesh, dtype=torch.bfloat16)
     if backend == "fp8":
-        fused_linear.fuse(model, linear_selector.narrow_layers(model))
+        fused_linear.fuse_layers(model, fp8_linear.fp8_layers(model))
     else:
-        linear_selector.place(model, backend)
+        linear_selector.apply_backend(model, backend)
     with torch.inference_mode():
-        logits = forward(model, torch.arange(15).cuda(), Batch.plain([5, 1, 9], "cuda"))
+        logits = forward(model, torch.arange(15).cuda(), Batch.unpaged([5, 1, 9], "cuda"))
     return None if logits is None else logits.cpu()
 
 
 @pytest.mark.parametrize("backend", ["auto", "fp8"])
-def test_ranks_that_share_a_device_over_gloo_have_these_products_too(backend: str) -> None:
+def test_ranks_on_one_device_use_the_linear_backends_too(backend: str) -> None:
     if backend == "fp8":
-        fp8_or_skip()
-    want = build(BROAD, Mesh.single("cuda"), dtype=torch.bfloat16)
-    plain = want(torch.arange(15).cuda(), Batch.plain([5, 1, 9], "cuda")).cpu()
+        require_fp8()
+    model = build(WIDE, Mesh.single("cuda"), dtype=torch.bfloat16)
+    plain = model(torch.arange(15).cuda(), Batch.unpaged([5, 1, 9], "cuda")).cpu()
     for got in ranks(2, split_logits, backend, timeout_s=120):
         assert got is not None
         assert (got - plain).std() < FP8_SPREAD_MAX * plain.std()

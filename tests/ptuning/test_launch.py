@@ -1,4 +1,4 @@
-"""Runs of several ranks of which one fails: all end, one sentence says why, and the run goes on."""
+"""Runs on several ranks: if one fails, all end with one error message, and the run resumes."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from tests.support.tuning_runs import (
     Start,
     adapters,
     count_rows,
-    gone,
+    has_exited,
     logged,
-    made,
     starting,
     states,
     table,
+    write_run_settings,
 )
 from tests.support.tuning_settings import records
 
@@ -42,14 +42,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with starting() as one:
-        yield one
+    with starting() as start_run:
+        yield start_run
 
 
-def test_splits_are_killed_and_go_on_to_the_losses_of_one_rank(
-    tmp_path: Path, start: Start
-) -> None:
-    """Either end of a run, at any rank, ends all of it; validation writes answers meanwhile."""
+def test_killed_split_runs_resume_to_the_losses_of_one_rank(tmp_path: Path, start: Start) -> None:
+    """A killed or stopped rank ends the whole run, also while validation generates answers."""
     checkpoint = tmp_path / "model"
     write_checkpoint(tmp_path)  # For its tokenizer.
     deep = lively(CONFIG.with_fields(num_layers=4, moe_layers=(False,) * 4))
@@ -64,68 +62,70 @@ def test_splits_are_killed_and_go_on_to_the_losses_of_one_rank(
         "max_new_tokens": 3,
         "batch_examples": 4,
     }
-    assert start(made(tmp_path / "one", checkpoint, **settings)).end() == 0
-    alone = [float(row[1]) for row in logged(tmp_path / "one")]
+    assert start(write_run_settings(tmp_path / "one", checkpoint, **settings)).end() == 0
+    single_rank_losses = [float(row[1]) for row in logged(tmp_path / "one")]
 
     splits: dict[str, dict[str, int]] = {
         "tensor": {"tp": 2},
         "all": {"pp": 2, "dp": 2, "virtual_stages": 2, "micro_batch_examples": 2},
     }
     for name, split in splits.items():
-        file = made(tmp_path / name, checkpoint, **settings, **split)
+        file = write_run_settings(tmp_path / name, checkpoint, **settings, **split)
         folder = file.parent
         if name == "tensor":
             run = start(file)
             run.reach(4)
-            others = run.ranks
-            assert len(others) == 1
+            other_ranks = run.ranks
+            assert len(other_ranks) == 1
             run.kill()
             run.end()
-            eventually(lambda others=others: all(map(gone, others)), 10)  # type: ignore[misc]
+            eventually(lambda other_ranks=other_ranks: all(map(has_exited, other_ranks)), 10)  # type: ignore[misc]
         run = start(file)
         run.reach(count_rows(folder) + 8)
-        others = run.ranks
-        assert len(others) == (1 if name == "tensor" else 3)
-        os.kill(others[-1], signal.SIGKILL)
+        other_ranks = run.ranks
+        assert len(other_ranks) == (1 if name == "tensor" else 3)
+        os.kill(other_ranks[-1], signal.SIGKILL)
         assert run.end() == 1
-        last = run.said.splitlines()[-1]
-        assert last.startswith(f"preamble tune: rank {len(others)} was killed by signal 9")
-        assert "Traceback" not in run.said
-        assert all(map(gone, others))
+        last_line = run.stderr.splitlines()[-1]
+        assert last_line.startswith(
+            f"preamble tune: rank {len(other_ranks)} was killed by signal 9"
+        )
+        assert "Traceback" not in run.stderr
+        assert all(map(has_exited, other_ranks))
         assert adapters(folder) == []
 
         run = start(file)
-        assert run.end() == 0, run.said
-        assert "going on from step" in run.said
+        assert run.end() == 0, run.stderr
+        assert "resuming from step" in run.stderr
         losses = [float(row[1]) for row in logged(folder)]
-        assert losses == pytest.approx(alone, rel=1e-10), name
+        assert losses == pytest.approx(single_rank_losses, rel=1e-10), name
         torch.testing.assert_close(table(folder), table(tmp_path / "one"), rtol=1e-5, atol=1e-6)
         cards = [
-            open_adapter(tmp_path / one / "adapters" / "answer@1.safetensors").card
-            for one in ("one", name)
+            open_adapter(tmp_path / run_name / "adapters" / "answer@1.safetensors").card
+            for run_name in ("one", name)
         ]
         assert cards[0].metrics["validation"].keys() == cards[1].metrics["validation"].keys()
-        for what in ("prompt", "adapter"):
+        for metric_group in ("prompt", "adapter"):
             shares = [
                 value
                 for card in cards
                 for key, value in card.metrics["validation"].items()
-                if what in key
+                if metric_group in key
             ]
             assert len(shares) % 2 == 0
             assert shares[: len(shares) // 2] == shares[len(shares) // 2 :]
 
 
-def test_a_rank_that_fails_while_it_starts_does_not_keep_the_others(
+def test_rank_failing_at_start_ends_the_others(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
     cases = {
         "killed": "rank 1 was killed by signal 9",
         "misled": "cannot be read",
-        "apart": "the ranks were not given the same records",
+        "apart": "the ranks read different records",
     }
-    for name, words in cases.items():
-        file = made(tmp_path / name, checkpoint, steps=4, tp=2)
+    for name, message in cases.items():
+        file = write_run_settings(tmp_path / name, checkpoint, steps=4, tp=2)
         run = start(file)
         eventually(lambda run=run: len(run.ranks) == 1, END_S)  # type: ignore[misc]
         if name == "killed":
@@ -133,76 +133,79 @@ def test_a_rank_that_fails_while_it_starts_does_not_keep_the_others(
         elif name == "misled":
             (file.parent / "examples.jsonl").unlink()  # Rank 0 has read it.
         else:
-            with (file.parent / "examples.jsonl").open("a") as data:
-                data.write('\n{"prompt": "the fox", "completion": "b"}\n')
+            with (file.parent / "examples.jsonl").open("a") as records_file:
+                records_file.write('\n{"prompt": "the fox", "completion": "b"}\n')
         assert run.end() == 1
-        (line,) = run.said.splitlines()
-        assert words in line, line
+        (line,) = run.stderr.splitlines()
+        assert message in line, line
 
 
-def test_a_disk_that_is_full_on_one_of_two_ranks_ends_no_run(
+def test_full_disk_on_one_rank_does_not_end_the_run(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    run = start(made(tmp_path, checkpoint, steps=200, tp=2))
+    run = start(write_run_settings(tmp_path, checkpoint, steps=200, tp=2))
     run.reach(4)
-    (other,) = run.ranks
-    resource.prlimit(other, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-    assert run.end() == 0, run.said
-    assert run.said.count("no state could be saved") == 1, run.said
-    assert run.said.count("warning") == 1, run.said
+    (other_rank,) = run.ranks
+    resource.prlimit(other_rank, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    assert run.end() == 0, run.stderr
+    assert run.stderr.count("no state could be saved") == 1, run.stderr
+    assert run.stderr.count("warning") == 1, run.stderr
     assert len(logged(tmp_path)) == 200
     assert adapters(tmp_path) == ["answer@1.safetensors"]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_kind_signal_saves_and_a_second_one_ends_at_once(
+def test_first_signal_saves_and_second_signal_ends_at_once(
     tp: int, checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    file = made(tmp_path, checkpoint, steps=MANY, save_every=MANY, tp=tp)
+    file = write_run_settings(tmp_path, checkpoint, steps=MANY, save_every=MANY, tp=tp)
     for number in (signal.SIGINT, signal.SIGTERM):
         run = start(file)
         run.reach(count_rows(tmp_path) + 2)
-        others = run.ranks
-        for pid in [*others, run.process.pid or 0]:  # As a service manager ends a whole group.
+        other_ranks = run.ranks
+        for pid in [
+            *other_ranks,
+            run.process.pid or 0,
+        ]:  # A service manager signals the whole group.
             os.kill(pid, number)
-        assert run.end() == 130, run.said
-        assert all(map(gone, others))
-        assert run.wrote == ""
-        assert run.said.count("saving, after this step") == 1
-        assert run.said.endswith(
-            f"saved at step {run.rows}; the same command goes on from there\n"
-        ), run.said
+        assert run.end() == 130, run.stderr
+        assert all(map(has_exited, other_ranks))
+        assert run.stdout == ""
+        assert run.stderr.count("saving, after this step") == 1
+        assert run.stderr.endswith(
+            f"saved at step {run.rows}; the same command resumes from there\n"
+        ), run.stderr
         assert states(tmp_path) == [f"state-{run.rows:08d}"]
-    saved = states(tmp_path)
+    saved_states = states(tmp_path)
     run = start(file)
     run.reach(run.rows + 2)
-    others = run.ranks
-    # As long as it is stopped it cannot save; both are heard when it goes on.
+    other_ranks = run.ranks
+    # A stopped process cannot save; both signals are delivered when it continues.
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         run.kill(number)
     assert run.end() == 130
-    assert "interrupted" in run.said.splitlines()[-1], run.said
-    assert "Traceback" not in run.said
-    eventually(lambda: all(map(gone, others)), 10)
-    assert states(tmp_path) == saved
+    assert "interrupted" in run.stderr.splitlines()[-1], run.stderr
+    assert "Traceback" not in run.stderr
+    eventually(lambda: all(map(has_exited, other_ranks)), 10)
+    assert states(tmp_path) == saved_states
 
 
 def torchrun(file: Path) -> "subprocess.Popen[bytes]":
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "preamble"]
+    arguments = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "preamble"]
     with open(file.parent / "err", "wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", *words, "tune", str(file)],
+            [sys.executable, "-m", *arguments, "tune", str(file)],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=err,
         )
 
 
-def test_torchrun_starts_interrupts_and_is_told_once(checkpoint: Path, tmp_path: Path) -> None:
-    file = made(tmp_path, checkpoint, steps=200, save_every=MANY, tp=2)
+def test_torchrun_run_starts_stops_and_reports_once(checkpoint: Path, tmp_path: Path) -> None:
+    file = write_run_settings(tmp_path, checkpoint, steps=200, save_every=MANY, tp=2)
     for attempt in ("interrupted", "finished", "refused"):
         if attempt == "refused":
-            file = made(tmp_path, checkpoint, steps=200, tp=2, name="a@b@c")
+            file = write_run_settings(tmp_path, checkpoint, steps=200, tp=2, name="a@b@c")
         launcher = torchrun(file)
         try:
             if attempt == "interrupted":
@@ -212,46 +215,46 @@ def test_torchrun_starts_interrupts_and_is_told_once(checkpoint: Path, tmp_path:
         finally:
             launcher.kill()
             launcher.wait()
-        said = (tmp_path / "err").read_text()
+        stderr_text = (tmp_path / "err").read_text()
         if attempt == "interrupted":
             assert code != 0
-            assert said.count("saving, after this step") == 1, said
-            assert f"saved at step {count_rows(tmp_path)}" in said
+            assert stderr_text.count("saving, after this step") == 1, stderr_text
+            assert f"saved at step {count_rows(tmp_path)}" in stderr_text
             assert states(tmp_path) == [f"state-{count_rows(tmp_path):08d}"]
         elif attempt == "finished":
-            assert code == 0, said
-            assert said.count("going on from step") == 1
+            assert code == 0, stderr_text
+            assert stderr_text.count("resuming from step") == 1
             assert adapters(tmp_path) == ["answer@1.safetensors"]
             assert len(logged(tmp_path)) == 200
         else:
             assert code == 1
-            assert said.count("preamble tune: ") == 1, said
+            assert stderr_text.count("preamble tune: ") == 1, stderr_text
     assert adapters(tmp_path) == ["answer@1.safetensors"]
 
 
-def test_data_that_is_wrong_is_told_once_for_all_ranks(
+def test_invalid_data_is_reported_once_for_all_ranks(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    for lines, words in (("", "no usable example"), ('{"prompt": "a"}', "line 1: no field")):
-        file = made(tmp_path, checkpoint, tp=2)
+    for lines, message in (("", "no usable example"), ('{"prompt": "a"}', "line 1: no field")):
+        file = write_run_settings(tmp_path, checkpoint, tp=2)
         (tmp_path / "examples.jsonl").write_text(lines)
         run = start(file)
         assert run.end() == 1
-        (line,) = run.said.splitlines()
-        assert words in line
+        (line,) = run.stderr.splitlines()
+        assert message in line
     assert adapters(tmp_path) == []
 
 
 @pytest.mark.parametrize("split", [{"tp": 2}, {"dp": 2}])
-def test_a_state_of_another_split_is_refused_once(
+def test_state_of_another_split_is_refused_once(
     split: dict[str, int], checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    run = start(made(tmp_path, checkpoint, steps=MANY))
+    run = start(write_run_settings(tmp_path, checkpoint, steps=MANY))
     run.reach(4)
     run.kill()
     run.end()
-    run = start(made(tmp_path, checkpoint, steps=MANY, **split))
+    run = start(write_run_settings(tmp_path, checkpoint, steps=MANY, **split))
     assert run.end() == 1
-    (line,) = run.said.splitlines()
+    (line,) = run.stderr.splitlines()
     (name,) = split
-    assert f"had {name} 1, now it is 2; set it back to go on, or give --restart" in line
+    assert f"had {name} 1, now it is 2; set it back to resume, or give --restart" in line

@@ -1,8 +1,9 @@
-"""Every command in the documents runs: what stands in a ```sh block is run as a reader would.
+"""Commands of the documents: each command in a ```sh block runs as a reader would run it.
 
-Of those that load torch, which takes seconds, only the first has a process of its own. What costs
-minutes, or waits for someone, is listed with the reason and with where it is run for real; of such
-a command it is still checked that the target, the subcommand and the flags exist.
+Importing torch takes seconds, so only the first command that loads torch gets its own process.
+NOT_RUN lists the commands that take minutes or wait for input, with the reason and with the test
+that runs them. For these commands the tests check that the make target, the subcommand and the
+flags exist.
 """
 
 import os
@@ -20,62 +21,71 @@ import preamble
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
-    *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"),
+    "README.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
     "examples/demo/README.md",
 )
-COMMAND_SECONDS_MAX = 60
+COMMAND_SECONDS_MAX = 600  # Time limit for a command that hangs; a command takes seconds.
 
-# The beginning of a command: why it is not run here.
+# Maps the beginning of a command to the reason why this test does not run it.
 NOT_RUN = {
-    "git clone": "this checkout is what it makes",
-    "cd": "this is where it leads",
-    "make setup": "it made the environment that runs this test",
+    "git clone": "it creates a checkout, and the test runs in one",
+    "cd": "the test runs in that folder",
+    "make setup": "it created the environment that runs this test",
     "make demo": "tests/e2e/test_demo.py runs it",
     "make serve-demo": "it serves until it is stopped",
     "make test": "it runs this test",
-    "make check": "it runs beside this test",
+    "make check": "it runs separately from the test suite",
     "make test-slow": "it takes minutes, and runs after this test",
     "make test-gpu": "it needs a CUDA device",
-    "make bench": "it takes minutes, and a timing says nothing beside other tests",
-    "make wheel": "test_wheel.py builds one",
+    "make bench": "it takes minutes, and other tests would disturb its timings",
+    "make wheel": "test_wheel.py builds a wheel",
     "preamble serve": "it serves until it is stopped",
-    "preamble generate --server": "it asks a running server; tests/clients/test_client.py does",
-    "preamble bench": "it asks a running server; tests/clients/load/test_generator.py does",
+    "preamble generate --server": "it calls a running server; tests/clients/test_client.py runs it",
+    "preamble bench": "it calls a running server; tests/clients/load/test_generator.py runs it",
     "preamble tune examples/tune/one.yaml": "it takes a while; "
-    "tests/ptuning/test_config.py runs all "
-    "that are there",
-    "preamble tune --evaluate": "it needs an adapter, as "
+    "tests/ptuning/test_config.py runs all files of that folder",
+    "preamble tune --evaluate": "it needs an adapter; "
     "tests/ptuning/evaluation/test_answer_metrics.py has one",
-    "preamble plan serve": "it plays a load for seconds; tests/planning/cli/test_commands.py does",
-    "preamble plan train gpt3-175b": "it searches for seconds; docs/planning.md has the like",
-    "preamble plan train --tune": "tests/planning/training/test_search.py writes one, and runs it",
-    "preamble tune --check build/plan/tune/train_config.yaml": "the line above it writes that",
-    "preamble adapters": "it needs an adapter or a server, as "
+    "preamble plan serve": "it simulates a load for seconds; "
+    "tests/planning/cli/test_commands.py runs it",
+    "preamble plan train gpt3-175b": "it searches for seconds; "
+    "docs/planning.md has a similar command that runs",
+    "preamble plan train --tune": "it needs a tune file; "
+    "tests/planning/training/test_search.py writes and uses such a file",
+    "preamble tune --check build/plan/tune/train_config.yaml": "the command in the line above "
+    "writes that file",
+    "preamble adapters": "it needs an adapter or a server; "
     "tests/checkpoints_tools/adapters/test_exchange.py and "
-    "tests/clients/cli/test_adapters.py have them",
-    "S=localhost:9000": "the lines after it use it",
-    "grpcurl": "it is a program of others, and asks a running server",
-    "curl": "it is a program of others, and asks a running server",
-    "lm_eval": "it asks a running server; tests/e2e/test_lm_eval.py does",
-    "TOKEN=$(openssl": "openssl is a program of others",
+    "tests/clients/cli/test_adapters.py run it",
+    "S=localhost:9000": "it sets a variable for the next lines",
+    "grpcurl": "it is an external program, and calls a running server",
+    "curl": "it is an external program, and calls a running server",
+    "lm_eval": "it calls a running server; tests/e2e/test_lm_eval.py runs it",
+    "TOKEN=$(openssl": "openssl is an external program",
     "printf": "it needs the token",
 }
 
 
-# Of these one is run as a reader would; in the others' processes most of the time would be imports.
-ALIKE = (
-    *("preamble inspect ", "preamble convert ", "preamble verify ", "preamble tune --check "),
+# Commands that load torch. The first of them in the documents runs in its own process, as a reader
+# would run it. The others run in the test's process, because imports would take most of their time.
+TORCH_COMMANDS = (
+    "preamble inspect ",
+    "preamble convert ",
+    "preamble verify ",
+    "preamble tune --check ",
     "preamble plan ",
 )
 
 
 class Command(NamedTuple):
-    where: str  # file:line
+    location: str  # file:line
     line: str
 
     @property
-    def listed(self) -> bool:
+    def is_not_run(self) -> bool:
         return any(f"{self.line} ".startswith(f"{start} ") for start in NOT_RUN)
 
 
@@ -85,13 +95,13 @@ def commands() -> Iterator[Command]:
             continue
         text = (ROOT / document).read_text("utf-8")
         for block in re.finditer(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            first = text[: block.start(1)].count("\n") + 1
-            yield from in_block(document, first, block[1])
+            first_line = text[: block.start(1)].count("\n") + 1
+            yield from commands_of_block(document, first_line, block[1])
 
 
-def in_block(document: str, first: int, block: str) -> Iterator[Command]:
+def commands_of_block(document: str, first_line: int, block: str) -> Iterator[Command]:
     line = ""
-    for number, part in enumerate(block.splitlines(), first):
+    for number, part in enumerate(block.splitlines(), first_line):
         line += re.sub(r"(^|\s)#.*", "", part).strip()
         if line.endswith("\\"):
             line = line[:-1]
@@ -101,7 +111,7 @@ def in_block(document: str, first: int, block: str) -> Iterator[Command]:
 
 
 def run(line: str) -> subprocess.CompletedProcess[str]:
-    """As a reader would, in the checkout, with the environment that `make setup` has made."""
+    """Run a command in the checkout, in the environment that `make setup` created."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         ["bash", "-c", line],
@@ -114,50 +124,51 @@ def run(line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def named(command: Command) -> str:
-    return f"{command.where}: {command.line}"
+def command_id(command: Command) -> str:
+    return f"{command.location}: {command.line}"
 
 
-RUN = [command for command in commands() if not command.listed]
-LOADING = [command for command in RUN if command.line.startswith(ALIKE)]
+RUN = [command for command in commands() if not command.is_not_run]
+LOADING_TORCH = [command for command in RUN if command.line.startswith(TORCH_COMMANDS)]
 
 
-@pytest.mark.parametrize("command", RUN, ids=named)
+@pytest.mark.parametrize("command", RUN, ids=command_id)
 def test_a_command_of_the_documents_runs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    if command in LOADING[1:]:
+    if command in LOADING_TORCH[1:]:
         monkeypatch.chdir(ROOT)
         assert preamble.main(shlex.split(command.line)[1:]) == 0, command
         return
-    done = run(command.line)
-    assert done.returncode == 0, f"{command.where}: {command.line}\n{done.stdout}{done.stderr}"
+    process = run(command.line)
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, f"{command.location}: {command.line}\n{output}"
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c.listed], ids=named)
-def test_a_command_that_is_not_run_here_exists(
+@pytest.mark.parametrize("command", [c for c in commands() if c.is_not_run], ids=command_id)
+def test_a_command_that_is_not_run_exists(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, *words = shlex.split(command.line)
+    program, *arguments = shlex.split(command.line)
     if program == "make":
-        done = run(f"make -n {shlex.join(words)}")
-        assert done.returncode == 0, f"{command.where}: {done.stderr}"
+        process = run(f"make -n {shlex.join(arguments)}")
+        assert process.returncode == 0, f"{command.location}: {process.stderr}"
     elif program == "preamble":
-        flags = {word.split("=")[0] for word in words if word.startswith("--")}
-        # An action of `adapters` or `plan` has flags of its own; so has `generate`, of a server.
-        asked = words[: 2 if words[0] in ("adapters", "plan") else 1]
+        flags = {word.split("=")[0] for word in arguments if word.startswith("--")}
+        # Each subcommand of `adapters` and `plan` has its own flags; so has `generate --server`.
+        subcommand = arguments[: 2 if arguments[0] in ("adapters", "plan") else 1]
         server = ["--server", "x"] if "--server" in flags else []
-        with pytest.raises(SystemExit) as ended:
-            preamble.main([*asked, *server, "--help"])
-        said = capsys.readouterr()
-        missing = {flag for flag in flags if not re.search(rf"{flag}\b", said.out)}
-        assert ended.value.code == 0, f"{command.where}: {said.err}"
-        assert not missing, f"{command.where}: preamble {words[0]} has no {missing}"
+        with pytest.raises(SystemExit) as exit_info:
+            preamble.main([*subcommand, *server, "--help"])
+        output = capsys.readouterr()
+        missing = {flag for flag in flags if not re.search(rf"{flag}\b", output.out)}
+        assert exit_info.value.code == 0, f"{command.location}: {output.err}"
+        assert not missing, f"{command.location}: preamble {arguments[0]} has no {missing}"
 
 
-def test_the_documents_have_commands_at_all() -> None:
-    assert {command.where.split(":")[0] for command in commands()} >= set(DOCUMENTS[:2])
+def test_the_readme_and_contributing_have_commands() -> None:
+    assert {command.location.split(":")[0] for command in commands()} >= set(DOCUMENTS[:2])
 
 
-def test_comments_and_broken_lines_are_read_as_a_shell_reads_them() -> None:
+def test_comments_are_removed_and_continued_lines_are_joined() -> None:
     block = "make demo  # the main job\n\n# nothing\npreamble generate \\\n  hello\n"
-    lines = [command.line for command in in_block("x.md", 1, block)]
+    lines = [command.line for command in commands_of_block("x.md", 1, block)]
     assert lines == ["make demo", "preamble generate hello"]

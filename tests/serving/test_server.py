@@ -1,7 +1,7 @@
-"""A server's life: refusals at its start, requests that end early, overload, drain.
+"""The server's lifecycle: refusals at the start, requests that end early, overload, drain.
 
-Its model knows numbers only, so nothing but its length ends a completion, and a long one can be
-caught in the middle.
+The model's tokens are numbers, so only the length ends a completion, and a long one can be
+interrupted.
 """
 
 import asyncio
@@ -25,12 +25,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.client import CallError, Client, Options
 from gpt.formats.registry import open_checkpoint
-from gpt.model.reference_logits import prove
+from gpt.reference_logits.replay import compute_proof
+from gpt.settings import setting_fields
 from protos.preamble.v1 import generation_pb2, generation_pb2_grpc
 from serving.__main__ import main, serve_parser
-from serving.admission.auth import Access
+from serving.admission.auth import Authenticator
 from serving.config import ServerConfig
-from serving.frontend.call import Ended, Front
+from serving.frontend.call import CallFailure, Frontend
 from serving.frontend.grpc_transport import abort
 from serving.request import DeadlinePassedError
 from serving.service.metrics import Metrics
@@ -41,7 +42,7 @@ from tests.support.servers import (
     command,
     eventually,
     serving,
-    stopped,
+    suspended,
     write_checkpoint,
 )
 
@@ -66,100 +67,102 @@ def server(checkpoint: Path) -> Iterator[Server]:
 
 
 @dataclass(frozen=True)
-class Logged:
+class LoggedServer:
     server: Server
     log: Path
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logged]:
-    """Of a model with a proof; for tests in their order, as one kills its rank and one ends it."""
+def server_with_proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoggedServer]:
+    """A model with a reference proof; its tests run in order: one kills a rank, one ends it."""
     folder = tmp_path_factory.mktemp("proved")
     checkpoint = write_checkpoint(folder, tokenizer=False)
-    prove(open_checkpoint(checkpoint)).save(checkpoint)
+    compute_proof(open_checkpoint(checkpoint)).save(checkpoint)
     with serving(checkpoint, log=folder / "log") as server:
-        yield Logged(server, folder / "log")
+        yield LoggedServer(server, folder / "log")
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[Client]:
     with server.client() as client:
         yield client
-    eventually(lambda: idle(server))
+    eventually(lambda: is_idle(server))
 
 
-def sent_at_the_end(error: grpc.RpcError) -> str:
+def trailing_metadata_text(error: grpc.RpcError) -> str:
     assert isinstance(error, grpc.Call)
     return str([tuple(item) for item in error.trailing_metadata()])
 
 
-def idle(server: Server) -> bool:
+def is_idle(server: Server) -> bool:
     states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
     return all(server.metric(f"preamble_{state}") == 0 for state in states)
 
 
-def test_an_error_for_a_caller_who_has_gone_is_counted_and_writes_no_stack() -> None:
+def test_errors_after_a_disconnect_are_counted_without_a_stack_trace() -> None:
     class Gone:
         async def abort(self, *_: object) -> None:
             raise grpc.aio.InternalError("the call is over")
 
-    async def work() -> Front:
-        front = Front(Metrics(), Access())
-        with pytest.raises(Ended) as ended:
+    async def work() -> Frontend:
+        front = Frontend(Metrics(), Authenticator())
+        with pytest.raises(CallFailure) as caught:
             async with front.call("preamble", "Generate"):
                 raise DeadlinePassedError("late")
         # The library logs a stack for any other exception.
         with pytest.raises(asyncio.CancelledError):
-            await abort(cast(Any, Gone()), ended.value)
-        await asyncio.wait_for(front.drained(), 1)
+            await abort(cast(Any, Gone()), caught.value)
+        await asyncio.wait_for(front.drain(), WAIT_S)
         return front
 
-    text = asyncio.run(work()).metrics.text().decode()
+    text = asyncio.run(work()).metrics.render().decode()
     labels = 'code="DEADLINE_EXCEEDED",method="Generate",wire="preamble"'
     assert f"preamble_requests_total{{{labels}}} 1.0" in text
 
 
-def test_a_client_that_leaves_takes_its_request_along(server: Server, client: Client) -> None:
+def test_requests_of_disconnected_clients_are_cancelled(server: Server, client: Client) -> None:
     stream = client.stream("1 2 3", LONG)
     next(stream)
     assert server.metric("preamble_scheduler_running_requests") == 1
 
     stream.close()
 
-    eventually(lambda: idle(server))
-    ended = 'preamble_requests_total{code="CANCELLED",method="GenerateStream",wire="preamble"}'
-    eventually(lambda: server.metric(ended) >= 1)
+    eventually(lambda: is_idle(server))
+    cancelled_requests = (
+        'preamble_requests_total{code="CANCELLED",method="GenerateStream",wire="preamble"}'
+    )
+    eventually(lambda: server.metric(cancelled_requests) >= 1)
 
 
-def test_a_deadline_ends_a_request_that_runs_and_one_that_waits(server: Server) -> None:
-    with server.client(timeout_s=0.5) as hasty, server.client() as patient:
+def test_deadlines_end_running_and_queued_requests(server: Server) -> None:
+    with server.client(timeout_s=0.5) as short_timeout_client, server.client() as client:
         with pytest.raises(CallError) as running:
-            hasty.generate("1 2 3", LONG)
+            short_timeout_client.generate("1 2 3", LONG)
         assert running.value.code == "DEADLINE_EXCEEDED"
-        eventually(lambda: idle(server))
+        eventually(lambda: is_idle(server))
 
-        held = [patient.stream("1", LONG) for _ in range(2)]
-        for stream in held:
+        running_streams = [client.stream("1", LONG) for _ in range(2)]
+        for stream in running_streams:
             next(stream)
         with pytest.raises(CallError) as waiting:
-            hasty.generate("1 2 3", SHORT)
+            short_timeout_client.generate("1 2 3", SHORT)
         assert waiting.value.code == "DEADLINE_EXCEEDED"
         eventually(lambda: server.metric("preamble_scheduler_waiting_requests") == 0)
-        for stream in held:
+        for stream in running_streams:
             stream.close()
-        eventually(lambda: idle(server))
+        eventually(lambda: is_idle(server))
 
 
-def test_a_full_queue_refuses_at_once_and_what_was_accepted_is_answered(
+def test_full_queues_refuse_at_once_and_complete_accepted_requests(
     server: Server, client: Client
 ) -> None:
     running = [client.stream("1", LONG) for _ in range(2)]
     for stream in running:
         next(stream)
-    answers: list[int] = []
+    token_counts: list[int] = []
     waiting = [
         threading.Thread(
-            target=lambda: answers.append(client.generate("2", SHORT).usage.completion_tokens)
+            target=lambda: token_counts.append(client.generate("2", SHORT).usage.completion_tokens)
         )
         for _ in range(2)
     ]
@@ -167,40 +170,43 @@ def test_a_full_queue_refuses_at_once_and_what_was_accepted_is_answered(
         thread.start()
     eventually(lambda: server.metric("preamble_scheduler_waiting_requests") == 2)
 
-    with pytest.raises(CallError, match="queue_requests_max") as refused:
+    with pytest.raises(CallError, match="queue_requests_max") as caught:
         client.generate("3", SHORT)
 
-    assert refused.value.code == "RESOURCE_EXHAUSTED"
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
     with grpc.insecure_channel(server.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as told:
+        with pytest.raises(grpc.RpcError) as caught_rpc:
             stub.Generate(generation_pb2.GenerateRequest(text="3"), timeout=WAIT_S)
-        assert "('grpc-retry-pushback-ms', '1000')" in sent_at_the_end(told.value)
-    assert answers == []  # Those who wait still do.
+        assert "('grpc-retry-pushback-ms', '1000')" in trailing_metadata_text(caught_rpc.value)
+    assert token_counts == []  # Queued requests are still waiting.
     for stream in running:
         stream.close()
     for thread in waiting:
         thread.join(WAIT_S)
-    assert answers == [2, 2]
+    assert token_counts == [2, 2]
 
 
-def test_a_server_replays_the_proof_and_tells_how_far_it_was(other: Logged) -> None:
-    far = other.server.metric("preamble_proof_difference")
-    assert 0 < far < 1e-5
-    line = next(line for line in other.log.read_text().splitlines() if "proof_replayed" in line)
-    assert f"event=proof_replayed difference={far:.3g} limit=0.001 best=128/128" in line
+def test_the_proof_is_replayed_and_its_difference_reported(server_with_proof: LoggedServer) -> None:
+    difference = server_with_proof.server.metric("preamble_proof_difference")
+    assert 0 < difference < 1e-5
+    line = next(
+        line for line in server_with_proof.log.read_text().splitlines() if "proof_replayed" in line
+    )
+    assert f"event=proof_replayed difference={difference:.3g} limit=0.001 best=128/128" in line
 
 
-def test_a_killed_rank_is_told_and_replaced_and_what_had_told_nothing_is_answered(
-    other: Logged,
+def test_killed_ranks_restart_and_unstarted_requests_complete(
+    server_with_proof: LoggedServer,
 ) -> None:
-    options, server = Options(max_new_tokens=2000), other.server
+    options = Options(max_new_tokens=2000)
+    server = server_with_proof.server
     with server.client(timeout_s=2 * WAIT_S) as client:
         (rank,) = server.ranks
         expected = client.generate("1 2 3", options).token_ids
-        answers: list[list[int]] = []
+        completions: list[list[int]] = []
         unary = threading.Thread(
-            target=lambda: answers.append(client.generate("1 2 3", options).token_ids)
+            target=lambda: completions.append(client.generate("1 2 3", options).token_ids)
         )
         stream = client.stream("4 5 6", LONG)
         next(stream)
@@ -209,28 +215,30 @@ def test_a_killed_rank_is_told_and_replaced_and_what_had_told_nothing_is_answere
 
         os.kill(rank, signal.SIGKILL)
         eventually(lambda: bool(set(server.ranks) - {rank}))
-        (heir,) = set(server.ranks) - {rank}
-        with stopped(heir):  # It is not back before all this has been told.
-            with pytest.raises(CallError, match="try again in a moment") as told:
+        (remaining_rank,) = set(server.ranks) - {rank}
+        with suspended(remaining_rank):  # It is not back before these checks.
+            with pytest.raises(CallError, match="try again in a moment") as caught:
                 list(stream)
-            assert told.value.code == "UNAVAILABLE"
+            assert caught.value.code == "UNAVAILABLE"
             eventually(lambda: server.get("/health/ready") == (503, "the engine is lost\n"))
             assert server.get("/health/live")[0] == 200
-            with pytest.raises(CallError, match="loaded again") as refused:
+            with pytest.raises(CallError, match="the model is being loaded") as caught_loading:
                 client.generate("7", SHORT)
-            assert refused.value.code == "UNAVAILABLE"
+            assert caught_loading.value.code == "UNAVAILABLE"
             assert server.metric("preamble_engine_up") == 0
         eventually(lambda: server.get("/health/ready")[0] == 200)
         assert server.metric("preamble_engine_restarts_total") == 1
         unary.join(WAIT_S)
-        assert answers == [expected]
+        assert completions == [expected]
 
 
-def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes(other: Logged) -> None:
-    server = other.server
+def test_sigterm_completes_accepted_requests_and_refuses_new_ones(
+    server_with_proof: LoggedServer,
+) -> None:
+    server = server_with_proof.server
     with server.client(timeout_s=2 * WAIT_S) as client:
         stream = client.stream("1 2 3", Options(max_new_tokens=2500))
-        got = len(next(stream).token_ids)
+        received = len(next(stream).token_ids)
 
         server.process.send_signal(signal.SIGTERM)
 
@@ -240,29 +248,29 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes(other: Logged
             request = health_pb2.HealthCheckRequest()
             status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S).status
         assert status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with pytest.raises(CallError) as refused:
+        with pytest.raises(CallError) as caught:
             client.generate("4", SHORT)
-        assert refused.value.code == "UNAVAILABLE"
+        assert caught.value.code == "UNAVAILABLE"
         codes: set[str] = set()
 
-        def insist() -> None:
+        def call_until_closed() -> None:
             while server.process.poll() is None:
-                with pytest.raises(CallError) as refused:
+                with pytest.raises(CallError) as caught:
                     client.generate("4", SHORT)
-                codes.add(refused.value.code)
+                codes.add(caught.value.code)
 
-        callers = [threading.Thread(target=insist) for _ in range(8)]
-        for caller in callers:
+        threads = [threading.Thread(target=call_until_closed) for _ in range(8)]
+        for caller in threads:
             caller.start()
-        got += sum(len(piece.token_ids) for piece in stream)
-        assert got == 2500
+        received += sum(len(piece.token_ids) for piece in stream)
+        assert received == 2500
         assert server.process.wait(WAIT_S) == 0
-        for caller in callers:
+        for caller in threads:
             caller.join(WAIT_S)
-        assert codes == {"UNAVAILABLE"}  # Also in the instant of the end.
+        assert codes == {"UNAVAILABLE"}  # Also at the very end.
 
 
-def test_a_signal_has_the_last_steps_written_down_without_what_was_asked(
+def test_sigusr2_writes_recent_steps_without_prompts(
     server: Server, client: Client, checkpoint: Path
 ) -> None:
     client.generate("333 444", SHORT)
@@ -279,10 +287,10 @@ def test_a_signal_has_the_last_steps_written_down_without_what_was_asked(
     assert server.metric("preamble_kv_blocks") > 0
 
 
-def test_a_signal_while_the_model_loads_ends_the_server_and_its_ranks(checkpoint: Path) -> None:
-    words = command("serve", checkpoint, "--port", "0", "--http-port", "0")
+def test_signals_during_loading_end_the_server_and_its_ranks(checkpoint: Path) -> None:
+    arguments = command("serve", checkpoint, "--port", "0", "--http-port", "0")
     process = subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
@@ -302,18 +310,18 @@ def test_a_signal_while_the_model_loads_ends_the_server_and_its_ranks(checkpoint
 
 
 @pytest.mark.slow
-def test_a_drain_ends_when_its_time_is_over(checkpoint: Path) -> None:
+def test_drain_ends_at_its_time_limit(checkpoint: Path) -> None:
     settings = checkpoint.parent / "drain.yaml"
     with serving(checkpoint, settings, drain_s=0.5) as server:
-        drain_is_cut_short(server, signals=1)
+        check_drain_is_cut_short(server, signals=1)
 
 
-def test_a_drain_ends_with_a_second_signal(server: Server) -> None:
-    """The last of the tests of this server."""
-    drain_is_cut_short(server, signals=2)
+def test_a_second_signal_ends_the_drain(server: Server) -> None:
+    """The last test of this server."""
+    check_drain_is_cut_short(server, signals=2)
 
 
-def drain_is_cut_short(server: Server, signals: int) -> None:
+def check_drain_is_cut_short(server: Server, signals: int) -> None:
     with server.client() as client:
         stream = client.stream("1 2 3", LONG)
         next(stream)
@@ -324,32 +332,32 @@ def drain_is_cut_short(server: Server, signals: int) -> None:
             eventually(lambda: server.get("/health/ready")[0] == 503)
             server.process.send_signal(signal.SIGTERM)
 
-        with pytest.raises(CallError) as ended:
+        with pytest.raises(CallError) as caught:
             list(stream)
-        assert ended.value.code in ("UNAVAILABLE", "CANCELLED")
+        assert caught.value.code in ("UNAVAILABLE", "CANCELLED")
         assert server.process.wait(WAIT_S) == 0
         assert time.monotonic() - started < 10
 
 
-def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
+def test_unservable_configurations_are_refused_quickly_in_one_sentence(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import_module("serving.server")  # How long that takes is not what is measured.
+    import_module("serving.server")  # Imported first, so that its time is not measured.
 
-    def refusal(*words: str | Path) -> str:
-        started = time.process_time()  # What others do on the machine is not what is measured.
-        assert main(["serve", *map(str, words)]) == 1
+    def refusal(*arguments: str | Path) -> str:
+        started = time.process_time()  # CPU time, which other processes do not affect.
+        assert main(["serve", *map(str, arguments)]) == 1
         assert time.process_time() - started < REFUSED_S
         out, err = capfd.readouterr()
         assert out == ""
         assert err.count("\n") == 1, err
         return err
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         assert refusal(checkpoint, "--port", str(port), "--http-port", "0") == (
             f"preamble serve: port {port} of 127.0.0.1 cannot be bound (Address already in use); "
-            "choose another, or 0 for any that is free\n"
+            "choose another port, or 0 for any free port\n"
         )
         assert f"http_port {port}" in refusal(checkpoint, "--port", "0", "--http-port", str(port))
     assert "--insecure" in refusal(checkpoint, "--host", "0.0.0.0")
@@ -363,7 +371,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence_and_at_once(
 
 
 @pytest.mark.slow
-def test_an_ipv6_address_is_bound_and_told_in_brackets(checkpoint: Path) -> None:
+def test_ipv6_addresses_are_bound_and_printed_in_brackets(checkpoint: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -375,11 +383,13 @@ def test_an_ipv6_address_is_bound_and_told_in_brackets(checkpoint: Path) -> None
             assert client.generate("1", SHORT).usage.completion_tokens == 2
 
 
-def test_a_flag_overrides_the_file_and_every_flag_is_a_setting(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_every_flag_is_a_setting(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("model: a\nport: 1\ndrain_s: 5\n")
     config = ServerConfig.read(str(file), {"port": 2, "host": None})
-    assert (config.model, config.port, config.drain_s, config.host) == ("a", 2, 5.0, "127.0.0.1")
+    network = config.network_config
+    assert config.model_config.model == "a"
+    assert (network.port, network.drain_s, network.host) == (2, 5.0, "127.0.0.1")
     flags = vars(serve_parser().parse_args([]))
-    assert set(flags) - {"config", "profile"} <= set(ServerConfig.__dataclass_fields__)
+    assert set(flags) - {"config", "profile"} <= set(setting_fields(ServerConfig))
     assert set(flags.values()) == {None}

@@ -1,4 +1,4 @@
-"""Adapters of NeMo's making, and the command that imports and exports them."""
+"""Adapters as NeMo saves them, and the command that imports and exports adapters."""
 
 import tarfile
 from pathlib import Path
@@ -10,7 +10,8 @@ import yaml
 
 import preamble
 
-V, WIDTH = 3, 48
+V = 3
+WIDTH = 48
 TABLE = torch.arange(12, dtype=torch.float32).reshape(V, 4) / 8 + 0.125
 TEXT = "<|VIRTUAL_PROMPT_0|>{question} is<|VIRTUAL_PROMPT_1|> {answer}"
 TASK = {
@@ -25,20 +26,24 @@ TASK = {
 CONFIG_1 = {"task_templates": [TASK], "data": {"add_bos": True, "add_eos": True}}
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    code = preamble.main(["adapters", *map(str, words)])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+def run_adapters_command(
+    capsys: pytest.CaptureFixture[str], *arguments: str | Path
+) -> tuple[int, str, str]:
+    code = preamble.main(["adapters", *map(str, arguments)])
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
-def nemo(folder: Path, state: Any, config: Any = CONFIG_1, rank: str = "", pack: str = "w") -> Path:
-    """As NeMo saves it: rank 0's weights and a config, in a tar, compressed, or a directory."""
-    made = folder / "p.nemo"
-    place = made if pack == "dir" else folder / "members"
-    (place / rank).mkdir(parents=True)
-    torch.save(state, place / rank / "model_weights.ckpt")
-    (place / "model_config.yaml").write_text(yaml.safe_dump(config))
+def write_nemo_adapter(
+    folder: Path, state: Any, config: Any = CONFIG_1, rank: str = "", pack: str = "w"
+) -> Path:
+    """An adapter of NeMo: rank 0's weights and a config, in a tar or a directory."""
+    path = folder / "p.nemo"
+    members = path if pack == "dir" else folder / "members"
+    (members / rank).mkdir(parents=True)
+    torch.save(state, members / rank / "model_weights.ckpt")
+    (members / "model_config.yaml").write_text(yaml.safe_dump(config))
     if pack != "dir":
-        with tarfile.open(made, pack) as archive:  # type: ignore[call-overload]
-            archive.add(place, ".")
-    return made
+        with tarfile.open(path, pack) as archive:  # type: ignore[call-overload]
+            archive.add(members, ".")
+    return path

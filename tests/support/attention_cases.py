@@ -1,6 +1,6 @@
-"""Random steps of attention over a pool, in which a backend must say what the plain twin says.
+"""Random attention steps over a KV pool: a backend must agree with the torch reference.
 
-As a program it draws cases for Triton's interpreter, which must be asked for before Triton is
+As a program it draws cases for Triton's interpreter, which must be enabled before Triton is
 loaded: TRITON_INTERPRET=1 python -m tests.support.attention_cases FIRST COUNT
 """
 
@@ -9,161 +9,171 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt.attention.fp8_kv_cache import EightBits, narrowed
-from gpt.attention.kv_cache import NARROW, KVPool
-from gpt.attention.paged import KV, ragged, reference, store
+from gpt.attention.backend import AttentionBackend, TorchAttention
+from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
+from gpt.attention.kv_cache import FP8_DTYPE, KVPool
+from gpt.attention.paged import reference_attention, store_kv
 from gpt.batch import Batch
 from gpt.parallel.mesh import Mesh
 from tests.support.models import CLASSIC, build
 from tests.support.paged_steps import case
 
-# Beside fp64, of the largest value: sums in fp32; in bf16 each probability and what comes out are
-# rounded, by 2^-9 and more at most.
+# Limit of the error against fp64, relative to the largest value. Sums are in fp32; in bf16 each
+# probability and the output are rounded, by about 2^-9 each.
 FAR_MAX = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 SCALES = [[1.0, 1.0], [0.5, 2.0]]
 
 
-class Backend(Protocol):
-    def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None: ...
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
-    ) -> Tensor: ...
-
-
-Make = Callable[[Tensor | None], Backend]
+Make = Callable[[Tensor | None], AttentionBackend]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    sizes: tuple[tuple[int, int], ...]  # New tokens and past ones.
+class AttentionCase:
+    sizes: tuple[tuple[int, int], ...]  # Per sequence: new tokens, past tokens.
     heads: tuple[int, int, int]
     size: int
     window: int | None
     dtype: torch.dtype
-    eight_bits: bool = False
+    fp8_kv: bool = False
     scaled: bool = False
 
     @classmethod
-    def by(cls, seed: int, widths: tuple[int, ...] = (6, 16, 64, 80, 128, 256)) -> "Drawn":
+    def draw(
+        cls, seed: int, widths: tuple[int, ...] = (6, 16, 64, 80, 128, 256)
+    ) -> "AttentionCase":
         draw = random.Random(seed)
-        news = draw.choice([(1,), (1, 1, 2, 3), (1, 5, 20, 70)])
+        new_tokens = draw.choice([(1,), (1, 1, 2, 3), (1, 5, 20, 70)])
         pasts = (0, 1, 15, 16, 40, 100, 300)
         return cls(
-            tuple((draw.choice(news), draw.choice(pasts)) for _ in range(draw.randint(1, 4))),
+            tuple((draw.choice(new_tokens), draw.choice(pasts)) for _ in range(draw.randint(1, 4))),
             (draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 4, 5, 9]), draw.choice(widths)),
             draw.choice([16, 32, 128]),
             draw.choice([None, None, 1, 5, 40, 64]),
             draw.choice([torch.float32, torch.bfloat16]),
-            eight_bits=draw.random() < 0.4,
+            fp8_kv=draw.random() < 0.4,
             scaled=draw.random() < 0.3,
         )
 
 
-def check(drawn: Drawn, make: Make, device: torch.device) -> None:
-    """What is stored equals the twin's to the bit, and what is seen of it is near fp64's."""
-    lengths, past = ([one[part] for one in drawn.sizes] for part in (0, 1))
-    one = case(lengths, past, drawn.heads, drawn.size, drawn.dtype)
-    assert one.batch.tables is not None
-    batch = Batch.paged(lengths, past, one.batch.tables.to(device), drawn.size)
-    q, k, v, kv = (x.to(device) for x in (one.q, one.k, one.v, one.kv))
-    if drawn.eight_bits:
-        k = k * 300  # Some are too large for so few bits.
+def check_store_and_attend(attention_case: AttentionCase, make: Make, device: torch.device) -> None:
+    """The stored KV is bitwise equal to the reference's, and the output is close to fp64's."""
+    lengths, past = ([size[column] for size in attention_case.sizes] for column in (0, 1))
+    step = case(lengths, past, attention_case.heads, attention_case.size, attention_case.dtype)
+    assert step.batch.block_tables is not None
+    batch = Batch.paged(lengths, past, step.batch.block_tables.to(device), attention_case.size)
+    q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
+    if attention_case.fp8_kv:
+        k = k * 300  # Some values are too large for FP8.
         q = q / 300
-        kv = narrowed(kv).view(NARROW)
-    scales = torch.tensor(SCALES, device=device) if drawn.scaled and drawn.eight_bits else None
-    # The second layer of two, so that the scales are its own.
+        kv = quantize_fp8(kv).view(FP8_DTYPE)
+    scales = (
+        torch.tensor(SCALES, device=device)
+        if attention_case.scaled and attention_case.fp8_kv
+        else None
+    )
+    # The second layer of two, so that its scales differ from the first layer's.
     pools = [torch.stack([kv.view(torch.uint8)] * 2).view(kv.dtype)[1] for _ in range(2)]
     backend = make(scales)
-    (EightBits(scales).store if drawn.eight_bits else store)(k, v, batch, pools[0])
+    (Fp8KVAttention(scales).store if attention_case.fp8_kv else store_kv)(k, v, batch, pools[0])
     backend.store(k, v, batch, pools[1])
     assert torch.equal(*(pool.view(torch.uint8) for pool in pools)), "stored otherwise"
-    wide = pools[0].double()
+    exact_kv = pools[0].double()
     if scales is not None:
-        wide = wide * scales[1].double().view(1, 2, 1, 1, 1)
-    want = reference(q.double(), k.double(), v.double(), batch, wide, drawn.window)
-    got = backend.attend(q, k, v, batch, pools[1], drawn.window)
-    assert got.dtype == q.dtype and got.shape == q.shape
-    far = (got.double() - want).abs().max() / wide[:, 1].abs().max()
-    assert far < FAR_MAX[drawn.dtype], f"{float(far)} of the largest value away"
+        exact_kv = exact_kv * scales[1].double().view(1, 2, 1, 1, 1)
+    want = reference_attention(
+        q.double(), k.double(), v.double(), batch, exact_kv, attention_case.window
+    )
+    output = backend.attend(q, k, v, batch, pools[1], attention_case.window)
+    assert output.dtype == q.dtype and output.shape == q.shape
+    error = (output.double() - want).abs().max() / exact_kv[:, 1].abs().max()
+    assert error < FAR_MAX[attention_case.dtype], f"{float(error)} of the largest value away"
 
 
-def check_ends(make: Make, device: torch.device) -> None:
-    """Contexts that only the device knows give what known ones do, in longer tables too."""
+def check_device_context_lengths(make: Make, device: torch.device) -> None:
+    """Context lengths that only the device has give the same output, in longer block tables too."""
     for heads in ((2, 1, 64), (2, 4, 64)):
-        one = case([1] * 3, [0, 40, 130], heads, 16, torch.float32)
-        assert one.batch.tables is not None
-        backend, tables = make(None), one.batch.tables.to(device)
-        known = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
-        q, k, v, kv = (x.to(device) for x in (one.q, one.k, one.v, one.kv))
-        want = backend.attend(q, k, v, known, kv, None)
-        ends = torch.tensor(known.contexts, dtype=torch.int32, device=device)
+        step = case([1] * 3, [0, 40, 130], heads, 16, torch.float32)
+        assert step.batch.block_tables is not None
+        backend = make(None)
+        tables = step.batch.block_tables.to(device)
+        host_batch = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
+        q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
+        want = backend.attend(q, k, v, host_batch, kv, None)
+        ends = torch.tensor(host_batch.context_lengths, dtype=torch.int32, device=device)
         longer = torch.nn.functional.pad(tables.int(), (0, 7))
-        recorded = Batch((1,) * 3, (255,) * 3, known.positions, known.slots, longer, ends=ends)
+        recorded = Batch(
+            (1,) * 3,
+            (255,) * 3,
+            host_batch.positions,
+            host_batch.slot_mapping,
+            longer,
+            device_context_lengths=ends,
+        )
         assert torch.equal(backend.attend(q, k, v, recorded, kv, None), want)
 
 
-def check_prepared(make: Make, device: torch.device) -> None:
-    """All forms run, over a pool of which they read nothing."""
+def check_preparation(make: Make, device: torch.device) -> None:
+    """Preparing runs every kernel without reading the pool."""
     for heads in ((2, 1, 16), (2, 3, 16)):
-        one = case([1], [3], heads, 16, torch.float32)
+        step = case([1], [3], heads, 16, torch.float32)
         prepared: Any = make(None)
-        kv = torch.full_like(one.kv, float("nan")).to(device)
-        prepared.prepare(one.q.to(device), kv, None)
+        kv = torch.full_like(step.kv, float("nan")).to(device)
+        prepared.compile_kernels(step.q.to(device), kv, None)
 
 
-def check_faults(make: Make, device: torch.device) -> None:
-    """What is not finite stays with its sequence, and what lies behind the end is not read."""
-    for news in (1, 3):
-        one = case([news] * 3, [40] * 3, (2, 1, 64), 32, torch.float32)
-        assert one.batch.tables is not None
-        tables = one.batch.tables.to(device)
-        batch = Batch.paged([news] * 3, [40] * 3, tables, 32)
+def check_nan_isolation(make: Make, device: torch.device) -> None:
+    """NaN stays in its sequence, and slots behind the end of a context are not read."""
+    for new_tokens in (1, 3):
+        step = case([new_tokens] * 3, [40] * 3, (2, 1, 64), 32, torch.float32)
+        assert step.batch.block_tables is not None
+        tables = step.batch.block_tables.to(device)
+        batch = Batch.paged([new_tokens] * 3, [40] * 3, tables, 32)
         backend = make(None)
-        q, k, v, kv = (x.to(device) for x in (one.q, one.k, one.v, one.kv))
+        q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
         want = backend.attend(q, k, v, batch, kv, None)
-        kv[tables[0, 1], :, :, 8 + news :] = float("nan")
+        kv[tables[0, 1], :, :, 8 + new_tokens :] = float("nan")
         kv[tables[1, 0], 0, 1, 3] = float("nan")
         kv[tables[2, 0], 1, 0, 3] = float("inf")
-        got = backend.attend(q, k, v, batch, kv, None)
-        assert torch.equal(got[:news], want[:news])
-        finite = got.isfinite().all(-1)[news:].view(2, news, 2)
-        assert finite[0].tolist() == [[True, False]] * news
-        assert finite[1].tolist() == [[False, True]] * news
+        output = backend.attend(q, k, v, batch, kv, None)
+        assert torch.equal(output[:new_tokens], want[:new_tokens])
+        finite = output.isfinite().all(-1)[new_tokens:].view(2, new_tokens, 2)
+        assert finite[0].tolist() == [[True, False]] * new_tokens
+        assert finite[1].tolist() == [[False, True]] * new_tokens
 
 
-def check_skipped(make: Make, device: torch.device) -> None:
+def check_row_without_slot(make: Make, device: torch.device) -> None:
     """A row without a slot is written nowhere."""
-    one = case([1] * 3, [5, 6, 7], (2, 1, 16), 16, torch.float32)
-    assert one.batch.slots is not None
-    k, v, kv = (x.to(device) for x in (one.k, one.v, one.kv))
-    block, place = (x.to(device) for x in one.batch.slots)
+    step = case([1] * 3, [5, 6, 7], (2, 1, 16), 16, torch.float32)
+    assert step.batch.slot_mapping is not None
+    k, v, kv = (x.to(device) for x in (step.k, step.v, step.kv))
+    block, offset = (x.to(device) for x in step.batch.slot_mapping)
     block[1] = -1
-    batch = Batch((1,) * 3, (5, 6, 7), one.batch.positions.to(device), (block, place))
+    batch = Batch((1,) * 3, (5, 6, 7), step.batch.positions.to(device), (block, offset))
     want = kv.clone()
     for row in (0, 2):
-        want[block[row], 0, :, place[row]], want[block[row], 1, :, place[row]] = k[row], v[row]
+        want[block[row], 0, :, offset[row]] = k[row]
+        want[block[row], 1, :, offset[row]] = v[row]
     make(None).store(k, v, batch, kv)
     assert torch.equal(kv, want)
 
 
-def paged_logits(backend: Backend, kind: torch.dtype, device: torch.device) -> Tensor:
-    """Of a small model, for a prompt that comes in two pieces, over a pool of such numbers."""
-    narrow = kind == NARROW
+def paged_logits(backend: AttentionBackend, kind: torch.dtype, device: torch.device) -> Tensor:
+    """Logits of a small model for a prompt in two chunks, with a pool of the dtype."""
+    narrow = kind == FP8_DTYPE
     model = build(
         CLASSIC,
         Mesh.single(device),
         dtype=torch.float32,
-        attend=backend.attend if narrow else ragged,
-        store=backend.store if narrow else store,
+        attention_backend=backend if narrow else TorchAttention(),
     )
     pool = KVPool(CLASSIC, model.layers, 4, block_tokens=16, dtype=kind, device=device)
-    ids, tables = torch.arange(40, device=device), torch.tensor([[3, 1, 2]], device=device)
+    ids = torch.arange(40, device=device)
+    tables = torch.tensor([[3, 1, 2]], device=device)
     with torch.inference_mode():
         pieces = [
             model(ids[start:end], Batch.paged([end - start], [start], tables, 16), pool)
@@ -172,64 +182,74 @@ def paged_logits(backend: Backend, kind: torch.dtype, device: torch.device) -> T
     return torch.cat(pieces).cpu()
 
 
-def mend_interpreter() -> None:
-    """What Triton's interpreter does otherwise than a GPU.
+def patch_interpreter() -> None:
+    """Correct three behaviours of Triton's interpreter that differ from a GPU.
 
-    A loop's end it takes for a number although it is an array of one, which NumPy has stopped to
-    do; it rounds to eight bits wrongly: small numbers, and those that round up to a power of 2; and
-    it multiplies matrices of bf16 as the whole numbers that it keeps them as.
+    It takes a loop's end for a number although it is an array of one element, which NumPy no
+    longer converts; it rounds small numbers and those that round up to a power of 2 wrongly to
+    FP8; and it multiplies bf16 matrices as the integers that hold their bits.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     language: Any = import_module("triton.language")
-    patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
-    multiply = interpreter.InterpreterBuilder.create_dot
-    narrow, wide, bf16 = language.float8e4nv, language.float32, language.bfloat16
+    patch = interpreter._patch_lang_tensor
+    convert_float = interpreter._convert_float
+    create_dot = interpreter.InterpreterBuilder.create_dot
+    narrow = language.float8e4nv
+    float32 = language.float32
+    bf16 = language.bfloat16
 
-    def patched(tensor: Any, scope: Any) -> None:
+    def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def converted(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+    def convert_fp8(x: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == narrow:
-            numbers = torch.from_numpy(x.view("uint8")).view(NARROW).float().numpy()
-            return numbers if target == wide else convert(numbers, wide, target, rounding)
+            numbers = torch.from_numpy(x.view("uint8")).view(FP8_DTYPE).float().numpy()
+            return (
+                numbers if target == float32 else convert_float(numbers, float32, target, rounding)
+            )
         if target == narrow:
-            numbers = x if source == wide else convert(x, source, wide, rounding).view("float32")
-            return torch.from_numpy(numbers).to(NARROW).view(torch.uint8).numpy()
-        return convert(x, source, target, rounding)
+            numbers = (
+                x
+                if source == float32
+                else convert_float(x, source, float32, rounding).view("float32")
+            )
+            return torch.from_numpy(numbers).to(FP8_DTYPE).view(torch.uint8).numpy()
+        return convert_float(x, source, target, rounding)
 
-    def multiplied(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        same = interpreter.TensorHandle
+    def multiply_bf16(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
+        handle = interpreter.TensorHandle
         a, b = (
-            same(convert(x.data, x.dtype, wide, None).view("float32"), wide)
+            handle(convert_float(x.data, x.dtype, float32, None).view("float32"), float32)
             if x.dtype == bf16
             else x
             for x in (a, b)
         )
-        return multiply(self, a, b, *rest)
+        return create_dot(self, a, b, *arguments)
 
-    interpreter._patch_lang_tensor, interpreter._convert_float = patched, converted
-    interpreter.InterpreterBuilder.create_dot = multiplied
+    interpreter._patch_lang_tensor = patch_tensor
+    interpreter._convert_float = convert_fp8
+    interpreter.InterpreterBuilder.create_dot = multiply_bf16
 
 
 def main(first: int, count: int) -> None:
     from gpt.attention import triton_paged
 
-    ours = triton_paged.TritonAttention
+    backend = triton_paged.TritonAttention
     torch.set_num_threads(1)
-    mend_interpreter()
+    patch_interpreter()
     device = torch.device("cpu")
     for seed in range(first, first + count):
-        drawn = Drawn.by(seed)
+        attention_case = AttentionCase.draw(seed)
         try:
-            check(drawn, ours, device)
+            check_store_and_attend(attention_case, backend, device)
         except Exception:
-            print(f"case {seed}: {drawn}")
+            print(f"case {seed}: {attention_case}")
             raise
-    for checked in (check_ends, check_faults, check_skipped):
-        checked(ours, device)
-    triton_paged.PROGRAMS_MIN = 8  # An interpreted one takes its time.
-    check_prepared(ours, device)
+    for check in (check_device_context_lengths, check_nan_isolation, check_row_without_slot):
+        check(backend, device)
+    triton_paged.PROGRAMS_MIN = 8  # An interpreted program is slow.
+    check_preparation(backend, device)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,32 @@
-"""An attention that a graph could have recorded, in plain torch: it reads nothing but tensors.
+"""Attention in plain torch that reads only tensors, as a captured CUDA graph must.
 
-Each sequence's whole table is gathered, and what lies past its end is masked. So a step of the kind
-that is recorded can be done on a CPU, where replaying it means doing it again.
+Each sequence's whole block table is gathered, and positions past its end are masked. A step of the
+kind that a graph captures can so run on a CPU, where a replay computes it again.
 """
 
 import torch
 from torch import Tensor
 
-from gpt.attention.paged import KV, ragged
+from gpt.attention.backend import TorchAttention
+from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
-from gpt.model.gpt_model import GPT
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
 ) -> Tensor:
-    """As gpt.attention.paged.ragged does, from `Batch.ends`; without them it is that."""
-    if batch.ends is None or kv is None:
-        return ragged(q, k, v, batch, kv, window)
-    assert batch.tables is not None
-    size, (rows, heads, width), groups = kv.shape[3], q.shape, kv.shape[2]
-    ends, tables = batch.ends.long().unsqueeze(1), batch.tables.long()
+    """gpt.attention.paged.ragged_attention from `Batch.ends`; without them, the original."""
+    if batch.device_context_lengths is None or kv is None:
+        return ragged_attention(q, k, v, batch, kv, window)
+    assert batch.block_tables is not None
+    size = kv.shape[3]
+    rows, heads, width = q.shape
+    groups = kv.shape[2]
+    ends = batch.device_context_lengths.long().unsqueeze(1)
+    tables = batch.block_tables.long()
     starts = torch.arange(tables.shape[1]) * size
-    held = kv[tables.masked_fill(starts >= ends, 0)]  # (rows, blocks, 2, groups, size, width)
-    keys, values = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    gathered = kv[tables.masked_fill(starts >= ends, 0)]  # (rows, blocks, 2, groups, size, width)
+    keys, values = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     places = torch.arange(keys.shape[2])
     unseen = places >= ends
     if window is not None:
@@ -33,11 +36,12 @@ def attend(
     return torch.einsum("rgqk,rgkd->rgqd", weights, values).reshape(rows, heads, width)
 
 
-attend.captured = True  # type: ignore[attr-defined]
+class CapturableAttention(TorchAttention):
+    """Attention of models whose steps can be captured."""
 
+    is_capturable = True
 
-def recordable(model: GPT) -> GPT:
-    """The same model, whose steps can be recorded."""
-    for block in model.blocks:
-        block.self_attention.attend = attend
-    return model
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+    ) -> Tensor:
+        return attend(q, k, v, batch, kv, window)

@@ -1,6 +1,6 @@
-"""Chat templates in the manner of well-known families, written for these tests."""
+"""Chat templates in the manner of well-known model families, written for these tests."""
 
-# Turns between two tokens, as Qwen and many others have them; a default for the system's words.
+# Turns between two tokens, as in Qwen and many others; a default system prompt.
 CHATML = """\
 {%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -13,7 +13,7 @@ CHATML = """\
 {%- endif %}
 """
 
-# Llama 2's: the system's words inside the first turn, roles that must take turns, bos before each.
+# Llama 2: the system prompt inside the first turn, strictly alternating roles, bos before each.
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}\
 {% set first = messages[0]['content'] %}{% else %}{% set turns = messages %}\
@@ -30,7 +30,7 @@ LLAMA2 = """\
 {% endfor %}
 """
 
-# Llama 3's: headers, a date, arguments of tools as JSON.
+# Llama 3: headers, a date, tool arguments as JSON.
 LLAMA3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
@@ -57,7 +57,7 @@ LLAMA3 = """\
 {%- endif %}
 """
 
-# Mistral's: filters, a slice, a loop that is left early.
+# Mistral: filters, a slice, a loop that ends early.
 MISTRAL = """\
 {%- set words = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') \
 | join('\\n') %}
@@ -76,7 +76,7 @@ MISTRAL = """\
 {%- endfor %}
 """
 
-# Zephyr's: each block on a line of its own, which only the right trimming of spaces gets right.
+# Zephyr: each block is on its own line, so that only a correct trimming of spaces passes.
 ZEPHYR = """\
 {% for message in messages %}
 {% if message['role'] == 'user' %}
@@ -94,7 +94,7 @@ ZEPHYR = """\
 {% endfor %}
 """
 
-# Gemma's: a role of another name, macros, a filter.
+# Gemma: another name of the assistant role, macros, a filter.
 GEMMA = """\
 {%- macro turn(role, content) -%}
 {{ '<start_of_turn>' ~ ('model' if role == 'assistant' else role) ~ '\\n' ~ content | trim }}
@@ -115,9 +115,14 @@ TEMPLATES = {
     "zephyr": ZEPHYR,
     "gemma": GEMMA,
 }
-# What some of them write turns with; the second are added tokens that are not special.
+# The turn markers of some templates; the second are added tokens that are not special.
 SPECIAL = (
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>"),
-    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
 )
 ADDED = ("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "[INST]", "[/INST]")

@@ -1,7 +1,7 @@
-"""A crowd of clients in a process of its own, so that all of them can vanish at once.
+"""Many clients in a separate process, so that all of them can disconnect at once.
 
-`python -m tests.support.client_crowd KIND ADDRESS COUNT PROMPT NEW`: it opens so many, says `open`,
-and holds them until it is killed. What a server makes of them is not known here.
+`python -m tests.support.client_crowd KIND ADDRESS COUNT PROMPT NEW` opens COUNT connections or
+streams, prints `open`, and keeps them open until it is killed. It does not check the responses.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
 from tests.support.servers import ROOT
 
-# Each channel has a connection of its own, else the library would share one.
-APART = ("grpc.use_local_subchannel_pool", 1)
+# Each channel gets its own connection; by default the library shares one.
+OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 CONNECTION_CALLS = 250
 OPEN_S = 60.0
 
 
 @contextmanager
-def crowd(
+def open_clients(
     kind: str, address: str, count: int, *, prompt: str = "", new: int = 1
 ) -> Iterator["subprocess.Popen[str]"]:
-    """One, open; it is killed at the end at the latest."""
-    words = [kind, address, str(count), prompt, str(new)]
+    """The process, with all clients open; it is killed at the end of the block."""
+    arguments = [kind, address, str(count), prompt, str(new)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.client_crowd", *words],
+        [sys.executable, "-m", "tests.support.client_crowd", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -52,79 +52,84 @@ def crowd(
         process.communicate()
 
 
-async def hold(kind: str, address: str, count: int, prompt: str, new: int) -> None:
+async def run_clients(kind: str, address: str, count: int, prompt: str, new: int) -> None:
     match kind:
         case "connections":
-            held: list[Any] = [await connected(address) for _ in range(count)]
+            clients: list[Any] = [await open_socket(address) for _ in range(count)]
         case "events":
-            held = [await connected(address) for _ in range(count)]
-            for place, one in enumerate(held):
-                one.sendall(completion(f"{prompt} {place}".split(), new))
-        case "streams":  # Each of a client of its own; the first token of each has come.
-            clients = (begun(address, f"{prompt} {place}", new) for place in range(count))
-            held = await asyncio.gather(*clients)
+            clients = [await open_socket(address) for _ in range(count)]
+            for number, connection in enumerate(clients):
+                connection.sendall(completion(f"{prompt} {number}".split(), new))
+        case "streams":  # Each on its own connection; the first token of each has arrived.
+            streams = (start_stream(address, f"{prompt} {number}", new) for number in range(count))
+            clients = await asyncio.gather(*streams)
         case "waiting":
-            held = await waiting(address, count, prompt, new)
+            clients = await open_streams(address, count, prompt, new)
         case "idle":
-            held = await idle(address, count)
+            clients = await open_idle_calls(address, count)
         case _:
             raise ValueError(kind)
     sys.stdout.write("open\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
-    del held
+    del clients
 
 
-async def connected(address: str) -> socket.socket:
+async def open_socket(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=OPEN_S)
 
 
-def completion(prompt: list[str], new: int, **more: object) -> bytes:
-    """A request of OpenAI's for a stream, of a model that knows numbers only."""
-    record = {"prompt": [int(one) for one in prompt], "max_tokens": new, "stream": True, **more}
+def completion(prompt: list[str], new: int, **fields: object) -> bytes:
+    """An OpenAI completion request for a stream, for a model whose tokens are numbers."""
+    record = {
+        "prompt": [int(token) for token in prompt],
+        "max_tokens": new,
+        "stream": True,
+        **fields,
+    }
     body = json.dumps(record).encode()
     head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body
 
 
-async def begun(address: str, prompt: str, new: int) -> Any:
-    channel = grpc.aio.insecure_channel(address, [APART])
+async def start_stream(address: str, prompt: str, new: int) -> Any:
+    channel = grpc.aio.insecure_channel(address, [OWN_CONNECTION])
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     stream = stub.GenerateStream(pb.GenerateStreamRequest(text=prompt, max_new_tokens=new))
     await stream.read()
     return channel, stream
 
 
-async def waiting(address: str, count: int, prompt: str, new: int) -> list[Any]:
-    channels = [grpc.aio.insecure_channel(address, [APART]) for _ in shares(count)]
+async def open_streams(address: str, count: int, prompt: str, new: int) -> list[Any]:
+    channels = [grpc.aio.insecure_channel(address, [OWN_CONNECTION]) for _ in split_count(count)]
     message = pb.GenerateStreamRequest(text=prompt, max_new_tokens=new)
     return [
         (channel, generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(message))
-        for channel, share in zip(channels, shares(count), strict=True)
+        for channel, share in zip(channels, split_count(count), strict=True)
         for _ in range(share)
     ]
 
 
-async def idle(address: str, count: int) -> list[Any]:
-    """Streams that could carry many requests, and carry none."""
+async def open_idle_calls(address: str, count: int) -> list[Any]:
+    """Connections for many streams that carry none."""
     kserve = package("kserve")
-    held: list[Any] = []
-    for share in shares(count):
-        channel = grpc.aio.insecure_channel(address, [APART])
+    calls: list[Any] = []
+    for share in split_count(count):
+        channel = grpc.aio.insecure_channel(address, [OWN_CONNECTION])
         method: Any = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             response_deserializer=kserve.ModelStreamInferResponse.FromString,
         )
-        held += [(channel, method()) for _ in range(share)]
-    return held
+        calls += [(channel, method()) for _ in range(share)]
+    return calls
 
 
-def shares(count: int) -> list[int]:
+def split_count(count: int) -> list[int]:
     full, rest = divmod(count, CONNECTION_CALLS)
     return [CONNECTION_CALLS] * full + [rest] * bool(rest)
 
 
 if __name__ == "__main__":
     kind, address, count, prompt, new = sys.argv[1:]
-    asyncio.run(hold(kind, address, int(count), prompt, int(new)))
+    asyncio.run(run_clients(kind, address, int(count), prompt, int(new)))

@@ -3,10 +3,13 @@
 from random import Random
 from typing import Any
 
-from serving.messages import Rows
+from serving.messages import AdapterRef
 from tests.support.fake_ranks import VOCAB_SIZE, Play, adapter
 
-ADAPTERS = [adapter(f"digest-{count}", count) for count in (1, 3, 5, 6)]
+ADAPTERS = [
+    *(adapter(f"digest-{count}", count) for count in (1, 3, 5, 6)),
+    *(adapter(f"prefix-{count}", count, "prefix") for count in (1, 4, 6)),
+]
 
 
 class Drawn:
@@ -42,31 +45,32 @@ class Drawn:
     def text(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
 
-    def prompt(self) -> tuple[list[int], Rows | None]:
+    def prompt(self) -> tuple[list[int], AdapterRef | None]:
         random = self.random
         prompt = list(random.choice(self.documents)) if random.random() < 0.7 else []
         prompt = prompt[: random.choice([1, 100, 100])] + self.text(random.choice([0, 1, 3]))
         rows = None
         if random.random() < 0.4:
             rows = random.choice(ADAPTERS)
-            for _ in range(1 if rows.prefix else random.choice([1, 1, 2])):
+            for _ in range(1 if rows.is_prefix else random.choice([1, 1, 2])):
                 at = (
                     0
-                    if rows.prefix
+                    if rows.is_prefix
                     else random.choice([0, len(prompt), random.randrange(len(prompt) + 1)])
                 )
-                prompt[at:at] = [VOCAB_SIZE + row for row in range(rows.count)]
+                prompt[at:at] = [VOCAB_SIZE + row for row in range(rows.row_count)]
         prompt = prompt[: self.context - 1] or [7]
         return prompt, rows
 
     def submit(self) -> None:
-        random, play = self.random, self.play
+        random = self.random
+        play = self.play
         prompt, rows = self.prompt()
         new = random.choice([0, 1, 2, random.randrange(self.context)])
         new = min(new, self.context - len(prompt))
         stops = tuple(self.text(random.choice([0, 0, 3])))
         how = {
-            "rows": rows,
+            "adapter_ref": rows,
             "tenant": random.choice(["", "", "a", "b"]),
             "service": random.choice(["latency", "throughput"]),
             "priority": random.choice([0, 0, 1, 5]),
@@ -74,20 +78,21 @@ class Drawn:
             "stop_token_ids": stops,
             "logprobs": random.choice([None, 0]),
             "prompt_logprobs": random.choice([None, None, 0]),
-            "unscored": random.choice([0, random.randrange(len(prompt))]),
+            "unscored_tokens": random.choice([0, random.randrange(len(prompt))]),
         }
         for _ in range(random.choice([1, 1, 1, 4])):
             play.submit(prompt, new, **how)
         if random.random() < 0.1:  # One that began on ranks that are gone.
             whole = play.alone(prompt, new, **how).tokens
-            play.submit(prompt, new, **how, made=whole[: random.randrange(len(whole) + 1)])
+            play.submit(prompt, new, **how, output_tokens=whole[: random.randrange(len(whole) + 1)])
 
     def run(self, arrivals: int) -> None:
-        random, play = self.random, self.play
+        random = self.random
+        play = self.play
         begun = play.committed
         most = begun + 2000 * arrivals
-        while arrivals or play.scheduler.busy or play.flights:
-            if arrivals and (random.random() < 0.4 or not play.scheduler.busy):
+        while arrivals or play.scheduler.has_unfinished or play.flights:
+            if arrivals and (random.random() < 0.4 or not play.scheduler.has_unfinished):
                 arrivals -= 1
                 self.submit()
             if random.random() < 0.05 and play.ranks.alone:
@@ -98,7 +103,7 @@ class Drawn:
                 play.commit()
             play.now += 0.01 * random.random()
             assert play.committed < most, "it does not come to an end"
-        for made in play.scheduler.ended():
+        for made in play.scheduler.pop_ended():
             play.take(made)
         play.check_over()
         # Steps are not spent on taking places from one another.

@@ -1,4 +1,4 @@
-"""Requests to an engine, and what each gets alone."""
+"""Requests to an engine, and the tokens of each request alone."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -9,25 +9,25 @@ import torch
 from gpt.adapters.adapter_file import Card, build_adapter, open_adapter, save_adapter
 from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import NullTokenizer
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.engine.stream import Stream
-from serving.messages import Rows
-from serving.ranks.in_process import Inside
+from serving.messages import AdapterRef
+from serving.ranks.in_process import InProcessTransport
 from serving.request import (
-    Answer,
+    AnswerSpec,
     Piece,
     Request,
 )
 from tests.support.models import CLASSIC
+from tests.support.servers import WAIT_S
 
 VOCABULARY = CLASSIC.vocab_size
-LONG = Sampling(max_new_tokens=50)
-SHORT = Sampling(max_new_tokens=5)
-DRAWN = Sampling(max_new_tokens=12, temperature=3.0, seed=5)
-WAIT_S = 20.0
+LONG = SamplingParams(max_new_tokens=50)
+SHORT = SamplingParams(max_new_tokens=5)
+DRAWN = SamplingParams(max_new_tokens=12, temperature=3.0, seed=5)
 CONFIG = ServerConfig(
     "none",
     running_requests_max=4,
@@ -39,53 +39,59 @@ CONFIG = ServerConfig(
 TOKENIZER = NullTokenizer(VOCABULARY)
 
 
-def started(model: GPT, config: ServerConfig = CONFIG) -> Engine:
-    engine = Engine(Inside(model, config), TOKENIZER, config)
+def start_engine(model: GPT, config: ServerConfig = CONFIG) -> Engine:
+    engine = Engine(
+        InProcessTransport(model, config),
+        TOKENIZER,
+        config.scheduler_config,
+        config.parallel_config,
+        config.observability_config,
+    )
     engine.start()
     engine.wait()
     return engine
 
 
-def idle(engine: Engine) -> bool:
-    load = engine.load
-    return engine.accepted == load.running == load.waiting == load.blocks_held == 0
+def is_idle(engine: Engine) -> bool:
+    load = engine.stats
+    return engine.unfinished_sequences == load.running == load.waiting == load.blocks_held == 0
 
 
-def written(
+def write_adapter(
     folder: Path, name: str, rows: int, *, fill: float | None = None, width: int = 32
-) -> Rows:
+) -> AdapterRef:
     table = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
     if fill is not None:
         table.fill_(fill)
     path = folder / f"{name}.safetensors"
     adapter = build_adapter(Card(name), table)
     save_adapter(adapter, path)
-    return Rows(adapter.digest, rows, str(path))
+    return AdapterRef(adapter.digest, rows, str(path))
 
 
-def one(
+def single_request(
     prompt: tuple[int, ...],
-    sampling: Sampling = SHORT,
+    sampling: SamplingParams = SHORT,
     *,
-    rows: Rows | None = None,
+    rows: AdapterRef | None = None,
     stops: tuple[str, ...] = (),
 ) -> Request:
-    return Request((Answer(prompt, sampling, stop_strings=stops, rows=rows),))
+    return Request((AnswerSpec(prompt, sampling, stop_strings=stops, adapter_ref=rows),))
 
 
-def alone(model: GPT, answer: Answer) -> list[int]:
-    """What the plain loop makes of it."""
-    table = open_adapter(Path(answer.rows.file)).table if answer.rows else None
-    return generate(model, [answer.prompt], answer.sampling, table=table)[0].token_ids
+def generate_alone(model: GPT, answer: AnswerSpec) -> list[int]:
+    """The tokens that the reference loop generates for the request."""
+    table = open_adapter(Path(answer.adapter_ref.file)).table if answer.adapter_ref else None
+    return generate(model, [answer.prompt], answer.sampling, adapter_table=table)[0].token_ids
 
 
-async def tokens(stream: Stream) -> list[int]:
+async def read_tokens(stream: Stream) -> list[int]:
     return [token async for piece in stream for token in piece.token_ids]
 
 
-async def taken(stream: Stream) -> list[Piece]:
+async def read_pieces(stream: Stream) -> list[Piece]:
     return [piece async for piece in stream]
 
 
-def run(work: Callable[[], Coroutine[None, None, None]]) -> None:
+def run_async(work: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), WAIT_S))

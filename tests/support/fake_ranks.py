@@ -10,9 +10,18 @@ from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
-from serving.messages import Fill, Made, Outcome, Phases, Rows, Scored, Step, Submission
+from serving.messages import (
+    AdapterRef,
+    Outcome,
+    Phases,
+    PrefixKVWrite,
+    SequenceOutput,
+    Step,
+    Submission,
+    TokenScore,
+)
 from serving.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 50
@@ -24,8 +33,8 @@ Identity = int | tuple[str, int]
 def identity(submission: Submission, token: int) -> Identity:
     if token < VOCAB_SIZE:
         return token
-    assert submission.rows is not None
-    return submission.rows.digest, token - VOCAB_SIZE
+    assert submission.adapter_ref is not None
+    return submission.adapter_ref.digest, token - VOCAB_SIZE
 
 
 def named(word: str) -> int:
@@ -63,7 +72,9 @@ class Alone:
 
     def __post_init__(self) -> None:
         one = self.submission
-        self.states += [prefixed(one.rows.digest, row) for row in range(self.prefix) if one.rows]
+        self.states += [
+            prefixed(one.adapter_ref.digest, row) for row in range(self.prefix) if one.adapter_ref
+        ]
         state = hash((named(one.tenant), self.states[-1] if self.states else 0))
         for token in one.prompt[self.prefix :]:
             state = chained(state, identity(one, token))
@@ -80,8 +91,8 @@ class Alone:
     @property
     def prefix(self) -> int:
         """Tokens whose keys and values come from a table."""
-        rows = self.submission.rows
-        return rows.count if rows is not None and rows.prefix else 0
+        rows = self.submission.adapter_ref
+        return rows.row_count if rows is not None and rows.is_prefix else 0
 
     @property
     def end(self) -> str:
@@ -90,11 +101,12 @@ class Alone:
         return "stop" if self.tokens[-1] in self.submission.sampling.stop_token_ids else "length"
 
     @property
-    def prompt_scores(self) -> list[Scored | None]:
+    def prompt_scores(self) -> list[TokenScore | None]:
         prompt = self.submission.prompt
         after = zip(self.states, prompt[1:], strict=False)
         found = [
-            Scored(score(state, target)) if target < VOCAB_SIZE else None for state, target in after
+            TokenScore(score(state, target)) if target < VOCAB_SIZE else None
+            for state, target in after
         ]
         if self.prefix:  # Nothing is computed before what follows it.
             found[self.prefix - 1] = None
@@ -128,16 +140,16 @@ class Ranks:
         self.decodes = self.prompt_tokens = self.guessed = self.right = self.filled = 0
 
     def know(self, submission: Submission) -> Alone:
-        alone = self.alone[submission.number] = Alone(submission)
-        if submission.rows and not submission.rows.prefix:
-            self.counts[submission.rows.digest] = submission.rows.count
+        alone = self.alone[submission.sequence_id] = Alone(submission)
+        if submission.adapter_ref and not submission.adapter_ref.is_prefix:
+            self.counts[submission.adapter_ref.digest] = submission.adapter_ref.row_count
         return alone
 
     def run(self, step: Step) -> Outcome:
         self._prepare(step)
         places = range(len(step.slots))
         assert len(set(step.slots)) == len(step.slots), "a slot is twice in a step"
-        ids = iter(step.ids)
+        ids = iter(step.token_ids)
         broken, tokens, prompt_scores = [], [], []
         for place in places:
             count = step.lengths[place]
@@ -152,24 +164,26 @@ class Ranks:
             slot, end = self.slots[step.slots[place]], step.past[place] + step.lengths[place]
             one, states = slot.alone.submission, slot.states
             if step.draws[place]:
-                first = end - (step.drafts[place] if step.drafts else 0)
+                first = end - (step.draft_counts[place] if step.draft_counts else 0)
                 draws = [drawn(states[p - 1], one.sampling.seed, p) for p in range(first, end + 1)]
                 tokens += draws
                 self._accept(slot, draws, slot.guess)
-            if step.scores[place]:
+            if step.prompt_score_counts[place]:
                 prompt_scores.append(
                     [
-                        Scored(score(states[row], one.prompt[row + 1]))
-                        for row in range(step.past[place], step.past[place] + step.scores[place])
+                        TokenScore(score(states[row], one.prompt[row + 1]))
+                        for row in range(
+                            step.past[place], step.past[place] + step.prompt_score_counts[place]
+                        )
                     ]
                 )
         return Outcome(
-            step.number,
+            step.step_id,
             tokens,
-            [Scored(float(token)) for token in tokens],
+            [TokenScore(float(token)) for token in tokens],
             prompt_scores,
             broken,
-            seconds=0.01 + 0.0001 * len(step.ids),
+            seconds=0.01 + 0.0001 * len(step.token_ids),
         )
 
     def _accept(self, slot: _Slot, draws: list[int], guess: list[int]) -> None:
@@ -180,30 +194,30 @@ class Ranks:
         self.guessed, self.right = self.guessed + len(guess), self.right + count
 
     def _prepare(self, step: Step) -> None:
-        for block in step.clears:
+        for block in step.block_clears:
             self.memory[block] = [CLEARED] * self.size
-        read = [list(self.memory[source]) for source, _ in step.copies]
-        for (_, target), content in zip(step.copies, read, strict=True):
+        read = [list(self.memory[source]) for source, _ in step.block_copies]
+        for (_, target), content in zip(step.block_copies, read, strict=True):
             assert target != 0, "block 0 is written"
             self.memory[target] = content
-        for rewrite in step.rewrites:
+        for rewrite in step.adapter_writes:
             for row in range(self.counts[rewrite.digest]):
                 self.rows[rewrite.start + row] = (rewrite.digest, row)
-        for fill in step.fills:
+        for fill in step.prefix_writes:
             self._fill(fill)
-        for begin in step.begins:
+        for begin in step.slot_inits:
             slot = self.slots[begin.slot] = _Slot(self.alone[begin.sampling.seed])
-            slot.made = list(begin.made)
+            slot.made = list(begin.output_tokens)
             one = slot.alone.submission
             assert begin.prompt == [t if t < VOCAB_SIZE else -1 for t in one.prompt]
-            assert begin.made == slot.alone.tokens[: len(begin.made)]
-        for table in step.tables:
+            assert begin.output_tokens == slot.alone.tokens[: len(begin.output_tokens)]
+        for table in step.block_table_updates:
             slot = self.slots[table.slot]
             assert table.start == len(slot.table) and table.blocks, "a table with a hole"
             assert 0 not in table.blocks, "block 0 is given out"
             slot.table += table.blocks
 
-    def _fill(self, fill: Fill) -> None:
+    def _fill(self, fill: PrefixKVWrite) -> None:
         first = fill.start // self.size
         assert len(fill.blocks) == -(-(fill.start + fill.count) // self.size) - first
         assert fill.count > 0 and 0 not in fill.blocks
@@ -215,7 +229,7 @@ class Ranks:
     def _write(self, step: Step, place: int, ids: list[int]) -> bool:
         slot, past = self.slots[step.slots[place]], step.past[place]
         one, alone = slot.alone.submission, slot.alone
-        guesses = step.drafts[place] if step.drafts else 0
+        guesses = step.draft_counts[place] if step.draft_counts else 0
         assert past >= alone.prefix, "a prefix is computed"
         end = past + len(ids)
         known = end - guesses
@@ -232,15 +246,15 @@ class Ranks:
         assert step.draws[place] == draws
         most = len(one.prompt) + one.sampling.max_new_tokens
         assert not guesses or (draws and known == past + 1 and end < most), "a guess too many"
-        wants = one.sampling.prompt_logprobs is not None and not one.made
-        assert wants or not step.scores[place]
-        self.computed[one.number] = self.computed.get(one.number, 0) + len(ids)
+        wants = one.sampling.prompt_logprobs is not None and not one.output_tokens
+        assert wants or not step.prompt_score_counts[place]
+        self.computed[one.sequence_id] = self.computed.get(one.sequence_id, 0) + len(ids)
         if past >= len(one.prompt):
             self.decodes += 1
         else:
             self.prompt_tokens += len(ids)
         behind = [self.memory[block] for block in slot.table[: -(-end // self.size)]]
-        broken = self._breaks(one.number) or any(
+        broken = self._breaks(one.sequence_id) or any(
             NOT_FINITE in block[: max(0, min(self.size, past - at * self.size))]
             for at, block in enumerate(behind)
         )
@@ -278,28 +292,29 @@ class Play:
         settings.setdefault("running_requests_max", settings["step_tokens_max"])
         self.config = ServerConfig(**settings)  # type: ignore[arg-type]
         self.stages = stages
-        ahead = stages == 1 and self.config.steps_ahead("cpu")
+        ahead = stages == 1 and self.config.uses_async_scheduling("cpu")
         self.depth = stages + ahead
         self.early = 0  # Steps that were planned before what they follow was known.
         self.scheduler = Scheduler(
             vocab_size=VOCAB_SIZE,
             blocks=blocks,
-            config=self.config,
+            scheduler_config=self.config.scheduler_config,
+            cache_config=self.config.cache_config,
             context_tokens_max=context,
             stages=stages,
-            fill_tokens_max=fill_tokens_max,
-            ahead=ahead,
+            prefix_write_tokens_max=fill_tokens_max,
+            async_scheduling=ahead,
         )
         self.fill_tokens_max = fill_tokens_max
-        self.ranks = Ranks(blocks, self.config.kv_block_tokens, breaks)
+        self.ranks = Ranks(blocks, self.config.cache_config.kv_block_tokens, breaks)
         self.now = 0.0
         self.numbers = 0
         self.flights: deque[tuple[Step, Outcome]] = deque()
         self.steps: list[Step] = []
         self.keep = True
         self.tokens: dict[int, list[int]] = {}
-        self.prompt_scores: dict[int, list[Scored | None]] = {}
-        self.made: dict[int, Made] = {}  # Each one's last message.
+        self.prompt_scores: dict[int, list[TokenScore | None]] = {}
+        self.last_outputs: dict[int, SequenceOutput] = {}  # By sequence.
         self.first_at: dict[int, int] = {}  # The step of each one's first token,
         self.ended_at: dict[int, int] = {}  # and of its end.
         self.cached: dict[int, int] = {}
@@ -310,43 +325,46 @@ class Play:
     def submit(self, prompt: Iterable[int], new: int = 4, **how: object) -> int:
         """Queue a prompt; its number. `how` is for the submission, or else for its sampling."""
         submission = self.submission(prompt, new, **how)
-        number = submission.number
+        number = submission.sequence_id
         self.numbers += 1
         self.came[number] = self.now
         self.ranks.know(submission)
-        self.tokens[number] = list(submission.made)
+        self.tokens[number] = list(submission.output_tokens)
         self.prompt_scores[number] = []
-        refused = self.scheduler.add(submission, self.now)
+        refused = self.scheduler.add_sequence(submission, self.now)
         if refused:
             self.take(refused)
         return number
 
     def submission(self, prompt: Iterable[int], new: int, **how: object) -> Submission:
         number = self.numbers
-        fields = ("rows", "tenant", "service", "priority", "deadline", "guide", "made", "unscored")
+        fields = (
+            *("adapter_ref", "tenant", "service", "priority", "deadline", "guide"),
+            *("output_tokens", "unscored_tokens"),
+        )
         outer = {name: value for name, value in how.items() if name in fields}
         inner = {name: value for name, value in how.items() if name not in fields}
-        sampling = Sampling(max_new_tokens=new, seed=number, **inner)  # type: ignore[arg-type]
+        sampling = SamplingParams(max_new_tokens=new, seed=number, **inner)  # type: ignore[arg-type]
         return Submission(number, list(prompt), sampling, **outer)  # type: ignore[arg-type]
 
     def alone(self, prompt: Iterable[int], new: int, **how: object) -> Alone:
         """What the next submission will come to, if it is this one."""
         return Alone(self.submission(prompt, new, **how))
 
-    def take(self, made: Made) -> None:
-        assert made.number not in self.ended_at, "a message after the end"
-        self.tokens[made.number] += made.tokens
-        self.prompt_scores[made.number] += made.prompt_scores
+    def take(self, made: SequenceOutput) -> None:
+        assert made.sequence_id not in self.ended_at, "a message after the end"
+        self.tokens[made.sequence_id] += made.tokens
+        self.prompt_scores[made.sequence_id] += made.prompt_scores
         if made.tokens:
-            self.first_at.setdefault(made.number, self.committed)
-            self.cached.setdefault(made.number, made.cached_tokens)
+            self.first_at.setdefault(made.sequence_id, self.committed)
+            self.cached.setdefault(made.sequence_id, made.cached_tokens)
         if made.phases is not None:
-            self.check_phases(made.number, made.phases)
+            self.check_phases(made.sequence_id, made.phases)
         if made.tokens or made.end == "scored":
-            assert made.number in self.phases
-        self.made[made.number] = made
+            assert made.sequence_id in self.phases
+        self.last_outputs[made.sequence_id] = made
         if made.end:
-            self.ended_at[made.number] = self.committed
+            self.ended_at[made.sequence_id] = self.committed
 
     def check_phases(self, number: int, phases: Phases) -> None:
         """They are told once, with the first token, and are all the time until then."""
@@ -358,23 +376,30 @@ class Play:
 
     def plan(self) -> Step | None:
         step = self.scheduler.plan(self.now)
-        for made in self.scheduler.ended():
+        for made in self.scheduler.pop_ended():
             self.take(made)
         if step is None:
-            waits = self.scheduler.busy and not self.flights
+            waits = self.scheduler.has_unfinished and not self.flights
             assert not waits, "nothing runs, and nothing is planned for those that wait"
             return None
         assert len(self.flights) < self.depth, "more steps in flight than stages"
-        early = bool(step.ids) and set(step.ids) == {-1}
+        early = bool(step.token_ids) and set(step.token_ids) == {-1}
         assert early == (len(self.flights) == self.stages), "what was drawn is known, or it is not"
         self.early += early
-        assert len(step.ids) == sum(step.lengths) <= self.config.step_tokens_max
-        guessing = sum(1 + count for count in step.drafts if count)
-        assert guessing <= self.config.speculate_rows_max, "guesses make a step slow"
-        assert all(count <= self.config.speculate_tokens_max for count in step.drafts)
-        assert len(step.slots) <= self.config.running_requests_max
-        assert step.slots or step.fills, "a step for nothing"
-        assert sum(fill.count for fill in step.fills) <= self.fill_tokens_max
+        assert (
+            len(step.token_ids) == sum(step.lengths) <= self.config.scheduler_config.step_tokens_max
+        )
+        guessing = sum(1 + count for count in step.draft_counts if count)
+        assert guessing <= self.config.scheduler_config.speculate_rows_max, (
+            "guesses make a step slow"
+        )
+        assert all(
+            count <= self.config.scheduler_config.speculate_tokens_max
+            for count in step.draft_counts
+        )
+        assert len(step.slots) <= self.config.scheduler_config.running_requests_max
+        assert step.slots or step.prefix_writes, "a step for nothing"
+        assert sum(fill.count for fill in step.prefix_writes) <= self.fill_tokens_max
         for other, _ in self.flights:
             busy = {slot for slot, draws in zip(other.slots, other.draws, strict=True) if draws}
             twice = busy & set(step.slots)
@@ -405,34 +430,34 @@ class Play:
         for _ in range(steps_max):
             if not self.step():
                 break
-        assert not self.scheduler.busy, f"not done after {steps_max} steps"
+        assert not self.scheduler.has_unfinished, f"not done after {steps_max} steps"
         self.check_over()
 
     def check_over(self) -> None:
         """Everybody has ended as it would have alone, and everything is given back."""
-        load = self.scheduler.load
+        load = self.scheduler.stats
         assert (load.waiting, load.running, load.blocks_held) == (0, 0, 0)
         assert self.ended_at.keys() == self.ranks.alone.keys()
         for number, alone in self.ranks.alone.items():
-            end = self.made[number].end
+            end = self.last_outputs[number].end
             if end in ("stop", "length", "scored"):
                 assert self.tokens[number] == alone.tokens and end == alone.end
                 if alone.submission.sampling.prompt_logprobs is not None:
-                    wanted = [] if alone.submission.made else alone.prompt_scores
-                    assert self.prompt_scores[number] == wanted[alone.submission.unscored :]
+                    wanted = [] if alone.submission.output_tokens else alone.prompt_scores
+                    assert self.prompt_scores[number] == wanted[alone.submission.unscored_tokens :]
             else:
                 assert self.tokens[number] == alone.tokens[: len(self.tokens[number])]
 
     def forget(self) -> None:
         """Keep nothing of those that are over, so that what grows is the scheduler's."""
-        kept = (self.tokens, self.prompt_scores, self.made, self.first_at, self.ended_at)
+        kept = (self.tokens, self.prompt_scores, self.last_outputs, self.first_at, self.ended_at)
         more = (self.cached, self.came, self.phases, self.ranks.alone, self.ranks.computed)
         for record in (*kept, *more):
             record.clear()
 
 
-def adapter(name: str, count: int, kind: str = "rows") -> Rows:
-    return Rows(name, count, f"{name}.safetensors", kind)
+def adapter(name: str, count: int, kind: str = "rows") -> AdapterRef:
+    return AdapterRef(name, count, f"{name}.safetensors", kind)
 
 
 def virtual(count: int) -> list[int]:

@@ -1,7 +1,6 @@
-"""What the tests of our own wire share: a server with adapters, its stub, and an oracle.
+"""A server with adapters, its gRPC stub, and an oracle, for tests of preamble.v1.
 
-The oracle is the same checkpoint, asked in this process from Python; in fp64 its tokens are the
-same.
+The oracle serves the same checkpoint in this process; in fp64 its tokens are the same.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import grpc
 
 import serving as program
-from gpt.adapters.prompt_template import Template
+from gpt.adapters.prompt_template import PromptTemplate
 from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
 from serving.config import ServerConfig
@@ -21,15 +20,16 @@ from tests.support.servers import Server, serving, write_adapter, write_checkpoi
 
 TEXT = "twelve and thirty? answer:"
 INSTRUCTION = "what is the sum of"
-NUMBERS = {"numbers": "one and two"}  # What the adapters with templates take.
+NUMBERS = {"numbers": "one and two"}  # The fields of the adapters with templates.
 INPUTS = pb.Inputs(fields=NUMBERS)
 NEW = 12
-WAIT_S = 20.0
-RUNNING, QUEUED = 8, 8
+WAIT_S = 60.0
+RUNNING = 8
+QUEUED = 8
 Sets = dict[str, Any]
 
 
-class World:
+class GenerationServer:
     """A server with adapters, its stub, and the same model in this process."""
 
     def __init__(self, folder: Path) -> None:
@@ -41,14 +41,15 @@ class World:
         self.oracle: Service
 
     def write(self, name: str, token_ids: list[int], template: str = "") -> None:
-        shape = Template(template, (len(token_ids),)) if template else None
+        shape = PromptTemplate(template, (len(token_ids),)) if template else None
         path = self.adapters / f"{name}.safetensors"
         write_adapter(path, self.checkpoint, token_ids, template=shape)
 
     def message(self, **fields: Any) -> pb.GenerateRequest:
-        """The base case's, with these fields besides, or instead."""
+        """The request of the base case, with these fields added or replaced."""
         message = pb.GenerateRequest(text=TEXT, max_new_tokens=NEW)
-        message.sampling.temperature, message.sampling.seed = 1.0, 7
+        message.sampling.temperature = 1.0
+        message.sampling.seed = 7
         message.MergeFrom(pb.GenerateRequest(**fields))
         return message
 
@@ -63,32 +64,34 @@ class World:
 
 
 @contextmanager
-def wired(folder: Path) -> Iterator[World]:
-    """A world in a folder of its own; nothing of it outlives the block."""
-    world = World(folder)
-    found = program.open_engine(
+def generation_server(folder: Path) -> Iterator[GenerationServer]:
+    """A server in its own folder; everything ends with the block."""
+    deployment = GenerationServer(folder)
+    opened = program.open_engine(
         ServerConfig(
-            str(world.checkpoint),
-            adapters=str(world.adapters),
+            str(deployment.checkpoint),
+            adapters=str(deployment.adapters),
             dtype="float64",
             kv_tokens_max=1 << 14,
         )
     )
-    with found as world.oracle:
-        ids = world.oracle.tokenizer.encode
-        world.write("sum", ids(INSTRUCTION))
-        world.write("fox@2", ids("the quick brown")[:3], "<|VIRTUAL_PROMPT_0|>{numbers}? answer:")
-        world.write("late", ids("the lazy dog")[:3], "{numbers}? answer:<|VIRTUAL_PROMPT_0|>")
-        world.write("doomed", ids("dog"))
-        world.write("sentiment", ids("the lazy dog")[:2], "{text}<|VIRTUAL_PROMPT_0|>")
+    with opened as deployment.oracle:
+        ids = deployment.oracle.tokenizer.encode
+        deployment.write("sum", ids(INSTRUCTION))
+        deployment.write(
+            "fox@2", ids("the quick brown")[:3], "<|VIRTUAL_PROMPT_0|>{numbers}? answer:"
+        )
+        deployment.write("late", ids("the lazy dog")[:3], "{numbers}? answer:<|VIRTUAL_PROMPT_0|>")
+        deployment.write("doomed", ids("dog"))
+        deployment.write("sentiment", ids("the lazy dog")[:2], "{text}<|VIRTUAL_PROMPT_0|>")
         for name in ("first", "second"):
-            world.write(name, ids(name))
-        world.oracle.adapters.scan()
+            deployment.write(name, ids(name))
+        deployment.oracle.adapters.scan()
         limits: Sets = {"running_requests_max": RUNNING, "queue_requests_max": QUEUED}
-        limits |= {"adapters": str(world.adapters), "adapters_poll_s": 1e6}
+        limits |= {"adapters": str(deployment.adapters), "adapters_poll_s": 1e6}
         with (
-            serving(world.checkpoint, folder / "s.yaml", **limits) as world.server,
-            grpc.insecure_channel(world.server.address) as channel,
+            serving(deployment.checkpoint, folder / "s.yaml", **limits) as deployment.server,
+            grpc.insecure_channel(deployment.server.address) as channel,
         ):
-            world.stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            yield world
+            deployment.stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            yield deployment

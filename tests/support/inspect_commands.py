@@ -1,6 +1,6 @@
-"""What the tests of `inspect` and `verify` share: a command that answers in JSON, and its subjects.
+"""The `inspect` and `verify` commands with JSON output, and checkpoints for them.
 
-The command is called as a user calls it; talk on stderr would be a fault, so there must be none.
+The command runs as for a user; the tests need its stderr to be empty.
 """
 
 import json
@@ -20,11 +20,11 @@ from tests.support.models import lively
 Run = Callable[..., tuple[int, Any]]
 
 
-def answering(command: str, capsys: pytest.CaptureFixture[str]) -> Run:
+def json_command(command: str, capsys: pytest.CaptureFixture[str]) -> Run:
     """`preamble COMMAND ... --json`: the exit code and the object."""
 
-    def call(*words: str | Path) -> tuple[int, Any]:
-        code = preamble.main([command, *map(str, words), "--json"])
+    def call(*arguments: str | Path) -> tuple[int, Any]:
+        code = preamble.main([command, *map(str, arguments), "--json"])
         out, err = capsys.readouterr()
         assert err == "", err
         return code, json.loads(out)
@@ -32,11 +32,13 @@ def answering(command: str, capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def weights(source: Checkpoint) -> dict[str, Tensor]:
+def read_weights(source: Checkpoint) -> dict[str, Tensor]:
     return {name: source.read(name) for name in source.tensors}
 
 
-def native(folder: Path, config: GPTConfig, tensors: dict[str, Tensor] | None = None) -> Path:
-    """A lively model, or these tensors, in Preamble's own form."""
+def write_native_model(
+    folder: Path, config: GPTConfig, tensors: dict[str, Tensor] | None = None
+) -> Path:
+    """A random model, or these tensors, as a native checkpoint."""
     write_native((config, tensors) if tensors else lively(config), folder)
     return folder

@@ -1,31 +1,30 @@
-"""An engine whose ranks can be lost when a test says so."""
-
-import time
+"""An engine whose ranks a test can lose."""
 
 from gpt.errors import PreambleError
 from gpt.model.gpt_model import GPT
 from serving.engine.engine import Engine
 from serving.engine.transport import Receiver
-from serving.messages import Ready, ToPlanner, Update
-from serving.ranks.in_process import Inside
+from serving.messages import Ready, ToEngineLoop, Update
+from serving.ranks.in_process import InProcessTransport
 from tests.support.engine_requests import CONFIG, TOKENIZER
+from tests.support.recording_receiver import Gate
 
 
-class Fragile:
-    """A link whose ranks can be lost, and come back when asked; behind it is a real planner."""
+class LossyTransport:
+    """A transport to a real engine loop whose ranks can be lost, and restarted."""
 
     refusal: PreambleError | None = None
 
     def __init__(self, model: GPT) -> None:
-        self.pace_s = 0.0  # So much longer each step takes, for what has to happen in between.
+        self.gate = Gate()
         self._model = model
         self._receiver: Receiver | None = None
-        self._inside: Inside | None = None
+        self._transport: InProcessTransport | None = None
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._inside = Inside(self._model, CONFIG)
-        self._inside.start(self)
+        self._transport = InProcessTransport(self._model, CONFIG)
+        self._transport.start(self)
 
     def ready(self, facts: Ready) -> None:
         assert self._receiver is not None
@@ -33,31 +32,40 @@ class Fragile:
 
     def update(self, update: Update) -> None:
         assert self._receiver is not None
-        time.sleep(self.pace_s)
-        if self._inside is not None:
+        self.gate.passes(update)
+        if self._transport is not None:
             self._receiver.update(update)
 
-    def lost(self, reason: str) -> None:
-        """The planner's own word that it was closed."""
+    def ranks_lost(self, reason: str) -> None:
+        """The engine loop reports that it was closed."""
 
-    def send(self, message: ToPlanner) -> None:
-        if self._inside is not None:
-            self._inside.send(message)
+    def send(self, message: ToEngineLoop) -> None:
+        if self._transport is not None:
+            self._transport.send(message)
 
     def lose(self) -> None:
-        assert self._inside is not None and self._receiver is not None
-        inside, self._inside = self._inside, None
-        inside.close()
-        self._receiver.lost("rank 0 was ended by SIGKILL")
+        assert self._transport is not None and self._receiver is not None
+        transport = self._transport
+        self._transport = None
+        self.gate.allow(None)  # The step that the gate holds is lost with the ranks.
+        transport.close()
+        self._receiver.ranks_lost("rank 0 was ended by SIGKILL")
 
     def close(self, timeout_s: float = 10.0) -> None:
-        if self._inside is not None:
-            self._inside.close(timeout_s)
+        self.gate.allow(None)
+        if self._transport is not None:
+            self._transport.close(timeout_s)
 
 
-def broken_engine(model: GPT) -> tuple[Fragile, Engine]:
-    link = Fragile(model)
-    engine = Engine(link, TOKENIZER, CONFIG)
+def engine_with_lossy_transport(model: GPT) -> tuple[LossyTransport, Engine]:
+    link = LossyTransport(model)
+    engine = Engine(
+        link,
+        TOKENIZER,
+        CONFIG.scheduler_config,
+        CONFIG.parallel_config,
+        CONFIG.observability_config,
+    )
     engine.start()
     engine.wait()
     return link, engine

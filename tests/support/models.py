@@ -1,7 +1,7 @@
-"""Small models that make tests sharp, and the slow plain ways to check what they say.
+"""Small models that make tests sharp, and slow reference computations.
 
-Weights are lively: random biases and norms (never zeros and ones, which hide mistakes), and logits
-with a standard deviation of five and more, so that ties do not decide.
+Weights are random, biases and norms too (zeros and ones hide mistakes), and logits have a standard
+deviation of five and more, so that ties do not decide.
 """
 
 import math
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from gpt.checkpoint.logical_tensor import Checkpoint
-from gpt.checkpoint.random_init import drawn
+from gpt.checkpoint.random_init import generated_checkpoint
 from gpt.config import GPTConfig, RopeScaling
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import Parameter, stage_layers
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import ParameterSpec
 
 # Where the two best logits are closer than this, fp32 rounding may decide between them.
 MARGIN = 1e-4
@@ -112,7 +113,7 @@ REMEMBERED_VALUES_MAX = 4096
 def lively(config: GPTConfig, seed: int = 0) -> Checkpoint:
     """A checkpoint whose values depend on each tensor's name and the seed alone."""
 
-    def draw(parameter: Parameter) -> Tensor:
+    def draw(parameter: ParameterSpec) -> Tensor:
         random = _remembered if math.prod(parameter.shape) <= REMEMBERED_VALUES_MAX else _random
         values = random(seed + zlib.crc32(parameter.name.encode()), parameter.shape)
         leaf = parameter.name.rpartition(".")[2]
@@ -121,10 +122,10 @@ def lively(config: GPTConfig, seed: int = 0) -> Checkpoint:
         if leaf.endswith("bias"):
             return values * 0.2
         if parameter.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            return values.clone()  # What is remembered is nobody's to change.
+            return values.clone()  # The cached tensor must not change.
         return values / math.sqrt(parameter.shape[-1])
 
-    return drawn(config, draw)
+    return generated_checkpoint(config, draw)
 
 
 def build(
@@ -137,7 +138,7 @@ def build(
     trainable: bool = False,
     **options: Any,
 ) -> GPT:
-    """This rank's share of a lively model. Drawn in fp64, so that no dtype has a rounder one."""
+    """This rank's share of a random model. It is drawn in fp64, so that every dtype rounds it."""
     mesh = mesh or Mesh.single()
     layers = stage_layers(config.num_layers, mesh.pp, stages)[mesh.pp_rank][0]
     checkpoint = lively(config.with_fields(dtype="float64"), seed)
@@ -147,7 +148,7 @@ def build(
 
 @dataclass(frozen=True)
 class Greedy:
-    """Tokens chosen by recomputing everything for each, and how clear each choice was."""
+    """Tokens chosen by recomputing the whole sequence for each, and the margin of each choice."""
 
     tokens: list[int]
     margins: list[float]
@@ -157,8 +158,9 @@ class Greedy:
 def recompute_greedy(
     model: GPT, prompt: Sequence[int], count: int, table: Tensor | None = None
 ) -> Greedy:
-    """The slowest and plainest decoding: no cache, no batch."""
-    ids, margins = list(prompt), []
+    """The slowest and plainest decoding: no KV cache, no batch."""
+    ids = list(prompt)
+    margins = []
     for _ in range(count):
         best = model.logits(torch.tensor([ids]), table)[0, -1].topk(2)
         margins.append(float(best.values[0] - best.values[1]))
@@ -167,6 +169,6 @@ def recompute_greedy(
 
 
 def first_tie(oracle: Greedy) -> int:
-    """How many leading tokens must be equal in fp32: up to the first near-tie."""
-    close = [place for place, margin in enumerate(oracle.margins) if margin < MARGIN]
+    """The number of leading tokens that must be equal in fp32: up to the first near-tie."""
+    close = [position for position, margin in enumerate(oracle.margins) if margin < MARGIN]
     return close[0] if close else len(oracle.tokens)

@@ -1,8 +1,8 @@
-"""The kernels between products say what their twins in torch say: for Triton's interpreter.
+"""Kernels between matmuls against their torch references, in Triton's interpreter.
 
-It is run by tests/gpt/backends/test_triton_norm_activation.py, in a process of its own. The
-interpreter's casts to e4m3 do not round as a GPU's do, so narrow numbers are looked at before they
-are cast; the cast itself is for tests on a GPU.
+tests/gpt/linear/test_triton_norm_activation.py runs it in a process of its own. The interpreter's
+casts to e4m3 do not round as a GPU's do, so FP8 values are compared before the cast; tests on a GPU
+check the cast itself.
 """
 
 from typing import Any
@@ -11,45 +11,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.backends import norm_activation, triton_norm_activation
-from gpt.backends.norm_activation import MULTIPLE, NARROW_MAX, Narrow, Norm
-from gpt.cpu.packed_linear import ACTIVATIONS, GATED
-from tests.support.attention_cases import mend_interpreter
+from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.linear import norm_activation, triton_norm_activation
+from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_MAX, Fp8Rows, NormParameters
+from tests.support.attention_cases import patch_interpreter
 
-mend_interpreter()
+patch_interpreter()
 
 NAMES = [name for name in ACTIVATIONS if name is not None]
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 16, 30, 100]
 
 
-def near(got: Tensor, want: Tensor) -> bool:
-    """As near as digits allow; the interpreter's casts to bf16 cut them off, twice in a norm."""
+def is_close(got: Tensor, want: Tensor) -> bool:
+    """Close within the dtype's precision; the interpreter's bf16 casts truncate, in norms twice."""
     digits = 2**-6 if got.dtype == torch.bfloat16 else 1e-5
     return got.dtype == want.dtype and torch.allclose(
         got.double(), want.double(), rtol=digits, atol=digits
     )
 
 
-def room(x: Tensor, width: int) -> Narrow:
-    """For narrow numbers before they are cast."""
-    made = triton_norm_activation._room(x, width, narrow=True, dtype=torch.float32)
-    assert isinstance(made, Narrow)
-    return made
+def allocate_unquantized(x: Tensor, width: int) -> Fp8Rows:
+    """An allocation for FP8 rows before the cast."""
+    rows = triton_norm_activation._allocate_rows(x, width, fp8=True, dtype=torch.float32)
+    assert isinstance(rows, Fp8Rows)
+    return rows
 
 
-def same(got: Narrow, wide: Tensor) -> bool:
-    """Numbers and scales against rows as they were before they were narrowed."""
-    want = norm_activation.in_e4m3(wide)
-    numbers = wide * (
-        NARROW_MAX / wide.abs().amax(-1, keepdim=True).clamp_min(norm_activation.LEAST)
+def assert_same_rows(quantized: Fp8Rows, exact: Tensor) -> bool:
+    """Compare FP8 values and scales with the rows that were quantized."""
+    want = norm_activation.quantize_e4m3(exact)
+    numbers = exact * (
+        FP8_MAX / exact.abs().amax(-1, keepdim=True).clamp_min(norm_activation.ABSMAX_MIN)
     )
-    width = wide.shape[1]
+    width = exact.shape[1]
     return (
-        got.numbers.shape == want.numbers.shape
-        and torch.allclose(got.scales, want.scales, rtol=1e-5)
-        and torch.allclose(got.numbers[:, :width], numbers, rtol=1e-4, atol=1e-3)
-        and not got.numbers[:, width:].any()
+        quantized.values.shape == want.values.shape
+        and torch.allclose(quantized.scales, want.scales, rtol=1e-5)
+        and torch.allclose(quantized.values[:, :width], numbers, rtol=1e-4, atol=1e-3)
+        and not quantized.values[:, width:].any()
     )
 
 
@@ -58,82 +58,85 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def a_norm(width: int, *, rms: bool) -> Norm:
+def random_norm(width: int, *, rms: bool) -> NormParameters:
     shift = None if rms else torch.randn(width)
-    return Norm(torch.rand(width) + 0.5, shift, 1e-5, rms)
+    return NormParameters(torch.rand(width) + 0.5, shift, 1e-5, rms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rms", [False, True])
-def test_sums_and_norms(width: int, rms: bool, dtype: torch.dtype) -> None:
+def test_residual_add_and_norm_agree_with_torch(width: int, rms: bool, dtype: torch.dtype) -> None:
     x, y = (torch.randn(3, width).to(dtype) for _ in range(2))
-    norm = a_norm(width, rms=rms)
+    norm = random_norm(width, rms=rms)
     for bias in (None, torch.randn(width).to(dtype)):
-        for asked in (None, norm):
-            got, rows = triton_norm_activation.added(y, bias, x, asked, narrow=False)
-            want, twin = norm_activation.added(y, bias, x, asked)
-            assert torch.equal(got, want) or near(got, want)
-            assert (rows is None) == (asked is None)
-            if isinstance(rows, Tensor) and isinstance(twin, Tensor):
-                assert near(rows, twin)
-    made, plain = (
-        triton_norm_activation.normed(x, norm, narrow=False),
-        norm_activation.normed(x, norm),
-    )
-    assert isinstance(made, Tensor) and isinstance(plain, Tensor) and near(made, plain)
+        for norm_or_none in (None, norm):
+            output, rows = triton_norm_activation.add_norm(y, bias, x, norm_or_none, fp8=False)
+            want, expected_rows = norm_activation.add_norm(y, bias, x, norm_or_none)
+            assert torch.equal(output, want) or is_close(output, want)
+            assert (rows is None) == (norm_or_none is None)
+            if isinstance(rows, Tensor) and isinstance(expected_rows, Tensor):
+                assert is_close(rows, expected_rows)
+    normed = triton_norm_activation.norm_rows(x, norm, fp8=False)
+    plain = norm_activation.norm_rows(x, norm)
+    assert isinstance(normed, Tensor) and isinstance(plain, Tensor) and is_close(normed, plain)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rms", [False, True])
-def test_norms_in_e4m3(width: int, rms: bool) -> None:
-    x, norm = torch.randn(3, width), a_norm(width, rms=rms)
-    made = room(x, width)
-    triton_norm_activation._end(x, norm, made, None)
-    wide = norm_activation.normed(x, norm)
-    assert isinstance(wide, Tensor) and same(made, wide)
+def test_norm_to_e4m3_agrees_with_torch(width: int, rms: bool) -> None:
+    x = torch.randn(3, width)
+    norm = random_norm(width, rms=rms)
+    quantized = allocate_unquantized(x, width)
+    triton_norm_activation._launch_add_norm(x, norm, quantized, None)
+    exact = norm_activation.norm_rows(x, norm)
+    assert isinstance(exact, Tensor) and assert_same_rows(quantized, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*NAMES, *(f"{GATED}{name}" for name in NAMES)])
-def test_activations(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Rows of several pieces, the last one not full.
-    monkeypatch.setattr(triton_norm_activation, "PIECE", 16)
-    monkeypatch.setattr(triton_norm_activation, "PIECE_ALONE", 16)
+@pytest.mark.parametrize("name", [*NAMES, *(f"{GATED_PREFIX}{name}" for name in NAMES)])
+def test_activations_agree_with_torch(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows of several tiles, the last tile not full.
+    monkeypatch.setattr(triton_norm_activation, "BLOCK_SIZE_MAX", 16)
+    monkeypatch.setattr(triton_norm_activation, "SPLIT_BLOCK_SIZE_MAX", 16)
     x = 3 * torch.randn(3, 76).to(dtype)
-    assert near(triton_norm_activation.activated(x, name), norm_activation.activated(x, name))
-    wide = norm_activation.activated(x.float(), name)
-    made = room(x, wide.shape[1])
-    triton_norm_activation._activate(x, name, made)
-    assert same(made, wide)
+    assert is_close(
+        triton_norm_activation.activate_rows(x, name), norm_activation.activate_rows(x, name)
+    )
+    exact = norm_activation.activate_rows(x.float(), name)
+    quantized = allocate_unquantized(x, exact.shape[1])
+    triton_norm_activation._launch_activation(x, name, quantized)
+    assert assert_same_rows(quantized, exact)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_in_e4m3_as_they_are(width: int) -> None:
+def test_quantization_to_e4m3_keeps_the_values(width: int) -> None:
     x = torch.randn(4, width)
     x[2] = 0
-    made = room(x, width)
-    triton_norm_activation._activate(x, None, made)
-    assert same(made, x)
-    assert made.numbers.shape[1] % MULTIPLE == 0
-    assert not made.numbers[2].any()
+    quantized = allocate_unquantized(x, width)
+    triton_norm_activation._launch_activation(x, None, quantized)
+    assert assert_same_rows(quantized, x)
+    assert quantized.values.shape[1] % FP8_ALIGNMENT == 0
+    assert not quantized.values[2].any()
 
 
-@pytest.mark.parametrize("name", [None, *NAMES, f"{GATED}silu"])
-def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(name: str | None) -> None:
+@pytest.mark.parametrize("name", [None, *NAMES, f"{GATED_PREFIX}silu"])
+def test_nan_rows_do_not_leak_into_other_rows(name: str | None) -> None:
     x = torch.randn(3, 32)
     x[1, 5] = float("nan")
-    made = room(x, 32 // (1 + (name or "").startswith(GATED)))
-    triton_norm_activation._activate(x, name, made)
-    whole: Any = (made.numbers * made.scales).isfinite().all(-1)
-    assert whole.tolist() == [True, False, True]
+    quantized = allocate_unquantized(x, 32 // (1 + (name or "").startswith(GATED_PREFIX)))
+    triton_norm_activation._launch_activation(x, name, quantized)
+    finite: Any = (quantized.values * quantized.scales).isfinite().all(-1)
+    assert finite.tolist() == [True, False, True]
     if name is not None:
-        assert triton_norm_activation.activated(x, name).isfinite().all(-1).tolist() == [
+        assert triton_norm_activation.activate_rows(x, name).isfinite().all(-1).tolist() == [
             True,
             False,
             True,
         ]
-    norm = a_norm(32, rms=True)
-    rows = triton_norm_activation.normed(x, norm, narrow=False)
+    norm = random_norm(32, rms=True)
+    rows = triton_norm_activation.norm_rows(x, norm, fp8=False)
     assert isinstance(rows, Tensor)
     assert rows.isfinite().all(-1).tolist() == [True, False, True]

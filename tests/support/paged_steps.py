@@ -1,4 +1,4 @@
-"""A step of attention over a pool, drawn at random, and its plain twin in fp64."""
+"""A random attention step over a KV pool, and its exact result in fp64."""
 
 import random
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.attention.paged import ragged, reference, store
+from gpt.attention.paged import ragged_attention, reference_attention, store_kv
 from gpt.batch import Batch
 
 
 @dataclass
 class Case:
-    """A step, its queries, and a pool with random numbers also where nobody wrote."""
+    """A step, its queries, and a pool with random values in unused slots too."""
 
     batch: Batch
     q: Tensor
@@ -21,12 +21,12 @@ class Case:
     kv: Tensor
 
     def attend(self, window: int | None) -> Tensor:
-        store(self.k, self.v, self.batch, self.kv)
-        return ragged(self.q, self.k, self.v, self.batch, self.kv, window)
+        store_kv(self.k, self.v, self.batch, self.kv)
+        return ragged_attention(self.q, self.k, self.v, self.batch, self.kv, window)
 
     def exact(self, window: int | None) -> Tensor:
         q, k, v, kv = (x.double() for x in (self.q, self.k, self.v, self.kv))
-        return reference(q, k, v, self.batch, kv, window)
+        return reference_attention(q, k, v, self.batch, kv, window)
 
 
 def case(
@@ -38,19 +38,20 @@ def case(
     *,
     shared: list[tuple[int, int]] | None = None,
 ) -> Case:
-    """`heads`: groups, queries of each, channels. `size`: tokens of a block.
+    """`heads`: groups, queries per group, channels. `size`: tokens per block.
 
-    `shared`: for each sequence an earlier one, and how many of its first blocks they both have.
+    `shared`: for each sequence an earlier one, and how many of their first blocks are common.
     """
     groups, queries, width = heads
-    draw, generator = random.Random(size), torch.Generator().manual_seed(width)
+    draw = random.Random(size)
+    generator = torch.Generator().manual_seed(width)
     needs = [-(-(n + p) // size) for n, p in zip(lengths, past, strict=True)]
     blocks = draw.sample(range(1, sum(needs) + 1), sum(needs))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
     for row, need in enumerate(needs):
         tables[row, :need] = torch.tensor([blocks.pop() for _ in range(need)])
-    for row, (other, count) in enumerate(shared or ()):
-        tables[row, :count] = tables[other, :count]
+    for row, (earlier, count) in enumerate(shared or ()):
+        tables[row, :count] = tables[earlier, :count]
     kv = torch.randn(sum(needs) + 1, 2, groups, size, width, generator=generator).to(dtype)
     x = torch.randn(sum(lengths), groups, queries + 2, width, generator=generator).to(dtype)
     q = x[:, :, :-2].reshape(len(x), -1, width)

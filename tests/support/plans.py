@@ -1,15 +1,15 @@
-"""Plans to print, draw and write: as large and as mixed as a search leaves them, but invented."""
+"""Plans for tests of table and plot writers, with the size and variety of a search's plans."""
 
-from planning.memory_ledger import Ledger
-from planning.plan import Axis, Plan, Row, Standing, Trust
+from planning.memory_ledger import MemoryLedger
+from planning.plan import Axis, Confidence, Feasibility, Plan, Row
 
 GB = 10**9
-TRUST = Trust("calibrated", 0.09)
+TRUST = Confidence("calibrated", 0.09)
 LIMIT_MS = 54.0
 
 
 def serving_plan() -> Plan:
-    """TP, batch and replicas; larger batches give more tokens, later, in more memory."""
+    """TP, batch and replicas vary; larger batches have more throughput, latency and memory."""
     rows = [
         _serving(tp, batch, gpus)
         for gpus in (2, 4, 8)
@@ -26,12 +26,12 @@ def serving_plan() -> Plan:
             group="8 GPUs",
         )
     )
-    usable = [row for row in rows if row.standing == "fits"]
+    usable = [row for row in rows if row.feasibility == "fits"]
     best = max(usable, key=lambda row: row.figures["tokens_per_s_per_gpu"])
-    others = sorted(
+    alternatives = sorted(
         (row for row in rows if row is not best),
         key=lambda row: (
-            ("fits", "tight", "rejected", "failed").index(row.standing),
+            ("fits", "tight", "rejected", "failed").index(row.feasibility),
             -row.figures.get("tokens_per_s_per_gpu", 0.0),
         ),
     )
@@ -54,10 +54,10 @@ def serving_plan() -> Plan:
             "itl_ms_p95 at most 60, less a margin of 10 %",
         ),
         "throughput",
-        (chosen, *others),
+        (chosen, *alternatives),
         Axis("itl_ms_p95", "between tokens, p95", "low", LIMIT_MS),
         Axis("tokens_per_s_per_gpu", "tokens a second and GPU", "high"),
-        ("itl_ms_p95: 52 of 54 ms after the margin",),
+        ("itl_ms_p95 is 52 ms; the limit minus its margin is 54 ms (4 % left)",),
         (
             "TP1: keys and values of 21k tokens, so a batch of 16, 171 tokens/s/GPU",
             "PP2: no gain in latency, and bubbles below a batch of 96",
@@ -72,24 +72,26 @@ def _serving(tp: int, batch: int, gpus: int) -> Row:
     replicas = gpus // tp
     itl_ms = 3.0 + 24.0 / tp + 0.045 * batch * (1 + 4 / tp) + 1.2 * tp
     tokens_per_s = replicas * batch / itl_ms * 1000
-    memory = Ledger(
+    memory = MemoryLedger(
         capacity=80 << 30,
         weights=40 * GB // tp,
         kv=batch * 1500 * 1_080_000 // tp,
         workspace=3 * GB,
     )
-    reason, standing = "", "fits"
+    reason = ""
+    verdict = "fits"
     if memory.verdict == "over":
-        standing = "rejected"
+        verdict = "rejected"
         reason = f"keys and values take {memory.kv / GB:.1f} GB; a batch of {batch // 2} would fit"
     elif itl_ms > LIMIT_MS:
-        standing, reason = "rejected", f"itl_ms_p95 is {itl_ms:.0f}, the limit is {LIMIT_MS:.0f}"
+        verdict = "rejected"
+        reason = f"itl_ms_p95 is {itl_ms:.0f}, the limit is {LIMIT_MS:.0f}"
     elif memory.verdict == "tight":
-        standing = "tight"
-    known: Standing = standing  # type: ignore[assignment]
+        verdict = "tight"
+    feasibility: Feasibility = verdict  # type: ignore[assignment]
     return Row(
         f"TP{tp} x{replicas}, {batch} at once",
-        known,
+        feasibility,
         {"tp": tp, "pp": 1, "replicas": replicas, "running_requests_max": batch},
         {
             "tokens_per_s": tokens_per_s,
@@ -99,14 +101,14 @@ def _serving(tp: int, batch: int, gpus: int) -> Row:
             "memory_share": memory.total / memory.capacity,
         },
         reason=reason,
-        trust=TRUST,
+        confidence=TRUST,
         group=f"{gpus} GPUs",
         memory=memory,
     )
 
 
 def impossible_plan() -> Plan:
-    """Weights that no GPU of the few can hold."""
+    """A model whose weights do not fit the given GPUs."""
     rows = tuple(
         Row(f"TP{tp}", "rejected", {"tp": tp}, reason=f"weights take {350 / tp:.1f} of 80.0 GB")
         for tp in (1, 2, 4)
@@ -124,25 +126,35 @@ def impossible_plan() -> Plan:
 
 
 def hostile_plan() -> Plan:
-    """Names and reasons that would be markup, formulas, or words to a terminal."""
-    bad = "<script>window.hit=1</script>\x1b[31m\u202e=1+1|`$(x)`"
+    """Names and reasons with markup, formulas, and terminal escapes."""
+    text = "<script>window.hit=1</script>\x1b[31m\u202e=1+1|`$(x)`"
     figures = {"itl_ms_p95": 10.0, "tokens_per_s": 100.0}
     rows = (
-        Row(bad, "best", {"tp": 1, "file": bad}, figures, reason=bad, trust=TRUST, group=bad),
-        Row(f"{bad}2", "fits", {"tp": 2, "file": bad}, {"itl_ms_p95": 20.0, "tokens_per_s": 150.0}),
+        Row(
+            text,
+            "best",
+            {"tp": 1, "file": text},
+            figures,
+            reason=text,
+            confidence=TRUST,
+            group=text,
+        ),
+        Row(
+            f"{text}2", "fits", {"tp": 2, "file": text}, {"itl_ms_p95": 20.0, "tokens_per_s": 150.0}
+        ),
         Row("lost", "fits", {}, {"itl_ms_p95": float("nan"), "tokens_per_s": float("inf")}),
-        Row("crash", "failed", {}, reason=bad),
+        Row("crash", "failed", {}, reason=text),
     )
     return Plan(
-        bad,
-        (bad,),
-        bad,
+        text,
+        (text,),
+        text,
         rows,
-        Axis("itl_ms_p95", bad, "low"),
-        Axis("tokens_per_s", bad, "high"),
-        (bad,),
-        (bad,),
-        (bad,),
-        f"preamble serve '{bad}'",
+        Axis("itl_ms_p95", text, "low"),
+        Axis("tokens_per_s", text, "high"),
+        (text,),
+        (text,),
+        (text,),
+        f"preamble serve '{text}'",
         "tp: 1\n",
     )

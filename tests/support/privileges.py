@@ -1,7 +1,7 @@
-"""A user who may not do everything, where the tests are run by one who may.
+"""An unprivileged user, also where the tests run as root.
 
-Root reads any file because of two capabilities. Without them it is the owner of its files, and
-their modes hold; so what a file's mode forbids can be tested by anyone.
+Root reads any file because of two capabilities. Without them root is only the owner of its files,
+and their modes apply; so every user can test what a file's mode forbids.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-VERSION = 0x20080522  # Of the interface: sets of 64 bits, in two halves.
+VERSION = 0x20080522  # Of the kernel's interface: sets of 64 bits, in two halves.
 OVERRIDES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
 
 Sets = ctypes.c_uint32 * 6  # Effective, permitted, inheritable; twice.
@@ -17,19 +17,21 @@ Sets = ctypes.c_uint32 * 6  # Effective, permitted, inheritable; twice.
 
 @contextmanager
 def plain_user() -> Iterator[None]:
-    """This thread, and those that it starts, without what root has over files."""
-    libc, header = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(VERSION, 0)
-    before, without = Sets(), Sets()
-    for sets in (before, without):
+    """This thread and its children, without root's capabilities over files."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(VERSION, 0)
+    original = Sets()
+    reduced = Sets()
+    for sets in (original, reduced):
         _check(libc.capget(header, sets))
-    without[0] &= ~OVERRIDES
-    _check(libc.capset(header, without))
+    reduced[0] &= ~OVERRIDES
+    _check(libc.capset(header, reduced))
     try:
         yield
     finally:
-        _check(libc.capset(header, before))
+        _check(libc.capset(header, original))
 
 
-def _check(result: int) -> None:
-    if result != 0:
+def _check(status: int) -> None:
+    if status != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,7 +1,7 @@
-"""How much memory a process holds, as the targets measure it: anonymous and shared, not mapped.
+"""The memory of a process as the targets measure it: anonymous and shared, not mapped.
 
-`Held` is what was asked for and not given back, to the byte: a leak shows there long before it
-does in pages, which come and stay as allocators please.
+`HeapUsage` counts allocated bytes exactly: a leak shows there long before it shows in pages, which
+allocators keep for reasons of their own.
 """
 
 import ctypes
@@ -27,36 +27,44 @@ class _MallocInfo(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
         )
     ]
 
 
 @dataclass(frozen=True)
-class Held:
-    """What this process has been given and has not given back. Needs glibc 2.33."""
+class HeapUsage:
+    """What this process has allocated and not freed. Needs glibc 2.33."""
 
     bytes: int  # By malloc.
-    blocks: int  # By Python's own allocator, which asks malloc for those over 512 bytes only.
-    objects: int  # That the garbage collector knows.
+    blocks: int  # By Python's own allocator, which passes sizes over 512 bytes to malloc.
+    objects: int  # Tracked by the garbage collector.
 
     @classmethod
     def now(cls) -> Self:
         gc.collect()
-        # A list of all objects would be a large hole in the heap afterwards, for small ones to
-        # settle in, so that the next list needs new pages: counting would grow what is counted.
+        # A list of all objects would leave a large hole in the heap, which small objects would
+        # fill, so that the next list needs new pages: the measurement would increase the count.
         gc.freeze()
         objects = gc.get_freeze_count()
         gc.unfreeze()
-        ask = ctypes.CDLL(None).mallinfo2
-        ask.restype = _MallocInfo
-        info = ask()
+        mallinfo = ctypes.CDLL(None).mallinfo2
+        mallinfo.restype = _MallocInfo
+        info = mallinfo()
         return cls(info.uordblks + info.hblkhd, sys.getallocatedblocks(), objects)
 
 
-class Peak:
-    """The most that was held inside a `with`, sampled every few milliseconds."""
+class PeakMemory:
+    """The peak memory inside a `with`, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -71,7 +79,7 @@ class Peak:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join()

@@ -2,8 +2,8 @@
 
 Each process is forked from a server that has torch loaded already, so a start costs tens of
 milliseconds instead of seconds. A rank that has finished or failed waits to be ended, so its
-neighbours never report a lost connection in place of the first real error.
-It knows nothing of meshes: a rank finds a default process group, and builds what it needs.
+neighbours never report a lost connection in place of the first real error. It knows nothing of
+meshes: a rank finds a default process group, and builds what it needs.
 """
 
 import faulthandler
@@ -22,16 +22,22 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
-# A rank past its limit dumps its stack and ends; the caller waits this much longer to read it.
-GRACE_S = 5.0
+# A rank past its limit dumps its stack and ends; the caller waits this much longer to read it. The
+# rank counts from its own start, which a busy machine delays.
+GRACE_S = 60.0
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-# What tests import at their head, so that a rank need not import it again, and what torch imports
-# at a first backward. A name that cannot be imported is skipped. The server starts at the first
-# call of `ranks`.
+# Modules that tests import, so that a rank need not import them again, and modules that torch
+# imports at a first backward. A name that cannot be imported is skipped. The server starts at the
+# first call of `ranks`.
 PRELOAD = (
-    *("torch.distributed", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis"),
-    *("gpt.model.gpt_model", "gpt.model.loading", "gpt.generation.generate"),
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",
+    "pytest",
+    "hypothesis",
+    "gpt.model.gpt_model",
+    "gpt.model.loading",
+    "gpt.generation.generate",
 )
 FORKSERVER.set_forkserver_preload(list(PRELOAD))
 
@@ -48,12 +54,12 @@ def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 
         processes: list[ForkServerProcess] = []
         try:
             for rank in range(n):
-                ours, theirs = FORKSERVER.Pipe()
-                arguments = (theirs, call, rank, n, folder, timeout_s)
+                parent_end, child_end = FORKSERVER.Pipe()
+                arguments = (child_end, call, rank, n, folder, timeout_s)
                 process = FORKSERVER.Process(target=_run, args=arguments, daemon=True)
                 process.start()
-                theirs.close()  # Else the end of the process would not end the pipe.
-                pipes.append(ours)
+                child_end.close()  # Otherwise the pipe would stay open after the process.
+                pipes.append(parent_end)
                 processes.append(process)
             return _collect(pipes, processes, Path(folder), timeout_s)
         finally:
@@ -67,7 +73,7 @@ def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 
 def _collect(
     pipes: list[Connection], processes: list[ForkServerProcess], folder: Path, timeout_s: float
 ) -> list[R]:
-    """One result per rank; the first failure, in time, is raised."""
+    """One result per rank; raises the earliest failure."""
     results: dict[int, R] = {}
     deadline = time.monotonic() + timeout_s + GRACE_S
     while len(results) < len(pipes):
@@ -81,52 +87,55 @@ def _collect(
             try:
                 result, error = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise _ended(rank, processes, folder, timeout_s) from None
+                raise _failure(rank, processes, folder, timeout_s) from None
             if error is not None:
-                for other in wait([one for one in waiting if one is not pipe], timeout=0):
-                    assert isinstance(other, Connection)
+                others = [other_pipe for other_pipe in waiting if other_pipe is not pipe]
+                # A rank that dies closes its gloo sockets a moment before its pipe.
+                grace_s = GRACE_S if "gloo" in str(error) else 0.0
+                for failed in wait(others, timeout=grace_s):
+                    assert isinstance(failed, Connection)
                     try:
-                        other.recv_bytes()
-                    except EOFError:  # Who died is why its neighbours complain.
-                        rank = pipes.index(other)
-                        raise _ended(rank, processes, folder, timeout_s) from error
+                        failed.recv_bytes()
+                    except EOFError:  # A dead rank is the cause of the other rank's error.
+                        rank = pipes.index(failed)
+                        raise _failure(rank, processes, folder, timeout_s) from error
                 raise error
             results[rank] = result
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _ended(
+def _failure(
     rank: int, processes: list[ForkServerProcess], folder: Path, timeout_s: float
 ) -> Exception:
-    """Why a rank ended without a word: it overran (then all did: show every stack), or it died."""
+    """The error of a rank without a result: a time-out with every stack, or its exit code."""
     processes[rank].join(GRACE_S)
     if not (folder / f"stack-{rank}").read_text():
         return RuntimeError(f"rank {rank} died, exit code {processes[rank].exitcode}")
     for process in processes:
         process.join(1.0)
     stacks = [path.read_text() for path in sorted(folder.glob("stack-*"))]
-    late = TimeoutError(f"ranks were still running after {timeout_s:g} s")
+    timeout = TimeoutError(f"ranks were still running after {timeout_s:g} s")
     for index, stack in enumerate(stacks):
-        late.add_note(f"rank {index}: {stack}" if stack else f"rank {index}: had finished")
-    return late
+        timeout.add_note(f"rank {index}: {stack}" if stack else f"rank {index}: had finished")
+    return timeout
 
 
 def _run(
     pipe: Connection, call: bytes, rank: int, size: int, folder: str, timeout_s: float
 ) -> None:
-    """The body of one rank's process: sends (result, error), then waits to be ended."""
+    """Run the function in the process of a rank, send (result, error), and wait for the end."""
     with open(f"{folder}/stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=stack)
         try:
-            answer = pickle.dumps((_call(call, rank, size, folder, timeout_s), None))
+            reply = pickle.dumps((_call(call, rank, size, folder, timeout_s), None))
         except BaseException as error:
-            answer = pickle.dumps((None, _portable(error, rank)))
-        pipe.send_bytes(answer)
+            reply = pickle.dumps((None, _portable(error, rank)))
+        pipe.send_bytes(reply)
         faulthandler.cancel_dump_traceback_later()
         try:
             pipe.recv_bytes()
         except EOFError:
-            os._exit(0)  # The test is gone. Nothing here is worth an orderly goodbye.
+            os._exit(0)  # The test has ended; there is nothing to clean up.
 
 
 def _call(call: bytes, rank: int, size: int, folder: str, timeout_s: float) -> object:
@@ -147,7 +156,7 @@ def _call(call: bytes, rank: int, size: int, folder: str, timeout_s: float) -> o
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:
-    """The error itself if it survives pickling, else its text; the stack goes along as a note."""
+    """The error if it can be pickled, else its text; both with the stack as a note."""
     stack = "".join(traceback.format_exception(error))
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))

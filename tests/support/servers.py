@@ -1,7 +1,7 @@
-"""Real servers for tests: a tiny checkpoint, the command in a process of its own, ports of the OS.
+"""Real servers for tests: a tiny checkpoint, a separate server process, and free ports.
 
-A server is asked what it is by the line that it prints when it is ready. Every wait has an end, and
-a process that outlives its test is ended by its number.
+A server's addresses come from the line that it prints when it is ready. Every wait has a time-out,
+and a process that outlives its test is ended by its pid.
 """
 
 import os
@@ -27,7 +27,7 @@ import yaml
 from checkpoints_tools.conversion.convert import write_native
 from clients.client import Client, Retries
 from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
-from gpt.adapters.prompt_template import Template
+from gpt.adapters.prompt_template import PromptTemplate
 from gpt.checkpoint.digest import identify
 from gpt.config import GPTConfig
 from gpt.formats.registry import open_checkpoint
@@ -35,12 +35,12 @@ from tests.support.models import lively
 from tests.support.trained_tokenizers import sentencepiece_model
 
 ROOT = Path(__file__).resolve().parents[2]
-# How long to wait for what must come: the ends of hopeless waits, so far above what is usual.
+# Time-outs against hangs, far above the usual time.
 START_S = 240.0
 WAIT_S = 60.0
 
-# Rotary, so that a completion can be long enough to be caught in the middle. Stored in fp32, as
-# adapters are, and served in fp64, where tokens are the same in whatever company they are made.
+# Rotary, so that a completion can be long enough to be interrupted. Stored in fp32, as adapters
+# are, and served in fp64, where tokens do not depend on the batch.
 CONFIG = GPTConfig(
     num_layers=2,
     hidden_size=32,
@@ -58,7 +58,7 @@ CONFIG = GPTConfig(
 
 
 def write_checkpoint(folder: Path, *, tokenizer: bool = True) -> Path:
-    """A lively model; without a tokenizer its texts are numbers, and nothing ends them early."""
+    """A random model; without a tokenizer its texts are numbers, and no token ends them early."""
     folder.mkdir(parents=True, exist_ok=True)
     source = None
     if tokenizer:
@@ -73,15 +73,15 @@ def write_adapter(
     checkpoint: Path,
     token_ids: list[int],
     *,
-    template: Template | None = None,
+    template: PromptTemplate | None = None,
     base: str | None = None,
 ) -> None:
-    """An adapter that says what these tokens say: their own embeddings. `base` is a lie, if any."""
+    """An adapter equal to a prompt: the embeddings of these tokens. `base`: a false base digest."""
     opened = open_checkpoint(checkpoint)
-    words = opened.read("embedding.word_embeddings.weight")
+    embedding = opened.read("embedding.word_embeddings.weight")
     digest = base or identify(opened).digest
     card = Card("instruction", base_digest=digest, template=template, method="instruction")
-    save_adapter(build_adapter(card, words[token_ids]), path)
+    save_adapter(build_adapter(card, embedding[token_ids]), path)
 
 
 @dataclass
@@ -93,19 +93,19 @@ class Server:
 
     @property
     def address(self) -> str:
-        return self._said("grpc")
+        return self.ready_field("grpc")
 
     @property
     def http_address(self) -> str:
-        return self._said("http")
+        return self.ready_field("http")
 
     def client(self, timeout_s: float = WAIT_S) -> Client:
-        """One that tells of a refusal, and does not try again by itself."""
+        """A client that raises every refusal, and does not retry by itself."""
         return Client(self.address, timeout_s, retries=Retries(attempts_max=1))
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a page on the HTTP port."""
-        address = f"http://{self._said('http')}{path}"
+        address = f"http://{self.ready_field('http')}{path}"
         try:
             with urllib.request.urlopen(address, timeout=WAIT_S) as page:
                 return page.status, page.read().decode()
@@ -123,18 +123,18 @@ class Server:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that it has started, by whichever thread."""
+        """The processes that the server has started, from any thread."""
         pids: list[int] = []
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            with suppress(OSError):  # A thread that ended meanwhile.
+            with suppress(OSError):  # The thread has ended.
                 pids += map(int, children.read_text().split())
-        return pids  # As they were started: by one thread, and numbers wrap.
+        return pids  # In the order of their start: one thread starts them, and numbers wrap.
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(WAIT_S)
 
-    def _said(self, key: str) -> str:
+    def ready_field(self, key: str) -> str:
         match = re.search(rf"\b{key}=(\S+)", self.ready)
         assert match is not None, self.ready
         return match[1]
@@ -148,32 +148,32 @@ def command(*words: str | Path) -> list[str]:
 def serving(
     model: Path, settings: Path | None = None, log: Path | None = None, **limits: object
 ) -> Iterator[Server]:
-    """A server of its own on free ports; `limits` are settings, written to the file `settings`.
+    """A separate server on free ports; `limits` are settings, written to the file `settings`.
 
-    Its ranks are not given up when a busy machine keeps them from their work, unless that is set.
+    Its step time-outs are far above those of a busy machine, unless a setting changes them.
     """
     limits = {"step_timeout_s": 60.0, **limits}
-    words: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
-    words += ["--dtype", "float64"]
+    arguments: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
+    arguments += ["--dtype", "float64"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with ExitStack() as held:
+    with ExitStack() as resources:
         if settings is None:
-            settings = Path(held.enter_context(TemporaryDirectory())) / "settings.yaml"
+            settings = Path(resources.enter_context(TemporaryDirectory())) / "settings.yaml"
         settings.write_text(yaml.safe_dump(limits))
-        stderr = held.enter_context(open(log, "w")) if log else None
+        stderr = resources.enter_context(open(log, "w")) if log else None
         process = subprocess.Popen(
-            command(*words, "--config", settings),
+            command(*arguments, "--config", settings),
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
         )
-        held.callback(_ended, process)
+        resources.callback(_exited, process)
         yield Server(process, _first_line(process))
 
 
-def _ended(process: "subprocess.Popen[str]") -> None:
+def _exited(process: "subprocess.Popen[str]") -> None:
     if process.poll() is None:
         process.kill()
     process.communicate()
@@ -190,7 +190,7 @@ def _first_line(process: "subprocess.Popen[str]") -> str:
 
 
 def free_port() -> int:
-    """One that the kernel gives to nobody meanwhile. Each process looks elsewhere at first."""
+    """A port that the kernel gives to no other process; each process starts at another number."""
     for number in range(20_000 + os.getpid() * 7 % 10_000, 32_000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", number))
@@ -199,7 +199,7 @@ def free_port() -> int:
 
 
 class Stalls:
-    """How long the machine kept this process from running, which no limit in seconds is about."""
+    """Seconds in which the machine did not run this process; they do not count against limits."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -207,11 +207,11 @@ class Stalls:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
-        before = time.monotonic()
+        previous = time.monotonic()
         while not self._over.wait(0.01):
             now = time.monotonic()
-            self.seconds += max(0.0, now - before - 0.05)
-            before = now
+            self.seconds += max(0.0, now - previous - 0.05)
+            previous = now
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -223,8 +223,8 @@ class Stalls:
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """A process does nothing meanwhile."""
+def suspended(pid: int) -> Iterator[None]:
+    """Suspend a process during the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -233,7 +233,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def eventually(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
-    """Wait until something holds; it is a failure if it does not in time."""
+    """Wait until the condition holds; fail after the time limit."""
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, f"still not so after {within_s} s"

@@ -1,7 +1,7 @@
-"""A stand-in for Transformer Engine: its constructors and parameters as published, sums in torch.
+"""A stub of Transformer Engine: its published constructors and parameters, computed in torch.
 
-It takes no option that the real one has not, forgets nothing that it was given, and refuses narrow
-products whose shapes the real one refuses. Nobody may ask for the state beside its parameters.
+It accepts only the options of the real one, records every argument, and refuses FP8 matmuls of the
+shapes that the real one refuses. Its extra state must not be requested.
 """
 
 import sys
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MADE: list["Linear"] = []
+CREATED: list["Linear"] = []
 _STATE: dict[str, Any] = {"narrow": None, "narrow_parameters": None}
 
 
@@ -36,16 +36,21 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         assert not sequence_parallel and tp_group is None and tp_size == 1 and not return_bias
-        self.given = {"bias": bias, "parallel_mode": parallel_mode, "params_dtype": params_dtype}
-        self.device, self.dtype = torch.device(device), params_dtype
+        self.arguments = {
+            "bias": bias,
+            "parallel_mode": parallel_mode,
+            "params_dtype": params_dtype,
+        }
+        self.device = torch.device(device)
+        self.dtype = params_dtype
         self.weight = self._fresh(out_features, in_features)
         self.bias = self._fresh(out_features) if bias else torch.empty(0)
-        self.narrow_parameters = _STATE["narrow_parameters"]
-        self.narrow_calls: list[object] = []
-        MADE.append(self)
+        self.fp8_parameters = _STATE["narrow_parameters"]
+        self.fp8_calls: list[object] = []
+        CREATED.append(self)
 
     def _fresh(self, *shape: int) -> nn.Parameter:
-        """What must be overwritten."""
+        """A parameter with values that must be overwritten."""
         return nn.Parameter(torch.full(shape, float("nan"), dtype=self.dtype, device=self.device))
 
     def norm(self, x: Tensor) -> Tensor:
@@ -56,9 +61,9 @@ class Linear(nn.Module):
         if recipe is not None:
             assert len(x) % 8 == 0 and all(size % 16 == 0 for size in self.weight.shape)
         else:
-            assert self.narrow_parameters is None, "narrow parameters outside of autocast"
-        self.narrow_calls.append(recipe)
-        return F.linear(self.norm(x), self.weight, self.bias if self.given["bias"] else None)
+            assert self.fp8_parameters is None, "narrow parameters outside of autocast"
+        self.fp8_calls.append(recipe)
+        return F.linear(self.norm(x), self.weight, self.bias if self.arguments["bias"] else None)
 
     def get_extra_state(self) -> NoReturn:
         raise AssertionError("the state beside the parameters is a pickle")
@@ -81,14 +86,16 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **others)
         assert not return_layernorm_output
-        self.eps, self.normalization, self.around_one = eps, normalization, zero_centered_gamma
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
         self.layer_norm_weight = self._fresh(in_features)
         self.layer_norm_bias = None
         if normalization == "LayerNorm":
             self.layer_norm_bias = self._fresh(in_features)
 
     def norm(self, x: Tensor) -> Tensor:
-        scale = self.layer_norm_weight + 1 if self.around_one else self.layer_norm_weight
+        scale = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
         if self.normalization == "RMSNorm":
             return F.rms_norm(x, (x.shape[-1],), scale, self.eps)
         return F.layer_norm(x, (x.shape[-1],), scale, self.layer_norm_bias, self.eps)
@@ -127,11 +134,11 @@ class Float8BlockScaling:
 
 
 def install(patch: pytest.MonkeyPatch, *, old: bool = False) -> list[Linear]:
-    """Put it where the real one would be; the list of what will be made. `old`: with old names."""
+    """Install the stub as transformer_engine; returns the created modules. `old`: old names."""
     pytorch = ModuleType("transformer_engine.pytorch")
     recipes = ModuleType("transformer_engine.common.recipe")
-    for one in (Linear, LayerNormLinear):
-        setattr(pytorch, one.__name__, one)
+    for module_class in (Linear, LayerNormLinear):
+        setattr(pytorch, module_class.__name__, module_class)
     for kind in (Float8CurrentScaling, DelayedScaling, Float8BlockScaling):
         setattr(recipes, kind.__name__, kind)
     if old:
@@ -142,5 +149,5 @@ def install(patch: pytest.MonkeyPatch, *, old: bool = False) -> list[Linear]:
         patch.setitem(sys.modules, name, ModuleType(name))
     patch.setitem(sys.modules, pytorch.__name__, pytorch)
     patch.setitem(sys.modules, recipes.__name__, recipes)
-    MADE.clear()
-    return MADE
+    CREATED.clear()
+    return CREATED

@@ -1,6 +1,6 @@
-"""Calls on TGIS's wire of a real server, by our own copy of its protos, with fields as plain data.
+"""Calls of TGIS's API on a real server, by our copy of its protos, with fields as plain data.
 
-Beside them is the server's own wire, which answers as the oracle.
+The server's own API, preamble.v1, is the oracle.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from tests.support.servers import WAIT_S, Server
 
 pb = package("tgis")
 TEXT = "twelve and thirty? answer:"
-# A parameter, what it cannot be, and what is said of that.
+# A parameter, an invalid value, and the error message.
 REFUSED: list[tuple[str, Any, str]] = [
     ("sampling.temperature", 0.04, "it must be 0, or from 0.05"),
     ("sampling.temperature", -1.0, "it must be 0, or from 0.05"),
@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("stopping.stop_sequences", ["é" * 121], "each of 1 to 240 bytes"),
     ("response.top_n_tokens", 11, "at most 10"),
     ("method", 7, "0 (GREEDY) or 1 (SAMPLE)"),
-    ("decoding.format", 5, "known are 0"),
+    ("decoding.format", 5, "choose 0"),
     ("decoding.regex", "(", "regex"),
     ("decoding.choice", {}, "choice"),
     ("sampling.temperature", "Infinity", "is inf"),
@@ -61,21 +61,22 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("stopping.stop_sequences", ["a" * (1 << 20)], "1048576] bytes"),
     ("response.top_n_tokens", 2**32 - 1, "at most 10"),
     ("method", -1, "0 (GREEDY) or 1 (SAMPLE)"),
-    ("decoding.json_schema", "{", "json_schema cannot be followed"),
-    ("decoding.json_schema", "5", "json_schema cannot be followed"),
-    ("decoding.json_schema", '{"not":' * 5000 + "{}" + "}" * 5000, "cannot be followed"),
-    ("decoding.grammar", "start: nope", "grammar cannot be followed"),
+    ("decoding.json_schema", "{", "json_schema is invalid or unsupported"),
+    ("decoding.json_schema", "5", "json_schema is invalid or unsupported"),
+    ("decoding.json_schema", '{"not":' * 5000 + "{}" + "}" * 5000, "is invalid or unsupported"),
+    ("decoding.grammar", "start: nope", "grammar is invalid or unsupported"),
     ("decoding.regex", "a" * (1 << 20), "regex is 1048576 bytes"),
-    ("decoding.choice", {"choices": ["a", ""]}, "an empty one"),
+    ("decoding.choice", {"choices": ["a", ""]}, "an empty text"),
 ]
 STOPS = pb.file.enum_types_by_name["StopReason"].values_by_number
 
 
-class World:
-    """A server with an adapter, that runs two at once and has few wait; and both wires to it."""
+class TgisServer:
+    """A server with an adapter, two running requests and a short queue, and stubs of both APIs."""
 
     def __init__(self, server: Server, checkpoint: Path, channel: grpc.Channel) -> None:
-        self.server, self.channel = server, channel
+        self.server = server
+        self.channel = channel
         self.tokenizer = open_tokenizer(checkpoint / "tokenizer")
         self.own = generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -86,7 +87,7 @@ class World:
         message = ParseDict(fields, getattr(pb, request)())
         send = kind(
             f"/fmaas.GenerationService/{method}",
-            request_serializer=lambda one: one.SerializeToString(),
+            request_serializer=lambda request: request.SerializeToString(),
             response_deserializer=getattr(pb, response).FromString,
         )
         return partial(send, message, timeout=WAIT_S)
@@ -121,7 +122,7 @@ class World:
             "Tokenize", f"{name}Request", f"{name}Response", requests=requests, **fields
         )
 
-    def ours(self, text: str = TEXT, **fields: Any) -> own_pb.GenerateResponse:
+    def generate_own(self, text: str = TEXT, **fields: Any) -> own_pb.GenerateResponse:
         prompt = {"text": text} if text else {}
         message = ParseDict({**prompt, **fields}, own_pb.GenerateRequest())
         answer: own_pb.GenerateResponse = self.own.Generate(message, timeout=WAIT_S)
@@ -133,20 +134,20 @@ class World:
         return all(self.server.metric(f"preamble_{state}") == 0 for state in states)
 
 
-def said(response: Any) -> str:
+def stop_reason_name(response: Any) -> str:
     return str(STOPS[response.stop_reason].name)
 
 
-def refusal(send: Any) -> grpc.RpcError:
-    with pytest.raises(grpc.RpcError) as told:
+def call_error(send: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
         list(answer) if hasattr(answer := send(), "__next__") else answer
-    return told.value
+    return caught.value
 
 
-def fields(error: Any) -> list[str]:
-    """Which of the request's fields the details name."""
-    data = dict(error.trailing_metadata())["grpc-status-details-bin"]
-    found = BadRequest()
-    for detail in Status.FromString(data).details:
-        detail.Unpack(found)
-    return [violation.field for violation in found.field_violations]
+def violated_fields(error: Any) -> list[str]:
+    """The fields of the request that the error details name."""
+    details = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    bad_request = BadRequest()
+    for detail in Status.FromString(details).details:
+        detail.Unpack(bad_request)
+    return [violation.field for violation in bad_request.field_violations]

@@ -1,7 +1,7 @@
-"""A client of TGIS, by the stubs of vllm-tgis-adapter, for a process of its own.
+"""A TGIS client with the stubs of vllm-tgis-adapter, for a separate process.
 
-Says as JSON what it was answered. The package itself wants vllm, which its stubs do not: bare
-modules stand in for what is above them.
+Prints the responses as JSON. The package itself imports vllm, which its stubs do not need: empty
+modules stand in for its parents.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def stubs(folder: str) -> tuple[Any, Any]:
@@ -21,8 +21,8 @@ def stubs(folder: str) -> tuple[Any, Any]:
         module = types.ModuleType(name)
         module.__path__ = [os.path.join(folder, *name.split("."))]
         sys.modules[name] = module
-    place = "vllm_tgis_adapter.grpc.pb.generation_pb2"
-    return import_module(place), import_module(f"{place}_grpc")
+    module_name = "vllm_tgis_adapter.grpc.pb.generation_pb2"
+    return import_module(module_name), import_module(f"{module_name}_grpc")
 
 
 def ask(pb: Any, stub: Any, texts: list[str]) -> dict[str, Any]:
@@ -53,28 +53,31 @@ def ask(pb: Any, stub: Any, texts: list[str]) -> dict[str, Any]:
     tokens = stub.Tokenize(request, timeout=TIMEOUT_S).responses
     model = stub.ModelInfo(pb.ModelInfoRequest(model_id="m"), timeout=TIMEOUT_S)
     request = pb.BatchedGenerationRequest(prefix_id="nobody", requests=prompts)
-    refused = stub.Generate.future(request, timeout=TIMEOUT_S)
+    rejected = stub.Generate.future(request, timeout=TIMEOUT_S)
     return {
-        "texts": [one.text for one in batch],
-        "streamed": ["".join(one.text for one in stream) for stream in streams],
-        "seeds": [one.seed for one in batch] + [stream[0].seed for stream in streams],
-        "stops": [pb.StopReason.Name(one.stop_reason) for one in batch],
+        "texts": [response.text for response in batch],
+        "streamed": ["".join(response.text for response in stream) for stream in streams],
+        "seeds": [response.seed for response in batch] + [stream[0].seed for stream in streams],
+        "stops": [pb.StopReason.Name(response.stop_reason) for response in batch],
         "last": [pb.StopReason.Name(stream[-1].stop_reason) for stream in streams],
-        "counts": [one.generated_token_count == len(one.tokens) for one in batch],
-        "details": [len(one.top_tokens) for one in batch[0].tokens],
-        "inputs": [one.input_token_count == len(one.input_tokens) for one in batch],
-        "tokens": [one.token_count == len(one.tokens) == len(one.offsets) for one in tokens],
+        "counts": [response.generated_token_count == len(response.tokens) for response in batch],
+        "details": [len(token.top_tokens) for token in batch[0].tokens],
+        "inputs": [response.input_token_count == len(response.input_tokens) for response in batch],
+        "tokens": [
+            response.token_count == len(response.tokens) == len(response.offsets)
+            for response in tokens
+        ],
         "context": model.max_sequence_length,
         "kind": pb.ModelInfoResponse.ModelKind.Name(model.model_kind),
-        "code": refused.code().name,
+        "code": rejected.code().name,
     }
 
 
 def main(address: str, *texts: str) -> None:
     pb, services = stubs(os.environ["TGIS_STUBS"])
     with grpc.insecure_channel(address) as channel:
-        told = ask(pb, services.GenerationServiceStub(channel), list(texts))
-    sys.stdout.write(json.dumps(told))
+        report = ask(pb, services.GenerationServiceStub(channel), list(texts))
+    sys.stdout.write(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A file of tokens, and the tenants in it."""
+"""A tokens file, and its tenants."""
 
 import hashlib
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""A toy world: nine tasks on eight letters, and a small GPT that learned to do what it is told.
+"""A synthetic language: nine tasks on eight letters, and a small GPT trained on instructions.
 
-A prompt is instructions (signs that mean the task, ten at most, any of five synonyms), a word, and
-an arrow; the answer is another word. Without instructions nothing says which task is meant. Data
-and tokenizer are apart from the loop that learns from them.
+A prompt is instructions (at most ten signs, each one of the task's five synonyms), a word, and an
+arrow; the answer is another word. Without instructions the task is undetermined. Data and tokenizer
+do not depend on the training loop.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from tokenizers import decoders
 
 from checkpoints_tools.conversion.convert import write_native
 from gpt.batch import Batch
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.formats.registry import open_checkpoint
 from gpt.model.gpt_model import GPT
@@ -29,13 +29,13 @@ from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from ptuning.config import TuneConfig
-from ptuning.data.batch_order import Order
+from ptuning.data.batch_order import BatchOrder
 from ptuning.data.dataset import Example, read_tasks
 from ptuning.prompt.initialization import initial_ids
-from ptuning.prompt.prefix_tuning import build_prefix, prefix_parts
+from ptuning.prompt.prefix_tuning import build_prefix, shard_prefix_table
 from ptuning.prompt.prompt_encoder import build_encoder
-from ptuning.run_facts import Progress
-from ptuning.training.pipeline import prefix_at
+from ptuning.run_facts import StepMetrics
+from ptuning.training.pipeline import micro_batch_prefix
 from ptuning.training.trainer import Trainer
 
 BASES = Path(__file__).resolve().parents[2] / "build" / "toy"
@@ -43,15 +43,16 @@ BASES = Path(__file__).resolve().parents[2] / "build" / "toy"
 LETTERS = "abcdefghijklmnop"
 KANA = "アイウエオカキクケコサシスセソタ"
 ARROW = "→"
-END, UNKNOWN = "</s>", "<unk>"
+END = "</s>"
+UNKNOWN = "<unk>"
 WORD = 8  # Letters of a word.
 SIGNS_MAX = 10  # Instructions before a word.
-BARE = 0.2  # Of the words have none.
+BARE = 0.2  # The share of words without instructions.
 
 
 def _table(letters: str) -> Callable[[str], str]:
-    turned = str.maketrans(LETTERS, letters)
-    return lambda word: word.translate(turned)
+    translation = str.maketrans(LETTERS, letters)
+    return lambda word: word.translate(translation)
 
 
 def _shuffled(seed: int) -> str:
@@ -59,7 +60,7 @@ def _shuffled(seed: int) -> str:
 
 
 def _swapped(word: str) -> str:
-    return "".join(word[at + 1] + word[at] for at in range(0, WORD, 2))
+    return "".join(word[position + 1] + word[position] for position in range(0, WORD, 2))
 
 
 TASKS: dict[str, Callable[[str], str]] = {
@@ -73,31 +74,31 @@ TASKS: dict[str, Callable[[str], str]] = {
     "cipher": _table(_shuffled(1)),
     "kana": _table(KANA),  # Its answers are not in Latin letters.
 }
-# Nobody is ever taught this one: what learns it has learned it from its own examples.
+# The base is never trained on this task, so an adapter must learn it from its own examples.
 CONTROL = "untaught"
 EVERY = {**TASKS, CONTROL: _table(_shuffled(2))}
-# Five for each task, as no text of the tasks has them.
+# Five synonyms for each task; no text of the tasks contains them.
 SIGNS = {
-    task: [chr(0x4E00 + 5 * place + synonym) for synonym in range(5)]
-    for place, task in enumerate(TASKS)
+    task: [chr(0x4E00 + 5 * number + synonym) for synonym in range(5)]
+    for number, task in enumerate(TASKS)
 }
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Sentencepiece's kind, without merges: each sign of the world is a token, and nothing else.
+    """A SentencePiece tokenizer without merges: each sign of the language is a token.
 
-    So every row of the embedding has been learned, as in a model that is worth a prompt.
+    So every row of the embedding is trained, as in a model that a user would tune.
     """
     signs = [*LETTERS, *KANA, ARROW, *itertools.chain(*SIGNS.values())]
     numbers = {sign: number for number, sign in enumerate([END, UNKNOWN, *signs])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, [], unk_token=UNKNOWN))
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
-    made.add_special_tokens([END])
-    return made
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, [], unk_token=UNKNOWN))
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    library.add_special_tokens([END])
+    return library
 
 
 def words(seed: int) -> Iterator[str]:
-    """Without end. Nobody should measure with the words that it learned from."""
+    """An endless series of random words. Training and measurement need different seeds."""
     draw = random.Random(seed)
     while True:
         yield "".join(draw.choices(LETTERS, k=WORD))
@@ -105,11 +106,11 @@ def words(seed: int) -> Iterator[str]:
 
 def records(task: str, count: int, seed: int) -> list[dict[str, str]]:
     """Words and their answers, without instructions."""
-    some = itertools.islice(words(seed), count)
-    return [{"word": word, "answer": EVERY[task](word)} for word in some]
+    drawn_words = itertools.islice(words(seed), count)
+    return [{"word": word, "answer": EVERY[task](word)} for word in drawn_words]
 
 
-CONFIG = GPTConfig(  # One that HF's Llama can hold.
+CONFIG = GPTConfig(  # HF's Llama can express it.
     num_layers=4,
     hidden_size=128,
     num_attention_heads=4,
@@ -128,7 +129,7 @@ CONFIG = GPTConfig(  # One that HF's Llama can hold.
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the base is made. A batch has equally many instructions, so that nothing is padded."""
+    """How the base is trained. Prompts of a batch have equally many instructions: no padding."""
 
     steps: int = 800
     batch_examples: int = 64
@@ -137,20 +138,22 @@ class Recipe:
     weight_decay: float = 0.01
     seed: int = 0
     deviation: float = 0.06  # Of the initial weights: three times the usual, as the model is small.
-    # What is hard to learn is taught more often.
+    # Tasks that are hard to learn are sampled more often.
     often: tuple[str, ...] = ("sort", "descend", "swap", "reverse", "sort", "descend")
     config: GPTConfig = CONFIG
 
     def batches(self) -> Iterator[list[Example]]:
-        """What the base learns from, without end."""
-        library, draw = tokenizer(), random.Random(self.seed)
-        numbers = library.get_vocab()  # Of each sign, so the whole is what `encode` would make.
-        tasks, some = [*TASKS, *self.often], words(self.seed)
+        """An endless series of training batches for the base."""
+        library = tokenizer()
+        draw = random.Random(self.seed)
+        numbers = library.get_vocab()  # One token per sign, so no encoding is needed.
+        tasks = [*TASKS, *self.often]
+        drawn_words = words(self.seed)
         while True:
             count = 0 if draw.random() < BARE else draw.randint(1, SIGNS_MAX)
             batch = []
-            for word in itertools.islice(some, self.batch_examples):
-                # Without instructions all tasks are equally likely, so that none is a good guess.
+            for word in itertools.islice(drawn_words, self.batch_examples):
+                # Without instructions all tasks are equally likely, so no guess is the best.
                 task = draw.choice(tasks if count else [*TASKS])
                 prompt = "".join(draw.choices(SIGNS[task], k=count)) + word + ARROW
                 ids = [numbers[sign] for sign in prompt + TASKS[task](word)]
@@ -159,14 +162,16 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """What the base follows from: another recipe, or another world, is another base."""
-        first = itertools.islice(self.batches(), 20)
-        taught = [example.ids for example in itertools.chain(*first)]
-        return hashlib.sha256(f"{self} {tokenizer().to_str()} {taught}".encode()).hexdigest()[:16]
+        """Identifies the base: another recipe or another language gives another base."""
+        batches = itertools.islice(self.batches(), 20)
+        token_ids = [example.ids for example in itertools.chain(*batches)]
+        return hashlib.sha256(f"{self} {tokenizer().to_str()} {token_ids}".encode()).hexdigest()[
+            :16
+        ]
 
 
-def learn_base(recipe: Recipe, report: Callable[[Progress], None]) -> dict[str, torch.Tensor]:
-    """The plain way to a base: the product's own trainer, on all weights."""
+def learn_base(recipe: Recipe, report: Callable[[StepMetrics], None]) -> dict[str, torch.Tensor]:
+    """Train the base with the product's own trainer, on all weights."""
     config = TuneConfig(
         model="toy",
         data="toy",
@@ -178,7 +183,7 @@ def learn_base(recipe: Recipe, report: Callable[[Progress], None]) -> dict[str, 
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
     )
-    start = fresh(recipe.config, recipe.seed, recipe.deviation)
+    start = random_init_checkpoint(recipe.config, recipe.seed, recipe.deviation)
     model = load_model(start, Mesh.single())
     trainer = Trainer([model], config)
     for batch in itertools.islice(recipe.batches(), recipe.steps):
@@ -188,7 +193,7 @@ def learn_base(recipe: Recipe, report: Callable[[Progress], None]) -> dict[str, 
 
 @cache
 def base() -> Path:
-    """The base as a native checkpoint with its tokenizer; made once, then found again."""
+    """The base as a native checkpoint with its tokenizer; trained once, then cached."""
     recipe = Recipe()
     target = BASES / recipe.key
     if target.exists():
@@ -199,88 +204,94 @@ def base() -> Path:
     with tempfile.TemporaryDirectory(dir=BASES) as folder:
         file = Path(folder) / "tokenizer.json"
         tokenizer().save(str(file))
-        made = Path(folder) / "base"
-        write_native((recipe.config, learn_base(recipe, _told)), made, tokenizer=file)
-        if not target.exists():  # Somebody else may have been quicker.
-            os.replace(made, target)
+        path = Path(folder) / "base"
+        write_native((recipe.config, learn_base(recipe, _report)), path, tokenizer=file)
+        if not target.exists():  # Another process may have been faster.
+            os.replace(path, target)
     torch.set_num_threads(threads)
     return target
 
 
-def open_beside(path: Path) -> Tokenizer:
+def open_checkpoint_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint."""
-    found = open_checkpoint(path).tokenizer
-    assert found is not None
-    return open_tokenizer(found)
+    tokenizer = open_checkpoint(path).tokenizer
+    assert tokenizer is not None
+    return open_tokenizer(tokenizer)
 
 
-def learn(
+def train_prompt(
     model: GPT,
     config: TuneConfig,
-    looks: Iterable[int] = (),
+    steps_saved: Iterable[int] = (),
 ) -> dict[int, torch.Tensor]:
-    """The run's table after its last step, and after those of these numbers.
+    """The run's table after its last step, and after each step in `looks`.
 
-    With the method `full` there is none, and the model itself is what has learned.
+    With the method `full` there is no table: the model itself is trained.
     """
-    found: dict[int, torch.Tensor] = {}
-    encoder, prefix, tokens = None, None, open_beside(Path(config.model))
+    tables: dict[int, torch.Tensor] = {}
+    encoder = None
+    prefix = None
+    tokens = open_checkpoint_tokenizer(Path(config.model))
     (task,) = read_tasks(config, tokens, model.config)
     starts = [initial_ids(task, config, tokens)]
     if config.method == "prefix":
-        prefix = build_prefix(config, config.wanted, [model], starts)
+        prefix = build_prefix(config, config.resolved_tasks, [model], starts)
     elif config.method != "full":
-        encoder = build_encoder(config, config.wanted, model, starts)
+        encoder = build_encoder(config, config.resolved_tasks, model, starts)
     trainer = Trainer([model], config, encoder, prefix=prefix)
-    order = Order(task.examples.examples, config.batch_examples, config.seed)
+    order = BatchOrder(task.examples.examples, config.batch_examples, config.seed)
     for step in range(1, config.steps + 1):
         trainer.step(order.batch(step))
-        if config.method != "full" and step in {*looks, config.steps}:
-            table = trainer.table()
+        if config.method != "full" and step in {*steps_saved, config.steps}:
+            table = trainer.current_table()
             assert table is not None
-            found[step] = table
-    return found
+            tables[step] = table
+    return tables
 
 
 def batches(model: GPT, config: TuneConfig) -> Iterator[list[Example]]:
-    """Those of a run, step by step."""
-    (task,) = read_tasks(config, open_beside(Path(config.model)), model.config)
-    order = Order(task.examples.examples, config.batch_examples, config.seed)
+    """The training batches of a run, step by step."""
+    (task,) = read_tasks(config, open_checkpoint_tokenizer(Path(config.model)), model.config)
+    order = BatchOrder(task.examples.examples, config.batch_examples, config.seed)
     return map(order.batch, range(1, config.steps + 1))
 
 
 @torch.inference_mode()
-def right(
+def exact_match_share(
     model: GPT,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     table: torch.Tensor | None = None,
     kind: str = "rows",
 ) -> float:
-    """The share of answers of which greedy decoding would write every token.
+    """The share of answers that greedy decoding would generate exactly.
 
-    One pass tells: where all tokens are the likeliest behind the right ones, decoding writes them.
+    One forward pass is enough: if each token of the answer is the argmax after the true prefix,
+    greedy decoding generates the answer.
     """
     ids = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
-    starts = itertools.accumulate((len(one) for one in ids), initial=0)
+    starts = itertools.accumulate((len(sequence) for sequence in ids), initial=0)
     rows = [
         range(end - len(answer), end)
         for end, answer in zip(itertools.islice(starts, 1, None), answers, strict=True)
     ]
-    batch = Batch.plain(
-        [len(one) for one in ids], rows=torch.tensor([row for one in rows for row in one])
+    batch = Batch.unpaged(
+        [len(sequence) for sequence in ids],
+        logit_rows=torch.tensor([row for sequence in rows for row in sequence]),
     )
-    flat = torch.tensor([token for one in ids for token in one])
+    flat = torch.tensor([token for sequence in ids for token in sequence])
     prefix = None
     if table is not None and kind == "prefix":
-        prefix = prefix_at(prefix_parts(table, [model]), flat, model.config.vocab_size)
+        prefix = micro_batch_prefix(
+            shard_prefix_table(table, [model]), flat, model.config.vocab_size
+        )
         table = None
-    hidden = model.hidden(flat, batch, table=table, prefix=prefix)
-    likeliest = iter(model.head(hidden, batch).argmax(-1).tolist())
+    hidden = model.forward_hidden(flat, batch, virtual_embeddings=table, prefix=prefix)
+    likeliest = iter(model.compute_logits(hidden, batch).argmax(-1).tolist())
     hits = [[next(likeliest) for _ in answer] == list(answer) for answer in answers]
     return sum(hits) / len(hits)
 
 
-def _told(progress: Progress) -> None:
+def _report(progress: StepMetrics) -> None:
     if progress.step % 100 == 0:
         print(f"step {progress.step} of {progress.steps}, loss {progress.loss:.3f}", flush=True)

@@ -1,6 +1,6 @@
 """Small real tokenizers of every kind, trained in a moment on a few lines of many languages.
 
-Each comes as ours, opened from files, and as what its own library makes of the same files.
+Each comes as our tokenizer, opened from files, and as its own library opens the same files.
 """
 
 import io
@@ -26,9 +26,9 @@ CORPUS = [f"{line} {word}" for line in LINES for word in ("one", "two", "three",
 
 
 class Case:
-    """One of our tokenizers, and what its library makes of ids and texts.
+    """One of our tokenizers, and its library's encoding and decoding.
 
-    With `runs` the library gives up a whole run of bytes where ours loses only the wrong ones.
+    With `runs` the library drops a whole run of bytes where ours drops only the invalid bytes.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class Case:
         decode: Callable[[list[int]], str],
         runs: bool = False,
     ) -> None:
-        self.ours, self.encode, self.decode, self.runs = ours, encode, decode, runs
+        self.ours = ours
+        self.encode = encode
+        self.decode = decode
+        self.runs = runs
 
 
 def sentencepiece_model(**options: Any) -> bytes:
@@ -76,7 +79,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def llama_like() -> tokenizers.Tokenizer:
-    """As Llama 2's is written: sentencepiece's behaviour spelled out, byte tokens at the front."""
+    """As Llama 2's is written: SentencePiece's behaviour spelled out, byte tokens at the front."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
     library.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
@@ -120,7 +123,7 @@ def metaspace() -> tokenizers.Tokenizer:
     return library
 
 
-def words() -> tokenizers.Tokenizer:
+def word_level() -> tokenizers.Tokenizer:
     vocabulary = {word: i for i, word in enumerate(["[UNK]", "the", "fox", "jumps", " ", ""])}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -146,12 +149,15 @@ def gpt2_case(folder: Path) -> Case:
     Path(vocabulary).rename(folder / "gpt2-vocab.json")
     Path(merges).rename(folder / "gpt2-merges.txt")
     library.encode_special_tokens = True
-    # Beside these files nobody says that <s> is special; then it is text like any other.
-    other = tokenizers.Tokenizer(library.model)
-    other.pre_tokenizer, other.decoder = library.pre_tokenizer, library.decoder
-    other.add_special_tokens(["<|endoftext|>"])
-    other.encode_special_tokens = True
-    return Case(open_tokenizer(folder), lambda text: list(other.encode(text).ids), other.decode)
+    # These files do not say that <s> is special, so it is text like any other.
+    reference = tokenizers.Tokenizer(library.model)
+    reference.pre_tokenizer = library.pre_tokenizer
+    reference.decoder = library.decoder
+    reference.add_special_tokens(["<|endoftext|>"])
+    reference.encode_special_tokens = True
+    return Case(
+        open_tokenizer(folder), lambda text: list(reference.encode(text).ids), reference.decode
+    )
 
 
 def byte_tokens(case: Case, raw: bytes) -> list[int]:
@@ -164,20 +170,20 @@ def byte_tokens(case: Case, raw: bytes) -> list[int]:
     return [ids[bytes([byte])] for byte in raw]
 
 
-def all_cases(top: Path) -> dict[str, Case]:
-    """One of each way that tokenizers differ, in folders below `top`."""
+def all_cases(folder: Path) -> dict[str, Case]:
+    """A tokenizer of each kind, in folders below `top`."""
     null = NullTokenizer(600)
     numbers = Case(null, null.encode, lambda ids: " ".join(map(str, ids)))
     llama = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
     bare = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
     return {
-        "bpe": sentencepiece_case(top / "a", model_type="bpe", byte_fallback=True),
-        "llama": sentencepiece_case(top / "b", model_type="bpe", byte_fallback=True, **llama),
-        "unigram": sentencepiece_case(top / "c", model_type="unigram", **bare),
-        "gpt2": gpt2_case(top / "d"),
-        "byte_level": json_case(top / "e", byte_level()),
-        "llama_json": json_case(top / "f", llama_like(), runs=True),
-        "metaspace": json_case(top / "g", metaspace()),
-        "words": json_case(top / "h", words()),
+        "bpe": sentencepiece_case(folder / "a", model_type="bpe", byte_fallback=True),
+        "llama": sentencepiece_case(folder / "b", model_type="bpe", byte_fallback=True, **llama),
+        "unigram": sentencepiece_case(folder / "c", model_type="unigram", **bare),
+        "gpt2": gpt2_case(folder / "d"),
+        "byte_level": json_case(folder / "e", byte_level()),
+        "llama_json": json_case(folder / "f", llama_like(), runs=True),
+        "metaspace": json_case(folder / "g", metaspace()),
+        "words": json_case(folder / "h", word_level()),
         "null": numbers,
     }

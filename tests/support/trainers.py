@@ -1,18 +1,18 @@
-"""Small trainers, and examples for them to learn."""
+"""Small trainers, and training examples."""
 
 from gpt.model.gpt_model import GPT
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
 from ptuning.prompt.prefix_tuning import build_prefix
 from ptuning.prompt.prompt_encoder import build_encoder
-from ptuning.run_facts import Progress
+from ptuning.run_facts import StepMetrics
 from ptuning.training.trainer import Trainer
 
 SETTINGS = {"model": "m", "data": "d", "name": "n", "virtual_tokens": 2}
 
 
 def examples(vocab_size: int) -> list[Example]:
-    """Two rows in front, answers of unequal lengths, none as long as another."""
+    """Two virtual tokens in front, answers of different lengths."""
     v = vocab_size
     return [
         Example([v, v + 1, 5, 6, 7], 4),
@@ -23,19 +23,21 @@ def examples(vocab_size: int) -> list[Example]:
 
 
 def settings(**changes: object) -> TuneConfig:
-    return TuneConfig.of({**SETTINGS, **changes}, "here")
+    return TuneConfig.from_dict({**SETTINGS, **changes}, "here")
 
 
 def trainer(model: GPT, **changes: object) -> Trainer:
     config = settings(**changes)
     encoder = None
     if config.method == "prefix":
-        return Trainer([model], config, prefix=build_prefix(config, config.wanted, [model], [[]]))
+        return Trainer(
+            [model], config, prefix=build_prefix(config, config.resolved_tasks, [model], [[]])
+        )
     if config.method != "full":
-        encoder = build_encoder(config, config.wanted, model, [[]])
+        encoder = build_encoder(config, config.resolved_tasks, model, [[]])
     return Trainer([model], config, encoder)
 
 
-def learn(made: Trainer, steps: int) -> list[Progress]:
-    batch = examples(made.sizes.vocab_size)
-    return [made.step(batch) for _ in range(steps)]
+def learn(trainer: Trainer, steps: int) -> list[StepMetrics]:
+    batch = examples(trainer.model_config.vocab_size)
+    return [trainer.step(batch) for _ in range(steps)]

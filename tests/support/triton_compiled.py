@@ -6,52 +6,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.attention.kv_cache import NARROW
+from gpt.attention.kv_cache import FP8_DTYPE
 
-# What a block of threads may have of shared memory, by compute capability.
+# The shared memory limit of a thread block, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 
 class Launched:
-    """In a kernel's place: keeps what it is launched with."""
+    """Replaces a kernel, and records the arguments of its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        assert all(one > 0 for one in grid)
-        return lambda *args, **named: self.calls.append((args, named))
+        assert all(size > 0 for size in grid)
+        return lambda *args, **keywords: self.calls.append((args, keywords))
 
 
-def compiled(one: Launched, capability: int) -> list[int]:
-    """Bytes of shared memory of each launch, compiled for such a GPU as a launch would be."""
+def compiled(launched: Launched, capability: int) -> list[int]:
+    """Bytes of shared memory of each launch, compiled for a GPU of the capability."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    found = []
-    for args, named in one.calls:
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
-        given = dict(zip(one.kernel.arg_names, args, strict=False)) | named
-        assert set(given) == set(one.kernel.arg_names)
-        kinds = {name: _kind(value) for name, value in given.items()}
-        for name in named:
-            kinds[name] = "constexpr"
-        constants = {name: given[name] for name, kind in kinds.items() if kind == "constexpr"}
-        even = {
-            (place,): [["tt.divisibility", 16]]
-            for place, (name, kind) in enumerate(kinds.items())
-            if kind.startswith("*") or (kind == "i32" and given[name] % 16 == 0)
+    shared_bytes = []
+    for args, keywords in launched.calls:
+        options = {
+            name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords
         }
-        source = ASTSource(one.kernel, kinds, constants, even)
-        made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        found.append(made.metadata.shared)
-    return found
+        arguments = dict(zip(launched.kernel.arg_names, args, strict=False)) | keywords
+        assert set(arguments) == set(launched.kernel.arg_names)
+        kinds = {name: _kind(value) for name, value in arguments.items()}
+        for name in keywords:
+            kinds[name] = "constexpr"
+        constants = {name: arguments[name] for name, kind in kinds.items() if kind == "constexpr"}
+        even = {
+            (position,): [["tt.divisibility", 16]]
+            for position, (name, kind) in enumerate(kinds.items())
+            if kind.startswith("*") or (kind == "i32" and arguments[name] % 16 == 0)
+        }
+        source = ASTSource(launched.kernel, kinds, constants, even)
+        kernel = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        shared_bytes.append(kernel.metadata.shared)
+    return shared_bytes
 
 
 def _kind(value: object) -> str:
-    """As Triton calls it."""
+    """The type as Triton spells it."""
     if isinstance(value, Tensor):
-        names = {torch.bfloat16: "bf16", NARROW: "fp8e4nv", torch.int32: "i32", torch.int64: "i64"}
+        names = {
+            torch.bfloat16: "bf16",
+            FP8_DTYPE: "fp8e4nv",
+            torch.int32: "i32",
+            torch.int64: "i64",
+        }
         return f"*{names.get(value.dtype, 'fp32')}"
     return {int: "i32", float: "fp32"}.get(type(value), "constexpr")

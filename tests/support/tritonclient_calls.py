@@ -1,4 +1,4 @@
-"""A server with adapters, and a program that calls it by tritonclient: values in, texts out."""
+"""A server with adapters, and calls of tritonclient: arguments in, texts out."""
 
 import json
 import queue
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import tritonclient.grpc as triton
 
-from gpt.adapters.prompt_template import Template
+from gpt.adapters.prompt_template import PromptTemplate
 from gpt.tokenizers.tokenizer import open_tokenizer
 from tests.support.servers import WAIT_S, Server, serving, write_adapter, write_checkpoint
 
 TEXT = "twelve and thirty? answer:"
-MOST = 6  # Requests at once on a stream of this server.
+STREAM_REQUESTS_MAX = 6  # Concurrent requests on a stream of this server.
 NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_}
 
 
-class World(NamedTuple):
+class KServeServer(NamedTuple):
     server: Server
     checkpoint: Path
     adapters: Path
@@ -31,70 +31,71 @@ class World(NamedTuple):
 
 
 @contextmanager
-def kserving(folder: Path) -> Iterator[World]:
-    """A server of its own with two adapters, one of which has a template."""
-    checkpoint, adapters = write_checkpoint(folder), folder / "adapters"
+def kserve_server(folder: Path) -> Iterator[KServeServer]:
+    """A separate server with two adapters; one has a template."""
+    checkpoint = write_checkpoint(folder)
+    adapters = folder / "adapters"
     adapters.mkdir()
     encode = open_tokenizer(checkpoint / "tokenizer").encode
     write_adapter(adapters / "sum.safetensors", checkpoint, encode("what is the sum of"))
-    template = Template(
+    template = PromptTemplate(
         "<|VIRTUAL_PROMPT_0|>{numbers}? answer:{result}", (3,), answer_field="result"
     )
-    quick = encode("the quick brown")[:3]
-    write_adapter(adapters / "fox@2.safetensors", checkpoint, quick, template=template)
-    limits: dict[str, Any] = {"adapters": str(adapters), "stream_requests_max": MOST}
+    prompt_ids = encode("the quick brown")[:3]
+    write_adapter(adapters / "fox@2.safetensors", checkpoint, prompt_ids, template=template)
+    limits: dict[str, Any] = {"adapters": str(adapters), "stream_requests_max": STREAM_REQUESTS_MAX}
     with serving(checkpoint, folder / "s.yaml", **limits) as server:
-        yield World(server, checkpoint, adapters, encode(TEXT))
+        yield KServeServer(server, checkpoint, adapters, encode(TEXT))
 
 
 def tensor(name: str, value: Any, shape: Sequence[int] | None = None) -> triton.InferInput:
-    """An input as a program would make it."""
+    """An input tensor as a client program builds it."""
     values = value if isinstance(value, list) else [value]
     kind = {bool: "BOOL", int: "INT32", float: "FP32"}.get(type(values[0]), "BYTES")
     kind = "UINT64" if name == "seed" else kind
     if kind == "BYTES":
-        array = np.array([one.encode() for one in values], dtype=np.object_)
+        array = np.array([infer_input.encode() for infer_input in values], dtype=np.object_)
     else:
         array = np.array(values, dtype=NUMPY[kind])
     array = array.reshape(shape or [len(values)])
-    one = triton.InferInput(name, list(array.shape), kind)
-    one.set_data_from_numpy(array)
-    return one
+    infer_input = triton.InferInput(name, list(array.shape), kind)
+    infer_input.set_data_from_numpy(array)
+    return infer_input
 
 
 def tensors(text: str | None = TEXT, **inputs: Any) -> list[triton.InferInput]:
     if isinstance(inputs.get("sampling_parameters"), dict):
         inputs["sampling_parameters"] = json.dumps(inputs["sampling_parameters"])
-    given = {} if text is None else {"text_input": text}
-    return [tensor(name, value) for name, value in {**given, **inputs}.items()]
+    defaults = {} if text is None else {"text_input": text}
+    return [tensor(name, value) for name, value in {**defaults, **inputs}.items()]
 
 
 def infer(client: Any, model: str, *, outputs: Sequence[str] = (), **inputs: Any) -> Any:
     inputs.setdefault("exclude_input_in_output", True)
-    asked = [triton.InferRequestedOutput(name) for name in outputs] or None
-    sent = tensors(inputs.pop("text", TEXT), **inputs)
-    return client.infer(model, sent, outputs=asked, client_timeout=WAIT_S)
+    requested = [triton.InferRequestedOutput(name) for name in outputs] or None
+    infer_inputs = tensors(inputs.pop("text", TEXT), **inputs)
+    return client.infer(model, infer_inputs, outputs=requested, client_timeout=WAIT_S)
 
 
 def text_of(result: Any) -> str:
     return str(result.as_numpy("text_output").flatten()[0].decode())
 
 
-class Streamed:
-    """What comes on a stream, in its order."""
+class StreamResponses:
+    """The responses on a stream, in order."""
 
     def __init__(self, client: triton.InferenceServerClient) -> None:
-        self._came: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self.client = client
 
     def take(self, result: Any, error: Any) -> None:
-        self._came.put((result, error))
+        self._responses.put((result, error))
 
     def next(self) -> tuple[Any, Any]:
-        return self._came.get(timeout=WAIT_S)
+        return self._responses.get(timeout=WAIT_S)
 
     def until(self, finals: int) -> tuple[dict[str, list[Any]], list[Any]]:
-        """Results by the ids of their requests, and errors, of so many requests."""
+        """Results by request id, and errors, until `finals` requests have ended."""
         results: dict[str, list[Any]] = {}
         errors: list[Any] = []
         while finals:
@@ -119,8 +120,8 @@ class Streamed:
 
 
 @contextmanager
-def streaming(client: triton.InferenceServerClient) -> Iterator[Streamed]:
-    streamed = Streamed(client)
+def streaming(client: triton.InferenceServerClient) -> Iterator[StreamResponses]:
+    streamed = StreamResponses(client)
     client.start_stream(callback=streamed.take)
     try:
         yield streamed

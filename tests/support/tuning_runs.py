@@ -1,7 +1,7 @@
-"""Runs of `preamble tune` for tests: started, watched, starved, and read afterwards.
+"""Runs of `preamble tune` in tests: start, watch, starve, and read their files.
 
-Each is the command itself in a process of its own, forked from a server that has torch loaded; its
-other ranks it starts itself. Every wait has an end.
+Each is the command in a process of its own, forked from a server that has torch loaded; the run
+starts its other ranks itself. Every wait has a time-out.
 """
 
 import csv
@@ -25,7 +25,7 @@ from tests.support.ranks import FORKSERVER, PRELOAD
 from tests.support.servers import ROOT
 from tests.support.tuning_settings import write_settings
 
-# What a run imports beside what ranks do. Only a server that starts with a run has it loaded.
+# Modules that a run imports in addition to a rank's, preloaded by a server that starts with a run.
 MORE = (
     "torch._dynamo",
     "preamble",
@@ -34,7 +34,7 @@ MORE = (
     "ptuning.reporting.observer",
 )
 END_S = 180.0
-MANY = 100_000  # Steps: it does not end by itself.
+MANY = 100_000  # Steps: the run does not end by itself.
 
 Start = Callable[..., "Run"]
 
@@ -45,22 +45,22 @@ class Run:
 
     process: ForkServerProcess
     folder: Path
-    listener: Thread  # Until all that it has started has ended.
+    listener: Thread  # Runs until every process of the run has ended.
 
     @property
-    def said(self) -> str:
+    def stderr(self) -> str:
         return (self.folder / "err").read_text()
 
     @property
-    def wrote(self) -> str:
+    def stdout(self) -> str:
         return (self.folder / "out").read_text()
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that it has started, in that order, which those numbers may not keep."""
+        """The processes that it has started, in their order of start unless pids wrapped."""
         pids: list[int] = []
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            with suppress(OSError):  # A thread that ended meanwhile.
+            with suppress(OSError):  # The thread has ended.
                 pids += map(int, children.read_text().split())
         return pids
 
@@ -69,54 +69,54 @@ class Run:
         return count_rows(self.folder)
 
     @property
-    def goes_on(self) -> bool:
-        return "going on" in self.said
+    def resumed(self) -> bool:
+        return "resuming from" in self.stderr
 
     def kill(self, number: int = SIGKILL) -> None:
         assert self.process.pid is not None
-        with suppress(ProcessLookupError):  # Its exit code says so.
+        with suppress(ProcessLookupError):  # The process has ended; `end` returns its exit code.
             os.kill(self.process.pid, number)
 
     def end(self, timeout_s: float = END_S) -> int:
-        """Its exit code. All that it has started ends with it."""
+        """The exit code. All processes of the run end with it."""
         self.process.join(timeout_s)
         code = self.process.exitcode
-        assert code is not None, f"still running after {timeout_s} s; said {self.said!r}"
+        assert code is not None, f"still running after {timeout_s} s; said {self.stderr!r}"
         self.listener.join(timeout_s)
         assert not self.listener.is_alive(), "somebody still holds its stderr"
         return code
 
     def reach(self, rows: int) -> None:
-        """Wait for so many steps."""
+        """Wait until this number of steps is logged."""
         end = time.monotonic() + END_S
         while self.rows < rows and self.process.is_alive():
-            assert time.monotonic() < end, f"{self.rows} rows; said {self.said!r}"
+            assert time.monotonic() < end, f"{self.rows} rows; said {self.stderr!r}"
             time.sleep(0.002)
 
 
 @contextmanager
 def starting() -> Iterator[Start]:
-    """What starts runs; those that still go on in the end are ended."""
+    """A function that starts runs; those that still run in the end are killed."""
     FORKSERVER.set_forkserver_preload([*PRELOAD, *MORE])
     runs: list[Run] = []
 
-    def one(file: Path, *words: str, room: int | None = None) -> Run:
-        """`room`: the most bytes that it can write into a file."""
+    def start(file: Path, *words: str, file_bytes_max: int | None = None) -> Run:
+        """Start a run; `file_bytes_max` is the largest file in bytes that it can write."""
         folder = file.parent
         for name in ("out", "err"):
             (folder / name).write_bytes(b"")
-        ours, theirs = FORKSERVER.Pipe(duplex=False)
-        arguments = (folder, theirs, [str(file), *words], room)
+        parent_end, child_end = FORKSERVER.Pipe(duplex=False)
+        arguments = (folder, child_end, [str(file), *words], file_bytes_max)
         process = FORKSERVER.Process(target=_command, args=arguments)
         process.start()
-        theirs.close()
-        listener = Thread(target=_keep, args=(ours, folder / "err"), daemon=True)
+        child_end.close()
+        listener = Thread(target=_keep, args=(parent_end, folder / "err"), daemon=True)
         listener.start()
         runs.append(Run(process, folder, listener))
         return runs[-1]
 
     try:
-        yield one
+        yield start
     finally:
         for run in runs:
             run.process.kill()
@@ -124,13 +124,15 @@ def starting() -> Iterator[Start]:
 
 
 def _keep(pipe: Connection, file: Path) -> None:
-    """What is said goes through a pipe, which has room where the disk has none."""
+    """Write stderr from a pipe to a file. The pipe also works for a run whose disk is full."""
     with pipe, file.open("ab", buffering=0) as out:
-        while said := os.read(pipe.fileno(), 10_000):
-            out.write(said)
+        while chunk := os.read(pipe.fileno(), 10_000):
+            out.write(chunk)
 
 
-def _command(folder: Path, stderr: Connection, words: list[str], room: int | None) -> None:
+def _command(
+    folder: Path, stderr: Connection, arguments: list[str], file_bytes_max: int | None
+) -> None:
     import preamble
 
     os.chdir(ROOT)
@@ -138,12 +140,12 @@ def _command(folder: Path, stderr: Connection, words: list[str], room: int | Non
     os.dup2(os.open(folder / "out", os.O_WRONLY), 1)
     os.dup2(stderr.fileno(), 2)
     stderr.close()
-    if room is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-    sys.exit(preamble.main(["tune", *words]))
+    if file_bytes_max is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes_max, resource.RLIM_INFINITY))
+    sys.exit(preamble.main(["tune", *arguments]))
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -151,13 +153,13 @@ def gone(pid: int) -> bool:
 
 
 def latest(folder: Path) -> Path:
-    """Of the runs there. One that was killed before its first state does not go on."""
+    """The latest run. A run that was killed before its first state is not resumed."""
     runs = (folder / "runs/answer").glob("[1-9]*")
-    return max(runs, key=lambda one: int(one.name), default=folder / "runs/answer/1")
+    return max(runs, key=lambda run: int(run.name), default=folder / "runs/answer/1")
 
 
 def logged(folder: Path) -> list[tuple[str, ...]]:
-    """What a run tells of its steps that a clock has no part in, as it is written."""
+    """The logged columns of each step that do not depend on a clock."""
     with suppress(FileNotFoundError), open(latest(folder) / "metrics.csv") as file:
         names = ("step", "loss", "rate", "gradient_norm", "skipped")
         return [tuple(row[name] or "" for name in names) for row in csv.DictReader(file)]
@@ -171,19 +173,21 @@ def count_rows(folder: Path) -> int:
 
 
 def states(folder: Path) -> list[str]:
-    return sorted(one.name for one in latest(folder).iterdir() if "state-" in one.name)
+    return sorted(state.name for state in latest(folder).iterdir() if "state-" in state.name)
 
 
 def adapters(folder: Path) -> list[str]:
-    """What a server would see."""
-    return sorted(one.name for one in (folder / "adapters").iterdir() if one.name[0] != ".")
+    """The adapters that a server would see."""
+    return sorted(
+        adapter.name for adapter in (folder / "adapters").iterdir() if adapter.name[0] != "."
+    )
 
 
 def table(folder: Path) -> torch.Tensor:
     return open_adapter(folder / "adapters" / "answer@1.safetensors").table
 
 
-def made(folder: Path, checkpoint: Path, **changes: object) -> Path:
-    """Settings of a run in a folder of its own."""
+def write_run_settings(folder: Path, checkpoint: Path, **changes: object) -> Path:
+    """Settings of a run in its own folder."""
     folder.mkdir(exist_ok=True)
     return write_settings(folder, checkpoint, **{"save_every": 3, **changes})

@@ -1,12 +1,12 @@
-"""Settings, records and hooks of small tuning runs."""
+"""Settings, records and observers of small tuning runs."""
 
 import json
 from pathlib import Path
 
 import yaml
 
-from ptuning.reporting.observer import Nobody
-from ptuning.run_facts import Progress
+from ptuning.reporting.observer import NullObserver
+from ptuning.run_facts import StepMetrics
 
 ANSWER = " dog"
 
@@ -20,7 +20,7 @@ def records(count: int) -> list[dict[str, str]]:
 
 
 def write_settings(folder: Path, checkpoint: Path, **changes: object) -> Path:
-    """A run of seconds, in its own folder."""
+    """Settings of a run that takes seconds, in its own folder."""
     adapters = folder / "adapters"
     adapters.mkdir(exist_ok=True)
     lines = [json.dumps(record) for record in records(40)]
@@ -41,17 +41,17 @@ def write_settings(folder: Path, checkpoint: Path, **changes: object) -> Path:
     return file
 
 
-class Keeping(Nobody):
-    """An audience that keeps the losses, and may end the run in the middle of a step."""
+class LossRecorder(NullObserver):
+    """An observer that records the losses, and can end the run in the middle of a step."""
 
     def __init__(self, ends_after: int | None) -> None:
         self.losses: list[float] = []
         self._ends_after = ends_after
 
-    def step(self, made: Progress) -> None:
-        if made.step == self._ends_after:
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step == self._ends_after:
             raise EOFError
-        self.losses.append(made.loss)
+        self.losses.append(metrics.loss)
 
 
 def write_validation(folder: Path, count: int) -> dict[str, object]:

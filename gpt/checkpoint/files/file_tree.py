@@ -1,8 +1,8 @@
-"""Files by the names that a checkpoint gives them, whether they lie in a folder or in an archive.
+"""File tree: byte spans of a checkpoint's files by relative name, in a folder or an archive.
 
-A span is a run of bytes of a file on the disk: all of it, or a member that an archive keeps as it
-is. Whoever reads a span does not ask where it lies, so what is inside an archive is mapped in
-place. It knows no formats.
+A span is a contiguous byte range of a file on disk: a whole file, or an uncompressed member of an
+archive. The same code reads both, so a file inside an archive is memory-mapped in place. The module
+is independent of the checkpoint formats.
 """
 
 import os
@@ -13,14 +13,17 @@ from pathlib import Path
 from gpt.checkpoint.files.safetensors_file import MappedFile
 from gpt.errors import CheckpointError
 
-# Of an unpacked archive: its weights lie at most two folders down.
+# Depth limit of a scan; in an unpacked archive the weights are at most two folders deep.
 DEPTH_MAX = 4
 FILES_MAX = 100_000
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a file; `path` is what messages call it, and goes on inside an archive."""
+    """A byte range of a file.
+
+    `path` is used in messages. For a member of an archive, the path includes the member's name.
+    """
 
     file: MappedFile
     offset: int
@@ -32,75 +35,79 @@ class Span:
         mapped: memoryview = self.file.bytes().numpy().data
         return mapped[self.offset : self.offset + self.length]
 
-    def head(self, count: int) -> bytes:
+    def peek(self, count: int) -> bytes:
         with open(self.file.path, "rb") as file:
             file.seek(self.offset)
             return file.read(min(count, self.length))
 
-    def read(self, most: int) -> bytes:
-        """All of a small file."""
-        if self.length > most:
+    def read(self, bytes_max: int) -> bytes:
+        """Read the whole span; refuse a span of more than `bytes_max` bytes."""
+        if self.length > bytes_max:
             raise CheckpointError(
-                f"{self.path} has {self.length} bytes, where at most {most} are expected; it is "
-                "not what its name says: take the checkpoint from the training run again"
+                f"{self.path} has {self.length} bytes, but a file of this name has at most "
+                f"{bytes_max}; copy the checkpoint again from the training run"
             )
-        return self.head(self.length)
+        return self.peek(self.length)
 
 
 @dataclass(frozen=True)
 class FileTree:
-    """The files below `path`, by their relative names with slashes."""
+    """The files below `path`, by relative name with forward slashes."""
 
     path: Path
     spans: Mapping[str, Span] = field(default_factory=dict)
 
-    def under(self, folder: str) -> "FileTree":
+    def subtree(self, folder: str) -> "FileTree":
         pairs = ((name.partition(f"{folder}/"), span) for name, span in self.spans.items())
         return FileTree(self.path / folder, {n: s for (before, _, n), s in pairs if not before})
 
 
-def whole_file(path: Path) -> Span:
+def file_span(path: Path) -> Span:
     return Span(MappedFile(path, 0), 0, path.stat().st_size, path)
 
 
-def files_in(folder: Path) -> FileTree:
-    """The files that lie directly in a folder."""
+def scan_folder(folder: Path) -> FileTree:
+    """List the files of a folder, without its subfolders."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file())
-    return FileTree(folder, {name: whole_file(folder / name) for name in names})
+    return FileTree(folder, {name: file_span(folder / name) for name in names})
 
 
-def files_below(folder: Path) -> FileTree:
-    """The files in a folder and its folders. A link that leads out of it is refused.
+def scan_folder_recursive(folder: Path) -> FileTree:
+    """List the files of a folder and its subfolders.
 
-    Except to where the hub's cache keeps the files of a snapshot.
+    A symbolic link out of the folder is refused, except from a snapshot in the Hugging Face Hub
+    cache to the `blobs` folder of the same cache.
     """
-    real = folder.resolve()
-    homes = [real]
-    if real.parent.name == "snapshots":
-        homes.append(real.parent.parent / "blobs")
-    found: dict[str, Span] = {}
-    waiting = [(folder, 1)]
-    while waiting:
-        place, depth = waiting.pop()
-        with os.scandir(place) as entries:
+    root = folder.resolve()
+    allowed_roots = [root]
+    if root.parent.name == "snapshots":
+        allowed_roots.append(root.parent.parent / "blobs")
+    spans: dict[str, Span] = {}
+    pending = [(folder, 1)]
+    while pending:
+        directory, depth = pending.pop()
+        with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 path = Path(entry.path)
                 if entry.is_symlink():
-                    _refuse_way_out(path, homes)
+                    _refuse_escaping_link(path, allowed_roots)
                 if entry.is_dir() and depth < DEPTH_MAX:
-                    waiting.append((path, depth + 1))
+                    pending.append((path, depth + 1))
                 elif entry.is_file():
-                    found[path.relative_to(folder).as_posix()] = whole_file(path)
-        if len(found) > FILES_MAX:
-            raise CheckpointError(f"{folder} has more than {FILES_MAX} files; it is no checkpoint")
-    return FileTree(folder, found)
+                    spans[path.relative_to(folder).as_posix()] = file_span(path)
+        if len(spans) > FILES_MAX:
+            raise CheckpointError(
+                f"{folder} has more than {FILES_MAX} files, so it is not a checkpoint; give the "
+                "directory of a checkpoint"
+            )
+    return FileTree(folder, spans)
 
 
-def _refuse_way_out(link: Path, homes: list[Path]) -> None:
+def _refuse_escaping_link(link: Path, allowed_roots: list[Path]) -> None:
     target = link.resolve()
-    if not any(target.is_relative_to(home) for home in homes):
+    if not any(target.is_relative_to(home) for home in allowed_roots):
         raise CheckpointError(
-            f"{link} is a link to {target}, outside the checkpoint; what lies there is not read: "
-            "put the file itself in its place if it belongs here"
+            f"{link} is a link to {target}, outside the checkpoint, and is not followed; replace "
+            "the link with the file if it belongs to the checkpoint"
         )

@@ -1,9 +1,10 @@
-"""Pickles that others wrote, read as data: objects of classes that are not here become stand-ins.
+"""Restricted unpickler: reads untrusted pickles as data, with inert stubs for foreign classes.
 
-A pickle names functions and has them called. Only torch's weights-only loader is used, and all it
-may call besides torch's own makers of tensors is `Stub`, which keeps its arguments and does
-nothing; or `StandIns`, which has nothing else. Names of training code and of a few harmless classes
-get a stand-in each; a file that asks for any other name is refused by it. It knows no models.
+A pickle can call any importable function by name. So files are loaded either by torch's
+weights-only loader, which may call torch's tensor constructors and `Stub`, or by `StubUnpickler`,
+which may call `Stub` and a few plain types. A stub stores its arguments and runs no code. Classes
+of training frameworks and a few harmless classes become stubs; any other name is refused, and the
+error contains the name. The module is independent of the model.
 """
 
 import io
@@ -18,17 +19,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from gpt.checkpoint.files.safetensors_file import refuse_pointer
-from gpt.checkpoint.files.torch_save import ZIP
+from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
+from gpt.checkpoint.files.torch_save import ZIP_MAGIC
 from gpt.errors import CheckpointError
 
-# Code that trains; its classes stand in arguments, loss scalers and schedulers.
-TRAINERS = re.compile(
+# Training frameworks: checkpoints contain their args, loss scalers and schedulers.
+TRAINING_CLASSES = re.compile(
     r"(megatron|nemo|transformer_engine|transformer_engine_torch|modelopt|apex|lightning"
     r"|pytorch_lightning|omegaconf|fp16|optimizer_param_scheduler|learning_rates)\..+"
 )
-# Classes that hold numbers, names and states of random generators.
-HOLDERS = re.compile(
+# Classes of namespaces, numbers, arrays, paths, dates, signals and random generator states.
+SAFE_CLASSES = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|datetime\.\w+"
     r"|pathlib\.(_local\.)?(Pure)?(Posix)?Path|signal\.(Signals|SIG\w+)"
     r"|numpy\.(dtype|ndarray|dtypes\.\w+|bool_?|u?int\d+|float\d+)"
@@ -37,25 +38,28 @@ HOLDERS = re.compile(
 )
 GETATTR, BYTES = "builtins.getattr", "builtins.bytes"
 
-# A file of torch < 1.6 is four pickles and then raw bytes: a number, a version, a platform, data.
-OLD_PICKLES = 4
+# A file of torch < 1.6 is four pickles (magic number, protocol version, system info, object), then
+# the raw bytes of the storages.
+LEGACY_PICKLES = 4
 
-# Names are allowed for a whole process at a time.
-_lock = threading.Lock()
+# torch.serialization.safe_globals changes process-wide state.
+_safe_globals_lock = threading.Lock()
 
 
 class Stub:
-    """An object of a class that is not here: what it was made of, and nothing that it could do."""
+    """An inert replacement for an object of a foreign class; stores its arguments and fields."""
 
-    path: ClassVar[str] = ""  # Module and class.
+    path: ClassVar[str] = ""  # Module and class name of the foreign class.
     arguments: tuple[Any, ...]
     fields: dict[str, Any]
-    state: Any  # What it was restored from, if that was no dict of fields.
+    state: Any  # The argument of __setstate__ if it was not a dict of fields, else None.
 
     def __new__(cls, *arguments: Any) -> "Stub":
-        made = super().__new__(cls)
-        made.arguments, made.fields, made.state = arguments, {}, None
-        return made
+        stub = super().__new__(cls)
+        stub.arguments = arguments
+        stub.fields = {}
+        stub.state = None
+        return stub
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):
@@ -64,116 +68,118 @@ class Stub:
             self.state = state
 
     def __repr__(self) -> str:
-        plain = (repr(a) if isinstance(a, str | int | float) else "..." for a in self.arguments)
-        return f"{self.path}({', '.join(plain)})"
+        shown_arguments = (
+            repr(a) if isinstance(a, str | int | float) else "..." for a in self.arguments
+        )
+        return f"{self.path}({', '.join(shown_arguments)})"
 
 
 @cache
-def _stub(path: str) -> type[Stub]:
+def _stub_class(path: str) -> type[Stub]:
     return type(path.rpartition(".")[2], (Stub,), {"path": path})
 
 
-def _member(owner: object, name: object, *rest: object) -> Stub:
-    """What `getattr` is allowed to be. Some Pythons pickle an enum as getattr(Class, "NAME")."""
-    if rest or not isinstance(name, str) or not isinstance(owner, type) or owner is Stub:
+def _restricted_getattr(owner: object, name: object, *default: object) -> Stub:
+    """Replace `getattr`: some Python versions pickle enum members as getattr(Class, "NAME")."""
+    if default or not isinstance(name, str) or not isinstance(owner, type) or owner is Stub:
         raise pickle.UnpicklingError(f"it asks to run {GETATTR}")
     if not issubclass(owner, Stub):
         raise pickle.UnpicklingError(f"it asks to run {GETATTR}")
     return owner(name)
 
 
-def _no_bytes(*wanted: object) -> bytes:
-    """What `bytes` is allowed to be: older protocols write an empty value as a call of it."""
-    if wanted:
+def _empty_bytes(*arguments: object) -> bytes:
+    """Replace `bytes`: older pickle protocols write empty bytes as the call bytes()."""
+    if arguments:
         raise pickle.UnpicklingError(f"it asks to run {BYTES}")
     return b""
 
 
-class StandIns(pickle._Unpickler):
-    """Written in Python: the faster one fills as much memory as a file's memo numbers claim.
+class StubUnpickler(pickle._Unpickler):
+    """Unpickler that maps allowed names to stubs, dtypes or plain types, and refuses other names.
 
-    Every name becomes a stand-in, a dtype, a dict or a set; what else is asked for is refused.
-
-    `also` are further names that a kind of file has, as a pattern.
+    It derives from the Python implementation, because the C unpickler allocates memory for any
+    memo index in a file, however large. A subclass sets `extra_names` to match additional names in
+    its kind of file; these become stubs.
     """
 
-    # A bytearray's length is believed, and filled with zeros; no checkpoint has one.
+    # BYTEARRAY8 allocates any length that the file states; no checkpoint contains a bytearray.
     dispatch: ClassVar[dict[int, Any]] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
         if code != pickle.BYTEARRAY8[0]
     }
-    # The older protocols have Python 2's names: long is int, unicode is str.
-    also = re.compile(
+    # Older pickle protocols use Python 2's names: long is int, unicode is str.
+    extra_names = re.compile(
         r"typing\.Any|builtins\.(int|long|float|bool|str|unicode|bytes|list|tuple|dict|NoneType)"
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        # Older protocols have the name that Python 2 had.
+        # Older pickle protocols use Python 2's name of the module `builtins`.
         path = f"{'builtins' if module == '__builtin__' else module}.{name}"
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
-        if path in PLAIN:
-            return PLAIN[path]
+        if path in PLAIN_TYPES:
+            return PLAIN_TYPES[path]
         if path == GETATTR:
-            return _member
+            return _restricted_getattr
         if path == BYTES:
-            return _no_bytes
-        if _is_harmless(path) or self.also.fullmatch(path):
-            return _stub(path)
+            return _empty_bytes
+        if _is_allowed(path) or self.extra_names.fullmatch(path):
+            return _stub_class(path)
         raise pickle.UnpicklingError(f"it asks to run {path}, which is not data")
 
 
-class _Size(Stub):
-    """`torch.Size`, and other tuples by name."""
+class _TupleStub(Stub):
+    """Replacement for `torch.Size`: builds a plain tuple."""
 
     def __new__(cls, values: Any = ()) -> Any:
         return tuple(values)
 
 
-class _Ordered(dict[Any, Any]):
-    """A dict; what a module's state_dict() hangs on it, its versions, is left out."""
+class _OrderedDict(dict[Any, Any]):
+    """Replacement for OrderedDict; ignores the version metadata that state_dict() attaches."""
 
     def __setstate__(self, _state: Any) -> None:
         pass
 
 
-class _Default(dict[Any, Any]):
-    """A dict that makes what it lacks; here it does not."""
+class _DefaultDict(dict[Any, Any]):
+    """Replacement for defaultdict; ignores the default factory."""
 
     def __init__(self, *_arguments: Any) -> None:
         super().__init__()
 
 
-PLAIN: dict[str, type] = {
-    "torch.Size": _Size,
-    "collections.OrderedDict": _Ordered,
-    "collections.defaultdict": _Default,
+PLAIN_TYPES: dict[str, type] = {
+    "torch.Size": _TupleStub,
+    "collections.OrderedDict": _OrderedDict,
+    "collections.defaultdict": _DefaultDict,
     "builtins.set": set,
 }
 
 
-def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:
-    """The object in a file of `torch.save`; tensors are views of the mapped file where it can be.
+def read_pickle(path: Path, byte_range: tuple[int, int] | None = None) -> Any:
+    """Load a `torch.save` file with stubs for foreign classes.
 
-    Files of torch < 1.6 cannot be mapped and are held in memory, and so is what lies in a span
-    (start, length) of a larger file.
+    Tensors are memory-mapped, except in files of torch < 1.6 and with `byte_range` (start, length),
+    which selects a part of a larger file; these are loaded into memory.
     """
     try:
         with open(path, "rb") as file:
-            file.seek(span[0] if span else 0)
-            held = io.BytesIO(file.read(span[1])) if span else None
-            head = held.getvalue()[:8] if held else file.read(8)
-        refuse_pointer(path, head)
-        zipped = head.startswith(ZIP)
-        mapped, source = zipped and held is None, held or path
-        names = _names_in_zip(path, source) if zipped else _names_in_old(path)
-        stubs = [(_stub(name), name) for name in sorted(names) if _is_harmless(name)]
-        allowed: list[Any] = [*stubs, (_member, GETATTR), (_no_bytes, BYTES)]
-        if held:
-            held.seek(0)
-        with _lock, torch.serialization.safe_globals(allowed):
+            file.seek(byte_range[0] if byte_range else 0)
+            buffer = io.BytesIO(file.read(byte_range[1])) if byte_range else None
+            magic = buffer.getvalue()[:8] if buffer else file.read(8)
+        refuse_git_lfs_pointer(path, magic)
+        is_zip = magic.startswith(ZIP_MAGIC)
+        mapped, source = is_zip and buffer is None, buffer or path
+        names = _globals_in_zip(path, source) if is_zip else _globals_in_legacy(path)
+        stubs = [(_stub_class(name), name) for name in sorted(names) if _is_allowed(name)]
+        allowed: list[Any] = [*stubs, (_restricted_getattr, GETATTR), (_empty_bytes, BYTES)]
+        if buffer:
+            buffer.seek(0)
+        with _safe_globals_lock, torch.serialization.safe_globals(allowed):
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
@@ -181,11 +187,11 @@ def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:
         raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
     except PermissionError:
         raise CheckpointError(
-            f"cannot read {path}: Permission denied; let this user read it, or copy it"
+            f"cannot read {path}: Permission denied; give this user the permission to read it"
         ) from None
     except pickle.UnpicklingError as error:
-        raise _refused(path, str(error)) from None
-    # Whatever stands in a broken or a hostile pickle, the loader meets it in its own ways.
+        raise _unpickling_error(path, str(error)) from None
+    # A broken or hostile pickle can make the loader raise any exception.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0][:160]
         raise CheckpointError(
@@ -194,12 +200,12 @@ def read_pickle(path: Path, span: tuple[int, int] | None = None) -> Any:
         ) from None
 
 
-def _is_harmless(name: str) -> bool:
-    return bool(TRAINERS.fullmatch(name) or HOLDERS.fullmatch(name))
+def _is_allowed(name: str) -> bool:
+    return bool(TRAINING_CLASSES.fullmatch(name) or SAFE_CLASSES.fullmatch(name))
 
 
-def _names_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
-    """What a file asks for besides what torch allows. Its bytes lie as they are, never packed."""
+def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
+    """List the globals that torch does not allow; refuse compressed members of the archive."""
     with zipfile.ZipFile(source) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
@@ -212,25 +218,25 @@ def _names_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
     return list(torch.serialization.get_unsafe_globals_in_checkpoint(source))
 
 
-def _names_in_old(path: Path) -> set[str]:
+def _globals_in_legacy(path: Path) -> set[str]:
     names = set()
     with open(path, "rb") as file:
-        for _ in range(OLD_PICKLES):
-            for code, argument, _place in pickletools.genops(file):
+        for _ in range(LEGACY_PICKLES):
+            for code, argument, _position in pickletools.genops(file):
                 if code.name == "GLOBAL":
                     names.add(str(argument).replace(" ", "."))
     return names
 
 
-def _refused(path: Path, reason: str) -> CheckpointError:
-    """A sentence with the name that the loader would not call."""
-    found = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", reason)
-    called = [name for name in (GETATTR, BYTES) if name in reason]
-    name = called[0] if called else found[1] if found else ""
+def _unpickling_error(path: Path, reason: str) -> CheckpointError:
+    """Return an error with the name that the loader refused, if the reason contains it."""
+    match = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", reason)
+    blocked_calls = [name for name in (GETATTR, BYTES) if name in reason]
+    name = blocked_calls[0] if blocked_calls else match[1] if match else ""
     if name:
         return CheckpointError(
-            f"{path} asks to run {name}, which is not data; load it only where you trust its "
-            "author, and save it again without that"
+            f"{path} asks to run {name}, which is not data; if you trust the author of the file, "
+            "load it with torch and save it again without that object"
         )
     line = reason.strip().split("\n", 1)[0][:200]
-    return CheckpointError(f"{path} is not a pickle that is safe to read ({line}); copy it again")
+    return CheckpointError(f"{path} is not a safe, readable pickle ({line}); copy it again")

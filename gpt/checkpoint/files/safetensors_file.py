@@ -1,9 +1,8 @@
-"""One safetensors file: its header checked before anything is mapped, its tensors as views.
+"""Safetensors file: validates the header before mapping, and returns views of the mapped file.
 
-The format is a length, a JSON header and raw bytes, so a slice is a view of the mapped file and
-nothing is allocated to read it. Headers must tell the truth: spans that overlap, leave holes or
-end elsewhere than the file does are refused here, each in one sentence.
-It knows no models.
+The format is a header length, a JSON header and raw bytes, so a tensor is a view of the mapped file
+and a read allocates no memory. Byte ranges that overlap, leave gaps, or do not end at the end of
+the file are refused. The module is independent of the model.
 """
 
 import json
@@ -22,15 +21,16 @@ from torch import Tensor
 
 from gpt.errors import CheckpointError
 
-# Larger than the header of any model; a length beyond it is a lie or another kind of file.
+# Larger than the header of any model; a longer header means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20
 TEXT_BYTES_MAX = 64 << 20
 
-# Without it, Linux refuses to map a file larger than its memory. Python names it from 3.12 on.
-NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# Without this flag, Linux refuses to map a file that is larger than the memory. The mmap module of
+# Python has the flag since 3.12.
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-# Descriptors that are left to others before more are asked for.
-SPARE_DESCRIPTORS = 32
+# The descriptor limit is raised when fewer than this many file descriptors are left.
+RESERVED_DESCRIPTORS = 32
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -49,15 +49,18 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass
 class MappedFile:
-    """A file's bytes after the header, mapped at first use; all ranks of a node share the pages."""
+    """A file's bytes after the header, mapped at first use.
+
+    All ranks of a node share the pages.
+    """
 
     path: Path
-    start: int
+    payload_offset: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     payload: Tensor | None = None
 
@@ -65,46 +68,48 @@ class MappedFile:
         with self.lock:
             if self.payload is None:
                 try:
-                    mapped = self._mapped()
+                    mapped = self._map()
                 except OSError as error:
                     raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from None
-                mapped.madvise(mmap.MADV_SEQUENTIAL)  # Twice as fast from a cold disk.
-                self.payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start)
+                mapped.madvise(mmap.MADV_SEQUENTIAL)  # Twice as fast if the page cache is cold.
+                self.payload = torch.frombuffer(
+                    mapped, dtype=torch.uint8, offset=self.payload_offset
+                )
             return self.payload
 
-    def _mapped(self) -> mmap.mmap:
-        # Each mapping keeps a descriptor, and a checkpoint can have a thousand files.
+    def _map(self) -> mmap.mmap:
+        # Each mapping keeps a file descriptor open, and a checkpoint can have a thousand files.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with open(self.path, "rb") as file:
-            if file.fileno() > soft - SPARE_DESCRIPTORS and soft < hard:
+            if file.fileno() > soft - RESERVED_DESCRIPTORS and soft < hard:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            # Writable, since torch warns of tensors that are not; but nobody writes, so no page
-            # is ever copied, and none need be promised.
-            flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            # The mapping is writable, since torch warns about read-only buffers. No page is ever
+            # written, so no page is copied, and no swap space has to be reserved.
+            flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             return mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
 
 
 @dataclass(frozen=True)
-class Mapped:
+class SafetensorsTensor:
     """A tensor in a safetensors file."""
 
     file: MappedFile
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    span: tuple[int, int]
+    byte_range: tuple[int, int]
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.file.path}: {self.key}"
 
     def tensor(self) -> Tensor:
-        start, stop = self.span
+        start, stop = self.byte_range
         if start == stop:
             return torch.empty(self.shape, dtype=self.dtype)
         if start % self.dtype.itemsize == 0:
             return self.file.bytes()[start:stop].view(self.dtype).view(self.shape)
-        # A foreign writer did not align it; a buffer, unlike a tensor's view, may start anywhere.
+        # Some writers do not align tensors. frombuffer, unlike view(dtype), accepts any offset.
         count = (stop - start) // self.dtype.itemsize
         memory = self.file.bytes().numpy().data
         return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=start).view(
@@ -112,124 +117,151 @@ class Mapped:
         )
 
 
-def open_safetensors(path: Path) -> dict[str, Mapped]:
-    """The file's tensors, in its own order. Only the header is read."""
+def open_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
+    """Return the file's tensors in the order of the header. Only the header is read."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            head = file.read(8)
-            length = int.from_bytes(head, "little")
-            refuse_pointer(path, head)
-            if len(head) < 8 or length > size - 8:
-                raise _broken(
-                    path, f"is truncated: it has {size} bytes, its header alone needs more"
+            length_field = file.read(8)
+            length = int.from_bytes(length_field, "little")
+            refuse_git_lfs_pointer(path, length_field)
+            if len(length_field) < 8 or length > size - 8:
+                raise _broken_file_error(
+                    path, f"is truncated: it has {size} bytes, but its header alone is longer"
                 )
             if length > HEADER_BYTES_MAX:
-                raise _broken(path, f"announces a header of {length} bytes; it is not safetensors")
-            header = file.read(length)
+                raise _broken_file_error(
+                    path, f"states a header length of {length} bytes, so it is not safetensors"
+                )
+            header_json = file.read(length)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; fetch the checkpoint again") from None
+        raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    entries = _entries(path, header)
-    _check_spans(path, entries, size - 8 - length)
-    mapped = MappedFile(path, 8 + length)
+    entries = _parse_header(path, header_json)
+    _check_data_offsets(path, entries, size - 8 - length)
+    mapped_file = MappedFile(path, 8 + length)
     return {
-        key: Mapped(
-            *(mapped, key, tuple(entry["shape"])),
+        key: SafetensorsTensor(
+            mapped_file,
+            key,
+            tuple(entry["shape"]),
             dtype=DTYPES[entry["dtype"]],
-            span=tuple(entry["data_offsets"]),
+            byte_range=tuple(entry["data_offsets"]),
         )
         for key, entry in entries.items()
     }
 
 
-def refuse_pointer(path: Path, head: bytes) -> None:
-    """Git-lfs leaves a few lines of text where the weights should be."""
-    if head[:8] == b"version ":
+def refuse_git_lfs_pointer(path: Path, magic: bytes) -> None:
+    """Refuse a git-lfs pointer file: a few lines of text in place of the weights."""
+    if magic[:8] == b"version ":
         raise CheckpointError(
-            f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` where it came from"
+            f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in the repository "
+            "that it was copied from"
         )
 
 
-def read_text(path: Path) -> bytes:
-    """A small file that describes others; one as large as weights is none."""
+def read_small_file(path: Path) -> bytes:
+    """Read a text file such as a config or an index; refuse a file that is as large as weights."""
     if path.stat().st_size > TEXT_BYTES_MAX:
-        raise _broken(path, f"has more than {TEXT_BYTES_MAX} bytes, which no text of its name has")
-    text = path.read_bytes()
-    refuse_pointer(path, text)
-    return text
+        raise _broken_file_error(
+            path, f"has more than {TEXT_BYTES_MAX} bytes, too many for a config or an index"
+        )
+    content = path.read_bytes()
+    refuse_git_lfs_pointer(path, content)
+    return content
 
 
-def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} {what}; fetch or copy it again")
+def _broken_file_error(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path} {problem}; download or copy the file again")
 
 
-def _entries(path: Path, header: bytes) -> dict[str, Any]:
+def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(header, object_pairs_hook=_unique)
+        record = json.loads(header, object_pairs_hook=_refuse_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"has an unreadable header ({error})") from None
+        raise _broken_file_error(path, f"has an unreadable header ({error})") from None
     if not isinstance(record, dict):
-        raise _broken(path, "has a header that is not a JSON object")
+        raise _broken_file_error(path, "has a header that is not a JSON object")
     record.pop("__metadata__", None)
     for key, entry in record.items():
         if not (
             isinstance(entry, dict)
             and isinstance(entry.get("dtype"), str)
-            and _whole_numbers(entry.get("shape"))
-            and _whole_numbers(entry.get("data_offsets"))
+            and _is_size_list(entry.get("shape"))
+            and _is_size_list(entry.get("data_offsets"))
             and len(entry["data_offsets"]) == 2
         ):
-            raise _broken(path, f"describes {key!r} without a dtype, shape or data_offsets")
+            raise _broken_file_error(
+                path, f"describes {key!r} without a dtype, shape or data_offsets"
+            )
     return record
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
         raise ValueError("a name occurs twice")
     return record
 
 
-def _whole_numbers(value: object) -> bool:
+def _is_size_list(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def _check_spans(path: Path, entries: dict[str, Any], payload: int) -> None:
-    """The spans must tile the payload exactly, and fit their shapes."""
+def _check_data_offsets(path: Path, entries: dict[str, Any], payload_bytes: int) -> None:
+    """Check that the byte ranges cover the payload exactly once and match the shapes."""
     end = 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
-        if start != end or stop < start:
-            what = "overlaps" if start < end else "leaves a hole before"
-            raise _broken(path, f"{what} {key!r}: its bytes start at {start}, not at {end}")
+        if start == end and stop < start:
+            raise _broken_file_error(
+                path, f"has invalid data_offsets: {key!r} starts at {start}, but ends at {stop}"
+            )
+        if start != end:
+            problem = "has an overlap at" if start < end else "has a gap before"
+            raise _broken_file_error(
+                path, f"{problem} {key!r}: its bytes start at {start}, not at {end}"
+            )
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError(
-                f"{path}: {key!r} has dtype {entry['dtype']}, which is not read; known are "
-                f"{', '.join(DTYPES)}: convert it to one of them"
+                f"{path}: {key!r} has dtype {entry['dtype']}, which is not supported; convert it "
+                f"to one of {', '.join(DTYPES)}"
             )
-        need = math.prod(entry["shape"]) * dtype.itemsize
-        if need != stop - start:
-            what = f"{entry['dtype']} of shape {tuple(entry['shape'])} needs {need} bytes"
-            raise _broken(path, f"is inconsistent: {key!r}, {what}, has {stop - start}")
+        bytes_needed = math.prod(entry["shape"]) * dtype.itemsize
+        if bytes_needed != stop - start:
+            problem = (
+                f"{entry['dtype']} of shape {tuple(entry['shape'])} needs {bytes_needed} bytes"
+            )
+            raise _broken_file_error(
+                path, f"is inconsistent: {key!r}, {problem}, but has {stop - start}"
+            )
         end = stop
-    if end != payload:
-        what = "is truncated" if end > payload else "has bytes that its header does not name"
-        raise _broken(path, f"{what}: {end} bytes of tensors are announced, {payload} are there")
+    if end != payload_bytes:
+        problem = (
+            "is truncated" if end > payload_bytes else "has bytes that its header does not describe"
+        )
+        raise _broken_file_error(
+            path, f"{problem}: the header describes {end} bytes, but the file has {payload_bytes}"
+        )
 
 
-def header(
+def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """What stands before tensors that follow one another: (key, dtype, shape), in their order."""
+    """Encode the header for contiguous tensors; `tensors` has (key, dtype, shape) in file order."""
     record: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for key, dtype, shape in tensors:
-        span = [end, end + math.prod(shape) * dtype.itemsize]
-        record[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": span}
-        end = span[1]
-    text = json.dumps(record, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        data_offsets = [end, end + math.prod(shape) * dtype.itemsize]
+        record[key] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": data_offsets,
+        }
+        end = data_offsets[1]
+    header_json = json.dumps(record, separators=(",", ":")).encode()
+    header_json += b" " * (-len(header_json) % 8)
+    return len(header_json).to_bytes(8, "little") + header_json

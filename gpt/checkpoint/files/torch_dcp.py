@@ -1,9 +1,9 @@
-"""The files of PyTorch's distributed checkpoints: an index, and chunks of tensors in large files.
+"""PyTorch distributed checkpoint (DCP) files: the `.metadata` index and mapped tensor chunks.
 
-The index, `.metadata`, is a pickle; every object in it becomes a stand-in that holds values and
-does nothing, so no class of torch's or of a trainer's is needed or run. A chunk is a whole
-`torch.save` archive somewhere in a file; its numbers are viewed where they lie, never copied.
-It knows no models, no names, and not whether the files lie in a folder or in an archive.
+The index is a pickle. Its objects are read as inert stubs, so no class of torch or of a training
+framework is imported or run. A chunk is a complete `torch.save` archive inside a larger file; its
+tensor is a view of the mapped file, without a copy. The module is independent of the model and of
+parameter names, and reads files in a folder and in an archive in the same way.
 """
 
 import io
@@ -17,67 +17,67 @@ import torch
 from torch import Tensor
 
 from gpt.checkpoint.files.file_tree import FileTree, Span
-from gpt.checkpoint.files.restricted_unpickle import StandIns, Stub
-from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_pointer
+from gpt.checkpoint.files.restricted_unpickle import Stub, StubUnpickler
+from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_pointer
 from gpt.checkpoint.files.torch_zip import view_archive
-from gpt.checkpoint.logical_tensor import some
+from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.errors import CheckpointError
-from gpt.settings import shown
+from gpt.settings import short_repr
 
-INDEX = ".metadata"
-INDEX_BYTES_MAX = 1 << 30  # Of the largest runs it has some tens of megabytes.
-# Its classes moved within torch over the years; none of them is ever run.
-CLASSES = re.compile(
+METADATA_FILE = ".metadata"
+METADATA_BYTES_MAX = 1 << 30  # The indexes of the largest runs have tens of megabytes.
+# Classes of the index, in any torch version; all become stubs.
+DCP_CLASSES = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\..+|torch\.serialization\._get_layout"
 )
 
 
 @dataclass
 class Chunk:
-    """A box of a tensor, as one rank saved it."""
+    """A rectangular part (box) of a tensor, saved by one rank."""
 
-    key: str
+    key: str  # The tensor's key in the index.
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    blob: Span
+    span: Span
     view: Tensor | None = None
 
     @property
-    def where(self) -> str:
-        return f"{self.blob.path}: {self.key}"
+    def location(self) -> str:
+        return f"{self.span.path}: {self.key}"
 
     def tensor(self) -> Tensor:
         """A view of the mapped file; read only."""
         if self.view is None:
             try:
-                self.view = self._view()
+                self.view = self._open_view()
             except CheckpointError:
                 raise
-            # A broken archive or a hostile recipe fails in its own way.
+            # A broken or hostile archive can raise any exception.
             except Exception as error:
-                raise self.broken(f"{type(error).__name__}: {error}"[:120]) from None
+                raise self.corruption_error(f"{type(error).__name__}: {error}"[:120]) from None
         return self.view
 
-    def _view(self) -> Tensor:
-        made = view_archive(self.blob)
-        if not isinstance(made, Tensor):
-            raise self.broken("it is no plain tensor")
-        if tuple(made.shape) != self.sizes or made.dtype != self.dtype:
-            found = f"found {tuple(made.shape)} of {made.dtype}"
-            raise self.broken(f"{found}, need {self.sizes} of {self.dtype}")
-        return made
+    def _open_view(self) -> Tensor:
+        tensor = view_archive(self.span)
+        if not isinstance(tensor, Tensor):
+            raise self.corruption_error("it is not a dense tensor")
+        if tuple(tensor.shape) != self.sizes or tensor.dtype != self.dtype:
+            actual = f"found {tuple(tensor.shape)} of {tensor.dtype}"
+            raise self.corruption_error(f"{actual}, need {self.sizes} of {self.dtype}")
+        return tensor
 
-    def broken(self, reason: str) -> CheckpointError:
+    def corruption_error(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.where} at byte {self.blob.offset} is not the tensor that {INDEX} promises "
-            f"({reason}); the file is broken or of another save: copy it again"
+            f"{self.location} at byte {self.span.offset} is not the tensor that {METADATA_FILE} "
+            f"describes ({reason}); the file is broken or belongs to another save: copy it again"
         )
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A whole tensor under its key, and the chunks that make it up."""
+class ChunkedTensor:
+    """A tensor of the index: its key, the shape of the whole tensor, and its chunks."""
 
     key: str
     shape: tuple[int, ...]
@@ -86,49 +86,49 @@ class Entry:
 
 
 @dataclass
-class Index:
-    """What `.metadata` says of the keys that were asked for."""
+class DcpIndex:
+    """The entries of `.metadata` for the requested keys."""
 
     tree: FileTree
-    tensors: dict[str, Entry] = field(default_factory=dict)
-    objects: dict[str, Span] = field(default_factory=dict)
-    files: dict[str, Span] = field(default_factory=dict)  # Those that the keys need.
-    missing: set[str] = field(default_factory=set)
+    tensors: dict[str, ChunkedTensor] = field(default_factory=dict)
+    object_spans: dict[str, Span] = field(default_factory=dict)
+    file_spans: dict[str, Span] = field(default_factory=dict)  # Only files that the keys need.
+    missing_files: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
         return self.tree.path
 
 
-def read_index(tree: FileTree, wanted: Callable[[str], bool]) -> Index:
-    """The index, each file that the wanted keys need being there and long enough."""
-    record = _values(tree)
-    index = Index(tree)
+def read_index(tree: FileTree, key_filter: Callable[[str], bool]) -> DcpIndex:
+    """Read the index, and check the existence and length of the files of the requested keys."""
+    metadata = _read_metadata(tree)
+    index = DcpIndex(tree)
     try:
-        spans = _spans(record["storage_data"])
-        for key, entry in record["state_dict_metadata"].items():
-            if wanted(key):
-                _add(index, key, entry, spans)
+        spans = _storage_spans(metadata["storage_data"])
+        for key, entry in metadata["state_dict_metadata"].items():
+            if key_filter(key):
+                _add_entry(index, key, entry, spans)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise _unreadable(tree.path / INDEX, error) from None
+        raise _unreadable_error(tree.path / METADATA_FILE, error) from None
     _check_files(index)
     return index
 
 
-Spans = dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]
+StorageSpans = dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]
 
 
-def _spans(storage: Mapping[Stub, Stub]) -> Spans:
+def _storage_spans(storage: Mapping[Stub, Stub]) -> StorageSpans:
     return {
-        (place.fields["fqn"], place.fields.get("offset")): span.fields
-        for place, span in storage.items()
+        (metadata_index.fields["fqn"], metadata_index.fields.get("offset")): span.fields
+        for metadata_index, span in storage.items()
     }
 
 
-def _add(index: Index, key: str, entry: Stub, spans: Spans) -> None:
+def _add_entry(index: DcpIndex, key: str, entry: Stub, spans: StorageSpans) -> None:
     kind = entry.path.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
-        index.objects[key] = _blob(index, key, spans.get((key, None)))
+        index.object_spans[key] = _chunk_span(index, key, spans.get((key, None)))
         return
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{key} is a {kind}")
@@ -136,91 +136,92 @@ def _add(index: Index, key: str, entry: Stub, spans: Spans) -> None:
     dtype = properties.state[0] if properties.state else properties.fields["dtype"]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key} has dtype {dtype!r}")
-    shape = _numbers(entry.fields["size"])
+    shape = _parse_sizes(entry.fields["size"])
     chunks = []
     for chunk in entry.fields["chunks"]:
-        offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
+        offsets, sizes = _parse_sizes(chunk.fields["offsets"]), _parse_sizes(chunk.fields["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a chunk of {key} has other dimensions than {shape}")
-        blob = _blob(index, key, spans.get((key, offsets)))
-        chunks.append(Chunk(key, offsets, sizes, dtype, blob))
-    index.tensors[key] = Entry(key, shape, dtype, tuple(chunks))
+        chunk_span = _chunk_span(index, key, spans.get((key, offsets)))
+        chunks.append(Chunk(key, offsets, sizes, dtype, chunk_span))
+    index.tensors[key] = ChunkedTensor(key, shape, dtype, tuple(chunks))
 
 
-def _blob(index: Index, key: str, span: Mapping[str, Any] | None) -> Span:
+def _chunk_span(index: DcpIndex, key: str, span: Mapping[str, Any] | None) -> Span:
     if span is None:
-        raise ValueError(f"no file is named for a chunk of {key}")
+        raise ValueError(f"a chunk of {key} has no file")
     name = span["relative_path"]
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-        raise ValueError(f"{key} is said to lie in {name!r}, outside the directory")
-    if packing := span.get("transform_descriptors"):
+        raise ValueError(f"the file of {key} is {name!r}, outside the directory")
+    if transforms := span.get("transform_descriptors"):
         raise CheckpointError(
-            f"{index.folder}: {key} is stored with {shown(packing)}, which is not read; save the "
-            "checkpoint again without compression"
+            f"{index.folder}: {key} is stored with the transform {short_repr(transforms)}, which is"
+            " not supported; save the checkpoint again without compression"
         )
-    offset, length = _numbers((span["offset"], span["length"]))
-    whole = index.tree.spans.get(name)
-    if whole is None:
-        index.missing.add(name)
+    offset, length = _parse_sizes((span["offset"], span["length"]))
+    file_span = index.tree.spans.get(name)
+    if file_span is None:
+        index.missing_files.add(name)
         return Span(MappedFile(index.folder / name, 0), offset, length, index.folder / name)
-    index.files[name] = whole
-    return Span(whole.file, whole.offset + offset, length, whole.path)
+    index.file_spans[name] = file_span
+    return Span(file_span.file, file_span.offset + offset, length, file_span.path)
 
 
-def _numbers(values: object) -> tuple[int, ...]:
+def _parse_sizes(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        raise ValueError(f"{shown(values)} where sizes are needed")
+        raise ValueError(f"expected sizes, found {short_repr(values)}")
     return tuple(values)
 
 
-def _check_files(index: Index) -> None:
-    if index.missing:
-        count = len(index.missing | set(index.files))
+def _check_files(index: DcpIndex) -> None:
+    if index.missing_files:
+        count = len(index.missing_files | set(index.file_spans))
         raise CheckpointError(
-            f"{index.folder} lacks {some(sorted(index.missing))} of the {count} files that {INDEX} "
-            "names; copy the missing ones, each node of a cluster may have kept its own"
+            f"{index.folder} lacks {summarize_names(sorted(index.missing_files))} of the {count} "
+            f"files that {METADATA_FILE} names; copy the missing files from all nodes of the "
+            "cluster: each node may have saved only its own files"
         )
-    ends = dict.fromkeys(index.files, 0)
-    blobs = [chunk.blob for entry in index.tensors.values() for chunk in entry.chunks]
-    for blob in [*blobs, *index.objects.values()]:
-        start = index.files[blob.path.name].offset
-        ends[blob.path.name] = max(ends[blob.path.name], blob.offset + blob.length - start)
+    ends = dict.fromkeys(index.file_spans, 0)
+    spans = [chunk.span for entry in index.tensors.values() for chunk in entry.chunks]
+    for span in [*spans, *index.object_spans.values()]:
+        start = index.file_spans[span.path.name].offset
+        ends[span.path.name] = max(ends[span.path.name], span.offset + span.length - start)
     for name, end in ends.items():
-        whole = index.files[name]
-        refuse_pointer(whole.path, whole.head(8))
-        if whole.length < end:
+        file_span = index.file_spans[name]
+        refuse_git_lfs_pointer(file_span.path, file_span.peek(8))
+        if file_span.length < end:
             raise CheckpointError(
-                f"{whole.path} is truncated: it has {whole.length} bytes, {INDEX} needs {end}; "
-                "copy it again"
+                f"{file_span.path} is truncated: it has {file_span.length} bytes, but "
+                f"{METADATA_FILE} requires {end}; copy it again"
             )
 
 
-class _Reader(StandIns):
-    """Torch's own classes of an index are stand-ins too."""
+class _MetadataUnpickler(StubUnpickler):
+    """Unpickler of `.metadata`: torch's DCP classes become stubs too."""
 
-    also = CLASSES
+    extra_names = DCP_CLASSES
 
 
-def _values(tree: FileTree) -> Mapping[str, Any]:
-    path, span = tree.path / INDEX, tree.spans.get(INDEX)
+def _read_metadata(tree: FileTree) -> Mapping[str, Any]:
+    path, span = tree.path / METADATA_FILE, tree.spans.get(METADATA_FILE)
     if span is None:
         raise CheckpointError(f"{path} does not exist; copy the checkpoint again")
-    refuse_pointer(path, span.head(8))
+    refuse_git_lfs_pointer(path, span.peek(8))
     try:
-        record = _Reader(io.BytesIO(span.read(INDEX_BYTES_MAX))).load()
-        fields: Mapping[str, Any] = record.fields
+        metadata = _MetadataUnpickler(io.BytesIO(span.read(METADATA_BYTES_MAX))).load()
+        fields: Mapping[str, Any] = metadata.fields
         return fields
     except (CheckpointError, OSError):
         raise
-    # Whatever stands in a broken or a hostile pickle, the loader meets it in its own ways.
+    # A broken or hostile pickle can raise any exception.
     except Exception as error:
-        raise _unreadable(path, error, span.length) from None
+        raise _unreadable_error(path, error, span.length) from None
 
 
-def _unreadable(path: Path, error: Exception, size: int | None = None) -> CheckpointError:
+def _unreadable_error(path: Path, error: Exception, size: int | None = None) -> CheckpointError:
     reason = f"{type(error).__name__}: {error}".split("\n", 1)[0][:160]
-    has = "" if size is None else f"it has {size} bytes and "
+    size_clause = "" if size is None else f"it has {size} bytes and "
     return CheckpointError(
-        f"{path} is not an index that can be read ({reason}); {has or 'it '}is broken or hostile: "
-        "copy it again from where it was trained"
+        f"{path} is not a readable index ({reason}); {size_clause or 'it '}is broken or hostile: "
+        "copy it again from the training run"
     )

@@ -1,8 +1,9 @@
-"""One file of `torch.save`: plain tensors, mapped where the format allows it.
+"""`torch.save` file with a plain state dict: loaded weights-only and memory-mapped.
 
-A pickle runs its author's code when it is loaded freely; so only weights-only loading is ever used,
-and a file that asks for more is refused by the name of what it asks for. A broken one fails inside
-torch in any way at all, which is one sentence here. It knows no models.
+Tensors are memory-mapped if the file format allows it. An unrestricted load of a pickle runs code
+from the file, so only torch's weights-only loader is used; the error for any other file contains
+the names of the functions that the file asks to run. A broken file can raise any exception inside
+torch; this module converts it to a `CheckpointError`. The module is independent of the model.
 """
 
 import pickle
@@ -12,80 +13,86 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.files.safetensors_file import refuse_pointer
-from gpt.checkpoint.logical_tensor import InMemory
+from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
+from gpt.checkpoint.logical_tensor import InMemoryTensor
 from gpt.errors import CheckpointError
 
-ZIP = b"PK\x03\x04"
+ZIP_MAGIC = b"PK\x03\x04"
 
-# Said of every pickle that is not of torch's own default, which harms nobody.
+# Torch warns about every pickle protocol except its default, although it reads all protocols.
 warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
 
 
-def open_torch(path: Path, *, mapped: bool = True) -> dict[str, InMemory]:
-    """The tensors of a state dict, all of them dense."""
-    record = load_torch(path, mapped=mapped)
-    if not isinstance(record, dict) or not all(isinstance(v, Tensor) for v in record.values()):
+def open_state_dict(path: Path, *, mmap: bool = True) -> dict[str, InMemoryTensor]:
+    """Load the tensors of a state dict; refuse a tensor that is not dense."""
+    state_dict = load_weights_only(path, mmap=mmap)
+    if not isinstance(state_dict, dict) or not all(
+        isinstance(v, Tensor) for v in state_dict.values()
+    ):
         raise CheckpointError(
-            f"{path} is not a plain state dict of names and tensors; save model.state_dict(), or "
-            "better safetensors"
+            f"{path} is not a plain state dict of names and tensors; save model.state_dict(), "
+            "preferably as safetensors"
         )
-    for key, value in record.items():
-        if not is_dense(value):
+    for key, tensor in state_dict.items():
+        if not is_dense(tensor):
             raise CheckpointError(
-                f"{path}: {key} is {value.layout} on {value.device}; it must be a dense tensor in "
-                "memory: save it again so, or better as safetensors"
+                f"{path}: {key} is {tensor.layout} on {tensor.device}; it must be a dense CPU "
+                "tensor: save it again as a dense tensor, preferably as safetensors"
             )
-    return {str(key): InMemory(value, f"{path}: {key}") for key, value in record.items()}
+    return {
+        str(key): InMemoryTensor(tensor, f"{path}: {key}") for key, tensor in state_dict.items()
+    }
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Sparse, nested and meta tensors claim a shape without the numbers behind it."""
+    """Tell whether a tensor is a dense CPU tensor, not a sparse, nested or meta tensor."""
     strided = tensor.layout == torch.strided and tensor.device.type == "cpu"
     return strided and not tensor.is_nested
 
 
-def load_torch(path: Path, *, mapped: bool = True) -> object:
-    """What a file holds, if it is nothing but data. Its code is never run.
+def load_weights_only(path: Path, *, mmap: bool = True) -> object:
+    """Load a torch file with the weights-only loader, which does not run code from the file.
 
-    Files of torch < 1.6 cannot be mapped and are held in memory.
+    Files of torch < 1.6 cannot be memory-mapped and are loaded into memory.
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(8)
-        refuse_pointer(path, head)
-        mapped = mapped and head.startswith(ZIP)
-        record: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        return record
+            magic = file.read(8)
+        refuse_git_lfs_pointer(path, magic)
+        mmap = mmap and magic.startswith(ZIP_MAGIC)
+        content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return content
     except CheckpointError:
         raise
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; fetch the checkpoint again") from None
+        raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
     except PermissionError:
         raise CheckpointError(
-            f"cannot read {path}: Permission denied; let this user read it, or copy it"
+            f"cannot read {path}: Permission denied; give this user the permission to read it"
         ) from None
     except pickle.UnpicklingError as error:
-        raise _refused(path, error) from None
-    # Whatever stands in a broken or a hostile pickle, the loader meets it in its own ways.
+        raise _unpickling_error(path, error) from None
+    # A broken or hostile pickle can make the loader raise any exception.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0][:160]
         size = path.stat().st_size
         raise CheckpointError(
             f"{path} cannot be read ({reason}); it has {size} bytes and is truncated or broken: "
-            "fetch or copy it again"
+            "download or copy the file again"
         ) from None
 
 
-def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
+def _unpickling_error(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
     try:
-        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # Not a zip file, or not even a pickle: the first error says enough.
-        wanted = []
-    if wanted:
+        unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # Not a zip file or not a pickle: the first error's reason is used below.
+        unsafe_globals = []
+    if unsafe_globals:
         return CheckpointError(
-            f"{path} holds more than tensors: it asks to run {', '.join(sorted(wanted)[:3])}; "
-            "save it again as safetensors"
+            f"{path} contains more than tensors: it asks to run "
+            f"{', '.join(sorted(unsafe_globals)[:3])}; save it again as safetensors"
         )
     reason = str(error).split("\n", 1)[0]
-    return CheckpointError(f"{path} is not a readable torch file ({reason}); fetch it again")
+    return CheckpointError(
+        f"{path} is not a readable torch file ({reason}); download or copy the file again"
+    )

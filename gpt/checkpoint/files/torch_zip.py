@@ -1,9 +1,9 @@
-"""A `torch.save` archive as data: what it holds, its tensors viewed where their numbers lie.
+"""`torch.save` zip archives as data: tensors viewed in the mapped file, pickles read as stubs.
 
-The archive is a zip of stored members, anywhere in a file: a pickle, read with stand-ins alone, and
-the storages that its tensors lie in. No storage is copied or even touched; a tensor is a view of
-the mapped file. A claim that does not fit the archive is an error of any kind, for the caller to
-put in a sentence. It knows no models.
+The archive is a zip of uncompressed members at any offset of a file: a pickle, whose foreign
+classes are read as inert stubs, and the storages of its tensors. No storage is copied or read; a
+tensor is a view of the mapped file. `view_archive` may raise any exception for a broken archive;
+`read_archive` converts it to a `CheckpointError`. The module is independent of the model.
 """
 
 import io
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gpt.checkpoint.files.file_tree import Span
-from gpt.checkpoint.files.restricted_unpickle import StandIns, Stub
-from gpt.checkpoint.files.safetensors_file import refuse_pointer
-from gpt.checkpoint.files.torch_save import ZIP
+from gpt.checkpoint.files.restricted_unpickle import Stub, StubUnpickler
+from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
+from gpt.checkpoint.files.torch_save import ZIP_MAGIC
 from gpt.errors import CheckpointError
-from gpt.settings import shown
+from gpt.settings import short_repr
 
-STORAGES: Mapping[str, torch.dtype] = {
+STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "BFloat16Storage": torch.bfloat16,
@@ -37,27 +37,28 @@ STORAGES: Mapping[str, torch.dtype] = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-# Bytes before a zip member's name and extra field, which have their lengths last.
-LOCAL_HEADER = 30
-PICKLE_BYTES_MAX = 256 << 20  # The largest model's names take a few megabytes.
+# Size of a zip local header without the name and the extra field. The last four bytes are the
+# lengths of these two.
+LOCAL_HEADER_BYTES = 30
+PICKLE_BYTES_MAX = 256 << 20  # The pickle of the largest model has a few megabytes.
 
 
 def read_archive(span: Span) -> Any:
-    """What the archive in a file holds, or one sentence that says why it cannot be read."""
-    head = span.head(8)
-    refuse_pointer(span.path, head)
+    """Load the object of an archive; raise a CheckpointError if it is unreadable."""
+    magic = span.peek(8)
+    refuse_git_lfs_pointer(span.path, magic)
     try:
-        if not head.startswith(ZIP):
-            raise ValueError("no archive of torch 1.6 or newer begins here")
+        if not magic.startswith(ZIP_MAGIC):
+            raise ValueError("it does not begin like an archive of torch 1.6 or newer")
         return view_archive(span)
     except OSError:
         raise
-    # A broken archive or a hostile recipe fails in its own way.
+    # A broken or hostile archive can raise any exception.
     except Exception as error:
         if "asks to run" in str(error):
             raise CheckpointError(
-                f"{span.path}: {error}; load it only where you trust its author, and save it again "
-                "without that"
+                f"{span.path}: {error}; if you trust the author of the file, load it with torch "
+                "and save it again without that object"
             ) from None
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0][:160]
         raise CheckpointError(
@@ -67,87 +68,107 @@ def read_archive(span: Span) -> Any:
 
 
 def view_archive(span: Span) -> Any:
-    """The object that the archive holds; its dense tensors are views of the mapped file."""
-    window = span.memory()
-    if len(window) < span.length:
+    """Load the object of an archive; its tensors are views of the mapped file."""
+    memory = span.memory()
+    if len(memory) < span.length:
         raise ValueError("the file ends before the archive does")
-    with zipfile.ZipFile(Window(window)) as archive:
-        # All members lie in one folder, whose name is anyone's.
+    with zipfile.ZipFile(MemoryFile(memory)) as archive:
+        # All members are in one folder, whose name varies.
         members: dict[str, zipfile.ZipInfo] = {}
         for member in archive.infolist():
             name = member.filename.partition("/")[2]
             if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
                 raise ValueError(f"{member.filename} is compressed, which torch.save never does")
             if name in members:
-                raise ValueError(f"it holds {member.filename} twice")
+                raise ValueError(f"it contains {member.filename} twice")
             members[name] = member
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
             raise ValueError("its bytes are in big-endian order")
         if members["data.pkl"].file_size > PICKLE_BYTES_MAX:
-            raise ValueError("its pickle is larger than that of any model")
-        made = _Recipe(io.BytesIO(archive.read(members["data.pkl"]))).load()
+            raise ValueError(f"its pickle has more than {PICKLE_BYTES_MAX} bytes")
+        unpickled_object = _ArchiveUnpickler(io.BytesIO(archive.read(members["data.pkl"]))).load()
 
-    def place(storage: _Storage) -> int:
+    def storage_offset(storage: _Storage) -> int:
         member = members[storage.name]
-        head = member.header_offset
-        extra = [int.from_bytes(window[head + at : head + at + 2], "little") for at in (26, 28)]
-        start = head + LOCAL_HEADER + sum(extra)
-        whole = storage.count * storage.dtype.itemsize <= member.file_size
-        if not whole or start + member.file_size > span.length:
-            raise ValueError(f"{storage.name} lies beyond the archive")
+        header = member.header_offset
+        extra_lengths = [
+            int.from_bytes(memory[header + field_offset : header + field_offset + 2], "little")
+            for field_offset in (26, 28)
+        ]
+        start = header + LOCAL_HEADER_BYTES + sum(extra_lengths)
+        fits = storage.count * storage.dtype.itemsize <= member.file_size
+        if not fits or start + member.file_size > span.length:
+            raise ValueError(f"{storage.name} is outside the archive")
         return start
 
-    return _built(made, lambda tensor: _view(tensor, window, place), {})
+    return _build_tensors(
+        unpickled_object, lambda tensor: _view_tensor(tensor, memory, storage_offset), {}
+    )
 
 
-def _view(made: "_Tensor", window: memoryview, place: Callable[["_Storage"], int]) -> Tensor:
-    storage, first, size, stride = made.arguments[:4]
+def _view_tensor(
+    rebuild: "_RebuildTensor", memory: memoryview, storage_offset: Callable[["_Storage"], int]
+) -> Tensor:
+    storage, first_element, size, stride = rebuild.arguments[:4]
     if not isinstance(storage, _Storage):
-        raise ValueError("a tensor lies in no storage")
-    (first,), size, stride = _numbers((first,)), _numbers(size), _numbers(stride)
-    start = place(storage)
+        raise ValueError("a tensor has no storage")
+    (first_element,), size, stride = (
+        _parse_sizes((first_element,)),
+        _parse_sizes(size),
+        _parse_sizes(stride),
+    )
+    start = storage_offset(storage)
     if math.prod(size) == 0:
         return torch.empty(size, dtype=storage.dtype)
-    last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if last >= storage.count:
-        raise ValueError("a tensor lies beyond its own storage")
-    # Archives follow each other unaligned; a buffer, unlike a tensor's view, may start anywhere.
-    flat = torch.frombuffer(window, dtype=storage.dtype, count=storage.count, offset=start)
-    return flat.as_strided(size, stride, first)
+    last_element = first_element + sum(
+        (n - 1) * dim_stride for n, dim_stride in zip(size, stride, strict=True)
+    )
+    if last_element >= storage.count:
+        raise ValueError("a tensor exceeds its storage")
+    # An archive inside a file may be unaligned. frombuffer, unlike view(dtype), accepts any offset.
+    flat = torch.frombuffer(memory, dtype=storage.dtype, count=storage.count, offset=start)
+    return flat.as_strided(size, stride, first_element)
 
 
-def _built(value: Any, view: Callable[["_Tensor"], Tensor], known: dict[int, Any]) -> Any:
-    """The same with views for recipes of tensors. What is shared, or in a circle, is done once."""
-    if isinstance(value, _Tensor):
-        if id(value) not in known:
-            known[id(value)] = view(value)
-        return known[id(value)]
+def _build_tensors(
+    value: Any, view: Callable[["_RebuildTensor"], Tensor], memo: dict[int, Any]
+) -> Any:
+    """Replace each `_RebuildTensor` in nested containers by a view.
+
+    `memo` maps the ids of visited objects to their replacements, so that an object with several
+    references is replaced once, and the recursion ends for cyclic references.
+    """
+    if isinstance(value, _RebuildTensor):
+        if id(value) not in memo:
+            memo[id(value)] = view(value)
+        return memo[id(value)]
     if not isinstance(value, dict | list | tuple):
         return value
-    if id(value) in known:
-        return known[id(value)]
-    known[id(value)] = value
+    if id(value) in memo:
+        return memo[id(value)]
+    memo[id(value)] = value
     if isinstance(value, tuple):
-        known[id(value)] = tuple(_built(inner, view, known) for inner in value)
+        memo[id(value)] = tuple(_build_tensors(inner, view, memo) for inner in value)
     elif isinstance(value, list):
-        value[:] = [_built(inner, view, known) for inner in value]
+        value[:] = [_build_tensors(inner, view, memo) for inner in value]
     else:
         for key, inner in value.items():
-            value[key] = _built(inner, view, known)
-    return known[id(value)]
+            value[key] = _build_tensors(inner, view, memo)
+    return memo[id(value)]
 
 
-def _numbers(values: object) -> tuple[int, ...]:
+def _parse_sizes(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        raise ValueError(f"{shown(values)} where sizes are needed")
+        raise ValueError(f"expected sizes, found {short_repr(values)}")
     return tuple(values)
 
 
-class Window(io.RawIOBase):
-    """A span as a file of its own."""
+class MemoryFile(io.RawIOBase):
+    """A memory buffer as a read-only file object."""
 
     def __init__(self, memory: memoryview) -> None:
-        self.memory, self.place = memory, 0
+        self.memory = memory
+        self.position = 0
 
     def readable(self) -> bool:
         return True
@@ -156,17 +177,17 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self.place = max(0, offset + (0, self.place, len(self.memory))[whence])
-        return self.place
+        self.position = max(0, offset + (0, self.position, len(self.memory))[whence])
+        return self.position
 
     def tell(self) -> int:
-        return self.place
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
-        found = self.memory[self.place : self.place + len(buffer)]
-        buffer[: len(found)] = found
-        self.place += len(found)
-        return len(found)
+        block = self.memory[self.position : self.position + len(buffer)]
+        buffer[: len(block)] = block
+        self.position += len(block)
+        return len(block)
 
 
 @dataclass(frozen=True)
@@ -176,43 +197,43 @@ class _Storage:
     count: int
 
 
-class _Tensor(Stub):
-    """`_rebuild_tensor_v2`: (storage, first element, size, stride, ...)."""
+class _RebuildTensor(Stub):
+    """Stub of `_rebuild_tensor_v2`; arguments: (storage, first element, size, stride, ...)."""
 
 
-class _Parameter(Stub):
-    """A tensor that was trained; here it is a tensor."""
+class _RebuildParameter(Stub):
+    """Stub of `_rebuild_parameter`; the unpickled object is the parameter's tensor."""
 
     def __new__(cls, *arguments: Any) -> Any:
         return arguments[0]
 
 
-class _StorageKind(Stub):
+class _StorageType(Stub):
     dtype: ClassVar[torch.dtype]
 
 
-class _Unread(Stub):
-    """A tensor of a kind that has no plain numbers: sparse, quantized, of 8 bits."""
+class _UnsupportedTensor(Stub):
+    """A tensor that is not supported: sparse, quantized or a tensor subclass."""
 
 
-class _Recipe(StandIns):
-    """How an archive's tensors lie in its storages."""
+class _ArchiveUnpickler(StubUnpickler):
+    """Unpickler of an archive: tensors become `_RebuildTensor`, storages become `_Storage`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return _Tensor
+            return _RebuildTensor
         if module == "torch._utils" and name == "_rebuild_parameter":
-            return _Parameter
+            return _RebuildParameter
         if module in ("torch._utils", "torch._tensor") and name.startswith("_rebuild_"):
-            return _Unread
+            return _UnsupportedTensor
         if module == "torch.serialization" and name == "_get_layout":
-            return _Unread
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return type(name, (_StorageKind,), {"dtype": STORAGES[name]})
+            return _UnsupportedTensor
+        if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
+            return type(name, (_StorageType,), {"dtype": STORAGE_DTYPES[name]})
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> _Storage:
-        _tag, kind, name, _device, count = pid
-        if not (isinstance(kind, type) and issubclass(kind, _StorageKind)):
-            raise pickle.UnpicklingError("a storage of no known kind")
-        return _Storage(f"data/{name}", kind.dtype, *_numbers((count,)))
+        _tag, storage_type, name, _device, count = pid
+        if not (isinstance(storage_type, type) and issubclass(storage_type, _StorageType)):
+            raise pickle.UnpicklingError("a storage has an unsupported type")
+        return _Storage(f"data/{name}", storage_type.dtype, *_parse_sizes((count,)))

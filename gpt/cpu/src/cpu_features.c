@@ -1,11 +1,11 @@
-/* Which kind of machine the library works for, and the threads that it works with. */
+/* CPU feature detection: the ISA level that the kernels use, and OpenMP thread release. */
 
 #include <omp.h>
 
 #include "vectors.h"
 
-/* What this machine can. Tests ask for less. */
-static int machine_max(void)
+/* The highest ISA level of this CPU. Tests set lower levels. */
+static int isa_level_max(void)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -19,20 +19,21 @@ static int machine_max(void)
     return PLAIN;
 }
 
-int machine = UNKNOWN;
+int isa_level = UNKNOWN;
 
-/* Give back the threads that help the calling one. With more of OpenMP's threads than cores none
-   of them waits awake, and waking one costs more than a small product; so a thread that has
-   loaded a model lets go of its helpers before another runs it. */
-void preamble_rest(void) { omp_pause_resource_all(omp_pause_soft); }
+/* Ends the OpenMP worker threads of the calling thread. If OpenMP has more threads than the CPU has
+   cores, its idle threads sleep, and waking a thread costs more than a small GEMM. So a thread that
+   has loaded a model releases its workers before another thread runs the model. */
+void preamble_release_threads(void) { omp_pause_resource_all(omp_pause_soft); }
 
 int preamble_abi(void) { return ABI; }
 
-int preamble_machine(void) { return machine; }
+int preamble_isa_level(void) { return isa_level; }
 
-/* Work for such a machine, or for the best there is. */
-void preamble_choose(int wanted)
+/* Sets the ISA level. A negative level, or one that this CPU does not support, selects the CPU's
+   highest level. */
+void preamble_set_isa_level(int level)
 {
-    int most = machine_max();
-    machine = wanted < 0 || wanted > most ? most : wanted;
+    int level_max = isa_level_max();
+    isa_level = level < 0 || level > level_max ? level_max : level;
 }

@@ -1,197 +1,210 @@
-/* Layers in one call, one kernel after another: for few rows it would cost more to come here for
-   each of them than to do what they do. */
+/* Fused decoder layers: one call runs all layers of a step, for batches of few rows.
+
+   For few rows, a Python call for each kernel would take longer than the kernels. */
 
 #include "packed_weight.h"
 
 #if defined(__x86_64__)
 
 typedef struct {
-    Norm norm; /* In front of attention. */
-    Weight qkv;
+    NormArgs norm; /* Before attention. */
+    PackedWeight qkv;
     const uint16_t *qkv_bias;
-    Norm of_queries, of_keys; /* Of each head. */
-    Weight proj;
+    NormArgs q_norm, k_norm; /* Applied to each head. */
+    PackedWeight proj;
     const uint16_t *proj_bias;
-    Norm of_mlp;
-    Weight fc1; /* No panels: only attention is done here, in the last layer. */
+    NormArgs mlp_norm;
+    PackedWeight fc1; /* No panels: the layer ends after the attention projection. */
     const uint16_t *fc1_bias;
-    Weight fc2;
+    PackedWeight fc2;
     const uint16_t *fc2_bias;
-    int64_t place; /* In the pool. */
-} Layer;
+    int64_t pool_layer; /* The layer's index in the pool. */
+} DecoderLayer;
 
-/* What its layers have in common. */
+/* Parameters that all layers of a range share. */
 typedef struct {
     int64_t layers, hidden, groups, queries, width, ffn;
-    int64_t activation, parallel; /* The MLP reads what attention reads. */
-    int64_t turned, interleaved;  /* Channels of a head that are rotated, and how they are paired. */
-    const Layer *each;
-} Stretch;
+    int64_t activation;
+    int64_t parallel_residual; /* The MLP reads the same input as attention. */
+    int64_t rotary_dim;        /* Channels of a head that RoPE rotates. */
+    int64_t interleaved;       /* RoPE pairs adjacent channels. */
+    const DecoderLayer *layer_array;
+} LayerRange;
 
 typedef struct {
     int64_t rows, threads;
-    uint16_t *x;               /* What comes in, and in the end what comes out. */
-    uint16_t *memory;          /* As much as `preamble_layers_numbers` says. */
-    const float *cos, *sin;    /* (rows, turned / 2) */
-    const int64_t *blocks, *places; /* Of the pool: where each row's keys and values go. */
+    uint16_t *x;                     /* Input rows; replaced by the output. */
+    uint16_t *memory;                /* `preamble_decoder_scratch_numel` elements. */
+    const float *cos, *sin;          /* (rows, rotary_dim / 2) */
+    const int64_t *blocks, *offsets; /* Each row's block of the pool, and the slot in the block. */
     int64_t block_tokens;
     char *pool;
     int64_t layer_bytes;
-    const void *singles, *runs; /* Rows and Runs; NULL: there are none. */
-    /* Whose results of the stretch's last layer are read, where not all are, and how many: the other
-       rows stay as they come to its second half. NULL: all. */
-    const int64_t *asked;
-    int64_t count;
-} Pass;
+    const void *decode, *prefill; /* DecodeArgs and PrefillArgs; NULL if the step has none. */
+    /* Rows whose output of the last layer is read, and their number. The last layer computes only
+       attention for the other rows. NULL: all rows. */
+    const int64_t *output_rows;
+    int64_t output_count;
+} StepArgs;
 
-/* Where a pass keeps what it makes on the way. */
+/* Buffers for the intermediate results of a step. */
 typedef struct {
-    uint16_t *qkv, *q, *y, *after, *inner;
-} Rooms;
+    uint16_t *qkv, *q, *attended, *mlp_residual, *mlp_hidden;
+} Scratch;
 
-static int64_t rooms(const Stretch *s, int64_t rows, uint16_t *memory, Rooms *to)
+static int64_t layout_scratch(const LayerRange *s, int64_t rows, uint16_t *memory, Scratch *to)
 {
     const int64_t heads = s->groups * s->queries * s->width;
-    const int64_t q = heads > s->hidden ? heads : s->hidden; /* Later some rows of x lie there. */
+    const int64_t q = heads > s->hidden ? heads : s->hidden; /* Also holds copies of rows of x. */
     const int64_t sizes[] = {heads + 2 * s->groups * s->width, q, heads, s->hidden, s->ffn};
-    uint16_t **each[] = {&to->qkv, &to->q, &to->y, &to->after, &to->inner};
-    int64_t all = 0;
+    uint16_t **buffers[] = {&to->qkv, &to->q, &to->attended, &to->mlp_residual, &to->mlp_hidden};
+    int64_t total = 0;
     for (int i = 0; i < 5; i++) {
-        *each[i] = memory + all;
-        all += (rows * sizes[i] + 31) / 32 * 32;
+        *buffers[i] = memory + total;
+        total += (rows * sizes[i] + 31) / 32 * 32;
     }
-    return all;
+    return total;
 }
 
-/* How many numbers of bf16 a pass needs for its work. */
-int64_t preamble_layers_numbers(const Stretch *s, int64_t rows)
+/* How many bf16 elements of scratch memory a step needs. */
+int64_t preamble_decoder_scratch_numel(const LayerRange *s, int64_t rows)
 {
     static uint16_t nowhere[1];
-    Rooms some;
-    return rooms(s, rows, nowhere, &some);
+    Scratch scratch;
+    return layout_scratch(s, rows, nowhere, &scratch);
 }
 
-BF16 INLINE __m512i rounded(__m512 x)
+TARGET_AVX512_BF16 INLINE __m512i round_to_bf16(__m512 x)
 {
     return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
 }
 
-/* Turns the first channels of a head; `cos` and `sin` are for pairs of them. */
-BF16 static void turn_head(uint16_t *x, const float *cos, const float *sin, int64_t pairs,
-                           int64_t interleaved)
+/* Applies RoPE to the first channels of a head. `cos` and `sin` have one number for each pair of
+   channels. */
+TARGET_AVX512_BF16 static void apply_rope_avx512(uint16_t *x, const float *cos, const float *sin,
+                                                 int64_t pairs, int64_t interleaved)
 {
     for (int64_t c = 0; c < pairs; c += LANES) {
-        const __mmask16 there = first_lanes(pairs - c);
-        const __m512 by = _mm512_maskz_loadu_ps(there, cos + c);
-        const __m512 up = _mm512_maskz_loadu_ps(there, sin + c);
+        const __mmask16 mask = lane_mask(pairs - c);
+        const __m512 cosines = _mm512_maskz_loadu_ps(mask, cos + c);
+        const __m512 sines = _mm512_maskz_loadu_ps(mask, sin + c);
         if (interleaved) {
-            __m512i both = _mm512_maskz_loadu_epi32(there, x + 2 * c);
-            __m512 a = (__m512)_mm512_slli_epi32(both, 16);
-            __m512 b = (__m512)_mm512_andnot_si512(_mm512_set1_epi32(0xffff), both);
-            both = _mm512_slli_epi32(rounded(b * by + a * up), 16);
-            both = _mm512_or_si512(both, rounded(a * by - b * up));
-            _mm512_mask_storeu_epi32(x + 2 * c, there, both);
+            __m512i pair_bits = _mm512_maskz_loadu_epi32(mask, x + 2 * c);
+            __m512 a = (__m512)_mm512_slli_epi32(pair_bits, 16);
+            __m512 b = (__m512)_mm512_andnot_si512(_mm512_set1_epi32(0xffff), pair_bits);
+            pair_bits = _mm512_slli_epi32(round_to_bf16(b * cosines + a * sines), 16);
+            pair_bits = _mm512_or_si512(pair_bits, round_to_bf16(a * cosines - b * sines));
+            _mm512_mask_storeu_epi32(x + 2 * c, mask, pair_bits);
         } else {
-            __m512 a = widened(x + c, there), b = widened(x + pairs + c, there);
-            _mm256_mask_storeu_epi16(x + c, there, (__m256i)_mm512_cvtneps_pbh(a * by - b * up));
-            _mm256_mask_storeu_epi16(x + pairs + c, there,
-                                     (__m256i)_mm512_cvtneps_pbh(b * by + a * up));
+            __m512 a = load_bf16(x + c, mask), b = load_bf16(x + pairs + c, mask);
+            _mm256_mask_storeu_epi16(x + c, mask,
+                                     (__m256i)_mm512_cvtneps_pbh(a * cosines - b * sines));
+            _mm256_mask_storeu_epi16(x + pairs + c, mask,
+                                     (__m256i)_mm512_cvtneps_pbh(b * cosines + a * sines));
         }
     }
 }
 
-/* The same on a machine with less. */
-static void turn_head_plain(uint16_t *x, const float *cos, const float *sin, int64_t pairs,
-                            int64_t interleaved)
+/* The same for CPUs without AVX512-bf16. */
+static void apply_rope_plain(uint16_t *x, const float *cos, const float *sin, int64_t pairs,
+                             int64_t interleaved)
 {
     for (int64_t c = 0; c < pairs; c++) {
         uint16_t *first = x + (interleaved ? 2 * c : c);
         uint16_t *second = x + (interleaved ? 2 * c + 1 : pairs + c);
-        const float a = of_bf16(*first), b = of_bf16(*second);
-        *first = to_bf16(a * cos[c] - b * sin[c]);
-        *second = to_bf16(b * cos[c] + a * sin[c]);
+        const float a = bf16_to_fp32(*first), b = bf16_to_fp32(*second);
+        *first = fp32_to_bf16(a * cos[c] - b * sin[c]);
+        *second = fp32_to_bf16(b * cos[c] + a * sin[c]);
     }
 }
 
-/* One head of queries or keys, normed and turned, to where it belongs. */
-static void bring(const Stretch *s, const Pass *p, const Norm *norm, int64_t row,
-                  const uint16_t *from, uint16_t *to)
+/* Applies the norm and RoPE to one head of queries or keys, and stores the head at `to`. */
+static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs *norm, int64_t row,
+                          const uint16_t *from, uint16_t *to)
 {
     if (norm->scale)
         norm_row(norm, from, s->width, to);
     else
         memcpy(to, from, s->width * sizeof *to);
-    if (s->turned)
-        (machine < AVX512_BF16 ? turn_head_plain : turn_head)(
-            to, p->cos + row * s->turned / 2, p->sin + row * s->turned / 2, s->turned / 2,
-            s->interleaved);
+    if (s->rotary_dim)
+        (isa_level < AVX512_BF16 ? apply_rope_plain : apply_rope_avx512)(
+            to, p->cos + row * s->rotary_dim / 2, p->sin + row * s->rotary_dim / 2,
+            s->rotary_dim / 2, s->interleaved);
 }
 
-/* A row's queries, side by side; its keys and values, into the pool. */
-static void spread(const Stretch *s, const Pass *p, const Layer *layer, int64_t row,
-                   const uint16_t *qkv, uint16_t *q)
+/* Applies the head norms and RoPE to a row. Stores its queries contiguously in `q`, and its keys
+   and values in the pool. */
+static void split_qkv(const LayerRange *s, const StepArgs *p, const DecoderLayer *layer,
+                      int64_t row, const uint16_t *qkv, uint16_t *q)
 {
-    uint16_t *pool = (uint16_t *)(p->pool + layer->place * p->layer_bytes);
+    uint16_t *pool = (uint16_t *)(p->pool + layer->pool_layer * p->layer_bytes);
     const int64_t width = s->width, lines = s->groups * p->block_tokens;
     const uint16_t *from = qkv + row * s->groups * (s->queries + 2) * width;
     uint16_t *queries = q + row * s->groups * s->queries * width;
     for (int64_t group = 0; group < s->groups; group++) {
         for (int64_t i = 0; i < s->queries; i++, from += width, queries += width)
-            bring(s, p, &layer->of_queries, row, from, queries);
-        int64_t line = p->blocks[row] * 2 * lines + group * p->block_tokens + p->places[row];
-        bring(s, p, &layer->of_keys, row, from, pool + line * width);
+            norm_and_rope(s, p, &layer->q_norm, row, from, queries);
+        int64_t line = p->blocks[row] * 2 * lines + group * p->block_tokens + p->offsets[row];
+        norm_and_rope(s, p, &layer->k_norm, row, from, pool + line * width);
         memcpy(pool + (line + lines) * width, from + width, width * sizeof *pool);
         from += 2 * width;
     }
 }
 
-/* What follows attention, for rows of x and what attention made of them; x becomes the result. */
-static void second_half(const Stretch *s, const Layer *l, const Rooms *at, uint16_t *x,
-                        const uint16_t *y, int64_t rows, int64_t threads)
+/* The part of a layer after attention: projection and MLP. Replaces the rows of x; `attended` is
+   the attention output. */
+static void proj_and_mlp(const LayerRange *s, const DecoderLayer *l, const Scratch *scratch,
+                         uint16_t *x, const uint16_t *attended, int64_t rows, int64_t threads)
 {
-    uint16_t *after = l->fc1.panels ? at->after : x;
-    preamble_multiply(&l->proj, y, rows, l->proj_bias, 0, x, after, threads, NULL);
+    uint16_t *mlp_residual = l->fc1.panels ? scratch->mlp_residual : x;
+    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, mlp_residual, threads, NULL);
     if (!l->fc1.panels)
         return;
-    preamble_multiply(&l->fc1, s->parallel ? x : after, rows, l->fc1_bias, s->activation, NULL,
-                      at->inner, threads, &l->of_mlp);
-    preamble_multiply(&l->fc2, at->inner, rows, l->fc2_bias, 0, after, x, threads, NULL);
+    preamble_gemm(&l->fc1, s->parallel_residual ? x : mlp_residual, rows, l->fc1_bias,
+                  s->activation, NULL, scratch->mlp_hidden, threads, &l->mlp_norm);
+    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, mlp_residual, x, threads,
+                  NULL);
 }
 
-/* The same for those rows alone that are asked for. */
-static void second_half_of_some(const Stretch *s, const Pass *p, const Layer *l, const Rooms *at)
+/* The same, only for the rows in `output_rows`. */
+static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const DecoderLayer *l,
+                                 const Scratch *scratch)
 {
-    const int64_t wide = s->groups * s->queries * s->width, hidden = s->hidden;
-    uint16_t *x = at->q, *y = at->qkv; /* Both have been read. */
-    for (int64_t i = 0; i < p->count; i++) {
-        memcpy(x + i * hidden, p->x + p->asked[i] * hidden, hidden * sizeof *x);
-        memcpy(y + i * wide, at->y + p->asked[i] * wide, wide * sizeof *y);
+    const int64_t attended_width = s->groups * s->queries * s->width, hidden = s->hidden;
+    uint16_t *x = scratch->q, *attended = scratch->qkv; /* Both are free after attention. */
+    for (int64_t i = 0; i < p->output_count; i++) {
+        memcpy(x + i * hidden, p->x + p->output_rows[i] * hidden, hidden * sizeof *x);
+        memcpy(attended + i * attended_width,
+               scratch->attended + p->output_rows[i] * attended_width,
+               attended_width * sizeof *attended);
     }
-    second_half(s, l, at, x, y, p->count, p->threads);
-    for (int64_t i = 0; i < p->count; i++)
-        memcpy(p->x + p->asked[i] * hidden, x + i * hidden, hidden * sizeof *x);
+    proj_and_mlp(s, l, scratch, x, attended, p->output_count, p->threads);
+    for (int64_t i = 0; i < p->output_count; i++)
+        memcpy(p->x + p->output_rows[i] * hidden, x + i * hidden, hidden * sizeof *x);
 }
 
-/* Rows go through all layers of a stretch. Not 0: heads that the library does not serve. */
-int preamble_layers(const Stretch *s, const Pass *p)
+/* Runs all layers of a range. Returns nonzero if the kernels do not support the heads. */
+int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
 {
-    Rooms at;
-    rooms(s, p->rows, p->memory, &at);
+    Scratch scratch;
+    layout_scratch(s, p->rows, p->memory, &scratch);
     const int64_t head = s->width, row = s->groups * s->queries * head, threads = p->threads;
-    for (const Layer *l = s->each; l < s->each + s->layers; l++) {
-        char *pool = p->pool + l->place * p->layer_bytes;
-        preamble_multiply(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, at.qkv, threads, &l->norm);
+    for (const DecoderLayer *l = s->layer_array; l < s->layer_array + s->layers; l++) {
+        char *pool = p->pool + l->pool_layer * p->layer_bytes;
+        preamble_gemm(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, scratch.qkv, threads, &l->norm);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && p->rows >= LANES)
         for (int64_t i = 0; i < p->rows; i++)
-            spread(s, p, l, i, at.qkv, at.q);
-        if (p->singles && preamble_attend(p->singles, at.q, row, head, pool, at.y))
+            split_qkv(s, p, l, i, scratch.qkv, scratch.q);
+        if (p->decode &&
+            preamble_decode_attention(p->decode, scratch.q, row, head, pool, scratch.attended))
             return 1;
-        if (p->runs && preamble_attend_runs(p->runs, at.q, row, head, pool, at.y))
+        if (p->prefill &&
+            preamble_prefill_attention(p->prefill, scratch.q, row, head, pool, scratch.attended))
             return 1;
-        if (p->asked && l == s->each + s->layers - 1)
-            second_half_of_some(s, p, l, &at);
+        if (p->output_rows && l == s->layer_array + s->layers - 1)
+            proj_and_mlp_of_rows(s, p, l, &scratch);
         else
-            second_half(s, l, &at, p->x, at.y, p->rows, threads);
+            proj_and_mlp(s, l, &scratch, p->x, scratch.attended, p->rows, threads);
     }
     return 0;
 }

@@ -1,7 +1,8 @@
-/* The likeliest token of some rows by half of what the head weighs, and by half of the work.
+/* Exact greedy argmax: int8 logit bounds screen the LM head, bf16 panels decide.
 
-   Bytes say of each token where its logit can lie; of those that can be the likeliest the logits
-   are made from the head itself, as gemm_bf16.c makes them, to the bit. */
+   The search reads half of the bf16 head's bytes and does half of its work. An int8 copy of the
+   head bounds each token's logit. The logits of the candidates are computed from the bf16 head, bit
+   by bit as gemm_bf16.c computes them. */
 
 #include <omp.h>
 
@@ -12,221 +13,236 @@
 #define ROWS_MAX 256 /* As in gpt/cpu/exact_argmax.py. */
 
 typedef struct {
-    Weight bytes;          /* As gemm_int8.c reads them. */
-    const float *errors;   /* The norm of what a column's bytes lack, or more, */
-    const float *norms;    /* and of what they are. */
-    const float *mean;     /* What all columns have in common, which the bytes lack. */
-    const uint16_t *exact; /* The same columns in panels of bf16. */
-    double norm_max;       /* No column has a larger norm, with what is common or without it. */
-} Shortlist;
+    PackedWeight int8_weight;  /* The head minus `column_mean`, in int8. */
+    const float *error_norms;  /* Upper bounds of each column's norm of the quantization error. */
+    const float *column_norms; /* Upper bounds of each quantized column's norm. */
+    const float *column_mean;  /* The mean of the columns, which the int8 copy does not contain. */
+    const uint16_t *bf16_panels; /* The head in bf16 panels. */
+    double norm_max;             /* The largest column norm, with or without the mean. */
+} ScreenedHead;
 
-/* By how much a logit that bytes say may be wrong: what a row is times what a column lacks, what
-   the row lacks times what the column is, and what is rounded on the way. What a row's logits have
-   in common bytes leave out. */
+/* Error bounds of a row's int8 logits. An int8 logit is wrong by at most norm * (norm of the
+   column's error) + error_norm * (norm of the quantized column) + slack, where slack is the
+   rounding error. `mean_logit` is the product of the row and the column mean, which int8 logits
+   leave out. */
 typedef struct {
-    float norm, gone, slack, common;
-} Doubt;
+    float norm, error_norm, slack, mean_logit;
+} RowError;
 
-/* What a row's largest logit must be, and in which panel there is such a one. */
+/* A lower bound of a row's largest logit, and a panel with such a logit. */
 typedef struct {
-    float least;
+    float logit;
     int32_t panel;
-} Known;
+} LowerBound;
 
 struct Bounds {
-    const Shortlist *list;
-    const Doubt *doubts; /* Of rows. */
-    float *upper; /* The most that any logit of a panel's can be, panel by panel, row by row. */
-    Known *known; /* Of each row, thread by thread. */
+    const ScreenedHead *head;
+    const RowError *errors; /* One for each row. */
+    float *upper;           /* Upper bounds of the logits of each panel and row: (panels, rows). */
+    LowerBound *lower;      /* Lower bounds for each thread and row: (threads, rows). */
 };
 
 typedef struct {
     float logit;
     int64_t column;
-} Best;
+} Candidate;
 
-/* What is in doubt of a row in bytes, with all that floats round on the way, here and in
-   gemm_bf16.c. */
-INT8 static Doubt doubt_of(const uint16_t *x, const Shortlist *s, const Group *bytes)
+/* The error bounds of a quantized row, including fp32 rounding here and in gemm_bf16.c. */
+TARGET_AVX512_VNNI static RowError row_error(const uint16_t *x, const ScreenedHead *s,
+                                             const QuantizedGroup *bytes)
 {
-    const int64_t channels = s->bytes.channels;
-    __m512 squares = _mm512_setzero_ps(), lost = squares, common = squares;
+    const int64_t channels = s->int8_weight.channels;
+    __m512 squares = _mm512_setzero_ps(), error_squares = squares, mean_products = squares;
     for (int64_t c = 0; c < channels; c += LANES) {
-        const __mmask16 there = first_lanes(channels - c);
-        const Group *group = bytes + c / GROUP;
-        const __m128i codes = _mm_loadu_si128((const __m128i *)(group->codes + c % GROUP));
-        const __m512 said = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)) * group->scale;
-        const __m512 y = widened(x + c, there);
+        const __mmask16 mask = lane_mask(channels - c);
+        const QuantizedGroup *group = bytes + c / GROUP_CHANNELS;
+        const __m128i codes = _mm_loadu_si128((const __m128i *)(group->codes + c % GROUP_CHANNELS));
+        const __m512 dequantized = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)) * group->scale;
+        const __m512 y = load_bf16(x + c, mask);
         squares += y * y;
-        lost += (y - said) * (y - said);
-        common += y * _mm512_maskz_loadu_ps(there, s->mean + c);
+        error_squares += (y - dequantized) * (y - dequantized);
+        mean_products += y * _mm512_maskz_loadu_ps(mask, s->column_mean + c);
     }
     const float norm = sqrtf(_mm512_reduce_add_ps(squares)) * 1.001f;
-    const float gone = sqrtf(_mm512_reduce_add_ps(lost)) * 1.001f + norm * 0x1p-20f;
-    /* Each of so many roundings is off by at most 2^-24 of what the norms allow. */
-    const float rounded = norm * (2 * channels + 256) * 0x1p-24f;
-    const float slack = (float)s->norm_max * rounded * 1.001f + 1e-22f;
-    return (Doubt){norm, gone, slack, _mm512_reduce_add_ps(common)};
+    const float error_norm = sqrtf(_mm512_reduce_add_ps(error_squares)) * 1.001f + norm * 0x1p-20f;
+    /* The error of each of 2 * channels + 256 roundings is at most 2^-24 of the bound that the
+       norms give. */
+    const float rounding = norm * (2 * channels + 256) * 0x1p-24f;
+    const float slack = (float)s->norm_max * rounding * 1.001f + 1e-22f;
+    return (RowError){norm, error_norm, slack, _mm512_reduce_add_ps(mean_products)};
 }
 
-/* What bytes say of one panel's columns and some rows. */
-INT8 void bound(const Product *p, const __m512 (*sum)[2], int64_t first, int64_t column, int rows)
+/* Updates the bounds of some rows from their int8 logits of one panel. */
+TARGET_AVX512_VNNI void update_bounds(const Gemm *p, const __m512 (*sum)[2], int64_t first,
+                                      int64_t column, int rows)
 {
     const Bounds *b = p->bounds;
-    const Shortlist *s = b->list;
-    const __m512 none = _mm512_set1_ps(-INFINITY);
+    const ScreenedHead *s = b->head;
+    const __m512 lowest = _mm512_set1_ps(-INFINITY);
     float *upper = b->upper + column / COLUMNS * p->rows + first;
-    Known *known = b->known + omp_get_thread_num() * p->rows + first;
+    LowerBound *lower = b->lower + omp_get_thread_num() * p->rows + first;
     for (int i = 0; i < rows; i++) {
-        const Doubt doubt = b->doubts[first + i];
-        __m512 most = none, must = none;
+        const RowError error = b->errors[first + i];
+        __m512 upper_logits = lowest, lower_logits = lowest;
         for (int half = 0; half < 2; half++) {
-            const int64_t at = column + half * LANES;
-            const __mmask16 there = first_lanes(s->bytes.columns - at);
-            __m512 by = _mm512_loadu_ps(s->errors + at) * doubt.norm + doubt.slack;
-            by = _mm512_loadu_ps(s->norms + at) * doubt.gone + by;
-            most = _mm512_mask_max_ps(most, there, most, sum[i][half] + by);
-            must = _mm512_mask_max_ps(must, there, must, sum[i][half] - by);
+            const int64_t begin = column + half * LANES;
+            const __mmask16 mask = lane_mask(s->int8_weight.columns - begin);
+            __m512 margin = _mm512_loadu_ps(s->error_norms + begin) * error.norm + error.slack;
+            margin = _mm512_loadu_ps(s->column_norms + begin) * error.error_norm + margin;
+            upper_logits =
+                _mm512_mask_max_ps(upper_logits, mask, upper_logits, sum[i][half] + margin);
+            lower_logits =
+                _mm512_mask_max_ps(lower_logits, mask, lower_logits, sum[i][half] - margin);
         }
-        /* Mostly there is nothing to see: a better logit is known. */
+        /* In most panels no logit reaches the known lower bound. */
         upper[i] = -INFINITY;
-        if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(known[i].least), _CMP_GE_OQ)) {
-            const float sure = _mm512_reduce_max_ps(must);
-            upper[i] = _mm512_reduce_max_ps(most);
-            if (sure > known[i].least)
-                known[i] = (Known){sure, column / COLUMNS};
+        if (_mm512_cmp_ps_mask(upper_logits, _mm512_set1_ps(lower[i].logit), _CMP_GE_OQ)) {
+            const float row_lower = _mm512_reduce_max_ps(lower_logits);
+            upper[i] = _mm512_reduce_max_ps(upper_logits);
+            if (row_lower > lower[i].logit)
+                lower[i] = (LowerBound){row_lower, column / COLUMNS};
         }
     }
 }
 
-static const Best NONE = {-INFINITY, INT64_MAX};
+static const Candidate NO_CANDIDATE = {-INFINITY, INT64_MAX};
 
-INLINE int better(Best a, Best b)
+INLINE int is_better(Candidate a, Candidate b)
 {
     return a.logit > b.logit || (a.logit == b.logit && a.column < b.column);
 }
 
-/* The best column of a panel of the head, of a row's, if it is better than the best so far. */
-INT8 static void look(const Shortlist *s, const uint16_t *x, int64_t panel, Best *best)
+/* Computes a row's logits of one panel in bf16, and updates `best` if a logit is better. */
+TARGET_AVX512_VNNI static void score_panel(const ScreenedHead *s, const uint16_t *x, int64_t panel,
+                                           Candidate *best)
 {
-    const int64_t channels = s->bytes.channels;
+    const int64_t channels = s->int8_weight.channels;
     __m512 logits[1][2] = {{_mm512_setzero_ps(), _mm512_setzero_ps()}};
-    add(logits, x, channels, s->exact + panel * channels * COLUMNS, channels / 2, 1);
+    accumulate(logits, x, channels, s->bf16_panels + panel * channels * COLUMNS, channels / 2, 1);
     for (int half = 0; half < 2; half++) {
         const int64_t column = panel * COLUMNS + half * LANES;
-        const __mmask16 there = first_lanes(s->bytes.columns - column);
-        const float largest = _mm512_mask_reduce_max_ps(there, logits[0][half]);
-        const __mmask16 where = _mm512_mask_cmp_ps_mask(there, logits[0][half],
-                                                        _mm512_set1_ps(largest), _CMP_EQ_OQ);
-        const Best found = {largest, column + __builtin_ctz(where | 1 << LANES)};
-        if (where && better(found, *best))
-            *best = found;
+        const __mmask16 mask = lane_mask(s->int8_weight.columns - column);
+        const float largest = _mm512_mask_reduce_max_ps(mask, logits[0][half]);
+        const __mmask16 ties =
+            _mm512_mask_cmp_ps_mask(mask, logits[0][half], _mm512_set1_ps(largest), _CMP_EQ_OQ);
+        const Candidate candidate = {largest, column + __builtin_ctz(ties | 1 << LANES)};
+        if (ties && is_better(candidate, *best))
+            *best = candidate;
     }
 }
 
-/* Some rows' largest logits, while they are sought. */
+/* The state of the search for the largest logits of some rows. */
 typedef struct {
-    Product product; /* Of the bytes. */
+    Gemm product; /* The int8 GEMM. */
     const uint16_t *x;
     uint16_t *normed;
-    Best best[ROWS_MAX];
-    Known known[ROWS_MAX];
+    Candidate best[ROWS_MAX];
+    LowerBound lower[ROWS_MAX];
 } Search;
 
-/* A row in bytes; normed first, if there is a norm. */
-INT8 static Doubt begin(const Search *search, const Norm *norm, const uint16_t *from, int64_t row)
+/* Quantizes a row, through the norm if it is not NULL, and returns its error bounds. */
+TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const NormArgs *norm,
+                                                  const uint16_t *from, int64_t row)
 {
-    const Product *p = &search->product;
+    const Gemm *p = &search->product;
     const int64_t channels = p->weight->channels;
-    Group *bytes = p->groups + row * groups_of(channels);
+    QuantizedGroup *bytes = p->groups + row * group_count(channels);
     const uint16_t *x = search->x + row * channels;
     if (norm)
         norm_row(norm, from + row * channels, channels, search->normed + row * channels);
-    bring_to_bytes(x, channels, bytes);
-    return doubt_of(x, p->bounds->list, bytes);
+    quantize_row(x, channels, bytes);
+    return row_error(x, p->bounds->head, bytes);
 }
 
-/* Looks where a row's largest logit likely is: then few others can be larger. */
-INT8 static void look_first(Search *search, int64_t row, int64_t threads)
+/* Scores the panel with the row's highest lower bound. Few other panels can then have a larger
+   logit. */
+TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
 {
     const Bounds *bounds = search->product.bounds;
-    const Doubt *doubt = bounds->doubts + row;
-    Known *known = search->known + row;
-    *known = bounds->known[row];
+    const RowError *error = bounds->errors + row;
+    LowerBound *lower = search->lower + row;
+    *lower = bounds->lower[row];
     for (int64_t i = 1; i < threads; i++)
-        if (bounds->known[i * search->product.rows + row].least > known->least)
-            *known = bounds->known[i * search->product.rows + row];
-    if (known->panel < 0)
+        if (bounds->lower[i * search->product.rows + row].logit > lower->logit)
+            *lower = bounds->lower[i * search->product.rows + row];
+    if (lower->panel < 0)
         return;
-    Best *best = search->best + row;
-    look(bounds->list, search->x + row * bounds->list->bytes.channels, known->panel, best);
-    known->least = fmaxf(known->least, best->logit - doubt->common - 2 * doubt->slack);
+    Candidate *best = search->best + row;
+    score_panel(bounds->head, search->x + row * bounds->head->int8_weight.channels, lower->panel,
+                best);
+    lower->logit = fmaxf(lower->logit, best->logit - error->mean_logit - 2 * error->slack);
 }
 
-/* Looks at a panel for each row of which it can have the largest logit; for how many. */
-INT8 static int64_t look_on(const Search *search, int64_t panel, Best *best)
+/* Scores a panel for each row whose largest logit the panel may contain, unless the panel was
+   scored as the row's likeliest panel. Returns the number of scored rows. */
+TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, int64_t panel,
+                                                        Candidate *best)
 {
-    const Shortlist *s = search->product.bounds->list;
+    const ScreenedHead *s = search->product.bounds->head;
     const int64_t rows = search->product.rows;
     const float *upper = search->product.bounds->upper + panel * rows;
     int64_t count = 0;
     for (int64_t row = 0; row < rows; row++)
-        if (upper[row] >= search->known[row].least && search->known[row].panel != panel)
-            look(s, search->x + row * s->bytes.channels, panel, best + row), count++;
+        if (upper[row] >= search->lower[row].logit && search->lower[row].panel != panel)
+            score_panel(s, search->x + row * s->int8_weight.channels, panel, best + row), count++;
     return count;
 }
 
-/* The place of each row's largest logit, the first of equals, for at most ROWS_MAX rows, which go
-   through a norm first, if there is one. Answers how many panels of the head it took; -1: of such
-   rows nothing can be said here. */
-INT8 int64_t preamble_shortlist(const Shortlist *s, const Norm *norm, const uint16_t *x,
-                                int64_t rows, int64_t *best, int64_t threads)
+/* The column of each row's largest logit; for ties the first column. For at most ROWS_MAX rows,
+   which pass through the norm if it is not NULL. Returns how often a panel was scored for a row, or
+   -1 if a row's norm is outside the supported range. */
+TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const NormArgs *norm,
+                                                    const uint16_t *x, int64_t rows, int64_t *best,
+                                                    int64_t threads)
 {
-    const int64_t channels = s->bytes.channels;
-    const int64_t panels = (s->bytes.columns + COLUMNS - 1) / COLUMNS;
-    const int64_t share = panels / (threads * 8) + 1;
-    const int64_t known = threads * rows * sizeof(Known), upper = panels * rows * sizeof(float);
-    const int64_t bytes = rows * groups_of(channels) * sizeof(Group);
-    char *room = room_for(known + upper + bytes + (norm ? rows * channels * sizeof *x : 0));
-    Doubt doubts[ROWS_MAX];
-    Bounds bounds = {s, doubts, (float *)(room + known), (Known *)room};
-    Search search = {.product = {.weight = &s->bytes, .rows = rows, .bounds = &bounds}};
-    search.product.groups = (Group *)(room + known + upper);
-    search.normed = (uint16_t *)(room + known + upper + bytes);
+    const int64_t channels = s->int8_weight.channels;
+    const int64_t panels = (s->int8_weight.columns + COLUMNS - 1) / COLUMNS;
+    const int64_t panels_per_turn = panels / (threads * 8) + 1;
+    const int64_t lower_bytes = threads * rows * sizeof(LowerBound),
+                  upper_bytes = panels * rows * sizeof(float);
+    const int64_t group_bytes = rows * group_count(channels) * sizeof(QuantizedGroup);
+    char *scratch = thread_scratch(lower_bytes + upper_bytes + group_bytes +
+                                   (norm ? rows * channels * sizeof *x : 0));
+    RowError errors[ROWS_MAX];
+    Bounds bounds = {s, errors, (float *)(scratch + lower_bytes), (LowerBound *)scratch};
+    Search search = {.product = {.weight = &s->int8_weight, .rows = rows, .bounds = &bounds}};
+    search.product.groups = (QuantizedGroup *)(scratch + lower_bytes + upper_bytes);
+    search.normed = (uint16_t *)(scratch + lower_bytes + upper_bytes + group_bytes);
     search.x = norm ? search.normed : x;
-    int64_t looked = rows, odd = 0;
+    int64_t scored = rows, nonfinite_rows = 0;
     for (int64_t row = 0; row < rows; row++)
-        search.best[row] = NONE;
+        search.best[row] = NO_CANDIDATE;
     for (int64_t i = 0; i < threads * rows; i++)
-        bounds.known[i] = (Known){-INFINITY, -1};
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : looked, odd)
+        bounds.lower[i] = (LowerBound){-INFINITY, -1};
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : scored, nonfinite_rows)
     {
-        Best mine[ROWS_MAX]; /* Of this thread. */
+        Candidate thread_best[ROWS_MAX];
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
-            doubts[row] = begin(&search, norm, x, row);
-            /* Beyond these squares are lost, or infinite; so is what is not finite. */
-            odd += !(doubts[row].norm > 1e-10f && doubts[row].norm < 1e10f);
+            errors[row] = quantize_query(&search, norm, x, row);
+            /* Outside this range, squares underflow or overflow in fp32. Rows that are not finite
+               are outside too. */
+            nonfinite_rows += !(errors[row].norm > 1e-10f && errors[row].norm < 1e10f);
         }
-#pragma omp for schedule(dynamic, share)
+#pragma omp for schedule(dynamic, panels_per_turn)
         for (int64_t panel = 0; panel < panels; panel++)
-            multiply_bytes(&search.product, panel);
+            gemm_int8_panel(&search.product, panel);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t row = 0; row < rows; row++)
-            look_first(&search, row, threads);
+            score_likeliest_panel(&search, row, threads);
         for (int64_t row = 0; row < rows; row++)
-            mine[row] = NONE;
-#pragma omp for schedule(dynamic, share) nowait
+            thread_best[row] = NO_CANDIDATE;
+#pragma omp for schedule(dynamic, panels_per_turn) nowait
         for (int64_t panel = 0; panel < panels; panel++)
-            looked += look_on(&search, panel, mine);
+            scored += score_candidate_panel(&search, panel, thread_best);
 #pragma omp critical
         for (int64_t row = 0; row < rows; row++)
-            if (better(mine[row], search.best[row]))
-                search.best[row] = mine[row];
+            if (is_better(thread_best[row], search.best[row]))
+                search.best[row] = thread_best[row];
     }
     for (int64_t row = 0; row < rows; row++)
-        best[row] = odd ? 0 : search.best[row].column;
-    return odd ? -1 : looked;
+        best[row] = nonfinite_rows ? 0 : search.best[row].column;
+    return nonfinite_rows ? -1 : scored;
 }
 
 #endif

@@ -1,10 +1,11 @@
-/* Attention of prompts: long runs of new tokens, whose keys are all in the pool.
+/* Prefill attention over the paged KV cache: runs of new tokens, with shared-prefix batching.
 
-   A piece is some queries of one group: of one run, or of several that begin with the same blocks,
-   as tasks on one document do. It brings a segment's keys and values into panels, once for all who
-   share them, and multiplies tiles of its queries with them; softmax goes on from segment to
-   segment. Segments are cut at their places in the sequence, and a tile's queries are of one run,
-   so a query's sums depend neither on how its prompt was cut nor on who is beside it. */
+   A run is the new tokens of one sequence. A task is some queries of one KV head, from one run or
+   from several runs that begin with the same blocks, for example prompts about one document. A task
+   packs a segment's keys and values into panels, once for all runs that share the segment, and
+   multiplies tiles of its queries with them. The softmax is updated from segment to segment.
+   Segment bounds are positions in the sequence, and a tile's queries belong to one run, so a
+   query's sums depend neither on the chunks of its prompt nor on other runs. */
 
 #include <omp.h>
 
@@ -12,64 +13,65 @@
 
 #if defined(__x86_64__)
 
-#define PIECE 192        /* Queries of a piece, where a head is no wider than 128. */
-#define MADE (PIECE * 128)
+#define TASK_QUERIES 192 /* Queries of a task, for heads of at most 128 channels. */
+#define OUT_ELEMENTS (TASK_QUERIES * 128)
 
 typedef struct {
-    int64_t run, first, count; /* Queries, numbered token by token, and in a token head by head. */
-} Part;
+    int64_t run, first, count; /* A run's queries are numbered by token, then by head. */
+} RunPart;
 
 typedef struct {
-    int64_t pieces, groups, queries, width, block_tokens, table_width;
-    int64_t window;          /* 0: none. */
+    int64_t tasks, groups, queries, width, block_tokens, table_width;
+    int64_t window; /* 0: none. */
     int64_t threads;
     double scale;
-    const int64_t *row;      /* Where each run's first token stands in q. */
-    const int64_t *past;     /* Its tokens that were there before. */
-    const int64_t *sequence; /* Its row of the tables. */
-    const int64_t *tables;   /* Blocks of each sequence. */
-    const Part *parts;
-    const int64_t *begins;   /* The first part of each piece, and of one after the last. */
-    const int64_t *shared;   /* Keys of each piece, in whole segments, that its runs all have. */
-    void *desks;             /* One for each thread: a stack may be too small for them. */
-} Runs;
+    const int64_t *row;          /* The row of each run's first token in q. */
+    const int64_t *past;         /* Each run's number of tokens that were already in the cache. */
+    const int64_t *sequence;     /* Each run's row in the block tables. */
+    const int64_t *block_tables; /* Blocks of each sequence. */
+    const RunPart *parts;
+    const int64_t *part_starts; /* Index of each task's first part, then the number of parts. */
+    const int64_t *shared_keys; /* How many keys the runs of each task share, in whole segments. */
+    void *scratch;              /* One WorkerScratch per thread; it may be too large for a stack. */
+} PrefillArgs;
 
 typedef struct {
-    uint16_t keys[SEGMENT * WIDTH_MAX]; /* Panels of 32 keys. */
-    uint16_t values[SEGMENT * WIDTH_MAX]; /* Panels of 32 channels; keys are side by side. */
-    uint16_t queries[PIECE * 128];
-    float made[MADE];
-    float most[PIECE], sum[PIECE];
-    int64_t end[PIECE]; /* A query sees the keys before this; 0: there is none at its place. */
-} Desk;
+    uint16_t keys[SEGMENT * HEAD_DIM_MAX];   /* Panels of 32 keys. */
+    uint16_t values[SEGMENT * HEAD_DIM_MAX]; /* Panels of 32 channels, by pairs of keys. */
+    uint16_t queries[TASK_QUERIES * 128];
+    float out[OUT_ELEMENTS];
+    float max[TASK_QUERIES], sum[TASK_QUERIES];
+    int64_t end[TASK_QUERIES]; /* Each query sees the keys before this position; 0: padding. */
+} WorkerScratch;
 
-/* Panels of the segment from `start` on: of its keys [low, high), and nothing in other places. */
-BF16 static void lay_out(const Runs *r, int64_t run, int64_t group, const char *kv, int64_t start,
-                         int64_t low, int64_t high, Desk *desk)
+/* Packs the segment that begins at `start`: its keys [low, high), and zeros for other positions. */
+TARGET_AVX512_BF16 static void pack_segment(const PrefillArgs *r, int64_t run, int64_t group,
+                                            const char *kv, int64_t start, int64_t low,
+                                            int64_t high, WorkerScratch *scratch)
 {
-    static const uint16_t nothing[WIDTH_MAX];
+    static const uint16_t zeros[HEAD_DIM_MAX];
     const uint16_t *keys[SEGMENT], *values[SEGMENT];
-    const int64_t *table = r->tables + r->sequence[run] * r->table_width;
+    const int64_t *table = r->block_tables + r->sequence[run] * r->table_width;
     const int64_t size = r->block_tokens, width = r->width;
     const int end = (high - start + COLUMNS - 1) / COLUMNS * COLUMNS;
     for (int i = 0; i < end; i++) {
         int64_t key = start + i;
-        int there = key >= low && key < high;
-        int64_t line = there ? table[key / size] * 2 * r->groups + group : 0;
+        int in_range = key >= low && key < high;
+        int64_t line = in_range ? table[key / size] * 2 * r->groups + group : 0;
         const uint16_t *from = (const uint16_t *)kv + (line * size + key % size) * width;
-        keys[i] = there ? from : nothing;
-        values[i] = there ? from + r->groups * size * width : nothing;
+        keys[i] = in_range ? from : zeros;
+        values[i] = in_range ? from + r->groups * size * width : zeros;
     }
     for (int i = 0; i < end; i += LANES) {
-        uint16_t *to = desk->keys + i / COLUMNS * COLUMNS * width + i % COLUMNS * 2;
+        uint16_t *to = scratch->keys + i / COLUMNS * COLUMNS * width + i % COLUMNS * 2;
         for (int64_t c = 0; c < width / 2; c += LANES) {
             Ints x[LANES];
-            __mmask16 lanes = first_lanes(width / 2 - c);
+            __mmask16 mask = lane_mask(width / 2 - c);
 #pragma GCC unroll 16
             for (int t = 0; t < LANES; t++)
-                x[t] = (Ints)_mm512_maskz_loadu_epi32(lanes, keys[i + t] + 2 * c);
-            turn(x);
-            if (lanes == 0xffff)
+                x[t] = (Ints)_mm512_maskz_loadu_epi32(mask, keys[i + t] + 2 * c);
+            transpose_16x16(x);
+            if (mask == 0xffff)
 #pragma GCC unroll 16
                 for (int t = 0; t < LANES; t++)
                     *(Ints *)(to + (c + t) * 2 * COLUMNS) = x[t];
@@ -81,59 +83,61 @@ BF16 static void lay_out(const Runs *r, int64_t run, int64_t group, const char *
     uint16_t order[2][32];
     for (int i = 0; i < 64; i++)
         order[i / 32][i % 32] = i / 2 + i % 2 * 32;
-    const __m512i left = _mm512_loadu_si512(order[0]), right = _mm512_loadu_si512(order[1]);
+    const __m512i low_order = _mm512_loadu_si512(order[0]),
+                  high_order = _mm512_loadu_si512(order[1]);
     for (int64_t c = 0; c < width; c += COLUMNS) {
-        __mmask32 lanes = width - c >= 32 ? 0xffffffff : (1u << (width - c)) - 1;
-        uint16_t *to = desk->values + c * SEGMENT;
+        __mmask32 mask = width - c >= 32 ? 0xffffffff : (1u << (width - c)) - 1;
+        uint16_t *to = scratch->values + c * SEGMENT;
         for (int i = 0; i < end; i += 2, to += 2 * COLUMNS) {
-            __m512i a = _mm512_maskz_loadu_epi16(lanes, values[i] + c);
-            __m512i b = _mm512_maskz_loadu_epi16(lanes, values[i + 1] + c);
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, left, b));
-            _mm512_storeu_si512(to + COLUMNS, _mm512_permutex2var_epi16(a, right, b));
+            __m512i a = _mm512_maskz_loadu_epi16(mask, values[i] + c);
+            __m512i b = _mm512_maskz_loadu_epi16(mask, values[i + 1] + c);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low_order, b));
+            _mm512_storeu_si512(to + COLUMNS, _mm512_permutex2var_epi16(a, high_order, b));
         }
     }
 }
 
-/* A row's scores of the columns [low, high) become weights; those beside them, from `begin` to
-   `end`, nothing. What was made of keys before is to be multiplied by the answer. */
-BF16 INLINE float weigh_row(const float *scores, uint16_t *weights, int begin, int end, int low,
-                            int high, float scale, float *most, float *sum)
+/* Replaces a row's scores of the columns [low, high) with softmax weights, and the other columns
+   from `begin` to `end` with zeros. Returns the factor for the output of earlier segments. */
+TARGET_AVX512_BF16 INLINE float softmax_row(const float *scores, uint16_t *weights, int begin,
+                                            int end, int low, int high, float scale, float *max,
+                                            float *sum)
 {
-    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    __m512 lane_max = _mm512_set1_ps(-INFINITY), lane_sum = _mm512_setzero_ps();
     for (int c = begin; c < end; c += LANES) {
-        __mmask16 lanes = first_lanes(high - c) & ~first_lanes(low - c);
-        top = _mm512_mask_max_ps(top, lanes, top, _mm512_loadu_ps(scores + c));
+        __mmask16 mask = lane_mask(high - c) & ~lane_mask(low - c);
+        lane_max = _mm512_mask_max_ps(lane_max, mask, lane_max, _mm512_loadu_ps(scores + c));
     }
-    float best = _mm512_reduce_max_ps(top) * scale;
-    best = best > *most ? best : *most;
+    float new_max = _mm512_reduce_max_ps(lane_max) * scale;
+    new_max = new_max > *max ? new_max : *max;
     for (int c = begin; c < end; c += LANES) {
-        __mmask16 lanes = first_lanes(high - c) & ~first_lanes(low - c);
-        __m512 x = exponential(_mm512_loadu_ps(scores + c) * scale - best);
-        x = _mm512_maskz_mov_ps(lanes, x);
-        total += x;
+        __mmask16 mask = lane_mask(high - c) & ~lane_mask(low - c);
+        __m512 x = exp_avx512(_mm512_loadu_ps(scores + c) * scale - new_max);
+        x = _mm512_maskz_mov_ps(mask, x);
+        lane_sum += x;
         _mm256_storeu_si256((__m256i *)(weights + c), (__m256i)_mm512_cvtneps_pbh(x));
     }
-    float before = *most == best ? 1.0f : expf(*most - best);
-    *sum = *sum * before + _mm512_reduce_add_ps(total);
-    *most = best;
-    return before;
+    float rescale = *max == new_max ? 1.0f : expf(*max - new_max);
+    *sum = *sum * rescale + _mm512_reduce_add_ps(lane_sum);
+    *max = new_max;
+    return rescale;
 }
 
-/* What the tile of queries from `first` on makes of the segment on the desk. */
-BF16 static void attend_tile(const Runs *r, int64_t start, int64_t low, int64_t high,
-                             int64_t first, Desk *desk)
+/* Attention of the tile of queries that begins at `first` over the packed segment. */
+TARGET_AVX512_BF16 static void attend_tile(const PrefillArgs *r, int64_t start, int64_t low,
+                                           int64_t high, int64_t first, WorkerScratch *scratch)
 {
     float scores[TILE][SEGMENT];
     uint16_t weights[TILE][SEGMENT];
-    const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    int seen[TILE][2]; /* Columns that a row sees: from, to. */
+    const int64_t width = r->width, padded_width = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    int visible[TILE][2]; /* The columns that each row sees: begin, end. */
     int begin = SEGMENT, end = 0;
     for (int i = 0; i < TILE; i++) {
-        int64_t last = desk->end[first + i];
+        int64_t last = scratch->end[first + i];
         int64_t from = r->window && last - r->window > low ? last - r->window : low;
         int64_t to = last < high ? last : high;
-        seen[i][0] = from - start;
-        seen[i][1] = to - start;
+        visible[i][0] = from - start;
+        visible[i][1] = to - start;
         if (from < to) {
             begin = from - start < begin ? from - start : begin;
             end = to - start > end ? to - start : end;
@@ -148,136 +152,152 @@ BF16 static void attend_tile(const Runs *r, int64_t start, int64_t low, int64_t 
 #pragma GCC unroll 12
         for (int i = 0; i < TILE; i++)
             sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-        add(sum, desk->queries + first * width, width, desk->keys + c * width, width / 2, TILE);
+        accumulate(sum, scratch->queries + first * width, width, scratch->keys + c * width,
+                   width / 2, TILE);
 #pragma GCC unroll 12
         for (int i = 0; i < TILE; i++) {
             _mm512_storeu_ps(scores[i] + c, sum[i][0]);
             _mm512_storeu_ps(scores[i] + c + LANES, sum[i][1]);
         }
     }
-    float before[TILE];
+    float rescale[TILE];
     for (int i = 0; i < TILE; i++) {
-        before[i] = 1;
-        if (seen[i][0] < seen[i][1])
-            before[i] = weigh_row(scores[i], weights[i], begin, end, seen[i][0], seen[i][1],
-                                  r->scale, desk->most + first + i, desk->sum + first + i);
+        rescale[i] = 1;
+        if (visible[i][0] < visible[i][1])
+            rescale[i] =
+                softmax_row(scores[i], weights[i], begin, end, visible[i][0], visible[i][1],
+                            r->scale, scratch->max + first + i, scratch->sum + first + i);
         else
             memset(weights[i] + begin, 0, (end - begin) * 2);
     }
     for (int64_t c = 0; c < width; c += COLUMNS) {
-        float *made = desk->made + first * wide + c;
+        float *out = scratch->out + first * padded_width + c;
 #pragma GCC unroll 12
         for (int i = 0; i < TILE; i++) {
-            sum[i][0] = _mm512_loadu_ps(made + i * wide) * before[i];
-            sum[i][1] = _mm512_loadu_ps(made + i * wide + LANES) * before[i];
+            sum[i][0] = _mm512_loadu_ps(out + i * padded_width) * rescale[i];
+            sum[i][1] = _mm512_loadu_ps(out + i * padded_width + LANES) * rescale[i];
         }
-        add(sum, weights[0] + begin, SEGMENT, desk->values + c * SEGMENT + begin * COLUMNS,
-            (end - begin) / 2, TILE);
+        accumulate(sum, weights[0] + begin, SEGMENT,
+                   scratch->values + c * SEGMENT + begin * COLUMNS, (end - begin) / 2, TILE);
 #pragma GCC unroll 12
         for (int i = 0; i < TILE; i++) {
-            _mm512_storeu_ps(made + i * wide, sum[i][0]);
-            _mm512_storeu_ps(made + i * wide + LANES, sum[i][1]);
+            _mm512_storeu_ps(out + i * padded_width, sum[i][0]);
+            _mm512_storeu_ps(out + i * padded_width + LANES, sum[i][1]);
         }
     }
 }
 
-/* The segments of a run's keys from `low` to `high`, for the tiles from `first` to `last`. */
-BF16 static void attend_keys(const Runs *r, int64_t run, int64_t group, const char *kv,
-                             int64_t low, int64_t high, int64_t first, int64_t last, Desk *desk)
+/* Attention of the task's queries [first, last) over a run's keys [low, high), segment by segment
+   and tile by tile. */
+TARGET_AVX512_BF16 static void attend_keys(const PrefillArgs *r, int64_t run, int64_t group,
+                                           const char *kv, int64_t low, int64_t high, int64_t first,
+                                           int64_t last, WorkerScratch *scratch)
 {
     for (int64_t start = low / SEGMENT * SEGMENT; start < high; start += SEGMENT) {
         int64_t from = start < low ? low : start;
         int64_t to = start + SEGMENT < high ? start + SEGMENT : high;
-        lay_out(r, run, group, kv, start, from, to, desk);
+        pack_segment(r, run, group, kv, start, from, to, scratch);
         for (int64_t tile = first; tile < last; tile += TILE)
-            attend_tile(r, start, from, to, tile, desk);
+            attend_tile(r, start, from, to, tile, scratch);
     }
 }
 
-/* Where in a batch a part's query stands: its token's row, and its head. */
-INLINE int64_t token_of(const Runs *r, const Part *part, int64_t i)
+/* The row of q that holds the token of a part's query i. `query_head` returns the query's head. */
+INLINE int64_t token_row(const PrefillArgs *r, const RunPart *part, int64_t i)
 {
     return r->row[part->run] + (part->first + i) / r->queries;
 }
 
-INLINE int64_t head_of(const Runs *r, const Part *part, int64_t group, int64_t i)
+INLINE int64_t query_head(const PrefillArgs *r, const RunPart *part, int64_t group, int64_t i)
 {
     return group * r->queries + (part->first + i) % r->queries;
 }
 
-INLINE int64_t tiles(const Part *part) { return (part->count + TILE - 1) / TILE * TILE; }
+INLINE int64_t padded_queries(const RunPart *part)
+{
+    return (part->count + TILE - 1) / TILE * TILE;
+}
 
 /* The first key that any of a part's queries sees. */
-INLINE int64_t first_key(const Runs *r, const Part *part)
+INLINE int64_t first_visible_key(const PrefillArgs *r, const RunPart *part)
 {
     int64_t end = r->past[part->run] + part->first / r->queries + 1;
     return r->window && end > r->window ? end - r->window : 0;
 }
 
-BF16 static void attend_piece(const Runs *r, int64_t piece, int64_t group, const uint16_t *q,
-                              int64_t row_stride, int64_t head_stride, const char *kv,
-                              uint16_t *out)
+TARGET_AVX512_BF16 static void attend_task(const PrefillArgs *r, int64_t task, int64_t group,
+                                           const uint16_t *q, int64_t row_stride,
+                                           int64_t head_stride, const char *kv, uint16_t *out)
 {
-    Desk *desk = (Desk *)r->desks + omp_get_thread_num();
-    const int64_t width = r->width, wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    const Part *parts = r->parts + r->begins[piece], *last = r->parts + r->begins[piece + 1];
-    const int64_t shared = r->shared[piece];
+    WorkerScratch *scratch = (WorkerScratch *)r->scratch + omp_get_thread_num();
+    const int64_t width = r->width, padded_width = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const RunPart *parts = r->parts + r->part_starts[task],
+                  *last = r->parts + r->part_starts[task + 1];
+    const int64_t shared_keys = r->shared_keys[task];
     int64_t at = 0, low = INT64_MAX;
-    for (const Part *part = parts; part < last; at += tiles(part), part++) {
-        for (int64_t i = 0; i < tiles(part); i++) {
-            uint16_t *to = desk->queries + (at + i) * width;
-            desk->most[at + i] = -INFINITY, desk->sum[at + i] = desk->end[at + i] = 0;
+    for (const RunPart *part = parts; part < last; at += padded_queries(part), part++) {
+        for (int64_t i = 0; i < padded_queries(part); i++) {
+            uint16_t *to = scratch->queries + (at + i) * width;
+            scratch->max[at + i] = -INFINITY, scratch->sum[at + i] = scratch->end[at + i] = 0;
             if (i >= part->count) {
                 memset(to, 0, width * 2);
                 continue;
             }
-            desk->end[at + i] = r->past[part->run] + (part->first + i) / r->queries + 1;
-            memcpy(to, q + token_of(r, part, i) * row_stride +
-                           head_of(r, part, group, i) * head_stride, width * 2);
+            scratch->end[at + i] = r->past[part->run] + (part->first + i) / r->queries + 1;
+            memcpy(to,
+                   q + token_row(r, part, i) * row_stride +
+                       query_head(r, part, group, i) * head_stride,
+                   width * 2);
         }
-        low = first_key(r, part) < low ? first_key(r, part) : low;
+        low = first_visible_key(r, part) < low ? first_visible_key(r, part) : low;
     }
-    memset(desk->made, 0, at * wide * sizeof(float));
-    attend_keys(r, parts->run, group, kv, low, shared, 0, at, desk);
+    memset(scratch->out, 0, at * padded_width * sizeof(float));
+    attend_keys(r, parts->run, group, kv, low, shared_keys, 0, at, scratch);
     at = 0;
-    for (const Part *part = parts; part < last; at += tiles(part), part++) {
-        int64_t from = first_key(r, part) > shared ? first_key(r, part) : shared;
+    for (const RunPart *part = parts; part < last; at += padded_queries(part), part++) {
+        int64_t from =
+            first_visible_key(r, part) > shared_keys ? first_visible_key(r, part) : shared_keys;
         int64_t to = r->past[part->run] + (part->first + part->count - 1) / r->queries + 1;
-        attend_keys(r, part->run, group, kv, from, to, at, at + tiles(part), desk);
+        attend_keys(r, part->run, group, kv, from, to, at, at + padded_queries(part), scratch);
         for (int64_t i = 0; i < part->count; i++) {
-            int64_t head = head_of(r, part, group, i);
-            uint16_t *made = out + (token_of(r, part, i) * r->groups * r->queries + head) * width;
-            float share = 1.0f / desk->sum[at + i];
+            int64_t head = query_head(r, part, group, i);
+            uint16_t *row_out =
+                out + (token_row(r, part, i) * r->groups * r->queries + head) * width;
+            float inverse_sum = 1.0f / scratch->sum[at + i];
             for (int64_t c = 0; c < width; c += LANES) {
-                __m512 x = _mm512_loadu_ps(desk->made + (at + i) * wide + c) * share;
-                _mm256_mask_storeu_epi16(made + c, first_lanes(width - c),
+                __m512 x =
+                    _mm512_loadu_ps(scratch->out + (at + i) * padded_width + c) * inverse_sum;
+                _mm256_mask_storeu_epi16(row_out + c, lane_mask(width - c),
                                          (__m256i)_mm512_cvtneps_pbh(x));
             }
         }
     }
 }
 
-/* What a thread needs to work at. */
-int64_t preamble_desk_bytes(void) { return sizeof(Desk); }
+/* Bytes of scratch memory for each thread. */
+int64_t preamble_prefill_scratch_bytes(void) { return sizeof(WorkerScratch); }
 
-/* How many queries a piece has at most, those that fill a part's last tile counted. */
-int64_t preamble_piece_queries(int64_t width)
+/* The largest number of queries in a task, including the padding of each part's last tile. */
+int64_t preamble_prefill_task_queries(int64_t width)
 {
-    const int64_t wide = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    return MADE / wide < PIECE ? MADE / wide / TILE * TILE : PIECE;
+    const int64_t padded_width = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    return OUT_ELEMENTS / padded_width < TASK_QUERIES ? OUT_ELEMENTS / padded_width / TILE * TILE
+                                                      : TASK_QUERIES;
 }
 
-/* Runs of bf16 rows of q (strides in numbers: of a row, of a head) to the same rows of `out`. */
-int preamble_attend_runs(const void *runs, const void *q, int64_t row_stride,
-                         int64_t head_stride, const void *kv, void *out)
+/* Attention for runs of bf16 rows of q. `row_stride` and `head_stride` are the strides of q in
+   elements. Writes the same rows of `out`. Returns nonzero if the kernel does not support the heads
+   or the CPU. */
+int preamble_prefill_attention(const void *args, const void *q, int64_t row_stride,
+                               int64_t head_stride, const void *kv, void *out)
 {
-    const Runs *r = runs;
-    if (r->width > WIDTH_MAX || r->width % 2 || machine < AVX512_BF16)
+    const PrefillArgs *r = args;
+    if (r->width > HEAD_DIM_MAX || r->width % 2 || isa_level < AVX512_BF16)
         return 1;
-    /* The last piece of a run sees the most keys, so it goes first. */
+    /* The last task of a run sees the most keys, so tasks start in reverse order. */
 #pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
-    for (int64_t task = r->pieces * r->groups - 1; task >= 0; task--)
-        attend_piece(r, task / r->groups, task % r->groups, q, row_stride, head_stride, kv, out);
+    for (int64_t index = r->tasks * r->groups - 1; index >= 0; index--)
+        attend_task(r, index / r->groups, index % r->groups, q, row_stride, head_stride, kv, out);
     return 0;
 }
 

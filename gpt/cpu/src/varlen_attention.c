@@ -1,52 +1,54 @@
-/* Attention of whole sequences, and its gradients, for learning.
+/* Varlen attention of whole sequences for training, with its backward pass.
 
-   A sequence may see another's tokens, its parent's, before its own. 32 queries of a head are
-   worked on at once, as the columns of a panel: their scores lie key by key, so that a key's are a
-   row of a product again, and nothing is turned but what comes out. */
+   A sequence may see the tokens of another sequence, its parent, before its own tokens. 32 queries
+   of a head are computed at once, as the columns of a panel. Their scores are stored key by key, so
+   a key's scores are a row of the next GEMM, and only the output is transposed. */
 
 #include "packed_weight.h"
 
 #if defined(__x86_64__)
 #include <omp.h>
 
-#define SOME 8 /* Rows of a product whose panel is made anew for every 32 queries. */
+/* Rows of a tile in `gemm_transposed`. Its panel is packed again for every 32 queries. */
+#define TRANSPOSED_TILE_ROWS 8
 
 typedef struct {
     int64_t sequences, tokens, heads, groups, width, threads;
     double scale;
-    const int64_t *start, *length, *parent, *past; /* Of each sequence, in flat rows. */
-} Families;
+    const int64_t *start, *length, *parent, *past; /* For each sequence, in flat rows. */
+} VarlenArgs;
 
 typedef struct {
     const uint16_t *q, *k, *v, *dy;
-    uint16_t *out, *dk, *dv; /* `out`: what is attended; with dy, the gradient of q. */
-} Tensors;
+    uint16_t *out, *dk, *dv; /* `out`: the attention output, or with dy the gradient of q. */
+} VarlenTensors;
 
-/* A thread's own memory. */
+/* The scratch memory of a thread. */
 typedef struct {
-    float *scores, *slopes, *turned, *dk, *dv;
-    uint16_t *asked, *given, *few, *many, *p, *ds, *words, *panel;
-} Desk;
+    float *scores, *dp, *transposed, *dk, *dv;
+    uint16_t *q_panel, *dy_panel, *dy_pairs, *q_pairs, *p, *ds, *key_pairs, *p_panel;
+} WorkerScratch;
 
-/* A sequence, as one head of it sees keys. */
+/* A sequence and the keys that it sees. Adjacent keys of a head are `stride` elements apart. */
 typedef struct {
     int64_t start, length, parent, past, keys, stride;
-} Seen;
+} SequenceView;
 
-INLINE int64_t row_of(const Seen *s, int64_t key)
+INLINE int64_t flat_row(const SequenceView *s, int64_t key)
 {
     return key < s->past ? s->parent + key : s->start + key - s->past;
 }
 
-/* `rows` keys (or values) times a panel. */
-BF16 INLINE void against_rows(const uint16_t *from, int64_t stride, const uint16_t *panel,
-                              int64_t width, float scale, float *out, int rows)
+/* Products of `rows` keys (or values) with a panel, multiplied by `scale`. */
+TARGET_AVX512_BF16 INLINE void gemm_rows_tile(const uint16_t *from, int64_t stride,
+                                              const uint16_t *panel, int64_t width, float scale,
+                                              float *out, int rows)
 {
     __m512 sum[TILE][2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    add(sum, from, stride, panel, width / 2, rows);
+    accumulate(sum, from, stride, panel, width / 2, rows);
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++) {
         _mm512_storeu_ps(out + i * COLUMNS, sum[i][0] * scale);
@@ -54,9 +56,9 @@ BF16 INLINE void against_rows(const uint16_t *from, int64_t stride, const uint16
     }
 }
 
-/* Adds to `rows` keys' fp32 rows what rows of 32 numbers give with a panel. */
-BF16 INLINE void onto_rows(float *out, int64_t stride, const uint16_t *x, const uint16_t *panel,
-                           int rows)
+/* Adds to the fp32 rows of `rows` keys the products of rows of 32 numbers with a panel. */
+TARGET_AVX512_BF16 INLINE void gemm_accumulate_tile(float *out, int64_t stride, const uint16_t *x,
+                                                    const uint16_t *panel, int rows)
 {
     __m512 sum[TILE][2];
 #pragma GCC unroll 12
@@ -64,7 +66,7 @@ BF16 INLINE void onto_rows(float *out, int64_t stride, const uint16_t *x, const 
         sum[i][0] = _mm512_loadu_ps(out + i * stride);
         sum[i][1] = _mm512_loadu_ps(out + i * stride + LANES);
     }
-    add(sum, x, COLUMNS, panel, LANES, rows);
+    accumulate(sum, x, COLUMNS, panel, LANES, rows);
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++) {
         _mm512_storeu_ps(out + i * stride, sum[i][0]);
@@ -72,132 +74,147 @@ BF16 INLINE void onto_rows(float *out, int64_t stride, const uint16_t *x, const 
     }
 }
 
-#define EACH(CASE) \
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) \
+#define FOR_EACH_TILE_ROWS(CASE)                                                                   \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)                                                \
     CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 
-/* How many keys from this one on lie together, at most as many as are worked on at once. */
-INLINE int64_t together(const Seen *s, int64_t key, int64_t keys)
+/* How many keys from `key` on are contiguous in memory, at most TILE. */
+INLINE int64_t contiguous_keys(const SequenceView *s, int64_t key, int64_t keys)
 {
     int64_t left = (key < s->past && s->past < keys ? s->past : keys) - key;
     return left < TILE ? left : TILE;
 }
 
-#define AGAINST(n) case n: against_rows(from, s->stride, panel, width, scale, to, n); break;
-#define ONTO(n) case n: onto_rows(to, width, from, panels + c * COLUMNS, n); break;
+#define GEMM_ROWS_CASE(n)                                                                          \
+    case n: gemm_rows_tile(from, s->stride, panel, width, scale, to, n); break;
+#define GEMM_ACCUMULATE_CASE(n)                                                                    \
+    case n: gemm_accumulate_tile(to, width, from, panels + c * COLUMNS, n); break;
 
-/* Keys (or values) times a panel: `keys` rows of 32 numbers. */
-BF16 static void against(const Seen *s, const uint16_t *x, int64_t keys, const uint16_t *panel,
-                         int64_t width, float scale, float *out)
+/* Products of keys (or values) with a panel, multiplied by `scale`: `keys` rows of 32 numbers. */
+TARGET_AVX512_BF16 static void gemm_rows(const SequenceView *s, const uint16_t *x, int64_t keys,
+                                         const uint16_t *panel, int64_t width, float scale,
+                                         float *out)
 {
     for (int64_t key = 0, rows; key < keys; key += rows) {
-        const uint16_t *from = x + row_of(s, key) * s->stride;
+        const uint16_t *from = x + flat_row(s, key) * s->stride;
         float *to = out + key * COLUMNS;
-        rows = together(s, key, keys);
-        switch (rows) { EACH(AGAINST) }
-    }
-}
-
-/* Adds to keys' fp32 rows what rows of 32 numbers give with a panel for each 32 channels. */
-BF16 static void onto(const Seen *s, float *out, const uint16_t *x, int64_t keys,
-                      const uint16_t *panels, int64_t width)
-{
-    for (int64_t key = 0, rows; key < keys; key += rows) {
-        const uint16_t *from = x + key * COLUMNS;
-        rows = together(s, key, keys);
-        for (int64_t c = 0; c < width; c += COLUMNS) {
-            float *to = out + row_of(s, key) * width + c;
-            switch (rows) { EACH(ONTO) }
+        rows = contiguous_keys(s, key, keys);
+        switch (rows) {
+            FOR_EACH_TILE_ROWS(GEMM_ROWS_CASE)
         }
     }
 }
 
-BF16 INLINE void round_to(uint16_t *to, const float *from)
+/* Adds to keys' fp32 rows the products of rows of 32 numbers with one panel for each 32
+   channels. */
+TARGET_AVX512_BF16 static void gemm_accumulate(const SequenceView *s, float *out, const uint16_t *x,
+                                               int64_t keys, const uint16_t *panels, int64_t width)
+{
+    for (int64_t key = 0, rows; key < keys; key += rows) {
+        const uint16_t *from = x + key * COLUMNS;
+        rows = contiguous_keys(s, key, keys);
+        for (int64_t c = 0; c < width; c += COLUMNS) {
+            float *to = out + flat_row(s, key) * width + c;
+            switch (rows) {
+                FOR_EACH_TILE_ROWS(GEMM_ACCUMULATE_CASE)
+            }
+        }
+    }
+}
+
+TARGET_AVX512_BF16 INLINE void store_bf16(uint16_t *to, const float *from)
 {
     __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(from));
     _mm256_storeu_si256((__m256i_u *)to, (__m256i)rounded);
 }
 
-/* Channels' pairs of keys times a panel, turned: `rows` rows of `width` numbers. */
-BF16 static void across(const uint16_t *words, int64_t pairs, const uint16_t *panel, int64_t width,
-                        float *turned, uint16_t *out, int64_t stride, int64_t rows)
+/* The product of interleaved keys with a panel, transposed: `rows` rows of `width` numbers. */
+TARGET_AVX512_BF16 static void gemm_transposed(const uint16_t *words, int64_t pairs,
+                                               const uint16_t *panel, int64_t width,
+                                               float *transposed, uint16_t *out, int64_t stride,
+                                               int64_t rows)
 {
     const uint32_t *from = (const uint32_t *)words;
-    for (int64_t c = 0; c < width; c += SOME) {
-        __m512 sum[SOME][2];
+    for (int64_t c = 0; c < width; c += TRANSPOSED_TILE_ROWS) {
+        __m512 sum[TRANSPOSED_TILE_ROWS][2];
 #pragma GCC unroll 8
-        for (int i = 0; i < SOME; i++)
+        for (int i = 0; i < TRANSPOSED_TILE_ROWS; i++)
             sum[i][0] = sum[i][1] = _mm512_setzero_ps();
         for (int64_t k = 0; k < pairs; k++) {
             __m512bh a = (__m512bh)_mm512_loadu_si512(panel + k * 64);
             __m512bh b = (__m512bh)_mm512_loadu_si512(panel + k * 64 + 32);
 #pragma GCC unroll 8
-            for (int i = 0; i < SOME; i++) {
-                __m512bh both = (__m512bh)_mm512_set1_epi32(from[k * width + c + i]);
-                sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, a);
-                sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, b);
+            for (int i = 0; i < TRANSPOSED_TILE_ROWS; i++) {
+                __m512bh key_pair = (__m512bh)_mm512_set1_epi32(from[k * width + c + i]);
+                sum[i][0] = _mm512_dpbf16_ps(sum[i][0], key_pair, a);
+                sum[i][1] = _mm512_dpbf16_ps(sum[i][1], key_pair, b);
             }
         }
 #pragma GCC unroll 8
-        for (int i = 0; i < SOME; i++) {
-            _mm512_storeu_ps(turned + (c + i) * COLUMNS, sum[i][0]);
-            _mm512_storeu_ps(turned + (c + i) * COLUMNS + LANES, sum[i][1]);
+        for (int i = 0; i < TRANSPOSED_TILE_ROWS; i++) {
+            _mm512_storeu_ps(transposed + (c + i) * COLUMNS, sum[i][0]);
+            _mm512_storeu_ps(transposed + (c + i) * COLUMNS + LANES, sum[i][1]);
         }
     }
     float square[LANES * LANES];
     for (int64_t c = 0; c < width; c += LANES)
         for (int64_t at = 0; at < rows; at += LANES) {
-            turn_from((const uint32_t *)turned + c * COLUMNS + at, COLUMNS, LANES,
-                      (uint32_t *)square, LANES);
+            transpose_block((const uint32_t *)transposed + c * COLUMNS + at, COLUMNS, LANES,
+                            (uint32_t *)square, LANES);
             for (int64_t i = at; i < rows && i < at + LANES; i++)
-                round_to(out + i * stride + c, square + (i - at) * LANES);
+                store_bf16(out + i * stride + c, square + (i - at) * LANES);
         }
 }
 
-/* Keys (or values), two by two: a channel of both is a word. */
-BF16 static void words_of(const Seen *s, const uint16_t *x, int64_t width, uint16_t *to)
+/* Interleaves pairs of keys (or values): a 32-bit word holds one channel of both. */
+TARGET_AVX512_BF16 static void interleave_keys(const SequenceView *s, const uint16_t *x,
+                                               int64_t width, uint16_t *to)
 {
     for (int64_t key = 0; key < s->keys; key += 2)
-        pair_up(x + row_of(s, key) * s->stride,
-                key + 1 < s->keys ? x + row_of(s, key + 1) * s->stride : NULL, width,
-                to + key * width);
+        interleave_rows(x + flat_row(s, key) * s->stride,
+                        key + 1 < s->keys ? x + flat_row(s, key + 1) * s->stride : NULL, width,
+                        to + key * width);
 }
 
-/* A panel for each 32 channels of `rows` rows, at most 32, as what is summed over. */
-BF16 static void panels_over(const uint16_t *x, int64_t stride, int64_t rows, int64_t width,
-                             uint16_t *to)
+/* Packs `rows` rows, at most 32, into one panel for each 32 channels. The GEMM sums over the
+   rows. */
+TARGET_AVX512_BF16 static void pack_row_pairs(const uint16_t *x, int64_t stride, int64_t rows,
+                                              int64_t width, uint16_t *to)
 {
     memset(to, 0, COLUMNS * width * sizeof *to);
     for (int64_t row = 0; row < rows; row += 2)
         for (int64_t c = 0; c < width; c += COLUMNS)
-            pair_up(x + row * stride + c, row + 1 < rows ? x + (row + 1) * stride + c : NULL,
-                    COLUMNS, to + (c + row) * COLUMNS);
+            interleave_rows(x + row * stride + c,
+                            row + 1 < rows ? x + (row + 1) * stride + c : NULL, COLUMNS,
+                            to + (c + row) * COLUMNS);
 }
 
-/* Which of 16 queries do not see a key that stands so many places behind the first of 32. */
-INLINE Ints hidden(int64_t behind, int half)
+/* The mask for one half of the 32 queries of a tile: the queries that do not see the key `behind`
+   positions after the tile's first query. */
+INLINE Ints masked_lanes(int64_t behind, int half)
 {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return lanes + half * LANES < (int32_t)behind;
 }
 
-/* Scores (keys, 32) become probabilities; the keys behind `own` are not seen by all. */
-BF16 static void soften(float *scores, int64_t keys, int64_t own)
+/* Replaces scores (keys, 32) with probabilities. `own` is the first query's own key; only later
+   queries see the keys after it. */
+TARGET_AVX512_BF16 static void softmax_tile(float *scores, int64_t keys, int64_t own)
 {
     for (int half = 0; half < 2; half++) {
         float *x = scores + half * LANES;
-        const Floats zero = {0}, least = zero - INFINITY;
-        Floats most = least, sum = zero;
+        const Floats zero = {0}, lowest = zero - INFINITY;
+        Floats row_max = lowest, sum = zero;
         for (int64_t key = 0; key < keys; key++) {
             Floats y = *(Floats *)(x + key * COLUMNS);
             if (key > own)
-                y = either(hidden(key - own, half), least, y);
-            most = (Floats)_mm512_max_ps((__m512)most, (__m512)y);
+                y = select_lanes(masked_lanes(key - own, half), lowest, y);
+            row_max = (Floats)_mm512_max_ps((__m512)row_max, (__m512)y);
         }
         for (int64_t key = 0; key < keys; key++) {
-            Floats y = power(*(Floats *)(x + key * COLUMNS) - most);
+            Floats y = exp_nonpositive(*(Floats *)(x + key * COLUMNS) - row_max);
             if (key > own)
-                y = either(hidden(key - own, half), zero, y);
+                y = select_lanes(masked_lanes(key - own, half), zero, y);
             *(Floats *)(x + key * COLUMNS) = y;
             sum += y;
         }
@@ -206,96 +223,104 @@ BF16 static void soften(float *scores, int64_t keys, int64_t own)
     }
 }
 
-/* fp32 rows of 32 numbers as bf16 ones, and zeros behind them. */
-BF16 static void narrow(const float *x, int64_t keys, uint16_t *to)
+/* Rounds fp32 rows of 32 numbers to bf16, and appends zeros. */
+TARGET_AVX512_BF16 static void round_rows(const float *x, int64_t keys, uint16_t *to)
 {
     for (int64_t at = 0; at < keys * COLUMNS; at += LANES)
-        round_to(to + at, x + at);
+        store_bf16(to + at, x + at);
     memset(to + keys * COLUMNS, 0, TILE * COLUMNS * sizeof *to);
 }
 
-/* Such rows as a panel that sums over keys. */
-BF16 static void paired(const uint16_t *rows, int64_t keys, uint16_t *panel)
+/* Packs bf16 rows of 32 numbers, one row per key, into a panel for a GEMM that sums over keys. */
+TARGET_AVX512_BF16 static void pack_key_pairs(const uint16_t *rows, int64_t keys, uint16_t *panel)
 {
     for (int64_t key = 0; key < keys; key += 2)
-        pair_up(rows + key * COLUMNS, rows + (key + 1) * COLUMNS, COLUMNS, panel + key * COLUMNS);
+        interleave_rows(rows + key * COLUMNS, rows + (key + 1) * COLUMNS, COLUMNS,
+                        panel + key * COLUMNS);
 }
 
-/* What scores get of what probabilities get. */
-BF16 static void through(const float *p, float *slopes, int64_t keys, float scale)
+/* Softmax backward: replaces dP with dS, from P and dP. */
+TARGET_AVX512_BF16 static void softmax_backward(const float *p, float *dp, int64_t keys,
+                                                float scale)
 {
     for (int half = 0; half < 2; half++) {
         __m512 sum = _mm512_setzero_ps();
         for (int64_t at = half * LANES; at < keys * COLUMNS; at += COLUMNS)
-            sum += _mm512_loadu_ps(p + at) * _mm512_loadu_ps(slopes + at);
+            sum += _mm512_loadu_ps(p + at) * _mm512_loadu_ps(dp + at);
         for (int64_t at = half * LANES; at < keys * COLUMNS; at += COLUMNS) {
-            __m512 y = (_mm512_loadu_ps(slopes + at) - sum) * _mm512_loadu_ps(p + at);
-            _mm512_storeu_ps(slopes + at, y * scale);
+            __m512 y = (_mm512_loadu_ps(dp + at) - sum) * _mm512_loadu_ps(p + at);
+            _mm512_storeu_ps(dp + at, y * scale);
         }
     }
 }
 
-/* 32 queries of a head, or as many as there are from `first` on. */
-BF16 static void some(const Families *f, const Tensors *t, const Desk *desk, const Seen *s,
-                      int64_t group, int64_t head, int64_t first)
+/* Attention, or its backward pass, for up to 32 queries of a head from `first` on. */
+TARGET_AVX512_BF16 static void attend_tile(const VarlenArgs *f, const VarlenTensors *t,
+                                           const WorkerScratch *scratch, const SequenceView *s,
+                                           int64_t group, int64_t head, int64_t first)
 {
     const int64_t width = f->width, stride = f->heads * width;
-    const int64_t place = (s->start + first) * stride + head * width;
+    const int64_t offset = (s->start + first) * stride + head * width;
     const int64_t left = s->length - first, rows = left < COLUMNS ? left : COLUMNS;
     const int64_t own = s->past + first, keys = own + rows;
-    const uint16_t *q = t->q + place;
-    panel_of(q, stride, rows, width, desk->asked);
-    against(s, t->k + group * width, keys, desk->asked, width, f->scale, desk->scores);
-    soften(desk->scores, keys, own);
-    narrow(desk->scores, keys, desk->p);
+    const uint16_t *q = t->q + offset;
+    pack_panel(q, stride, rows, width, scratch->q_panel);
+    gemm_rows(s, t->k + group * width, keys, scratch->q_panel, width, f->scale, scratch->scores);
+    softmax_tile(scratch->scores, keys, own);
+    round_rows(scratch->scores, keys, scratch->p);
     if (t->dy) {
-        const uint16_t *dy = t->dy + place;
-        panel_of(dy, stride, rows, width, desk->given);
-        against(s, t->v + group * width, keys, desk->given, width, 1.0f, desk->slopes);
-        through(desk->scores, desk->slopes, keys, f->scale);
-        narrow(desk->slopes, keys, desk->ds);
-        panels_over(dy, stride, rows, width, desk->few);
-        onto(s, desk->dv, desk->p, keys, desk->few, width);
-        panels_over(q, stride, rows, width, desk->many);
-        onto(s, desk->dk, desk->ds, keys, desk->many, width);
+        const uint16_t *dy = t->dy + offset;
+        pack_panel(dy, stride, rows, width, scratch->dy_panel);
+        gemm_rows(s, t->v + group * width, keys, scratch->dy_panel, width, 1.0f, scratch->dp);
+        softmax_backward(scratch->scores, scratch->dp, keys, f->scale);
+        round_rows(scratch->dp, keys, scratch->ds);
+        pack_row_pairs(dy, stride, rows, width, scratch->dy_pairs);
+        gemm_accumulate(s, scratch->dv, scratch->p, keys, scratch->dy_pairs, width);
+        pack_row_pairs(q, stride, rows, width, scratch->q_pairs);
+        gemm_accumulate(s, scratch->dk, scratch->ds, keys, scratch->q_pairs, width);
     }
-    paired(t->dy ? desk->ds : desk->p, keys, desk->panel);
-    across(desk->words, (keys + 1) / 2, desk->panel, width, desk->turned, t->out + place, stride,
-           rows);
+    pack_key_pairs(t->dy ? scratch->ds : scratch->p, keys, scratch->p_panel);
+    gemm_transposed(scratch->key_pairs, (keys + 1) / 2, scratch->p_panel, width,
+                    scratch->transposed, t->out + offset, stride, rows);
 }
 
-/* Sequences from `s` on to the end, and the heads of a group. */
-BF16 static void of_group(const Families *f, const Tensors *t, const Desk *desk, int64_t group,
-                          int64_t s, int64_t end)
+/* Attention of the sequences from `s` to `end`, for the heads of a group. */
+TARGET_AVX512_BF16 static void attend_group(const VarlenArgs *f, const VarlenTensors *t,
+                                            const WorkerScratch *scratch, int64_t group, int64_t s,
+                                            int64_t end)
 {
     const int64_t width = f->width, heads = f->heads / f->groups;
     for (; s < end; s++) {
-        const Seen seen = {f->start[s], f->length[s], f->parent[s], f->past[s],
-                           f->past[s] + f->length[s], f->groups * width};
-        words_of(&seen, (t->dy ? t->k : t->v) + group * width, width, desk->words);
+        const SequenceView seen = {
+            f->start[s],      f->length[s], f->parent[s], f->past[s], f->past[s] + f->length[s],
+            f->groups * width};
+        interleave_keys(&seen, (t->dy ? t->k : t->v) + group * width, width, scratch->key_pairs);
         for (int64_t head = group * heads; head < (group + 1) * heads; head++)
             for (int64_t first = 0; first < seen.length; first += COLUMNS)
-                some(f, t, desk, &seen, group, head, first);
+                attend_tile(f, t, scratch, &seen, group, head, first);
     }
 }
 
-/* A group's sums, rounded to where they go. */
-BF16 static void put(const Families *f, const float *from, uint16_t *to, int64_t group)
+/* Rounds a group's fp32 gradients to bf16, and stores them. */
+TARGET_AVX512_BF16 static void store_grads(const VarlenArgs *f, const float *from, uint16_t *to,
+                                           int64_t group)
 {
     for (int64_t token = 0; token < f->tokens; token++)
         for (int64_t c = 0; c < f->width; c += LANES)
-            round_to(to + (token * f->groups + group) * f->width + c, from + token * f->width + c);
+            store_bf16(to + (token * f->groups + group) * f->width + c,
+                       from + token * f->width + c);
 }
 
-static void *taken(char **memory, int64_t bytes)
+static void *take_scratch(char **memory, int64_t bytes)
 {
-    void *found = *memory;
+    void *buffer = *memory;
     *memory += (bytes + 63) / 64 * 64;
-    return found;
+    return buffer;
 }
 
-/* Lays a thread's memory out; without memory, how much it is. */
-static int64_t lay(const Families *f, int64_t backward, char *memory, Desk *desk)
+/* Lays out a thread's scratch memory, and returns its size. `memory` may be NULL. */
+static int64_t layout_scratch(const VarlenArgs *f, int64_t backward, char *memory,
+                              WorkerScratch *scratch)
 {
     int64_t keys = 0, width = f->width, sums = backward ? f->tokens * width * 4 : 0;
     for (int64_t s = 0; s < f->sequences; s++)
@@ -303,48 +328,50 @@ static int64_t lay(const Families *f, int64_t backward, char *memory, Desk *desk
             keys = f->past[s] + f->length[s];
     keys += TILE + 1;
     char *at = memory;
-    desk->scores = taken(&at, keys * COLUMNS * 4);
-    desk->slopes = taken(&at, keys * COLUMNS * 4);
-    desk->turned = taken(&at, width * COLUMNS * 4);
-    desk->dk = taken(&at, sums);
-    desk->dv = taken(&at, sums);
-    desk->asked = taken(&at, width * COLUMNS * 2);
-    desk->given = taken(&at, width * COLUMNS * 2);
-    desk->few = taken(&at, width * COLUMNS * 2);
-    desk->many = taken(&at, width * COLUMNS * 2);
-    desk->p = taken(&at, keys * COLUMNS * 2);
-    desk->ds = taken(&at, keys * COLUMNS * 2);
-    desk->panel = taken(&at, keys * COLUMNS * 2);
-    desk->words = taken(&at, keys * width * 2);
+    scratch->scores = take_scratch(&at, keys * COLUMNS * 4);
+    scratch->dp = take_scratch(&at, keys * COLUMNS * 4);
+    scratch->transposed = take_scratch(&at, width * COLUMNS * 4);
+    scratch->dk = take_scratch(&at, sums);
+    scratch->dv = take_scratch(&at, sums);
+    scratch->q_panel = take_scratch(&at, width * COLUMNS * 2);
+    scratch->dy_panel = take_scratch(&at, width * COLUMNS * 2);
+    scratch->dy_pairs = take_scratch(&at, width * COLUMNS * 2);
+    scratch->q_pairs = take_scratch(&at, width * COLUMNS * 2);
+    scratch->p = take_scratch(&at, keys * COLUMNS * 2);
+    scratch->ds = take_scratch(&at, keys * COLUMNS * 2);
+    scratch->p_panel = take_scratch(&at, keys * COLUMNS * 2);
+    scratch->key_pairs = take_scratch(&at, keys * width * 2);
     return at - memory;
 }
 
-/* With dy the gradients of q, k and v; else what is attended. 1: there is no memory for it. */
-int preamble_attend_families(const Families *f, const Tensors *t)
+/* Computes the gradients of q, k and v if dy is not NULL, else the attention output. Returns 1 if
+   memory allocation fails. */
+int preamble_varlen_attention(const VarlenArgs *f, const VarlenTensors *t)
 {
-    Desk desk;
-    const int64_t size = lay(f, t->dy != NULL, NULL, &desk);
+    WorkerScratch scratch;
+    const int64_t size = layout_scratch(f, t->dy != NULL, NULL, &scratch);
     char *memory = aligned_alloc(64, size * f->threads);
     if (!memory)
         return 1;
-#pragma omp parallel num_threads(f->threads) private(desk)
+#pragma omp parallel num_threads(f->threads) private(scratch)
     {
-        lay(f, t->dy != NULL, memory + omp_get_thread_num() * size, &desk);
+        layout_scratch(f, t->dy != NULL, memory + omp_get_thread_num() * size, &scratch);
         if (t->dy) {
-            /* What several sequences see is summed by one thread, in their order. */
+            /* Several sequences may see the same key, so one thread sums a group's gradients, in
+               the order of the sequences. */
 #pragma omp for schedule(dynamic, 1)
             for (int64_t group = 0; group < f->groups; group++) {
-                memset(desk.dk, 0, f->tokens * f->width * 4);
-                memset(desk.dv, 0, f->tokens * f->width * 4);
-                of_group(f, t, &desk, group, 0, f->sequences);
-                put(f, desk.dk, t->dk, group);
-                put(f, desk.dv, t->dv, group);
+                memset(scratch.dk, 0, f->tokens * f->width * 4);
+                memset(scratch.dv, 0, f->tokens * f->width * 4);
+                attend_group(f, t, &scratch, group, 0, f->sequences);
+                store_grads(f, scratch.dk, t->dk, group);
+                store_grads(f, scratch.dv, t->dv, group);
             }
         } else {
 #pragma omp for schedule(dynamic, 1) collapse(2)
             for (int64_t s = 0; s < f->sequences; s++)
                 for (int64_t group = 0; group < f->groups; group++)
-                    of_group(f, t, &desk, group, s, s + 1);
+                    attend_group(f, t, &scratch, group, s, s + 1);
         }
     }
     free(memory);

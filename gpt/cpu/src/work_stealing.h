@@ -1,37 +1,44 @@
-/* How threads share tasks: each has a run of them for itself, so that it reads what lies together,
-   and helps the others once it is through. A thread that something keeps from its core, or whose
-   core is slower, does not keep the rest waiting for more than one task. */
+/* Work stealing between OpenMP threads: each has a range of tasks, and then helps the others.
+
+   A thread's tasks are adjacent, so it reads contiguous memory. A thread that is preempted, or
+   whose core is slower, delays the others by at most one task. */
 
 #pragma once
 
 #include <omp.h>
 #include <stdint.h>
 
-#define SHARERS 64
+#define WORKERS_MAX 64
 
-/* How far each share is. Zeros: nothing is begun. */
+/* The number of tasks that were taken from each queue. Initially zeros. */
 typedef struct {
     struct {
-        int64_t begun, apart[7]; /* A cache line each, or threads would slow each other down. */
-    } of[SHARERS];
-} Shares;
+        int64_t next, padding[7]; /* One cache line per queue, against false sharing. */
+    } queues[WORKERS_MAX];
+} WorkQueues;
 
-/* How many neighbours to take at a time as one task: few enough that all end together. */
-static inline int64_t at_once(int64_t count, int64_t threads) { return count / (threads * 32) + 1; }
-
-/* The next task for this thread, of so many in all. Below 0: none is left. */
-static inline int64_t next_task(Shares *shares, int64_t tasks)
+/* How many adjacent items form one task. Tasks are small enough that all threads finish at about
+   the same time. */
+static inline int64_t items_per_task(int64_t count, int64_t threads)
 {
-    const int64_t threads = omp_get_num_threads(), all = threads < SHARERS ? threads : SHARERS;
-    for (int64_t turn = 0; turn < all; turn++) {
-        const int64_t whose = (omp_get_thread_num() + turn) % all;
-        const int64_t first = tasks * whose / all, count = tasks * (whose + 1) / all - first;
-        int64_t *begun = &shares->of[whose].begun;
-        if (__atomic_load_n(begun, __ATOMIC_RELAXED) >= count)
+    return count / (threads * 32) + 1;
+}
+
+/* Takes the next of `tasks` tasks for this thread. Returns -1 if no task is left. */
+static inline int64_t next_task(WorkQueues *queues, int64_t tasks)
+{
+    const int64_t threads = omp_get_num_threads(),
+                  queue_count = threads < WORKERS_MAX ? threads : WORKERS_MAX;
+    for (int64_t turn = 0; turn < queue_count; turn++) {
+        const int64_t owner = (omp_get_thread_num() + turn) % queue_count;
+        const int64_t first = tasks * owner / queue_count,
+                      count = tasks * (owner + 1) / queue_count - first;
+        int64_t *next = &queues->queues[owner].next;
+        if (__atomic_load_n(next, __ATOMIC_RELAXED) >= count)
             continue;
-        const int64_t place = __atomic_fetch_add(begun, 1, __ATOMIC_RELAXED);
-        if (place < count)
-            return first + place;
+        const int64_t index = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+        if (index < count)
+            return first + index;
     }
     return -1;
 }

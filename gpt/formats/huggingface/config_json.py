@@ -1,8 +1,8 @@
-"""config.json of a Hugging Face model: values checked, in the spellings of transformers 4 and 5.
+"""Hugging Face config.json: typed access to fields in transformers 4 and 5 spellings.
 
-A family asks for the fields that it has, over what its configuration class defaults to. What the
-model would not compute exactly as transformers does is refused by its name, never ignored. Which
-fields a family has is the family's to know; here is only how a value is read.
+A value comes from config.json, else from the defaults of the family's configuration class. A field
+that Preamble would not compute exactly like transformers is refused, never ignored. `families.py`
+defines the fields of each family; this module only reads and checks values.
 """
 
 import json
@@ -26,132 +26,142 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-# Larger than any size that a model has, small enough to compute with.
-WHOLE_MAX = 1 << 31
-# The same of layers and experts: each has tensors of its own, which are listed one by one.
+# Exclusive limit of sizes: larger than in any model, and small enough for products of sizes.
+INTEGER_MAX = 1 << 31
+# Exclusive limit of the numbers of layers and experts: the parameter table has entries for each.
 COUNT_MAX = 1 << 16
 
 
-class Fields:
-    """config.json, over what the family's configuration class defaults to; values are checked."""
+class ConfigJson:
+    """Checked access to the values of config.json, merged with the family's defaults."""
 
-    def __init__(self, record: Mapping[str, Any], where: Path) -> None:
-        self.record, self.where = record, where
+    def __init__(self, record: Mapping[str, Any], path: Path) -> None:
+        self.record = record
+        self.path = path
 
-    def whole(self, key: str, absent: int | None = None, below: int = WHOLE_MAX) -> int:
-        """A whole number; null, or no value, is `absent`, or an error if that is None."""
+    def integer(self, key: str, default: int | None = None, below: int = INTEGER_MAX) -> int:
+        """Return a whole number.
+
+        For null or an absent key, `default` is returned, or an error is raised if it is None.
+        """
         value = self.record.get(key)
-        value = absent if value is None else value
+        value = default if value is None else value
         if type(value) is not int or not 0 <= value < below:
-            raise self.wrong(key, value, f"a whole number below {below}")
+            raise self.invalid_field_error(key, value, f"a whole number below {below}")
         return value
 
     def count(self, key: str) -> int:
-        """How many layers or experts there are."""
-        return self.whole(key, below=COUNT_MAX)
+        """Return a number of layers or experts."""
+        return self.integer(key, below=COUNT_MAX)
 
-    def number(self, key: str, absent: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         value = self.record.get(key)
-        value = absent if value is None else value
+        value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.wrong(key, value, "a number")
+            raise self.invalid_field_error(key, value, "a number")
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        # JSON as Python reads it has NaN and Infinity too.
+        # Python's JSON parser accepts NaN and Infinity.
         if not math.isfinite(number):
-            raise self.wrong(key, value, "a finite number")
+            raise self.invalid_field_error(key, value, "a finite number")
         return number
 
     def flag(self, key: str) -> bool:
         value = self.record.get(key)
         if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
+            raise self.invalid_field_error(key, value, "true or false")
         return value
 
     def activation(self, key: str) -> Activation:
         name = str(self.record.get(key))
         if name not in ACTIVATIONS:
-            raise self.wrong(key, name, f"one of {', '.join(ACTIVATIONS)}")
+            raise self.invalid_field_error(key, name, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
     def layer_types(self) -> list[str] | None:
-        """What the tokens of each layer see, where the file says it."""
+        """Return the attention type of each layer; None if the file does not have layer_types."""
         value = self.record.get("layer_types")
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
-            raise self.wrong("layer_types", value, "a list of names")
+            raise self.invalid_field_error("layer_types", value, "a list of names")
         return value
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Refuse a trait that changes the function, and that the model does not have."""
+        """Refuse an unsupported value of a field that changes the forward pass."""
         value = self.record.get(key)
         if value is not None and value not in allowed:
             raise CheckpointError(
-                f"{self.where}: {key} is {json.dumps(value)[:60]}, which Preamble does not compute;"
-                f" it reads only models where it is {json.dumps(allowed[0])}"
+                f"{self.path}: {key} is {json.dumps(value)[:60]}, which Preamble does not support;"
+                f" it must be {json.dumps(allowed[0])}"
             )
 
-    def wrong(self, key: str, value: object, need: str) -> CheckpointError:
-        found = "is absent" if key not in self.record else f"is {json.dumps(value)[:60]}"
+    def invalid_field_error(self, key: str, value: object, expected: str) -> CheckpointError:
+        actual = "is absent" if key not in self.record else f"is {json.dumps(value)[:60]}"
         return CheckpointError(
-            f"{self.where}: {key} {found}; it must be {need}: fetch the file again or correct it"
+            f"{self.path}: {key} {actual}; it must be {expected}: fetch the file again or correct "
+            "it"
         )
 
 
-def refuse_mixture(fields: Fields) -> None:
-    """Refuse layers that differ in what their tokens see."""
-    kinds = set(fields.layer_types() or ())
-    if kinds - {"full_attention", "sliding_attention"} or len(kinds) > 1:
+def refuse_mixed_attention(fields: ConfigJson) -> None:
+    """Refuse layers of different attention types."""
+    attention_types = set(fields.layer_types() or ())
+    if attention_types - {"full_attention", "sliding_attention"} or len(attention_types) > 1:
         raise CheckpointError(
-            f"{fields.where}: layer_types mixes {', '.join(sorted(kinds))}, which "
-            "Preamble does not compute; it reads models whose layers are alike"
+            f"{fields.path}: layer_types mixes {', '.join(sorted(attention_types))}, which "
+            "Preamble does not support; all layers must have the same attention"
         )
 
 
-def rotary(fields: Fields, theta: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
-    """GPTConfig's fields of rotary positions.
+def rotary_fields(
+    fields: ConfigJson, theta_key: str = "rope_theta", percent_key: str | None = None
+) -> dict[str, Any]:
+    """Return GPTConfig's RoPE fields.
 
-    transformers 5 keeps it all in rope_parameters; 4 had rope_scaling, and beside it what it called
-    `theta` and `percent`. Without `percent` the family's code in transformers rotates whole heads,
-    and cannot do else.
+    Files of transformers 5 have all of them in rope_parameters. Files of transformers 4 have
+    rope_scaling, and the top-level keys `theta_key` and `percent_key`. Without `percent_key` the
+    family always rotates all channels of a head.
     """
     rope = fields.record.get("rope_parameters") or fields.record.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(
-            f"{fields.where}: rope_parameters differ by layer, which Preamble does not compute; it "
-            "reads models whose layers are alike"
+            f"{fields.path}: rope_parameters differ by layer, which Preamble does not support; all "
+            "layers must have the same parameters"
         )
-    beside = {"rope_theta": fields.number(theta)}
-    if percent is not None:
-        beside["partial_rotary_factor"] = fields.number(percent)
-    inner = Fields(beside | rope, fields.where)
-    found: dict[str, Any] = {"rotary_base": inner.number("rope_theta")}
-    if percent is None:
+    legacy_fields = {"rope_theta": fields.number(theta_key)}
+    if percent_key is not None:
+        legacy_fields["partial_rotary_factor"] = fields.number(percent_key)
+    rope_fields = ConfigJson(legacy_fields | rope, fields.path)
+    gpt_fields: dict[str, Any] = {"rotary_base": rope_fields.number("rope_theta")}
+    if percent_key is None:
         fields.refuse("partial_rotary_factor", 1.0)
-        inner.refuse("partial_rotary_factor", 1.0)
+        rope_fields.refuse("partial_rotary_factor", 1.0)
     else:
-        found["rotary_percent"] = inner.number("partial_rotary_factor")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        found["rope_scaling"] = _scaling(fields, inner, kind)
-    return found
+        gpt_fields["rotary_percent"] = rope_fields.number("partial_rotary_factor")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type != "default":
+        gpt_fields["rope_scaling"] = _rope_scaling(fields, rope_fields, rope_type)
+    return gpt_fields
 
 
-def _scaling(fields: Fields, rope: Fields, kind: object) -> RopeScaling:
-    if kind == "linear":
+def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> RopeScaling:
+    if rope_type == "linear":
         return RopeScaling("linear", rope.number("factor"))
-    if kind == "llama3":
-        # A value beside the rope's own wins in transformers, and the context stands in for none.
-        original = fields.whole(
+    if rope_type == "llama3":
+        # As in transformers: the top-level value has precedence over the value in the RoPE section;
+        # without both, the value is max_position_embeddings.
+        original = fields.integer(
             "original_max_position_embeddings",
-            rope.whole("original_max_position_embeddings", fields.whole("max_position_embeddings")),
+            rope.integer(
+                "original_max_position_embeddings", fields.integer("max_position_embeddings")
+            ),
         )
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         return RopeScaling("llama3", rope.number("factor"), low, high, original)
     raise CheckpointError(
-        f"{fields.where}: rope type {kind!r} is not one that Preamble computes; known are "
-        "default, linear, llama3"
+        f"{fields.path}: rope type {rope_type!r} is not supported; it must be one of default, "
+        "linear, llama3"
     )

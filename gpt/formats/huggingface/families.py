@@ -1,8 +1,8 @@
-"""The Hugging Face families that Preamble computes: their configs, and their names for tensors.
+"""Hugging Face model families (model_type): config conversion and tensor key tables.
 
-A family is a function that turns config.json into a GPTConfig, and a table from canonical names to
-Hugging Face keys. Adding one is a row of FAMILIES. What the model would not compute exactly as
-transformers does is refused by its name, never ignored. It knows no files.
+A family is a function that converts config.json to a GPTConfig, and a table from canonical names to
+Hugging Face keys. A new family is a new row of FAMILIES. A config field that Preamble would not
+compute exactly like transformers is refused, never ignored. The module opens no files.
 """
 
 import re
@@ -12,75 +12,79 @@ from typing import Any
 
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.formats.huggingface.config_json import Fields, refuse_mixture, rotary
-from gpt.parallel.sharding import LAYERS, Parameter, layer_of
+from gpt.formats.huggingface.config_json import ConfigJson, refuse_mixed_attention, rotary_fields
+from gpt.parallel.weight_sharding import LAYERS_PREFIX, ParameterSpec, layer_number
 
 # The number of an expert in a canonical name.
-EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Queries, keys and values in one tensor, all queries first; GPT-2's."""
+class FusedQKV:
+    """The key of a tensor that has all queries, then all keys, then all values, as in GPT-2."""
 
     key: str
 
 
-Keys = str | tuple[str, ...] | Packed
+TensorKeys = str | tuple[str, ...] | FusedQKV
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type: how its config reads, and the key or keys of each canonical tensor.
+    """One model_type: the conversion of its config, and the file keys of each canonical tensor.
 
-    Keys of layers hold `{n}`, the layer's number, and those of experts `{expert}`; the names in
-    front of them leave the layer out. A family has the keys that its files have had from the start;
-    `renamed` and `fused` bring what transformers 5 calls the same in memory, and can save, to them.
+    In `key_table`, keys of layers contain `{n}` for the layer number, and keys of experts contain
+    `{expert}`; the canonical names omit the layer prefix. The table has the keys in files of
+    transformers 4. `key_renames` and `fused_experts` convert other keys of transformers 5.
     """
 
-    config: Callable[[Fields], GPTConfig]
-    keys: Mapping[str, Keys]
+    to_gpt_config: Callable[[ConfigJson], GPTConfig]
+    key_table: Mapping[str, TensorKeys]
     defaults: Mapping[str, Any]
-    prefix: str  # Of all keys but the head's; files of the bare model lack it.
-    conv1d: bool = False  # Weights of linear layers are stored (in, out).
-    renamed: Mapping[str, str] = field(default_factory=dict)  # Parts of keys: theirs, ours.
-    # The end of a key that holds all experts, and the ends of one expert's keys, stacked in it.
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Prefix of all keys except the head's. Files of the base model without a head lack the prefix.
+    prefix: str
+    conv1d: bool = False  # Weights of linear layers are stored as (in, out).
+    # Parts of keys in files, and the parts of `key_table` keys that replace them.
+    key_renames: Mapping[str, str] = field(default_factory=dict)
+    # Suffix of a key that stacks all experts, and the suffixes of one expert's keys in the stack.
+    fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def keys_of(self, name: str) -> Keys | None:
-        """The key or keys of a canonical tensor; None if no model of this family has it."""
-        layer, expert = layer_of(name), EXPERT.search(name)
-        general = EXPERT.sub("{expert}", name)
-        keys = self.keys.get(general if layer is None else general.split(".", 3)[3])
+    def tensor_keys(self, name: str) -> TensorKeys | None:
+        """Return the keys of a canonical tensor; None if the family does not have this tensor."""
+        layer, expert = layer_number(name), EXPERT_NUMBER.search(name)
+        template = EXPERT_NUMBER.sub("{expert}", name)
+        keys = self.key_table.get(template if layer is None else template.split(".", 3)[3])
 
-        def fill(key: str) -> str:
+        def format_key(key: str) -> str:
             return key.format(n=layer, expert=expert and expert[0])
 
         match keys:
             case None:
                 return None
             case str():
-                return fill(keys)
-            case Packed(key):
-                return Packed(fill(key))
-        return tuple(map(fill, keys))
+                return format_key(keys)
+            case FusedQKV(key):
+                return FusedQKV(format_key(key))
+        return tuple(map(format_key, keys))
 
-    def turns(self, parameter: Parameter) -> bool:
-        """Whether files hold this tensor (in, out)."""
-        return self.conv1d and len(parameter.shape) == 2 and parameter.name.startswith(LAYERS)
+    def stores_transposed(self, parameter: ParameterSpec) -> bool:
+        """Tell whether files store this tensor as (in, out)."""
+        return (
+            self.conv1d and len(parameter.shape) == 2 and parameter.name.startswith(LAYERS_PREFIX)
+        )
 
 
-def _gpt2(fields: Fields) -> GPTConfig:
+def _gpt2(fields: ConfigJson) -> GPTConfig:
     fields.refuse("scale_attn_by_inverse_layer_idx", False)
     fields.refuse("scale_attn_weights", True)
     fields.refuse("add_cross_attention", False)
     return GPTConfig(
         num_layers=fields.count("n_layer"),
-        hidden_size=fields.whole("n_embd"),
-        num_attention_heads=fields.whole("n_head"),
-        vocab_size=fields.whole("vocab_size"),
-        max_position_embeddings=fields.whole("n_positions"),
-        ffn_hidden_size=fields.whole("n_inner", 0),
+        hidden_size=fields.integer("n_embd"),
+        num_attention_heads=fields.integer("n_head"),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=fields.integer("n_positions"),
+        ffn_hidden_size=fields.integer("n_inner", 0),
         layernorm_epsilon=fields.number("layer_norm_epsilon"),
         activation=fields.activation("activation_function"),
         untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings"),
@@ -89,18 +93,18 @@ def _gpt2(fields: Fields) -> GPTConfig:
     )
 
 
-def _decoder(
-    fields: Fields,
+def _llama_like(
+    fields: ConfigJson,
     *,
-    epsilon: str = "rms_norm_eps",
-    theta: str = "rope_theta",
-    percent: str | None = None,
-    **traits: Any,
+    epsilon_key: str = "rms_norm_eps",
+    theta_key: str = "rope_theta",
+    percent_key: str | None = None,
+    **overrides: Any,
 ) -> GPTConfig:
-    """What Llama and its kin share: rotary positions, grouped queries, mostly a gated MLP."""
+    """Convert the fields that Llama-like families share: RoPE, grouped queries, a gated MLP."""
     shared: dict[str, Any] = {
-        "num_query_groups": fields.whole("num_key_value_heads", 0),
-        "kv_channels": fields.whole("head_dim", 0),
+        "num_query_groups": fields.integer("num_key_value_heads", 0),
+        "kv_channels": fields.integer("head_dim", 0),
         "normalization": "RMSNorm",
         "gated": True,
         "qkv_bias": False,
@@ -109,75 +113,75 @@ def _decoder(
     }
     return GPTConfig(
         num_layers=fields.count("num_hidden_layers"),
-        hidden_size=fields.whole("hidden_size"),
-        num_attention_heads=fields.whole("num_attention_heads"),
-        vocab_size=fields.whole("vocab_size"),
-        max_position_embeddings=fields.whole("max_position_embeddings"),
-        ffn_hidden_size=fields.whole("intermediate_size"),
+        hidden_size=fields.integer("hidden_size"),
+        num_attention_heads=fields.integer("num_attention_heads"),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        ffn_hidden_size=fields.integer("intermediate_size"),
         position_embedding_type="rope",
-        layernorm_epsilon=fields.number(epsilon),
+        layernorm_epsilon=fields.number(epsilon_key),
         activation=fields.activation("hidden_act"),
         untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings"),
         attention_dropout=fields.number("attention_dropout", 0.0),
-        **(shared | rotary(fields, theta, percent) | traits),
+        **(shared | rotary_fields(fields, theta_key, percent_key) | overrides),
     )
 
 
-def _llama(fields: Fields) -> GPTConfig:
+def _llama(fields: ConfigJson) -> GPTConfig:
     bias = fields.flag("attention_bias")
-    return _decoder(fields, qkv_bias=bias, proj_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    return _llama_like(fields, qkv_bias=bias, proj_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
-def _mistral(fields: Fields) -> GPTConfig:
-    refuse_mixture(fields)
-    return _decoder(fields, window_size=fields.whole("sliding_window", 0) or None)
+def _mistral(fields: ConfigJson) -> GPTConfig:
+    refuse_mixed_attention(fields)
+    return _llama_like(fields, window_size=fields.integer("sliding_window", 0) or None)
 
 
-def _qwen2(fields: Fields) -> GPTConfig:
-    return _decoder(fields, qkv_bias=True, window_size=_window(fields))
+def _qwen2(fields: ConfigJson) -> GPTConfig:
+    return _llama_like(fields, qkv_bias=True, window_size=_qwen_window(fields))
 
 
-def _qwen3(fields: Fields) -> GPTConfig:
+def _qwen3(fields: ConfigJson) -> GPTConfig:
     bias = fields.flag("attention_bias")
-    return _decoder(
-        fields, window_size=_window(fields), qkv_bias=bias, proj_bias=bias, qk_layernorm=True
+    return _llama_like(
+        fields, window_size=_qwen_window(fields), qkv_bias=bias, proj_bias=bias, qk_layernorm=True
     )
 
 
-def _mixtral(fields: Fields) -> GPTConfig:
-    refuse_mixture(fields)
-    # Its softmax over all experts, scaled to one over the chosen, is a softmax over the chosen.
-    return _decoder(
+def _mixtral(fields: ConfigJson) -> GPTConfig:
+    refuse_mixed_attention(fields)
+    # Softmax over all experts, renormalized over the top k, equals softmax over the top k.
+    return _llama_like(
         fields,
-        window_size=fields.whole("sliding_window", 0) or None,
+        window_size=fields.integer("sliding_window", 0) or None,
         num_experts=fields.count("num_local_experts"),
         moe_layers=(True,) * fields.count("num_hidden_layers"),
-        moe_router_topk=fields.whole("num_experts_per_tok"),
+        moe_router_topk=fields.integer("num_experts_per_tok"),
     )
 
 
-def _starcoder2(fields: Fields) -> GPTConfig:
+def _starcoder2(fields: ConfigJson) -> GPTConfig:
     bias = fields.flag("use_bias")
-    refuse_mixture(fields)
-    return _decoder(
+    refuse_mixed_attention(fields)
+    return _llama_like(
         fields,
-        epsilon="norm_epsilon",
+        epsilon_key="norm_epsilon",
         normalization="LayerNorm",
         gated=False,
         qkv_bias=bias,
         proj_bias=bias,
         mlp_bias=bias,
-        window_size=fields.whole("sliding_window", 0) or None,
+        window_size=fields.integer("sliding_window", 0) or None,
         hidden_dropout=fields.number("residual_dropout"),
     )
 
 
-def _nemotron(fields: Fields) -> GPTConfig:
+def _nemotron(fields: ConfigJson) -> GPTConfig:
     bias = fields.flag("attention_bias")
-    return _decoder(
+    return _llama_like(
         fields,
-        epsilon="norm_eps",
-        percent="partial_rotary_factor",
+        epsilon_key="norm_eps",
+        percent_key="partial_rotary_factor",
         normalization="LayerNorm",
         layernorm_zero_centered_gamma=True,
         gated=False,
@@ -187,15 +191,15 @@ def _nemotron(fields: Fields) -> GPTConfig:
     )
 
 
-def _gpt_neox(fields: Fields) -> GPTConfig:
-    heads, bias = fields.whole("num_attention_heads"), fields.flag("attention_bias")
-    # Its heads share the hidden size; a width of their own would turn the rotation alone.
-    fields.refuse("head_dim", fields.whole("hidden_size") // max(1, heads))
-    return _decoder(
+def _gpt_neox(fields: ConfigJson) -> GPTConfig:
+    heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
+    # GPT-NeoX always has hidden_size // heads channels; head_dim would only affect the rotation.
+    fields.refuse("head_dim", fields.integer("hidden_size") // max(1, heads))
+    return _llama_like(
         fields,
-        epsilon="layer_norm_eps",
-        theta="rotary_emb_base",
-        percent="rotary_pct",
+        epsilon_key="layer_norm_eps",
+        theta_key="rotary_emb_base",
+        percent_key="rotary_pct",
         num_query_groups=heads,
         normalization="LayerNorm",
         gated=False,
@@ -207,31 +211,35 @@ def _gpt_neox(fields: Fields) -> GPTConfig:
     )
 
 
-def _window(fields: Fields) -> int | None:
-    """Qwen's window: none, or one for all layers."""
-    window = fields.whole("sliding_window", 0)
+def _qwen_window(fields: ConfigJson) -> int | None:
+    """Return Qwen's attention window; refuse a window that applies only to some layers."""
+    window = fields.integer("sliding_window", 0)
     if not fields.flag("use_sliding_window") or not window:
         return None
     types = fields.layer_types()
     if types is not None:
-        refuse_mixture(fields)
+        refuse_mixed_attention(fields)
         return window if "sliding_attention" in types else None
-    full, layers = fields.whole("max_window_layers"), fields.count("num_hidden_layers")
-    if 0 < full < layers:
+    full_attention_layers, layers = (
+        fields.integer("max_window_layers"),
+        fields.count("num_hidden_layers"),
+    )
+    if 0 < full_attention_layers < layers:
         raise CheckpointError(
-            f"{fields.where}: max_window_layers {full} of {layers} layers mixes full and sliding "
-            "attention, which Preamble does not compute; it reads models whose layers are alike"
+            f"{fields.path}: max_window_layers {full_attention_layers} of {layers} layers mixes "
+            "full and sliding attention, which Preamble does not support; all layers must have the "
+            "same attention"
         )
-    return window if full == 0 else None
+    return window if full_attention_layers == 0 else None
 
 
-GPT2_KEYS: Mapping[str, Keys] = {
+GPT2_KEYS: Mapping[str, TensorKeys] = {
     "embedding.word_embeddings.weight": "transformer.wte.weight",
     "embedding.position_embeddings.weight": "transformer.wpe.weight",
     "self_attention.linear_qkv.layer_norm_weight": "transformer.h.{n}.ln_1.weight",
     "self_attention.linear_qkv.layer_norm_bias": "transformer.h.{n}.ln_1.bias",
-    "self_attention.linear_qkv.weight": Packed("transformer.h.{n}.attn.c_attn.weight"),
-    "self_attention.linear_qkv.bias": Packed("transformer.h.{n}.attn.c_attn.bias"),
+    "self_attention.linear_qkv.weight": FusedQKV("transformer.h.{n}.attn.c_attn.weight"),
+    "self_attention.linear_qkv.bias": FusedQKV("transformer.h.{n}.attn.c_attn.bias"),
     "self_attention.linear_proj.weight": "transformer.h.{n}.attn.c_proj.weight",
     "self_attention.linear_proj.bias": "transformer.h.{n}.attn.c_proj.bias",
     "mlp.linear_fc1.layer_norm_weight": "transformer.h.{n}.ln_2.weight",
@@ -246,33 +254,33 @@ GPT2_KEYS: Mapping[str, Keys] = {
 }
 
 
-def _three(kind: str) -> tuple[str, ...]:
-    return tuple(f"model.layers.{{n}}.self_attn.{letter}_proj.{kind}" for letter in "qkv")
+def _qkv_keys(leaf: str) -> tuple[str, ...]:
+    return tuple(f"model.layers.{{n}}.self_attn.{letter}_proj.{leaf}" for letter in "qkv")
 
 
-def _gate_up(kind: str) -> tuple[str, ...]:
-    return tuple(f"model.layers.{{n}}.mlp.{half}_proj.{kind}" for half in ("gate", "up"))
+def _gate_up_keys(leaf: str) -> tuple[str, ...]:
+    return tuple(f"model.layers.{{n}}.mlp.{half}_proj.{leaf}" for half in ("gate", "up"))
 
 
-LLAMA_KEYS: Mapping[str, Keys] = {
+LLAMA_KEYS: Mapping[str, TensorKeys] = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "self_attention.linear_qkv.layer_norm_weight": "model.layers.{n}.input_layernorm.weight",
-    "self_attention.linear_qkv.weight": _three("weight"),
-    "self_attention.linear_qkv.bias": _three("bias"),
+    "self_attention.linear_qkv.weight": _qkv_keys("weight"),
+    "self_attention.linear_qkv.bias": _qkv_keys("bias"),
     "self_attention.q_layernorm.weight": "model.layers.{n}.self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "model.layers.{n}.self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "model.layers.{n}.self_attn.o_proj.weight",
     "self_attention.linear_proj.bias": "model.layers.{n}.self_attn.o_proj.bias",
     "mlp.linear_fc1.layer_norm_weight": "model.layers.{n}.post_attention_layernorm.weight",
-    "mlp.linear_fc1.weight": _gate_up("weight"),
-    "mlp.linear_fc1.bias": _gate_up("bias"),
+    "mlp.linear_fc1.weight": _gate_up_keys("weight"),
+    "mlp.linear_fc1.bias": _gate_up_keys("bias"),
     "mlp.linear_fc2.weight": "model.layers.{n}.mlp.down_proj.weight",
     "mlp.linear_fc2.bias": "model.layers.{n}.mlp.down_proj.bias",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
 
-MIXTRAL_KEYS: Mapping[str, Keys] = {
+MIXTRAL_KEYS: Mapping[str, TensorKeys] = {
     **LLAMA_KEYS,
     "pre_mlp_layernorm.weight": "model.layers.{n}.post_attention_layernorm.weight",
     "mlp.router.weight": "model.layers.{n}.block_sparse_moe.gate.weight",
@@ -284,13 +292,13 @@ MIXTRAL_KEYS: Mapping[str, Keys] = {
         "model.layers.{n}.block_sparse_moe.experts.{expert}.w2.weight"
     ),
 }
-MIXTRAL_FUSED = {
+MIXTRAL_FUSED_EXPERTS = {
     "experts.gate_up_proj": ("experts.{expert}.w1.weight", "experts.{expert}.w3.weight"),
     "experts.down_proj": ("experts.{expert}.w2.weight",),
 }
 
-# Llama's, with norms that have biases and an MLP that has no gate.
-PLAIN_KEYS: Mapping[str, Keys] = {
+# Llama's keys, with biases of norms and an MLP without a gate.
+UNGATED_KEYS: Mapping[str, TensorKeys] = {
     **LLAMA_KEYS,
     "self_attention.linear_qkv.layer_norm_bias": "model.layers.{n}.input_layernorm.bias",
     "mlp.linear_fc1.layer_norm_bias": "model.layers.{n}.post_attention_layernorm.bias",
@@ -298,19 +306,19 @@ PLAIN_KEYS: Mapping[str, Keys] = {
     "mlp.linear_fc1.bias": "model.layers.{n}.mlp.up_proj.bias",
     "decoder.final_layernorm.bias": "model.norm.bias",
 }
-STARCODER2_KEYS: Mapping[str, Keys] = {
-    **PLAIN_KEYS,
+STARCODER2_KEYS: Mapping[str, TensorKeys] = {
+    **UNGATED_KEYS,
     "mlp.linear_fc1.weight": "model.layers.{n}.mlp.c_fc.weight",
     "mlp.linear_fc1.bias": "model.layers.{n}.mlp.c_fc.bias",
     "mlp.linear_fc2.weight": "model.layers.{n}.mlp.c_proj.weight",
     "mlp.linear_fc2.bias": "model.layers.{n}.mlp.c_proj.bias",
 }
 
-NEOX_KEYS: Mapping[str, Keys] = {
+GPT_NEOX_KEYS: Mapping[str, TensorKeys] = {
     "embedding.word_embeddings.weight": "gpt_neox.embed_in.weight",
     "self_attention.linear_qkv.layer_norm_weight": "gpt_neox.layers.{n}.input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "gpt_neox.layers.{n}.input_layernorm.bias",
-    # By head already: its query, its key, its value.
+    # The rows are already grouped by head: the query, key and value of each head.
     "self_attention.linear_qkv.weight": "gpt_neox.layers.{n}.attention.query_key_value.weight",
     "self_attention.linear_qkv.bias": "gpt_neox.layers.{n}.attention.query_key_value.bias",
     "self_attention.linear_proj.weight": "gpt_neox.layers.{n}.attention.dense.weight",
@@ -326,7 +334,7 @@ NEOX_KEYS: Mapping[str, Keys] = {
     "output_layer.weight": "embed_out.weight",
 }
 
-# What each family's configuration class says where config.json is silent.
+# Defaults of each family's configuration class in transformers, for keys absent in config.json.
 GPT2_DEFAULTS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -380,7 +388,7 @@ NEMOTRON_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 4096,
     "partial_rotary_factor": 0.5,
 }
-NEOX_DEFAULTS = {
+GPT_NEOX_DEFAULTS = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
     "max_position_embeddings": 2048,
@@ -404,12 +412,16 @@ FAMILIES: Mapping[str, Family] = {
         MIXTRAL_KEYS,
         MIXTRAL_DEFAULTS,
         "model.",
-        renamed={".mlp.": ".block_sparse_moe."},
-        fused=MIXTRAL_FUSED,
+        key_renames={".mlp.": ".block_sparse_moe."},
+        fused_experts=MIXTRAL_FUSED_EXPERTS,
     ),
     "starcoder2": Family(_starcoder2, STARCODER2_KEYS, STARCODER2_DEFAULTS, "model."),
-    "nemotron": Family(_nemotron, PLAIN_KEYS, NEMOTRON_DEFAULTS, "model."),
+    "nemotron": Family(_nemotron, UNGATED_KEYS, NEMOTRON_DEFAULTS, "model."),
     "gpt_neox": Family(
-        _gpt_neox, NEOX_KEYS, NEOX_DEFAULTS, "gpt_neox.", renamed={"lm_head.": "embed_out."}
+        _gpt_neox,
+        GPT_NEOX_KEYS,
+        GPT_NEOX_DEFAULTS,
+        "gpt_neox.",
+        key_renames={"lm_head.": "embed_out."},
     ),
 }

@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints: config.json, and weights as safetensors or weights-only pickles.
+"""Hugging Face reader: opens config.json and its weights as logical (unsharded) tensors.
 
-The family's table says which keys make up a canonical tensor; here they are found, held against
-the shapes that the config wants, and packed: q, k and v by query group, gate over up, GPT-2's
-Conv1D turned, fused experts apart. Packing is a map of pieces; no weight is read. Nothing is
-downloaded.
+The weights are safetensors or torch.save files; torch.save files are loaded weights-only. The
+family's table lists the keys of each canonical tensor. The reader checks the shapes against the
+config and maps the tensors to slices: q, k and v by query group, gate rows above up rows, GPT-2's
+Conv1D transposed, fused experts split. No weight is read, and nothing is downloaded.
 """
 
 import json
@@ -16,87 +16,91 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.files.safetensors_file import open_safetensors, read_text
-from gpt.checkpoint.files.torch_save import open_torch
+from gpt.checkpoint.files.safetensors_file import open_safetensors, read_small_file
+from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.checkpoint.logical_tensor import (
     Checkpoint,
-    Copy,
-    Logical,
-    Stored,
-    common_dtype,
+    LogicalTensor,
+    ReplicaPair,
+    StoredTensor,
+    apply_overrides,
+    concat_rows,
     find_tokenizer,
-    overridden,
-    refuse_larger_vocabulary,
-    refuse_leftover,
-    refuse_untied,
-    some,
-    stack,
+    majority_dtype,
+    refuse_unexpected_weights,
+    refuse_untied_head,
+    summarize_names,
 )
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOAT_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.huggingface.config_json import Fields
-from gpt.formats.huggingface.families import FAMILIES, Family, Packed
-from gpt.parallel.sharding import Parameter, Split, parameters
+from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families import FAMILIES, Family, FusedQKV
+from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
+from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
 
-# Buffers that old files hold and that are no weights: causal masks, rotary frequencies.
-BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+# Buffers (causal masks, rotary frequencies) that old files contain beside the weights.
+BUFFER_KEYS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
-# The longest name that file systems take.
+# The longest file name that common file systems support.
 NAME_BYTES_MAX = 255
 
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 def open_huggingface(
-    path: Path, changes: GPTConfig | Mapping[str, Any] | None = None
+    path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """A directory with config.json and weights. `changes` are fields of GPTConfig to override."""
+    """Open a directory with config.json and weights. `overrides` replaces fields of GPTConfig."""
     record = _read_json(path / "config.json")
-    family = _family(record, path / "config.json")
-    fields = Fields({**family.defaults, **record}, path / "config.json")
+    family = _find_family(record, path / "config.json")
+    fields = ConfigJson({**family.defaults, **record}, path / "config.json")
     fields.refuse("quantization_config", None)
-    stored, files = _weights(path)
-    stored = _respelled(_prefixed(stored, family), family)
-    dtype = common_dtype(stored.values())
+    stored, files = _read_weights(path)
+    stored = _normalize_keys(_add_missing_prefix(stored, family), family)
+    dtype = majority_dtype(stored.values())
     try:
-        config = family.config(fields)
+        config = family.to_gpt_config(fields)
         if dtype is not None:
-            config = config.with_fields(dtype=FLOAT_NAMES[dtype])
-        rows = config.vocab_size
-        config = overridden(config, changes)
+            config = config.with_fields(dtype=FLOAT_DTYPE_NAMES[dtype])
+        stored_vocab_rows = config.vocab_size
+        config = apply_overrides(config, overrides)
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
-    refuse_larger_vocabulary(path, config, rows)
-    used: set[str] = set()
+    refuse_larger_vocabulary(path, config.vocab_size, stored_vocab_rows)
+    used_keys: set[str] = set()
     tensors = {}
-    for name, parameter in parameters(config).items():
-        tensors[name] = _pack(parameter, config, family, _Finder(path, stored, used, rows))
-    copies: tuple[Copy, ...] = ()
+    for name, parameter in parameter_specs(config).items():
+        tensors[name] = _pack_tensor(
+            parameter, config, family, _TensorFinder(path, stored, used_keys, stored_vocab_rows)
+        )
+    replica_pairs: tuple[ReplicaPair, ...] = ()
     if not config.untie_embeddings_and_output_weights:
-        copies = _drop_tied_head(path, family, stored, used)
-    left = sorted(key for key in set(stored) - used if not BUFFERS.search(key))
-    files_of_left = {key: stored[key].where.rpartition(": ")[0] for key in left}
-    refuse_leftover(path, [f"{key} in {file}" for key, file in files_of_left.items()])
+        replica_pairs = _drop_tied_head(path, family, stored, used_keys)
+    unexpected_keys = sorted(key for key in set(stored) - used_keys if not BUFFER_KEYS.search(key))
+    file_by_key = {key: stored[key].location.rpartition(": ")[0] for key in unexpected_keys}
+    refuse_unexpected_weights(path, [f"{key} in {file}" for key, file in file_by_key.items()])
     tokenizer = find_tokenizer(path)
-    checkpoint = Checkpoint(path, "huggingface", config, tensors, files, tokenizer, copies=copies)
+    checkpoint = Checkpoint(
+        path, "huggingface", config, tensors, files, tokenizer, copies=replica_pairs
+    )
     checkpoint.check()
     return checkpoint
 
 
-def _family(record: dict[str, Any], where: Path) -> Family:
-    kind = str(record.get("model_type"))
-    if kind not in FAMILIES:
+def _find_family(record: dict[str, Any], path: Path) -> Family:
+    model_type = str(record.get("model_type"))
+    if model_type not in FAMILIES:
         raise CheckpointError(
-            f"{where}: model_type {kind[:60]!r} is not a family that Preamble computes; known are "
+            f"{path}: model_type {model_type[:60]!r} is not supported; it must be one of "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[kind]
+    return FAMILIES[model_type]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(read_text(path))
+        record = json.loads(read_small_file(path))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -106,40 +110,44 @@ def _read_json(path: Path) -> dict[str, Any]:
     return record
 
 
-Reader = Callable[[Path], Mapping[str, Stored]]
-FORMS: tuple[tuple[str, Reader], ...] = (
+WeightsReader = Callable[[Path], Mapping[str, StoredTensor]]
+WEIGHT_FORMATS: tuple[tuple[str, WeightsReader], ...] = (
     ("model.safetensors", open_safetensors),
-    ("pytorch_model.bin", open_torch),
+    ("pytorch_model.bin", open_state_dict),
 )
 
 
-def _weights(path: Path) -> tuple[dict[str, Stored], tuple[Path, ...]]:
-    """Every stored tensor by its key, and the files they are in."""
-    for name, reader in FORMS:
+def _read_weights(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
+    """Return all stored tensors by key, and the files of the weights."""
+    for name, reader in WEIGHT_FORMATS:
         if (path / name).is_file():
             return dict(reader(path / name)), (path / name,)
         index = path / f"{name}.index.json"
         if index.is_file():
-            return _sharded(index, reader)
+            return _read_sharded(index, reader)
         stem, suffix = name.split(".")
         shards = sorted(path.glob(f"{stem}-*-of-*.{suffix}"))
         if shards:
             raise CheckpointError(
-                f"{path} has {len(shards)} shards as {shards[0].name}, but not {index.name}; fetch "
-                "the index too"
+                f"{path} has {len(shards)} shards such as {shards[0].name}, but not {index.name}; "
+                "fetch the index too"
             )
     raise CheckpointError(
-        f"{path} has config.json but no weights; model.safetensors, or its shards with "
-        "model.safetensors.index.json, or pytorch_model.bin is needed"
+        f"{path} has config.json but no weights; it needs model.safetensors, or shards with "
+        "model.safetensors.index.json, or pytorch_model.bin"
     )
 
 
-def _sharded(index: Path, reader: Reader) -> tuple[dict[str, Stored], tuple[Path, ...]]:
-    places = _read_json(index).get("weight_map")
-    named = isinstance(places, dict) and all(isinstance(p, str) for p in places.values())
-    if not named or not places:
+def _read_sharded(
+    index: Path, reader: WeightsReader
+) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
+    weight_map = _read_json(index).get("weight_map")
+    is_valid_map = isinstance(weight_map, dict) and all(
+        isinstance(p, str) for p in weight_map.values()
+    )
+    if not is_valid_map or not weight_map:
         raise CheckpointError(f"{index} has no weight_map of keys to files; fetch it again")
-    names = sorted(set(places.values()))
+    names = sorted(set(weight_map.values()))
     for name in names:
         too_long = len(name.encode("utf-8", "replace")) > NAME_BYTES_MAX
         if Path(name).name != name or name in (".", "..") or too_long:
@@ -150,152 +158,180 @@ def _sharded(index: Path, reader: Reader) -> tuple[dict[str, Stored], tuple[Path
     if missing:
         raise CheckpointError(
             f"{index} names {len(names)} shards, {len(missing)} of them missing: "
-            f"{some(missing)}; fetch the missing ones"
+            f"{summarize_names(missing)}; fetch the missing files"
         )
     shards = {name: reader(index.parent / name) for name in names}
     stored = {key: tensor for shard in shards.values() for key, tensor in shard.items()}
-    for key, place in places.items():
-        if key not in shards[place]:
+    for key, shard_name in weight_map.items():
+        if key not in shards[shard_name]:
             raise CheckpointError(
-                f"{index} places {key!r} in {place}, which does not hold it; the index and the "
-                "shards are of different versions: fetch them again"
+                f"{index} lists {key!r} in {shard_name}, but that file does not contain it; the "
+                "index and the shards are of different versions: fetch them again"
             )
-        stored[key] = shards[place][key]
+        stored[key] = shards[shard_name][key]
     return stored, tuple(index.parent / name for name in names)
 
 
-def _prefixed(stored: dict[str, Stored], family: Family) -> dict[str, Stored]:
-    """Files of the bare model, without a head, leave the first name out."""
+def _add_missing_prefix(stored: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """Add the family's prefix to all keys, except the head's, if no key has this prefix.
+
+    Files of a base model without a head lack the prefix.
+    """
     if any(key.startswith(family.prefix) for key in stored):
         return stored
-    heads = ("lm_head.weight", family.keys[HEAD])
-    return {key if key in heads else family.prefix + key: stored[key] for key in stored}
+    head_keys = ("lm_head.weight", family.key_table[HEAD])
+    return {key if key in head_keys else family.prefix + key: stored[key] for key in stored}
 
 
 @dataclass(frozen=True)
-class _Slab:
-    """Some rows of one matrix in a stored stack of matrices."""
+class _ExpertSlice:
+    """Rows of one expert's matrix in a tensor that stacks the matrices of all experts."""
 
-    stack: Stored
-    number: int
+    stacked_tensor: StoredTensor
+    index: int
     rows: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.rows[1] - self.rows[0], self.stack.shape[2]
+        return self.rows[1] - self.rows[0], self.stacked_tensor.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.stack.dtype
+        return self.stacked_tensor.dtype
 
     @property
-    def where(self) -> str:
-        return f"{self.stack.where}[{self.number}, {self.rows[0]}:{self.rows[1]}]"
+    def location(self) -> str:
+        return f"{self.stacked_tensor.location}[{self.index}, {self.rows[0]}:{self.rows[1]}]"
 
     def tensor(self) -> Tensor:
-        return self.stack.tensor()[self.number, slice(*self.rows)]
+        return self.stacked_tensor.tensor()[self.index, slice(*self.rows)]
 
 
-def _respelled(stored: dict[str, Stored], family: Family) -> dict[str, Stored]:
-    """Keys as the family's table has them, and experts one by one, however they were saved."""
-    result: dict[str, Stored] = {}
+def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """Rename keys to the keys of the family's table, and split fused experts."""
+    normalized_tensors: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name = key
-        for theirs, ours in family.renamed.items():
-            name = name.replace(theirs, ours)
+        for alias_part, table_part in family.key_renames.items():
+            name = name.replace(alias_part, table_part)
         if name in stored:
-            name = key  # The file has both; the one that is not asked for is refused as left over.
-        stem = next((end for end in family.fused if name.endswith(end)), None)
-        if stem is None or len(tensor.shape) != 3:
-            result[name] = tensor
+            name = key  # The file has both keys; the unused key is refused later as unexpected.
+        fused_suffix = next((end for end in family.fused_experts if name.endswith(end)), None)
+        if fused_suffix is None or len(tensor.shape) != 3:
+            normalized_tensors[name] = tensor
             continue
-        ends = family.fused[stem]
-        rows = tensor.shape[1] // len(ends)
+        expert_suffixes = family.fused_experts[fused_suffix]
+        rows = tensor.shape[1] // len(expert_suffixes)
         for expert in range(tensor.shape[0]):
-            for part, end in enumerate(ends):
-                # The last takes what does not divide, so that its shape is seen to be wrong.
-                stop = tensor.shape[1] if part == len(ends) - 1 else (part + 1) * rows
-                one = name.removesuffix(stem) + end.format(expert=expert)
-                result[one] = _Slab(tensor, expert, (part * rows, stop))
-    return result
+            for part_index, end in enumerate(expert_suffixes):
+                # The last part includes any remaining rows, which the shape check then detects.
+                stop = (
+                    tensor.shape[1]
+                    if part_index == len(expert_suffixes) - 1
+                    else (part_index + 1) * rows
+                )
+                expert_key = name.removesuffix(fused_suffix) + end.format(expert=expert)
+                normalized_tensors[expert_key] = _ExpertSlice(
+                    tensor, expert, (part_index * rows, stop)
+                )
+    return normalized_tensors
 
 
-class _Finder:
-    """Finds keys among the stored tensors, holds their shapes to what is needed, ticks them off."""
+class _TensorFinder:
+    """Looks up stored tensors by key, checks their shapes, and records the used keys."""
 
     def __init__(
-        self, path: Path, stored: Mapping[str, Stored], used: set[str], vocab_rows: int
+        self, path: Path, stored: Mapping[str, StoredTensor], used_keys: set[str], vocab_rows: int
     ) -> None:
-        self.path, self.stored, self.used, self.vocab_rows = path, stored, used, vocab_rows
+        self.path = path
+        self.stored = stored
+        self.used_keys = used_keys
+        self.vocab_rows = vocab_rows
 
-    def find(self, key: str, shape: tuple[int, ...], name: str) -> Stored:
-        self.used.add(key)
+    def find_tensor(self, key: str, shape: tuple[int, ...], name: str) -> StoredTensor:
+        self.used_keys.add(key)
         stored = self.stored.get(key)
         if stored is None:
             raise CheckpointError(
-                f"{self.path}: none of the weights is {key!r}, which config.json asks for; the "
-                "download is incomplete, or config.json is another model's"
+                f"{self.path}: the weights lack {key!r}, which config.json requires; the download "
+                "is incomplete, or config.json is of another model: fetch both again"
             )
         if tuple(stored.shape) != shape:
             raise CheckpointError(
-                f"{stored.where}: found {tuple(stored.shape)}, need {shape} for {name}; "
+                f"{stored.location}: found {tuple(stored.shape)}, need {shape} for {name}; "
                 "config.json and the weights disagree: take both from the same model"
             )
         return stored
 
 
-def _pack(parameter: Parameter, config: GPTConfig, family: Family, finder: _Finder) -> Logical:
-    """The map of one canonical tensor onto the stored ones."""
-    name, keys = parameter.name, family.keys_of(parameter.name)
+def _pack_tensor(
+    parameter: ParameterSpec, config: GPTConfig, family: Family, finder: _TensorFinder
+) -> LogicalTensor:
+    """Map one canonical tensor to stored tensors."""
+    name, keys = parameter.name, family.tensor_keys(parameter.name)
     if keys is None:
         raise CheckpointError(
-            f"{finder.path}: a model with {name} is no model of its family; correct the override"
+            f"{finder.path}: models of this family have no {name}; correct the overridden config "
+            "fields"
         )
-    turned = family.turns(parameter)
+    transposed = family.stores_transposed(parameter)
 
-    def find(key: str, rows: int) -> Stored:
+    def find_source(key: str, rows: int) -> StoredTensor:
         shape = (rows, *parameter.shape[1:])
-        return finder.find(key, shape[::-1] if turned else shape, name)
+        return finder.find_tensor(key, shape[::-1] if transposed else shape, name)
 
     rows = parameter.shape[0]
-    d, heads, groups = config.kv_channels, config.num_attention_heads, config.num_query_groups
-    if isinstance(keys, Packed):
-        whole = find(keys.key, rows)
-        starts = ((whole, 0), (whole, heads * d), (whole, (heads + groups) * d))
-        return stack(_grouped(config, starts), transposed=turned)
+    d = config.kv_channels
+    heads = config.num_attention_heads
+    groups = config.num_query_groups
+    if isinstance(keys, FusedQKV):
+        fused_tensor = find_source(keys.key, rows)
+        starts = (
+            (fused_tensor, 0),
+            (fused_tensor, heads * d),
+            (fused_tensor, (heads + groups) * d),
+        )
+        return concat_rows(_qkv_row_runs(config, starts), transposed=transposed)
     if isinstance(keys, str):
-        stored = find(keys, finder.vocab_rows if parameter.split is Split.VOCAB else rows)
-        return stack([(stored, 0, rows)], transposed=turned)
-    if parameter.split is Split.QKV:
+        stored = find_source(
+            keys, finder.vocab_rows if parameter.shard_rule is ShardRule.VOCAB else rows
+        )
+        return concat_rows([(stored, 0, rows)], transposed=transposed)
+    if parameter.shard_rule is ShardRule.QKV:
         sizes = (heads * d, groups * d, groups * d)
-        parts = [find(key, size) for key, size in zip(keys, sizes, strict=True)]
-        return stack(_grouped(config, [(part, 0) for part in parts]), transposed=turned)
-    assert parameter.split is Split.GATED, f"{name} is not made of {len(keys)} tensors"
-    return stack([(find(key, rows // 2), 0, rows // 2) for key in keys], transposed=turned)
+        parts = [find_source(key, size) for key, size in zip(keys, sizes, strict=True)]
+        return concat_rows(
+            _qkv_row_runs(config, [(part, 0) for part in parts]), transposed=transposed
+        )
+    assert parameter.shard_rule is ShardRule.GATED, f"{name} is not made of {len(keys)} tensors"
+    return concat_rows(
+        [(find_source(key, rows // 2), 0, rows // 2) for key in keys], transposed=transposed
+    )
 
 
-def _grouped(
-    config: GPTConfig, starts: Sequence[tuple[Stored, int]]
-) -> Iterator[tuple[Stored, int, int]]:
-    """Runs of rows, group by group: its queries, its key, its value."""
+def _qkv_row_runs(
+    config: GPTConfig, starts: Sequence[tuple[StoredTensor, int]]
+) -> Iterator[tuple[StoredTensor, int, int]]:
+    """Yield the row runs of each query group: its queries, then its key, then its value."""
     (q, q_first), (k, k_first), (v, v_first) = starts
     d, groups = config.kv_channels, config.num_query_groups
-    queries = config.num_attention_heads // groups * d
+    query_rows = config.num_attention_heads // groups * d
     for group in range(groups):
-        yield q, q_first + group * queries, queries
+        yield q, q_first + group * query_rows, query_rows
         yield k, k_first + group * d, d
         yield v, v_first + group * d, d
 
 
 def _drop_tied_head(
-    path: Path, family: Family, stored: Mapping[str, Stored], used: set[str]
-) -> tuple[Copy, ...]:
-    head_key, key = family.keys[HEAD], family.keys[EMBEDDING]
-    assert isinstance(head_key, str) and isinstance(key, str)
+    path: Path, family: Family, stored: Mapping[str, StoredTensor], used_keys: set[str]
+) -> tuple[ReplicaPair, ...]:
+    """Mark the head of a tied model as used; refuse a head that is not a copy of the embedding."""
+    head_key, embedding_key = family.key_table[HEAD], family.key_table[EMBEDDING]
+    assert isinstance(head_key, str) and isinstance(embedding_key, str)
     head = stored.get(head_key)
     if head is None:
         return ()
-    used.add(head_key)
+    used_keys.add(head_key)
     remedy = "set tie_word_embeddings to false in config.json"
-    refuse_untied(path, [head], [stored[key]], remedy)
-    return (Copy(EMBEDDING, stored[key], head),)
+    refuse_untied_head(path, [head], [stored[embedding_key]], remedy)
+    return (ReplicaPair(EMBEDDING, stored[embedding_key], head),)

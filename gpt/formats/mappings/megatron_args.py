@@ -1,8 +1,9 @@
-"""Megatron's `args`, as any of its versions saved them, turned into the fields of a GPTConfig.
+"""Megatron args mapping: converts the `args` of any Megatron version to GPTConfig fields.
 
-They say what weights cannot: heads, activation, positions, norm. Names and defaults moved over the
-years, and some were set but not obeyed by the classes of their time. What the model would not
-compute exactly is refused by name; a file without args answers from its shapes, and asks the rest.
+The args record the properties that shapes do not determine: heads, activation, positions, norm.
+Names and defaults changed between versions, and some versions ignored some args. An arg whose
+effect Preamble does not compute is refused, and the error names it. For a file without args, the
+sizes are inferred from the tensor shapes, and an error asks the user for the other fields.
 """
 
 import ast
@@ -11,37 +12,74 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.logical_tensor import refuse_larger_vocabulary
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.mappings.megatron_names import EMBEDDING, POSITIONS
-from gpt.settings import shown
+from gpt.formats.mappings.megatron_names import EMBEDDING, POSITION_EMBEDDING
+from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
+from gpt.settings import short_repr
 
-# How a user gives what the files do not say.
-HOW = "(config= in Python, --config-json FILE on the command line)"
-AS_FIELDS = f"as fields of config {HOW}"
-UNTIED = f"give untie_embeddings_and_output_weights in config {HOW}"
+# Ends of error messages: how a user gives config fields that the files do not record.
+CONFIG_HINT = "(config= in Python, --config-json FILE on the command line)"
+FIELDS_HINT = f"as fields of config {CONFIG_HINT}"
+UNTIED_HINT = f"give untie_embeddings_and_output_weights in config {CONFIG_HINT}"
 
-# Every argument that describes the network; all ranks of one model agree on them.
-DESCRIBING: tuple[str, ...] = (
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
-    *("group_query_attention", "num_query_groups", "max_position_embeddings", "seq_length"),
-    *("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
-    *("rotary_percent", "rotary_base", "rotary_interleaved", "use_rope_scaling"),
-    *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "window_size"),
-    *("window_attn_skip_freq", "normalization", "layernorm_epsilon", "norm_epsilon"),
-    *("apply_layernorm_1p", "layernorm_zero_centered_gamma", "swiglu", "squared_relu"),
-    *("openai_gelu", "onnx_safe", "bias_gelu_fusion", "add_bias_linear", "add_qkv_bias"),
-    *("untie_embeddings_and_output_weights", "qk_layernorm", "num_experts", "moe_router_topk"),
-    *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
-    *("moe_ffn_hidden_size", "moe_router_enable_expert_bias", "padded_vocab_size", "vocab_size"),
-    *("moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "model_parallel_size"),
-    *("pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+# All args that describe the network or its parallel sizes; they are equal on all ranks.
+ARCHITECTURE_ARGS: tuple[str, ...] = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "max_position_embeddings",
+    "seq_length",
+    "position_embedding_type",
+    "use_rotary_position_embeddings",
+    "add_position_embedding",
+    "rotary_percent",
+    "rotary_base",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "window_size",
+    "window_attn_skip_freq",
+    "normalization",
+    "layernorm_epsilon",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
+    "swiglu",
+    "squared_relu",
+    "openai_gelu",
+    "onnx_safe",
+    "bias_gelu_fusion",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "qk_layernorm",
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_ffn_hidden_size",
+    "moe_router_enable_expert_bias",
+    "padded_vocab_size",
+    "vocab_size",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size",
+    "tensor_model_parallel_size",
+    "model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
-# What changes the function and is not computed here, and the values that mean: not used.
-REFUSED: Mapping[str, tuple[object, ...]] = {
+# Args of unsupported features, and the values that switch the feature off.
+UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "multi_latent_attention": (False,),
     "softmax_type": ("vanilla",),
     "attention_output_gate": (False,),
@@ -77,8 +115,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "apply_embedding_scaling": (False,),
 }
 
-# Functions by the last part of their names, where a config names one: by itself a GELU is erf's.
-FUNCTIONS: Mapping[str, str] = {
+# Activations by the last part of a function's qualified name; torch's `gelu` is the erf variant.
+ACTIVATION_FUNCTIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -87,188 +125,207 @@ FUNCTIONS: Mapping[str, str] = {
     "squared_relu": "relu2",
 }
 
-QUESTIONS: Mapping[str, str] = {
-    "num_attention_heads": "how many heads share the attention",
-    "num_query_groups": "equal to the heads if not grouped",
+FIELD_HINTS: Mapping[str, str] = {
+    "num_attention_heads": "the number of query heads",
+    "num_query_groups": "equal to num_attention_heads without grouped-query attention",
     "activation": "gelu for erf, gelu_tanh, silu or relu2",
     "position_embedding_type": "rope or none",
-    "max_position_embeddings": "the context that it was trained with",
+    "max_position_embeddings": "the training context length",
     "layernorm_epsilon": "often 1e-5 or 1e-6",
     "layernorm_zero_centered_gamma": "true for layernorm1p",
     "rotary_base": "often 10000",
-    "rotary_percent": "1.0 if all channels turn",
-    "moe_router_topk": "experts of each token",
-    "moe_router_pre_softmax": "false if the softmax is over the chosen ones",
+    "rotary_percent": "1.0 if all channels are rotated",
+    "moe_router_topk": "the number of experts per token",
+    "moe_router_pre_softmax": "false if the softmax is over the selected experts only",
 }
 
 
-class Args:
-    """One file's arguments. None, which argparse gives what was not set, counts as absent.
+class MegatronArgs:
+    """Typed access to the args of one file; an arg of value None counts as absent.
 
-    In messages they are called `args.x`, or as `called` says, in a dialect of its own.
+    Error messages call an arg `args.x`. `display_names` maps args to other names for messages, if
+    they were converted from another config format.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], where: str, called: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any],
+        location: str,
+        display_names: Mapping[str, str] | None = None,
     ) -> None:
-        self.values, self.where, self.called = values, where, called
+        self.values = values
+        self.location = location
+        self.display_names = display_names
 
-    def name(self, name: str) -> str:
-        return f"args.{name}" if self.called is None else self.called.get(name, name)
+    def display_name(self, name: str) -> str:
+        return f"args.{name}" if self.display_names is None else self.display_names.get(name, name)
 
-    def get(self, name: str, absent: Any = None) -> Any:
+    def get(self, name: str, default: Any = None) -> Any:
         value = self.values.get(name)
-        return absent if value is None else value
+        return default if value is None else value
 
-    def whole(self, name: str, absent: int = 0) -> int:
-        value = self.get(name, absent)
+    def integer(self, name: str, default: int = 0) -> int:
+        value = self.get(name, default)
         if type(value) is not int or value < 0:
-            raise self.wrong(name, "a whole number")
+            raise self.invalid_arg_error(name, "a whole number")
         return value
 
-    def number(self, name: str, absent: float) -> float:
-        value = self.get(name, absent)
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.wrong(name, "a number")
+            raise self.invalid_arg_error(name, "a number")
         try:
             return float(value)
         except OverflowError:
-            raise self.wrong(name, "a number") from None
+            raise self.invalid_arg_error(name, "a number") from None
 
-    def flag(self, name: str, absent: bool = False) -> bool:
-        value = self.get(name, absent)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
+            raise self.invalid_arg_error(name, "true or false")
         return value
 
     def literal(self, name: str) -> Any:
-        """A value that some versions save as the text that the command line had."""
+        """Return a value; parse it if a Megatron version saved it as command-line text."""
         value = self.get(name)
         if isinstance(value, str):
             try:
                 return ast.literal_eval(value)
             except (ValueError, SyntaxError, MemoryError, RecursionError):
-                raise self.wrong(name, "a plain value") from None
+                raise self.invalid_arg_error(name, "a Python literal") from None
         return value
 
-    def wrong(self, name: str, need: str) -> CheckpointError:
-        found = shown(self.values.get(name))
+    def invalid_arg_error(self, name: str, expected: str) -> CheckpointError:
+        actual = short_repr(self.values.get(name))
         return CheckpointError(
-            f"{self.where}: {self.name(name)} is {found}, where {need} is needed; take the file "
-            "from the training run again"
+            f"{self.location}: {self.display_name(name)} is {actual}; it must be {expected}: copy "
+            "the file from the training run again"
         )
 
-    def refused(self, name: str) -> CheckpointError:
-        found = shown(self.values.get(name))
+    def unsupported_arg_error(self, name: str) -> CheckpointError:
+        actual = short_repr(self.values.get(name))
         return CheckpointError(
-            f"{self.where}: {self.name(name)} is {found}, which Preamble does not compute; the "
-            "model cannot be read"
+            f"{self.location}: {self.display_name(name)} is {actual}, which Preamble does not "
+            "support; give a model without this setting"
         )
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What the tensors themselves say: their shapes on each tensor rank."""
+class WeightShapes:
+    """The shapes of the tensors on each tensor parallel rank."""
 
-    parts: Mapping[str, Sequence[tuple[int, ...]]]
+    rank_shapes: Mapping[str, Sequence[tuple[int, ...]]]
     num_layers: int
-    legacy: bool  # Of the classes before Megatron-Core.
+    legacy: bool  # Saved by Megatron-LM's model classes from before Megatron-Core.
 
     def rows(self, name: str) -> int:
-        """Of a tensor whose rows are shared out; 0 if there is none."""
-        return sum(shape[0] for shape in self.parts.get(name, ()) if shape)
+        """Return the rows of a row-sharded tensor, summed over all ranks; 0 if absent."""
+        return sum(shape[0] for shape in self.rank_shapes.get(name, ()) if shape)
 
     def columns(self, name: str) -> int:
-        return sum(shape[-1] for shape in self.parts.get(name, ()) if shape)
+        return sum(shape[-1] for shape in self.rank_shapes.get(name, ()) if shape)
 
-    def has(self, leaf: str) -> bool:
-        return any(name.endswith(leaf) for name in self.parts)
+    def has_tensor(self, suffix: str) -> bool:
+        return any(name.endswith(suffix) for name in self.rank_shapes)
 
     @property
-    def positions(self) -> int:
-        """Rows of the table of positions, which every rank has whole."""
-        return self.parts[POSITIONS][0][0] if POSITIONS in self.parts else 0
+    def position_rows(self) -> int:
+        """The rows of the position embedding, which is replicated on all ranks; 0 if absent."""
+        return (
+            self.rank_shapes[POSITION_EMBEDDING][0][0]
+            if POSITION_EMBEDDING in self.rank_shapes
+            else 0
+        )
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        routers = "decoder.layers.{}.mlp.router.weight"
-        return tuple(routers.format(layer) in self.parts for layer in range(self.num_layers))
+        router_name = "decoder.layers.{}.mlp.router.weight"
+        return tuple(
+            router_name.format(layer) in self.rank_shapes for layer in range(self.num_layers)
+        )
 
 
 @dataclass
-class Answer:
-    """Fields of a GPTConfig, and those that nothing tells and that must be asked for.
+class PartialConfig:
+    """Known fields of a GPTConfig, and the names of fields that the user must give.
 
-    A note tells how a field was found, and is void if the user gives the field.
+    `notes` has a note for each field that is assumed; a note is removed if the user gives the
+    field.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
+    undetermined_fields: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def describe(args: Args, weights: Weights) -> Answer:
-    """The architecture, from arguments of any version."""
-    for name, unused in REFUSED.items():
+def config_from_args(args: MegatronArgs, weights: WeightShapes) -> PartialConfig:
+    """Convert the args of any Megatron version to config fields."""
+    for name, accepted_values in UNSUPPORTED_ARGS.items():
         value = args.get(name)
-        plain = isinstance(value, bool | int | float | str | list | tuple)
-        if value is not None and not (plain and value in unused):
-            raise args.refused(name)
-    answer = Answer()
-    fields = answer.fields
+        is_plain = isinstance(value, bool | int | float | str | list | tuple)
+        if value is not None and not (is_plain and value in accepted_values):
+            raise args.unsupported_arg_error(name)
+    partial_config = PartialConfig()
+    fields = partial_config.fields
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        fields[name] = args.whole(name)
-    fields["ffn_hidden_size"] = args.whole("ffn_hidden_size")
-    fields["kv_channels"] = args.whole("kv_channels")
-    fields["num_query_groups"] = _groups(args, weights)
-    biases = args.flag("add_bias_linear", not args.flag("disable_bias_linear"))
-    fields["qkv_bias"] = biases or args.flag("add_qkv_bias")
-    fields["proj_bias"] = fields["mlp_bias"] = biases
+        fields[name] = args.integer(name)
+    fields["ffn_hidden_size"] = args.integer("ffn_hidden_size")
+    fields["kv_channels"] = args.integer("kv_channels")
+    fields["num_query_groups"] = _query_groups(args, weights)
+    has_bias = args.flag("add_bias_linear", not args.flag("disable_bias_linear"))
+    fields["qkv_bias"] = has_bias or args.flag("add_qkv_bias")
+    fields["proj_bias"] = fields["mlp_bias"] = has_bias
     fields["untie_embeddings_and_output_weights"] = args.flag("untie_embeddings_and_output_weights")
     fields["hidden_dropout"] = args.number("hidden_dropout", 0.0)
     fields["attention_dropout"] = args.number("attention_dropout", 0.0)
     fields["qk_layernorm"] = args.flag("qk_layernorm")
-    _norm(args, answer)
-    _positions(args, weights, answer)
-    _window(args, weights, answer)
-    _activation(args, weights, biases, answer)
+    _set_norm(args, partial_config)
+    _set_positions(args, weights, partial_config)
+    _set_window(args, weights, partial_config)
+    _set_activation(args, weights, has_bias, partial_config)
     if any(weights.moe_layers):
-        _experts(args, weights, answer)
-    _vocabulary(args, weights, answer)
-    return answer
+        _set_moe(args, weights, partial_config)
+    _set_vocab_size(args, weights, partial_config)
+    return partial_config
 
 
-def _groups(args: Args, weights: Weights) -> int:
-    """`num_query_groups` is 1 by default, in models without groups too."""
-    heads, grouped = args.whole("num_attention_heads"), args.get("group_query_attention")
+def _query_groups(args: MegatronArgs, weights: WeightShapes) -> int:
+    """Return the number of query groups.
+
+    `num_query_groups` alone is not enough: its default is 1 even without grouped-query attention.
+    """
+    heads, grouped = args.integer("num_attention_heads"), args.get("group_query_attention")
     if grouped is None and args.get("num_query_groups") is not None:
-        # Written by a converter; the rows tell what it meant.
-        channels = args.whole("kv_channels") or args.whole("hidden_size") // max(1, heads)
+        # A converter wrote these args. The number of rows of the QKV weight shows whether the model
+        # has query groups.
+        channels = args.integer("kv_channels") or args.integer("hidden_size") // max(1, heads)
         rows = weights.rows("decoder.layers.0.self_attention.linear_qkv.weight")
-        return heads if rows == 3 * heads * channels else args.whole("num_query_groups")
-    return args.whole("num_query_groups") if args.flag("group_query_attention") else heads
+        return heads if rows == 3 * heads * channels else args.integer("num_query_groups")
+    return args.integer("num_query_groups") if args.flag("group_query_attention") else heads
 
 
-def _norm(args: Args, answer: Answer) -> None:
-    values = {args.number(name, 0.0) for name in ("layernorm_epsilon", "norm_epsilon")} - {0.0}
-    if len(values) == 1:
-        answer.fields["layernorm_epsilon"] = values.pop()
-    elif values:
-        answer.unknown.append("layernorm_epsilon")
-    answer.fields["normalization"] = args.get("normalization", "LayerNorm")
+def _set_norm(args: MegatronArgs, partial_config: PartialConfig) -> None:
+    epsilons = {args.number(name, 0.0) for name in ("layernorm_epsilon", "norm_epsilon")} - {0.0}
+    if len(epsilons) == 1:
+        partial_config.fields["layernorm_epsilon"] = epsilons.pop()
+    elif epsilons:
+        partial_config.undetermined_fields.append("layernorm_epsilon")
+    partial_config.fields["normalization"] = args.get("normalization", "LayerNorm")
     names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-    answer.fields["layernorm_zero_centered_gamma"] = any(args.flag(name) for name in names)
+    partial_config.fields["layernorm_zero_centered_gamma"] = any(args.flag(name) for name in names)
 
 
-def _positions(args: Args, weights: Weights, answer: Answer) -> None:
-    fields = answer.fields
-    kind = args.get("position_embedding_type", "learned_absolute")
-    if kind not in ("learned_absolute", "rope", "none"):
-        raise args.refused("position_embedding_type")
-    rotary = kind == "rope" or args.flag("use_rotary_position_embeddings")
-    learned = kind == "learned_absolute" and not rotary
-    if weights.legacy:  # These classes add both if a table was kept beside rotary positions.
-        learned = weights.positions > 0
+def _set_positions(
+    args: MegatronArgs, weights: WeightShapes, partial_config: PartialConfig
+) -> None:
+    fields = partial_config.fields
+    position_type = args.get("position_embedding_type", "learned_absolute")
+    if position_type not in ("learned_absolute", "rope", "none"):
+        raise args.unsupported_arg_error("position_embedding_type")
+    rotary = position_type == "rope" or args.flag("use_rotary_position_embeddings")
+    learned = position_type == "learned_absolute" and not rotary
+    if weights.legacy:  # The legacy classes add learned positions to rotary ones if both exist.
+        learned = weights.position_rows > 0
     names = {
         (True, True): "learned_absolute+rope",
         (True, False): "learned_absolute",
@@ -276,221 +333,258 @@ def _positions(args: Args, weights: Weights, answer: Answer) -> None:
         (False, False): "none",
     }
     fields["position_embedding_type"] = names[learned, rotary]
-    most = args.whole("max_position_embeddings") or args.whole("seq_length")
-    fields["max_position_embeddings"] = weights.positions or most
+    positions_max = args.integer("max_position_embeddings") or args.integer("seq_length")
+    fields["max_position_embeddings"] = weights.position_rows or positions_max
     if not rotary:
         return
     fields["rotary_percent"] = args.number("rotary_percent", 1.0)
-    stretch = args.number("rotary_seq_len_interpolation_factor", 1.0)
+    scaling_factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
     llama3 = args.flag("use_rope_scaling") and not weights.legacy
-    if not weights.legacy:  # The older classes have 10000 in their code, and turn halves.
+    if not weights.legacy:  # The legacy classes always use base 10000 without interleaving.
         fields["rotary_base"] = args.number("rotary_base", 10000.0)
         fields["rotary_interleaved"] = args.flag("rotary_interleaved")
-    if llama3 and stretch != 1:
-        raise args.refused("rotary_seq_len_interpolation_factor")
+    if llama3 and scaling_factor != 1:
+        raise args.unsupported_arg_error("rotary_seq_len_interpolation_factor")
     if llama3:
-        stretch = args.number("rope_scaling_factor", 8.0)
-    ignored = 8.0 if llama3 else 1.0
-    if llama3 or stretch != 1:
-        fields["rope_scaling"] = {"kind": "llama3" if llama3 else "linear", "factor": stretch}
-    if stretch != ignored and not weights.legacy:
-        answer.notes["rope_scaling"] = (
-            f"positions are scaled by {stretch:g} as args say, but Megatron-LM's own training did "
-            f"not obey that before core 0.19: give rope_scaling if it was trained with {ignored:g}"
+        scaling_factor = args.number("rope_scaling_factor", 8.0)
+    default_factor = 8.0 if llama3 else 1.0
+    if llama3 or scaling_factor != 1:
+        fields["rope_scaling"] = {
+            "kind": "llama3" if llama3 else "linear",
+            "factor": scaling_factor,
+        }
+    if scaling_factor != default_factor and not weights.legacy:
+        partial_config.notes["rope_scaling"] = (
+            f"positions are scaled by {scaling_factor:g} according to the args, but Megatron-LM "
+            "before Megatron-Core 0.19 ignored this arg in training: if the model was trained with "
+            f"{default_factor:g}, give rope_scaling"
         )
 
 
-def _window(args: Args, weights: Weights, answer: Answer) -> None:
+def _set_window(args: MegatronArgs, weights: WeightShapes, partial_config: PartialConfig) -> None:
     window = args.literal("window_size")
     if window is None:
         return
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise args.wrong("window_size", "a pair of numbers")
-    left, right = window
-    if type(left) is not int or right not in (0, -1) or (weights.legacy and left >= 0):
-        raise args.refused("window_size")
-    if left >= 0:
-        answer.fields["window_size"] = left + 1  # As many before a token, and itself.
+        raise args.invalid_arg_error("window_size", "a pair of numbers")
+    tokens_before, tokens_after = window
+    if (
+        type(tokens_before) is not int
+        or tokens_after not in (0, -1)
+        or (weights.legacy and tokens_before >= 0)
+    ):
+        raise args.unsupported_arg_error("window_size")
+    if tokens_before >= 0:
+        # Megatron counts the tokens before the current token; window_size includes this token.
+        partial_config.fields["window_size"] = tokens_before + 1
 
 
-def _activation(args: Args, weights: Weights, biases: bool, answer: Answer) -> None:
-    fields = answer.fields
+def _set_activation(
+    args: MegatronArgs, weights: WeightShapes, has_bias: bool, partial_config: PartialConfig
+) -> None:
+    fields = partial_config.fields
     if args.get("activation_func") is not None:
-        _named_activation(args, biases, fields)
+        _set_named_activation(args, has_bias, fields)
         return
     fields["gated"] = args.flag("swiglu")
-    kernels = weights.legacy and args.get("transformer_impl") == "transformer_engine"
-    if kernels:  # Its layers as a whole obey at most `swiglu`, the first of them nothing.
+    is_full_te_layer = weights.legacy and args.get("transformer_impl") == "transformer_engine"
+    if is_full_te_layer:
+        # Transformer Engine's TransformerLayer can ignore `swiglu`, so check the shapes.
         fc1, fc2 = (f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2))
         fields["gated"] = weights.rows(fc1) == 2 * weights.columns(fc2)
-        if args.flag("apply_layernorm_1p"):  # The last norm alone would obey it.
-            raise args.refused("apply_layernorm_1p")
-    # Transformer Engine has no GELU but the tanh form.
-    if fields["gated"] or kernels or args.flag("use_te_activation_func"):
+        if args.flag("apply_layernorm_1p"):  # Only the final norm would have this property.
+            raise args.unsupported_arg_error("apply_layernorm_1p")
+    # Transformer Engine's GELU is always the tanh approximation.
+    if fields["gated"] or is_full_te_layer or args.flag("use_te_activation_func"):
         fields["activation"] = "silu" if fields["gated"] else "gelu_tanh"
         return
     if args.flag("squared_relu"):
         fields["activation"] = "relu2"
         return
-    named = args.get("bias_gelu_fusion") is not None
-    if weights.legacy and not named and args.get("openai_gelu") is not None:
-        # Of 2020, before there was a kernel.
+    has_fusion_arg = args.get("bias_gelu_fusion") is not None
+    if weights.legacy and not has_fusion_arg and args.get("openai_gelu") is not None:
+        # Versions of 2020 have no fused kernel.
         fields["activation"] = "gelu_tanh" if args.flag("openai_gelu") else "gelu"
         return
-    # The kernel that adds the bias computes the tanh form, plain torch the one with erf.
-    fused = args.flag("bias_gelu_fusion", True) and biases
-    if not named:
-        answer.notes["activation"] = "args name no form of GELU; taken as the tanh one"
-    if weights.legacy and args.flag("onnx_safe") and fused:
-        answer.unknown.append("activation")  # Which of the two won changed with the version.
+    # The fused bias + GELU kernel computes the tanh approximation, torch's GELU uses erf.
+    fuses_bias = args.flag("bias_gelu_fusion", True) and has_bias
+    if not has_fusion_arg:
+        partial_config.notes["activation"] = (
+            "the args do not record the variant of GELU; the tanh approximation is assumed"
+        )
+    if weights.legacy and args.flag("onnx_safe") and fuses_bias:
+        # The precedence of the two flags depends on the Megatron version.
+        partial_config.undetermined_fields.append("activation")
         return
-    tanh = fused or (weights.legacy and args.flag("openai_gelu"))
+    tanh = fuses_bias or (weights.legacy and args.flag("openai_gelu"))
     fields["activation"] = "gelu_tanh" if tanh else "gelu"
 
 
-def _named_activation(args: Args, biases: bool, fields: dict[str, Any]) -> None:
-    """As Megatron-Core's own config has it: a function, whether it gates, whether it is fused."""
+def _set_named_activation(args: MegatronArgs, has_bias: bool, fields: dict[str, Any]) -> None:
+    """Set the activation and `gated` from the fields of a TransformerConfig."""
     name = args.get("activation_func")
-    if not isinstance(name, str) or name not in FUNCTIONS:
-        raise args.refused("activation_func")
+    if not isinstance(name, str) or name not in ACTIVATION_FUNCTIONS:
+        raise args.unsupported_arg_error("activation_func")
     gated = fields["gated"] = args.flag("gated_linear_unit")
-    # The kernel that adds the bias computes the tanh form; one that gates needs no bias.
-    fused = args.flag("bias_activation_fusion") and (biases or gated)
-    fields["activation"] = "gelu_tanh" if name == "gelu" and fused else FUNCTIONS[name]
+    # The fused bias + GELU kernel computes the tanh approximation. If the MLP is gated, the fused
+    # kernel is used even without a bias.
+    fuses_bias = args.flag("bias_activation_fusion") and (has_bias or gated)
+    fields["activation"] = (
+        "gelu_tanh" if name == "gelu" and fuses_bias else ACTIVATION_FUNCTIONS[name]
+    )
 
 
-def _experts(args: Args, weights: Weights, answer: Answer) -> None:
-    fields = answer.fields
-    fields["num_experts"] = args.whole("num_experts")
+def _set_moe(args: MegatronArgs, weights: WeightShapes, partial_config: PartialConfig) -> None:
+    fields = partial_config.fields
+    fields["num_experts"] = args.integer("num_experts")
     fields["moe_layers"] = weights.moe_layers
-    fields["moe_router_topk"] = args.whole("moe_router_topk", 2)
-    fields["moe_ffn_hidden_size"] = args.whole("moe_ffn_hidden_size")
+    fields["moe_router_topk"] = args.integer("moe_router_topk", 2)
+    fields["moe_ffn_hidden_size"] = args.integer("moe_ffn_hidden_size")
     fields["moe_router_pre_softmax"] = args.flag("moe_router_pre_softmax")
     fields["moe_router_score_function"] = args.get("moe_router_score_function", "softmax")
     fields["moe_router_topk_scaling_factor"] = (
         args.number("moe_router_topk_scaling_factor", 0.0) or 1.0
     )
-    biased = args.flag("moe_router_enable_expert_bias")
-    fields["moe_router_expert_bias"] = biased
-    if biased and fields["moe_router_score_function"] != "sigmoid":
-        raise args.refused("moe_router_enable_expert_bias")
-    fields["moe_shared_expert_intermediate_size"] = args.whole(
+    has_expert_bias = args.flag("moe_router_enable_expert_bias")
+    fields["moe_router_expert_bias"] = has_expert_bias
+    if has_expert_bias and fields["moe_router_score_function"] != "sigmoid":
+        raise args.unsupported_arg_error("moe_router_enable_expert_bias")
+    fields["moe_shared_expert_intermediate_size"] = args.integer(
         "moe_shared_expert_intermediate_size"
     )
-    fields["moe_shared_expert_gate"] = weights.has("shared_experts.gate_weight")
-    groups = args.whole("moe_router_group_topk")
-    if groups and groups != args.whole("moe_router_num_groups"):  # All of them are no limit.
-        raise args.refused("moe_router_group_topk")
+    fields["moe_shared_expert_gate"] = weights.has_tensor("shared_experts.gate_weight")
+    groups = args.integer("moe_router_group_topk")
+    # Selecting all groups does not restrict the routing.
+    if groups and groups != args.integer("moe_router_num_groups"):
+        raise args.unsupported_arg_error("moe_router_group_topk")
     balancing = args.get("moe_router_load_balancing_type", "none")
     if "sinkhorn" in (balancing if isinstance(balancing, list | tuple) else [balancing]):
-        raise args.refused("moe_router_load_balancing_type")
+        raise args.unsupported_arg_error("moe_router_load_balancing_type")
     if args.get("moe_expert_capacity_factor") is not None:
-        answer.notes["capacity"] = (
-            "it was trained with a capacity for each expert; here no expert drops a token"
+        partial_config.notes["capacity"] = (
+            "the model was trained with an expert capacity; Preamble's experts drop no tokens"
         )
 
 
-def _vocabulary(args: Args, weights: Weights, answer: Answer) -> None:
-    """The rows without padding, as far as args tell."""
+def _set_vocab_size(
+    args: MegatronArgs, weights: WeightShapes, partial_config: PartialConfig
+) -> None:
+    """Set vocab_size; it excludes padding rows if the args record the true size."""
     rows = weights.rows(EMBEDDING)
-    padded = args.whole("padded_vocab_size")
+    padded = args.integer("padded_vocab_size")
     if padded and padded != rows:
         raise CheckpointError(
-            f"{args.where}: args.padded_vocab_size is {padded}, but the embedding has {rows} rows"
-            "; rank files are of different checkpoints: take them from one"
+            f"{args.location}: args.padded_vocab_size is {padded}, but the embedding has {rows} "
+            "rows; the rank files are of different checkpoints: take all ranks from the same "
+            "checkpoint"
         )
-    size = args.whole("vocab_size")
+    size = args.integer("vocab_size")
     if size and "Null" in str(args.get("tokenizer_type")):
-        size += 1  # Its own count leaves out the token that ends a text.
+        size += 1  # The null tokenizer's vocab_size does not count its end-of-document token.
     if 0 < size <= rows:
-        answer.fields["vocab_size"] = size
+        partial_config.fields["vocab_size"] = size
         return
-    answer.fields["vocab_size"] = rows
-    answer.notes["vocab_size"] = _unpadded(rows)
+    partial_config.fields["vocab_size"] = rows
+    partial_config.notes["vocab_size"] = _padding_unknown_note(rows)
 
 
-def _unpadded(rows: int) -> str:
+def _padding_unknown_note(rows: int) -> str:
     return (
-        f"the true vocabulary size is not recorded: all {rows} rows count, padding included; give "
-        "vocab_size if the tokenizer has fewer"
+        f"the true vocabulary size is not recorded, so vocab_size is {rows}, the number of "
+        "embedding rows, which can include padding; give vocab_size if the tokenizer has fewer "
+        "tokens"
     )
 
 
-def infer(weights: Weights) -> Answer:
-    """The architecture of a file without args, as those of 2019 and 2020, from its shapes."""
-    answer = Answer()
-    rows, hidden = weights.rows(EMBEDDING), weights.parts[EMBEDDING][0][1]
+def config_from_shapes(weights: WeightShapes) -> PartialConfig:
+    """Infer config fields from shapes, for files without args such as those of 2019 and 2020."""
+    partial_config = PartialConfig()
+    rows, hidden = weights.rows(EMBEDDING), weights.rank_shapes[EMBEDDING][0][1]
     fc1 = weights.rows("decoder.layers.0.mlp.linear_fc1.weight")
     fc2 = weights.columns("decoder.layers.0.mlp.linear_fc2.weight")
-    answer.fields = {
+    partial_config.fields = {
         "num_layers": weights.num_layers,
         "hidden_size": hidden,
         "ffn_hidden_size": fc2,
         "vocab_size": rows,
-        "normalization": "LayerNorm" if weights.has("final_layernorm.bias") else "RMSNorm",
+        "normalization": "LayerNorm" if weights.has_tensor("final_layernorm.bias") else "RMSNorm",
         "gated": fc1 == 2 * fc2,
-        "qkv_bias": weights.has("linear_qkv.bias"),
-        "proj_bias": weights.has("linear_proj.bias"),
-        "mlp_bias": weights.has("linear_fc2.bias"),
-        "qk_layernorm": weights.has("q_layernorm.weight"),
+        "qkv_bias": weights.has_tensor("linear_qkv.bias"),
+        "proj_bias": weights.has_tensor("linear_proj.bias"),
+        "mlp_bias": weights.has_tensor("linear_fc2.bias"),
+        "qk_layernorm": weights.has_tensor("q_layernorm.weight"),
     }
-    answer.unknown.append("num_attention_heads")
+    partial_config.undetermined_fields.append("num_attention_heads")
     if fc1 == 2 * fc2:
-        answer.unknown.append("activation")
+        partial_config.undetermined_fields.append("activation")
     else:
-        answer.fields["activation"] = "gelu_tanh"
-        answer.notes["activation"] = "the files have no args; GELU is taken as the tanh form"
-    answer.notes["layernorm_epsilon"] = "the files have no args; epsilon is taken as 1e-5"
-    if weights.positions:
-        answer.fields["max_position_embeddings"] = weights.positions
-        answer.fields["position_embedding_type"] = "learned_absolute"
-    else:
-        answer.unknown += ["position_embedding_type", "max_position_embeddings"]
-    answer.notes["vocab_size"] = _unpadded(rows)
-    return answer
-
-
-def settle(answer: Answer, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields with what the user knows better; what is still unknown is asked for by name."""
-    asked = [name for name in answer.unknown if name not in changes]
-    if asked:
-        raise CheckpointError(
-            f"{where} does not say {questions(asked)}; look {'it' if len(asked) == 1 else 'them'} "
-            f"up where it was trained, and give {'it' if len(asked) == 1 else 'them'} {AS_FIELDS}"
+        partial_config.fields["activation"] = "gelu_tanh"
+        partial_config.notes["activation"] = (
+            "the files have no args; the tanh approximation of GELU is assumed"
         )
-    return {**answer.fields, **changes}
+    partial_config.notes["layernorm_epsilon"] = (
+        "the files have no args; a layernorm_epsilon of 1e-5 is assumed"
+    )
+    if weights.position_rows:
+        partial_config.fields["max_position_embeddings"] = weights.position_rows
+        partial_config.fields["position_embedding_type"] = "learned_absolute"
+    else:
+        partial_config.undetermined_fields += ["position_embedding_type", "max_position_embeddings"]
+    partial_config.notes["vocab_size"] = _padding_unknown_note(rows)
+    return partial_config
 
 
-def questions(names: Sequence[str]) -> str:
-    """Fields by name, with what tells an answer from another."""
-    return ", ".join(f"{name} ({QUESTIONS[name]})" if name in QUESTIONS else name for name in names)
+def complete_fields(
+    partial_config: PartialConfig, overrides: Mapping[str, Any], location: str
+) -> dict[str, Any]:
+    """Merge fields and overrides; raise an error that lists the fields missing in both."""
+    missing = [name for name in partial_config.undetermined_fields if name not in overrides]
+    if missing:
+        raise CheckpointError(
+            f"{location} does not record {list_fields_with_hints(missing)}; look "
+            f"{'it' if len(missing) == 1 else 'them'} up in the training config, and give "
+            f"{'it' if len(missing) == 1 else 'them'} "
+            f"{FIELDS_HINT}"
+        )
+    return {**partial_config.fields, **overrides}
 
 
-def architecture(
-    where: Path,
-    weights: Weights,
+def list_fields_with_hints(names: Sequence[str]) -> str:
+    """Join field names to one text; add a hint on the value to each name."""
+    return ", ".join(
+        f"{name} ({FIELD_HINTS[name]})" if name in FIELD_HINTS else name for name in names
+    )
+
+
+def resolve_config(
+    path: Path,
+    weights: WeightShapes,
     dtype: str,
-    changes: GPTConfig | Mapping[str, Any],
-    ask: Callable[[Weights], Answer],
+    overrides: GPTConfig | Mapping[str, Any],
+    infer_config: Callable[[WeightShapes], PartialConfig],
 ) -> tuple[GPTConfig, dict[str, str]]:
-    """The config, and what a user should know of how it was found, by field.
+    """Return the config, and notes for the user on assumptions, by field.
 
-    `ask` gets it from wherever the format keeps it; a whole config makes that needless.
+    `infer_config` infers the config from the checkpoint's files; it is not called if `overrides` is
+    a whole config.
     """
     try:
-        if isinstance(changes, GPTConfig):
-            config, notes = changes, {}
+        if isinstance(overrides, GPTConfig):
+            config, notes = overrides, {}
         else:
-            answer = ask(weights)
-            answer.fields["dtype"] = dtype
-            config = GPTConfig.from_dict(settle(answer, changes, str(where)))
-            notes = {name: note for name, note in answer.notes.items() if name not in changes}
+            partial_config = infer_config(weights)
+            partial_config.fields["dtype"] = dtype
+            config = GPTConfig.from_dict(complete_fields(partial_config, overrides, str(path)))
+            notes = {
+                name: note for name, note in partial_config.notes.items() if name not in overrides
+            }
     except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    refuse_larger_vocabulary(where, config, weights.rows(EMBEDDING))
+        raise CheckpointError(f"{path}: {error}") from None
+    refuse_larger_vocabulary(path, config.vocab_size, weights.rows(EMBEDDING))
     if config.num_layers != weights.num_layers:
         raise CheckpointError(
-            f"{where}: the config has {config.num_layers} layers, the weights have "
-            f"{weights.num_layers}; files are lost or of another checkpoint: take all from one"
+            f"{path}: the config has {config.num_layers} layers, but the weights have "
+            f"{weights.num_layers}; files are missing or belong to another checkpoint: take all "
+            "files from the same checkpoint"
         )
     return config, notes

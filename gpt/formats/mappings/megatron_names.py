@@ -1,9 +1,9 @@
-"""The names that every generation of Megatron gave its tensors, turned into canonical ones.
+"""Megatron names mapping: converts tensor names of every Megatron generation to canonical names.
 
-Names changed without a version number, so they tell themselves apart: the older ones stand under
-`language_model`, in `transformer` or `encoder`, the newer ones in `decoder`. Layers and experts are
-still numbered within their own file here. What a GPT does not have names its model, for a refusal.
-It knows no files and no shapes but that of grouped experts.
+Names changed without a version number, so the generation is inferred from the names: older names
+are under `language_model`, in `transformer` or `encoder`, newer names in `decoder`. Layer and
+expert numbers are not changed. A tensor of another architecture is refused, and the error names
+that architecture. The module opens no files, and uses no shapes except those of grouped experts.
 """
 
 import re
@@ -14,35 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.logical_tensor import InMemory
-from gpt.dtypes import FLOAT_NAMES
+from gpt.checkpoint.logical_tensor import InMemoryTensor
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
-from gpt.parallel.sharding import LAYERS
+from gpt.parallel.weight_sharding import LAYERS_PREFIX
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-POSITIONS = "embedding.position_embeddings.weight"
+POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 
-# Wrappers: torch's data-parallel one and its compiler's, and Megatron's and NeMo's own.
-PREFIX = re.compile(r"(module\.|model\.|language_model\.|_orig_mod\.)*")
-LAYER = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+# Name prefixes of wrapper modules: of DDP and torch.compile, and of Megatron and NeMo.
+WRAPPER_PREFIX = re.compile(r"(module\.|model\.|language_model\.|_orig_mod\.)*")
+LAYER_NAME = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)")
+LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
-# States of FP8 kernels, which are pickles of their own, and tables that are computed.
-UPS = "_v"  # At the end of a name: the ups of a gated fc1 that has a matrix for each half.
-DROPPED = re.compile(r"(.+\.)?(_extra_state\d*|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)")
-EXTRA_HEADS = "mtp."
+UP_SUFFIX = "_v"  # Marks the up half of a gated fc1 that is stored as two matrices.
+# FP8 states of Transformer Engine, which are pickles, and computed rotary tables.
+IGNORED_KEYS = re.compile(r"(.+\.)?(_extra_state\d*|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)")
+MTP_PREFIX = "mtp."
 
-# What follows `layers.N.`, old and new.
-RENAMED: tuple[tuple[str, str], ...] = (
+# Old and canonical patterns of the part of a name after `layers.N.`.
+LAYER_RENAMES: tuple[tuple[str, str], ...] = (
     (r"(?:self_)?attention\.query_key_value\.(.+)", r"self_attention.linear_qkv.\1"),
     (r"(?:self_)?attention\.dense\.(.+)", r"self_attention.linear_proj.\1"),
     (r"input_(?:layer)?norm\.(.+)", r"self_attention.linear_qkv.layer_norm_\1"),
     (r"post_attention_(?:layer)?norm\.(.+)", r"mlp.linear_fc1.layer_norm_\1"),
     (r"mlp\.dense_h_to_4h\.(.+)", r"mlp.linear_fc1.\1"),
-    # NeMo's two matrices: this is what the first one gates.
-    (r"mlp\.dense_h_to_4h_2\.(weight|bias)", rf"mlp.linear_fc1.\1{UPS}"),
+    # NeMo stores gate and up as two matrices; this is the up matrix.
+    (r"mlp\.dense_h_to_4h_2\.(weight|bias)", rf"mlp.linear_fc1.\1{UP_SUFFIX}"),
     (r"mlp\.dense_4h_to_h\.(.+)", r"mlp.linear_fc2.\1"),
-    # Layers of Transformer Engine as a whole.
+    # Names in Transformer Engine's TransformerLayer.
     (
         r"self_attention\.layernorm_qkv\.(layer_norm_weight|layer_norm_bias|weight|bias)",
         r"self_attention.linear_qkv.\1",
@@ -55,15 +55,16 @@ RENAMED: tuple[tuple[str, str], ...] = (
         r"mlp.experts.local_experts.\3.linear_fc\1.\2",
     ),
 )
-OUTSIDE: tuple[tuple[str, str], ...] = (
+NON_LAYER_RENAMES: tuple[tuple[str, str], ...] = (
     (r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(.+)", r"decoder.final_layernorm.\1"),
-    (r"embedding\.position_embeddings", POSITIONS),  # NeMo's `learned_parameters`.
+    (r"embedding\.position_embeddings", POSITION_EMBEDDING),  # NeMo's `learned_parameters`.
     # The last stage's copy of a tied embedding.
     (r"word_embeddings(?:_for_head)?\.weight", HEAD),
 )
 
-# Parts that a GPT of ours does not have, and whose they are. The first that fits speaks.
-FOREIGN: tuple[tuple[str, str], ...] = (
+# Name patterns of unsupported architectures, and their descriptions for the error message. The
+# first match is used.
+UNSUPPORTED_PARTS: tuple[tuple[str, str], ...] = (
     (r"inter_attention|cross_attention|cross_attn", "an encoder-decoder such as T5, or Retro"),
     (r"binary_head|pooler|tokentype_embeddings|lm_head", "BERT"),
     (r"encoder\.layers\.\d+\.self_attention\.linear_qkv", "BERT or T5 of Megatron-Core"),
@@ -79,147 +80,164 @@ FOREIGN: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Names:
-    """One rank's tensors of one chunk by canonical names, but for the numbers of its own."""
+class ChunkTensors:
+    """One rank's tensors of one model chunk by canonical name, with the file's layer numbers."""
 
-    tensors: dict[str, InMemory]
-    layers: int
-    legacy: bool  # The classes before Megatron-Core.
-    extra_heads: bool = False  # Of multi-token prediction; left out.
+    tensors: dict[str, InMemoryTensor]
+    num_layers: int
+    legacy: bool  # Saved by Megatron-LM's model classes from before Megatron-Core.
+    has_mtp_heads: bool = False  # Multi-token prediction heads, which are ignored.
 
 
-def rename(model: Mapping[str, Any], where: str, expert_ranks: int) -> Names:
-    """A rank's `model` dict, flat or nested. `expert_ranks` share out the experts."""
-    tensors: dict[str, InMemory] = {}
+def rename_tensors(state_dict: Mapping[str, Any], location: str, expert_ranks: int) -> ChunkTensors:
+    """Rename the tensors of a rank's `model` dict, flat or nested.
+
+    `expert_ranks` is the expert parallel size.
+    """
+    tensors: dict[str, InMemoryTensor] = {}
     layers: set[int] = set()
-    legacy = extra_heads = False
-    for key, value in _flat(model, where, set()):
-        bare = key[_prefix(key) :]
-        if DROPPED.fullmatch(bare):
+    legacy = has_mtp_heads = False
+    for key, value in _flatten(state_dict, location, set()):
+        unprefixed_key = key[_wrapper_prefix_length(key) :]
+        if IGNORED_KEYS.fullmatch(unprefixed_key):
             continue
-        if bare.startswith(EXTRA_HEADS):
-            extra_heads = True
+        if unprefixed_key.startswith(MTP_PREFIX):
+            has_mtp_heads = True
             continue
-        refuse_foreign(key, where)
-        legacy = legacy or bare.startswith(("transformer.", "encoder.", "word_embeddings_for"))
-        name = canonical(bare)
+        refuse_unsupported_part(key, location)
+        legacy = legacy or unprefixed_key.startswith(
+            ("transformer.", "encoder.", "word_embeddings_for")
+        )
+        name = canonical_key(unprefixed_key)
         if name in tensors:
             raise CheckpointError(
-                f"{where} holds {name} twice, as {key} and as {tensors[name].where.split(': ')[-1]}"
-                "; it is not one model's file: take it from the training run again"
+                f"{location} has {name} twice, as {key} and as "
+                f"{tensors[name].location.split(': ')[-1]}; the file mixes several models: copy it "
+                "from the training run again"
             )
-        tensors[name] = InMemory(_plain(value, f"{where}: {key}"), f"{where}: {key}")
-        match = LAYER.match(name)
+        tensors[name] = InMemoryTensor(
+            _plain_tensor(value, f"{location}: {key}"), f"{location}: {key}"
+        )
+        match = LAYER_NAME.match(name)
         if match:
             layers.add(int(match[2]))
     if layers != set(range(len(layers))):
         raise CheckpointError(
-            f"{where} has layers {_numbers(layers)}, which do not count from 0; every file numbers "
-            "its own layers: take it from the training run again"
+            f"{location} has layers {_format_layer_numbers(layers)}, but each rank's file must "
+            "have all layers from 0 on: copy it from the training run again"
         )
     _move_norms(tensors, len(layers))
-    _split_groups(tensors, expert_ranks)
-    return Names(tensors, len(layers), legacy, extra_heads)
+    _split_grouped_experts(tensors, expert_ranks)
+    return ChunkTensors(tensors, len(layers), legacy, has_mtp_heads)
 
 
-def renumbered(name: str, first_layer: int, first_expert: int) -> str:
-    """The model's own number of a layer and an expert that a file numbers from 0."""
-    if not name.startswith(LAYERS):
+def renumber(name: str, first_layer: int, first_expert: int) -> str:
+    """Replace a file's layer and expert numbers, which start at 0, with the model's numbers."""
+    if not name.startswith(LAYERS_PREFIX):
         return name
-    number, rest = name[len(LAYERS) :].split(".", 1)
-    rest = EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", f".{rest}")
-    return f"{LAYERS}{int(number) + first_layer}{rest}"
+    number, suffix = name[len(LAYERS_PREFIX) :].split(".", 1)
+    suffix = LOCAL_EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", f".{suffix}")
+    return f"{LAYERS_PREFIX}{int(number) + first_layer}{suffix}"
 
 
-def _prefix(key: str) -> int:
-    match = PREFIX.match(key)
+def _wrapper_prefix_length(key: str) -> int:
+    match = WRAPPER_PREFIX.match(key)
     return match.end() if match else 0
 
 
-def _flat(
-    record: Mapping[str, Any], where: str, seen: set[int], prefix: str = ""
+def _flatten(
+    record: Mapping[str, Any], location: str, seen: set[int], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """`seen` are the dicts that were met; one in itself, or everywhere, has no end."""
+    """Yield the values of nested dicts, with names joined by dots.
+
+    `seen` has the ids of visited dicts. A repeated or cyclic dict is refused, because the output
+    could grow without limit.
+    """
     if id(record) in seen:
         raise CheckpointError(
-            f"{where} holds {prefix[:60]} more than once, which no model does; it is broken or "
-            "hostile: take it from the training run again"
+            f"{location} contains the dict {prefix[:60]} more than once, so it is broken or "
+            "hostile: copy it from the training run again"
         )
     seen.add(id(record))
     for key, value in record.items():
         if isinstance(value, dict):
-            yield from _flat(value, where, seen, f"{prefix}{key}.")
+            yield from _flatten(value, location, seen, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def canonical(bare: str) -> str:
-    match = LAYER.fullmatch(bare)
-    for old, new in RENAMED if match else OUTSIDE:
-        found = re.fullmatch(old, match[3] if match else bare)
-        if found:
-            bare = found.expand(new)
-            return f"{LAYERS}{match[2]}.{bare}" if match else bare
-    return f"{LAYERS}{match[2]}.{match[3]}" if match else bare
+def canonical_key(key: str) -> str:
+    match = LAYER_NAME.fullmatch(key)
+    for old, new in LAYER_RENAMES if match else NON_LAYER_RENAMES:
+        rename_match = re.fullmatch(old, match[3] if match else key)
+        if rename_match:
+            key = rename_match.expand(new)
+            return f"{LAYERS_PREFIX}{match[2]}.{key}" if match else key
+    return f"{LAYERS_PREFIX}{match[2]}.{match[3]}" if match else key
 
 
-def _plain(value: object, where: str) -> Tensor:
+def _plain_tensor(value: object, location: str) -> Tensor:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         raise CheckpointError(
-            f"{where} is a {type(value).__name__}, not a plain tensor; save the state dict of the "
-            "model as it was trained"
+            f"{location} is a {type(value).__name__}, not a dense tensor; save the model's state "
+            "dict without a conversion after training"
         )
-    if value.dtype not in FLOAT_NAMES:
+    if value.dtype not in FLOAT_DTYPE_NAMES:
         raise CheckpointError(
-            f"{where} is {value.dtype}, not one of {', '.join(FLOAT_NAMES.values())}; quantized "
-            "weights are not read: take the checkpoint from before"
+            f"{location} is {value.dtype}, not one of {', '.join(FLOAT_DTYPE_NAMES.values())}; "
+            "quantized weights are not supported: give the checkpoint before quantization"
         )
     return value.detach()
 
 
-def refuse_foreign(key: str, where: str) -> None:
-    for pattern, model in FOREIGN:
+def refuse_unsupported_part(key: str, location: str) -> None:
+    for pattern, model in UNSUPPORTED_PARTS:
         if re.search(pattern, key):
             raise CheckpointError(
-                f"{where} holds {key}, a part of {model}, which Preamble does not compute; it "
-                "reads GPT models"
+                f"{location} has {key}, a part of {model}, which Preamble does not support; give "
+                "the checkpoint of a GPT model"
             )
 
 
-def _move_norms(tensors: dict[str, InMemory], layers: int) -> None:
-    """A dense layer's second norm belongs to its fc1, an expert layer's stands for itself."""
+def _move_norms(tensors: dict[str, InMemoryTensor], layers: int) -> None:
+    """Rename the norm before the MLP in dense layers to the name of a norm fused into fc1."""
     for layer in range(layers):
-        prefix = f"{LAYERS}{layer}."
-        experts = f"{prefix}mlp.router.weight" in tensors
+        prefix = f"{LAYERS_PREFIX}{layer}."
+        has_experts = f"{prefix}mlp.router.weight" in tensors
         for leaf in ("weight", "bias"):
-            apart, fused = f"{prefix}pre_mlp_layernorm.{leaf}", f"mlp.linear_fc1.layer_norm_{leaf}"
-            if not experts and apart in tensors:
-                tensors[f"{prefix}{fused}"] = tensors.pop(apart)
+            separate, fused = (
+                f"{prefix}pre_mlp_layernorm.{leaf}",
+                f"mlp.linear_fc1.layer_norm_{leaf}",
+            )
+            if not has_experts and separate in tensors:
+                tensors[f"{prefix}{fused}"] = tensors.pop(separate)
 
 
-def _split_groups(tensors: dict[str, InMemory], expert_ranks: int) -> None:
-    """Grouped experts are one matrix each way, in memory one expert after the other.
+def _split_grouped_experts(tensors: dict[str, InMemoryTensor], expert_ranks: int) -> None:
+    """Split grouped experts, which have one matrix for all fc1 and one matrix for all fc2.
 
-    The declared shape of the first, (hidden, experts x width), is not how it lies; its kernel
-    views it as (experts, hidden, width). Both are (in, out), so each expert's is turned.
+    Each matrix stores one expert after the other. The declared shape of the fc1 matrix,
+    (hidden, experts x width), is not its memory layout: the grouped GEMM views this matrix as
+    (experts, hidden, width). Both matrices are stored as (in, out), so each expert's part is
+    transposed.
     """
     for name in [name for name in tensors if re.search(r"\.mlp\.experts\.weight[12]$", name)]:
         grouped = tensors.pop(name)
-        prefix, number = name[: -len("experts.weight1")], name[-1]
+        prefix, linear_number = name[: -len("experts.weight1")], name[-1]
         router = tensors.get(f"{prefix}router.weight")
         experts = router.shape[0] // expert_ranks if router and router.shape else 0
-        whole = grouped.value
-        hidden = whole.shape[0 if number == "1" else -1]
-        if experts < 1 or whole.dim() != 2 or whole.numel() % (experts * hidden):
+        weight = grouped.value
+        hidden = weight.shape[0 if linear_number == "1" else -1]
+        if experts < 1 or weight.dim() != 2 or weight.numel() % (experts * hidden):
             raise CheckpointError(
-                f"{grouped.where} has shape {grouped.shape}, which is not that of {experts} "
-                "experts; the router and the experts disagree: take both from one checkpoint"
+                f"{grouped.location} has shape {grouped.shape}, which does not fit {experts} "
+                "experts of the router; take the router and the experts from the same checkpoint"
             )
-        shape = (experts, hidden, -1) if number == "1" else (experts, -1, hidden)
-        for expert, value in enumerate(whole.contiguous().view(shape)):
-            leaf = f"{prefix}experts.local_experts.{expert}.linear_fc{number}.weight"
-            tensors[leaf] = InMemory(value.t(), f"{grouped.where}, expert {expert}")
+        shape = (experts, hidden, -1) if linear_number == "1" else (experts, -1, hidden)
+        for expert, value in enumerate(weight.contiguous().view(shape)):
+            leaf = f"{prefix}experts.local_experts.{expert}.linear_fc{linear_number}.weight"
+            tensors[leaf] = InMemoryTensor(value.t(), f"{grouped.location}, expert {expert}")
 
 
-def _numbers(values: set[int]) -> str:
+def _format_layer_numbers(values: set[int]) -> str:
     return ", ".join(str(value) for value in sorted(values)[:8])

@@ -1,9 +1,10 @@
-"""NeMo's and Megatron-Bridge's words for a network, turned into those of Megatron's arguments.
+"""NeMo config mapping: converts NeMo and Megatron-Bridge config fields to GPTConfig fields.
 
-NeMo 1 has a config of its own; NeMo 2 and the Bridge write Megatron-Core's TransformerConfig and
-the model's own fields. What they name and Preamble does not compute is refused in their words. A
-default counts only where the format has one: a preset class that wrote down half is asked.
-It knows no files.
+NeMo 1 has its own config format; NeMo 2 and Megatron-Bridge write Megatron-Core's TransformerConfig
+and the model's fields. Both are converted by way of Megatron args. A field that Preamble does not
+support is refused, and the error uses the name of the field in the config. A default value is used
+only if the format defines it. The config of a preset class may record only some of its fields; then
+the error asks the user for the others. The module opens no files.
 """
 
 import re
@@ -13,27 +14,55 @@ from typing import Any
 
 from gpt.errors import CheckpointError
 from gpt.formats.mappings.megatron_args import (
-    DESCRIBING,
-    REFUSED,
-    Answer,
-    Args,
-    Weights,
-    describe,
-    infer,
+    ARCHITECTURE_ARGS,
+    UNSUPPORTED_ARGS,
+    MegatronArgs,
+    PartialConfig,
+    WeightShapes,
+    config_from_args,
+    config_from_shapes,
 )
 from gpt.formats.mappings.megatron_names import HEAD
-from gpt.formats.mappings.nemo_yaml import Fields
-from gpt.settings import shown
+from gpt.formats.mappings.nemo_yaml import NemoConfig
+from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE, padded_vocab_size
+from gpt.settings import short_repr
 
-# Fields that have the same name and meaning in all dialects.
-SHARED = {*DESCRIBING, *REFUSED, "hidden_dropout", "attention_dropout", "disable_bias_linear"}
-SHARED |= {"moe_expert_capacity_factor", "moe_router_load_balancing_type", "bias_activation_fusion"}
-SHARED -= {"spec", "padded_vocab_size", "vocab_size", "position_embedding_type", "normalization"}
-SHARED -= {"num_query_groups", "group_query_attention", "bias_gelu_fusion", "swiglu", "onnx_safe"}
-SHARED -= {"openai_gelu", "squared_relu", "use_rope_scaling", "untie_embeddings_and_output_weights"}
+# Fields with the same name and meaning in Megatron args and in both NeMo configs.
+SHARED_FIELDS = {
+    *ARCHITECTURE_ARGS,
+    *UNSUPPORTED_ARGS,
+    "hidden_dropout",
+    "attention_dropout",
+    "disable_bias_linear",
+}
+SHARED_FIELDS |= {
+    "moe_expert_capacity_factor",
+    "moe_router_load_balancing_type",
+    "bias_activation_fusion",
+}
+SHARED_FIELDS -= {
+    "spec",
+    "padded_vocab_size",
+    "vocab_size",
+    "position_embedding_type",
+    "normalization",
+}
+SHARED_FIELDS -= {
+    "num_query_groups",
+    "group_query_attention",
+    "bias_gelu_fusion",
+    "swiglu",
+    "onnx_safe",
+}
+SHARED_FIELDS -= {
+    "openai_gelu",
+    "squared_relu",
+    "use_rope_scaling",
+    "untie_embeddings_and_output_weights",
+}
 
-# What the words of a NeMo 1 config are called in Megatron's, for messages.
-CALLED = {
+# NeMo 1's names of Megatron args, for error messages.
+NEMO1_FIELD_NAMES = {
     "rotary_percent": "rotary_percentage",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
     "add_bias_linear": "bias",
@@ -43,8 +72,9 @@ CALLED = {
     "vocab_size": "override_vocab_size",
     "seq_length": "encoder_seq_length",
 }
-# A field of GPTConfig to ask for, where the config's own refers to something outside its file.
-ASKED = {
+# Config fields, and the GPTConfig field that the user must give if the config field is a reference
+# that cannot be resolved in the file.
+GPT_CONFIG_FIELDS = {
     "encoder_seq_length": "max_position_embeddings",
     "rotary_percentage": "rotary_percent",
     "seq_len_interpolation_factor": "rope_scaling",
@@ -65,27 +95,54 @@ ASKED = {
     **{
         name: name
         for name in (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-            *("num_query_groups", "kv_channels", "max_position_embeddings", "normalization"),
-            *("layernorm_epsilon", "activation", "position_embedding_type", "rotary_base"),
-            *("rotary_interleaved", "qk_layernorm", "window_size", "moe_router_topk"),
-            *("layernorm_zero_centered_gamma", "moe_ffn_hidden_size", "vocab_size"),
-            *("rotary_percent", "moe_router_pre_softmax", "moe_router_score_function"),
-            *("moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size"),
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "max_position_embeddings",
+            "normalization",
+            "layernorm_epsilon",
+            "activation",
+            "position_embedding_type",
+            "rotary_base",
+            "rotary_interleaved",
+            "qk_layernorm",
+            "window_size",
+            "moe_router_topk",
+            "layernorm_zero_centered_gamma",
+            "moe_ffn_hidden_size",
+            "vocab_size",
+            "rotary_percent",
+            "moe_router_pre_softmax",
+            "moe_router_score_function",
+            "moe_router_topk_scaling_factor",
+            "moe_shared_expert_intermediate_size",
         )
     },
 }
 
-# Fields that change nothing in what is computed here.
-IDLE = {
-    *("hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by", "_target_", "name"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "target"),
-    *("expert_tensor_parallel_size", "moe_expert_capacity_factor", "tokenizer"),
+# Fields without an effect on inference. If such a field is an unresolved reference, it is ignored.
+IGNORED_FIELDS = {
+    "hidden_dropout",
+    "attention_dropout",
+    "make_vocab_size_divisible_by",
+    "_target_",
+    "name",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "target",
+    "expert_tensor_parallel_size",
+    "moe_expert_capacity_factor",
+    "tokenizer",
     "moe_router_load_balancing_type",
 }
 
-NORMS: Mapping[str, tuple[str, bool]] = {
+NORM_TYPES: Mapping[str, tuple[str, bool]] = {
     "layernorm": ("LayerNorm", False),
     "low_precision_layernorm": ("LayerNorm", False),
     "layernorm1p": ("LayerNorm", True),
@@ -99,8 +156,8 @@ ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
     "fast-swiglu": ("silu", True),
 }
-# Fields of NeMo 1 that change the function, and the values that Preamble computes.
-NEMO_1_REFUSED: Mapping[str, tuple[object, ...]] = {
+# Fields of NeMo 1 that change the computed function, and the values that Preamble supports.
+NEMO1_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "transformer_block_type": ("pre_ln",),
     "normalize_attention_scores": (True,),
     "headscale": (False,),
@@ -112,19 +169,19 @@ NEMO_1_REFUSED: Mapping[str, tuple[object, ...]] = {
     "rotary_base_per_layer": (),
     "mcore_customization_config": (),
 }
-POSITIONS: Mapping[str, str] = {
+POSITION_TYPES: Mapping[str, str] = {
     "learned_absolute": "learned_absolute",
     "learned_parameters": "learned_absolute",
     "rope": "rope",
     "none": "none",
 }
-# Models whose classes compute what no field says: scaled embeddings, other layers, other stacks.
-FOREIGN = re.compile(
+# Model classes with unsupported computations, such as scaled embeddings, that no field records.
+UNSUPPORTED_MODELS = re.compile(
     r"(?i)gemma|mamba|hyena|ssm|griffin|falcon|retro|bert|t5|vision|llava|llama4|gpt_?oss|diffusion"
     r"|embedding|rerank|olmoe|ministral"
 )
-# What gives layers that compute as Megatron-Core's own, whoever's kernels they use.
-LAYERS_OF = re.compile(
+# Layer specs that compute the same function as Megatron-Core's layers; only the kernels differ.
+SUPPORTED_LAYER_SPECS = re.compile(
     r"(default|local|transformer_engine|transformer_engine_full|transformer_engine_layer"
     r"|modelopt_transformer|quantization)_(layer_)?spec|ModuleSpec"
     r"|get_gpt_(layer_local|layer_with_transformer_engine|layer_with_inference|decoder_block"
@@ -132,153 +189,177 @@ LAYERS_OF = re.compile(
 )
 
 
-def describe_nemo_1(fields: Fields, weights: Weights, tokens: int = 0) -> Answer:
-    """The architecture by a `model_config.yaml`. `tokens` are the tokenizer's, 0 if not known."""
-    _refuse(fields)
-    values = {name: fields.get(name) for name in SHARED if name in fields}
+def config_from_nemo1(
+    fields: NemoConfig, weights: WeightShapes, tokenizer_vocab_size: int = 0
+) -> PartialConfig:
+    """Convert a NeMo 1 `model_config.yaml`; `tokenizer_vocab_size` is 0 if unknown."""
+    _refuse_unsupported(fields)
+    values = {name: fields.get(name) for name in SHARED_FIELDS if name in fields}
     norm = fields.text("normalization", "layernorm").lower()
-    if norm not in NORMS:
-        raise _refused(fields, "normalization")
-    values["normalization"], centred = NORMS[norm]
-    centred = centred or fields.get("layernorm_zero_centered_gamma") is True
-    values["layernorm_zero_centered_gamma"] = centred
+    if norm not in NORM_TYPES:
+        raise _unsupported_field_error(fields, "normalization")
+    values["normalization"], zero_centered = NORM_TYPES[norm]
+    zero_centered = zero_centered or fields.get("layernorm_zero_centered_gamma") is True
+    values["layernorm_zero_centered_gamma"] = zero_centered
     positions = fields.text("position_embedding_type", "learned_absolute")
-    if positions not in POSITIONS:
-        raise _refused(fields, "position_embedding_type")
-    function, gated, fused = _activation_1(fields, weights.legacy)
-    share = fields.get("share_embeddings_and_output_weights", True)
+    if positions not in POSITION_TYPES:
+        raise _unsupported_field_error(fields, "position_embedding_type")
+    activation, gated, fuses_bias = _nemo1_activation(fields, weights.legacy)
+    share_embeddings = fields.get("share_embeddings_and_output_weights", True)
     values |= {
-        "position_embedding_type": POSITIONS[positions],
-        "activation_func": function,
+        "position_embedding_type": POSITION_TYPES[positions],
+        "activation_func": activation,
         "gated_linear_unit": gated,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": fuses_bias,
         "add_bias_linear": fields.get("bias", True),
-        # Versions read it from different fields; one that is there was trained.
-        "add_qkv_bias": fields.get("qkv_bias") or weights.has("linear_qkv.bias"),
+        # NeMo versions read different fields. If the weights have a bias, it was trained.
+        "add_qkv_bias": fields.get("qkv_bias") or weights.has_tensor("linear_qkv.bias"),
         "seq_length": fields.get("encoder_seq_length"),
         "rotary_percent": fields.get("rotary_percentage"),
         "rotary_seq_len_interpolation_factor": fields.get("seq_len_interpolation_factor"),
         "use_rope_scaling": fields.get("scale_positional_embedding"),
         "num_experts": fields.get("num_moe_experts"),
-        # NeMo keeps the padded size alone; our own writer puts the true one beside it.
-        "vocab_size": fields.get("true_vocab_size") or fields.get("override_vocab_size") or tokens,
-        **_groups(fields),
-        "untie_embeddings_and_output_weights": not share if isinstance(share, bool) else share,
+        # NeMo records only the padded size. Preamble's NeMo writer adds `true_vocab_size`.
+        "vocab_size": fields.get("true_vocab_size")
+        or fields.get("override_vocab_size")
+        or tokenizer_vocab_size,
+        **_query_group_args(fields),
+        "untie_embeddings_and_output_weights": not share_embeddings
+        if isinstance(share_embeddings, bool)
+        else share_embeddings,
     }
-    # Its own older classes obey what Megatron's of their time did not.
-    answer = describe(Args(values, fields.where, CALLED), replace(weights, legacy=False))
-    if _unsure_of_gelu(fields, function, weights.legacy):
-        answer.unknown.append("activation")
-    if "rope_scaling" in answer.fields and values["use_rope_scaling"]:
-        _llama3(fields, answer)
-    _ask_unanswered(fields, answer)
-    return answer
+    # `legacy` is False, because NeMo's legacy classes use args that Megatron's legacy classes
+    # ignored.
+    partial_config = config_from_args(
+        MegatronArgs(values, fields.location, NEMO1_FIELD_NAMES), replace(weights, legacy=False)
+    )
+    if _is_gelu_ambiguous(fields, activation, weights.legacy):
+        partial_config.undetermined_fields.append("activation")
+    if "rope_scaling" in partial_config.fields and values["use_rope_scaling"]:
+        _set_llama3_scaling(fields, partial_config)
+    _handle_unresolved(fields, partial_config)
+    return partial_config
 
 
-def describe_transformer(fields: Fields, weights: Weights) -> Answer:
-    """The architecture by a TransformerConfig and its model's fields, as NeMo 2 and Bridge write.
+def config_from_transformer(fields: NemoConfig, weights: WeightShapes) -> PartialConfig:
+    """Convert a TransformerConfig and model fields of NeMo 2 or Megatron-Bridge.
 
-    What shapes tell need not be there; for what they do not, absent is not the default.
+    An absent field is inferred from the shapes if they determine it. Otherwise it is undetermined;
+    the default of the class is not used.
     """
-    kind = fields.text("_target_")
-    if FOREIGN.search(kind.rpartition(".")[2]):
+    target_class = fields.text("_target_")
+    if UNSUPPORTED_MODELS.search(target_class.rpartition(".")[2]):
         raise CheckpointError(
-            f"{fields.where}: _target_ is {kind[-60:]}, whose own code Preamble does not compute; "
-            "it reads GPT models such as Llama, Mistral, Mixtral, Nemotron and Qwen"
+            f"{fields.location}: _target_ is {target_class[-60:]}, which Preamble does not "
+            "support; give a GPT model such as Llama, Mistral, Mixtral, Nemotron or Qwen"
         )
-    layers = _function(fields.get("transformer_layer_spec"))
-    if layers is not None and not LAYERS_OF.fullmatch(str(layers)):
+    layer_spec = _function_name(fields.get("transformer_layer_spec"))
+    if layer_spec is not None and not SUPPORTED_LAYER_SPECS.fullmatch(str(layer_spec)):
         raise CheckpointError(
-            f"{fields.where}: transformer_layer_spec is {shown(layers)}, whose layers may compute "
-            "something else than Megatron-Core's own; if they do not, give a whole config"
+            f"{fields.location}: transformer_layer_spec is {short_repr(layer_spec)}, whose layers "
+            "may differ from Megatron-Core's; if they compute the same function, give a complete "
+            "config with --config-json"
         )
-    share = fields.get("share_embeddings_and_output_weights")
-    values = {name: fields.get(name) for name in SHARED if name in fields}
+    share_embeddings = fields.get("share_embeddings_and_output_weights")
+    values = {name: fields.get(name) for name in SHARED_FIELDS if name in fields}
     values |= {
         "num_experts": fields.get("num_moe_experts"),
         "normalization": fields.get("normalization"),
         "position_embedding_type": fields.get("position_embedding_type"),
-        "activation_func": _function(fields.get("activation_func")),
+        "activation_func": _function_name(fields.get("activation_func")),
         "gated_linear_unit": fields.get("gated_linear_unit"),
         "rotary_seq_len_interpolation_factor": fields.get("seq_len_interpolation_factor"),
         "use_rope_scaling": fields.get("rope_scaling"),
         "vocab_size": fields.get("vocab_size"),
-        "untie_embeddings_and_output_weights": not share if isinstance(share, bool) else share,
-        **_groups(fields),
+        "untie_embeddings_and_output_weights": not share_embeddings
+        if isinstance(share_embeddings, bool)
+        else share_embeddings,
+        **_query_group_args(fields),
     }
-    called = {name: name for name in values} | {"num_experts": "num_moe_experts"}
-    answer = describe(Args(values, fields.where, called), weights)
-    _llama3(fields, answer)
-    seen = infer(weights).fields
-    seen["untie_embeddings_and_output_weights"] = HEAD in weights.parts
+    display_names = {name: name for name in values} | {"num_experts": "num_moe_experts"}
+    partial_config = config_from_args(MegatronArgs(values, fields.location, display_names), weights)
+    _set_llama3_scaling(fields, partial_config)
+    inferred_fields = config_from_shapes(weights).fields
+    inferred_fields["untie_embeddings_and_output_weights"] = HEAD in weights.rank_shapes
     if fields.get("activation_func") is None:
-        answer.fields["gated"] = fields.get("gated_linear_unit", seen["gated"])
-    if weights.positions:
-        seen["position_embedding_type"] = "learned_absolute"
-    for name, told_by in _told_by(fields, answer, weights).items():
-        if any(told in fields for told in told_by):
+        partial_config.fields["gated"] = fields.get("gated_linear_unit", inferred_fields["gated"])
+    if weights.position_rows:
+        inferred_fields["position_embedding_type"] = "learned_absolute"
+    for name, sources in _field_sources(fields, partial_config, weights).items():
+        if any(source in fields for source in sources):
             continue
-        if name in seen:
-            answer.fields[name] = seen[name]
+        if name in inferred_fields:
+            partial_config.fields[name] = inferred_fields[name]
         else:
-            answer.unknown.append(name)
-    answer.notes.pop("activation", None)
-    whole_layers = fields.get("use_transformer_engine_full_layer_spec") is True
-    if whole_layers and answer.fields.get("activation") == "gelu":
-        # The engine's layer is told no activation, its own is the tanh form; was there an engine?
-        answer.unknown += ["activation"] if "activation" not in answer.unknown else []
-    _ask_unanswered(fields, answer)
-    return answer
+            partial_config.undetermined_fields.append(name)
+    partial_config.notes.pop("activation", None)
+    uses_full_te_layers = fields.get("use_transformer_engine_full_layer_spec") is True
+    if uses_full_te_layers and partial_config.fields.get("activation") == "gelu":
+        # Transformer Engine's TransformerLayer gets no activation argument and uses the tanh
+        # approximation. The config does not record whether Transformer Engine was installed.
+        partial_config.undetermined_fields += (
+            ["activation"] if "activation" not in partial_config.undetermined_fields else []
+        )
+    _handle_unresolved(fields, partial_config)
+    return partial_config
 
 
-def _activation_1(fields: Fields, legacy: bool) -> tuple[str, bool, Any]:
-    """The function, whether it gates, and whether the kernel that adds the bias computes it."""
+def _nemo1_activation(fields: NemoConfig, legacy: bool) -> tuple[str, bool, Any]:
+    """Return the activation function, whether the MLP is gated, and whether bias fusion is on."""
     activation = fields.text("activation", "gelu")
-    fused = fields.get("bias_activation_fusion", True)
-    engine = legacy and fields.get("transformer_engine") is True
-    if engine or fields.text("name").endswith("full_te_layer_autocast"):
-        # The engine's layer is told no activation; its own is the tanh form.
+    fuses_bias = fields.get("bias_activation_fusion", True)
+    uses_te = legacy and fields.get("transformer_engine") is True
+    if uses_te or fields.text("name").endswith("full_te_layer_autocast"):
+        # Transformer Engine's TransformerLayer gets no activation argument and uses the tanh
+        # approximation.
         if activation != "gelu":
-            raise _refused(fields, "activation")
+            raise _unsupported_field_error(fields, "activation")
         return "openai_gelu", False, False
     if activation not in ACTIVATIONS:
-        raise _refused(fields, "activation")
+        raise _unsupported_field_error(fields, "activation")
     function, gated = ACTIVATIONS[activation]
     if legacy and fields.get("openai_gelu") is True:
-        function = "openai_gelu"  # Before all others.
+        function = "openai_gelu"  # The field openai_gelu has precedence over `activation`.
     elif legacy and fields.get("onnx_safe") is True and function != "gelu":
-        raise _refused(fields, "onnx_safe")
-    if legacy and fused is True and activation not in ("gelu", "geglu", "fast-geglu"):
+        raise _unsupported_field_error(fields, "onnx_safe")
+    if legacy and fuses_bias is True and activation not in ("gelu", "geglu", "fast-geglu"):
         raise CheckpointError(
-            f"{fields.where}: activation is {activation} with bias_activation_fusion, where NeMo's "
-            "own older layers apply no activation at all, which Preamble does not compute; the "
-            "model cannot be read"
+            f"{fields.location}: activation is {activation} with bias_activation_fusion, for "
+            "which NeMo's legacy layers apply no activation; Preamble does not support this: give "
+            "a model without this combination"
         )
-    return function, gated, fused
+    return function, gated, fuses_bias
 
 
-def _unsure_of_gelu(fields: Fields, function: str, legacy: bool) -> bool:
-    """Before 2.0 NeMo did not pass `openai_gelu` on to Megatron-Core; now it goes before all."""
+def _is_gelu_ambiguous(fields: NemoConfig, function: str, legacy: bool) -> bool:
+    """Tell whether the effect of `openai_gelu` depends on the NeMo version.
+
+    NeMo before 2.0 did not pass this field to Megatron-Core; in NeMo 2.0 and newer it has
+    precedence over `activation`.
+    """
     if legacy or fields.get("openai_gelu") is not True:
         return False
-    fused = fields.get("bias_activation_fusion", True) and fields.get("bias", True)
-    return not (fused and function == "gelu")
+    fuses_bias = fields.get("bias_activation_fusion", True) and fields.get("bias", True)
+    return not (fuses_bias and function == "gelu")
 
 
-def tokens_of(fields: Fields, tokens: int, rows: int) -> int:
-    """A tokenizer's count, if NeMo would have padded it to these rows; else 0, not known."""
-    multiple = fields.get("make_vocab_size_divisible_by", 128)
-    split = fields.get("tensor_model_parallel_size", 1)
-    if type(multiple) is not int or type(split) is not int or multiple * split <= 0:
+def matching_vocab_size(fields: NemoConfig, tokenizer_vocab_size: int, rows: int) -> int:
+    """Return the tokenizer's size if NeMo would pad it to `rows`, else 0 (unknown)."""
+    multiple = fields.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)
+    tp = fields.get("tensor_model_parallel_size", 1)
+    if type(multiple) is not int or type(tp) is not int or multiple * tp <= 0:
         return 0
-    return tokens if -(-tokens // (multiple * split)) * multiple * split == rows else 0
+    is_padded_to_rows = padded_vocab_size(tokenizer_vocab_size, tp, multiple) == rows
+    return tokenizer_vocab_size if is_padded_to_rows else 0
 
 
-def _told_by(fields: Fields, answer: Answer, weights: Weights) -> dict[str, tuple[str, ...]]:
-    """Fields of GPTConfig that must not be guessed, and the names that tell them."""
-    rotary = str(answer.fields.get("position_embedding_type")).endswith("rope")
-    rotary = rotary or not (weights.positions or "position_embedding_type" in fields)
-    named = {
+def _field_sources(
+    fields: NemoConfig, partial_config: PartialConfig, weights: WeightShapes
+) -> dict[str, tuple[str, ...]]:
+    """Map required GPTConfig fields to the config fields that determine them."""
+    rotary = str(partial_config.fields.get("position_embedding_type")).endswith("rope")
+    rotary = rotary or not (weights.position_rows or "position_embedding_type" in fields)
+    sources = {
         "num_layers": ("num_layers",),
         "hidden_size": ("hidden_size",),
         "num_attention_heads": ("num_attention_heads",),
@@ -296,43 +377,43 @@ def _told_by(fields: Fields, answer: Answer, weights: Weights) -> dict[str, tupl
         "qk_layernorm": ("qk_layernorm",),
     }
     if not any(weights.moe_layers):
-        named["ffn_hidden_size"] = ("ffn_hidden_size",)
+        sources["ffn_hidden_size"] = ("ffn_hidden_size",)
     else:
-        named["moe_router_topk"] = ("moe_router_topk",)
-        named["moe_router_pre_softmax"] = ("moe_router_pre_softmax",)
+        sources["moe_router_topk"] = ("moe_router_topk",)
+        sources["moe_router_pre_softmax"] = ("moe_router_pre_softmax",)
     if rotary:
-        named["rotary_base"] = ("rotary_base",)
-        named["rotary_percent"] = ("rotary_percent",)
-    if not weights.positions:
-        named["max_position_embeddings"] = ("seq_length", "max_position_embeddings")
-    return named
+        sources["rotary_base"] = ("rotary_base",)
+        sources["rotary_percent"] = ("rotary_percent",)
+    if not weights.position_rows:
+        sources["max_position_embeddings"] = ("seq_length", "max_position_embeddings")
+    return sources
 
 
-def _groups(fields: Fields) -> dict[str, Any]:
-    """Null is one group for each head."""
+def _query_group_args(fields: NemoConfig) -> dict[str, Any]:
+    """Return the query group args; null in the config means that each head is a group."""
     groups = fields.get("num_query_groups")
     return {"group_query_attention": groups is not None, "num_query_groups": groups}
 
 
-def _llama3(fields: Fields, answer: Answer) -> None:
-    """NeMo's Llama 3.1 says how it stretches in four fields of its own."""
+def _set_llama3_scaling(fields: NemoConfig, partial_config: PartialConfig) -> None:
+    """Set Llama 3 RoPE scaling from the four fields of NeMo's Llama 3.1 config."""
     names = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
     values = [fields.get(name) for name in names]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        factor, low, high, context = values
-        answer.fields["rope_scaling"] = {
+        factor, low, high, original_context = values
+        partial_config.fields["rope_scaling"] = {
             "kind": "llama3",
             "factor": float(factor),
             "low_freq_factor": float(low),
             "high_freq_factor": float(high),
-            "original_max_position_embeddings": int(context),
+            "original_max_position_embeddings": int(original_context),
         }
     elif any(value is not None for value in values):
-        answer.unknown.append("rope_scaling")
+        partial_config.undetermined_fields.append("rope_scaling")
 
 
-def _function(value: Any) -> Any:
-    """The last part of a function's name, however it was written down."""
+def _function_name(value: Any) -> Any:
+    """Return the last part of a function's qualified name from any serialized form of it."""
     if isinstance(value, Mapping):
         if value.get("approximate") == "tanh":
             return "openai_gelu"
@@ -340,31 +421,35 @@ def _function(value: Any) -> Any:
     return value.rpartition(".")[2] if isinstance(value, str) else value
 
 
-def _refuse(fields: Fields) -> None:
-    for name, computed in NEMO_1_REFUSED.items():
+def _refuse_unsupported(fields: NemoConfig) -> None:
+    for name, accepted_values in NEMO1_UNSUPPORTED.items():
         value = fields.get(name)
         if isinstance(value, Mapping):
-            value = {key: one for key, one in value.items() if one} or None
-        if value is not None and value not in computed:
-            raise _refused(fields, name)
+            value = {key: inner for key, inner in value.items() if inner} or None
+        if value is not None and value not in accepted_values:
+            raise _unsupported_field_error(fields, name)
     for name in ("name", "target"):
-        if FOREIGN.search(fields.text(name).rpartition(".")[2]):
-            raise _refused(fields, name)
+        if UNSUPPORTED_MODELS.search(fields.text(name).rpartition(".")[2]):
+            raise _unsupported_field_error(fields, name)
 
 
-def _refused(fields: Fields, name: str) -> CheckpointError:
+def _unsupported_field_error(fields: NemoConfig, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{fields.where}: {name} is {shown(fields.get(name))}, which Preamble does not "
-        "compute; the model cannot be read"
+        f"{fields.location}: {name} is {short_repr(fields.get(name))}, which Preamble does not "
+        "support; give a model without this setting"
     )
 
 
-def _ask_unanswered(fields: Fields, answer: Answer) -> None:
-    for name, reference in fields.unanswered.items():
-        if name in ASKED and ASKED[name] not in answer.unknown:
-            answer.unknown.append(ASKED[name])
-        elif name not in ASKED and name not in IDLE:
+def _handle_unresolved(fields: NemoConfig, partial_config: PartialConfig) -> None:
+    for name, reference in fields.unresolved_references.items():
+        if (
+            name in GPT_CONFIG_FIELDS
+            and GPT_CONFIG_FIELDS[name] not in partial_config.undetermined_fields
+        ):
+            partial_config.undetermined_fields.append(GPT_CONFIG_FIELDS[name])
+        elif name not in GPT_CONFIG_FIELDS and name not in IGNORED_FIELDS:
             raise CheckpointError(
-                f"{fields.where}: {name} is {shown(reference)}, which the file itself does not "
-                "answer; write its value there, or give a whole config"
+                f"{fields.location}: {name} is {short_repr(reference)}, a reference that the file "
+                "does not define; write the value into the file, or give a complete config with "
+                "--config-json"
             )

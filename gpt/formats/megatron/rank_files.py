@@ -1,9 +1,9 @@
-"""The files of a Megatron-LM checkpoint: which ranks it has, and that they belong together.
+"""Megatron-LM rank files (`mp_rank_XX`): finds all ranks, and checks that they belong together.
 
-A root has a tracker file that names an iteration; an iteration has a directory for every tensor,
-pipeline and expert rank. The directories' names are ambiguous, so the arguments inside decide; all
-ranks that they promise must be there, of one iteration, with one architecture.
-It knows no tensors by name.
+A checkpoint root has a tracker file that names an iteration; an iteration has a directory for each
+tensor, pipeline and expert rank. The directory names are ambiguous, so the parallel sizes are read
+from the args in the files; only old files without args require the names. All ranks must exist,
+with the same iteration and architecture. `reader` interprets the tensors.
 """
 
 import re
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from gpt.checkpoint.files.restricted_unpickle import Stub, read_pickle
-from gpt.checkpoint.logical_tensor import some
+from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.errors import CheckpointError
-from gpt.formats.mappings.megatron_args import DESCRIBING, Args
-from gpt.settings import shown
+from gpt.formats.mappings.megatron_args import ARCHITECTURE_ARGS, MegatronArgs
+from gpt.settings import short_repr
 
-TRACKER = "latest_checkpointed_iteration.txt"
-BRIDGE_TRACKER = "latest_train_state.pt"
-RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+BRIDGE_TRACKER_FILE = "latest_train_state.pt"
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 TEXT_BYTES_MAX = 1000
-VERSIONS_END = 100  # Three are known; what is no number at all is in no range.
-# The second is of 2022 and 2023, when a distributed optimizer had files of its own.
-WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
+VERSION_LIMIT = 100  # Versions up to 3 exist; the limit also excludes NaN and infinity.
+# The second name was used in 2022 and 2023 if the distributed optimizer was in separate files.
+WEIGHT_FILES = ("model_optim_rng.pt", "model_rng.pt")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's coordinates among those that wrote files."""
+class RankCoordinates:
+    """The tensor, pipeline and expert parallel rank of the process that wrote a file."""
 
     tensor: int
     stage: int
@@ -40,247 +40,275 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Split:
+class ParallelSizes:
+    """Tensor, pipeline and expert parallel sizes of a checkpoint."""
+
     tp: int
     pp: int
     ep: int
 
-    def places(self) -> list[Place]:
-        """In the order of stages, then experts, then tensor ranks."""
-        stages, experts, tensors = range(self.pp), range(self.ep), range(self.tp)
-        return [Place(t, p, e) for p in stages for e in experts for t in tensors]
+    def ranks(self) -> list[RankCoordinates]:
+        """Return all ranks, ordered by stage, then expert rank, then tensor rank."""
+        stages = range(self.pp)
+        experts = range(self.ep)
+        tensors = range(self.tp)
+        return [RankCoordinates(t, p, e) for p in stages for e in experts for t in tensors]
 
-    def folder(self, place: Place) -> str:
-        """A suffix is there only if there is more than one such rank."""
-        stage = f"_{place.stage:03}" if self.pp > 1 else ""
-        expert = f"_{place.expert:03}" if self.ep > 1 else ""
-        return f"mp_rank_{place.tensor:02}{stage}{expert}"
+    def folder_name(self, rank: RankCoordinates) -> str:
+        """Return a rank's directory name.
+
+        The name has the stage only if `pp` is above 1, and the expert rank only if `ep` is above 1.
+        """
+        stage = f"_{rank.stage:03}" if self.pp > 1 else ""
+        expert = f"_{rank.expert:03}" if self.ep > 1 else ""
+        return f"mp_rank_{rank.tensor:02}{stage}{expert}"
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What one rank's file says of the model; its chunks are one unless pipelined virtually."""
+class RankFile:
+    """The content of one rank's file; only virtual pipelines have several model chunks."""
 
     path: Path
     args: Mapping[str, Any] | None  # None in files of 2019 and 2020.
-    version: float  # Of the order of rows in the attention; 0 where it is not said.
+    version: float  # checkpoint_version, which defines the order of QKV rows; 0 if absent.
     iteration: int | None
-    chunks: Mapping[int, Mapping[str, Any]]
+    chunks: Mapping[int, Mapping[str, Any]]  # State dict of each model chunk, by chunk number.
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankFiles:
     """All files of one checkpoint."""
 
-    split: Split
-    saved: Mapping[Place, Saved]
+    parallel_sizes: ParallelSizes
+    files: Mapping[RankCoordinates, RankFile]
 
     @property
     def chunks(self) -> int:
-        """Virtual stages; one that holds no layer may be missing in a file."""
-        return 1 + max(max(saved.chunks, default=0) for saved in self.saved.values())
+        """The number of model chunks per rank; a file may omit a chunk that has no layers."""
+        return 1 + max(max(file.chunks, default=0) for file in self.files.values())
 
 
 def find_iteration(path: Path) -> Path | None:
-    """The directory with the rank directories: `path`, or what its tracker names; None if none."""
-    if path.name in WEIGHTS:
+    """Find the directory that contains the rank directories.
+
+    This is `path`, or the iteration that the tracker file in `path` names. If `path` is a rank
+    directory or its weight file, this is the parent of the rank directory. Returns None if there
+    are no rank directories.
+    """
+    if path.name in WEIGHT_FILES:
         path = path.parent
-    if RANK.fullmatch(path.name):
+    if RANK_FOLDER.fullmatch(path.name):
         path = path.parent
-    if _rank_files(path):
+    if _find_rank_files(path):
         return path
-    if not (path / TRACKER).is_file():
+    if not (path / TRACKER_FILE).is_file():
         return None
-    named = tracked(path)
-    if not named.is_dir():
-        others = ", ".join(_iterations(path)[-3:]) or "none"
+    iteration = tracked_iteration(path)
+    if not iteration.is_dir():
+        available = ", ".join(_list_iterations(path)[-3:]) or "none"
         raise CheckpointError(
-            f"{path / TRACKER} names {named.name}, which is not there; found are: {others}; copy "
-            "the missing directory, or give one of these"
+            f"{path / TRACKER_FILE} names {iteration.name}, which does not exist; found: "
+            f"{available}; copy the missing directory, or give the path of an existing iteration"
         )
-    return named if _rank_files(named) else None
+    return iteration if _find_rank_files(iteration) else None
 
 
-def newer_iteration(iteration: Path) -> list[str]:
-    """A note on a later save beside the one that the tracker names: it may have died."""
-    tracker = iteration.parent / TRACKER
-    if not tracker.is_file() or tracked(iteration.parent) != iteration:
+def newer_iteration_notes(iteration: Path) -> list[str]:
+    """Return a note if `iteration` is the tracker's, but a newer iteration exists.
+
+    The save of the newer iteration may have failed.
+    """
+    tracker = iteration.parent / TRACKER_FILE
+    if not tracker.is_file() or tracked_iteration(iteration.parent) != iteration:
         return []
-    newest = _iterations(iteration.parent)[-1]
+    newest = _list_iterations(iteration.parent)[-1]
     if "release" in (newest, iteration.name) or newest == iteration.name:
         return []
     return [
-        f"{newest} is newer than {iteration.name}, which the tracker names; its save may not have "
-        "ended: give its own directory to read it"
+        f"{newest} is newer than {iteration.name}, which the tracker file names; the save of "
+        f"{newest} may be incomplete: to read it anyway, give its directory"
     ]
 
 
 def bridge_iteration(root: Path) -> tuple[Path, str] | None:
-    """What Megatron-Bridge's own tracker names, and a note if it names none that can be read."""
-    tracker = root / BRIDGE_TRACKER
+    """Return an iteration and a note for the user, from Megatron-Bridge's tracker file.
+
+    If the tracker names a step, this is the step's iteration, with an empty note. Otherwise this is
+    the newest iteration, with a note that says so. Returns None if there is no tracker file, or if
+    the tracker names no step and there is no iteration.
+    """
+    tracker = root / BRIDGE_TRACKER_FILE
     if not tracker.is_file():
         return None
     state = read_pickle(tracker)
     step = state.get("step") if isinstance(state, dict) else None
-    step = _number(step)
+    step = _unwrap_number(step)
     if type(step) is int:
-        named = root / f"iter_{step:07}"
-        if not named.is_dir():
-            others = ", ".join(_iterations(root)[-3:]) or "none"
+        iteration = root / f"iter_{step:07}"
+        if not iteration.is_dir():
+            available = ", ".join(_list_iterations(root)[-3:]) or "none"
             raise CheckpointError(
-                f"{tracker} names {named.name}, which is not there; found are: {others}; copy the "
-                "missing directory, or give one of these"
+                f"{tracker} names {iteration.name}, which does not exist; found: {available}; "
+                "copy the missing directory, or give the path of an existing iteration"
             )
-        return named, ""
-    names = _iterations(root)
+        return iteration, ""
+    names = _list_iterations(root)
     if not names:
         return None
-    return root / names[-1], f"{tracker.name} names no step; {names[-1]}, the newest, is read"
+    return root / names[-1], f"{tracker.name} names no step, so the newest, {names[-1]}, was read"
 
 
-def open_ranks(iteration: Path) -> Ranks:
-    """Every rank's file, mapped, and held against the others."""
-    files = _rank_files(iteration)
-    first = _open(files[min(files)])
-    split = _split(first, files)
-    wanted = {split.folder(place): place for place in split.places()}
-    missing = sorted(set(wanted) - set(files))
-    says = "args" if first.args else "names"
+def open_rank_files(iteration: Path) -> RankFiles:
+    """Open and map the file of each rank, and check that the files belong together."""
+    files = _find_rank_files(iteration)
+    first = _open_rank_file(files[min(files)])
+    sizes = _infer_parallel_sizes(first, files)
+    expected_folders = {sizes.folder_name(rank): rank for rank in sizes.ranks()}
+    missing = sorted(set(expected_folders) - set(files))
+    origin = f"the args of {first.path.parent.name}" if first.args else "the directory names"
+    sizes_with_origin = f"TP {sizes.tp} x PP {sizes.pp} x EP {sizes.ep} according to {origin}"
     if missing:
         raise CheckpointError(
-            f"{iteration} lacks {some(missing)} of the {len(wanted)} ranks (TP {split.tp} x PP "
-            f"{split.pp} x EP {split.ep} by the {says} of {first.path.parent.name}); copy the "
-            "missing ones, each node of a cluster may have kept its own"
+            f"{iteration} lacks {summarize_names(missing)} of the {len(expected_folders)} ranks "
+            f"({sizes_with_origin}); copy the missing directories from all nodes of the cluster: "
+            "each node may have saved only its own ranks"
         )
-    surplus = sorted(set(files) - set(wanted))
+    surplus = sorted(set(files) - set(expected_folders))
     if surplus:
         raise CheckpointError(
-            f"{iteration} has {some(surplus)} beyond the {len(wanted)} ranks (TP {split.tp} x PP "
-            f"{split.pp} x EP {split.ep} by the {says} of {first.path.parent.name}); two "
-            "checkpoints are mixed here: remove what is not of this one"
+            f"{iteration} has {summarize_names(surplus)} beyond the {len(expected_folders)} ranks "
+            f"({sizes_with_origin}); two checkpoints are mixed: remove the directories of the "
+            "other checkpoint"
         )
-    saved = {}
-    for name, place in wanted.items():
-        saved[place] = first if files[name] == first.path else _open(files[name])
-        _refuse_mixed(first, saved[place])
-    return Ranks(split, saved)
+    opened_files = {}
+    for name, rank in expected_folders.items():
+        opened_files[rank] = first if files[name] == first.path else _open_rank_file(files[name])
+        _refuse_mixed(first, opened_files[rank])
+    return RankFiles(sizes, opened_files)
 
 
-def _number(value: object) -> object:
-    """Some runs keep a number as a tensor; one that is none stays what it is."""
+def _unwrap_number(value: object) -> object:
+    """Convert a one-element integer tensor to int; return any other value unchanged."""
     if not isinstance(value, Tensor) or value.numel() != 1 or value.device.type != "cpu":
         return value
     return int(value) if value.dtype in (torch.int64, torch.int32) else value
 
 
-def _rank_files(path: Path) -> dict[str, Path]:
-    found = {}
+def _find_rank_files(path: Path) -> dict[str, Path]:
+    files = {}
     for folder in path.glob("mp_rank_*"):
-        if RANK.fullmatch(folder.name):
-            for name in WEIGHTS:
+        if RANK_FOLDER.fullmatch(folder.name):
+            for name in WEIGHT_FILES:
                 if (folder / name).is_file():
-                    found[folder.name] = folder / name
+                    files[folder.name] = folder / name
                     break
-    return found
+    return files
 
 
-def _iterations(path: Path) -> list[str]:
-    """The last one is the newest."""
+def _list_iterations(path: Path) -> list[str]:
+    """List the iteration directories, newest last."""
     names = [child.name for child in path.iterdir() if child.is_dir()]
     names = [name for name in names if name == "release" or re.fullmatch(r"iter_\d{7,}", name)]
     return sorted(names, key=lambda name: (name != "release", len(name), name))
 
 
-def tracked(path: Path) -> Path:
-    with open(path / TRACKER, "rb") as file:
+def tracked_iteration(path: Path) -> Path:
+    with open(path / TRACKER_FILE, "rb") as file:
         text = file.read(TEXT_BYTES_MAX).decode("utf-8", "replace").strip()
     if text == "release":
         return path / text
     if not re.fullmatch(r"[0-9]{1,12}", text):
         raise CheckpointError(
-            f"{path / TRACKER} says {text[:40]!r}, not a number or 'release'; give the directory "
-            "of one iteration"
+            f"{path / TRACKER_FILE} contains {text[:40]!r}, which is neither a number nor "
+            "'release'; give the directory of an iteration"
         )
     return path / f"iter_{int(text):07}"
 
 
-def _open(path: Path) -> Saved:
+def _open_rank_file(path: Path) -> RankFile:
     record = read_pickle(path)
     if not isinstance(record, dict):
         raise CheckpointError(f"{path} is a {type(record).__name__}, not a Megatron checkpoint")
     if record.get("modelopt_state") is not None:
         raise CheckpointError(
-            f"{path} has modelopt_state: the model was quantized or pruned; give the one before"
+            f"{path} has modelopt_state: the model was quantized or pruned; give the original model"
         )
     chunks: dict[int, Mapping[str, Any]] = {}
     for key, value in record.items():
-        found = re.fullmatch(r"model(\d{0,4})", str(key))
-        if found and isinstance(value, dict):
-            chunks[int(found[1] or 0)] = value
+        match = re.fullmatch(r"model(\d{0,4})", str(key))
+        if match and isinstance(value, dict):
+            chunks[int(match[1] or 0)] = value
     if not chunks:
         keys = ", ".join(str(key) for key in list(record)[:5]) or "nothing"
         raise CheckpointError(
-            f"{path} has no model among its keys ({keys}); an optimizer's own file is no model"
+            f"{path} has no model among its keys ({keys}); it may be the file of an optimizer: "
+            "give the file with the weights"
         )
     args, version = record.get("args"), record.get("checkpoint_version", 0)
     if isinstance(args, Stub):
         args = args.fields
-    known = type(version) in (int, float) and 0 <= version < VERSIONS_END
-    if not isinstance(args, dict | None) or not known:
-        raise CheckpointError(f"{path} has args or a version that are none; copy it again")
+    is_supported_version = type(version) in (int, float) and 0 <= version < VERSION_LIMIT
+    if not isinstance(args, dict | None) or not is_supported_version:
+        raise CheckpointError(
+            f"{path} has args that are not a dict, or an invalid checkpoint_version; copy it again"
+        )
     iteration = record.get("iteration", record.get("total_iters"))
-    iteration = _number(iteration)
+    iteration = _unwrap_number(iteration)
     if not isinstance(iteration, int | None):
-        raise CheckpointError(f"{path} has an iteration that is no number; copy it again")
-    return Saved(path, args or None, float(version), iteration, chunks)
+        raise CheckpointError(f"{path} has an iteration that is not an integer; copy it again")
+    return RankFile(path, args or None, float(version), iteration, chunks)
 
 
-def _split(first: Saved, files: Mapping[str, Path]) -> Split:
-    """Sizes from the arguments; `mp_rank_00_001` alone can be a stage or an expert rank."""
+def _infer_parallel_sizes(first: RankFile, files: Mapping[str, Path]) -> ParallelSizes:
+    """Return the parallel sizes from the args, or from the directory names if there are no args.
+
+    The args are preferred, because the 001 in `mp_rank_00_001` can be a stage or an expert rank.
+    """
     if first.args is not None:
-        args = Args(first.args, str(first.path))
-        tp = args.whole("tensor_model_parallel_size", args.whole("model_parallel_size", 1))
-        pp = args.whole("pipeline_model_parallel_size", 1)
-        ep = args.whole("expert_model_parallel_size", 1)
+        args = MegatronArgs(first.args, str(first.path))
+        tp = args.integer("tensor_model_parallel_size", args.integer("model_parallel_size", 1))
+        pp = args.integer("pipeline_model_parallel_size", 1)
+        ep = args.integer("expert_model_parallel_size", 1)
         if min(tp, pp, ep) < 1 or tp * pp * ep > 1 << 20:
             raise CheckpointError(
-                f"{first.path}: args give TP {tp} x PP {pp} x EP {ep}, which no cluster has; copy "
-                "the file again"
+                f"{first.path}: args give impossible parallel sizes, TP {tp} x PP {pp} x EP {ep}; "
+                "copy the file again"
             )
-        experts, etp = args.whole("num_experts"), args.whole("expert_tensor_parallel_size", tp)
+        experts, etp = args.integer("num_experts"), args.integer("expert_tensor_parallel_size", tp)
         if experts and etp != tp:
             raise CheckpointError(
-                f"{first.path}: args.expert_tensor_parallel_size is {etp}, the tensor parallel size"
-                f" {tp}; where they differ the experts are not read: save as torch_dist"
+                f"{first.path}: args.expert_tensor_parallel_size is {etp}, but the tensor parallel "
+                f"size is {tp}; different sizes are not supported: save the checkpoint as "
+                "torch_dist"
             )
-        return Split(tp, pp, ep)
-    matches = [match for match in map(RANK.fullmatch, files) if match]
-    tp, pp, ep = (1 + max(int(match[place] or 0) for match in matches) for place in (1, 2, 3))
-    return Split(tp, pp, ep)
+        return ParallelSizes(tp, pp, ep)
+    matches = [match for match in map(RANK_FOLDER.fullmatch, files) if match]
+    tp, pp, ep = (1 + max(int(match[group] or 0) for match in matches) for group in (1, 2, 3))
+    return ParallelSizes(tp, pp, ep)
 
 
-def _refuse_mixed(first: Saved, other: Saved) -> None:
-    for what, mine, its in (
+def _refuse_mixed(first: RankFile, other: RankFile) -> None:
+    for attribute, first_value, other_value in (
         ("iteration", first.iteration, other.iteration),
         ("checkpoint_version", first.version, other.version),
     ):
-        if mine != its:
+        if first_value != other_value:
             raise CheckpointError(
-                f"{first.path} has {what} {mine}, {other.path} has {its}; two checkpoints are "
-                "mixed: take all ranks from one"
+                f"{first.path} has {attribute} {first_value}, but {other.path} has {other_value}; "
+                "two checkpoints are mixed: take all ranks from the same checkpoint"
             )
-    name = _disagreement(first.args or {}, other.args or {})
+    name = _find_differing_arg(first.args or {}, other.args or {})
     if name:
-        values = [shown((saved.args or {}).get(name)) for saved in (first, other)]
+        values = [short_repr((saved.args or {}).get(name)) for saved in (first, other)]
         raise CheckpointError(
-            f"{first.path} has args.{name} {values[0]}, {other.path} has {values[1]}; two "
-            "checkpoints are mixed: take all ranks from one"
+            f"{first.path} has args.{name} {values[0]}, but {other.path} has {values[1]}; two "
+            "checkpoints are mixed: take all ranks from the same checkpoint"
         )
 
 
-def _disagreement(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first describing argument on which two ranks differ; None if there is none."""
-    for name in DESCRIBING:
-        if shown(first.get(name)) != shown(other.get(name)):
+def _find_differing_arg(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first architecture arg that differs between two ranks, or None."""
+    for name in ARCHITECTURE_ARGS:
+        if short_repr(first.get(name)) != short_repr(other.get(name)):
             return name
     return None

@@ -1,9 +1,10 @@
-"""Megatron-LM checkpoints of `--ckpt-format torch`, at any split: rank files as one logical model.
+"""Megatron-LM reader (`--ckpt-format torch`): joins rank files of any split to logical tensors.
 
-Each rank's tensors get canonical names; stages are put in order by counting the layers that they
-hold; and a whole tensor is a map of its parts on the tensor ranks: joined along rows or columns,
-gates over ups, rows of the oldest attentions put in today's order. No weight is read.
-Where the files came from, and what the arguments mean, is known elsewhere.
+Each rank's tensors get canonical names, and layers get global numbers by counting the layers of the
+pipeline stages in order. A logical (unsharded) tensor is mapped to its parts on the tensor parallel
+ranks: the parts are concatenated along rows or columns, gate rows are placed above up rows, and the
+QKV rows of old versions are mapped to the current order. No weight is read. Other modules find the
+files and interpret the args.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,329 +17,370 @@ import torch
 
 from gpt.checkpoint.logical_tensor import (
     Checkpoint,
-    Copy,
-    InMemory,
-    Logical,
-    Piece,
-    alike,
-    common_dtype,
+    InMemoryTensor,
+    LogicalTensor,
+    ReplicaPair,
+    SourceSlice,
     find_tokenizer,
-    refuse_leftover,
-    refuse_untied,
+    majority_dtype,
+    refuse_unexpected_weights,
+    refuse_untied_head,
+    samples_equal,
 )
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOAT_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
 from gpt.formats.mappings.megatron_args import (
-    UNTIED,
-    Answer,
-    Args,
-    Weights,
-    architecture,
-    describe,
-    infer,
+    UNTIED_HINT,
+    MegatronArgs,
+    PartialConfig,
+    WeightShapes,
+    config_from_args,
+    config_from_shapes,
+    resolve_config,
 )
 from gpt.formats.mappings.megatron_names import (
     EMBEDDING,
-    EXPERT,
     HEAD,
-    UPS,
-    Names,
-    rename,
-    renumbered,
+    LOCAL_EXPERT,
+    UP_SUFFIX,
+    ChunkTensors,
+    rename_tensors,
+    renumber,
 )
+from gpt.formats.megatron.qkv_layout import RankParts, RowRun, current_qkv_rows
 from gpt.formats.megatron.rank_files import (
-    Place,
-    Ranks,
+    RankCoordinates,
+    RankFiles,
     find_iteration,
-    newer_iteration,
-    open_ranks,
+    newer_iteration_notes,
+    open_rank_files,
 )
-from gpt.parallel.sharding import Parameter, Split, parameters
+from gpt.parallel.vocabulary_padding import local_vocab_range
+from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
 
-LAST_NORM = "decoder.final_layernorm.weight"
-
-Parts = list[InMemory]  # One logical tensor on tensor rank 0, 1, and so on.
+FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass
-class Gathered:
-    """All ranks' tensors under the model's own numbers."""
+class GatheredTensors:
+    """The tensors of all ranks by canonical name, with global layer and expert numbers."""
 
-    parts: dict[str, Parts] = field(default_factory=dict)
-    copies: list[tuple[str, Parts]] = field(default_factory=list)  # Of what a stage had before.
-    replicas: list[Copy] = field(default_factory=list)  # On the expert ranks.
-    paired: set[str] = field(default_factory=set)  # All gates' parts, then all ups'.
+    parts: dict[str, RankParts] = field(default_factory=dict)
+    # Tensors whose name an earlier stage or model chunk also has, with the later parts.
+    stage_duplicates: list[tuple[str, RankParts]] = field(default_factory=list)
+    # The replicas of non-expert tensors on expert ranks other than 0.
+    expert_replicas: list[ReplicaPair] = field(default_factory=list)
+    # Names of tensors whose parts are the gate matrices of all ranks, then the up matrices of all
+    # ranks.
+    separate_gate_up: set[str] = field(default_factory=set)
     num_layers: int = 0
     legacy: bool = False
-    extra_heads: bool = False
+    has_mtp_heads: bool = False
 
 
-def open_megatron(path: Path, changes: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
-    """A root or an iteration. `changes` are fields of GPTConfig that override what is found."""
+def open_megatron(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a checkpoint root or an iteration. `overrides` replaces fields of GPTConfig."""
     iteration = find_iteration(path)
     if iteration is None:
         raise CheckpointError(
             f"{path} has no rank directories such as mp_rank_00 with model_optim_rng.pt; give the "
-            "directory that holds them, or the root with the tracker file"
+            "directory that contains them, or the root with the tracker file"
         )
-    ranks = open_ranks(iteration)
-    args = next(iter(ranks.saved.values())).args
+    ranks = open_rank_files(iteration)
+    args = next(iter(ranks.files.values())).args
 
-    def ask(weights: Weights) -> Answer:
-        return infer(weights) if args is None else describe(Args(args, str(iteration)), weights)
+    def infer_config(weights: WeightShapes) -> PartialConfig:
+        return (
+            config_from_shapes(weights)
+            if args is None
+            else config_from_args(MegatronArgs(args, str(iteration)), weights)
+        )
 
-    checkpoint = join_ranks(ranks, iteration, changes or {}, ask)
-    notes = (*checkpoint.notes, *newer_iteration(iteration))
-    return replace(checkpoint, tokenizer=tokenizer_beside(iteration), notes=notes)
+    checkpoint = join_ranks(ranks, iteration, overrides or {}, infer_config)
+    notes = (*checkpoint.notes, *newer_iteration_notes(iteration))
+    return replace(checkpoint, tokenizer=find_tokenizer_near(iteration), notes=notes)
 
 
 def join_ranks(
-    ranks: Ranks,
+    ranks: RankFiles,
     path: Path,
-    changes: GPTConfig | Mapping[str, Any],
-    ask: Callable[[Weights], Answer],
+    overrides: GPTConfig | Mapping[str, Any],
+    infer_config: Callable[[WeightShapes], PartialConfig],
 ) -> Checkpoint:
-    """One model of all ranks' tensors; `ask` describes it where `changes` are not a whole config.
+    """Join the tensors of all ranks to one checkpoint.
 
-    Formats that share these names and this split are told apart by whoever calls.
+    `infer_config` returns the config; it is not called if `overrides` is a whole config. NeMo 1
+    files have the same tensor names and sharding, so NeMo's readers call this function too.
     """
-    gathered = gather(ranks)
-    config, notes = _config(gathered, path, changes, ask)
+    gathered = gather_tensors(ranks)
+    config, notes = _resolve_config(gathered, path, overrides, infer_config)
     if not config.untie_embeddings_and_output_weights and HEAD in gathered.parts:
-        # The last stage's copy of a tied embedding; a head of its own is refused.
+        # The last stage has a copy of a tied embedding; a different head is refused.
         head = gathered.parts.pop(HEAD)
-        refuse_untied(path, head, gathered.parts[EMBEDDING], UNTIED)
-        gathered.copies.append((EMBEDDING, head))
-    for name, copy in gathered.copies:
-        _refuse_unequal(name, gathered.parts[name], copy)
-    # Rows were put in order from the second version on; Megatron-Core never knew another.
-    version = next(iter(ranks.saved.values())).version if gathered.legacy else 3.0
-    table = parameters(config)
-    left = (parts[0].where for name, parts in gathered.parts.items() if name not in table)
-    refuse_leftover(path, left)
+        refuse_untied_head(path, head, gathered.parts[EMBEDDING], UNTIED_HINT)
+        gathered.stage_duplicates.append((EMBEDDING, head))
+    for name, duplicate in gathered.stage_duplicates:
+        _refuse_unequal_parts(name, gathered.parts[name], duplicate)
+    # checkpoint_version 2 introduced the current order of QKV rows. Megatron-Core has only this
+    # order.
+    version = next(iter(ranks.files.values())).version if gathered.legacy else 3.0
+    table = parameter_specs(config)
+    unexpected_tensors = (
+        parts[0].location for name, parts in gathered.parts.items() if name not in table
+    )
+    refuse_unexpected_weights(path, unexpected_tensors)
     tensors = {}
     for name, parameter in table.items():
         if name in gathered.parts:
-            # Where gates and ups have a matrix each, all parts lie one under the other.
-            pair = name in gathered.paired and parameter.split is Split.GATED
-            whole = replace(parameter, split=Split.ROWS) if pair else parameter
-            tensors[name] = _join(whole, gathered.parts[name], config, version)
+            # Separate gate and up matrices are concatenated along rows, all gates first.
+            is_gate_up_pair = (
+                name in gathered.separate_gate_up and parameter.shard_rule is ShardRule.GATED
+            )
+            effective_parameter = (
+                replace(parameter, shard_rule=ShardRule.ROWS) if is_gate_up_pair else parameter
+            )
+            tensors[name] = _join_parts(effective_parameter, gathered.parts[name], config, version)
     checkpoint = Checkpoint(
-        *(path, "megatron", config, tensors),
-        files=tuple(saved.path for saved in ranks.saved.values()),
+        path,
+        "megatron",
+        config,
+        tensors,
+        files=tuple(file.path for file in ranks.files.values()),
         notes=tuple(notes),
-        split={**asdict(ranks.split), "vpp": ranks.chunks},
-        copies=_copies(gathered, table),
+        split={**asdict(ranks.parallel_sizes), "vpp": ranks.chunks},
+        copies=_replica_pairs(gathered, table),
     )
     checkpoint.check()
     return checkpoint
 
 
-def gather(ranks: Ranks) -> Gathered:
-    """Every tensor by its name in the model. Layers run through all stages, chunk by chunk."""
-    gathered = Gathered()
+def gather_tensors(ranks: RankFiles) -> GatheredTensors:
+    """Collect all tensors by global name; layers are numbered by chunk, then by stage."""
+    gathered = GatheredTensors()
     for chunk in range(ranks.chunks):
-        for stage in range(ranks.split.pp):
-            held = {
-                place: rename(
-                    saved.chunks.get(chunk, {}),
-                    str(saved.path) + (f": model{chunk}" if ranks.chunks > 1 else ""),
-                    ranks.split.ep,
+        for stage in range(ranks.parallel_sizes.pp):
+            tensors_by_rank = {
+                rank: rename_tensors(
+                    file.chunks.get(chunk, {}),
+                    str(file.path) + (f": model{chunk}" if ranks.chunks > 1 else ""),
+                    ranks.parallel_sizes.ep,
                 )
-                for place, saved in ranks.saved.items()
-                if place.stage == stage
+                for rank, file in ranks.files.items()
+                if rank.stage == stage
             }
-            _add_stage(gathered, held, ranks)
-    for name in [name for name in gathered.parts if name.endswith(UPS)]:
-        gates = gathered.parts.get(name.removesuffix(UPS))
+            _add_stage(gathered, tensors_by_rank, ranks)
+    for name in [name for name in gathered.parts if name.endswith(UP_SUFFIX)]:
+        gates = gathered.parts.get(name.removesuffix(UP_SUFFIX))
         if gates is not None:
             gates += gathered.parts.pop(name)
-            gathered.paired.add(name.removesuffix(UPS))
+            gathered.separate_gate_up.add(name.removesuffix(UP_SUFFIX))
     return gathered
 
 
-def _add_stage(gathered: Gathered, held: Mapping[Place, Names], ranks: Ranks) -> None:
-    split, stage = ranks.split, next(iter(held)).stage
-    first = held[Place(0, stage, 0)]
-    for place, names in held.items():
-        different = sorted(set(names.tensors) ^ set(first.tensors))
-        if different:
+def _add_stage(
+    gathered: GatheredTensors,
+    tensors_by_rank: Mapping[RankCoordinates, ChunkTensors],
+    ranks: RankFiles,
+) -> None:
+    sizes = ranks.parallel_sizes
+    stage = next(iter(tensors_by_rank)).stage
+    first = tensors_by_rank[RankCoordinates(0, stage, 0)]
+    for rank, chunk_tensors in tensors_by_rank.items():
+        differing = sorted(set(chunk_tensors.tensors) ^ set(first.tensors))
+        if differing:
             raise CheckpointError(
-                f"{ranks.saved[Place(0, stage, 0)].path} and {ranks.saved[place].path} are of one "
-                f"stage, but only one of them holds {different[0]}; two checkpoints are mixed: take"
-                " all ranks from one"
+                f"{ranks.files[RankCoordinates(0, stage, 0)].path} and {ranks.files[rank].path} "
+                f"are of the same stage, but only one of them has {differing[0]}; two checkpoints "
+                "are mixed: take all ranks from the same checkpoint"
             )
-    _refuse_misplaced(gathered, first, ranks.saved[Place(0, stage, 0)].path)
+    _refuse_swapped_stages(gathered, first, ranks.files[RankCoordinates(0, stage, 0)].path)
     local_experts: dict[str, int] = {}
     for name in first.tensors:
-        match = EXPERT.search(name)
+        match = LOCAL_EXPERT.search(name)
         if match:
             layer = name[: match.start()]
             local_experts[layer] = max(local_experts.get(layer, 0), int(match[1]) + 1)
     for name in first.tensors:
-        match = EXPERT.search(name)
+        match = LOCAL_EXPERT.search(name)
         count = local_experts[name[: match.start()]] if match else 0
-        # All expert ranks hold the same of what is no expert's.
-        for expert in range(split.ep if match else 1):
-            own = renumbered(name, gathered.num_layers, expert * count)
-            parts = [held[Place(t, stage, expert)].tensors[name] for t in range(split.tp)]
-            if own in gathered.parts:
-                gathered.copies.append((own, parts))
+        # Tensors other than experts are replicated on all expert ranks.
+        for expert in range(sizes.ep if match else 1):
+            global_name = renumber(name, gathered.num_layers, expert * count)
+            parts = [
+                tensors_by_rank[RankCoordinates(t, stage, expert)].tensors[name]
+                for t in range(sizes.tp)
+            ]
+            if global_name in gathered.parts:
+                gathered.stage_duplicates.append((global_name, parts))
             else:
-                gathered.parts[own] = parts
-            for other in range(1, 1 if match else split.ep):
-                for t, kept in enumerate(parts):
-                    replica = held[Place(t, stage, other)].tensors[name]
-                    gathered.replicas.append(Copy(own, kept, replica))
-    gathered.num_layers += first.layers
+                gathered.parts[global_name] = parts
+            for other_expert_rank in range(1, 1 if match else sizes.ep):
+                for t, primary in enumerate(parts):
+                    replica = tensors_by_rank[RankCoordinates(t, stage, other_expert_rank)].tensors[
+                        name
+                    ]
+                    gathered.expert_replicas.append(ReplicaPair(global_name, primary, replica))
+    gathered.num_layers += first.num_layers
     gathered.legacy = gathered.legacy or first.legacy
-    gathered.extra_heads = gathered.extra_heads or first.extra_heads
+    gathered.has_mtp_heads = gathered.has_mtp_heads or first.has_mtp_heads
 
 
-def _refuse_misplaced(gathered: Gathered, names: Names, path: Path) -> None:
-    """Layers stand before the last norm and after the embedding, however stages are laid out."""
-    wrong = names.layers and LAST_NORM in gathered.parts
-    late = gathered.num_layers and EMBEDDING in names.tensors and EMBEDDING not in gathered.parts
-    if wrong or late:
-        what = f"holds layers, though a stage before it has {LAST_NORM}"
-        what = what if wrong else f"holds {EMBEDDING}, though a stage before it has layers"
+def _refuse_swapped_stages(
+    gathered: GatheredTensors, chunk_tensors: ChunkTensors, path: Path
+) -> None:
+    """Refuse layers after the final norm or before the embedding: the stages are swapped."""
+    layers_after_norm = chunk_tensors.num_layers and FINAL_NORM in gathered.parts
+    embedding_after_layers = (
+        gathered.num_layers
+        and EMBEDDING in chunk_tensors.tensors
+        and EMBEDDING not in gathered.parts
+    )
+    if layers_after_norm or embedding_after_layers:
+        problem = (
+            f"has layers, although an earlier stage has {FINAL_NORM}"
+            if layers_after_norm
+            else f"has {EMBEDDING}, although an earlier stage has layers"
+        )
         raise CheckpointError(
-            f"{path} {what}; files of stages are swapped: give each rank's directory its own"
+            f"{path} {problem}; the files of two stages are swapped: put each rank's file into its "
+            "own directory"
         )
 
 
-def _config(
-    gathered: Gathered,
+def _resolve_config(
+    gathered: GatheredTensors,
     path: Path,
-    changes: GPTConfig | Mapping[str, Any],
-    ask: Callable[[Weights], Answer],
+    overrides: GPTConfig | Mapping[str, Any],
+    infer_config: Callable[[WeightShapes], PartialConfig],
 ) -> tuple[GPTConfig, list[str]]:
-    """The architecture, and what a user should know of how it was found."""
+    """Return the config, and notes for the user on assumptions about the config."""
     parts = gathered.parts
-    shapes = {name: [part.shape for part in on_ranks] for name, on_ranks in parts.items()}
+    shapes = {name: [part.shape for part in rank_parts] for name, rank_parts in parts.items()}
     if any(len(shape) != 2 for shape in shapes.get(EMBEDDING, [()])):
         raise CheckpointError(
-            f"{path}: no rank holds {EMBEDDING} as a matrix; the files are not a GPT's, or "
-            "the first stage's are lost: take all ranks from one checkpoint"
+            f"{path}: no rank has {EMBEDDING} as a matrix; the model is not a GPT, or the files of "
+            "the first stage are missing: take all ranks from the same checkpoint"
         )
-    weights = Weights(shapes, gathered.num_layers, gathered.legacy)
-    dtype = common_dtype(part for on_ranks in parts.values() for part in on_ranks)
-    config, notes = architecture(path, weights, FLOAT_NAMES[dtype or torch.float32], changes, ask)
-    if gathered.extra_heads:
-        notes["mtp"] = "its heads for multi-token prediction are left out; the main one is whole"
+    weights = WeightShapes(shapes, gathered.num_layers, gathered.legacy)
+    dtype = majority_dtype(part for rank_parts in parts.values() for part in rank_parts)
+    config, notes = resolve_config(
+        path, weights, FLOAT_DTYPE_NAMES[dtype or torch.float32], overrides, infer_config
+    )
+    if gathered.has_mtp_heads:
+        notes["mtp"] = "heads for multi-token prediction are ignored; the main head is complete"
     return config, list(notes.values())
 
 
-def _join(parameter: Parameter, parts: Parts, config: GPTConfig, version: float) -> Logical:
-    """The map of one canonical tensor onto what the tensor ranks hold of it."""
-    name, shape, split = parameter.name, parameter.shape, parameter.split
+def _join_parts(
+    parameter: ParameterSpec, parts: RankParts, config: GPTConfig, version: float
+) -> LogicalTensor:
+    """Map one canonical tensor to its parts on the tensor parallel ranks."""
+    shape = parameter.shape
     ranks = len(parts)
     for part in parts:
         _check_shape(parameter, part, parts)
-    match split:
-        case Split.WHOLE:
-            return _stacked(shape, [(parts[0], 0, shape[0], 1)])
-        case Split.ROWS:
-            return _stacked(shape, [(part, 0, part.shape[0], 1) for part in parts])
-        case Split.COLUMNS:
+    match parameter.shard_rule:
+        case ShardRule.REPLICATED:
+            return _concat_runs(shape, [(parts[0], 0, shape[0], 1)])
+        case ShardRule.ROWS:
+            return _concat_runs(shape, [(part, 0, part.shape[0], 1) for part in parts])
+        case ShardRule.COLUMNS:
             width = shape[1] // ranks
             pieces = [
-                Piece(part, (0, shape[0]), (t * width, (t + 1) * width))
+                SourceSlice(part, (0, shape[0]), (t * width, (t + 1) * width))
                 for t, part in enumerate(parts)
             ]
-            return _logical(shape, pieces)
-        case Split.GATED:
-            # Each rank has its gates over its own ups; whole, all gates are over all ups.
+            return _logical_tensor(shape, pieces)
+        case ShardRule.GATED:
+            # A rank has its gate rows above its up rows; the logical tensor has the gate rows of
+            # all ranks above the up rows of all ranks.
             half = shape[0] // ranks // 2
-            return _stacked(shape, [(part, at, half, 1) for at in (0, half) for part in parts])
-        case Split.QKV:
-            return _stacked(shape, _attention_rows(name, parts, config, version))
-        case Split.VOCAB:
+            return _concat_runs(
+                shape, [(part, half_start, half, 1) for half_start in (0, half) for part in parts]
+            )
+        case ShardRule.QKV:
+            return _concat_runs(shape, current_qkv_rows(parts, config, version))
+        case ShardRule.VOCAB:
             size = parts[0].shape[0]
-            runs = [(part, 0, min(size, shape[0] - t * size), 1) for t, part in enumerate(parts)]
-            return _stacked(shape, [run for run in runs if run[2] > 0])
+            ranges = [local_vocab_range(shape[0], size, t) for t in range(ranks)]
+            runs = [
+                (part, 0, stop - start, 1)
+                for part, (start, stop) in zip(parts, ranges, strict=True)
+                if start < stop
+            ]
+            return _concat_runs(shape, runs)
 
 
-Run = tuple[InMemory, int, int, int]  # A part, its first row, how many rows, and their distance.
-
-
-def _attention_rows(name: str, parts: Parts, config: GPTConfig, version: float) -> list[Run]:
-    """Every head's queries, keys and values in today's order: (groups, queries + 2, channels)."""
-    if version >= 2:
-        return [(part, 0, part.shape[0], 1) for part in parts]
-    if config.num_query_groups != config.num_attention_heads:
-        raise CheckpointError(
-            f"{parts[0].where}: checkpoint_version {version} has no query groups, the config has "
-            f"{config.num_query_groups}; correct num_query_groups"
-        )
-    d, heads = config.kv_channels, config.num_attention_heads // len(parts)
-    runs: list[Run] = []
-    for part in parts:
-        for head in range(heads):
-            for kind in range(3):
-                if version < 1:  # (3, heads, channels)
-                    runs.append((part, (kind * heads + head) * d, d, 1))
-                else:  # (heads, channels, 3)
-                    runs.append((part, head * 3 * d + kind, d, 3))
-    return runs
-
-
-def _check_shape(parameter: Parameter, part: InMemory, parts: Parts) -> None:
+def _check_shape(parameter: ParameterSpec, part: InMemoryTensor, parts: RankParts) -> None:
     shape, ranks = parameter.shape, len(parts)
-    dim = 1 if parameter.split is Split.COLUMNS else 0
-    if parameter.split is Split.WHOLE:
-        need: tuple[int, ...] = shape
-    elif parameter.split is Split.VOCAB:
-        need = (parts[0].shape[0] if parts[0].shape else 0, *shape[1:])
+    dim = 1 if parameter.shard_rule is ShardRule.COLUMNS else 0
+    if parameter.shard_rule is ShardRule.REPLICATED:
+        expected_shape: tuple[int, ...] = shape
+    elif parameter.shard_rule is ShardRule.VOCAB:
+        expected_shape = (parts[0].shape[0] if parts[0].shape else 0, *shape[1:])
     else:
-        need = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
-        pairs = 2 if parameter.split is Split.GATED else 1
-        if shape[dim] % (ranks * pairs):
-            need = ()
-    if part.shape != need:
-        needed = f"need {need}" if need else "which cannot be a part"
+        expected_shape = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
+        halves = 2 if parameter.shard_rule is ShardRule.GATED else 1
+        if shape[dim] % (ranks * halves):
+            expected_shape = ()
+    if part.shape != expected_shape:
+        expectation = (
+            f"need {expected_shape}"
+            if expected_shape
+            else f"but dimension {dim} cannot be divided equally"
+        )
         raise CheckpointError(
-            f"{part.where}: found {part.shape}, {needed} for {parameter.name} {shape} on {ranks} "
-            "tensor ranks; the args and the weights disagree: take both from the same checkpoint"
+            f"{part.location}: found {part.shape}, {expectation} for {parameter.name} of shape "
+            f"{shape} on {ranks} tensor ranks; the args do not fit the weights: take both from the "
+            "same checkpoint"
         )
 
 
-def _stacked(shape: tuple[int, ...], runs: list[Run]) -> Logical:
-    pieces, row = [], 0
-    for part, first, count, step in runs:
-        pieces.append(Piece(part, (row, row + count), source_row=first, row_step=step))
+def _concat_runs(shape: tuple[int, ...], runs: list[RowRun]) -> LogicalTensor:
+    slices, row = [], 0
+    for part, first_row, count, step in runs:
+        slices.append(SourceSlice(part, (row, row + count), source_row=first_row, row_stride=step))
         row += count
-    return _logical(shape, pieces)
+    return _logical_tensor(shape, slices)
 
 
-def _logical(shape: tuple[int, ...], pieces: list[Piece]) -> Logical:
-    """Where parts differ in precision, the whole has one that holds all of them exactly."""
-    dtype = reduce(torch.promote_types, (piece.source.dtype for piece in pieces))
-    return Logical(shape, dtype, tuple(pieces))
+def _logical_tensor(shape: tuple[int, ...], slices: list[SourceSlice]) -> LogicalTensor:
+    """Make a logical tensor whose dtype represents the values of all parts exactly."""
+    dtype = reduce(torch.promote_types, (piece.source.dtype for piece in slices))
+    return LogicalTensor(shape, dtype, tuple(slices))
 
 
-def _copies(gathered: Gathered, table: Mapping[str, Parameter]) -> tuple[Copy, ...]:
-    """What several ranks hold alike: norms and routers on tensor ranks, and what is read once."""
-    copies = list(gathered.replicas)
+def _replica_pairs(
+    gathered: GatheredTensors, table: Mapping[str, ParameterSpec]
+) -> tuple[ReplicaPair, ...]:
+    """Return each tensor that is stored again, paired with its replica.
+
+    The replica is on another tensor rank, expert rank or stage. Readers use only the first tensor
+    of each pair (`primary`).
+    """
+    replica_pairs = list(gathered.expert_replicas)
     for name, parts in gathered.parts.items():
-        if table[name].split is Split.WHOLE:
-            copies += [Copy(name, parts[0], part) for part in parts[1:]]
-    for name, parts in gathered.copies:
+        if table[name].shard_rule is ShardRule.REPLICATED:
+            replica_pairs += [ReplicaPair(name, parts[0], part) for part in parts[1:]]
+    for name, parts in gathered.stage_duplicates:
         pairs = zip(gathered.parts[name], parts, strict=True)
-        copies += [Copy(name, kept, part) for kept, part in pairs]
-    return tuple(copies)
+        replica_pairs += [ReplicaPair(name, primary, part) for primary, part in pairs]
+    return tuple(replica_pairs)
 
 
-def _refuse_unequal(name: str, first: Parts, copy: Parts) -> None:
-    if not alike(first, copy):
+def _refuse_unequal_parts(name: str, first: RankParts, duplicate: RankParts) -> None:
+    if not samples_equal(first, duplicate):
         raise CheckpointError(
-            f"{copy[0].where} is not equal to {first[0].where}, though both are {name}; files of "
-            "stages are swapped or of two checkpoints: take all ranks from one"
+            f"{duplicate[0].location} is not equal to {first[0].location}, although both store "
+            f"{name}; files are swapped or belong to two checkpoints: take all ranks from the same "
+            "checkpoint"
         )
 
 
-def tokenizer_beside(folder: Path) -> Path | None:
-    """With the weights, or in the root above, or in a folder `tokenizer` of either."""
-    places = (folder, folder.parent)
-    return find_tokenizer(*(place for one in places for place in (one, one / "tokenizer")))
+def find_tokenizer_near(folder: Path) -> Path | None:
+    """Find a tokenizer in `folder`, in its parent, or in a subfolder `tokenizer` of these two."""
+    folders = (folder, folder.parent)
+    return find_tokenizer(
+        *(candidate for parent in folders for candidate in (parent, parent / "tokenizer"))
+    )

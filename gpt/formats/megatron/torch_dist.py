@@ -1,9 +1,10 @@
-"""Megatron-Core's distributed checkpoints (`torch_dist`): keys and chunks as one logical model.
+"""Megatron-Core distributed checkpoint (`torch_dist`): maps keys and chunks to logical tensors.
 
-The keys name whole tensors already, at any split; all layers may share one key, and all experts
-one within it. So a key is taken apart along its leading dimensions, and each layer's tensor is a
-map of the chunks that fall on it. The arguments lie beside the weights, or are asked for by name.
-How an index and a chunk are read is known elsewhere.
+A key names an unsharded tensor, independently of the parallel sizes. A key can contain the tensors
+of all layers, or of all experts, stacked along leading dimensions. This module splits the leading
+dimensions, and maps the tensor of each layer and expert to the chunks that overlap it.
+`torch_dist_config.py` infers the config; `gpt/checkpoint/files/torch_dcp.py` reads the index and
+the chunks.
 """
 
 import json
@@ -19,82 +20,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.files.file_tree import FileTree, files_in
-from gpt.checkpoint.files.torch_dcp import INDEX, Chunk, Entry, Index, read_index
+from gpt.checkpoint.files.file_tree import FileTree, scan_folder
+from gpt.checkpoint.files.torch_dcp import METADATA_FILE, Chunk, ChunkedTensor, DcpIndex, read_index
 from gpt.checkpoint.logical_tensor import (
     Checkpoint,
-    InMemory,
-    Logical,
-    Piece,
-    common_dtype,
+    InMemoryTensor,
+    LogicalTensor,
+    SourceSlice,
     find_tokenizer,
-    refuse_leftover,
-    refuse_untied,
-    some,
+    majority_dtype,
+    refuse_unexpected_weights,
+    refuse_untied_head,
+    summarize_names,
 )
 from gpt.config import GPTConfig
-from gpt.dtypes import FLOAT_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
-from gpt.formats.mappings.megatron_args import UNTIED, Answer, Weights, architecture
-from gpt.formats.mappings.megatron_names import (
-    DROPPED,
-    EMBEDDING,
-    EXTRA_HEADS,
-    HEAD,
-    PREFIX,
-    canonical,
-    refuse_foreign,
+from gpt.formats.mappings.megatron_args import (
+    UNTIED_HINT,
+    PartialConfig,
+    WeightShapes,
+    resolve_config,
 )
-from gpt.formats.megatron.rank_files import TRACKER, bridge_iteration, newer_iteration, tracked
-from gpt.formats.megatron.reader import tokenizer_beside
-from gpt.formats.megatron.torch_dist_config import COMMON, COMMON_KEY, ask
-from gpt.parallel.sharding import LAYERS, parameters
+from gpt.formats.mappings.megatron_names import (
+    EMBEDDING,
+    HEAD,
+    IGNORED_KEYS,
+    MTP_PREFIX,
+    WRAPPER_PREFIX,
+    canonical_key,
+    refuse_unsupported_part,
+)
+from gpt.formats.megatron.rank_files import (
+    TRACKER_FILE,
+    bridge_iteration,
+    newer_iteration_notes,
+    tracked_iteration,
+)
+from gpt.formats.megatron.reader import find_tokenizer_near
+from gpt.formats.megatron.torch_dist_config import COMMON_FILE, COMMON_KEY, infer_dist_config
+from gpt.parallel.weight_sharding import LAYERS_PREFIX, parameter_specs
 
-BACKEND, INTEGRITY = "metadata.json", "integrity.json"
+BACKEND_FILE, INTEGRITY_FILE = "metadata.json", "integrity.json"
 TEXT_BYTES_MAX = 1 << 20
-# What a training run keeps besides the model.
-STATES = re.compile(
+# Keys of the training state, which are not part of the model.
+TRAINING_STATE_KEYS = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|common_state|"
     r"dataloader|iteration$|num_floating_point"
 )
 LAYER_KEY = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-# The word twice; a number where each expert has a key of its own.
+# Megatron-Core writes `experts.experts`. A number follows only if each expert has its own key.
 EXPERT_KEY = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc[12]\.(?:weight|bias).*)")
-HALVES = ("_w", "_v")  # Gates and ups under keys of their own.
-SHARED_MAX = 1 << 20  # Layers x experts; beyond it the index lies.
+GATE_UP_SUFFIXES = ("_w", "_v")  # Key endings of separate gate and up matrices.
+LAYER_EXPERTS_MAX = 1 << 20  # Layers x experts; an index with more is broken or hostile.
 
 
 @dataclass(frozen=True)
-class Slab:
-    """One layer's, or one expert's, share of a chunk."""
+class ChunkSlice:
+    """The part of a chunk that belongs to one layer, or to one expert of a layer."""
 
     chunk: Chunk
-    lead: tuple[int, ...]  # Its place in the chunk's leading dimensions.
+    leading_index: tuple[int, ...]  # Index of the part in the chunk's leading dimensions.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.chunk.sizes[len(self.lead) :]
+        return self.chunk.sizes[len(self.leading_index) :]
 
     @property
     def dtype(self) -> torch.dtype:
         return self.chunk.dtype
 
     @property
-    def where(self) -> str:
-        return self.chunk.where
+    def location(self) -> str:
+        return self.chunk.location
 
     def tensor(self) -> Tensor:
-        return self.chunk.tensor()[self.lead]
+        return self.chunk.tensor()[self.leading_index]
 
 
 @dataclass
-class Whole:
-    """A tensor under its canonical name: one key's share, or those of its two halves."""
+class ShardedTensor:
+    """The chunk slices of a canonical tensor.
+
+    The tensor has one key (half 0), or separate keys for gate (half 0) and up (half 1). `shapes`
+    and `chunk_slices` are indexed by half; each chunk slice is paired with its offsets in this half
+    of the tensor.
+    """
 
     key: str
     dtype: torch.dtype
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    boxes: dict[int, list[tuple[tuple[int, ...], Slab]]] = field(default_factory=dict)
+    chunk_slices: dict[int, list[tuple[tuple[int, ...], ChunkSlice]]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,167 +119,200 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a key's leading dimensions count through layers and experts, and the names it gives."""
+class KeyPattern:
+    """Maps a key to canonical names; the leading dimensions of a key can be layers and experts."""
 
-    before: str
-    after: str
-    layers: bool
-    experts: bool
+    prefix: str
+    suffix: str
+    spans_layers: bool
+    spans_experts: bool
     half: int = 0
 
     @property
-    def shared(self) -> int:
-        return self.layers + self.experts
+    def leading_dims(self) -> int:
+        return self.spans_layers + self.spans_experts
 
-    def name(self, lead: tuple[int, ...]) -> str:
-        layer = str(lead[0]) if self.layers else ""
-        expert = f".mlp.experts.local_experts.{lead[-1]}" if self.experts else ""
-        return f"{self.before}{layer}{expert}{self.after}"
+    def canonical_name(self, leading_index: tuple[int, ...]) -> str:
+        layer = str(leading_index[0]) if self.spans_layers else ""
+        expert = f".mlp.experts.local_experts.{leading_index[-1]}" if self.spans_experts else ""
+        return f"{self.prefix}{layer}{expert}{self.suffix}"
 
 
 @dataclass
-class Found:
-    tensors: dict[str, Whole] = field(default_factory=dict)
+class DistCheckpoint:
+    """The tensors of a distributed checkpoint by canonical name."""
+
+    tensors: dict[str, ShardedTensor] = field(default_factory=dict)
     num_layers: int = 0
-    extra_heads: bool = False
+    has_mtp_heads: bool = False
 
 
 def find_torch_dist(path: Path) -> Path | None:
-    """The directory with the index: `path`, what its tracker names, or a NeMo one's weights."""
-    if path.name in (BACKEND, INDEX, COMMON):
+    """Find the directory of a distributed checkpoint, which may lack its index.
+
+    The candidates are `path`, NeMo's subfolders, and the iteration that a tracker file names. A
+    directory without an index is returned too, if other files identify the format, so that the
+    caller can report which files are missing. Returns None if no candidate has such files.
+    """
+    if path.name in (BACKEND_FILE, METADATA_FILE, COMMON_FILE):
         path = path.parent
     if path.name == "context" and (path.parent / "weights").is_dir():
         path = path.parent
-    places = [path, path / "weights", path / "model_weights"]
-    if (path / TRACKER).is_file():
-        places.append(tracked(path))
-    elif bridge := bridge_iteration(path):
-        places.append(bridge[0])
-    for place in places:
-        if (place / INDEX).is_file() or (place / COMMON).is_file():
-            return place
-        if any(place.glob("__*_*.distcp")):
-            return place
-        if (place / BACKEND).is_file() and _backend(files_in(place)):
-            return place
+    candidates = [path, path / "weights", path / "model_weights"]
+    if (path / TRACKER_FILE).is_file():
+        candidates.append(tracked_iteration(path))
+    elif bridge_target := bridge_iteration(path):
+        candidates.append(bridge_target[0])
+    for folder in candidates:
+        if (folder / METADATA_FILE).is_file() or (folder / COMMON_FILE).is_file():
+            return folder
+        if any(folder.glob("__*_*.distcp")):
+            return folder
+        if (folder / BACKEND_FILE).is_file() and _read_backend(scan_folder(folder)):
+            return folder
     return None
 
 
-def open_torch_dist(path: Path, changes: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
-    """A root or an iteration. `changes` are fields of GPTConfig that override what is found."""
+def open_torch_dist(
+    path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Open a checkpoint root or an iteration. `overrides` replaces fields of GPTConfig."""
     folder = find_torch_dist(path)
     if folder is None:
         raise CheckpointError(
-            f"{path} has no {BACKEND}, {INDEX} or .distcp files; give the directory that holds "
-            "them, or the root with the tracker file"
+            f"{path} has no {BACKEND_FILE}, {METADATA_FILE} or .distcp files; give the directory "
+            "that contains them, or the root with the tracker file"
         )
-    tree, changes = files_in(folder), changes or {}
-    checkpoint = join_chunks(tree, changes, lambda index, weights: ask(index, weights, changes))
-    bridge = None if (path / TRACKER).is_file() else bridge_iteration(path)
-    chosen = [bridge[1]] if bridge and bridge[1] and bridge[0] == folder else []
-    context = folder.parent / "context"
-    beside = find_tokenizer(context / "nemo_tokenizer", context) if context.is_dir() else None
+    tree, overrides = scan_folder(folder), overrides or {}
+    checkpoint = join_chunks(
+        tree, overrides, lambda index, weights: infer_dist_config(index, weights, overrides)
+    )
+    bridge_target = None if (path / TRACKER_FILE).is_file() else bridge_iteration(path)
+    bridge_notes = (
+        [bridge_target[1]]
+        if bridge_target and bridge_target[1] and bridge_target[0] == folder
+        else []
+    )
+    context_folder = folder.parent / "context"
+    nemo_tokenizer = (
+        find_tokenizer(context_folder / "nemo_tokenizer", context_folder)
+        if context_folder.is_dir()
+        else None
+    )
     return replace(
         checkpoint,
-        format="nemo" if context.is_dir() else "torch_dist",
-        tokenizer=beside or tokenizer_beside(folder),
-        notes=(*checkpoint.notes, *newer_iteration(folder), *chosen),
+        format="nemo" if context_folder.is_dir() else "torch_dist",
+        tokenizer=nemo_tokenizer or find_tokenizer_near(folder),
+        notes=(*checkpoint.notes, *newer_iteration_notes(folder), *bridge_notes),
     )
 
 
 def join_chunks(
     tree: FileTree,
-    changes: GPTConfig | Mapping[str, Any],
-    asks: Callable[[Index, Weights], Answer],
+    overrides: GPTConfig | Mapping[str, Any],
+    infer_config: Callable[[DcpIndex, WeightShapes], PartialConfig],
 ) -> Checkpoint:
-    """One model of all chunks; `asks` describes it where `changes` are not a whole config."""
-    _refuse_other(tree)
-    _refuse_lost(tree)
-    index = read_index(tree, _is_wanted)
-    found = gather(index)
-    config, notes = _config(found, index, changes, asks)
+    """Join the chunks of a distributed checkpoint to one logical checkpoint.
+
+    `infer_config` returns the config; it is not called if `overrides` is a whole config.
+    """
+    _refuse_other_formats(tree)
+    _refuse_missing_files(tree)
+    index = read_index(tree, _is_model_key)
+    dist_checkpoint = gather_tensors(index)
+    config, notes = _resolve_config(dist_checkpoint, index, overrides, infer_config)
     if config.gated:
-        _refuse_unsplit(found)
-    if not config.untie_embeddings_and_output_weights and HEAD in found.tensors:
-        _drop_tied_head(found, tree.path)
-    table = parameters(config)
-    left = [whole.key for name, whole in found.tensors.items() if name not in table]
-    refuse_leftover(tree.path, left)
+        _refuse_interleaved_gates(dist_checkpoint)
+    if not config.untie_embeddings_and_output_weights and HEAD in dist_checkpoint.tensors:
+        _drop_tied_head(dist_checkpoint, tree.path)
+    table = parameter_specs(config)
+    unexpected_keys = [
+        sharded_tensor.key
+        for name, sharded_tensor in dist_checkpoint.tensors.items()
+        if name not in table
+    ]
+    refuse_unexpected_weights(tree.path, unexpected_keys)
     tensors = {
-        name: _logical(whole, table[name].shape if name in (EMBEDDING, HEAD) else whole.shape)
-        for name, whole in ((name, found.tensors.get(name)) for name in table)
-        if whole is not None
+        name: _logical_tensor(
+            sharded_tensor, table[name].shape if name in (EMBEDDING, HEAD) else sharded_tensor.shape
+        )
+        for name, sharded_tensor in ((name, dist_checkpoint.tensors.get(name)) for name in table)
+        if sharded_tensor is not None
     }
-    files = tuple(sorted({span.file.path for span in index.files.values()}))
+    files = tuple(sorted({span.file.path for span in index.file_spans.values()}))
     checkpoint = Checkpoint(tree.path, "torch_dist", config, tensors, files, notes=tuple(notes))
     checkpoint.check()
     return checkpoint
 
 
-def _is_wanted(key: str) -> bool:
-    return key == COMMON_KEY or not (STATES.match(key) or "_extra_state" in key)
+def _is_model_key(key: str) -> bool:
+    return key == COMMON_KEY or not (TRAINING_STATE_KEYS.match(key) or "_extra_state" in key)
 
 
-def _backend(tree: FileTree) -> str | None:
-    """What `metadata.json` calls the format; None if there is no such file, or another's."""
-    name = json_of(tree, BACKEND).get("sharded_backend")
+def _read_backend(tree: FileTree) -> str | None:
+    """Return the format name in `metadata.json`; None if it is absent or not readable."""
+    name = read_json(tree, BACKEND_FILE).get("sharded_backend")
     return name if isinstance(name, str) else None
 
 
-def _refuse_other(tree: FileTree) -> None:
-    """Formats that look alike, and saves that did not finish."""
-    folder, backend = tree.path, _backend(tree)
+def _refuse_other_formats(tree: FileTree) -> None:
+    """Refuse similar formats, incomplete saves, adapters and quantized models."""
+    folder, backend = tree.path, _read_backend(tree)
     if backend == "zarr":
         raise CheckpointError(
-            f"{folder} is a zarr checkpoint, a format that Megatron-Core itself gave up; load it "
-            "with a version of its time and save it as torch_dist"
+            f"{folder} is a zarr checkpoint, a format that Megatron-Core has removed; load it with "
+            "a version that supports zarr and save it as torch_dist"
         )
     if backend not in (None, "torch_dist"):
         raise CheckpointError(
-            f"{folder} is a {backend} checkpoint by {BACKEND}; torch_dist is read: save it with "
-            "--ckpt-format torch_dist"
+            f"{folder} is a {backend} checkpoint according to {BACKEND_FILE}; only torch_dist is "
+            "supported: save it with --ckpt-format torch_dist"
         )
-    if INDEX not in tree.spans:
+    if METADATA_FILE not in tree.spans:
         raise CheckpointError(
-            f"{folder} has no {INDEX}, so the save did not finish, or this node kept only its own "
-            "share; copy the missing files, or take an earlier iteration"
+            f"{folder} has no {METADATA_FILE}, so the save did not finish, or another node saved "
+            "this file; copy the missing files from all nodes, or take an earlier iteration"
         )
     if backend is None:
         keys = read_index(tree, lambda key: key.startswith("model.")).tensors
         if keys:
             raise CheckpointError(
-                f"{folder} is a torch_dcp or fsdp_dtensor checkpoint: it has no {BACKEND}, and keys"
-                f" such as {next(iter(keys))}; torch_dist is read: save it with --ckpt-format "
-                "torch_dist"
+                f"{folder} is a torch_dcp or fsdp_dtensor checkpoint: it has no {BACKEND_FILE}, "
+                f"and keys such as {next(iter(keys))}; only torch_dist is supported: save it with "
+                "--ckpt-format torch_dist"
             )
         raise CheckpointError(
-            f"{folder} has no readable {BACKEND}, which is written last: the save did not finish, "
-            "or this node kept only its own share; copy the missing files, or take an earlier "
-            "iteration"
+            f"{folder} has no readable {BACKEND_FILE}, which is written last, so the save did not "
+            "finish, or another node saved this file; copy the missing files from all nodes, or "
+            "take an earlier iteration"
         )
     if "adapter_metadata.json" in tree.spans:
-        raise CheckpointError(f"{folder} is an adapter of NeMo 2, not a model; give its base model")
-    inside = any(name.startswith("modelopt_state") for name in tree.spans)
-    if inside or (folder / "modelopt_state").exists():
+        raise CheckpointError(f"{folder} is a NeMo 2 adapter, not a model; give its base model")
+    has_modelopt_state = any(name.startswith("modelopt_state") for name in tree.spans)
+    if has_modelopt_state or (folder / "modelopt_state").exists():
         raise CheckpointError(
-            f"{folder} has modelopt_state: the model was quantized or pruned; give the one before"
+            f"{folder} has modelopt_state: the model was quantized or pruned; give the original "
+            "model"
         )
 
 
-def _refuse_lost(tree: FileTree) -> None:
-    """Newer saves list all their files. Their hashes are for whoever reads every byte."""
-    listed = json_of(tree, INTEGRITY).get("files")
+def _refuse_missing_files(tree: FileTree) -> None:
+    """Refuse a checkpoint that lacks a file listed in `integrity.json`, which newer saves contain.
+
+    The hashes in `integrity.json` are not compared, because this would read all files completely.
+    """
+    listed = read_json(tree, INTEGRITY_FILE).get("files")
     names = [str(name) for name in listed] if isinstance(listed, dict) else []
-    if lost := [name for name in names if "/" not in name and name not in tree.spans]:
+    if missing := [name for name in names if "/" not in name and name not in tree.spans]:
         raise CheckpointError(
-            f"{tree.path} lacks {some(lost)} of the {len(names)} files that {INTEGRITY} lists; "
-            "copy the missing ones, each node of a cluster may have kept its own"
+            f"{tree.path} lacks {summarize_names(missing)} of the {len(names)} files that "
+            f"{INTEGRITY_FILE} lists; copy the missing files from all nodes of the cluster: each "
+            "node may have saved only its own files"
         )
 
 
-def json_of(tree: FileTree, name: str) -> dict[str, Any]:
-    """What a small file says; nothing, where it is not there or says something else."""
+def read_json(tree: FileTree, name: str) -> dict[str, Any]:
+    """Read the JSON object of a small file; return an empty dict if it is absent or unreadable."""
     try:
         record = json.loads(tree.spans[name].read(TEXT_BYTES_MAX))
     except (CheckpointError, KeyError, ValueError, RecursionError):
@@ -271,182 +320,215 @@ def json_of(tree: FileTree, name: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def gather(index: Index) -> Found:
-    """Every tensor by its canonical name."""
-    found = Found()
+def gather_tensors(index: DcpIndex) -> DistCheckpoint:
+    """Collect the tensors of the index by canonical name."""
+    dist_checkpoint = DistCheckpoint()
     layers: set[int] = set()
     for key, entry in index.tensors.items():
-        match = PREFIX.match(key)
-        bare = key[match.end() :] if match else key
-        if DROPPED.fullmatch(bare) or STATES.match(bare):
+        match = WRAPPER_PREFIX.match(key)
+        unprefixed_key = key[match.end() :] if match else key
+        if IGNORED_KEYS.fullmatch(unprefixed_key) or TRAINING_STATE_KEYS.match(unprefixed_key):
             continue
-        if bare.startswith(EXTRA_HEADS):
-            found.extra_heads = True
+        if unprefixed_key.startswith(MTP_PREFIX):
+            dist_checkpoint.has_mtp_heads = True
             continue
-        refuse_foreign(re.sub(r"\blayers\.(?!\d)", "layers.0.", key), f"{index.folder}/{INDEX}")
-        spread = _spread(bare, entry, index.folder / INDEX)
-        for lead in product(*(range(size) for size in entry.shape[: spread.shared])):
-            name = spread.name(lead)
-            if name.startswith(LAYERS):
-                layers.add(int(name[len(LAYERS) :].split(".", 1)[0]))
-            whole = found.tensors.setdefault(name, Whole(key, entry.dtype))
-            if spread.half in whole.shapes:
+        refuse_unsupported_part(
+            re.sub(r"\blayers\.(?!\d)", "layers.0.", key), f"{index.folder}/{METADATA_FILE}"
+        )
+        pattern = _parse_key(unprefixed_key, entry, index.folder / METADATA_FILE)
+        for leading_index in product(
+            *(range(size) for size in entry.shape[: pattern.leading_dims])
+        ):
+            name = pattern.canonical_name(leading_index)
+            if name.startswith(LAYERS_PREFIX):
+                layers.add(int(name[len(LAYERS_PREFIX) :].split(".", 1)[0]))
+            sharded_tensor = dist_checkpoint.tensors.setdefault(
+                name, ShardedTensor(key, entry.dtype)
+            )
+            if pattern.half in sharded_tensor.shapes:
                 raise CheckpointError(
-                    f"{index.folder} holds {name} twice, as {whole.key} and as {key}; two "
-                    "checkpoints are mixed: take the directory from the training run again"
+                    f"{index.folder} has {name} twice, as {sharded_tensor.key} and as {key}; two "
+                    "checkpoints are mixed: copy the directory from the training run again"
                 )
-            whole.shapes[spread.half] = entry.shape[spread.shared :]
-            whole.boxes[spread.half] = []
-        _share_out(found, spread, entry)
+            sharded_tensor.shapes[pattern.half] = entry.shape[pattern.leading_dims :]
+            sharded_tensor.chunk_slices[pattern.half] = []
+        _assign_chunks(dist_checkpoint, pattern, entry)
     if layers != set(range(len(layers))):
-        held = ", ".join(str(layer) for layer in sorted(layers)[:8])
+        first_missing = min(set(range(len(layers))) - layers)
         raise CheckpointError(
-            f"{index.folder} has layers {held}, which do not count from 0; keys are lost: copy "
-            f"{INDEX} again"
+            f"{index.folder} has {len(layers)} layers up to number {max(layers)}, but not layer "
+            f"{first_missing}; keys are missing: copy {METADATA_FILE} again"
         )
-    found.num_layers = len(layers)
-    _move_norms(found)
-    return found
+    dist_checkpoint.num_layers = len(layers)
+    _move_norms(dist_checkpoint)
+    return dist_checkpoint
 
 
-def _refuse_unlike(entry: Entry, shared: int, index: Path) -> None:
-    sizes = entry.shape[:shared]
-    if len(entry.shape) <= shared or 0 in sizes or math.prod(sizes) > SHARED_MAX:
+def _refuse_wrong_shape(entry: ChunkedTensor, leading_dims: int, index: Path) -> None:
+    sizes = entry.shape[:leading_dims]
+    if len(entry.shape) <= leading_dims or 0 in sizes or math.prod(sizes) > LAYER_EXPERTS_MAX:
         raise CheckpointError(
-            f"{index}: {entry.key} has shape {entry.shape}, which is not that of one that layers "
-            "or experts share; the index is of another format"
+            f"{index}: {entry.key} has shape {entry.shape}, which is not a stack of the tensors of "
+            "layers or experts; the index is of another format: save it as torch_dist"
         )
 
 
-def _spread(bare: str, entry: Entry, index: Path) -> Spread:
-    match = LAYER_KEY.fullmatch(bare)
+def _parse_key(key: str, entry: ChunkedTensor, index: Path) -> KeyPattern:
+    match = LAYER_KEY.fullmatch(key)
     if not match:
-        return Spread(canonical(bare), "", False, False)
-    layer, rest, half = match[1], match[2], 0
-    if "linear_fc1." in rest and rest.endswith(HALVES):
-        half, rest = HALVES.index(rest[-2:]), rest[:-2]
-    experts = EXPERT_KEY.fullmatch(rest)
-    if not experts:
-        rest = canonical(f"{LAYERS}0.{rest}")[len(f"{LAYERS}0.") :]
-        spread = Spread(f"{LAYERS}{layer or ''}", f".{rest}", layer is None, False, half)
-    elif experts[1] is None:
-        before = f"{LAYERS}{layer or ''}"
-        spread = Spread(before, f".{experts[2]}", layer is None, True, half)
+        return KeyPattern(canonical_key(key), "", False, False)
+    layer = match[1]
+    layer_key = match[2]
+    half = 0
+    if "linear_fc1." in layer_key and layer_key.endswith(GATE_UP_SUFFIXES):
+        half, layer_key = GATE_UP_SUFFIXES.index(layer_key[-2:]), layer_key[:-2]
+    expert_match = EXPERT_KEY.fullmatch(layer_key)
+    if not expert_match:
+        layer_key = canonical_key(f"{LAYERS_PREFIX}0.{layer_key}")[len(f"{LAYERS_PREFIX}0.") :]
+        pattern = KeyPattern(
+            f"{LAYERS_PREFIX}{layer or ''}", f".{layer_key}", layer is None, False, half
+        )
+    elif expert_match[1] is None:
+        prefix = f"{LAYERS_PREFIX}{layer or ''}"
+        pattern = KeyPattern(prefix, f".{expert_match[2]}", layer is None, True, half)
     else:
-        after = f".mlp.experts.local_experts.{experts[1]}.{experts[2]}"
-        spread = Spread(f"{LAYERS}{layer or ''}", after, layer is None, False, half)
-    _refuse_unlike(entry, spread.shared, index)
-    return spread
+        suffix = f".mlp.experts.local_experts.{expert_match[1]}.{expert_match[2]}"
+        pattern = KeyPattern(f"{LAYERS_PREFIX}{layer or ''}", suffix, layer is None, False, half)
+    _refuse_wrong_shape(entry, pattern.leading_dims, index)
+    return pattern
 
 
-def _share_out(found: Found, spread: Spread, entry: Entry) -> None:
-    """Each chunk to the tensors that it falls on; most have one layer and one expert."""
-    count = spread.shared
+def _assign_chunks(
+    dist_checkpoint: DistCheckpoint, pattern: KeyPattern, entry: ChunkedTensor
+) -> None:
+    """Assign the slices of each chunk of a key to the tensors of the layers and experts.
+
+    Most chunks have only one slice.
+    """
+    count = pattern.leading_dims
     for chunk in entry.chunks:
         spans = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
-        if any(start + size > whole for start, size, whole in spans):
+        if any(start + size > extent for start, size, extent in spans):
             raise CheckpointError(
-                f"{chunk.where} has a chunk at {chunk.offsets} of {chunk.sizes}, beyond the whole "
-                f"of {entry.shape}; {INDEX} is broken: copy it again"
+                f"{chunk.location} has a chunk of {chunk.sizes} at {chunk.offsets}, outside the "
+                f"tensor's shape {entry.shape}; {METADATA_FILE} is broken: copy it again"
             )
-        for own in product(*(range(size) for size in chunk.sizes[:count])):
-            lead = tuple(map(add, chunk.offsets, own))
-            whole = found.tensors[spread.name(lead)]
-            whole.boxes[spread.half].append((chunk.offsets[count:], Slab(chunk, own)))
+        for local_index in product(*(range(size) for size in chunk.sizes[:count])):
+            leading_index = tuple(map(add, chunk.offsets, local_index))
+            sharded_tensor = dist_checkpoint.tensors[pattern.canonical_name(leading_index)]
+            sharded_tensor.chunk_slices[pattern.half].append(
+                (chunk.offsets[count:], ChunkSlice(chunk, local_index))
+            )
 
 
-def _move_norms(found: Found) -> None:
-    """A dense layer's second norm belongs to its fc1, an expert layer's stands for itself.
+def _move_norms(dist_checkpoint: DistCheckpoint) -> None:
+    """Give the norm before the MLP of each layer its canonical name.
 
-    Megatron-Core's local spec stores an expert layer's as if it were dense.
+    The name is `mlp.linear_fc1.layer_norm_*` in dense layers and `pre_mlp_layernorm.*` in MoE
+    layers. Megatron-Core's local layer spec saves the dense name in MoE layers too.
     """
-    for layer in range(found.num_layers):
-        prefix = f"{LAYERS}{layer}."
-        experts = f"{prefix}mlp.router.weight" in found.tensors
+    for layer in range(dist_checkpoint.num_layers):
+        prefix = f"{LAYERS_PREFIX}{layer}."
+        has_experts = f"{prefix}mlp.router.weight" in dist_checkpoint.tensors
         for leaf in ("weight", "bias"):
             fused = f"{prefix}mlp.linear_fc1.layer_norm_{leaf}"
-            apart = f"{prefix}pre_mlp_layernorm.{leaf}"
-            source, target = (fused, apart) if experts else (apart, fused)
-            if source in found.tensors and target not in found.tensors:
-                found.tensors[target] = found.tensors.pop(source)
+            separate = f"{prefix}pre_mlp_layernorm.{leaf}"
+            source, target = (fused, separate) if has_experts else (separate, fused)
+            if source in dist_checkpoint.tensors and target not in dist_checkpoint.tensors:
+                dist_checkpoint.tensors[target] = dist_checkpoint.tensors.pop(source)
 
 
-def _logical(whole: Whole, shape: tuple[int, ...]) -> Logical:
-    """The map of a tensor onto chunks; rows beyond `shape`, a padded vocabulary's, are left out."""
-    pieces, above = [], 0
-    for half in sorted(whole.shapes):
-        for offsets, slab in whole.boxes[half]:
-            top = above + (offsets[0] if offsets else 0)
-            bottom = min(top + (slab.shape[0] if slab.shape else 1), shape[0])
-            columns = (offsets[1], offsets[1] + slab.shape[1]) if len(offsets) == 2 else None
+def _logical_tensor(sharded_tensor: ShardedTensor, shape: tuple[int, ...]) -> LogicalTensor:
+    """Map a tensor to its chunk slices; omit rows beyond `shape`, the padding of the vocabulary."""
+    slices, row_offset = [], 0
+    for half in sorted(sharded_tensor.shapes):
+        for offsets, chunk_slice in sharded_tensor.chunk_slices[half]:
+            top = row_offset + (offsets[0] if offsets else 0)
+            bottom = min(top + (chunk_slice.shape[0] if chunk_slice.shape else 1), shape[0])
+            columns = (offsets[1], offsets[1] + chunk_slice.shape[1]) if len(offsets) == 2 else None
             if top < bottom:
-                pieces.append(Piece(slab, (top, bottom), columns))
-        above += whole.shapes[half][0]
-    return Logical(shape, whole.dtype, tuple(_in_bands(pieces)))
+                slices.append(SourceSlice(chunk_slice, (top, bottom), columns))
+        row_offset += sharded_tensor.shapes[half][0]
+    return LogicalTensor(shape, sharded_tensor.dtype, tuple(_split_at_row_cuts(slices)))
 
 
-def _in_bands(pieces: list[Piece]) -> Iterator[Piece]:
-    """Pieces cut where any other begins, so that those of the same rows lie side by side."""
-    cuts = sorted({row for piece in pieces for row in piece.rows})
-    after = dict(pairwise(cuts))
-    for piece in pieces:
+def _split_at_row_cuts(slices: list[SourceSlice]) -> Iterator[SourceSlice]:
+    """Split slices at the row bounds of all slices, so that any two have equal or disjoint rows."""
+    cuts = sorted({row for source_slice in slices for row in source_slice.rows})
+    next_cut = dict(pairwise(cuts))
+    for piece in slices:
         top, first = piece.rows[0], piece.rows[0]
         while top < piece.rows[1]:
-            bottom = after[top]
-            yield Piece(piece.source, (top, bottom), piece.columns, source_row=top - first)
+            bottom = next_cut[top]
+            yield SourceSlice(piece.source, (top, bottom), piece.columns, source_row=top - first)
             top = bottom
 
 
-def _config(
-    found: Found,
-    index: Index,
-    changes: GPTConfig | Mapping[str, Any],
-    asks: Callable[[Index, Weights], Answer],
+def _resolve_config(
+    dist_checkpoint: DistCheckpoint,
+    index: DcpIndex,
+    overrides: GPTConfig | Mapping[str, Any],
+    infer_config: Callable[[DcpIndex, WeightShapes], PartialConfig],
 ) -> tuple[GPTConfig, list[str]]:
-    """The architecture, and what a user should know of how it was found."""
+    """Return the config, and notes for the user on assumptions about the config."""
     folder = index.folder
-    embedding = found.tensors.get(EMBEDDING)
+    embedding = dist_checkpoint.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(
-            f"{folder} holds no {EMBEDDING} as a matrix; it is not a GPT's, or only an adapter"
+            f"{folder} has no matrix {EMBEDDING}, so it is an adapter or not a GPT; give the "
+            "checkpoint of a GPT"
         )
-    shapes = {name: [whole.shape] for name, whole in found.tensors.items()}
-    weights = Weights(shapes, found.num_layers, legacy=False)
-    slabs = (
-        slab
-        for whole in found.tensors.values()
-        for boxes in whole.boxes.values()
-        for _, slab in boxes
+    shapes = {
+        name: [sharded_tensor.shape] for name, sharded_tensor in dist_checkpoint.tensors.items()
+    }
+    weights = WeightShapes(shapes, dist_checkpoint.num_layers, legacy=False)
+    chunk_slices = (
+        chunk_slice
+        for sharded_tensor in dist_checkpoint.tensors.values()
+        for half_slices in sharded_tensor.chunk_slices.values()
+        for _, chunk_slice in half_slices
     )
-    dtype = FLOAT_NAMES[common_dtype(slabs) or torch.float32]
-    config, notes = architecture(
-        *(folder, weights, dtype, changes), lambda weights: asks(index, weights)
+    dtype = FLOAT_DTYPE_NAMES[majority_dtype(chunk_slices) or torch.float32]
+    config, notes = resolve_config(
+        folder, weights, dtype, overrides, lambda weights: infer_config(index, weights)
     )
-    if found.extra_heads:
-        notes["mtp"] = "its heads for multi-token prediction are left out; the main one is whole"
+    if dist_checkpoint.has_mtp_heads:
+        notes["mtp"] = "heads for multi-token prediction are ignored; the main head is complete"
     return config, list(notes.values())
 
 
-def _drop_tied_head(found: Found, folder: Path) -> None:
-    """A copy of a tied embedding; a head of its own is refused."""
+def _drop_tied_head(dist_checkpoint: DistCheckpoint, folder: Path) -> None:
+    """Remove the head of a tied model; refuse a head that is not a copy of the embedding."""
     samples = []
-    for whole in (found.tensors.pop(HEAD), found.tensors[EMBEDDING]):
-        logical = _logical(whole, whole.shape)
-        if fault := logical.fault():
-            raise CheckpointError(f"{folder}: {whole.key}: {fault}; copy the checkpoint again")
-        rows = (0, logical.shape[0] // 2, logical.shape[0] - 1)
-        sample = torch.cat([logical.corner(row, 1, logical.shape[1]) for row in rows])
-        samples.append([InMemory(sample, whole.key)])
-    refuse_untied(folder, samples[0], samples[1], UNTIED)
-
-
-def _refuse_unsplit(found: Found) -> None:
-    """Transformer Engine's own layer saves gates and ups as its ranks held them, in turns."""
-    for name, whole in found.tensors.items():
-        tops = {offsets[0] for boxes in whole.boxes.values() for offsets, _ in boxes if offsets}
-        if "layernorm_mlp.fc1" in whole.key and len(tops) > 1:
+    for sharded_tensor in (dist_checkpoint.tensors.pop(HEAD), dist_checkpoint.tensors[EMBEDDING]):
+        logical = _logical_tensor(sharded_tensor, sharded_tensor.shape)
+        if error := logical.mapping_error():
             raise CheckpointError(
-                f"{whole.boxes[0][0][1].where}: {name} was saved by {len(tops)} tensor ranks, each "
-                "with its gates over its ups, and no file says how to undo that; save it with "
-                "tensor_model_parallel_size 1, or from Megatron-Core's own layers"
+                f"{folder}: {sharded_tensor.key}: {error}; copy the checkpoint again"
+            )
+        rows = (0, logical.shape[0] // 2, logical.shape[0] - 1)
+        sample = torch.cat([logical.read_sample(row, 1, logical.shape[1]) for row in rows])
+        samples.append([InMemoryTensor(sample, sharded_tensor.key)])
+    refuse_untied_head(folder, samples[0], samples[1], UNTIED_HINT)
+
+
+def _refuse_interleaved_gates(dist_checkpoint: DistCheckpoint) -> None:
+    """Refuse a gated MLP that several ranks saved from Transformer Engine's TransformerLayer.
+
+    Each rank saved its gate rows above its up rows, so the row order depends on the tensor parallel
+    size, which is not recorded.
+    """
+    for name, sharded_tensor in dist_checkpoint.tensors.items():
+        row_offsets = {
+            offsets[0]
+            for half_slices in sharded_tensor.chunk_slices.values()
+            for offsets, _ in half_slices
+            if offsets
+        }
+        if "layernorm_mlp.fc1" in sharded_tensor.key and len(row_offsets) > 1:
+            raise CheckpointError(
+                f"{sharded_tensor.chunk_slices[0][0][1].location}: {name} was saved by "
+                f"{len(row_offsets)} tensor ranks, each with its gate rows above its up rows, and "
+                "no file records this order; save the model with tensor_model_parallel_size 1, or "
+                "from Megatron-Core's own layers"
             )

@@ -1,147 +1,183 @@
-"""The architecture of a distributed checkpoint, from whichever config lies beside it.
+"""Architecture of a torch_dist checkpoint: from Megatron args, NeMo or Bridge config, or shapes.
 
-Megatron keeps its args inside; NeMo and the Bridge write configs. Where there is none, shapes tell
-all sizes, but the heads, the norm's epsilon, the activation and the positions cannot be seen in
-them, and a wrong guess would give wrong logits in silence, so all are asked for at once.
+Megatron stores its args in the checkpoint; NeMo and Megatron-Bridge write config files. If there
+are neither args nor a config file, the sizes are inferred from the tensor shapes. Shapes do not
+determine the number of heads, the norm's epsilon, the activation and the position embedding, and a
+wrong guess would give wrong logits without an error. For this reason an error message lists all
+fields that the user must give.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.files.file_tree import whole_file
+from gpt.checkpoint.files.file_tree import file_span
 from gpt.checkpoint.files.restricted_unpickle import Stub, read_pickle
-from gpt.checkpoint.files.torch_dcp import Index
+from gpt.checkpoint.files.torch_dcp import DcpIndex
 from gpt.checkpoint.logical_tensor import find_tokenizer
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
 from gpt.formats.mappings.megatron_args import (
-    AS_FIELDS,
-    Answer,
-    Args,
-    Weights,
-    describe,
-    infer,
-    questions,
+    FIELDS_HINT,
+    MegatronArgs,
+    PartialConfig,
+    WeightShapes,
+    config_from_args,
+    config_from_shapes,
+    list_fields_with_hints,
 )
 from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD
-from gpt.formats.mappings.nemo_args import describe_nemo_1, describe_transformer, tokens_of
-from gpt.formats.mappings.nemo_yaml import Fields, read_config, read_graph
+from gpt.formats.mappings.nemo_args import (
+    config_from_nemo1,
+    config_from_transformer,
+    matching_vocab_size,
+)
+from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config, read_fiddle_graph
 from gpt.tokenizers.tokenizer import open_tokenizer
 
-COMMON = "common.pt"
-COMMON_KEY = "common_state/shard_0_1"  # Since core 0.19, instead of the file.
+COMMON_FILE = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"  # Replaces COMMON_FILE in Megatron-Core 0.19 and newer.
 
-ALWAYS = (
-    *("num_attention_heads", "num_query_groups", "activation", "layernorm_epsilon"),
+REQUIRED_FIELDS = (
+    "num_attention_heads",
+    "num_query_groups",
+    "activation",
+    "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
 )
-ROTARY = ("position_embedding_type", "rotary_base", "rotary_percent", "max_position_embeddings")
-EXPERTS = ("moe_router_topk", "moe_router_pre_softmax")
+ROTARY_FIELDS = (
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "max_position_embeddings",
+)
+MOE_FIELDS = ("moe_router_topk", "moe_router_pre_softmax")
 
 
-def ask(index: Index, weights: Weights, changes: GPTConfig | Mapping[str, Any]) -> Answer:
-    """The architecture from what lies beside the index, or from the shapes and the user."""
+def infer_dist_config(
+    index: DcpIndex, weights: WeightShapes, overrides: GPTConfig | Mapping[str, Any]
+) -> PartialConfig:
+    """Infer the architecture from a config file or args beside the index, else from the shapes."""
     folder = index.folder
-    context, bridge = folder.parent / "context", folder / "run_config.yaml"
-    if context.is_dir() and (fields := _context(context)) is not None:
-        answer = describe_transformer(fields, weights)
-        _count_tokens(context, fields, weights, answer)
-        return answer
-    if bridge.is_file():
-        whole = Fields(read_config(whole_file(bridge)), str(bridge))
-        return describe_transformer(whole.under("model"), weights)
-    args = None if context.is_dir() else arguments(index)
+    context_folder, bridge_config = folder.parent / "context", folder / "run_config.yaml"
+    if context_folder.is_dir() and (fields := _read_nemo2_config(context_folder)) is not None:
+        partial_config = config_from_transformer(fields, weights)
+        _fill_vocab_size(context_folder, fields, weights, partial_config)
+        return partial_config
+    if bridge_config.is_file():
+        root_fields = NemoConfig(read_config(file_span(bridge_config)), str(bridge_config))
+        return config_from_transformer(root_fields.section("model"), weights)
+    args = None if context_folder.is_dir() else read_common_args(index)
     if args is not None:
-        return describe(Args(args, str(folder)), weights)
-    for beside in (folder.parent, folder.parent.parent):
-        # A training run of NeMo 1 keeps its config some way above.
-        if (beside / "hparams.yaml").is_file():
-            whole = Fields(read_config(whole_file(beside / "hparams.yaml")), "hparams.yaml")
-            own = whole.under("cfg") if "cfg" in whole else whole
-            if "num_layers" in own:
-                return describe_nemo_1(Fields(own.record, str(beside / "hparams.yaml")), weights)
-    return from_shapes(weights, {} if isinstance(changes, GPTConfig) else changes, str(folder))
+        return config_from_args(MegatronArgs(args, str(folder)), weights)
+    for run_folder in (folder.parent, folder.parent.parent):
+        # A NeMo 1 training run writes its config one or two directories above the checkpoint.
+        if (run_folder / "hparams.yaml").is_file():
+            root_fields = NemoConfig(
+                read_config(file_span(run_folder / "hparams.yaml")), "hparams.yaml"
+            )
+            model_fields = root_fields.section("cfg") if "cfg" in root_fields else root_fields
+            if "num_layers" in model_fields:
+                return config_from_nemo1(
+                    NemoConfig(model_fields.record, str(run_folder / "hparams.yaml")), weights
+                )
+    return infer_from_shapes(
+        weights, {} if isinstance(overrides, GPTConfig) else overrides, str(folder)
+    )
 
 
-def _context(folder: Path) -> Fields | None:
-    """NeMo 2's config of the model: a tree, or the graph that betas wrote."""
+def _read_nemo2_config(folder: Path) -> NemoConfig | None:
+    """Read NeMo 2's model config: model.yaml, or the fiddle graph io.json of beta versions."""
     if (folder / "model.yaml").is_file():
-        whole = Fields(read_config(whole_file(folder / "model.yaml")), str(folder / "model.yaml"))
-        return whole.under("config") if "config" in whole else whole
+        root_fields = NemoConfig(
+            read_config(file_span(folder / "model.yaml")), str(folder / "model.yaml")
+        )
+        return root_fields.section("config") if "config" in root_fields else root_fields
     if (folder / "io.json").is_file():
-        for made in read_graph(whole_file(folder / "io.json")):
-            if "num_layers" in made and "hidden_size" in made:
-                return Fields(made, str(folder / "io.json"))
+        for record in read_fiddle_graph(file_span(folder / "io.json")):
+            if "num_layers" in record and "hidden_size" in record:
+                return NemoConfig(record, str(folder / "io.json"))
     return None
 
 
-def _count_tokens(context: Path, fields: Fields, weights: Weights, answer: Answer) -> None:
-    """Where the config has no vocabulary, NeMo padded that of the tokenizer it kept."""
-    found = find_tokenizer(context / "nemo_tokenizer", context)
-    if "vocab_size" not in answer.notes or found is None:
+def _fill_vocab_size(
+    context_folder: Path, fields: NemoConfig, weights: WeightShapes, partial_config: PartialConfig
+) -> None:
+    """Set vocab_size from the bundled tokenizer if the config does not record it."""
+    tokenizer_path = find_tokenizer(context_folder / "nemo_tokenizer", context_folder)
+    if "vocab_size" not in partial_config.notes or tokenizer_path is None:
         return
     try:
-        tokens = open_tokenizer(found).vocab_size
+        tokenizer_vocab_size = open_tokenizer(tokenizer_path).vocab_size
     except CheckpointError:
         return
-    if own := tokens_of(fields, tokens, weights.rows(EMBEDDING)):
-        answer.fields["vocab_size"] = own
-        del answer.notes["vocab_size"]
+    if vocab_size := matching_vocab_size(fields, tokenizer_vocab_size, weights.rows(EMBEDDING)):
+        partial_config.fields["vocab_size"] = vocab_size
+        del partial_config.notes["vocab_size"]
 
 
-def arguments(index: Index) -> dict[str, Any] | None:
-    """`args` of the training run; None where there are none."""
-    path = index.folder / COMMON
+def read_common_args(index: DcpIndex) -> dict[str, Any] | None:
+    """Read the training run's `args`; None if the checkpoint has no args."""
+    path = index.folder / COMMON_FILE
     if path.is_file():
         record = read_pickle(path)
-    elif COMMON_KEY in index.objects:
-        blob = index.objects[COMMON_KEY]
-        path = blob.path
-        record = read_pickle(blob.file.path, (blob.offset, blob.length))
+    elif COMMON_KEY in index.object_spans:
+        span = index.object_spans[COMMON_KEY]
+        path = span.path
+        record = read_pickle(span.file.path, (span.offset, span.length))
         record = record[0] if isinstance(record, list) and len(record) == 1 else record
     else:
         return None
     if not isinstance(record, dict):
-        raise CheckpointError(f"{path} holds a {type(record).__name__}, not a run's common state")
+        raise CheckpointError(
+            f"{path} contains a {type(record).__name__}, not the dict of a run's common state; "
+            "copy it again"
+        )
     args = record.get("args")
     args = args.fields if isinstance(args, Stub) else args
     if not isinstance(args, dict | None):
-        raise CheckpointError(f"{path} has args that are none; copy it again")
+        raise CheckpointError(f"{path} has args that are not a dict; copy it again")
     return args or None
 
 
-def from_shapes(weights: Weights, changes: Mapping[str, Any], where: str) -> Answer:
-    """What shapes tell; what they do not must stand in `changes`, or is asked for by name."""
-    asked: tuple[str, ...] = ALWAYS if weights.positions else (*ALWAYS, *ROTARY)
-    sparse = any(weights.moe_layers)
-    asked += EXPERTS if sparse else ()
-    if changes.get("position_embedding_type") == "none":
-        asked = tuple(name for name in asked if "rotary" not in name)
-    if missing := [name for name in asked if name not in changes]:
+def infer_from_shapes(
+    weights: WeightShapes, overrides: Mapping[str, Any], location: str
+) -> PartialConfig:
+    """Infer a config from the shapes.
+
+    Fields that shapes do not determine must be in `overrides`; an error lists the missing fields.
+    """
+    required_fields: tuple[str, ...] = (
+        REQUIRED_FIELDS if weights.position_rows else (*REQUIRED_FIELDS, *ROTARY_FIELDS)
+    )
+    has_experts = any(weights.moe_layers)
+    required_fields += MOE_FIELDS if has_experts else ()
+    if overrides.get("position_embedding_type") == "none":
+        required_fields = tuple(name for name in required_fields if "rotary" not in name)
+    if missing := [name for name in required_fields if name not in overrides]:
         raise CheckpointError(
-            f"{where} keeps no Megatron args beside its weights and does not say "
-            f"{questions(missing)}; look them up in the config that it was trained with, and give "
-            f"them {AS_FIELDS}"
+            f"{location} has no Megatron args beside its weights and does not record "
+            f"{list_fields_with_hints(missing)}; look them up in the training config, and give "
+            f"them {FIELDS_HINT}"
         )
-    answer = infer(weights)
-    answer.unknown = []
-    answer.fields["untie_embeddings_and_output_weights"] = HEAD in weights.parts
+    partial_config = config_from_shapes(weights)
+    partial_config.undetermined_fields = []
+    partial_config.fields["untie_embeddings_and_output_weights"] = HEAD in weights.rank_shapes
     for note in ("activation", "layernorm_epsilon"):
-        answer.notes.pop(note, None)
-    if not {"window_size", "rope_scaling", "rotary_interleaved"} & set(changes):
-        answer.notes["unseen"] = (
-            "no args say whether attention has a window or positions are scaled or interleaved; "
-            "taken as not, give window_size, rope_scaling or rotary_interleaved if they were"
+        partial_config.notes.pop(note, None)
+    if not {"window_size", "rope_scaling", "rotary_interleaved"} & set(overrides):
+        partial_config.notes["unseen"] = (
+            "without args, the model is assumed to have no attention window and no scaled or "
+            "interleaved RoPE; if it has, give window_size, rope_scaling or rotary_interleaved"
         )
-    if sparse:
-        _experts(weights, answer.fields)
-    return answer
+    if has_experts:
+        _set_moe_fields(weights, partial_config.fields)
+    return partial_config
 
 
-def _experts(weights: Weights, fields: dict[str, Any]) -> None:
-    first = weights.moe_layers.index(True)
-    mlp = f"decoder.layers.{first}.mlp."
+def _set_moe_fields(weights: WeightShapes, fields: dict[str, Any]) -> None:
+    first_moe_layer = weights.moe_layers.index(True)
+    mlp = f"decoder.layers.{first_moe_layer}.mlp."
     expert = f"{mlp}experts.local_experts.0."
     fc1, fc2 = (
         weights.rows(f"{expert}linear_fc1.weight"),
@@ -151,9 +187,9 @@ def _experts(weights: Weights, fields: dict[str, Any]) -> None:
     fields["moe_layers"] = weights.moe_layers
     fields["moe_ffn_hidden_size"] = fc2
     fields["gated"] = fc1 == 2 * fc2
-    fields["mlp_bias"] = f"{expert}linear_fc2.bias" in weights.parts
-    fields["moe_router_expert_bias"] = weights.has("router.expert_bias")
+    fields["mlp_bias"] = f"{expert}linear_fc2.bias" in weights.rank_shapes
+    fields["moe_router_expert_bias"] = weights.has_tensor("router.expert_bias")
     shared = weights.columns(f"{mlp}shared_experts.linear_fc2.weight")
     fields["moe_shared_expert_intermediate_size"] = shared
-    fields["moe_shared_expert_gate"] = weights.has("shared_experts.gate_weight")
+    fields["moe_shared_expert_gate"] = weights.has_tensor("shared_experts.gate_weight")
     fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or fc2

@@ -1,8 +1,8 @@
-"""Lightning's files of a NeMo 1 training run: one `.ckpt` for each rank, with the config inside.
+"""Reader of PyTorch Lightning `.ckpt` files of a NeMo 1 training run: one file per rank.
 
-They hold far more than a model: optimizers, loops, callbacks. The whole pickle is read with
-stand-ins, and what is not data in it is refused; but of the tensors only the model's are looked at.
-It knows no names of tensors.
+The files contain the config, and optimizers, loops and callbacks besides the model. The whole
+pickle is read with inert stubs, and anything except data is refused. Tensors are memory-mapped, and
+only the model's tensors are read. The Megatron reader interprets the tensor names.
 """
 
 import re
@@ -11,83 +11,106 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.files.file_tree import Span, whole_file
+from gpt.checkpoint.files.file_tree import Span, file_span
 from gpt.checkpoint.files.torch_zip import read_archive
-from gpt.checkpoint.logical_tensor import Checkpoint, some
+from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.formats.mappings.nemo_yaml import Fields, unwrapped
-from gpt.formats.megatron.rank_files import Ranks, Saved
+from gpt.formats.mappings.nemo_yaml import NemoConfig, unwrap_omegaconf
+from gpt.formats.megatron.rank_files import RankFile, RankFiles
 from gpt.formats.megatron.reader import join_ranks
-from gpt.formats.nemo.reader import RANK, all_ranks, asks_of, refuse_lost_chunks
+from gpt.formats.nemo.reader import (
+    RANK_FOLDER,
+    assign_ranks,
+    nemo1_config_inferrer,
+    refuse_missing_chunks,
+)
 
 
 def find_lightning(path: Path) -> dict[str, list[Path]] | None:
-    """The `.ckpt` files by their rank's directory; None if there are none.
+    """Find the `.ckpt` files by rank directory; return None if there are none.
 
-    Of a file, those of the same name on all ranks.
+    If `path` is a file in a rank directory, only the files of the same name in all rank directories
+    are returned. A file in another directory is returned alone, as rank `mp_rank_00`.
     """
     if path.is_file() and path.suffix == ".ckpt":
-        if not RANK.fullmatch(path.parent.name):
+        if not RANK_FOLDER.fullmatch(path.parent.name):
             return {"mp_rank_00": [path]}
         root, pattern = path.parent.parent, path.name
     elif path.is_dir():
-        root, pattern = path.parent if RANK.fullmatch(path.name) else path, "*.ckpt"
+        root, pattern = path.parent if RANK_FOLDER.fullmatch(path.name) else path, "*.ckpt"
     else:
         return None
-    found = {}
+    files_by_rank = {}
     for folder in sorted(root.iterdir()):
-        if RANK.fullmatch(folder.name) and folder.is_dir():
+        if RANK_FOLDER.fullmatch(folder.name) and folder.is_dir():
             files = [file for file in sorted(folder.glob("*.ckpt")) if file.match(pattern)]
-            found[folder.name] = [file for file in files if file.is_file()]
-    return {folder: files for folder, files in found.items() if files} or None
+            files_by_rank[folder.name] = [file for file in files if file.is_file()]
+    return {folder: files for folder, files in files_by_rank.items() if files} or None
 
 
-def open_lightning(path: Path, changes: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
-    """The files of one step. `changes` are fields of GPTConfig that override their config."""
-    found = find_lightning(path) or {}
-    names = sorted({file.name for files in found.values() for file in files})
+def open_lightning(
+    path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Open the files of one training step. `overrides` replaces fields of GPTConfig."""
+    files_by_rank = find_lightning(path) or {}
+    names = sorted({file.name for rank_paths in files_by_rank.values() for file in rank_paths})
     if len(names) != 1:
         raise CheckpointError(
-            f"{path} holds {len(names)} checkpoints of a run ({some(names) or 'none'}); give the "
-            "file of one of them, in the directory of any rank"
+            f"{path} has {len(names)} checkpoints of a run ({summarize_names(names) or 'none'}); "
+            "give the file of one checkpoint, in the directory of any rank"
         )
-    files = {folder: whole_file(held[0]) for folder, held in found.items()}
-    first = files[min(files)]
-    records = {span.path: read_archive(span) for span in files.values()}
-    fields = Fields(_config(records[first.path], first), f"{first.path}: hyper_parameters")
-    split, places = all_ranks(path, files, fields)
+    span_by_folder = {folder: file_span(paths[0]) for folder, paths in files_by_rank.items()}
+    first_span = span_by_folder[min(span_by_folder)]
+    records = {span.path: read_archive(span) for span in span_by_folder.values()}
+    fields = NemoConfig(
+        _read_hyper_parameters(records[first_span.path], first_span),
+        f"{first_span.path}: hyper_parameters",
+    )
+    split, span_by_rank = assign_ranks(path, span_by_folder, fields)
     version = 0.0 if fields.get("megatron_legacy") is True else 3.0
-    saved = {place: _saved(records[s.path], s, version) for place, s in places.items()}
-    ranks = Ranks(split, saved)
-    refuse_lost_chunks(ranks, fields)
-    checkpoint = join_ranks(ranks, path, changes or {}, asks_of(fields))
-    note = "a training run's own files have no tokenizer: give one as a file or a directory"
+    rank_files = {
+        rank: _to_rank_file(records[span.path], span, version)
+        for rank, span in span_by_rank.items()
+    }
+    ranks = RankFiles(split, rank_files)
+    refuse_missing_chunks(ranks, fields)
+    checkpoint = join_ranks(ranks, path, overrides or {}, nemo1_config_inferrer(fields))
+    note = "the files of a training run have no tokenizer: give a tokenizer file or directory"
     return replace(checkpoint, format="nemo", notes=(*checkpoint.notes, note))
 
 
-def _config(record: object, span: Span) -> dict[str, Any]:
-    hyper = unwrapped(record.get("hyper_parameters")) if isinstance(record, dict) else None
-    config = hyper.get("cfg", hyper) if isinstance(hyper, dict) else None
+def _read_hyper_parameters(record: object, span: Span) -> dict[str, Any]:
+    hyper_parameters = (
+        unwrap_omegaconf(record.get("hyper_parameters")) if isinstance(record, dict) else None
+    )
+    config = (
+        hyper_parameters.get("cfg", hyper_parameters)
+        if isinstance(hyper_parameters, dict)
+        else None
+    )
     if not isinstance(config, dict) or "num_layers" not in config:
         raise CheckpointError(
-            f"{span.path} has no hyper_parameters that describe a GPT; it is another kind of "
-            "model's, or a file that only its own version opens: save it as .nemo"
+            f"{span.path} has no hyper_parameters that describe a GPT; it has another kind of "
+            "model or is of an unsupported version: save it as .nemo"
         )
     return config
 
 
-def _saved(record: object, span: Span, version: float) -> Saved:
-    """A rank's state; the chunks of a virtual pipeline have keys of their own."""
-    values = record if isinstance(record, dict) else {}
+def _to_rank_file(record: object, span: Span, version: float) -> RankFile:
+    """Convert the content of a rank's file; with virtual pipelines, each model chunk has a key."""
+    state = record if isinstance(record, dict) else {}
     chunks: dict[int, Mapping[str, Any]] = {}
-    for key, value in values.items():
+    for key, value in state.items():
         match = re.fullmatch(r"model(\d{1,4})", str(key))
         if match and isinstance(value, dict):
             chunks[int(match[1])] = value
-    if not chunks and isinstance(values.get("state_dict"), dict):
-        chunks[0] = values["state_dict"]
+    if not chunks and isinstance(state.get("state_dict"), dict):
+        chunks[0] = state["state_dict"]
     if not chunks:
-        keys = some([str(key) for key in values]) or "nothing"
-        raise CheckpointError(f"{span.path} has no state_dict, but {keys}; it holds no model")
-    return Saved(span.path, None, version, None, chunks)
+        keys = summarize_names([str(key) for key in state]) or "nothing"
+        raise CheckpointError(
+            f"{span.path} has no state_dict; it contains {keys}: give a file with the model's "
+            "weights"
+        )
+    return RankFile(span.path, None, version, None, chunks)

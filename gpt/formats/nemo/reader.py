@@ -1,9 +1,9 @@
-"""NeMo 1 checkpoints: `.nemo` archives, and the directories that they unpack to.
+"""NeMo 1 reader: opens `.nemo` archives and unpacked directories as logical checkpoints.
 
-A `.nemo` holds one config, the weights of every rank or one distributed checkpoint, and the
-tokenizer's files under names of their own. Ranks' tensors have Megatron's names and split, so
-joining them is Megatron's business; here it is settled which files there are, that none is missing,
-and which of the tokenizer's belong together.
+A `.nemo` contains one config, the weights of each rank or one distributed checkpoint, and the
+tokenizer's files under hashed names. The tensors have Megatron's names and sharding, so the
+Megatron reader joins them. This module finds the files of all ranks and of the tokenizer, and
+refuses missing or surplus ranks.
 """
 
 import re
@@ -12,231 +12,264 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.files.file_tree import FileTree, Span, files_below
+from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
 from gpt.checkpoint.files.torch_zip import read_archive
-from gpt.checkpoint.logical_tensor import Checkpoint, some
+from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.formats.mappings.megatron_args import Answer, Weights
+from gpt.formats.mappings.megatron_args import PartialConfig, WeightShapes
 from gpt.formats.mappings.megatron_names import EMBEDDING
-from gpt.formats.mappings.nemo_args import describe_nemo_1, tokens_of
-from gpt.formats.mappings.nemo_yaml import Fields, read_config
-from gpt.formats.megatron.rank_files import Place, Ranks, Saved, Split
+from gpt.formats.mappings.nemo_args import config_from_nemo1, matching_vocab_size
+from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config
+from gpt.formats.megatron.rank_files import ParallelSizes, RankCoordinates, RankFile, RankFiles
 from gpt.formats.megatron.reader import join_ranks
 from gpt.formats.megatron.torch_dist import join_chunks
-from gpt.formats.nemo.archive import CONFIG, kept, open_archive
-from gpt.settings import shown
+from gpt.formats.nemo.archive import CONFIG_FILE, cached_folder, open_nemo_archive
+from gpt.settings import short_repr
 from gpt.tokenizers.tokenizer import open_tokenizer
 
-WEIGHTS, DISTRIBUTED = "model_weights.ckpt", "model_weights"
-RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
+WEIGHTS_FILE, DISTRIBUTED_FOLDER = "model_weights.ckpt", "model_weights"
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 RANKS_MAX = 1 << 16
 TOKENIZER_BYTES_MAX = 256 << 20
-# What a tokenizer's fields refer to, and what its file is called where it is kept.
-SENTENCEPIECE = {"model": "tokenizer.model"}
-BPE = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+# Tokenizer fields of the config that refer to a file, and the name of that file in the cache.
+SENTENCEPIECE_FILES = {"model": "tokenizer.model"}
+BPE_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 
 
 @dataclass(frozen=True)
-class Words:
-    """The tokenizer that came with a model: how many tokens it has, 0 if that is not known."""
+class BundledTokenizer:
+    """The tokenizer in a model's archive; `vocab_size` is 0 if unknown."""
 
-    place: Path | None = None
-    tokens: int = 0
+    path: Path | None = None
+    vocab_size: int = 0
     note: str = ""
 
 
 def find_nemo(path: Path) -> Path | None:
-    """The archive, or the directory that one was unpacked to; None if it is neither."""
-    if path.name in (CONFIG, DISTRIBUTED) and (path.parent / CONFIG).is_file():
+    """Find the archive, or the directory of an unpacked archive, else return None."""
+    if path.name in (CONFIG_FILE, DISTRIBUTED_FOLDER) and (path.parent / CONFIG_FILE).is_file():
         path = path.parent
     if path.is_file() and path.suffix == ".nemo":
         return path
-    return path if path.is_dir() and (path / CONFIG).is_file() else None
+    return path if path.is_dir() and (path / CONFIG_FILE).is_file() else None
 
 
-def open_nemo(path: Path, changes: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
-    """An archive or an unpacked one. `changes` are fields of GPTConfig that override its config."""
-    found = find_nemo(path)
-    if found is None:
+def open_nemo(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open an archive or its unpacked directory. `overrides` replaces fields of GPTConfig."""
+    root = find_nemo(path)
+    if root is None:
         raise CheckpointError(
-            f"{path} is no .nemo archive, nor a directory with {CONFIG}; give the one or the other"
+            f"{path} is neither a .nemo archive nor a directory with {CONFIG_FILE}; give an "
+            "archive or such a directory"
         )
-    tree, note = open_archive(found) if found.is_file() else (files_below(found), "")
-    if CONFIG not in tree.spans:
-        held = some(sorted(tree.spans)) or "nothing"
+    tree, note = open_nemo_archive(root) if root.is_file() else (scan_folder_recursive(root), "")
+    if CONFIG_FILE not in tree.spans:
+        file_names = summarize_names(sorted(tree.spans)) or "nothing"
         raise CheckpointError(
-            f"{found} has no {CONFIG}, but {held}; it is not a NeMo model's archive"
+            f"{root} has no {CONFIG_FILE}; it contains {file_names}, so it is not the archive of a "
+            "NeMo model: give another file"
         )
-    fields = Fields(read_config(tree.spans[CONFIG]), str(found / CONFIG))
-    words = _words(found, tree, fields.under("tokenizer"))
-    checkpoint = _open_weights(found, tree, fields, changes or {}, words.tokens)
+    fields = NemoConfig(read_config(tree.spans[CONFIG_FILE]), str(root / CONFIG_FILE))
+    tokenizer = _extract_tokenizer(root, tree, fields.section("tokenizer"))
+    checkpoint = _open_weights(root, tree, fields, overrides or {}, tokenizer.vocab_size)
     return replace(
         checkpoint,
-        path=found,
+        path=root,
         format="nemo",
-        tokenizer=words.place,
-        notes=tuple(filter(None, (*checkpoint.notes, words.note, note))),
+        tokenizer=tokenizer.path,
+        notes=tuple(filter(None, (*checkpoint.notes, tokenizer.note, note))),
     )
 
 
 def _open_weights(
     path: Path,
     tree: FileTree,
-    fields: Fields,
-    changes: GPTConfig | Mapping[str, Any],
-    tokens: int,
+    fields: NemoConfig,
+    overrides: GPTConfig | Mapping[str, Any],
+    tokenizer_vocab_size: int,
 ) -> Checkpoint:
-    asks = asks_of(fields, tokens)
-    distributed = tree.under(DISTRIBUTED)
+    infer_config = nemo1_config_inferrer(fields, tokenizer_vocab_size)
+    distributed = tree.subtree(DISTRIBUTED_FOLDER)
     if any(name.endswith((".zarray", ".zmetadata")) for name in distributed.spans):
         raise CheckpointError(
-            f"{path} keeps its weights in zarr, a format that NeMo itself gave up; load it with a "
-            "version of its time and save it as torch_dist"
+            f"{path} has its weights in zarr, a format that NeMo has removed; load it with a "
+            "version that supports zarr and save it as torch_dist"
         )
     if any("fsdp_shard" in name for name in tree.spans):
         raise CheckpointError(
-            f"{path} keeps its weights in shards of FSDP (fsdp_shard...), which are not read; save "
+            f"{path} has its weights in FSDP shards (fsdp_shard...), which are not supported; save "
             "it again with tensor parallelism, or as a distributed checkpoint"
         )
     if distributed.spans:
-        return join_chunks(distributed, changes, lambda _, weights: asks(weights))
-    files = {name: span for name, span in tree.spans.items() if name.endswith(f"/{WEIGHTS}")}
-    if WEIGHTS in tree.spans:
-        files = {f"mp_rank_00/{WEIGHTS}": tree.spans[WEIGHTS]} | files
+        return join_chunks(distributed, overrides, lambda _, weights: infer_config(weights))
+    files = {name: span for name, span in tree.spans.items() if name.endswith(f"/{WEIGHTS_FILE}")}
+    if WEIGHTS_FILE in tree.spans:
+        files = {f"mp_rank_00/{WEIGHTS_FILE}": tree.spans[WEIGHTS_FILE]} | files
     if not files:
         raise CheckpointError(
-            f"{path} has a {CONFIG} but no weights: looked for {WEIGHTS}, mp_rank_00/{WEIGHTS}, "
-            f"tp_rank_00_pp_rank_000/{WEIGHTS} or {DISTRIBUTED}/, found "
-            f"{some(sorted(tree.spans))}; copy the missing ones"
+            f"{path} has a {CONFIG_FILE} but no weights: looked for {WEIGHTS_FILE}, "
+            f"mp_rank_00/{WEIGHTS_FILE}, tp_rank_00_pp_rank_000/{WEIGHTS_FILE} or "
+            f"{DISTRIBUTED_FOLDER}/, found "
+            f"{summarize_names(sorted(tree.spans))}; copy the missing files"
         )
     version = 0.0 if fields.get("megatron_legacy") is True else 3.0
     by_folder = {name.split("/")[-2]: span for name, span in files.items()}
-    split, places = all_ranks(path, by_folder, fields)
-    ranks = Ranks(split, {place: _saved(span, version) for place, span in places.items()})
-    refuse_lost_chunks(ranks, fields)
-    checkpoint = join_ranks(ranks, path, changes, asks)
+    split, span_by_rank = assign_ranks(path, by_folder, fields)
+    ranks = RankFiles(
+        split, {rank: _read_rank_file(span, version) for rank, span in span_by_rank.items()}
+    )
+    refuse_missing_chunks(ranks, fields)
+    checkpoint = join_ranks(ranks, path, overrides, infer_config)
     return replace(checkpoint, files=tuple(sorted({s.file.path for s in files.values()})))
 
 
-def asks_of(fields: Fields, tokens: int = 0) -> Callable[[Weights], Answer]:
-    """Describes the weights by a config; of the tokenizer's `tokens`, only if they fit."""
+def nemo1_config_inferrer(
+    fields: NemoConfig, tokenizer_vocab_size: int = 0
+) -> Callable[[WeightShapes], PartialConfig]:
+    """Return a function that infers the config from a NeMo 1 config and the tensor shapes.
 
-    def ask(weights: Weights) -> Answer:
-        # NeMo may know tokens that the files do not have. Rows that fit the padding say no.
-        own = tokens_of(fields, tokens, weights.rows(EMBEDDING))
-        return describe_nemo_1(fields, weights, own)
+    `tokenizer_vocab_size` is used only if, after padding, it equals the number of embedding rows.
+    """
 
-    return ask
+    def infer_config(weights: WeightShapes) -> PartialConfig:
+        # NeMo may add tokens to the tokenizer; then the padded vocabulary size is not the number of
+        # embedding rows.
+        vocab_size = matching_vocab_size(fields, tokenizer_vocab_size, weights.rows(EMBEDDING))
+        return config_from_nemo1(fields, weights, vocab_size)
+
+    return infer_config
 
 
-def refuse_lost_chunks(ranks: Ranks, fields: Fields) -> None:
-    """A virtual pipeline's layers are in another order than the stages'; they must say so."""
-    virtual = fields.get("virtual_pipeline_model_parallel_size")
-    if ranks.split.pp > 1 and virtual not in (None, 1, ranks.chunks):
+def refuse_missing_chunks(ranks: RankFiles, fields: NemoConfig) -> None:
+    """Refuse a virtual pipeline whose files lack chunks, because the layer order is unknown."""
+    vpp = fields.get("virtual_pipeline_model_parallel_size")
+    if ranks.parallel_sizes.pp > 1 and vpp not in (None, 1, ranks.chunks):
         raise CheckpointError(
-            f"{fields.where}: virtual_pipeline_model_parallel_size is {shown(virtual)}, but "
-            f"the ranks' files hold {ranks.chunks} chunk each, so the order of the layers is not "
-            "known; save it without a virtual pipeline"
+            f"{fields.location}: virtual_pipeline_model_parallel_size is {short_repr(vpp)}, but "
+            f"the largest number of chunks in a rank's file is {ranks.chunks}, so the order of the "
+            "layers is unknown; save it without a virtual pipeline"
         )
 
 
-def _saved(span: Span, version: float) -> Saved:
-    record = read_archive(span)
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{span.path} is a {type(record).__name__}, not a NeMo model's state")
-    if "state_dict" in record and isinstance(record["state_dict"], dict):
-        record = record["state_dict"]
-    return Saved(span.path, None, version, None, {0: record})
+def _read_rank_file(span: Span, version: float) -> RankFile:
+    state_dict = read_archive(span)
+    if not isinstance(state_dict, dict):
+        raise CheckpointError(
+            f"{span.path} is a {type(state_dict).__name__}, not the state dict of a NeMo model"
+        )
+    if "state_dict" in state_dict and isinstance(state_dict["state_dict"], dict):
+        state_dict = state_dict["state_dict"]
+    return RankFile(span.path, None, version, None, {0: state_dict})
 
 
-def all_ranks(
-    path: Path, files: Mapping[str, Span], fields: Fields
-) -> tuple[Split, dict[Place, Span]]:
-    """All ranks' files; those that the config's split promises must be there, and no others."""
-    found: dict[Place, Span] = {}
+def assign_ranks(
+    path: Path, files: Mapping[str, Span], fields: NemoConfig
+) -> tuple[ParallelSizes, dict[RankCoordinates, Span]]:
+    """Assign files to ranks; refuse missing ranks, and ranks beyond the parallel sizes.
+
+    A parallel size that the config lacks is inferred from the directory names.
+    """
+    span_by_rank: dict[RankCoordinates, Span] = {}
     for folder, span in files.items():
-        match = RANK.fullmatch(folder)
+        match = RANK_FOLDER.fullmatch(folder)
         if not match:
             raise CheckpointError(
-                f"{span.path} is in no directory of a rank, such as mp_rank_00; remove it if it is "
-                "not of this model"
+                f"{span.path} is not in a rank directory such as mp_rank_00; remove it if it does "
+                "not belong to this model"
             )
-        place = Place(int(match[1] or match[2]), int(match[3] or 0), 0)
-        if place in found:
+        rank = RankCoordinates(int(match[1] or match[2]), int(match[3] or 0), 0)
+        if rank in span_by_rank:
             raise CheckpointError(
-                f"{span.path} and {found[place].path} are both of tensor rank {place.tensor}, stage"
-                f" {place.stage}; two checkpoints are mixed: remove what is not of this one"
+                f"{span.path} and {span_by_rank[rank].path} are both of tensor rank {rank.tensor}, "
+                f"stage {rank.stage}; two checkpoints are mixed: remove the files of one of them"
             )
-        found[place] = span
+        span_by_rank[rank] = span
     sizes = []
-    for name, held in (
-        ("tensor_model_parallel_size", {place.tensor for place in found}),
-        ("pipeline_model_parallel_size", {place.stage for place in found}),
+    for name, indices in (
+        ("tensor_model_parallel_size", {rank.tensor for rank in span_by_rank}),
+        ("pipeline_model_parallel_size", {rank.stage for rank in span_by_rank}),
     ):
-        size = fields.get(name, 1 + max(held))
+        size = fields.get(name, 1 + max(indices))
         if type(size) is not int or not 1 <= size <= RANKS_MAX:
             raise CheckpointError(
-                f"{fields.where}: {name} is {shown(size)}, which no cluster has; take the "
-                "file from the training run again"
+                f"{fields.location}: {name} is {short_repr(size)}; it must be a whole number from "
+                f"1 to {RANKS_MAX}: copy the file from the training run again"
             )
         sizes.append(size)
-    split = Split(sizes[0], sizes[1], 1)
-    places = set(split.places())
-    for odd, verb, remedy in (
-        (places - set(found), "lacks", "copy the missing ones"),
-        (set(found) - places, "has", "two checkpoints are mixed: remove what is not of this one"),
+    split = ParallelSizes(sizes[0], sizes[1], 1)
+    expected_ranks = set(split.ranks())
+    for mismatched_ranks, verb, remedy in (
+        (expected_ranks - set(span_by_rank), "lacks", "copy the missing files"),
+        (
+            set(span_by_rank) - expected_ranks,
+            "has",
+            "two checkpoints are mixed: remove the files of the checkpoint that you do not need",
+        ),
     ):
-        if odd:
-            names = [f"tensor rank {p.tensor} of stage {p.stage}" for p in _in_order(odd)]
+        if mismatched_ranks:
+            names = [
+                f"tensor rank {rank.tensor} of stage {rank.stage}"
+                for rank in _sorted_ranks(mismatched_ranks)
+            ]
             beyond = "beyond" if verb == "has" else "of"
             raise CheckpointError(
-                f"{path} {verb} {some(names)} {beyond} the {len(places)} ranks (TP {split.tp} x PP "
-                f"{split.pp} by its config); {remedy}"
+                f"{path} {verb} {summarize_names(names)} {beyond} the {len(expected_ranks)} ranks "
+                f"(TP {split.tp} x PP {split.pp} according to the config or, without these sizes "
+                f"in the config, to the directory names); {remedy}"
             )
-    return split, {place: found[place] for place in split.places()}
+    return split, {rank: span_by_rank[rank] for rank in split.ranks()}
 
 
-def _in_order(places: set[Place]) -> list[Place]:
-    return sorted(places, key=lambda place: (place.stage, place.tensor))
+def _sorted_ranks(ranks: set[RankCoordinates]) -> list[RankCoordinates]:
+    return sorted(ranks, key=lambda rank: (rank.stage, rank.tensor))
 
 
-def _words(path: Path, tree: FileTree, fields: Fields) -> Words:
-    """The tokenizer's files, copied to where the tokenizer's own reader finds them by name."""
-    wanted: dict[str, Span | None] = {}
-    for kinds in (SENTENCEPIECE, BPE):
-        named = {field: fields.text(field) for field in kinds}
-        if all(named.values()) and not wanted:
-            wanted = {kinds[field]: _artifact(tree, value) for field, value in named.items()}
-    spans = {name: span for name, span in wanted.items() if span is not None}
-    if not spans or len(spans) < len(wanted):
-        library, kind = fields.text("library", "of no library"), fields.text("type", "of no type")
-        return Words(
-            note=f"its tokenizer ({library}, {kind}) is not inside; give one as a file or a "
-            "directory"
+def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> BundledTokenizer:
+    """Copy the tokenizer's files to the cache, under the names that tokenizer readers expect."""
+    artifacts: dict[str, Span | None] = {}
+    for file_names in (SENTENCEPIECE_FILES, BPE_FILES):
+        references = {field: fields.text(field) for field in file_names}
+        if all(references.values()) and not artifacts:
+            artifacts = {
+                file_names[field]: _artifact_span(tree, value)
+                for field, value in references.items()
+            }
+    spans = {name: span for name, span in artifacts.items() if span is not None}
+    if not spans or len(spans) < len(artifacts):
+        library, kind = fields.text("library", "no library"), fields.text("type", "no type")
+        return BundledTokenizer(
+            note=f"the tokenizer ({library}, {kind}) is not in the archive; give a tokenizer file "
+            "or directory"
         )
     try:
-        status = [(s.file.path.stat().st_mtime_ns, s.offset, s.length) for s in spans.values()]
-        place = kept(
-            *("tokenizers", (str(path.resolve()), *status)),
-            lambda folder: _copy(spans, folder),
+        file_stats = [(s.file.path.stat().st_mtime_ns, s.offset, s.length) for s in spans.values()]
+        tokenizer_folder = cached_folder(
+            "tokenizers",
+            (str(path.resolve()), *file_stats),
+            lambda folder: _copy_files(spans, folder),
         )
     except (OSError, CheckpointError) as error:
-        return Words(note=f"its tokenizer cannot be copied to the user's cache ({error})")
+        return BundledTokenizer(
+            note=f"the tokenizer cannot be copied to the user's cache ({error})"
+        )
     if fields.get("sentencepiece_legacy") is True:
-        return Words(place)  # It adds tokens that the file does not have.
+        return BundledTokenizer(tokenizer_folder)  # NeMo adds tokens, so the size is unknown.
     try:
-        return Words(place, open_tokenizer(place).vocab_size)
+        return BundledTokenizer(tokenizer_folder, open_tokenizer(tokenizer_folder).vocab_size)
     except CheckpointError as error:
-        return Words(note=f"its tokenizer cannot be read: {error}")
+        return BundledTokenizer(note=f"the tokenizer cannot be read: {error}")
 
 
-def _artifact(tree: FileTree, reference: str) -> Span | None:
-    """A file that the config calls `nemo:<name>`; elsewhere it lies on another machine."""
+def _artifact_span(tree: FileTree, reference: str) -> Span | None:
+    """Return the archive member of a reference `nemo:<name>`.
+
+    Returns None for a reference to a path on another machine.
+    """
     name = reference.removeprefix("nemo:")
     return tree.spans.get(name) if "/" not in name else None
 
 
-def _copy(spans: Mapping[str, Span], folder: Path) -> None:
+def _copy_files(spans: Mapping[str, Span], folder: Path) -> None:
     for name, span in spans.items():
         (folder / name).write_bytes(span.read(TOKENIZER_BYTES_MAX))

@@ -1,8 +1,9 @@
-"""What a KServe v2 request asks: the text inputs of Triton's vLLM and TensorRT-LLM backends.
+"""KServe v2 inputs: validates Triton's tensors, parameters and JSON and builds an `Ask`.
 
-Both spell the same wishes in their own ways: as tensors, as JSON in one tensor, as parameters of
-the request. Here each name has one meaning and one kind, wherever it stands, and may be said once.
-A name that is not known is refused, as it would have changed what is asked.
+Triton's vLLM and TensorRT-LLM backends take the same settings in different places: as tensors, as
+JSON in one tensor, or as request parameters. Here a name has the same meaning and kind in each of
+these places, and may occur once per request. An unknown name is an error, because ignoring it would
+change the result of the request.
 """
 
 import json
@@ -12,172 +13,195 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt.errors import RequestError
-from gpt.settings import nearest, shown
+from gpt.settings import short_repr, suggest_nearest
 from serving.messages import Guide
 from serving.protocols.kserve.metadata import (
-    FIXED,
-    KINDS,
-    NAME_SHOWN,
-    NAMES,
+    FIELD_NAMES,
+    FIXED_FLAGS,
+    INPUT_KINDS,
+    LOGPROB_OUTPUTS,
+    NAME_CHARACTERS_MAX,
     OUTPUTS,
-    RESERVED,
-    SAMPLING,
-    SCORED,
-    Kind,
-    known,
+    RESERVED_PARAMETERS,
+    SAMPLING_INPUTS,
+    InputKind,
+    canonical_name,
 )
-from serving.protocols.kserve.tensors import BYTES, Tensor, read_tensors
+from serving.protocols.kserve.tensors import BYTES, InputTensor, read_tensors
 from serving.request import Ask, RefusedError
 
-# What a request without a level has; 1 is the most urgent, as in Triton, and this is in the middle.
+# As in Triton, level 1 is the most urgent. A request without a level gets the middle level.
 PRIORITY_LEVEL_DEFAULT, PRIORITY_LEVEL_MAX = 100, 200
 TIMEOUT_US_MAX = 10**15
 
 
 @dataclass(frozen=True)
-class Wanted:
+class InferRequest:
+    """A validated inference request: the `Ask`, and how to build the response."""
+
     ask: Ask
     outputs: frozenset[str]
-    stream: bool  # Whether each piece is a response, or the whole one.
-    prepend: str  # Before each answer's text.
+    stream: bool  # True: one response per piece; False: one response.
+    prompt_prefix: str  # Text that precedes each completion in the response: the prompt, or empty.
     timeout_s: float | None
-    names: Mapping[str, str]  # What the caller calls the fields of the ask.
+    field_names: Mapping[str, str]  # The caller's name for each field of the `Ask`.
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Parameter:
     name: str  # As the caller spelled it.
     value: Any
 
 
-def read_request(message: Any, adapter: str, text_bytes_max: int) -> Wanted:
-    """What a message asks of the model, or of the adapter that it is for."""
-    given = _given(message, text_bytes_max)
-    settings = {name: one.value for name, one in given.items()}
-    stream = settings.get("stream", False)
-    listed = frozenset(_listed(one) for one in message.outputs)
-    flagged = {name for name, (_, flag) in OUTPUTS.items() if flag and settings.get(flag)}
-    outputs = listed or frozenset({"text_output", *flagged})
-    asked = {field: settings[name] for name, (_, field) in SAMPLING.items() if name in settings}
-    if outputs & SCORED:
-        asked.setdefault("logprobs", 0)
-    _check_sequence(message)
-    prompt = _prompt(settings)
+def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferRequest:
+    """Validate a ModelInferRequest for `adapter`; an empty `adapter` means the base model."""
+    parameters = _collect_parameters(message, text_bytes_max)
+    values = {name: parameter.value for name, parameter in parameters.items()}
+    stream = values.get("stream", False)
+    listed_outputs = frozenset(_check_output(parameter) for parameter in message.outputs)
+    flagged_outputs = {name for name, (_, flag) in OUTPUTS.items() if flag and values.get(flag)}
+    outputs = listed_outputs or frozenset({"text_output", *flagged_outputs})
+    sampling = {
+        field: values[name] for name, (_, field) in SAMPLING_INPUTS.items() if name in values
+    }
+    if outputs & LOGPROB_OUTPUTS:
+        sampling.setdefault("logprobs", 0)
+    _check_sequence_id(message)
+    prompt = _read_prompt(values)
     ask = Ask(
         prompt,
-        adapters=_adapters(settings, adapter),
-        guide=_guide(settings),
-        logit_bias=_bias(settings.get("logit_bias", {})),
-        priority=_priority(message),
-        **_mended(asked, settings),
+        adapters=_read_adapters(values, adapter),
+        guide=_read_guide(values),
+        logit_bias=_read_logit_bias(values.get("logit_bias", {})),
+        priority=_read_priority(message),
+        **_normalize_sampling(sampling, values),
     )
-    prepend = _prepended(settings, prompt, stream)
-    return Wanted(ask, outputs, stream, prepend, _timeout_s(message), _names(given))
+    prompt_prefix = _prompt_prefix(values, prompt, stream)
+    return InferRequest(
+        ask, outputs, stream, prompt_prefix, _read_timeout_s(message), _field_names(parameters)
+    )
 
 
-def _names(given: Mapping[str, _Given]) -> Mapping[str, str]:
-    spelled = {name: one.name for name, one in given.items()}
-    names = {field: spelled.get(name, name) for field, name in NAMES.items()}
-    if "input_ids" in given:
+def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
+    spelled = {name: parameter.name for name, parameter in parameters.items()}
+    names = {field: spelled.get(name, name) for field, name in FIELD_NAMES.items()}
+    if "input_ids" in parameters:
         names["prompt"] = spelled["input_ids"]
     return names
 
 
-# ---------------------------------------------------------------------------------- what was given
+# ----------------------------------------------------------------------- collecting the parameters
 
 
-def _given(message: Any, text_bytes_max: int) -> dict[str, _Given]:
-    """Everything that the request says, wherever it does, each in its kind."""
-    given: dict[str, _Given] = {}
+def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Parameter]:
+    """Return the parsed settings of a request: from its tensors, parameters and nested JSON."""
+    parameters: dict[str, _Parameter] = {}
 
-    def add(spelled: str, value: Any) -> None:
-        name = known(spelled)
-        if value is None:  # JSON's way to say nothing.
+    def add_parameter(spelling: str, value: Any) -> None:
+        name = canonical_name(spelling)
+        if value is None:  # A JSON null means unset.
             return
-        if name in given:
-            also = given[name].name
-            ways = "twice" if also == spelled else f"and {also} too, which means the same"
-            raise RequestError(f"{spelled} is given {ways}; give it once", spelled)
-        if KINDS[name] == "object" and isinstance(value, str) and len(value) > text_bytes_max:
-            raise RequestError(  # Reading JSON holds everyone else up.
-                f"{spelled} is {len(value)} characters; this server takes at most "
-                f"{text_bytes_max} (text_bytes_max)",
-                spelled,
+        if name in parameters:
+            other_spelling = parameters[name].name
+            conflict = (
+                "twice"
+                if other_spelling == spelling
+                else f"and so is {other_spelling}, which means the same"
             )
-        given[name] = _Given(spelled, _value(KINDS[name], value, spelled))
+            raise RequestError(f"{spelling} is set {conflict}; set it once", spelling)
+        if INPUT_KINDS[name] == "object" and isinstance(value, str) and len(value) > text_bytes_max:
+            raise RequestError(  # Parsing a long JSON text would delay all calls.
+                f"{spelling} is {len(value)} characters; this server takes at most "
+                f"{text_bytes_max} (text_bytes_max)",
+                spelling,
+            )
+        parameters[name] = _Parameter(
+            spelling, _parse_parameter(INPUT_KINDS[name], value, spelling)
+        )
 
-    for one in message.inputs:
-        known(one.name)  # Before anything is made of what it holds.
+    for input_tensor in message.inputs:
+        canonical_name(input_tensor.name)  # Refuse unknown names before any tensor is decoded.
     for tensor in read_tensors(message).values():
         if tensor.values:
-            add(tensor.name, _plain(KINDS[known(tensor.name)], tensor))
+            add_parameter(
+                tensor.name, _unwrap_tensor(INPUT_KINDS[canonical_name(tensor.name)], tensor)
+            )
     for name, parameter in message.parameters.items():
-        if name not in RESERVED and not name.startswith("triton_"):
-            add(name, getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None))
-    nested = given.pop("sampling_parameters", None)
+        if name not in RESERVED_PARAMETERS and not name.startswith("triton_"):
+            add_parameter(
+                name, getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
+            )
+    nested = parameters.pop("sampling_parameters", None)
     if nested is not None:
         for name, value in nested.value.items():
             if name == "sampling_parameters":
-                raise RequestError(f"{name} has {name} in it; take it out", name)
-            add(name, value)
-    for name, only in FIXED.items():
-        if name in given and given[name].value != only:
+                raise RequestError(f"{name} contains {name}; remove the inner one", name)
+            add_parameter(name, value)
+    for name, required_flag in FIXED_FLAGS.items():
+        if name in parameters and parameters[name].value != required_flag:
             raise RefusedError(
-                "UNSUPPORTED", f"{name} can only be {str(only).lower()} here; leave it out", name
+                "UNSUPPORTED",
+                f"{name} can only be {str(required_flag).lower()} here; remove it",
+                name,
             )
-    return given
+    return parameters
 
 
-def _plain(kind: Kind, tensor: Tensor) -> Any:
-    """A tensor's one value, or its list where its kind is one. Strings may be of numbers."""
+def _unwrap_tensor(kind: InputKind, tensor: InputTensor) -> Any:
+    """Return the value of a tensor: a list for list kinds, else its only element.
+
+    BYTES elements become text; if the kind is a number, the text is parsed later.
+    """
     values = tensor.values
     if tensor.datatype == BYTES:
-        values = tuple(_decoded(value, tensor.name) for value in values)
+        values = tuple(_decode_text(value, tensor.name) for value in values)
     if kind in ("texts", "integers"):
         return list(values)
     if len(values) != 1:
         raise RequestError(
-            f"{tensor.name} has {len(values)} elements; it takes 1, and each text a request of "
-            "its own",
+            f"{tensor.name} has {len(values)} elements; it must have 1: send one request for each "
+            "element",
             tensor.name,
         )
     return values[0]
 
 
-def _decoded(value: bytes, name: str) -> str:
+def _decode_text(value: bytes, name: str) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"{name} is not UTF-8 from byte {error.start} on; send text", name
+            f"{name} is not UTF-8 at byte {error.start}; send UTF-8 text", name
         ) from None
 
 
-def _value(kind: Kind, value: Any, name: str) -> Any:
+def _parse_parameter(kind: InputKind, value: Any, name: str) -> Any:
     try:
-        return _READ[kind](value)
+        return _PARSERS[kind](value)
     except (ValueError, OverflowError, TypeError, RecursionError):
-        raise RequestError(f"{name} is {shown(value)}; it must be {_SAID[kind]}", name) from None
+        raise RequestError(
+            f"{name} is {short_repr(value)}; it must be {_EXPECTED_TYPES[kind]}", name
+        ) from None
 
 
-def _text(value: Any) -> str:
+def _parse_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if isinstance(value, dict):
         raise TypeError
     return value if isinstance(value, list) else [value]
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    # Clients that stop at nothing send one empty text.
-    return tuple(_text(one) for one in _list(value) if one != "")
+def _parse_texts(value: Any) -> tuple[str, ...]:
+    # Clients that want no stop strings send one empty string.
+    return tuple(_parse_text(text) for text in _as_list(value) if text != "")
 
 
-def _integer(value: Any) -> int:
+def _parse_integer(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
     number = int(value)
@@ -186,11 +210,11 @@ def _integer(value: Any) -> int:
     return number
 
 
-def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(map(_integer, _list(value)))
+def _parse_integers(value: Any) -> tuple[int, ...]:
+    return tuple(map(_parse_integer, _as_list(value)))
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
     number = float(value)
@@ -199,115 +223,122 @@ def _number(value: Any) -> float:
     return number
 
 
-def _flag(value: Any) -> bool:
-    word = str(value).lower()
-    if word not in ("true", "false", "1", "0"):
+def _parse_flag(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "false", "1", "0"):
         raise ValueError
-    return word in ("true", "1")
+    return text in ("true", "1")
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _parse_object(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         text, value = value, json.loads(value)
-        if "\\u" in text:  # JSON can escape half a character, which nothing here can be.
+        if "\\u" in text:  # An escaped lone surrogate cannot be encoded as UTF-8; raise here.
             json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, dict):
         raise TypeError
     return value
 
 
-def _early(value: Any) -> bool | str:
-    return "never" if value == "never" else _flag(value)
+def _parse_early_stopping(value: Any) -> bool | str:
+    return "never" if value == "never" else _parse_flag(value)
 
 
-_READ: Mapping[Kind, Callable[[Any], Any]] = {
-    "text": _text,
-    "texts": _texts,
-    "integer": _integer,
-    "integers": _integers,
-    "number": _number,
-    "flag": _flag,
-    "object": _object,
-    "early": _early,
+_PARSERS: Mapping[InputKind, Callable[[Any], Any]] = {
+    "text": _parse_text,
+    "texts": _parse_texts,
+    "integer": _parse_integer,
+    "integers": _parse_integers,
+    "number": _parse_number,
+    "flag": _parse_flag,
+    "object": _parse_object,
+    "early": _parse_early_stopping,
 }
-_SAID: Mapping[Kind, str] = {
-    "text": "a text (BYTES)",
-    "texts": "texts (BYTES)",
+_EXPECTED_TYPES: Mapping[InputKind, str] = {
+    "text": "a string (BYTES)",
+    "texts": "strings (BYTES)",
     "integer": "a whole number",
     "integers": "whole numbers",
     "number": "a finite number",
     "flag": "true or false",
-    "object": "a JSON object of valid text",
+    "object": "a JSON object in valid UTF-8",
     "early": 'true, false or "never"',
 }
 
 
-# -------------------------------------------------------------------------------- what it all means
+# ------------------------------------------------------------------------------- building the `Ask`
 
 
-def _prompt(settings: Mapping[str, Any]) -> str | tuple[int, ...] | Mapping[str, str]:
-    ways = [name for name in ("text_input", "input_ids", "inputs") if name in settings]
-    if len(ways) > 1:
-        raise RequestError(f"{ways[0]} and {ways[1]} are both there; send one of them", ways[1])
-    if not ways:
-        raise RequestError("text_input is not there; send it, input_ids or inputs", "text_input")
-    prompt: Any = settings[ways[0]]
-    if ways == ["inputs"]:
+def _read_prompt(settings: Mapping[str, Any]) -> str | tuple[int, ...] | Mapping[str, str]:
+    prompt_names = [name for name in ("text_input", "input_ids", "inputs") if name in settings]
+    if len(prompt_names) > 1:
+        raise RequestError(
+            f"{prompt_names[0]} and {prompt_names[1]} are both set; send one of them",
+            prompt_names[1],
+        )
+    if not prompt_names:
+        raise RequestError(
+            "text_input is not set; send text_input, input_ids or inputs", "text_input"
+        )
+    prompt: Any = settings[prompt_names[0]]
+    if prompt_names == ["inputs"]:
         for field, value in prompt.items():
             if not isinstance(value, str):
                 raise RequestError(
-                    f"inputs has {shown(field)}: {shown(value)}; each field must be a text",
+                    f"inputs has {short_repr(field)}: {short_repr(value)}; each field must be a "
+                    "string",
                     "inputs",
                 )
     return prompt  # type: ignore[no-any-return]
 
 
-def _adapters(settings: Mapping[str, Any], adapter: str) -> tuple[str, ...]:
-    named = settings.get("adapter_id", "")
-    if adapter and named and named not in (adapter, adapter.partition("@")[0]):
+def _read_adapters(settings: Mapping[str, Any], adapter: str) -> tuple[str, ...]:
+    adapter_id = settings.get("adapter_id", "")
+    if adapter and adapter_id and adapter_id not in (adapter, adapter.partition("@")[0]):
         raise RequestError(
-            f"adapter_id is {shown(named)}, and the model is the adapter {shown(adapter)}; name "
-            "one of them",
+            f"adapter_id is {short_repr(adapter_id)}, but the model is the adapter "
+            f"{short_repr(adapter)}; name only one of them",
             "adapter_id",
         )
-    return (adapter or named,) if adapter or named else ()
+    return (adapter or adapter_id,) if adapter or adapter_id else ()
 
 
-def _mended(asked: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that mean something else in those backends than in an Ask."""
-    if asked.get("top_k") == -1:
-        asked["top_k"] = 0
-    if asked.get("top_p") == 0:  # TensorRT-LLM's clients send it for none; nothing else, greedy.
-        del asked["top_p"]
-        if not asked.get("top_k"):
-            asked["top_k"] = 1
-    if asked.get("beam_width", 1) > 1:
-        asked.setdefault("answers", asked["beam_width"])  # All of them are told there.
-    end = settings.get("end_id")
-    if end == -1:
-        asked["ignore_ends"] = True
-    elif end is not None:
-        asked["stop_token_ids"] = (*asked.get("stop_token_ids", ()), end)
-    if settings.get("best_of", 1) not in (1, asked.get("answers", 1)):
+def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the values whose meaning in Triton's backends differs from that in an `Ask`."""
+    if sampling.get("top_k") == -1:
+        sampling["top_k"] = 0
+    # TensorRT-LLM clients send top_p 0 if it is unset; without top_k the decoding is then greedy.
+    if sampling.get("top_p") == 0:
+        del sampling["top_p"]
+        if not sampling.get("top_k"):
+            sampling["top_k"] = 1
+    if sampling.get("beam_width", 1) > 1:
+        sampling.setdefault("answers", sampling["beam_width"])  # As in Triton's backends.
+    end_id = settings.get("end_id")
+    if end_id == -1:
+        sampling["ignore_ends"] = True
+    elif end_id is not None:
+        sampling["stop_token_ids"] = (*sampling.get("stop_token_ids", ()), end_id)
+    if settings.get("best_of", 1) not in (1, sampling.get("answers", 1)):
         raise RequestError(
-            "best_of is not n; every answer that is made is told here, so ask for n of them",
+            "best_of differs from n; this server returns every completion: set n only",
             "best_of",
         )
-    return asked
+    return sampling
 
 
-def _bias(given: Mapping[str, Any]) -> dict[int, float]:
+def _read_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
     try:
-        return {_integer(token): _number(bias) for token, bias in given.items()}
+        return {_parse_integer(token): _parse_number(bias) for token, bias in biases.items()}
     except (ValueError, TypeError, OverflowError):
         raise RequestError(
-            f"logit_bias is {shown(dict(given))}; it must be token ids with a number each",
+            f"logit_bias is {short_repr(dict(biases))}; it must map token ids to numbers",
             "logit_bias",
         ) from None
 
 
-def _guide(settings: Mapping[str, Any]) -> Guide | None:
-    kinds: Mapping[str, Any] = {
+def _read_guide(settings: Mapping[str, Any]) -> Guide | None:
+    guide_kinds: Mapping[str, Any] = {
         "json": "json",
         "json_schema": "json",
         "regex": "regex",
@@ -323,75 +354,77 @@ def _guide(settings: Mapping[str, Any]) -> Guide | None:
         nested[kind or ""] = None
     if not nested:
         return None
-    name, what = next(iter(nested.items()))
-    if len(nested) > 1 or name not in kinds or what is None:
+    name, pattern = next(iter(nested.items()))
+    if len(nested) > 1 or name not in guide_kinds or pattern is None:
         raise RequestError(
-            f"guided_decoding is {shown(nested)}; it must be one of {', '.join(kinds)} with what "
-            "the text must match",
+            f"guided_decoding is {short_repr(nested)}; it must have exactly one of "
+            f"{', '.join(guide_kinds)}, with the pattern that the text must match",
             "guided_decoding",
         )
-    return Guide(kinds[name], what if isinstance(what, str) else json.dumps(what))
+    return Guide(guide_kinds[name], pattern if isinstance(pattern, str) else json.dumps(pattern))
 
 
-def _prepended(settings: Mapping[str, Any], prompt: object, stream: bool) -> str:
-    """As the vLLM backend does: an answer that comes whole has its prompt's text before it."""
+def _prompt_prefix(settings: Mapping[str, Any], prompt: object, stream: bool) -> str:
+    """Return the prompt if it must precede the text of a unary response, as in the vLLM backend."""
     excluded = settings.get("exclude_input_in_output")
     if stream and excluded is False:
         raise RequestError(
-            "exclude_input_in_output is false, and stream is true; pieces never repeat the prompt, "
-            "so leave one of them out",
+            "exclude_input_in_output is false and stream is true, but stream responses never "
+            "repeat the prompt; remove one of them",
             "exclude_input_in_output",
         )
     return prompt if isinstance(prompt, str) and not stream and not excluded else ""
 
 
-def _listed(one: Any) -> str:
+def _check_output(output: Any) -> str:
     for name in ("classification", "shared_memory_region"):
-        if name in one.parameters:
+        if name in output.parameters:
             raise RefusedError(
                 "UNSUPPORTED",
-                f"output {shown(one.name)} asks for {name}; leave it out",
-                one.name[:NAME_SHOWN],
+                f"output {short_repr(output.name)} has {name}, which is not supported; remove it",
+                output.name[:NAME_CHARACTERS_MAX],
             )
-    if one.name not in OUTPUTS:
-        way = nearest(one.name, OUTPUTS)
-        name = one.name[:NAME_SHOWN]
-        raise RequestError(f"{shown(one.name)} is no output of this model; {way}", name)
-    return str(one.name)
+    if output.name not in OUTPUTS:
+        suggestion = suggest_nearest(output.name, OUTPUTS)
+        name = output.name[:NAME_CHARACTERS_MAX]
+        raise RequestError(
+            f"{short_repr(output.name)} is not an output of this model; {suggestion}", name
+        )
+    return str(output.name)
 
 
 # ------------------------------------------------------------------------------ reserved parameters
 
 
-def _parameter(message: Any, name: str, most: int) -> int:
-    """A reserved parameter that is a number; 0: as if it were not there."""
+def _reserved_parameter(message: Any, name: str, number_max: int) -> int:
+    """Return a numeric reserved parameter; 0 if it is unset."""
     if name not in message.parameters:
         return 0
     parameter = message.parameters[name]
     value = getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
-    number = _value("integer", value, name)
-    if not 0 <= number <= most:
-        raise RequestError(f"{name} is {number}; it must be from 0 to {most}", name)
+    number = _parse_parameter("integer", value, name)
+    if not 0 <= number <= number_max:
+        raise RequestError(f"{name} is {number}; it must be from 0 to {number_max}", name)
     return int(number)
 
 
-def _priority(message: Any) -> int:
-    level = _parameter(message, "priority", PRIORITY_LEVEL_MAX)
+def _read_priority(message: Any) -> int:
+    level = _reserved_parameter(message, "priority", PRIORITY_LEVEL_MAX)
     return PRIORITY_LEVEL_DEFAULT - (level or PRIORITY_LEVEL_DEFAULT)
 
 
-def _timeout_s(message: Any) -> float | None:
-    return _parameter(message, "timeout", TIMEOUT_US_MAX) / 1e6 or None
+def _read_timeout_s(message: Any) -> float | None:
+    return _reserved_parameter(message, "timeout", TIMEOUT_US_MAX) / 1e6 or None
 
 
-def _check_sequence(message: Any) -> None:
+def _check_sequence_id(message: Any) -> None:
     if "sequence_id" not in message.parameters:
         return
-    one = message.parameters["sequence_id"]
-    if one.int64_param or one.uint64_param or one.string_param:
+    parameter = message.parameters["sequence_id"]
+    if parameter.int64_param or parameter.uint64_param or parameter.string_param:
         raise RefusedError(
             "UNSUPPORTED",
-            "sequence_id is set, and no state is kept from one request to the next; send all of "
-            "the text each time",
+            "sequence_id is set, but this server keeps no state between requests; remove it, and "
+            "send the whole text in each request",
             "sequence_id",
         )

@@ -1,26 +1,26 @@
-"""The names of KServe's v2 wire: what can be asked for, and what is told.
+"""KServe v2 metadata: names, kinds and aliases of the inputs, and datatypes of the outputs.
 
-One table each of what an input is, of the other names that it has in Triton's vLLM and TensorRT-LLM
-backends, and of outputs. Metadata, reading and refusals go by these alone.
+There is one table for the inputs, one for their aliases in Triton's vLLM and TensorRT-LLM backends,
+and one for the outputs. Metadata responses, input parsing and errors all read these tables.
 """
 
 from collections.abc import Mapping
 from typing import Literal
 
 from gpt.errors import RequestError
-from gpt.settings import nearest, shown
+from gpt.settings import short_repr, suggest_nearest
 from serving.protocols.kserve.tensors import BYTES
 from serving.request import RefusedError
 
-Kind = Literal["text", "texts", "integer", "integers", "number", "flag", "object", "early"]
+InputKind = Literal["text", "texts", "integer", "integers", "number", "flag", "object", "early"]
 
-# Characters of a name that nobody knows: an error's trailers have no room for more.
-NAME_SHOWN = 80
-# Of a request's parameters: not inputs by another way. Names that begin with triton_ are too.
-RESERVED = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
+# An error quotes this many characters of an unknown name, since gRPC trailers have limited size.
+NAME_CHARACTERS_MAX = 80
+# Request parameters that are not inputs. Names that begin with `triton_` are reserved as well.
+RESERVED_PARAMETERS = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 
-# What is wanted, and the field of an Ask that it becomes.
-SAMPLING: Mapping[str, tuple[Kind, str]] = {
+# Inputs that set one field of an `Ask`: the kind of the input, and the field.
+SAMPLING_INPUTS: Mapping[str, tuple[InputKind, str]] = {
     "max_tokens": ("integer", "max_new_tokens"),
     "min_tokens": ("integer", "min_new_tokens"),
     "temperature": ("number", "temperature"),
@@ -46,8 +46,8 @@ SAMPLING: Mapping[str, tuple[Kind, str]] = {
     "length_penalty": ("number", "length_penalty"),
     "early_stopping": ("early", "early_stopping"),
 }
-# What becomes a field in some other way.
-_OTHERS: Mapping[str, Kind] = {
+# Inputs that are converted, not copied, into an `Ask` or the response.
+_OTHER_INPUTS: Mapping[str, InputKind] = {
     "text_input": "text",
     "input_ids": "integers",
     "inputs": "object",
@@ -69,8 +69,8 @@ _OTHERS: Mapping[str, Kind] = {
     "end_id": "integer",
     "pad_id": "integer",
 }
-# What those backends can do in two ways and this server in one: clients send that along.
-FIXED: Mapping[str, bool] = {
+# Flags of Triton's backends that have only one allowed value here; clients send them by default.
+FIXED_FLAGS: Mapping[str, bool] = {
     "return_context_logits": False,
     "return_generation_logits": False,
     "return_perf_metrics": False,
@@ -80,12 +80,12 @@ FIXED: Mapping[str, bool] = {
     "spaces_between_special_tokens": True,
     "detokenize": True,
 }
-KINDS: Mapping[str, Kind] = {
-    **_OTHERS,
-    **{name: kind for name, (kind, _) in SAMPLING.items()},
-    **dict.fromkeys(FIXED, "flag"),
+INPUT_KINDS: Mapping[str, InputKind] = {
+    **_OTHER_INPUTS,
+    **{name: kind for name, (kind, _) in SAMPLING_INPUTS.items()},
+    **dict.fromkeys(FIXED_FLAGS, "flag"),
 }
-ALIASES: Mapping[str, str] = {
+INPUT_ALIASES: Mapping[str, str] = {
     "prefix_id": "adapter_id",
     "lora_name": "adapter_id",
     "streaming": "stream",
@@ -96,21 +96,23 @@ ALIASES: Mapping[str, str] = {
     "random_seed": "seed",
     "structured_outputs": "guided_decoding",
 }
-# TensorRT-LLM's newer backend puts this before the names of sampling.
-PREFIX = "sampling_param_"
+# TensorRT-LLM's newer backend puts this prefix before sampling names.
+SAMPLING_PREFIX = "sampling_param_"
 
-_OWN_ROWS = "rows of a prompt are an adapter's here; have it in the server's directory, name it as "
-_OWN_ROWS += "the model or in adapter_id"
-_REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("prompt_embedding_table", "prompt_table_extra_id"), _OWN_ROWS),
-    **dict.fromkeys(("prompt_vocab_size", "lora_task_id", "lora_weights"), _OWN_ROWS),
-    **dict.fromkeys(("lora_config", "lora_id", "lora_path"), _OWN_ROWS),
-    "embedding_bias_words": "say logit_bias, by token ids, in sampling_parameters",
-    "embedding_bias_weights": "say logit_bias, by token ids, in sampling_parameters",
-    "image": "this model reads text only",
+_ADAPTER_HINT = (
+    "virtual tokens and weights come from adapters on the server; put the adapter into the "
+)
+_ADAPTER_HINT += "server's adapter directory, and name it as the model or in adapter_id"
+_UNSUPPORTED_INPUTS: Mapping[str, str] = {
+    **dict.fromkeys(("prompt_embedding_table", "prompt_table_extra_id"), _ADAPTER_HINT),
+    **dict.fromkeys(("prompt_vocab_size", "lora_task_id", "lora_weights"), _ADAPTER_HINT),
+    **dict.fromkeys(("lora_config", "lora_id", "lora_path"), _ADAPTER_HINT),
+    "embedding_bias_words": "set logit_bias, by token id, in sampling_parameters",
+    "embedding_bias_weights": "set logit_bias, by token id, in sampling_parameters",
+    "image": "this model accepts text only",
 }
 
-# Each output, its datatype, and the flag that asks for it where a request lists no outputs.
+# Datatype of each output, and the flag that requests it if a request lists no outputs.
 OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "text_output": (BYTES, None),
     "finish_reason": (BYTES, "return_finish_reason"),
@@ -127,9 +129,9 @@ OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "seed": ("UINT64", None),
     "adapter": (BYTES, None),
 }
-# What an ask calls otherwise, for what the admission refuses.
-NAMES: Mapping[str, str] = {
-    **{field: name for name, (_, field) in SAMPLING.items()},
+# This protocol's name for each `Ask` field; errors of the admission are translated to these names.
+FIELD_NAMES: Mapping[str, str] = {
+    **{field: name for name, (_, field) in SAMPLING_INPUTS.items()},
     "text": "text_input",
     "prompt": "text_input",
     "token_ids": "input_ids",
@@ -139,16 +141,23 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("guide", "guide.json", "guide.regex"), "guided_decoding"),
     **dict.fromkeys(("guide.choice", "guide.grammar"), "guided_decoding"),
 }
-SCORED = {"cumulative_logprob", "logprobs", "cum_log_probs", "output_log_probs"}
+LOGPROB_OUTPUTS = {"cumulative_logprob", "logprobs", "cum_log_probs", "output_log_probs"}
 
 
-def known(name: str) -> str:
-    """The one spelling of a name, or a refusal."""
-    bare = name.removeprefix(PREFIX)
-    name_here = ALIASES.get(bare, bare)
-    if name_here in KINDS:
-        return name_here
-    if bare in _REFUSED:
-        raise RefusedError("UNSUPPORTED", f"{bare} is not taken here: {_REFUSED[bare]}", bare)
-    way = nearest(bare, (*KINDS, *ALIASES))
-    raise RequestError(f"{shown(name)} is no input of this model; {way}", name[:NAME_SHOWN])
+def canonical_name(name: str) -> str:
+    """Return the canonical spelling of an input's name; raise an error if the name is unknown."""
+    bare_name = name.removeprefix(SAMPLING_PREFIX)
+    canonical = INPUT_ALIASES.get(bare_name, bare_name)
+    if canonical in INPUT_KINDS:
+        return canonical
+    if bare_name in _UNSUPPORTED_INPUTS:
+        raise RefusedError(
+            "UNSUPPORTED",
+            f"{bare_name} is not supported here: {_UNSUPPORTED_INPUTS[bare_name]}",
+            bare_name,
+        )
+    suggestion = suggest_nearest(bare_name, (*INPUT_KINDS, *INPUT_ALIASES))
+    raise RequestError(
+        f"{short_repr(name)} is not an input of this model; {suggestion}",
+        name[:NAME_CHARACTERS_MAX],
+    )

@@ -1,8 +1,9 @@
-"""What a KServe v2 answer has: the text outputs of Triton's vLLM and TensorRT-LLM backends.
+"""KServe v2 outputs: converts completions and stream pieces to response tensors.
 
-Only those that were asked for are made. A whole answer has a row for each completion; a piece is
-one row, and says whose by `sequence_index`. Knows nothing of streams and calls, and of the service
-only its tokenizer.
+The outputs are those of Triton's vLLM and TensorRT-LLM backends; only requested outputs are built.
+A unary response has a row for each completion; a stream piece is one row, and `sequence_index` is
+the index of its completion. This module starts no streams; of the service, it uses only the
+tokenizer.
 """
 
 import json
@@ -11,131 +12,139 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.frontend.call import Call
-from serving.messages import Scored
-from serving.protocols.kserve.inputs import Wanted
+from serving.messages import TokenScore
+from serving.protocols.kserve.inputs import InferRequest
 from serving.protocols.kserve.metadata import OUTPUTS
 from serving.protocols.kserve.tensors import write_tensor, write_values
-from serving.request import Answer, Completion, Finish, Piece
+from serving.request import AnswerSpec, Completion, FinishReason, Piece
 
-FINISH: Mapping[Finish | None, str] = {
+FINISH_REASONS: Mapping[FinishReason | None, str] = {
     None: "",
     "stop": "stop",
     "length": "length",
     "scored": "length",
     "time": "time_limit",
 }
-LOGPROB_MIN = -9999.0  # JSON has no minus infinity.
-TABLES = ("output_ids", "output_log_probs")  # A row of values for each answer, not one.
+LOGPROB_MIN = -9999.0  # Replaces minus infinity, which JSON cannot represent.
+# 2-D outputs, with a list of values for each completion. The other outputs have one value each.
+ROW_OUTPUTS = ("output_ids", "output_log_probs")
 
 
 @dataclass(frozen=True)
-class _Row:
-    """What is told of one answer in one message."""
+class _OutputRow:
+    """The values of one completion in one response message."""
 
     index: int
     text: str
     token_ids: Sequence[int]
-    scores: Sequence[Scored]
-    finish: Finish | None
-    logprob: float  # Of all of the answer so far.
+    scores: Sequence[TokenScore]
+    finish: FinishReason | None
+    logprob: float  # Cumulative log-probability so far.
     cached_tokens: int
-    answer: Answer | Completion  # Both know what went in.
+    answer: AnswerSpec | Completion  # Both types have the prompt's token counts and the adapter.
     seed: int
 
 
-class Answers:
-    """One request's, as the messages that they become. `blank` is what each begins as."""
+class InferResponseBuilder:
+    """Builds the response messages of one request. All have the fields of `template`."""
 
-    def __init__(self, blank: Any, wanted: Wanted, call: Call) -> None:
-        self._blank, self._wanted, self._call = blank, wanted, call
-        self._logprobs: dict[int, float] = {}  # Each answer's, so far.
-        self._cached: dict[int, int] = {}
+    def __init__(self, template: Any, request: InferRequest, call: Call) -> None:
+        self._template = template
+        self._request = request
+        self._call = call
+        # Cumulative log-probability and cached prompt tokens, by completion index.
+        self._logprobs: dict[int, float] = {}
+        self._cached_tokens: dict[int, int] = {}
 
-    def whole(self, done: Sequence[Completion]) -> Any:
+    def build_final(self, completions: Sequence[Completion]) -> Any:
+        """Build the unary response, or raise the error of the first completion that failed."""
         rows = []
-        for one in done:
-            if one.error is not None:
-                raise one.error
-            text = self._wanted.prepend + one.text
-            logprob = sum(score.logprob for score in one.scores)
+        for completion in completions:
+            if completion.error is not None:
+                raise completion.error
+            text = self._request.prompt_prefix + completion.text
+            logprob = sum(score.logprob for score in completion.scores)
             rows.append(
-                _Row(
-                    one.index,
+                _OutputRow(
+                    completion.index,
                     text,
-                    one.token_ids,
-                    one.scores,
-                    one.finish,
+                    completion.token_ids,
+                    completion.scores,
+                    completion.finish,
                     logprob,
-                    one.cached_tokens,
-                    one,
-                    one.seed,
+                    completion.cached_tokens,
+                    completion,
+                    completion.seed,
                 )
             )
-        return self._message(rows)
+        return self._build_message(rows)
 
-    def piece(self, piece: Piece, answer: Answer) -> Any:
+    def build_chunk(self, piece: Piece, answer: AnswerSpec) -> Any:
+        """Build the stream response for one piece, or raise the piece's error."""
         if piece.error is not None:
             raise piece.error
         index = piece.index
-        made = sum(score.logprob for score in piece.scores)
-        self._logprobs[index] = self._logprobs.get(index, 0.0) + made
-        self._cached[index] = self._cached.get(index, 0) + piece.cached_tokens
-        row = _Row(
+        piece_logprob = sum(score.logprob for score in piece.scores)
+        self._logprobs[index] = self._logprobs.get(index, 0.0) + piece_logprob
+        self._cached_tokens[index] = self._cached_tokens.get(index, 0) + piece.cached_tokens
+        row = _OutputRow(
             index,
             piece.text,
             piece.token_ids,
             piece.scores,
             piece.finish,
             self._logprobs[index],
-            self._cached[index],
+            self._cached_tokens[index],
             answer,
             answer.sampling.seed,
         )
-        return self._message([row])
+        return self._build_message([row])
 
-    def _message(self, rows: Sequence[_Row]) -> Any:
-        message = type(self._blank)()
-        message.CopyFrom(self._blank)
+    def _build_message(self, rows: Sequence[_OutputRow]) -> Any:
+        message = type(self._template)()
+        message.CopyFrom(self._template)
         for name, (datatype, _) in OUTPUTS.items():
-            if name not in self._wanted.outputs:
+            if name not in self._request.outputs:
                 continue
-            told = [_TOLD[name](row, self._decode) for row in rows]
-            write = write_tensor if name in TABLES else write_values
-            write(message, name, datatype, told)
+            values = [_OUTPUT_READERS[name](row, self._decode) for row in rows]
+            write = write_tensor if name in ROW_OUTPUTS else write_values
+            write(message, name, datatype, values)
         return message
 
     def _decode(self, token: int) -> str:
         return self._call.service.tokenizer.decode([token])
 
 
-Decode = Callable[[int], str]
+DecodeToken = Callable[[int], str]
 
 
-def _alternatives(row: _Row, decode: Decode) -> str:
-    """As the vLLM backend writes them: for each token, ids with what each was worth."""
-    told: list[dict[str, dict[str, object]]] = []
+def _logprobs_json(row: _OutputRow, decode: DecodeToken) -> str:
+    """Return log-probabilities as the vLLM backend's JSON: for each token, a map by token id."""
+    positions: list[dict[str, dict[str, object]]] = []
     for token, score in zip(row.token_ids, row.scores, strict=False):
-        # The one that was chosen may be none of the likeliest, and is told by its own rank.
-        ranked = {one: (logprob, rank) for rank, (one, logprob) in enumerate(score.tops, 1)}
+        # The sampled token may be outside the top tokens; add it with its own rank.
+        ranked = {
+            top_token: (logprob, rank) for rank, (top_token, logprob) in enumerate(score.tops, 1)
+        }
         ranked[token] = (score.logprob, score.rank)
-        told.append(
+        positions.append(
             {
-                str(one): {
+                str(top_token): {
                     "logprob": max(logprob, LOGPROB_MIN),
                     "rank": rank,
-                    "decoded_token": decode(one),
+                    "decoded_token": decode(top_token),
                 }
-                for one, (logprob, rank) in ranked.items()
+                for top_token, (logprob, rank) in ranked.items()
             }
         )
-    return json.dumps(told)
+    return json.dumps(positions)
 
 
-_TOLD: Mapping[str, Callable[[_Row, Decode], Any]] = {
+_OUTPUT_READERS: Mapping[str, Callable[[_OutputRow, DecodeToken], Any]] = {
     "text_output": lambda row, _: row.text,
-    "finish_reason": lambda row, _: FINISH[row.finish],
+    "finish_reason": lambda row, _: FINISH_REASONS[row.finish],
     "cumulative_logprob": lambda row, _: row.logprob,
-    "logprobs": _alternatives,
+    "logprobs": _logprobs_json,
     "num_input_tokens": lambda row, _: row.answer.prompt_tokens,
     "num_output_tokens": lambda row, _: len(row.token_ids),
     "num_virtual_tokens": lambda row, _: row.answer.virtual_tokens,

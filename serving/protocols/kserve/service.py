@@ -1,8 +1,9 @@
-"""`inference.GRPCInferenceService`: KServe's v2 protocol, with Triton's streams.
+"""KServe v2 gRPC service: model metadata, unary inference and Triton's bidirectional streams.
 
-The model and each adapter are models here, told apart by name and version. A stream carries many
-requests at once, each a call of its own with its own clock and end; what ends one badly is a
-message on the stream, which goes on. Tensors' meanings are in kserve_inputs and kserve_outputs.
+Implements `inference.GRPCInferenceService`. The base model and each adapter are KServe models,
+identified by name and version. A stream carries many concurrent requests, each measured as a
+separate call; a request that fails sends an error message, and the stream stays open. The meaning
+of each tensor is in `inputs` and `outputs`.
 """
 
 import asyncio
@@ -13,13 +14,13 @@ from typing import Any
 
 from gpt.errors import RequestError
 from protos.foreign import package
-from serving.engine.stream import Stream, completion
-from serving.frontend.call import Call, Ended
-from serving.frontend.field_names import said_as
-from serving.frontend.grpc_transport import Method, Write
-from serving.protocols.kserve.inputs import Wanted, read_request
-from serving.protocols.kserve.metadata import ALIASES, KINDS, OUTPUTS
-from serving.protocols.kserve.outputs import Answers
+from serving.engine.stream import Stream, build_completion
+from serving.frontend.call import Call, CallFailure
+from serving.frontend.field_names import translate_error
+from serving.frontend.grpc_transport import RpcMethod, WriteMessage
+from serving.protocols.kserve.inputs import InferRequest, read_request
+from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS, OUTPUTS
+from serving.protocols.kserve.outputs import InferResponseBuilder
 from serving.protocols.kserve.tensors import BYTES
 from serving.request import Piece, RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS
@@ -28,72 +29,91 @@ from serving.service.metrics import version
 pb = package("kserve")
 SERVICE = "inference.GRPCInferenceService"
 PLATFORM = "preamble"
-VERSION = "1"  # The model's. An adapter's are its own.
+VERSION = "1"  # Version of the base model. Each adapter has versions of its own.
 EXTENSIONS = ("binary_tensor_data", "parameters", "model_configuration")
-FINAL = "triton_final_response"
-# What Triton serves besides, and this server does not: named, so that the refusal is a sentence.
-UNSERVED = (
-    *("ModelStatistics", "RepositoryModelUnload"),
-    *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"),
-    *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
-    *("TraceSetting", "LogSettings"),
+FINAL_RESPONSE = "triton_final_response"
+# Methods of Triton that this server does not support. They are registered so that a call gets an
+# error message with a next step, which gRPC's own UNIMPLEMENTED does not have.
+UNSUPPORTED_METHODS = (
+    "ModelStatistics",
+    "RepositoryModelUnload",
+    "SystemSharedMemoryStatus",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryStatus",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+    "TraceSetting",
+    "LogSettings",
 )
-DATATYPES = {"text": BYTES, "texts": BYTES, "object": BYTES, "flag": "BOOL", "early": "BOOL"}
-DATATYPES |= {"number": "FP32", "integer": "INT32", "integers": "INT32"}
+KIND_DATATYPES = {"text": BYTES, "texts": BYTES, "object": BYTES, "flag": "BOOL", "early": "BOOL"}
+KIND_DATATYPES |= {"number": "FP32", "integer": "INT32", "integers": "INT32"}
 
 
-def methods() -> list[Method]:
+def methods() -> list[RpcMethod]:
     return [
-        Method("ServerLive", pb.ServerLiveRequest, server_live, draining=True),
-        Method("ServerReady", pb.ServerReadyRequest, server_ready, draining=True),
-        Method("ModelReady", pb.ModelReadyRequest, model_ready, draining=True),
-        Method("ServerMetadata", pb.ServerMetadataRequest, server_metadata, draining=True),
-        Method("ModelMetadata", pb.ModelMetadataRequest, model_metadata),
-        Method("ModelConfig", pb.ModelConfigRequest, model_config),
-        Method("RepositoryIndex", pb.RepositoryIndexRequest, repository_index),
-        Method("RepositoryModelLoad", pb.RepositoryModelLoadRequest, load, role="adapters"),
-        Method("ModelInfer", pb.ModelInferRequest, model_infer),
-        Method("ModelStreamInfer", pb.ModelInferRequest, model_stream_infer, "both"),
-        # Whatever they are sent is a message without fields.
-        *(Method(name, pb.ServerLiveRequest, _unserved(name)) for name in UNSERVED),
+        RpcMethod("ServerLive", pb.ServerLiveRequest, server_live, while_draining=True),
+        RpcMethod("ServerReady", pb.ServerReadyRequest, server_ready, while_draining=True),
+        RpcMethod("ModelReady", pb.ModelReadyRequest, model_ready, while_draining=True),
+        RpcMethod("ServerMetadata", pb.ServerMetadataRequest, server_metadata, while_draining=True),
+        RpcMethod("ModelMetadata", pb.ModelMetadataRequest, model_metadata),
+        RpcMethod("ModelConfig", pb.ModelConfigRequest, model_config),
+        RpcMethod("RepositoryIndex", pb.RepositoryIndexRequest, repository_index),
+        RpcMethod(
+            "RepositoryModelLoad",
+            pb.RepositoryModelLoadRequest,
+            repository_model_load,
+            role="adapters",
+        ),
+        RpcMethod("ModelInfer", pb.ModelInferRequest, model_infer),
+        RpcMethod("ModelStreamInfer", pb.ModelInferRequest, model_stream_infer, "both"),
+        # These methods read no field, so a message type without fields can decode any request.
+        *(
+            RpcMethod(name, pb.ServerLiveRequest, _unsupported_method(name))
+            for name in UNSUPPORTED_METHODS
+        ),
     ]
 
 
-def _unserved(name: str) -> Any:
+def _unsupported_method(name: str) -> Any:
     async def refuse(message: Any, call: Call) -> Any:
         raise RefusedError(
-            "UNSUPPORTED", f"{name} is not served here; ServerMetadata tells which extensions are"
+            "UNSUPPORTED",
+            f"{name} is not served here; ServerMetadata lists the supported extensions",
         )
 
     return refuse
 
 
-# ------------------------------------------------------------------------- what is there, and how
+# ------------------------------------------------------------------------- health and metadata
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a request is for."""
+class ServedModel:
+    """The model that a request names: the base model, or an adapter."""
 
-    name: str  # As the caller says it.
+    name: str  # As the request spells it.
     version: str
-    adapter: str  # As `name@version`; empty: the model alone.
-    ripe: bool = True  # Whether a strict server serves it by now.
+    adapter: str  # `name@version`; empty for the base model.
+    # False: with `golden: strict`, the adapter's golden examples have not passed.
+    is_eligible: bool = True
 
 
 async def server_live(message: Any, call: Call) -> Any:
-    service = call.front.service
-    return pb.ServerLiveResponse(live=service is None or not service.engine.gone)
+    service = call.frontend.service
+    return pb.ServerLiveResponse(live=service is None or not service.engine.has_failed)
 
 
 async def server_ready(message: Any, call: Call) -> Any:
-    return pb.ServerReadyResponse(ready=_ready(call))
+    return pb.ServerReadyResponse(ready=_is_ready(call))
 
 
 async def model_ready(message: Any, call: Call) -> Any:
-    """Of a model that is not there: false, as Triton says."""
+    """Report whether a model is ready. As in Triton, an unknown model is reported as not ready."""
     try:
-        ready = _ready(call) and (await _model(call, message.name, message.version)).ripe
+        ready = (
+            _is_ready(call) and (await _find_model(call, message.name, message.version)).is_eligible
+        )
     except RefusedError:
         ready = False
     return pb.ModelReadyResponse(ready=ready)
@@ -104,53 +124,61 @@ async def server_metadata(message: Any, call: Call) -> Any:
 
 
 async def model_metadata(message: Any, call: Call) -> Any:
-    model = await _model(call, message.name, message.version, "name")
-    told = pb.ModelMetadataResponse(name=model.name, platform=PLATFORM, versions=[model.version])
-    for name, datatype, size in _inputs():
-        told.inputs.add(name=name, datatype=datatype, shape=[size])
+    model = await _find_model(call, message.name, message.version, "name")
+    response = pb.ModelMetadataResponse(
+        name=model.name, platform=PLATFORM, versions=[model.version]
+    )
+    for name, datatype, size in _input_specs():
+        response.inputs.add(name=name, datatype=datatype, shape=[size])
     for name, (datatype, _) in OUTPUTS.items():
-        told.outputs.add(name=name, datatype=datatype, shape=[-1])
-    return told
+        response.outputs.add(name=name, datatype=datatype, shape=[-1])
+    return response
 
 
 async def model_config(message: Any, call: Call) -> Any:
-    model = await _model(call, message.name, message.version, "name")
-    told = pb.ModelConfigResponse()
-    config = told.config
-    config.name, config.backend, config.max_batch_size = model.name, PLATFORM, 0
+    model = await _find_model(call, message.name, message.version, "name")
+    response = pb.ModelConfigResponse()
+    config = response.config
+    config.name = model.name
+    config.backend = PLATFORM
+    config.max_batch_size = 0
     config.model_transaction_policy.decoupled = True
-    for name, datatype, size in _inputs():
+    for name, datatype, size in _input_specs():
         optional = name != "text_input"
-        config.input.add(name=name, data_type=_type(datatype), dims=[size], optional=optional)
+        config.input.add(
+            name=name, data_type=_triton_type(datatype), dims=[size], optional=optional
+        )
     for name, (datatype, _) in OUTPUTS.items():
-        config.output.add(name=name, data_type=_type(datatype), dims=[-1])
-    return told
+        config.output.add(name=name, data_type=_triton_type(datatype), dims=[-1])
+    return response
 
 
 async def repository_index(message: Any, call: Call) -> Any:
-    up = _ready(call)
-    state, reason = ("READY", "") if up else ("UNAVAILABLE", "the engine is lost, or loading")
-    told = pb.RepositoryIndexResponse()
-    if message.ready and not up:
-        return told
-    told.models.add(name=call.service.name, version=VERSION, state=state, reason=reason)
-    for resident, _ in call.service.adapters.list(call.caller.tenant):
-        number, how = str(resident.version), (state, reason)
-        if up and not call.service.replays.ripe(resident):
-            how = "UNAVAILABLE", "its golden examples have not passed, and this server is strict"
+    is_ready = _is_ready(call)
+    state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "the engine is lost or loading")
+    response = pb.RepositoryIndexResponse()
+    if message.ready and not is_ready:
+        return response
+    response.models.add(name=call.service.name, version=VERSION, state=state, reason=reason)
+    for adapter, _ in call.service.adapters.list_visible(call.caller.tenant):
+        adapter_version, status = str(adapter.version), (state, reason)
+        if is_ready and not call.service.golden_checker.is_eligible(adapter):
+            status = "UNAVAILABLE", "its golden examples have not passed (golden: strict)"
             if message.ready:
                 continue
-        told.models.add(name=resident.name, version=number, state=how[0], reason=how[1])
-    return told
+        response.models.add(
+            name=adapter.name, version=adapter_version, state=status[0], reason=status[1]
+        )
+    return response
 
 
-async def load(message: Any, call: Call) -> Any:
-    """Of an adapter that has just been put there; the model itself is there anyway."""
+async def repository_model_load(message: Any, call: Call) -> Any:
+    """Load an adapter file that is new in the adapter directory; the base model needs no load."""
     for name in message.parameters:
         raise RefusedError(
             "UNSUPPORTED",
-            f"{name[:80]!r} is given, and models are loaded as they lie on the server; leave it "
-            "out, or send an adapter's file by preamble.v1.AdapterService",
+            f"parameter {name[:80]!r} is set, but models are loaded unchanged from the server's "
+            "disk; remove the parameter, or upload an adapter with preamble.v1.AdapterService",
             "parameters",
         )
     service, name = call.service, message.model_name
@@ -158,50 +186,58 @@ async def load(message: Any, call: Call) -> Any:
         try:
             await asyncio.to_thread(service.store.load, name, call.caller.tenant)
         except RequestError as error:
-            raise _unknown(str(error)) from None
+            raise _unknown_model_error(str(error)) from None
     return pb.RepositoryModelLoadResponse()
 
 
-def _ready(call: Call) -> bool:
-    front = call.front
-    return front.state == "serving" and front.service is not None and front.service.engine.up
+def _is_ready(call: Call) -> bool:
+    frontend = call.frontend
+    return (
+        frontend.state == "serving" and frontend.service is not None and frontend.service.engine.up
+    )
 
 
-async def _model(call: Call, name: str, number: str, field: str = "model_name") -> Model:
+async def _find_model(
+    call: Call, name: str, model_version: str, field: str = "model_name"
+) -> ServedModel:
     service = call.service
     if name in service.base_names:
-        if number not in ("", VERSION):
-            said = f"the model {name!r} has version {VERSION} only, not {number[:80]!r}"
-            raise _unknown(said, field)
-        return Model(name, VERSION, "")
-    asked = f"{name}@{number}" if number else name
+        if model_version not in ("", VERSION):
+            message = f"model {name!r} has only version {VERSION}, not {model_version[:80]!r}"
+            raise _unknown_model_error(message, field)
+        return ServedModel(name, VERSION, "")
+    adapter_name = f"{name}@{model_version}" if model_version else name
     try:
-        # In a thread: a name that nobody has may be a file that is new.
-        resident = await asyncio.to_thread(service.adapters.resolve, asked, call.caller.tenant)
+        # In a thread: to resolve an unknown name, the registry reads the adapter directory.
+        adapter = await asyncio.to_thread(
+            service.adapters.resolve, adapter_name, call.caller.tenant
+        )
     except RequestError:
-        raise _unknown(
-            f"there is no model {asked[:200]!r} here; ask for {service.name!r} or for one that "
-            "RepositoryIndex names",
+        raise _unknown_model_error(
+            f"there is no model {adapter_name[:200]!r} here; choose {service.name!r} or a model "
+            "that RepositoryIndex lists",
             field,
         ) from None
-    return Model(name, str(resident.version), resident.key, service.replays.ripe(resident))
+    return ServedModel(
+        name, str(adapter.version), adapter.key, service.golden_checker.is_eligible(adapter)
+    )
 
 
-def _unknown(message: str, field: str = "model_name") -> RefusedError:
+def _unknown_model_error(message: str, field: str = "model_name") -> RefusedError:
     return RefusedError("UNKNOWN_MODEL", message, field)
 
 
-def _inputs() -> list[tuple[str, str, int]]:
-    """Each input's name, datatype and size; -1: any."""
-    kinds = {**KINDS, **{alias: KINDS[name] for alias, name in ALIASES.items()}}
-    told = [
-        (name, DATATYPES[kind], -1 if kind in ("texts", "integers") else 1)
+def _input_specs() -> list[tuple[str, str, int]]:
+    """Return name, datatype and element count of each input; -1 means any count."""
+    kinds = {**INPUT_KINDS, **{alias: INPUT_KINDS[name] for alias, name in INPUT_ALIASES.items()}}
+    specs = [
+        (name, KIND_DATATYPES[kind], -1 if kind in ("texts", "integers") else 1)
         for name, kind in kinds.items()
     ]
-    return [(name, "UINT64" if name == "seed" else kind, size) for name, kind, size in told]
+    return [(name, "UINT64" if name == "seed" else kind, size) for name, kind, size in specs]
 
 
-def _type(datatype: str) -> int:
+def _triton_type(datatype: str) -> int:
     values = pb.file.enum_types_by_name["DataType"].values_by_name
     return int(values["TYPE_STRING" if datatype == BYTES else f"TYPE_{datatype}"].number)
 
@@ -209,151 +245,168 @@ def _type(datatype: str) -> int:
 # ---------------------------------------------------------------------------------------- inference
 
 
-async def _asked(message: Any, call: Call) -> tuple[Wanted, Answers]:
-    model = await _model(call, message.model_name, message.model_version)
-    wanted = read_request(message, model.adapter, call.service.config.text_bytes_max)
-    if wanted.timeout_s is not None:
-        end = time.monotonic() + wanted.timeout_s
-        call.deadline = end if call.deadline is None else min(end, call.deadline)
-    blank = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=message.id)
-    return wanted, Answers(blank, wanted, call)
+async def _read_infer_request(
+    message: Any, call: Call
+) -> tuple[InferRequest, InferResponseBuilder]:
+    model = await _find_model(call, message.model_name, message.model_version)
+    request = read_request(message, model.adapter, call.service.config.limits_config.text_bytes_max)
+    if request.timeout_s is not None:
+        deadline = time.monotonic() + request.timeout_s
+        call.deadline = deadline if call.deadline is None else min(deadline, call.deadline)
+    template = pb.ModelInferResponse(
+        model_name=model.name, model_version=model.version, id=message.id
+    )
+    return request, InferResponseBuilder(template, request, call)
 
 
 async def model_infer(message: Any, call: Call) -> Any:
-    wanted, answers = await _asked(message, call)
-    if wanted.stream:
+    request, builder = await _read_infer_request(message, call)
+    if request.stream:
         raise RequestError(
-            "stream is true, and ModelInfer answers once; call ModelStreamInfer, or leave it out",
+            "stream is true, but ModelInfer sends one response; call ModelStreamInfer, or remove "
+            "stream",
             "stream",
         )
-    return await _whole(wanted, answers, call)
+    return await _infer_final(request, builder, call)
 
 
-async def _start(wanted: Wanted, call: Call, *, whole: bool = False) -> Stream:
+async def _start_stream(request: InferRequest, call: Call, *, final_only: bool = False) -> Stream:
     try:
-        return await call.start(wanted.ask, whole=whole)
+        return await call.start(request.ask, final_only=final_only)
     except RequestError as error:
-        raise said_as(error, wanted.names) from None
+        raise translate_error(error, request.field_names) from None
 
 
-async def _whole(wanted: Wanted, answers: Answers, call: Call) -> Any:
-    stream = await _start(wanted, call, whole=True)
+async def _infer_final(request: InferRequest, builder: InferResponseBuilder, call: Call) -> Any:
+    stream = await _start_stream(request, call, final_only=True)
     pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
     async for piece in call.pieces(stream):
         pieces[piece.index].append(piece)
-    return answers.whole(
+    return builder.build_final(
         [
-            completion(index, answer, pieces[index])
+            build_completion(index, answer, pieces[index])
             for index, answer in enumerate(stream.request.answers)
         ],
     )
 
 
-async def model_stream_infer(messages: AsyncIterator[Any], call: Call, write: Write) -> None:
-    await _Requests(call, write).serve(messages)
+async def model_stream_infer(messages: AsyncIterator[Any], call: Call, write: WriteMessage) -> None:
+    await _InferStream(call, write).serve(messages)
 
 
-class _Requests:
-    """Those of one stream, at once."""
+class _InferStream:
+    """The requests of one bidirectional stream; they run concurrently."""
 
-    def __init__(self, call: Call, write: Write) -> None:
-        self._call, self._write = call, write
-        self._writing = asyncio.Lock()  # gRPC takes one message at a time.
+    def __init__(self, call: Call, write: WriteMessage) -> None:
+        self._call = call
+        self._write = write
+        self._write_lock = asyncio.Lock()  # gRPC accepts one write at a time.
         self._running: set[asyncio.Task[None]] = set()
-        config = call.service.config
-        self._most, self._idle_s = config.stream_requests_max, config.stream_idle_s
-        self._busy = time.monotonic()  # When it last had a request.
+        config = call.service.config.limits_config
+        self._requests_max = config.stream_requests_max
+        self._idle_s = config.stream_idle_s
+        self._last_busy_at = time.monotonic()  # Time at which a request was last running.
 
     async def serve(self, messages: AsyncIterator[Any]) -> None:
-        """Until the client sends no more and all have ended, or the server drains."""
-        stopping = asyncio.ensure_future(self._call.front.stop.wait())
+        """Serve until the client has sent all messages and all requests have ended.
+
+        If the server drains, read no more messages, finish the running requests, and raise.
+        """
+        stop_task = asyncio.ensure_future(self._call.frontend.stop_requested.wait())
         try:
-            while (message := await self._next(messages, stopping)) is not None:
-                await self._take(message)
+            while (message := await self._next_message(messages, stop_task)) is not None:
+                await self._accept(message)
             if self._running:
                 await asyncio.wait(self._running)
-            if stopping.done():
-                raise UnavailableError("this server is shutting down; try another", "DRAINING")
+            if stop_task.done():
+                raise UnavailableError(
+                    "this server is shutting down; try another server", "DRAINING"
+                )
         finally:
-            stopping.cancel()
+            stop_task.cancel()
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _next(self, messages: AsyncIterator[Any], stopping: "asyncio.Future[Any]") -> Any:
-        """The next message; None if there is none, or the server is to stop."""
-        coming = asyncio.ensure_future(anext(messages, None))
+    async def _next_message(
+        self, messages: AsyncIterator[Any], stop_task: "asyncio.Future[Any]"
+    ) -> Any:
+        """Return the next message; None at the end of the stream or when the server stops."""
+        next_message = asyncio.ensure_future(anext(messages, None))
         try:
-            while not (coming.done() or stopping.done()):
-                left_s = self._idle_s
+            while not (next_message.done() or stop_task.done()):
+                remaining_s = self._idle_s
                 if not self._running:
-                    left_s -= time.monotonic() - self._busy
-                if left_s <= 0:
+                    remaining_s -= time.monotonic() - self._last_busy_at
+                if remaining_s <= 0:
                     raise RefusedError(
                         "IDLE_STREAM",
                         f"this stream had no request for {self._idle_s:g} s (stream_idle_s), and "
-                        "each takes a place among the calls (calls_max); open another one",
+                        "every open stream counts toward calls_max; open another stream",
                     )
                 await asyncio.wait(
-                    {coming, stopping}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                    {next_message, stop_task},
+                    timeout=remaining_s,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
-            return coming.result() if coming.done() else None
+            return next_message.result() if next_message.done() else None
         finally:
-            coming.cancel()
+            next_message.cancel()
 
-    async def _take(self, message: Any) -> None:
-        if len(self._running) >= self._most:
-            return await self._end(
+    async def _accept(self, message: Any) -> None:
+        if len(self._running) >= self._requests_max:
+            return await self._send_error(
                 message,
-                Ended(
+                CallFailure(
                     REASONS["QUEUE_FULL"],
-                    f"{self._most} requests of this stream are on their way (stream_requests_max); "
-                    "wait for one to end, or open another stream",
+                    f"{self._requests_max} requests of this stream are running "
+                    "(stream_requests_max); wait for one to end, or open another stream",
                 ),
             )
-        task = asyncio.create_task(self._one(message))
+        task = asyncio.create_task(self._run_request(message))
         self._running.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._on_task_done)
 
-    def _over(self, task: "asyncio.Task[None]") -> None:
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
-        self._busy = time.monotonic()
+        self._last_busy_at = time.monotonic()
 
-    async def _one(self, message: Any) -> None:
+    async def _run_request(self, message: Any) -> None:
         try:
-            async with self._call.part("ModelStreamInfer/request") as call:
-                await self._answer(message, call)
-        except Ended as ended:
-            await self._end(message, ended)
+            async with self._call.subcall("ModelStreamInfer/request") as call:
+                await self._infer(message, call)
+        except CallFailure as error:
+            await self._send_error(message, error)
 
-    async def _answer(self, message: Any, call: Call) -> None:
-        wanted, answers = await _asked(message, call)
-        if not wanted.stream:
-            return await self._send(await _whole(wanted, answers, call), final=True)
-        stream = await _start(wanted, call)
-        left = len(stream.request.answers)
+    async def _infer(self, message: Any, call: Call) -> None:
+        request, builder = await _read_infer_request(message, call)
+        if not request.stream:
+            return await self._send_response(await _infer_final(request, builder, call), final=True)
+        stream = await _start_stream(request, call)
+        unfinished = len(stream.request.answers)
         async for piece in call.pieces(stream):
-            left -= piece.finish is not None
-            response = answers.piece(piece, stream.request.answers[piece.index])
-            await self._send(response, final=left == 0)
+            unfinished -= piece.finish is not None
+            response = builder.build_chunk(piece, stream.request.answers[piece.index])
+            await self._send_response(response, final=unfinished == 0)
 
-    async def _send(self, response: Any, *, final: bool) -> None:
-        # The last message with an answer says that it is: nobody needs an empty one after it.
-        response.parameters[FINAL].bool_param = final
-        async with self._writing:
+    async def _send_response(self, response: Any, *, final: bool) -> None:
+        # The last data message carries the final flag, so no empty final message follows it.
+        response.parameters[FINAL_RESPONSE].bool_param = final
+        async with self._write_lock:
             await self._write(pb.ModelStreamInferResponse(infer_response=response))
 
-    async def _end(self, message: Any, ended: Ended) -> None:
-        """Say what ended a request, and in parameters what else a status would."""
-        told = pb.ModelStreamInferResponse(error_message=str(ended))
-        response = told.infer_response
-        response.id, response.model_name = message.id, message.model_name
-        response.parameters[FINAL].bool_param = True
-        response.parameters["reason"].string_param = ended.reason.name
-        response.parameters["code"].string_param = ended.reason.code.name
-        if ended.field:
-            response.parameters["field"].string_param = ended.field
-        if ended.retry_s is not None:
-            response.parameters["retry_ms"].int64_param = round(1000 * ended.retry_s)
-        async with self._writing:
-            await self._write(told)
+    async def _send_error(self, message: Any, error: CallFailure) -> None:
+        """Send the error that ended a request; its code and details are response parameters."""
+        stream_response = pb.ModelStreamInferResponse(error_message=str(error))
+        response = stream_response.infer_response
+        response.id = message.id
+        response.model_name = message.model_name
+        response.parameters[FINAL_RESPONSE].bool_param = True
+        response.parameters["reason"].string_param = error.reason.name
+        response.parameters["code"].string_param = error.reason.code.name
+        if error.field:
+            response.parameters["field"].string_param = error.field
+        if error.retry_s is not None:
+            response.parameters["retry_ms"].int64_param = round(1000 * error.retry_s)
+        async with self._write_lock:
+            await self._write(stream_response)

@@ -1,8 +1,8 @@
-"""Tensors of KServe's v2 protocol: from bytes or typed contents to Python values, and back.
+"""KServe v2 tensors: converts raw bytes or typed contents to Python values, and values to bytes.
 
-A client says how many elements there are in two or three ways (shape, bytes, contents); each is
-held against the others before anything is made of it, and every fault names its tensor. Knows the
-messages by their fields alone, and nothing of what a tensor's name means.
+A request states the number of elements in two or three ways (shape, bytes, contents). The counts
+are compared before any Python value is built, and each error names the tensor. The meaning of each
+tensor is in `inputs` and `outputs`.
 """
 
 import math
@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt.errors import RequestError
-from gpt.settings import nearest, shown
+from gpt.settings import short_repr, suggest_nearest
 from serving.request import RefusedError
 
 DIMS_MAX = 8
-ELEMENTS_MAX = 1 << 20  # Of one tensor; a small datatype's bytes become objects, each far larger.
-# What a client may put anywhere in its own memory; here there is no way to reach that.
+# Elements of a tensor. Each becomes a Python object, which is far larger than a 1-byte element.
+ELEMENTS_MAX = 1 << 20
+# Triton's parameter for tensors in shared memory, which this server does not support.
 SHARED_MEMORY = "shared_memory_region"
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """How an element is written: by struct, and in which typed contents."""
+    """Encoding of an element: its `struct` code, and its field in the message's typed contents."""
 
     code: str
-    contents: str | None  # None: raw bytes are the only way.
+    contents_field: str | None  # None: the datatype exists only as raw bytes.
 
     @property
     def size(self) -> int:
@@ -51,8 +52,8 @@ DATATYPES: Mapping[str, Datatype] = {
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """An input. Its values are bool, int or float, all of one kind, or bytes."""
+class InputTensor:
+    """An input tensor. All values have one type: bool, int, float or bytes."""
 
     name: str
     datatype: str
@@ -60,154 +61,180 @@ class Tensor:
     values: tuple[Any, ...]
 
 
-def read_tensors(message: Any) -> dict[str, Tensor]:
-    """The inputs of a request by their names."""
+def read_tensors(message: Any) -> dict[str, InputTensor]:
+    """Return the input tensors of a request, by name."""
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise RequestError(
-            f"raw_input_contents has {len(raw)} and inputs has {len(message.inputs)}; send one for "
-            "each input, in their order, or none",
+            f"raw_input_contents has {len(raw)} entries and inputs has {len(message.inputs)}; send "
+            "one entry for each input, in the same order, or none",
             "raw_input_contents",
         )
-    tensors: dict[str, Tensor] = {}
-    for place, one in enumerate(message.inputs):
-        if one.name in tensors:
-            raise RequestError(f"input {shown(one.name)} is there twice; send it once", one.name)
-        if SHARED_MEMORY in one.parameters:
+    tensors: dict[str, InputTensor] = {}
+    for index, input_tensor in enumerate(message.inputs):
+        if input_tensor.name in tensors:
+            raise RequestError(
+                f"input {short_repr(input_tensor.name)} occurs twice; send it once",
+                input_tensor.name,
+            )
+        if SHARED_MEMORY in input_tensor.parameters:
             raise RefusedError(
                 "UNSUPPORTED",
-                f"input {shown(one.name)} lies in shared memory, which is not served here; send "
-                "its values",
-                one.name,
+                f"input {short_repr(input_tensor.name)} is in shared memory, which is not "
+                "supported; send its values in the request",
+                input_tensor.name,
             )
-        tensors[one.name] = _read(one, raw[place] if raw else None)
+        tensors[input_tensor.name] = _read_tensor(input_tensor, raw[index] if raw else None)
     return tensors
 
 
-def _read(one: Any, raw: bytes | None) -> Tensor:
-    name = shown(one.name)
-    count = _count(one, name)
-    if raw is not None and one.HasField("contents") and one.contents.ByteSize():
+def _read_tensor(input_tensor: Any, raw: bytes | None) -> InputTensor:
+    name = short_repr(input_tensor.name)
+    count = _element_count(input_tensor, name)
+    if raw is not None and input_tensor.HasField("contents") and input_tensor.contents.ByteSize():
         raise RequestError(
-            f"input {name} has contents, and the request has raw_input_contents; send one of them",
-            one.name,
+            f"input {name} has contents, but the request has raw_input_contents too; send only one "
+            "of them",
+            input_tensor.name,
         )
-    if one.datatype == BYTES:
-        found: Sequence[Any]
-        found = one.contents.bytes_contents if raw is None else _elements(raw, count, one.name)
-    elif one.datatype in DATATYPES:
-        found = _contents(one, name) if raw is None else _numbers(one, raw, count, name)
+    if input_tensor.datatype == BYTES:
+        elements: Sequence[Any]
+        elements = (
+            input_tensor.contents.bytes_contents
+            if raw is None
+            else _split_elements(raw, count, input_tensor.name)
+        )
+    elif input_tensor.datatype in DATATYPES:
+        elements = (
+            _typed_contents(input_tensor, name)
+            if raw is None
+            else _unpack_raw(input_tensor, raw, count, name)
+        )
     else:
-        known = nearest(one.datatype, (*DATATYPES, BYTES))
+        suggestion = suggest_nearest(input_tensor.datatype, (*DATATYPES, BYTES))
         raise RequestError(
-            f"input {name} has datatype {shown(one.datatype)}, which is not one; {known}", one.name
+            f"input {name} has unknown datatype {short_repr(input_tensor.datatype)}; {suggestion}",
+            input_tensor.name,
         )
-    if len(found) != count:
-        where = "raw_input_contents" if raw is not None else f"contents.{_field(one.datatype)}"
+    if len(elements) != count:
+        location = (
+            "raw_input_contents"
+            if raw is not None
+            else f"contents.{_contents_field(input_tensor.datatype)}"
+        )
         raise RequestError(
-            f"input {name} has shape {list(one.shape)}, which is {count} elements, and "
-            f"{len(found)} of them in {where}; make them the same",
-            one.name,
+            f"input {name} has shape {list(input_tensor.shape)}, which is {count} elements, but "
+            f"{location} has {len(elements)}; make the two numbers equal",
+            input_tensor.name,
         )
-    return Tensor(one.name, one.datatype, tuple(one.shape), tuple(found))
+    return InputTensor(
+        input_tensor.name, input_tensor.datatype, tuple(input_tensor.shape), tuple(elements)
+    )
 
 
-def _field(datatype: str) -> str | None:
-    """Where typed contents have elements of a datatype."""
-    return "bytes_contents" if datatype == BYTES else DATATYPES[datatype].contents
+def _contents_field(datatype: str) -> str | None:
+    """Return the field of the typed contents for a datatype; None if there is no such field."""
+    return "bytes_contents" if datatype == BYTES else DATATYPES[datatype].contents_field
 
 
-def _count(one: Any, name: str) -> int:
-    """How many elements the shape says."""
-    if len(one.shape) > DIMS_MAX:
+def _element_count(input_tensor: Any, name: str) -> int:
+    """Return the number of elements according to the shape."""
+    if len(input_tensor.shape) > DIMS_MAX:
         raise RequestError(
-            f"input {name} has {len(one.shape)} dimensions; at most {DIMS_MAX} may be", one.name
+            f"input {name} has {len(input_tensor.shape)} dimensions; at most {DIMS_MAX} are "
+            "allowed",
+            input_tensor.name,
         )
-    if any(dim < 0 for dim in one.shape):
+    if any(dim < 0 for dim in input_tensor.shape):
         raise RequestError(
-            f"input {name} has shape {list(one.shape)}; each dimension must be 0 or more", one.name
+            f"input {name} has shape {list(input_tensor.shape)}; each dimension must be 0 or more",
+            input_tensor.name,
         )
-    count = int(math.prod(one.shape))
+    count = int(math.prod(input_tensor.shape))
     if count > ELEMENTS_MAX:
         raise RequestError(
-            f"input {name} has shape {list(one.shape)}, which is {count} elements; at most "
-            f"{ELEMENTS_MAX} may be",
-            one.name,
+            f"input {name} has shape {list(input_tensor.shape)}, which is {count} elements; at "
+            f"most {ELEMENTS_MAX} are allowed",
+            input_tensor.name,
         )
     return count
 
 
-def _elements(raw: bytes, count: int, name: str) -> list[bytes]:
-    """Each element is its length in 4 bytes, little-endian, and then itself."""
-    found: list[bytes] = []
-    at = 0
-    while at < len(raw):
-        if len(found) == count:
+def _split_elements(raw: bytes, count: int, name: str) -> list[bytes]:
+    """Split raw BYTES: each element is a 4-byte little-endian length, followed by its data."""
+    elements: list[bytes] = []
+    offset = 0
+    while offset < len(raw):
+        if len(elements) == count:
             break
-        if at + 4 > len(raw):
+        if offset + 4 > len(raw):
             raise RequestError(
-                f"input {shown(name)} ends after {len(raw) - at} bytes of an element's length, "
-                "which is 4 bytes",
+                f"input {short_repr(name)} ends after {len(raw) - offset} bytes of an element's "
+                "length; a length is 4 bytes",
                 name,
             )
-        size = int.from_bytes(raw[at : at + 4], "little")
-        at += 4
-        if size > len(raw) - at:
+        size = int.from_bytes(raw[offset : offset + 4], "little")
+        offset += 4
+        if size > len(raw) - offset:
             raise RequestError(
-                f"input {shown(name)} has an element that says to be {size} bytes, and "
-                f"{len(raw) - at} are left; each is its length (4 bytes, little-endian) and then "
-                "itself",
+                f"input {short_repr(name)} has an element of length {size} bytes, but only "
+                f"{len(raw) - offset} bytes remain; write each element as its length (4 bytes, "
+                "little-endian) followed by its data",
                 name,
             )
-        found.append(raw[at : at + size])
-        at += size
-    if at < len(raw):
+        elements.append(raw[offset : offset + size])
+        offset += size
+    if offset < len(raw):
         raise RequestError(
-            f"input {shown(name)} has {len(raw) - at} bytes after its {count} elements; leave them "
-            "out, or make the shape larger",
+            f"input {short_repr(name)} has {len(raw) - offset} bytes after its {count} elements; "
+            "remove them, or enlarge the shape",
             name,
         )
-    return found
+    return elements
 
 
-def _numbers(one: Any, raw: bytes, count: int, name: str) -> Sequence[Any]:
-    kind = DATATYPES[one.datatype]
-    if len(raw) != count * kind.size:
+def _unpack_raw(input_tensor: Any, raw: bytes, count: int, name: str) -> Sequence[Any]:
+    element_type = DATATYPES[input_tensor.datatype]
+    if len(raw) != count * element_type.size:
         raise RequestError(
-            f"input {name} has {len(raw)} bytes; {count} elements of {one.datatype} (shape "
-            f"{list(one.shape)}) are {count * kind.size}",
-            one.name,
+            f"input {name} has {len(raw)} bytes; {count} elements of {input_tensor.datatype} "
+            f"(shape {list(input_tensor.shape)}) need {count * element_type.size}",
+            input_tensor.name,
         )
-    return struct.unpack(f"<{count}{kind.code}", raw)
+    return struct.unpack(f"<{count}{element_type.code}", raw)
 
 
-def _contents(one: Any, name: str) -> Sequence[Any]:
-    kind = DATATYPES[one.datatype]
-    if kind.contents is None:
+def _typed_contents(input_tensor: Any, name: str) -> Sequence[Any]:
+    element_type = DATATYPES[input_tensor.datatype]
+    if element_type.contents_field is None:
         raise RequestError(
-            f"input {name} is {one.datatype}, which typed contents cannot hold; send it raw",
-            one.name,
+            f"input {name} has datatype {input_tensor.datatype}, which has no typed contents; send "
+            "it in raw_input_contents",
+            input_tensor.name,
         )
-    return tuple(getattr(one.contents, kind.contents))
+    return tuple(getattr(input_tensor.contents, element_type.contents_field))
 
 
 def write_tensor(response: Any, name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Add an output, raw: a row for each answer; ragged ones are filled up to the longest."""
+    """Add a raw 2-D output with a row for each completion.
+
+    Shorter rows are padded to the length of the longest row: INT32 with -1, other types with 0.
+    """
     width = max(map(len, rows), default=0)
     output = response.outputs.add(name=name, datatype=datatype)
     output.shape.extend((len(rows), width))
     filler = -1 if datatype == "INT32" else 0
     values = [value for row in rows for value in (*row, *[filler] * (width - len(row)))]
-    response.raw_output_contents.append(_bytes(datatype, values))
+    response.raw_output_contents.append(_pack(datatype, values))
 
 
 def write_values(response: Any, name: str, datatype: str, values: Sequence[Any]) -> None:
-    """Add an output of one dimension, raw."""
+    """Add a raw 1-D output."""
     response.outputs.add(name=name, datatype=datatype).shape.append(len(values))
-    response.raw_output_contents.append(_bytes(datatype, values))
+    response.raw_output_contents.append(_pack(datatype, values))
 
 
-def _bytes(datatype: str, values: Iterable[Any]) -> bytes:
+def _pack(datatype: str, values: Iterable[Any]) -> bytes:
     if datatype == BYTES:
         texts = [value.encode() for value in values]
         return b"".join(len(text).to_bytes(4, "little") + text for text in texts)

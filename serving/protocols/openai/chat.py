@@ -1,8 +1,8 @@
-"""OpenAI's chats: what a client may say, the one prompt that its messages become, the answers.
+"""OpenAI chat completions: request fields, conversion of messages to a prompt, and choices.
 
-Fields that other completions have too are in `completion_request`. The template that makes the
-prompt is the model's, or the operator's, and never comes from a request. Tools are not for these
-models: the calls of an earlier conversation are taken as part of it, but none are made.
+`completion_request` holds the fields shared with plain completions. The chat template comes from
+the model or the operator, never from a request. The models generate no tool calls; earlier tool
+calls in the messages are accepted as part of the conversation.
 """
 
 import asyncio
@@ -12,265 +12,302 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from gpt.errors import RequestError
-from serving.engine.stream import PASSED, Stream
+from serving.engine.stream import DEADLINE_MESSAGE, Stream
 from serving.frontend.call import Call
-from serving.messages import Scored
+from serving.messages import TokenScore
 from serving.protocols.openai.completion_request import (
-    NAMES,
-    NONE,
-    PARTS_MAX,
-    Common,
-    Part,
-    adapters_of,
-    fields_of,
-    said,
+    COMPLETIONS_PATH,
+    FIELD_NAMES,
+    JSON_NULL,
+    JSON_PARTS_MAX,
+    BaseCompletionRequest,
+    RequestPart,
+    ask_fields,
+    drop_none,
+    requested_adapters,
 )
-from serving.protocols.openai.responses import FINISH, LOGPROB_MIN, Choice, Record, Shape, spelled
-from serving.request import Answer as Asked
-from serving.request import Ask, DeadlinePassedError, Piece
+from serving.protocols.openai.responses import (
+    FINISH_REASONS,
+    LOGPROB_MIN,
+    Choice,
+    CompletionFormat,
+    JsonObject,
+    format_token,
+)
+from serving.request import AnswerSpec, Ask, DeadlinePassedError, Piece
 from serving.service.service import Service
 
-PLAIN = "/v1/completions"
 
-
-class Content(msgspec.Struct):
-    """A part of a message. Others than texts have fields of their own, and are refused by kind."""
+class ContentPart(msgspec.Struct):
+    """A part of a message's content. Parts that are not text are refused by their `type`."""
 
     type: str
     text: str | None = None
 
 
-class Function(Part):
+class FunctionCall(RequestPart):
+    """The name and the JSON arguments of a called function."""
+
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(Part):
-    function: Function
+class ToolCall(RequestPart):
+    """A tool call of an earlier assistant message."""
+
+    function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
 
 
-class Message(Part):
+class ChatMessage(RequestPart):
+    """A message of the conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Content] | None = None
-    name: str | None = None  # Ignored, as there.
+    content: str | list[ContentPart] | None = None
+    name: str | None = None  # Ignored, as by OpenAI.
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # What OpenAI's client sends back of an answer. Only nothing can be in them here.
+    # OpenAI's client sends these fields of an earlier answer back. They are ignored, because this
+    # server's answers never set them.
     refusal: str | None = None
     annotations: list[msgspec.Raw] | None = None
     audio: None = None
     function_call: None = None
 
 
-class Body(Common):
+class ChatCompletionRequest(BaseCompletionRequest):
     """A request for the next message of a chat."""
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("prompt", "echo", "suffix", "inputs"), f"it is of {PLAIN}"),
-        "prompt_logprobs": f"the template's text is not told: ask {PLAIN}",
-        "truncate_prompt_tokens": "half a chat is none: leave out messages instead",
-        "chat_template": "templates come with the model or from the operator, not from requests",
-        "functions": "give tools, with tool_choice none: no calls are made here",
-        "function_call": "give tool_choice",
+    FIELD_HINTS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("prompt", "echo", "suffix", "inputs"), f"use {COMPLETIONS_PATH}"),
+        "prompt_logprobs": f"chats do not return the prompt; use {COMPLETIONS_PATH}",
+        "truncate_prompt_tokens": "a chat cannot be truncated; remove messages instead",
+        "chat_template": "the template comes from the model or the operator, not from requests",
+        "functions": "set tools, with tool_choice 'none': the models call no tools",
+        "function_call": "set tool_choice instead",
     }
 
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: msgspec.Raw = NONE
-    parallel_tool_calls: bool | None = None  # This one and the next say nothing of an answer.
+    tool_choice: msgspec.Raw = JSON_NULL
+    parallel_tool_calls: bool | None = None  # This field and the next three are ignored.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None
 
     @property
-    def names(self) -> Mapping[str, str]:
-        plain = self.max_completion_tokens is None
+    def field_names(self) -> Mapping[str, str]:
+        uses_max_tokens = self.max_completion_tokens is None
         return {
-            **{name: "messages" if other == "prompt" else other for name, other in NAMES.items()},
+            **{
+                name: "messages" if openai_field == "prompt" else openai_field
+                for name, openai_field in FIELD_NAMES.items()
+            },
             "prompt": "messages",
             "logprobs": "top_logprobs",
-            "max_new_tokens": "max_tokens" if plain else "max_completion_tokens",
+            "max_new_tokens": "max_tokens" if uses_max_tokens else "max_completion_tokens",
         }
 
     def check(self) -> None:
         if not self.messages:
-            raise RequestError("messages is not set; give at least one", "messages")
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
+            raise RequestError("messages is not set; send at least one", "messages")
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
             raise RequestError(
-                f"max_tokens is {both[0]} and max_completion_tokens is {both[1]}; they are the "
-                "same: give one of them",
+                f"max_tokens is {limits[0]} and max_completion_tokens is {limits[1]}; they mean "
+                "the same: set only one of them",
                 "max_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs are for logprobs; set that to true", "top_logprobs")
-        choice = bytes(self.tool_choice).strip()
-        # Without tools there is nothing to choose, and "auto" asks for nothing.
-        if choice != b'"none"' and (self.tools or choice not in (b"null", b'"auto"')):
+            raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
+        tool_choice = bytes(self.tool_choice).strip()
+        # Without tools, "auto" is accepted: it requests no tool call.
+        if tool_choice != b'"none"' and (self.tools or tool_choice not in (b"null", b'"auto"')):
             raise RequestError(
-                "tools cannot be called by this server's models; leave out tools, or set "
-                "tool_choice to 'none'",
+                "this server's models cannot call tools; remove tools, or set tool_choice to "
+                "'none'",
                 "tools" if self.tools else "tool_choice",
             )
         if self.store:
-            raise RequestError("nothing is stored here; leave out store", "store")
+            raise RequestError("this server stores no completions; remove store", "store")
         super().check()
 
 
-async def ask_of(body: Body, records: list[Record], call: Call) -> Ask:
-    """A chat is one prompt. `records`: its messages."""
+async def build_ask(
+    body: ChatCompletionRequest, template_messages: list[JsonObject], call: Call
+) -> Ask:
+    """Build the `Ask` of a chat. `template_messages`: the chat template's input."""
     service = call.service
     try:
-        with service.coming():
+        with service.admission_slot():
             async with asyncio.timeout_at(call.deadline):
-                ids = await service.chat.ids(records)
+                ids = await service.chat.encode(template_messages)
     except TimeoutError:
-        raise DeadlinePassedError(PASSED) from None
-    adapters = adapters_of(body, service.base_names)
-    given = fields_of(body)
+        raise DeadlinePassedError(DEADLINE_MESSAGE) from None
+    adapters = requested_adapters(body, service.base_names)
+    fields = ask_fields(body)
     if body.max_completion_tokens is not None:
-        given["max_new_tokens"] = body.max_completion_tokens
-    room = service.admission.tokens_max - len(ids)
-    if "max_new_tokens" not in given and not adapters and room > 0:
-        given["max_new_tokens"] = room  # As long as it can be; an adapter knows how long.
+        fields["max_new_tokens"] = body.max_completion_tokens
+    tokens_left = service.admission.tokens_max - len(ids)
+    if "max_new_tokens" not in fields and not adapters and tokens_left > 0:
+        fields["max_new_tokens"] = (
+            tokens_left  # The rest of the context; an adapter has its own default.
+        )
     if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
-    return Ask(ids, adapters=adapters, **given)
+        fields["logprobs"] = body.top_logprobs or 0
+    return Ask(ids, adapters=adapters, **fields)
 
 
-def records_of(body: Body) -> list[Record]:
-    """Its messages as templates know them, where nothing is there that is not said."""
+def to_template_messages(body: ChatCompletionRequest) -> list[JsonObject]:
+    """Convert the messages to the input of a chat template; unset fields are omitted."""
     messages = body.messages or []
-    arguments = [call.function.arguments for one in messages for call in one.tool_calls or ()]
-    if sum(text.count(sign) for text in arguments for sign in ",[{") > PARTS_MAX:
+    arguments = [
+        call.function.arguments for message in messages for call in message.tool_calls or ()
+    ]
+    if sum(text.count(delimiter) for text in arguments for delimiter in ",[{") > JSON_PARTS_MAX:
         raise RequestError(
-            f"the arguments of tools have more than {PARTS_MAX} parts; leave out messages",
+            f"tool call arguments have more than {JSON_PARTS_MAX} JSON parts; remove messages",
             "messages",
         )
-    return [_record(f"messages[{place}]", one) for place, one in enumerate(messages)]
+    return [
+        _template_message(f"messages[{index}]", message) for index, message in enumerate(messages)
+    ]
 
 
-def _record(where: str, message: Message) -> Record:
+def _template_message(path: str, message: ChatMessage) -> JsonObject:
     if message.tool_calls and message.role != "assistant":
         raise RequestError(
-            f"{where} is of {message.role}; only an assistant calls tools", "messages"
+            f"{path} has tool_calls and role {message.role}; the role must be assistant", "messages"
         )
     if message.tool_call_id is not None and message.role != "tool":
         raise RequestError(
-            f"{where} is of {message.role}; only a tool answers with a tool_call_id", "messages"
+            f"{path} has a tool_call_id and role {message.role}; the role must be tool", "messages"
         )
-    calls = [_call(one) for one in message.tool_calls or ()]
-    content = _content(f"{where}.content", message.content)
-    if content is None and not calls:
-        raise RequestError(f"{where} has no content; give a text", "messages")
-    # That one is OpenAI's newer word, which no template has.
+    tool_calls = [_template_tool_call(tool_call) for tool_call in message.tool_calls or ()]
+    content = _content_text(f"{path}.content", message.content)
+    if content is None and not tool_calls:
+        raise RequestError(f"{path} has no content; send a text", "messages")
+    # "developer" is OpenAI's newer name for "system"; chat templates support only "system".
     role = "system" if message.role == "developer" else message.role
-    more = said(tool_calls=calls or None, tool_call_id=message.tool_call_id)
-    return {"role": role, "content": content or "", **more}
+    tool_fields = drop_none(tool_calls=tool_calls or None, tool_call_id=message.tool_call_id)
+    return {"role": role, "content": content or "", **tool_fields}
 
 
-def _content(where: str, content: str | list[Content] | None) -> str | None:
-    """Parts of a text are lines of it."""
+def _content_text(path: str, content: str | list[ContentPart] | None) -> str | None:
+    """Return the text of a message's content. Text parts are joined by newlines."""
     if not isinstance(content, list):
         return content
     texts = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
-            kind = "text without a text" if part.type == "text" else part.type[:100]
+            kind = "text without text" if part.type == "text" else part.type[:100]
             raise RequestError(
-                f"{where}[{place}] is of type {kind!a}; this server's models read texts only",
+                f"{path}[{index}] has type {kind!a}; this server's models accept text only",
                 "messages",
             )
         texts.append(part.text)
     return "\n".join(texts)
 
 
-def _call(call: ToolCall) -> Record:
-    """Templates take arguments as what they are, not as JSON in a text."""
-    arguments: Any = call.function.arguments
+def _template_tool_call(tool_call: ToolCall) -> JsonObject:
+    """Convert a tool call to a template's input: the arguments become an object, not a string."""
+    arguments: Any = tool_call.function.arguments
     try:
-        parsed = msgspec.json.decode(arguments)
+        decoded = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
-        parsed = None
-    arguments = parsed if isinstance(parsed, dict) else arguments
-    function = {"name": call.function.name, "arguments": arguments}
-    return {**said(id=call.id), "type": "function", "function": function}
+        decoded = None
+    arguments = decoded if isinstance(decoded, dict) else arguments
+    function = {"name": tool_call.function.name, "arguments": arguments}
+    return {**drop_none(id=tool_call.id), "type": "function", "function": function}
 
 
-# --------------------------------------------------------------------------------- what is answered
+# ---------------------------------------------------------------------------------------- responses
 
 
 class ChatChoice:
-    """One answer, told bit by bit."""
+    """A choice of a chat completion in progress: converts each piece to a chunk with a delta."""
 
-    def __init__(self, index: int, answer: Asked, body: Body, service: Service) -> None:
-        self.index, self.answer = index, answer
-        self.made = self.cached = 0
+    def __init__(
+        self, index: int, answer: AnswerSpec, body: ChatCompletionRequest, service: Service
+    ) -> None:
+        self.index = index
+        self.answer = answer
+        self.generated_tokens = self.cached_tokens = 0
         self._tokenizer = service.tokenizer
-        self._tops = (body.top_logprobs or 0) if body.logprobs else None
-        self._begun = False
+        self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self._started = False
 
-    def told(self, piece: Piece) -> Record | None:
-        self.made += len(piece.token_ids)
-        self.cached += piece.cached_tokens
+    def render(self, piece: Piece) -> JsonObject | None:
+        self.generated_tokens += len(piece.token_ids)
+        self.cached_tokens += piece.cached_tokens
         if not (piece.token_ids or piece.text or piece.finish):
             return None
-        first = {} if self._begun else {"role": "assistant"}
-        seed = {} if self._begun else {"seed": self.answer.sampling.seed}
-        self._begun = True
+        role_field = {} if self._started else {"role": "assistant"}
+        seed_field = {} if self._started else {"seed": self.answer.sampling.seed}
+        self._started = True
         return {
             "index": self.index,
-            "delta": {**first, "content": piece.text},
+            "delta": {**role_field, "content": piece.text},
             "logprobs": self._logprobs(piece),
-            "finish_reason": None if piece.finish is None else FINISH.get(piece.finish, "length"),
-            **said(stop_reason=piece.stop),
-            **seed,
+            "finish_reason": None
+            if piece.finish is None
+            else FINISH_REASONS.get(piece.finish, "length"),
+            **drop_none(stop_reason=piece.stop),
+            **seed_field,
         }
 
-    def _logprobs(self, piece: Piece) -> Record | None:
-        if self._tops is None:
+    def _logprobs(self, piece: Piece) -> JsonObject | None:
+        if self._top_logprobs is None:
             return None
         pairs = zip(piece.token_ids, piece.scores, strict=True)
-        return {"content": [self._scored(*pair) for pair in pairs], "refusal": None}
+        return {"content": [self._token_logprob(*pair) for pair in pairs], "refusal": None}
 
-    def _scored(self, token: int, scored: Scored) -> Record:
-        tops = [self._token(*top) for top in scored.tops[: self._tops]]
-        return self._token(token, scored.logprob) | {"top_logprobs": tops}
+    def _token_logprob(self, token: int, scored: TokenScore) -> JsonObject:
+        alternatives = [self._token_json(*top) for top in scored.tops[: self._top_logprobs]]
+        return self._token_json(token, scored.logprob) | {"top_logprobs": alternatives}
 
-    def _token(self, token: int, logprob: float) -> Record:
+    def _token_json(self, token: int, logprob: float) -> JsonObject:
         raw = self._tokenizer.token_bytes(token)
         return {
-            "token": spelled(self._tokenizer, token),
+            "token": format_token(self._tokenizer, token),
             "logprob": max(logprob, LOGPROB_MIN),
             "bytes": None if raw is None else list(raw),
         }
 
 
-def _made(body: Body, streams: Sequence[Stream], service: Service) -> list[list[Choice]]:
+def _build_choices(
+    body: ChatCompletionRequest, streams: Sequence[Stream], service: Service
+) -> list[list[Choice]]:
     (stream,) = streams
     answers = enumerate(stream.request.answers)
     return [[ChatChoice(index, answer, body, service) for index, answer in answers]]
 
 
-def _joined(told: Record, more: Record) -> Record:
-    content = told["delta"]["content"] + more["delta"]["content"]
-    joined = {**told, **more, "delta": {**told["delta"], "content": content}}
-    if told["logprobs"] is not None:
-        scored = told["logprobs"]["content"] + more["logprobs"]["content"]
-        joined["logprobs"] = {"content": scored, "refusal": None}
-    return joined
+def _merge_chunks(choice: JsonObject, chunk: JsonObject) -> JsonObject:
+    content = choice["delta"]["content"] + chunk["delta"]["content"]
+    merged = {**choice, **chunk, "delta": {**choice["delta"], "content": content}}
+    if choice["logprobs"] is not None:
+        logprobs = choice["logprobs"]["content"] + chunk["logprobs"]["content"]
+        merged["logprobs"] = {"content": logprobs, "refusal": None}
+    return merged
 
 
-def _ended(told: Record) -> Record:
-    """The whole message, in place of what was told of it bit by bit."""
-    rest = {name: value for name, value in told.items() if name != "delta"}
-    return {**rest, "message": {**told["delta"], "refusal": None}}
+def _final_choice(choice: JsonObject) -> JsonObject:
+    """Build the choice of a final response: the joined deltas become the message."""
+    fields = {name: value for name, value in choice.items() if name != "delta"}
+    return {**fields, "message": {**choice["delta"], "refusal": None}}
 
 
-CHAT = Shape("chatcmpl", "chat.completion", "chat.completion.chunk", _made, _joined, _ended)
+CHAT_FORMAT = CompletionFormat(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    _build_choices,
+    _merge_chunks,
+    _final_choice,
+)

@@ -1,9 +1,9 @@
-"""What a client of OpenAI's completions may say, and the `Ask`s that it becomes.
+"""OpenAI completion requests: validates OpenAI's fields and vLLM's extensions, and builds `Ask`s.
 
-OpenAI's own fields, and behind them vLLM's extensions under vLLM's names; `Common` are those that
-chats have too. What is not here is refused by its name: a misspelt field that is passed over
-changes answers silently. Bounds are the admission's; here are only kinds, and what one field means
-to another.
+OpenAI's own fields come first, then vLLM's extensions under vLLM's names; `BaseCompletionRequest`
+has the fields that plain completions and chats share. An unknown field is an error, because
+ignoring a misspelt field would change completions silently. This module checks types and
+combinations of fields; the admission checks the ranges of values.
 """
 
 import json
@@ -16,16 +16,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from gpt.errors import RequestError
-from gpt.settings import nearest
+from gpt.settings import suggest_nearest
 from serving.messages import Guide, ServiceClass
 from serving.request import Ask, RefusedError
 
-MAX_TOKENS = 16  # What OpenAI makes of none.
-TEMPERATURE = 1.0
-CHATS = "/v1/chat/completions"
+MAX_TOKENS_DEFAULT = 16  # OpenAI's default.
+TEMPERATURE_DEFAULT = 1.0
+COMPLETIONS_PATH = "/v1/completions"
+CHAT_COMPLETIONS_PATH = "/v1/chat/completions"
 
-# What an `Ask` calls differently, for errors.
-NAMES = {
+# OpenAI's name for each `Ask` field that has another name; errors use OpenAI's names.
+FIELD_NAMES = {
     "adapter": "model",
     "answers": "n",
     "early_stopping": "early_stopping",
@@ -40,44 +41,53 @@ NAMES = {
 }
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """An object in a request."""
+class RequestPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON object in a request. Unknown fields are errors."""
 
 
-class StreamOptions(Part):
+class StreamOptions(RequestPart):
+    """OpenAI's `stream_options`."""
+
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with each event, what was made so far.
+    # vLLM's extension: each event contains the usage so far.
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-# JSON that is handed on as it came. Nothing is built from it here, however much it is.
-NONE = msgspec.Raw(b"null")
+# A schema stays raw JSON in this module, so that a large schema does not become Python objects.
+JSON_NULL = msgspec.Raw(b"null")
 
 
-class JsonSchema(Part):
+class JsonSchema(RequestPart):
+    """The `json_schema` of a response format."""
+
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = NONE
+    schema: msgspec.Raw = JSON_NULL
     strict: bool | None = None
 
 
-class StructuredOutputs(Part):
-    json: msgspec.Raw = NONE
+class StructuredOutputs(RequestPart):
+    """vLLM's `structured_outputs`: what a completion must match."""
+
+    json: msgspec.Raw = JSON_NULL
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
 
 
-class ResponseFormat(Part):
+class ResponseFormat(RequestPart):
+    """OpenAI's `response_format`."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Common(Part):
-    """What all completions take. None: not said, as with a null."""
+class BaseCompletionRequest(RequestPart):
+    """The fields that plain completions and chats share. None (JSON null) means unset."""
 
-    # Fields that others have, or once had, and where to go with them or why not.
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    # Hints for error messages, by name of a field that this endpoint does not have.
+    FIELD_HINTS: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     max_tokens: int | None = None
@@ -91,9 +101,9 @@ class Common(Part):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None  # Whoever that is; tokens say who calls.
+    user: str | None = None  # Ignored: the bearer token identifies the caller.
 
-    # vLLM's.
+    # vLLM's extensions.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -103,7 +113,7 @@ class Common(Part):
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    guided_json: msgspec.Raw = NONE
+    guided_json: msgspec.Raw = JSON_NULL
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -111,178 +121,199 @@ class Common(Part):
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    priority: int | None = None  # Lower is earlier, as there.
-    # Of these each can have one value here: see `FIXED`.
+    priority: int | None = None  # As in vLLM, requests with lower values run earlier.
+    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    # Ours.
+    # Preamble's extensions.
     beam_width: int | None = None
     early_stopping: bool | Literal["never"] | None = None
     typical_p: float | None = None
     no_repeat_ngram_size: int | None = None
     service_class: ServiceClass | None = None
-    timeout: float | None = None  # Seconds, by which the answer is to be done.
+    timeout: float | None = None  # Seconds from the call's arrival to its deadline.
 
     @property
     def answers(self) -> int:
         return 1 if self.n is None else self.n
 
     @property
-    def names(self) -> Mapping[str, str]:
-        """What an `Ask` calls differently."""
-        return NAMES
+    def field_names(self) -> Mapping[str, str]:
+        """OpenAI's name for each `Ask` field that has another name."""
+        return FIELD_NAMES
 
     def check(self) -> None:
-        """What one field means to another."""
+        """Raise a RequestError if two fields contradict each other, or a value is unsupported."""
         options = self.stream_options
         if options is not None and not self.stream:
-            raise RequestError("stream_options are for a stream; set stream", "stream_options")
+            raise RequestError("stream_options needs stream; set stream to true", "stream_options")
         if options is not None and options.include_obfuscation:
             raise RequestError(
-                "stream_options.include_obfuscation can only be false here; leave it out",
+                "stream_options.include_obfuscation can only be false here; remove it",
                 "stream_options",
             )
-        for name, only in FIXED.items():
-            if getattr(self, name, None) not in (None, only):
-                raise RequestError(f"{name} can only be {str(only).lower()} here", name)
+        for name, required_flag in FIXED_FLAGS.items():
+            if getattr(self, name, None) not in (None, required_flag):
+                raise RequestError(f"{name} can only be {str(required_flag).lower()} here", name)
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError(
-                f"timeout is {self.timeout}; it must be more than 0 seconds, or left out", "timeout"
+                f"timeout is {self.timeout}; it must be more than 0 seconds, or unset", "timeout"
             )
         if self.beam_width is not None and not self.use_beam_search:
-            raise RequestError("beam_width is for use_beam_search; set that too", "beam_width")
+            raise RequestError(
+                "beam_width needs use_beam_search; set use_beam_search to true", "beam_width"
+            )
 
 
-class Body(Common):
+class CompletionRequest(BaseCompletionRequest):
     """A request for completions of prompts."""
 
-    ELSEWHERE = dict.fromkeys(("messages", "tools"), "it is of chats: POST it to " + CHATS)
+    FIELD_HINTS = dict.fromkeys(
+        ("messages", "tools"), "it is a field of chats: use " + CHAT_COMPLETIONS_PATH
+    )
 
     prompt: str | list[str | int | list[int]] | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
-    truncate_prompt_tokens: int | None = None  # This and the next are vLLM's.
+    truncate_prompt_tokens: int | None = None  # This field and the next are extensions of vLLM.
     prompt_logprobs: int | None = None
-    inputs: dict[str, str] | None = None  # The fields of the adapter's template, for a prompt.
+    inputs: dict[str, str] | None = None  # Fields of the adapter's prompt template.
 
     def check(self) -> None:
         if self.suffix:
             raise RequestError(
-                "suffix is not supported: these models write on; leave it out", "suffix"
+                "suffix is not supported: the models cannot infill text; remove suffix", "suffix"
             )
         if self.best_of is not None and self.best_of != self.answers:
             raise RequestError(
-                f"best_of is {self.best_of} and n is {self.answers}; every answer that is made is "
-                "told: leave best_of out, or search with use_beam_search",
+                f"best_of is {self.best_of} and n is {self.answers}; this server returns every "
+                "completion: remove best_of, or set use_beam_search",
                 "best_of",
             )
         super().check()
 
 
-# What can be said in one way here, and is refused in the other.
-FIXED = {
+# Flags that have only one allowed value here.
+FIXED_FLAGS = {
     "add_special_tokens": True,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
 }
-Said = TypeVar("Said", bound=Common)
+RequestT = TypeVar("RequestT", bound=BaseCompletionRequest)
 _decoder = cache(msgspec.json.Decoder)
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
-_PLACE = re.compile(r" - at `(.*)`$", re.DOTALL)
-SHOWN_CHARACTERS_MAX = 200
-# Reading JSON holds everyone else up, in a thread too, and what is built costs more than its bytes.
-# A body over so many bytes is counted first, and none needs more strings, lists and objects.
-LARGE_BYTES = 64 << 10
-PARTS_MAX = 100_000
+_PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
+QUOTED_CHARACTERS_MAX = 200
+# JSON parsing holds the GIL, even in a thread, and the parsed objects take more memory than the
+# text. Therefore the strings, lists and objects of a body over LARGE_BODY_BYTES are counted first.
+# JSON_PARTS_MAX is more than any valid request needs.
+LARGE_BODY_BYTES = 64 << 10
+JSON_PARTS_MAX = 100_000
 
 
-def parsed(data: bytes, kind: type[Said]) -> Said:
-    """A request's body, or what is wrong with it. A large one takes a while: not for a loop."""
-    if len(data) > LARGE_BYTES and _parts(data) > PARTS_MAX:
+def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
+    """Parse and check a request body. Run it in a thread if the body is large."""
+    if len(data) > LARGE_BODY_BYTES and _count_json_parts(data) > JSON_PARTS_MAX:
         raise RefusedError(
             "BODY_TOO_LARGE",
-            f"the body has more than {PARTS_MAX} strings, lists and objects; send several requests",
+            f"the body has more than {JSON_PARTS_MAX} strings, lists and objects; send several "
+            "requests",
         )
     try:
-        body: Said = _decoder(kind).decode(data)
+        body: RequestT = _decoder(request_type).decode(data)
     except msgspec.ValidationError as error:
-        raise _wrong(str(error), kind) from None
+        raise _validation_error(str(error), request_type) from None
     except msgspec.DecodeError as error:
-        raise RefusedError("UNREADABLE", f"the body is not JSON: {_short(str(error))}") from None
+        raise RefusedError("UNREADABLE", f"the body is not JSON: {_shorten(str(error))}") from None
     except UnicodeDecodeError:
-        raise RefusedError("UNREADABLE", "the body is not UTF-8, as JSON has to be") from None
+        raise RefusedError("UNREADABLE", "the body is not UTF-8; send JSON in UTF-8") from None
     except RecursionError:
-        raise RefusedError("UNREADABLE", "the body is nested too deeply to be a request") from None
+        raise RefusedError("UNREADABLE", "the body is nested too deeply") from None
     body.check()
     return body
 
 
-def _parts(data: bytes) -> int:
-    """Strings, lists and objects, as far as it is JSON; no more is looked at than is needed."""
-    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = bare.count(b'"') // 2
-    if strings > PARTS_MAX:
+def _count_json_parts(data: bytes) -> int:
+    """Count the strings, lists and objects of a JSON text. Above the limit, count only strings."""
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = unescaped.count(b'"') // 2
+    if strings > JSON_PARTS_MAX:
         return strings
-    between = bare.split(b'"')[::2]
-    return strings + sum(text.count(b"[") + text.count(b"{") for text in between)
+    unquoted = unescaped.split(b'"')[::2]
+    return strings + sum(text.count(b"[") + text.count(b"{") for text in unquoted)
 
 
-def _wrong(message: str, kind: type[Common]) -> RequestError:
-    """In our words; the library's tell a place as a path from `$`."""
-    if len(message) > 4 * SHOWN_CHARACTERS_MAX:  # A name of the caller's is in it.
-        message = message[: 2 * SHOWN_CHARACTERS_MAX] + message[-2 * SHOWN_CHARACTERS_MAX :]
-    place = _PLACE.search(message)
-    what = message[: place.start()] if place else message
-    field = place[1].removeprefix("$").lstrip(".") if place else ""
-    top = re.split(r"[.\[]", field)[0] or None
-    unknown = _UNKNOWN.search(what)
-    if unknown is None:
-        return RequestError(f"{_short(field or 'the body')}: {_short(what)}", top)
-    name = unknown[1]
-    if top is not None:
-        return RequestError(f"{_short(field)} has {_short(name)!r}, which is unknown", top)
-    fields = kind.__struct_fields__
-    way = kind.ELSEWHERE.get(name) or nearest(name[:SHOWN_CHARACTERS_MAX], fields)
-    return RequestError(f"{_short(name)!r} is no field of this endpoint; {way}", _short(name))
+def _validation_error(message: str, request_type: type[BaseCompletionRequest]) -> RequestError:
+    """Convert msgspec's message to a RequestError. The message ends with a path from `$`."""
+    if len(message) > 4 * QUOTED_CHARACTERS_MAX:  # The message quotes a caller's long field name.
+        message = message[: 2 * QUOTED_CHARACTERS_MAX] + message[-2 * QUOTED_CHARACTERS_MAX :]
+    path_match = _PATH.search(message)
+    description = message[: path_match.start()] if path_match else message
+    field = path_match[1].removeprefix("$").lstrip(".") if path_match else ""
+    top_field = re.split(r"[.\[]", field)[0] or None
+    unknown_field = _UNKNOWN.search(description)
+    if unknown_field is None:
+        return RequestError(f"{_shorten(field or 'the body')}: {_shorten(description)}", top_field)
+    name = unknown_field[1]
+    if top_field is not None:
+        return RequestError(
+            f"{_shorten(field)} has the unknown field {_shorten(name)!r}", top_field
+        )
+    fields = request_type.__struct_fields__
+    suggestion = request_type.FIELD_HINTS.get(name) or suggest_nearest(
+        name[:QUOTED_CHARACTERS_MAX], fields
+    )
+    return RequestError(
+        f"{_shorten(name)!r} is not a field of this endpoint; {suggestion}", _shorten(name)
+    )
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = text.encode(errors="replace").decode()
-    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[:SHOWN_CHARACTERS_MAX] + "..."
+    return text if len(text) <= QUOTED_CHARACTERS_MAX else text[:QUOTED_CHARACTERS_MAX] + "..."
 
 
-def asks_of(body: Body, base: Sequence[str], prompts_max: int) -> list[Ask]:
-    """One for each prompt. `base`: what the model alone is called."""
-    adapters = adapters_of(body, base)
-    given = fields_of(body) | said(
+def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: int) -> list[Ask]:
+    """Build one `Ask` for each prompt. `base_names`: names of the model without an adapter."""
+    adapters = requested_adapters(body, base_names)
+    fields = ask_fields(body) | drop_none(
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         truncate_tokens=body.truncate_prompt_tokens,
     )
+    # Without max_tokens, the default of the adapter applies, if there is an adapter.
     if body.max_tokens is None and not adapters:
-        given["max_new_tokens"] = MAX_TOKENS
-    # An adapter knows how long its answers are.
-    return [Ask(prompt, adapters=adapters, **given) for prompt in _prompts(body, prompts_max)]
+        fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
+    return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
 
 
-def adapters_of(body: Common, base: Sequence[str]) -> tuple[str, ...]:
-    return () if body.model in (None, *base) else (str(body.model),)
+def requested_adapters(body: BaseCompletionRequest, base_names: Sequence[str]) -> tuple[str, ...]:
+    return () if body.model in (None, *base_names) else (str(body.model),)
 
 
-def said(**values: Any) -> dict[str, Any]:
-    """Those that are."""
+def unknown_model_error(model: str) -> RefusedError:
+    quoted_model = ascii(model)[:100]
+    return RefusedError(
+        "UNKNOWN_MODEL",
+        f"there is no model {quoted_model} here; GET /v1/models lists all models",
+        "model",
+    )
+
+
+def drop_none(**values: Any) -> dict[str, Any]:
+    """Return the keyword arguments that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _prompts(body: Body, prompts_max: int) -> list[Any]:
+def _read_prompts(body: CompletionRequest, prompts_max: int) -> list[Any]:
     prompt = body.prompt
     if body.inputs is not None:
         if prompt is not None:
@@ -290,35 +321,35 @@ def _prompts(body: Body, prompts_max: int) -> list[Any]:
         return [body.inputs]
     if prompt is None or prompt == []:
         raise RequestError(
-            "prompt is not set; give a text, token ids, or a list of either", "prompt"
+            "prompt is not set; send a text, token ids, or a list of either", "prompt"
         )
     if isinstance(prompt, str):
         return [prompt]
-    whole = [one for one in prompt if not isinstance(one, int)]
-    if not whole:
+    prompts = [element for element in prompt if not isinstance(element, int)]
+    if not prompts:
         return [tuple(prompt)]
-    if len(whole) < len(prompt):
+    if len(prompts) < len(prompt):
         raise RequestError(
-            "prompt has token ids beside whole prompts; give ids, or a list of lists of them",
+            "prompt mixes token ids and whole prompts; send token ids, or a list of prompts",
             "prompt",
         )
     if len(prompt) > prompts_max:
         raise RequestError(
-            f"prompt has {len(prompt)} prompts; at most {prompts_max} may be in one request "
+            f"prompt has {len(prompt)} prompts; at most {prompts_max} are allowed in one request "
             "(prompts_max)",
             "prompt",
         )
-    return [one if isinstance(one, str) else tuple(one) for one in whole]
+    return [element if isinstance(element, str) else tuple(element) for element in prompts]
 
 
-def fields_of(body: Common) -> dict[str, Any]:
-    """Of an `Ask`, all but what is asked of whom."""
-    # Some say so that a filter is off.
+def ask_fields(body: BaseCompletionRequest) -> dict[str, Any]:
+    """Return the `Ask` fields of plain completions and chats, without prompt and adapters."""
+    # -1 turns top_k off in vLLM; 0 turns it off in an `Ask`.
     top_k = 0 if body.top_k in (None, -1) else body.top_k
     temperature = body.temperature
     if temperature is None and not body.use_beam_search:
-        temperature = TEMPERATURE
-    given = {
+        temperature = TEMPERATURE_DEFAULT
+    fields = {
         "answers": body.n,
         "max_new_tokens": body.max_tokens,
         "min_new_tokens": body.min_tokens,
@@ -330,14 +361,14 @@ def fields_of(body: Common) -> dict[str, Any]:
         "repetition_penalty": body.repetition_penalty,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
-        "logit_bias": None if body.logit_bias is None else _bias(body.logit_bias),
-        "allowed_token_ids": _tuple(body.allowed_token_ids),
-        "bad_words": _tuple(body.bad_words),
+        "logit_bias": None if body.logit_bias is None else _logit_bias(body.logit_bias),
+        "allowed_token_ids": _as_tuple(body.allowed_token_ids),
+        "bad_words": _as_tuple(body.bad_words),
         "no_repeat_ngram_size": body.no_repeat_ngram_size,
         "seed": body.seed,
-        "stop_strings": (body.stop,) if isinstance(body.stop, str) else _tuple(body.stop),
-        "stop_token_ids": _tuple(body.stop_token_ids),
-        "guide": _guide(body),
+        "stop_strings": (body.stop,) if isinstance(body.stop, str) else _as_tuple(body.stop),
+        "stop_token_ids": _as_tuple(body.stop_token_ids),
+        "guide": _read_guide(body),
         "ignore_ends": body.ignore_eos,
         "stop_in_text": body.include_stop_str_in_output,
         "beam_width": _beam_width(body),
@@ -346,93 +377,95 @@ def fields_of(body: Common) -> dict[str, Any]:
         "service": body.service_class,
         "priority": None if body.priority is None else -body.priority,
     }
-    return said(**given)
+    return drop_none(**fields)
 
 
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+def _as_tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _bias(bias: dict[str, float]) -> dict[int, float]:
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     for name in bias:
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise RequestError(
-                f"logit_bias has {_short(name)!r}; its keys are token ids, as '50256'", "logit_bias"
+                f"logit_bias has the key {_shorten(name)!r}; keys must be token ids, as '50256'",
+                "logit_bias",
             )
     return {int(name): value for name, value in bias.items()}
 
 
-def _beam_width(body: Common) -> int | None:
+def _beam_width(body: BaseCompletionRequest) -> int | None:
     if not body.use_beam_search:
         return None
     width = body.answers if body.beam_width is None else body.beam_width
     if width < 2:
         raise RequestError(
-            f"a beam search of width {width} is none; set n or beam_width to 2 at least",
+            f"the beam search has width {width}; set n or beam_width to 2 or more",
             "beam_width",
         )
     return width
 
 
-def _prompt_logprobs(body: Body) -> int | None:
-    wanted = [body.prompt_logprobs] if body.prompt_logprobs is not None else []
+def _prompt_logprobs(body: CompletionRequest) -> int | None:
+    counts = [body.prompt_logprobs] if body.prompt_logprobs is not None else []
     if body.echo and body.logprobs is not None:
-        wanted.append(body.logprobs)
+        counts.append(body.logprobs)
     if body.max_tokens == 0:
-        wanted.append(0)  # Then the prompt is all there is to run.
-    # One that is out of bounds is not to hide behind another.
-    return min(wanted) if wanted and min(wanted) < 0 else max(wanted, default=None)
+        counts.append(0)  # No new token is requested, so the prompt must be scored.
+    # A negative count must reach the admission, which refuses it; max() would hide it.
+    return min(counts) if counts and min(counts) < 0 else max(counts, default=None)
 
 
-def _guide(body: Common) -> Guide | None:
+def _read_guide(body: BaseCompletionRequest) -> Guide | None:
     guides: dict[str, Guide] = {}
-    if body.guided_json != NONE:
-        guides["guided_json"] = Guide("json", _schema(body.guided_json, "guided_json"))
+    if body.guided_json != JSON_NULL:
+        guides["guided_json"] = Guide("json", _schema_text(body.guided_json, "guided_json"))
     if body.guided_regex is not None:
         guides["guided_regex"] = Guide("regex", body.guided_regex)
     if body.guided_choice is not None:
         guides["guided_choice"] = Guide("choice", json.dumps(body.guided_choice))
     if body.guided_grammar is not None:
         guides["guided_grammar"] = Guide("grammar", body.guided_grammar)
-    if (wanted := body.structured_outputs) is not None:
-        within = "structured_outputs"
-        if wanted.json != NONE:
-            guides[f"{within}.json"] = Guide("json", _schema(wanted.json, within))
-        if wanted.regex is not None:
-            guides[f"{within}.regex"] = Guide("regex", wanted.regex)
-        if wanted.choice is not None:
-            guides[f"{within}.choice"] = Guide("choice", json.dumps(wanted.choice))
-        if wanted.grammar is not None:
-            guides[f"{within}.grammar"] = Guide("grammar", wanted.grammar)
+    if (structured := body.structured_outputs) is not None:
+        field = "structured_outputs"
+        if structured.json != JSON_NULL:
+            guides[f"{field}.json"] = Guide("json", _schema_text(structured.json, field))
+        if structured.regex is not None:
+            guides[f"{field}.regex"] = Guide("regex", structured.regex)
+        if structured.choice is not None:
+            guides[f"{field}.choice"] = Guide("choice", json.dumps(structured.choice))
+        if structured.grammar is not None:
+            guides[f"{field}.grammar"] = Guide("grammar", structured.grammar)
     if body.response_format is not None and body.response_format.type != "text":
-        guides["response_format"] = Guide("json", _format(body.response_format))
+        guides["response_format"] = Guide("json", _response_schema(body.response_format))
     if len(guides) > 1:
-        raise RequestError(f"{' and '.join(guides)} are set; give one of them", list(guides)[1])
+        raise RequestError(f"{' and '.join(guides)} are set; set only one of them", list(guides)[1])
     return next(iter(guides.values()), None)
 
 
-def _format(wanted: ResponseFormat) -> str:
-    if wanted.type == "json_object":
+def _response_schema(response_format: ResponseFormat) -> str:
+    if response_format.type == "json_object":
         return '{"type": "object"}'
-    if wanted.json_schema is None or wanted.json_schema.schema == NONE:
+    if response_format.json_schema is None or response_format.json_schema.schema == JSON_NULL:
         raise RequestError(
-            "response_format is json_schema and has no json_schema.schema", "response_format"
+            "response_format is json_schema without json_schema.schema; add the schema",
+            "response_format",
         )
-    return _schema(wanted.json_schema.schema, "response_format")
+    return _schema_text(response_format.json_schema.schema, "response_format")
 
 
-def _schema(schema: msgspec.Raw, field: str) -> str:
-    """Its text, which may be in a string."""
+def _schema_text(schema: msgspec.Raw, field: str) -> str:
+    """Return the text of a JSON schema; the field may be an object, or a string of JSON."""
     try:
         text = bytes(schema).decode()
     except UnicodeDecodeError:
-        raise RefusedError("UNREADABLE", f"{field} is not UTF-8, as JSON has to be") from None
+        raise RefusedError("UNREADABLE", f"{field} is not UTF-8; send JSON in UTF-8") from None
     return str(msgspec.json.decode(schema)) if text.startswith('"') else text
 
 
-def guide_field(body: Common) -> str:
-    """Which field it was that said what an answer must match."""
+def guide_field(body: BaseCompletionRequest) -> str:
+    """Return the name of the field that set the guide."""
     fields = ("guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-    if body.guided_json != NONE:
+    if body.guided_json != JSON_NULL:
         return "guided_json"
-    return next((one for one in fields if getattr(body, one) is not None), "response_format")
+    return next((field for field in fields if getattr(body, field) is not None), "response_format")

@@ -1,223 +1,261 @@
-"""What the answers of completions look like: choices, told bit by bit, whole or in events.
+"""OpenAI choices: renders pieces of text as chunks of a choice, with log-probabilities.
 
-Log-probabilities have OpenAI's old shape, which programs that score texts read. A `Shape` is all in
-which one kind of completions differs from the other; chat's is in `chat`. Knows no HTTP.
+Plain completions have log-probabilities in OpenAI's legacy format, which evaluation programs read.
+A `CompletionFormat` contains every difference between the responses of plain completions and chats;
+the chat format is in `chat`. `streaming` sends the chunks or merges them into one response. This
+module is independent of HTTP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gpt.tokenizers.detokenizer import TextStream
+from gpt.tokenizers.detokenizer import IncrementalDetokenizer
 from gpt.tokenizers.tokenizer import Tokenizer
 from serving.engine.stream import Stream
-from serving.messages import Scored
-from serving.protocols.openai.completion_request import Body
-from serving.request import Answer as Asked
-from serving.request import Finish, Piece
+from serving.messages import TokenScore
+from serving.protocols.openai.completion_request import CompletionRequest
+from serving.request import AnswerSpec, FinishReason, Piece
 from serving.service.service import Service
 
-FINISH: Mapping[Finish, str] = {"stop": "stop", "length": "length", "scored": "length"}
-# JSON has no infinity, which the logarithm of no chance at all is.
+FINISH_REASONS: Mapping[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "scored": "length",
+}
+# Replaces minus infinity (probability 0), which JSON cannot represent.
 LOGPROB_MIN = -9999.0
 
-Record = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class Choice(Protocol):
-    """One answer on its way."""
+    """A choice in progress: turns the pieces of one completion into chunks."""
 
     @property
     def index(self) -> int: ...
     @property
-    def answer(self) -> Asked: ...
+    def answer(self) -> AnswerSpec: ...
     @property
-    def made(self) -> int:
-        """Tokens so far,"""
+    def generated_tokens(self) -> int:
+        """Number of completion tokens so far."""
         ...
 
     @property
-    def cached(self) -> int:
-        """and those of the prompt that were known."""
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens found in the prefix cache."""
         ...
 
-    def told(self, piece: Piece) -> Record | None:
-        """A piece as a choice of an event; None: there is nothing to tell yet."""
+    def render(self, piece: Piece) -> JsonObject | None:
+        """Return this choice's chunk for one piece; None if the piece adds nothing."""
         ...
 
 
 @dataclass(frozen=True)
-class Shape:
-    """`made`: the choices of each stream. `joined`: two bits of a choice. `ended`: a whole one."""
+class CompletionFormat:
+    """The response format of an endpoint: plain completions or chats.
 
-    prefix: str
-    whole: str
-    event: str
-    made: Callable[[Any, Sequence[Stream], Service], list[list[Choice]]]
-    joined: Callable[[Record, Record], Record]
-    ended: Callable[[Record], Record]
+    `build_choices` returns the choices of each stream, `merge_chunks` joins consecutive chunks of a
+    choice, and `finalize` converts the joined chunks to a choice of a final response.
+    """
+
+    id_prefix: str
+    final_object: str
+    chunk_object: str
+    build_choices: Callable[[Any, Sequence[Stream], Service], list[list[Choice]]]
+    merge_chunks: Callable[[JsonObject, JsonObject], JsonObject]
+    finalize: Callable[[JsonObject], JsonObject]
 
 
-def _made(body: Body, streams: Sequence[Stream], service: Service) -> list[list[Choice]]:
-    made: list[list[Choice]] = []
-    for place, stream in enumerate(streams):
-        first = sum(map(len, made))
-        prompt = body.prompt[place] if isinstance(body.prompt, list) else body.prompt
-        echoed = prompt if isinstance(prompt, str) and not body.truncate_prompt_tokens else None
-        made.append(
+def _build_choices(
+    body: CompletionRequest, streams: Sequence[Stream], service: Service
+) -> list[list[Choice]]:
+    choices: list[list[Choice]] = []
+    for stream_index, stream in enumerate(streams):
+        first_index = sum(map(len, choices))
+        prompt = body.prompt[stream_index] if isinstance(body.prompt, list) else body.prompt
+        echo_text = prompt if isinstance(prompt, str) and not body.truncate_prompt_tokens else None
+        choices.append(
             [
-                TextChoice(first + index, answer, body, service, echoed)
+                TextChoice(first_index + index, answer, body, service, echo_text)
                 for index, answer in enumerate(stream.request.answers)
             ]
         )
-    return made
+    return choices
 
 
-def _joined(told: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Two bits of a choice, one after the other."""
-    joined = {**told, **more, "text": told["text"] + more["text"]}
-    if told["logprobs"] is not None and more["logprobs"] is not None:
-        joined["logprobs"] = {
-            name: values + more["logprobs"][name] for name, values in told["logprobs"].items()
+def _merge_chunks(choice: dict[str, Any], chunk: dict[str, Any]) -> dict[str, Any]:
+    """Join two consecutive chunks of a choice."""
+    merged = {**choice, **chunk, "text": choice["text"] + chunk["text"]}
+    if choice["logprobs"] is not None and chunk["logprobs"] is not None:
+        merged["logprobs"] = {
+            name: values + chunk["logprobs"][name] for name, values in choice["logprobs"].items()
         }
-    if "prompt_logprobs" in told:
-        joined["prompt_logprobs"] = told["prompt_logprobs"]
-    return joined
+    if "prompt_logprobs" in choice:
+        merged["prompt_logprobs"] = choice["prompt_logprobs"]
+    return merged
 
 
 class TextChoice:
-    """One answer, told bit by bit."""
+    """A choice of a plain completion in progress, with echo of the prompt and log-probabilities."""
 
     def __init__(
-        self, index: int, answer: Asked, body: Body, service: Service, echoed: str | None
+        self,
+        index: int,
+        answer: AnswerSpec,
+        body: CompletionRequest,
+        service: Service,
+        echo_text: str | None,
     ) -> None:
-        self.index, self.answer = index, answer
+        self.index = index
+        self.answer = answer
         self._vocab_size = service.checkpoint.config.vocab_size
-        self.made = self.cached = 0
-        self._echo, self._logprobs = bool(body.echo), body.logprobs
-        self._prompt_tops = body.prompt_logprobs
-        self._tokenizer, self._echoed = service.tokenizer, echoed
-        self._prompt_scores: list[Scored | None] = []
-        self._begun = False
-        self._stream, self._offset = TextStream(service.tokenizer, started=True), 0
+        self.generated_tokens = self.cached_tokens = 0
+        self._echo = bool(body.echo)
+        self._logprobs = body.logprobs
+        self._prompt_logprobs = body.prompt_logprobs
+        self._tokenizer = service.tokenizer
+        self._echo_text = echo_text
+        self._prompt_scores: list[TokenScore | None] = []
+        self._started = False
+        self._detokenizer = IncrementalDetokenizer(service.tokenizer, continues_text=True)
+        self._text_offset = 0
 
-    def told(self, piece: Piece) -> dict[str, Any] | None:
-        """A piece as a choice; None: there is nothing to tell yet."""
-        self.made += len(piece.token_ids)
-        self.cached += piece.cached_tokens
+    def render(self, piece: Piece) -> dict[str, Any] | None:
+        """Return this choice's chunk for one piece; None if the piece adds nothing."""
+        self.generated_tokens += len(piece.token_ids)
+        self.cached_tokens += piece.cached_tokens
         self._prompt_scores += piece.prompt_scores
         if not (piece.token_ids or piece.text or piece.finish):
             return None
-        text, tokens = piece.text, _Tokens(self._logprobs, self._tokenizer)
-        record: dict[str, Any] = {"index": self.index}
-        if not self._begun:
-            self._begun = True
-            text = self._prompt(tokens) + text
-            record["seed"] = self.answer.sampling.seed
-            if self._prompt_tops is not None:
-                record["prompt_logprobs"] = self._prompt_record(self._prompt_tops)
+        text, tokens = piece.text, _TokenLogprobs(self._logprobs, self._tokenizer)
+        choice: dict[str, Any] = {"index": self.index}
+        if not self._started:
+            self._started = True
+            text = self._render_prompt(tokens) + text
+            choice["seed"] = self.answer.sampling.seed
+            if self._prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._render_prompt_logprobs(self._prompt_logprobs)
         if self._logprobs is not None:
-            self._offset = tokens.add(self._stream, piece.token_ids, piece.scores, self._offset)
-        stop = {"stop_reason": piece.stop} if piece.stop is not None else {}
-        return record | {
+            self._text_offset = tokens.add_tokens(
+                self._detokenizer, piece.token_ids, piece.scores, self._text_offset
+            )
+        stop_field = {"stop_reason": piece.stop} if piece.stop is not None else {}
+        return choice | {
             "text": text,
-            "logprobs": None if self._logprobs is None else tokens.record(),
-            "finish_reason": None if piece.finish is None else FINISH.get(piece.finish, "length"),
-            **stop,
+            "logprobs": None if self._logprobs is None else tokens.to_json(),
+            "finish_reason": None
+            if piece.finish is None
+            else FINISH_REASONS.get(piece.finish, "length"),
+            **stop_field,
         }
 
     @property
-    def _prompt_ids(self) -> list[tuple[int, int]]:
-        """The text's tokens, each with its place; an adapter's rows are nobody's business."""
-        rows = self.answer.virtual_tokens
+    def _prompt_positions(self) -> list[tuple[int, int]]:
+        """Return position and id of each prompt token, without virtual tokens."""
+        virtual_tokens = self.answer.virtual_tokens
         prompt = enumerate(self.answer.prompt)
-        return [(place, one) for place, one in prompt if not rows or one < self._vocab_size]
+        return [
+            (position, token)
+            for position, token in prompt
+            if not virtual_tokens or token < self._vocab_size
+        ]
 
-    def _prompt(self, tokens: "_Tokens") -> str:
-        """The prompt's text, if it is wanted; its tokens are told too then."""
+    def _render_prompt(self, tokens: "_TokenLogprobs") -> str:
+        """Return the prompt's text ('' without `echo`), and add its logprobs to `tokens`."""
         if not self._echo:
             return ""
-        known = self._prompt_ids
-        ids = [token for _, token in known]
-        text = self._tokenizer.decode(ids) if self._echoed is None else self._echoed
+        positions = self._prompt_positions
+        ids = [token for _, token in positions]
+        text = self._tokenizer.decode(ids) if self._echo_text is None else self._echo_text
         if self._logprobs is not None:
             assert len(self._prompt_scores) == len(self.answer.prompt)
-            scores = [self._prompt_scores[place] for place, _ in known]
-            tokens.add(TextStream(self._tokenizer), ids, scores, 0)
-        self._offset = len(text)
+            scores = [self._prompt_scores[position] for position, _ in positions]
+            tokens.add_tokens(IncrementalDetokenizer(self._tokenizer), ids, scores, 0)
+        self._text_offset = len(text)
         return text
 
-    def _prompt_record(self, tops: int) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: by token id."""
-        told: list[dict[str, Any] | None] = []
-        for place, token in self._prompt_ids:
-            scored = self._prompt_scores[place]
+    def _render_prompt_logprobs(self, tops: int) -> list[dict[str, Any] | None]:
+        """Build vLLM's `prompt_logprobs`: for each prompt token, a map by token id."""
+        logprobs: list[dict[str, Any] | None] = []
+        for position, token in self._prompt_positions:
+            scored = self._prompt_scores[position]
             if scored is None:
-                told.append(None)
+                logprobs.append(None)
                 continue
-            entry = {
-                str(one): {
+            alternatives = {
+                str(top_token): {
                     "logprob": max(logprob, LOGPROB_MIN),
                     "rank": rank,
-                    "decoded_token": spelled(self._tokenizer, one),
+                    "decoded_token": format_token(self._tokenizer, top_token),
                 }
-                for rank, (one, logprob) in enumerate(scored.tops[:tops], 1)
+                for rank, (top_token, logprob) in enumerate(scored.tops[:tops], 1)
             }
-            own = {"logprob": max(scored.logprob, LOGPROB_MIN), "rank": scored.rank or None}
-            entry[str(token)] = own | {"decoded_token": spelled(self._tokenizer, token)}
-            told.append(entry)
-        return told
+            token_logprob = {
+                "logprob": max(scored.logprob, LOGPROB_MIN),
+                "rank": scored.rank or None,
+            }
+            alternatives[str(token)] = token_logprob | {
+                "decoded_token": format_token(self._tokenizer, token)
+            }
+            logprobs.append(alternatives)
+        return logprobs
 
 
-class _Tokens:
-    """OpenAI's log-probabilities: parallel lists over tokens."""
+class _TokenLogprobs:
+    """OpenAI's log-probabilities: lists of equal length with one entry per token."""
 
     def __init__(self, tops: int | None, tokenizer: Tokenizer) -> None:
-        self._tops, self._tokenizer = tops or 0, tokenizer
-        self._words: list[str] = []
+        self._top_count = tops or 0
+        self._tokenizer = tokenizer
+        self._token_texts: list[str] = []
         self._logprobs: list[float | None] = []
-        self._best: list[dict[str, float] | None] = []
+        self._top_logprobs: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
 
-    def add(
+    def add_tokens(
         self,
-        stream: TextStream,
+        detokenizer: IncrementalDetokenizer,
         ids: Sequence[int],
-        scores: Sequence[Scored | None],
+        scores: Sequence[TokenScore | None],
         offset: int,
     ) -> int:
-        """`offset`: where the first one begins in the text. Returns where the next one will."""
+        """Add tokens whose text begins at `offset`; return the offset of the next token."""
         for token, scored in zip(ids, scores, strict=True):
             self._offsets.append(offset)
-            text, word = stream.push(token), spelled(self._tokenizer, token)
+            text, token_text = detokenizer.push(token), format_token(self._tokenizer, token)
             offset += len(text)
-            if text and word.endswith(text):
-                word = text  # Without the space that a text does not begin with.
-            self._words.append(word)
+            if text and token_text.endswith(text):
+                token_text = text  # The detokenizer strips the space at the start of a text.
+            self._token_texts.append(token_text)
             self._logprobs.append(None if scored is None else max(scored.logprob, LOGPROB_MIN))
-            self._best.append(None if scored is None else self._alternatives(token, word, scored))
+            self._top_logprobs.append(
+                None if scored is None else self._top_alternatives(token, token_text, scored)
+            )
         return offset
 
-    def _alternatives(self, token: int, word: str, scored: Scored) -> dict[str, float]:
-        """The best ones, and the token itself. Of several that read alike the best one is told."""
-        best: dict[str, float] = {}
-        for one, logprob in scored.tops[: self._tops]:
-            name = word if one == token else spelled(self._tokenizer, one)
-            best.setdefault(name, max(logprob, LOGPROB_MIN))
-        best.setdefault(word, max(scored.logprob, LOGPROB_MIN))
-        return best
+    def _top_alternatives(
+        self, token: int, token_text: str, scored: TokenScore
+    ) -> dict[str, float]:
+        """Return logprobs by text of the top tokens and of `token`; of equal texts, the first."""
+        logprobs: dict[str, float] = {}
+        for top_token, logprob in scored.tops[: self._top_count]:
+            text = token_text if top_token == token else format_token(self._tokenizer, top_token)
+            logprobs.setdefault(text, max(logprob, LOGPROB_MIN))
+        logprobs.setdefault(token_text, max(scored.logprob, LOGPROB_MIN))
+        return logprobs
 
-    def record(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, list[Any]]:
         return {
-            "tokens": self._words,
+            "tokens": self._token_texts,
             "token_logprobs": self._logprobs,
-            "top_logprobs": self._best,
+            "top_logprobs": self._top_logprobs,
             "text_offset": self._offsets,
         }
 
 
-def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token as OpenAI writes it: text, or bytes of it; of one that is neither, its id."""
+def format_token(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token in OpenAI's notation: its text, or else its bytes, or else its id."""
     raw = tokenizer.token_bytes(token)
     if raw is None:
         return f"token_id:{token}"
@@ -227,4 +265,11 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-TEXT = Shape("cmpl", "text_completion", "text_completion", _made, _joined, lambda told: told)
+TEXT_FORMAT = CompletionFormat(
+    "cmpl",
+    "text_completion",
+    "text_completion",
+    _build_choices,
+    _merge_chunks,
+    lambda choice: choice,
+)

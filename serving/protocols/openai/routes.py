@@ -1,14 +1,15 @@
-"""OpenAI's completions, chats and `/v1/models`: the base is a model, and so is each adapter.
+"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions and /v1/models.
 
-A body becomes an `Ask` for each prompt, pieces become choices: whole, or event by event. What a
-field means is in `completion_request` and `chat`, what an answer looks like in `responses`
-and there; what HTTP is, in `serving.frontend.http_transport`.
+The base model and each adapter are models. Each prompt of a request body becomes an `Ask`, and the
+pieces of its stream become choices, in one response or in server-sent events. The meaning of
+request fields is in `completion_request` and `chat`, the format of choices in `responses` and
+`chat`, the chunks of a stream in `streaming`, and the HTTP transport in
+`serving.frontend.http_transport`.
 """
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -16,289 +17,214 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from gpt.errors import RequestError
-from serving.engine.stream import Stream
-from serving.frontend.call import Call, Ended, Front
-from serving.frontend.field_names import worded
+from serving.frontend.call import Call, CallFailure, Frontend
+from serving.frontend.field_names import translate_message
 from serving.frontend.http_transport import (
-    GOODBYE_S,
-    JSON,
-    Answer,
-    Events,
+    JSON_TYPE,
+    SHUTDOWN_TIMEOUT_S,
+    EventStream,
+    Handler,
     Routes,
-    answered,
-    body_of,
-    came,
-    record_of,
+    call_origin,
+    error_body,
+    json_response,
+    read_body,
 )
 from serving.protocols.openai import chat as openai_chat
-from serving.protocols.openai.chat import CHAT, ask_of, records_of
+from serving.protocols.openai.chat import CHAT_FORMAT, build_ask, to_template_messages
 from serving.protocols.openai.completion_request import (
-    CHATS,
-    LARGE_BYTES,
-    Body,
-    Common,
-    Said,
-    asks_of,
+    CHAT_COMPLETIONS_PATH,
+    COMPLETIONS_PATH,
+    LARGE_BODY_BYTES,
+    BaseCompletionRequest,
+    CompletionRequest,
+    RequestT,
+    build_asks,
     guide_field,
-    parsed,
+    parse_request,
+    unknown_model_error,
 )
-from serving.protocols.openai.responses import TEXT, Choice, Shape
-from serving.request import Ask, Piece, RefusedError
+from serving.protocols.openai.responses import TEXT_FORMAT, CompletionFormat
+from serving.protocols.openai.streaming import CompletionRun
+from serving.request import Ask, RefusedError
 
 T = TypeVar("T")
 
-WIRE = "openai"
-TEXTS = "/v1/completions"
+PROTOCOL = "openai"
 
 
-def routes(front: Front) -> Routes:
-    """The endpoints, by path."""
-    surface = _Surface(front)
-    models: Mapping[str, Answer] = {"GET": surface.models, "HEAD": surface.models}
+def routes(frontend: Frontend) -> Routes:
+    """Return the handlers of the OpenAI endpoints, by path and HTTP method."""
+    handlers = _OpenAIHandlers(frontend)
+    models: Mapping[str, Handler] = {"GET": handlers.models, "HEAD": handlers.models}
     return {
-        TEXTS: {"POST": surface.completions},
-        CHATS: {"POST": surface.chat},
+        COMPLETIONS_PATH: {"POST": handlers.completions},
+        CHAT_COMPLETIONS_PATH: {"POST": handlers.chat},
         "/v1/models": models,
         "/v1/models/": models,
     }
 
 
-class _Surface:
-    def __init__(self, front: Front) -> None:
-        self._front = front
+class _OpenAIHandlers:
+    """The HTTP handlers of the OpenAI endpoints."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
         self._created = int(time.time())
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
-        async with self._front.call(
-            WIRE, "models", _credential(request), came=came(request, "/v1/models")
+        async with self._frontend.call(
+            PROTOCOL, "models", _credential(request), origin=call_origin(request, "/v1/models")
         ) as call:
-            call.caller.must("generate")
-            base = call.service.name
-            wanted = request.path.removeprefix("/v1/models").lstrip("/")
-            found = {base: self._model(base, None, call.service.admission.context_tokens_max)}
-            for resident, current in call.service.adapters.list(call.caller.tenant):
-                names = (resident.name, resident.key) if current else (resident.key,)
+            call.caller.require_role("generate")
+            base_name = call.service.name
+            model_id = request.path.removeprefix("/v1/models").lstrip("/")
+            models = {
+                base_name: self._model_record(
+                    base_name, None, call.service.admission.context_tokens_max
+                )
+            }
+            for adapter, is_current in call.service.adapters.list_visible(call.caller.tenant):
+                names = (adapter.name, adapter.key) if is_current else (adapter.key,)
                 for name in names:
                     if name not in call.service.base_names:
-                        found[name] = self._model(name, base, None)
-            if not wanted:
-                return answered({"object": "list", "data": list(found.values())})
-            if wanted in call.service.base_names:  # By the name that is not listed, too.
-                found[wanted] = {**found[base], "id": wanted}
-            if wanted not in found:
-                raise _unknown(wanted)
-            return answered(found[wanted])
+                        models[name] = self._model_record(name, base_name, None)
+            if not model_id:
+                return json_response({"object": "list", "data": list(models.values())})
+            # The list has one name of the base model; GET /v1/models/NAME also accepts the other.
+            if model_id in call.service.base_names:
+                models[model_id] = {**models[base_name], "id": model_id}
+            if model_id not in models:
+                raise unknown_model_error(model_id)
+            return json_response(models[model_id])
 
-    def _model(self, name: str, parent: str | None, context: int | None) -> dict[str, Any]:
+    def _model_record(self, name: str, parent: str | None, context: int | None) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": self._created, "owned_by": "preamble"}
         return model | {"root": parent or name, "parent": parent, "max_model_len": context}
 
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
-        async def asks(data: bytes, body: Body, call: Call) -> list[Ask]:
+        async def make_asks(data: bytes, body: CompletionRequest, call: Call) -> list[Ask]:
             service = call.service
-            return await _apart(data, asks_of, body, service.base_names, service.config.prompts_max)
+            return await _maybe_in_thread(
+                data, build_asks, body, service.base_names, service.config.limits_config.prompts_max
+            )
 
-        return await self._answer(
-            request, _Kind(TEXTS, "completions", "text_completion", Body, asks, TEXT)
+        return await self._respond(
+            request,
+            _Endpoint(
+                COMPLETIONS_PATH,
+                "completions",
+                "text_completion",
+                CompletionRequest,
+                make_asks,
+                TEXT_FORMAT,
+            ),
         )
 
     async def chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        async def asks(data: bytes, body: openai_chat.Body, call: Call) -> list[Ask]:
-            return [await ask_of(body, await _apart(data, records_of, body), call)]
+        async def make_asks(
+            data: bytes, body: openai_chat.ChatCompletionRequest, call: Call
+        ) -> list[Ask]:
+            return [
+                await build_ask(
+                    body, await _maybe_in_thread(data, to_template_messages, body), call
+                )
+            ]
 
-        return await self._answer(
-            request, _Kind(CHATS, "chat", "chat", openai_chat.Body, asks, CHAT)
+        return await self._respond(
+            request,
+            _Endpoint(
+                CHAT_COMPLETIONS_PATH,
+                "chat",
+                "chat",
+                openai_chat.ChatCompletionRequest,
+                make_asks,
+                CHAT_FORMAT,
+            ),
         )
 
-    async def _answer(self, request: web.BaseRequest, kind: "_Kind[Said]") -> web.StreamResponse:
-        events, said = Events(request), None
+    async def _respond(
+        self, request: web.BaseRequest, endpoint: "_Endpoint[RequestT]"
+    ) -> web.StreamResponse:
+        events, body = EventStream(request), None
         try:
-            how = came(request, kind.path, {"gen_ai.operation.name": kind.operation})
-            async with self._front.call(WIRE, kind.method, _credential(request), came=how) as call:
-                call.caller.must("generate")
-                data = await _data(request, call)
-                said = await _apart(data, parsed, data, kind.body)
-                if said.timeout is not None:
-                    call.deadline = call.arrival + said.timeout
-                asks = await kind.asks(data, said, call)
-                run = await _Run.start(said, asks, call, kind.shape)
-                if not said.stream:
-                    return answered(await run.whole())
+            origin = call_origin(
+                request, endpoint.path, {"gen_ai.operation.name": endpoint.operation}
+            )
+            async with self._frontend.call(
+                PROTOCOL, endpoint.method, _credential(request), origin=origin
+            ) as call:
+                call.caller.require_role("generate")
+                data = await _read_json_body(request, call)
+                body = await _maybe_in_thread(data, parse_request, data, endpoint.request_type)
+                if body.timeout is not None:
+                    call.deadline = call.arrival + body.timeout
+                asks = await endpoint.make_asks(data, body, call)
+                run = await CompletionRun.start(body, asks, call, endpoint.completion_format)
+                if not body.stream:
+                    return json_response(await run.final_response())
                 async with aclosing(run.chunks()) as chunks:
                     async for chunk in chunks:
-                        await call.send(events.send(chunk))
-                await call.send(events.send(b"[DONE]"))
-                return await events.end()
-        except Ended as ended:
-            named = _named(ended, said)
-            if not events.begun:
-                raise named from None
-            return await _broken(events, named)
+                        await call.send_part(events.send(chunk))
+                await call.send_part(events.send(b"[DONE]"))
+                return await events.finish()
+        except CallFailure as error:
+            client_error = _with_request_field(error, body)
+            if not events.started:
+                raise client_error from None
+            return await _end_broken_stream(events, client_error)
 
 
 @dataclass(frozen=True)
-class _Kind(Generic[Said]):
-    """In what completions of prompts and chats differ."""
+class _Endpoint(Generic[RequestT]):
+    """One endpoint; its fields are the differences between plain completions and chats."""
 
     path: str
     method: str
-    operation: str  # As OpenTelemetry calls it.
-    body: type[Said]
-    asks: Callable[[bytes, Said, Call], Awaitable[list[Ask]]]
-    shape: Shape
+    operation: str  # OpenTelemetry's `gen_ai.operation.name`.
+    request_type: type[RequestT]
+    make_asks: Callable[[bytes, RequestT, Call], Awaitable[list[Ask]]]
+    completion_format: CompletionFormat
 
 
-async def _broken(events: Events, ended: Ended) -> web.StreamResponse:
-    """The end of a stream that had begun well."""
-    if ended.reason.name != "SLOW_READER":
+async def _end_broken_stream(events: EventStream, error: CallFailure) -> web.StreamResponse:
+    """End a stream that failed after its first event: send the error, or abort a slow reader."""
+    if error.reason.name != "SLOW_READER":
         with suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                await events.send(msgspec.json.encode(record_of(ended)))
-                return await events.end()
-    events.cut()
-    return await events.end()
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                await events.send(msgspec.json.encode(error_body(error)))
+                return await events.finish()
+    events.abort()
+    return await events.finish()
 
 
 def _credential(request: web.BaseRequest) -> str | None:
     return request.headers.get("Authorization")
 
 
-async def _data(request: web.BaseRequest, call: Call) -> bytes:
-    config = call.service.config
-    # A page that a browser is tricked into showing can send other kinds without being asked.
-    if request.content_type != JSON or "Content-Type" not in request.headers:
-        kind = ascii(request.headers.get("Content-Type", ""))[:100]
-        raise RefusedError("UNREADABLE", f"the content type is {kind}; it must be {JSON}")
-    return await body_of(request, config.message_bytes_max, config.slow_reader_s)
+async def _read_json_body(request: web.BaseRequest, call: Call) -> bytes:
+    limits = call.service.config.limits_config
+    # Browsers send requests with some other content types across origins without a CORS preflight.
+    # Refuse these types, so that a web page of another origin cannot post here.
+    if request.content_type != JSON_TYPE or "Content-Type" not in request.headers:
+        content_type = ascii(request.headers.get("Content-Type", ""))[:100]
+        raise RefusedError("UNREADABLE", f"the content type is {content_type}; send {JSON_TYPE}")
+    return await read_body(request, limits.message_bytes_max, call.frontend.slow_reader_s)
 
 
-async def _apart(data: bytes, work: Callable[..., T], *given: object) -> T:
-    """In a thread if the body is large: others' tokens are not to wait for it."""
-    if len(data) <= LARGE_BYTES:
-        return work(*given)
-    return await asyncio.to_thread(work, *given)
+async def _maybe_in_thread(data: bytes, function: Callable[..., T], *args: object) -> T:
+    """Call `function`; in a thread if the body is large, to keep the event loop responsive."""
+    if len(data) <= LARGE_BODY_BYTES:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
-def _unknown(model: str) -> RefusedError:
-    shown = ascii(model)[:100]
-    return RefusedError(
-        "UNKNOWN_MODEL", f"there is no model {shown} here; GET /v1/models tells of all", "model"
-    )
-
-
-def _named(ended: Ended, body: Common | None) -> Ended:
-    """With OpenAI's word for the field that is to blame, where that is another one than ours."""
-    if body is None or ended.field is None:
-        return ended  # What is wrong with a body is said in its own words.
-    name = body.names.get(ended.field, ended.field)
-    if ended.field.partition(".")[0] == "guide":
+def _with_request_field(error: CallFailure, body: BaseCompletionRequest | None) -> CallFailure:
+    """Return the error with OpenAI's field names in place of the names in an `Ask`."""
+    if body is None or error.field is None:
+        return error  # Parsing errors have OpenAI's names already.
+    name = body.field_names.get(error.field, error.field)
+    if error.field.partition(".")[0] == "guide":
         name = guide_field(body)
-    message = worded(str(ended), ended.field, name, body.names)
-    return Ended(ended.reason, message, name, ended.retry_s)
-
-
-# --------------------------------------------------------------------------------- what is answered
-
-
-class _Run:
-    """The streams of one call, one for each prompt, and the choices that they make."""
-
-    def __init__(self, body: Common, call: Call, streams: Sequence[Stream], shape: Shape) -> None:
-        self._call, self._streams = call, streams
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._usage_each = bool(options and options.continuous_usage_stats)
-        service = call.service
-        self._choices, self._shape = shape.made(body, streams, service), shape
-        self._head = {
-            "id": f"{shape.prefix}-{secrets.token_hex(12)}",
-            "object": shape.event if body.stream else shape.whole,
-            "created": int(time.time()),
-            "model": streams[0].request.answers[0].adapter or service.name,
-        }
-
-    @classmethod
-    async def start(cls, body: Common, asks: Sequence[Ask], call: Call, shape: Shape) -> "_Run":
-        streams = []
-        try:
-            for ask in asks:
-                streams.append(await call.start(ask, whole=not body.stream))
-        except RequestError as error:
-            if error.field == "adapter" and body.model is not None:
-                raise _unknown(body.model) from None
-            raise
-        return cls(body, call, streams, shape)
-
-    async def whole(self) -> dict[str, Any]:
-        told: dict[int, dict[str, Any]] = {}
-        async with aclosing(self._pieces()) as pieces:
-            async for choice, piece in pieces:
-                more = choice.told(piece)
-                if more is not None:
-                    index = choice.index
-                    joined = self._shape.joined
-                    told[index] = joined(told[index], more) if index in told else more
-        choices = [self._shape.ended(told[index]) for index in sorted(told)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        head = {**self._head, "usage": None} if self._include_usage else self._head
-        async with aclosing(self._pieces()) as pieces:
-            async for choice, piece in pieces:
-                told = choice.told(piece)
-                if told is not None:
-                    if self._usage_each and self._include_usage:
-                        head["usage"] = self._usage()
-                    yield msgspec.json.encode({**head, "choices": [told]})
-        if self._include_usage:
-            yield msgspec.json.encode({**self._head, "choices": [], "usage": self._usage()})
-
-    async def _pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        """Of all streams, as they come. The first that fails ends all: there is no other way to
-        say so in this protocol.
-        """
-        async with aclosing(_merged(self._call, self._streams)) as merged:
-            async for place, piece in merged:
-                if piece.error is not None:
-                    raise piece.error
-                yield self._choices[place][piece.index], piece
-
-    def _usage(self) -> dict[str, Any]:
-        firsts = [choices[0] for choices in self._choices]  # A prompt counts once.
-        prompt = sum(one.answer.prompt_tokens for one in firsts)
-        made = sum(one.made for choices in self._choices for one in choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
-            "virtual_tokens": sum(one.answer.virtual_tokens for one in firsts),
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached for one in firsts)},
-        }
-
-
-async def _merged(call: Call, streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all, each with its stream's place."""
-    if len(streams) == 1:
-        async for only in call.pieces(streams[0]):
-            yield 0, only
-        return
-    sources = [call.pieces(stream) for stream in streams]
-
-    def ask(place: int) -> "asyncio.Task[Piece | None]":
-        return asyncio.ensure_future(anext(sources[place], None))
-
-    waiting = {ask(place): place for place in range(len(sources))}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                place = waiting.pop(task)
-                piece = task.result()
-                if piece is not None:
-                    yield place, piece
-                    waiting[ask(place)] = place
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+    message = translate_message(str(error), error.field, name, body.field_names)
+    return CallFailure(error.reason, message, name, error.retry_s)

@@ -1,7 +1,8 @@
-"""`preamble.v1.AdapterService`: which adapters there are, and changing that.
+"""preamble.v1.AdapterService: list, get, upload, load, unload, promote and roll back adapters.
 
-A caller sees its own and everybody's, and changes its own. What a change may be and how it lasts is
-`serving.adapters.store`'s business; this is words in, words out, and files in threads.
+A caller can see its tenant's adapters and the shared adapters, and change its tenant's adapters.
+`serving.adapters.store` validates changes and makes them durable; this module translates messages,
+and runs file I/O in threads.
 """
 
 import asyncio
@@ -11,9 +12,9 @@ from typing import TypeVar
 from gpt.adapters.adapter_file import parse_name
 from gpt.errors import RequestError
 from protos.preamble.v1 import adapters_pb2 as pb
-from serving.adapters.registry import Resident
+from serving.adapters.registry import LoadedAdapter
 from serving.frontend.call import Call
-from serving.frontend.grpc_transport import Method
+from serving.frontend.grpc_transport import RpcMethod
 from serving.request import RefusedError, UnknownAdapterError
 
 SERVICE = "preamble.v1.AdapterService"
@@ -21,113 +22,121 @@ PAGE_DEFAULT, PAGE_MAX = 100, 1000
 T = TypeVar("T")
 
 
-def methods() -> list[Method]:
+def methods() -> list[RpcMethod]:
     return [
-        Method("ListAdapters", pb.ListAdaptersRequest, list_adapters),
-        Method("GetAdapter", pb.GetAdapterRequest, get_adapter),
-        Method("UploadAdapter", pb.UploadAdapterRequest, upload_adapter, "in", "adapters"),
-        Method("LoadAdapter", pb.LoadAdapterRequest, load_adapter, role="adapters"),
-        Method("UnloadAdapter", pb.UnloadAdapterRequest, unload_adapter, role="adapters"),
-        Method("PromoteAdapter", pb.PromoteAdapterRequest, promote_adapter, role="adapters"),
-        Method("RollbackAdapter", pb.RollbackAdapterRequest, rollback_adapter, role="adapters"),
+        RpcMethod("ListAdapters", pb.ListAdaptersRequest, list_adapters),
+        RpcMethod("GetAdapter", pb.GetAdapterRequest, get_adapter),
+        RpcMethod("UploadAdapter", pb.UploadAdapterRequest, upload_adapter, "in", "adapters"),
+        RpcMethod("LoadAdapter", pb.LoadAdapterRequest, load_adapter, role="adapters"),
+        RpcMethod("UnloadAdapter", pb.UnloadAdapterRequest, unload_adapter, role="adapters"),
+        RpcMethod("PromoteAdapter", pb.PromoteAdapterRequest, promote_adapter, role="adapters"),
+        RpcMethod("RollbackAdapter", pb.RollbackAdapterRequest, rollback_adapter, role="adapters"),
     ]
 
 
 async def list_adapters(message: pb.ListAdaptersRequest, call: Call) -> pb.ListAdaptersResponse:
-    entries = call.service.adapters.list(call.caller.tenant)
-    after = _after(message.page_token)
-    part = message.contains.lower()
-    rest = [
-        (resident, current)
-        for resident, current in entries
-        if (resident.name, resident.version) > after and part in resident.name.lower()
+    entries = call.service.adapters.list_visible(call.caller.tenant)
+    cursor = _parse_page_token(message.page_token)
+    substring = message.contains.lower()
+    matches = [
+        (adapter, is_current)
+        for adapter, is_current in entries
+        if (adapter.name, adapter.version) > cursor and substring in adapter.name.lower()
     ]
-    size = min(message.page_size or PAGE_DEFAULT, PAGE_MAX)
-    page = rest[:size]
+    page_size = min(message.page_size or PAGE_DEFAULT, PAGE_MAX)
+    page = matches[:page_size]
     return pb.ListAdaptersResponse(
-        adapters=[_adapter(resident, current) for resident, current in page],
-        next_page_token=page[-1][0].key if len(rest) > size else "",
+        adapters=[_adapter_message(adapter, is_current) for adapter, is_current in page],
+        next_page_token=page[-1][0].key if len(matches) > page_size else "",
     )
 
 
 async def get_adapter(message: pb.GetAdapterRequest, call: Call) -> pb.GetAdapterResponse:
-    resident = await _done(call.service.store.show, message.name, call.caller.tenant)
-    return pb.GetAdapterResponse(adapter=_shown(resident, call))
+    adapter = await _run_in_thread(call.service.store.get, message.name, call.caller.tenant)
+    return pb.GetAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def load_adapter(message: pb.LoadAdapterRequest, call: Call) -> pb.LoadAdapterResponse:
-    resident = await _done(call.service.store.load, message.name, call.caller.tenant)
-    return pb.LoadAdapterResponse(adapter=_shown(resident, call))
+    adapter = await _run_in_thread(call.service.store.load, message.name, call.caller.tenant)
+    return pb.LoadAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def unload_adapter(message: pb.UnloadAdapterRequest, call: Call) -> pb.UnloadAdapterResponse:
-    await _done(call.service.store.unload, message.name, call.caller.tenant)
+    await _run_in_thread(call.service.store.unload, message.name, call.caller.tenant)
     return pb.UnloadAdapterResponse()
 
 
 async def promote_adapter(
     message: pb.PromoteAdapterRequest, call: Call
 ) -> pb.PromoteAdapterResponse:
-    resident = await _done(call.service.store.promote, message.name, call.caller.tenant)
-    return pb.PromoteAdapterResponse(adapter=_shown(resident, call))
+    adapter = await _run_in_thread(call.service.store.promote, message.name, call.caller.tenant)
+    return pb.PromoteAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def rollback_adapter(
     message: pb.RollbackAdapterRequest, call: Call
 ) -> pb.RollbackAdapterResponse:
-    resident = await _done(call.service.store.rollback, message.name, call.caller.tenant)
-    return pb.RollbackAdapterResponse(adapter=_shown(resident, call))
+    adapter = await _run_in_thread(call.service.store.rollback, message.name, call.caller.tenant)
+    return pb.RollbackAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def upload_adapter(
     messages: AsyncIterator[pb.UploadAdapterRequest], call: Call
 ) -> pb.UploadAdapterResponse:
-    limit_s = call.service.config.upload_s
+    limit_s = call.service.config.adapter_config.upload_s
     try:
         async with asyncio.timeout(limit_s):
-            resident = await _uploaded(messages, call)
+            adapter = await _receive_upload(messages, call)
     except TimeoutError:
         raise RefusedError(
             "DEADLINE_PASSED",
-            f"the upload took longer than {limit_s:g} s (upload_s); send it faster",
+            f"the upload took longer than {limit_s:g} s (upload_s); retry with a faster connection",
         ) from None
-    return pb.UploadAdapterResponse(adapter=_shown(resident, call))
+    return pb.UploadAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
-async def _uploaded(messages: AsyncIterator[pb.UploadAdapterRequest], call: Call) -> Resident:
+async def _receive_upload(
+    messages: AsyncIterator[pb.UploadAdapterRequest], call: Call
+) -> LoadedAdapter:
     first = await anext(messages, None)
     if first is None or first.WhichOneof("part") != "name":
-        raise RequestError("the first message has no name; send that, then the data", "name")
-    upload = call.service.store.upload(first.name, call.caller.tenant)
+        raise RequestError(
+            "the first message has no name; send the name first, then the data", "name"
+        )
+    upload = call.service.store.start_upload(first.name, call.caller.tenant)
     try:
-        await _done(upload.begin)
+        await _run_in_thread(upload.create_file)
         async for message in messages:
             match message.WhichOneof("part"):
                 case "data":
-                    await _done(upload.write, message.data)
+                    await _run_in_thread(upload.write_chunk, message.data)
                 case "name":
-                    raise RequestError("a second name came; one upload is one adapter", "name")
+                    raise RequestError(
+                        "a second name was sent; send one adapter per upload", "name"
+                    )
                 case _:
-                    raise RequestError("a message has no data; send the file in parts", "data")
-        return await _done(upload.finish)
+                    raise RequestError(
+                        "a message has no data; send the file as data messages", "data"
+                    )
+        return await _run_in_thread(upload.finish)
     finally:
-        await _done(upload.drop)
+        await _run_in_thread(upload.discard)
 
 
-async def _done(work: Callable[..., T], *given: object) -> T:
-    """In a thread, as it reads and writes files."""
+async def _run_in_thread(function: Callable[..., T], *args: object) -> T:
+    """Call `function`, which does file I/O, in a thread."""
     try:
-        return await asyncio.to_thread(work, *given)
+        return await asyncio.to_thread(function, *args)
     except UnknownAdapterError as error:
-        error.field = "name"  # As these messages call it.
+        error.field = "name"  # The field's name in these messages.
         raise
 
 
-def _shown(resident: Resident, call: Call) -> pb.Adapter:
-    return _adapter(resident, call.service.adapters.is_current(resident))
+def _describe_adapter(adapter: LoadedAdapter, call: Call) -> pb.Adapter:
+    return _adapter_message(adapter, call.service.adapters.is_current(adapter))
 
 
-def _after(page_token: str) -> tuple[str, int]:
+def _parse_page_token(page_token: str) -> tuple[str, int]:
     if not page_token:
         return ("", 0)
     try:
@@ -135,30 +144,33 @@ def _after(page_token: str) -> tuple[str, int]:
     except RequestError:
         version = None
     if version is None:
-        raise RequestError("page_token is not one that a page gave; begin anew", "page_token")
+        raise RequestError(
+            "page_token is invalid; send the next_page_token of a page, or none for the first page",
+            "page_token",
+        )
     return (name, version)
 
 
-def _adapter(resident: Resident, current: bool) -> pb.Adapter:
-    card = resident.card
+def _adapter_message(adapter: LoadedAdapter, is_current: bool) -> pb.Adapter:
+    card = adapter.card
     fields: Sequence[str] = ()
     if card.template is not None:
         fields = [name for name in card.template.fields if name != card.template.answer_field]
-    numbers = {
+    metrics = {
         name: float(value)
         for name, value in card.metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     return pb.Adapter(
-        name=resident.name,
-        version=resident.version,
-        current=current,
-        virtual_tokens=resident.rows.count,
-        digest=resident.rows.digest,
+        name=adapter.name,
+        version=adapter.version,
+        current=is_current,
+        virtual_tokens=adapter.adapter_ref.row_count,
+        digest=adapter.adapter_ref.digest,
         task=card.task,
         input_fields=fields,
         method=card.method,
-        metrics=numbers,
+        metrics=metrics,
         max_new_tokens=card.max_new_tokens or 0,
         stops=card.stop,
     )

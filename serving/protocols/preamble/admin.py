@@ -1,86 +1,88 @@
-"""`preamble.v1.AdminService`: what the server is, how busy it is, and its end.
+"""preamble.v1.AdminService: server info, load, and drain.
 
-All of it is answered while the server drains, since that is when somebody asks.
+All methods stay available while the server drains, because operators need them then.
 """
 
 from gpt.costs.inference import parameter_count
 from protos.preamble.v1 import admin_pb2 as pb
 from serving.frontend.call import Call
-from serving.frontend.grpc_transport import Method
+from serving.frontend.grpc_transport import RpcMethod
 from serving.service.metrics import version
 from serving.service.service import Service
 
 SERVICE = "preamble.v1.AdminService"
 
 
-def methods() -> list[Method]:
+def methods() -> list[RpcMethod]:
     return [
-        Method("GetServerInfo", pb.GetServerInfoRequest, get_server_info, draining=True),
-        Method("GetLoad", pb.GetLoadRequest, get_load, draining=True),
-        Method("Drain", pb.DrainRequest, drain, role="operator", draining=True),
+        RpcMethod("GetServerInfo", pb.GetServerInfoRequest, get_server_info, while_draining=True),
+        RpcMethod("GetLoad", pb.GetLoadRequest, get_load, while_draining=True),
+        RpcMethod("Drain", pb.DrainRequest, drain, role="operator", while_draining=True),
     ]
 
 
 async def get_server_info(message: pb.GetServerInfoRequest, call: Call) -> pb.GetServerInfoResponse:
     service = call.service
-    config = service.config
+    limits, scheduler = service.config.limits_config, service.config.scheduler_config
+    parallel = service.config.parallel_config
     return pb.GetServerInfoResponse(
         version=version(),
         state=pb.SERVER_STATE_DRAINING
-        if call.front.state == "draining"
+        if call.frontend.state == "draining"
         else pb.SERVER_STATE_SERVING,
-        model=_model(service),
+        model=_model_message(service),
         limits=pb.Limits(
-            queue_requests_max=config.queue_requests_max,
-            running_requests_max=config.running_requests_max,
-            new_tokens_default=config.new_tokens_default,
-            text_bytes_max=config.text_bytes_max,
-            stops_max=config.stops_max,
-            answers_max=config.answers_max,
-            logprobs_max=config.logprobs_max,
-            message_bytes_max=config.message_bytes_max,
-            beam_width_max=config.beam_width_max,
+            queue_requests_max=scheduler.queue_requests_max,
+            running_requests_max=scheduler.running_requests_max,
+            new_tokens_default=limits.new_tokens_default,
+            text_bytes_max=limits.text_bytes_max,
+            stops_max=limits.stops_max,
+            answers_max=limits.answers_max,
+            logprobs_max=limits.logprobs_max,
+            message_bytes_max=limits.message_bytes_max,
+            beam_width_max=limits.beam_width_max,
         ),
-        adapters=len(service.adapters.list(call.caller.tenant)),
-        ledger=_ledger(service),
-        tensor_parallel=config.tp,
-        pipeline_parallel=config.pp,
+        adapters=len(service.adapters.list_visible(call.caller.tenant)),
+        ledger=_memory_message(service),
+        tensor_parallel=parallel.tp,
+        pipeline_parallel=parallel.pp,
         batch_invariant=service.batch_invariant,
     )
 
 
 async def get_load(message: pb.GetLoadRequest, call: Call) -> pb.GetLoadResponse:
     engine = call.service.engine
-    load = engine.load
+    stats = engine.stats
     return pb.GetLoadResponse(
-        running_requests=load.running,
-        waiting_requests=engine.waiting,
-        kv_blocks=load.blocks,
-        kv_blocks_held=load.blocks_held,
-        kv_blocks_cached=load.blocks_cached,
+        running_requests=stats.running,
+        waiting_requests=engine.waiting_sequences,
+        kv_blocks=stats.blocks,
+        kv_blocks_held=stats.blocks_held,
+        kv_blocks_cached=stats.blocks_cached,
         engine_up=engine.up,
         engine_restarts=engine.restarts,
-        generated_tokens=load.made_tokens,
+        generated_tokens=stats.made_tokens,
     )
 
 
 async def drain(message: pb.DrainRequest, call: Call) -> pb.DrainResponse:
-    call.front.stop.set()
+    """Start to drain, as SIGTERM does; the server stops after the drain."""
+    call.frontend.stop_requested.set()
     return pb.DrainResponse()
 
 
-def _ledger(service: Service) -> pb.Ledger:
-    ledger = service.ledger
+def _memory_message(service: Service) -> pb.Ledger:
+    report = service.memory_report
     return pb.Ledger(
-        weight_bytes=ledger.weight_bytes,
-        kv_tokens=ledger.kv_tokens,
-        full_context_requests=ledger.full_context_requests,
-        adapter_rows=ledger.adapter_rows,
-        binding_limit=ledger.binding_limit,
+        weight_bytes=report.weight_bytes,
+        kv_tokens=report.kv_tokens,
+        full_context_requests=report.full_context_requests,
+        adapter_rows=report.adapter_rows,
+        binding_limit=report.binding_limit,
     )
 
 
-def _model(service: Service) -> pb.ModelInfo:
+def _model_message(service: Service) -> pb.ModelInfo:
     config = service.checkpoint.config
     return pb.ModelInfo(
         name=service.name,

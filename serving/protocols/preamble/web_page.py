@@ -1,8 +1,9 @@
-"""The page at `/` for a person, and what it reads: calls of `preamble.v1` that only look, as JSON.
+"""Web page at `/` and its read-only JSON routes: server info, load, adapters.
 
-The files are served as they lie in `serving/page`, to anyone, and tell nothing of this server. What
-tells is behind the same credential, role and quota as the call over gRPC of that name. Knows no
-HTML; which rules a browser holds the page to, and those forbid all that it does not need, is here.
+The files of the page are served unchanged from the folder `page` to every caller, and contain no
+data of this server. A JSON route needs the credential, role and quota of the `preamble.v1` method
+that it calls (`READ_ROUTES`). The Content-Security-Policy forbids everything that the page does not
+need. This module generates no HTML.
 """
 
 import asyncio
@@ -15,18 +16,18 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
 from gpt.errors import RequestError
-from serving.frontend.call import Front
-from serving.frontend.grpc_transport import Method
-from serving.frontend.http_transport import HEADERS, Answer, Routes, answered, came
+from serving.frontend.call import Frontend
+from serving.frontend.grpc_transport import RpcMethod
+from serving.frontend.http_transport import HEADERS, Handler, Routes, call_origin, json_response
 from serving.protocols.preamble import adapters, admin
 
-WIRE = "http"
-LOOKS = {
+PROTOCOL = "http"
+READ_ROUTES = {
     "/v1/server": ("GetServerInfo", admin.methods()),
     "/v1/load": ("GetLoad", admin.methods()),
     "/v1/adapters": ("ListAdapters", adapters.methods()),
 }
-SHOWN_CHARACTERS_MAX = 100
+QUOTED_CHARACTERS_MAX = 100
 FOLDER = Path(__file__).resolve().parent / "page"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -34,85 +35,89 @@ FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-RULES = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-SAFE = {
+SECURITY_HEADERS = {
     **HEADERS,
-    "Content-Security-Policy": RULES,
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # Asked for again each time, and sent again if it is another.
+    "Cache-Control": "no-cache",  # Browsers revalidate with the ETag at every load.
 }
 
 
-def routes(front: Front, *, page: bool) -> Routes:
-    """The calls; with `page` the files too."""
-    looks: dict[str, Mapping[str, Answer]] = {}
-    for path, (name, methods) in LOOKS.items():
+def routes(frontend: Frontend, *, page: bool) -> Routes:
+    """Return the JSON routes and, if `page` is true, the routes of the page's files."""
+    rpc_routes: dict[str, Mapping[str, Handler]] = {}
+    for path, (name, methods) in READ_ROUTES.items():
         method = next(method for method in methods if method.name == name)
-        looks[path] = _both(_look(front, method))
-    files = {path: _both(_file(*file)) for path, file in FILES.items()} if page else {}
-    return {**files, **looks}
+        rpc_routes[path] = _get_and_head(_rpc_handler(frontend, method))
+    files = (
+        {path: _get_and_head(_file_handler(*file)) for path, file in FILES.items()} if page else {}
+    )
+    return {**files, **rpc_routes}
 
 
-def _both(answer: Answer) -> Mapping[str, Answer]:
-    return {"GET": answer, "HEAD": answer}
+def _get_and_head(handler: Handler) -> Mapping[str, Handler]:
+    return {"GET": handler, "HEAD": handler}
 
 
-def _look(front: Front, method: Method) -> Answer:
-    """A call without a body: fields of its message are in the query, as protobuf writes JSON."""
+def _rpc_handler(frontend: Frontend, method: RpcMethod) -> Handler:
+    """Return a GET handler for a unary gRPC method; the query string has the request's fields."""
 
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         credential = request.headers.get("Authorization")
-        how = came(request, request.path)
-        async with front.call(
-            WIRE, method.name, credential, draining=method.draining, came=how
+        origin = call_origin(request, request.path)
+        async with frontend.call(
+            PROTOCOL, method.name, credential, while_draining=method.while_draining, origin=origin
         ) as call:
-            call.caller.must(method.role)
-            told = await method.answer(_asked(request, method), call)
-            assert told is not None
-            # In a thread, which lets others in: a thousand adapters are a while.
+            call.caller.require_role(method.role)
+            response = await method.handle(_parse_query(request, method), call)
+            assert response is not None
+            # In a thread: the conversion of a thousand adapters would block the event loop.
             record = await asyncio.to_thread(
                 MessageToDict,
-                told,
+                response,
                 preserving_proto_field_name=True,
                 always_print_fields_with_no_presence=True,
             )
-            return answered(record, headers={"Cache-Control": "no-store"})
+            return json_response(record, headers={"Cache-Control": "no-store"})
 
-    return answer
+    return handle
 
 
-def _asked(request: web.BaseRequest, method: Method) -> Message:
-    message, fields = method.request(), method.request.DESCRIPTOR.fields_by_name
+def _parse_query(request: web.BaseRequest, method: RpcMethod) -> Message:
+    message, fields = method.request_type(), method.request_type.DESCRIPTOR.fields_by_name
     for name, value in request.query.items():
-        shown = ascii(name)[:SHOWN_CHARACTERS_MAX]
+        quoted_name = ascii(name)[:QUOTED_CHARACTERS_MAX]
         if name not in fields:
-            known = ", ".join(fields) or "none"
-            raise RequestError(f"there is no {shown} in this query; known are: {known}", name[:100])
+            field_names = ", ".join(fields) or "none"
+            raise RequestError(
+                f"unknown query parameter {quoted_name}; choose one of: {field_names}", name[:100]
+            )
         try:
             ParseDict({name: value}, message)
         except ParseError:
-            said = ascii(value)[:SHOWN_CHARACTERS_MAX]
+            quoted_value = ascii(value)[:QUOTED_CHARACTERS_MAX]
             raise RequestError(
-                f"{name} is {said}; it must be a whole number, 0 or more", name
+                f"{name} is {quoted_value}; it must be a whole number, 0 or more", name
             ) from None
     return message
 
 
-def _file(name: str, content_type: str) -> Answer:
+def _file_handler(name: str, content_type: str) -> Handler:
     body = (FOLDER / name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    headers = {**SAFE, "Content-Type": content_type, "ETag": etag}
+    headers = {**SECURITY_HEADERS, "Content-Type": content_type, "ETag": etag}
 
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if etag in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
         return web.Response(body=body, headers=headers)
 
-    return answer
+    return handle

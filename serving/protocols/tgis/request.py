@@ -1,7 +1,7 @@
-"""What TGIS's clients ask for: a message's parameters, held against TGIS's bounds, as an `Ask`.
+"""TGIS requests: checks parameters against TGIS's limits and builds an `Ask`.
 
-On that wire 0 stands for what was not said, so each number is turned to None or its neutral value
-here. Whatever else can be wrong the admission finds; its refusals get this wire's field names.
+A number without field presence is unset if it is 0, so such a 0 becomes None or the neutral value.
+The admission does all other checks; its errors are translated to this protocol's field names.
 """
 
 import json
@@ -12,22 +12,22 @@ from typing import Any
 
 from gpt.errors import RequestError
 from protos.foreign import package
-from serving.config import ServerConfig
-from serving.frontend.field_names import said_as
+from serving.config import LimitsConfig
+from serving.frontend.field_names import translate_error
 from serving.messages import Guide
 from serving.request import Ask, UnknownAdapterError
 
 pb = package("tgis")
 
-SEED_BITS = 32  # Of a seed that is drawn.
+SEED_BITS = 32  # Size of a seed that this server draws if the request has none.
 STOPS_MAX = 6
 STOP_BYTES_MAX = 240
-TOPS_MAX = 10
-TEMPERATURE_MIN = 0.05  # But for 0.
-METHODS = ("GREEDY", "SAMPLE")
+TOP_TOKENS_MAX = 10
+TEMPERATURE_MIN = 0.05  # Smallest temperature other than 0.
+DECODING_METHODS = ("GREEDY", "SAMPLE")
 
-# What the admission calls the fields of this wire.
-FIELDS = {
+# This protocol's path for each `Ask` field, for errors of the admission.
+FIELD_PATHS = {
     "text": "request.text",
     "prompt": "request.text",
     "adapter": "adapter_id",
@@ -47,32 +47,39 @@ FIELDS = {
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Around what the admission does: what it refuses is told as this wire has it."""
+def translated_errors() -> Iterator[None]:
+    """Convert errors of the admission to this protocol's field names."""
     try:
         yield
     except UnknownAdapterError as error:
-        # To these clients an unknown adapter is a bad argument, not something not found.
+        # TGIS reports an unknown adapter as INVALID_ARGUMENT, not as NOT_FOUND.
         raise RequestError(str(error), "adapter_id") from None
     except RequestError as error:
-        raise said_as(error, FIELDS) from None
+        raise translate_error(error, FIELD_PATHS) from None
 
 
-def ask_of(message: Any, text: str, config: ServerConfig, tokens_max: int) -> Ask:
-    """`message`: whatever has the parameters. `tokens_max`: of a prompt and its answer."""
+def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) -> Ask:
+    """Build the `Ask` for one text.
+
+    `message` has the parameters; `tokens_max` limits the prompt and completion together.
+    """
     params = message.params
-    _check(params, config, tokens_max)
-    sampling, stopping, decoding = params.sampling, params.stopping, params.decoding
-    told = params.response
-    detail = told.top_n_tokens if details(told) else None
+    _check_parameters(params, config, tokens_max)
+    sampling = params.sampling
+    stopping = params.stopping
+    decoding = params.decoding
+    response_options = params.response
+    top_tokens = response_options.top_n_tokens if wants_token_details(response_options) else None
     stops = tuple(stopping.stop_sequences)
-    included = bool(stops)  # Those of an adapter's own are not told unless it is asked for.
+    # By default the text includes the matched stop sequence if the request sets stop sequences, and
+    # not if they come from the adapter.
+    include_stop = bool(stops)
     if stopping.HasField("include_stop_sequence"):
-        included = stopping.include_stop_sequence
+        include_stop = stopping.include_stop_sequence
     penalty = decoding.length_penalty
-    drawn: dict[str, Any] = {}
-    if draws(params):
-        drawn = {
+    sampling_fields: dict[str, Any] = {}
+    if is_sampling(params):
+        sampling_fields = {
             "temperature": sampling.temperature if sampling.HasField("temperature") else 1.0,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p or None,
@@ -81,7 +88,7 @@ def ask_of(message: Any, text: str, config: ServerConfig, tokens_max: int) -> As
         }
     return Ask(
         text,
-        adapters=adapters_of(message),
+        adapters=requested_adapters(message),
         max_new_tokens=stopping.max_new_tokens or None,
         fit_new_tokens=True,
         min_new_tokens=stopping.min_new_tokens,
@@ -92,87 +99,120 @@ def ask_of(message: Any, text: str, config: ServerConfig, tokens_max: int) -> As
             else None
         ),
         stop_strings=stops,
-        stop_in_text=included,
-        logprobs=detail if told.generated_tokens else None,
-        prompt_logprobs=detail if told.input_tokens else None,
-        guide=_guide(decoding),
+        stop_in_text=include_stop,
+        logprobs=top_tokens if response_options.generated_tokens else None,
+        prompt_logprobs=top_tokens if response_options.input_tokens else None,
+        guide=_read_guide(decoding),
         truncate_tokens=params.truncate_input_tokens or None,
         time_limit_s=stopping.time_limit_millis / 1000 or None,
-        **drawn,
+        **sampling_fields,
     )
 
 
-def draws(params: Any) -> bool:
-    """Whether tokens are drawn. A temperature of 0 that was said is greedy."""
+def is_sampling(params: Any) -> bool:
+    """Return whether tokens are sampled. An explicit temperature of 0 is greedy."""
     sampling = params.sampling
     greedy = sampling.HasField("temperature") and sampling.temperature == 0
-    return params.method == METHODS.index("SAMPLE") and not greedy
+    return params.method == DECODING_METHODS.index("SAMPLE") and not greedy
 
 
-def details(told: Any) -> bool:
-    """Whether more than a token's text is told."""
-    return bool(told.token_logprobs or told.token_ranks or told.top_n_tokens)
+def wants_token_details(response_options: Any) -> bool:
+    """Return whether logprobs, ranks or top tokens are requested for the tokens."""
+    return bool(
+        response_options.token_logprobs
+        or response_options.token_ranks
+        or response_options.top_n_tokens
+    )
 
 
-def adapters_of(message: Any) -> tuple[str, ...]:
+def requested_adapters(message: Any) -> tuple[str, ...]:
     names = {message.prefix_id, message.adapter_id} - {""}
     if len(names) > 1:
         raise RequestError(
-            f"prefix_id is {message.prefix_id!r} and adapter_id {message.adapter_id!r}; they are "
-            "two names of the same, so give one",
+            f"prefix_id is {message.prefix_id!r} and adapter_id is {message.adapter_id!r}; both "
+            "fields mean the adapter: set only one of them",
             "adapter_id",
         )
     return tuple(names)
 
 
-def _check(params: Any, config: ServerConfig, tokens_max: int) -> None:
-    """Refuse what TGIS refuses. A NaN is in no range."""
-    sampling, stopping, decoding = params.sampling, params.stopping, params.decoding
-    new_max = tokens_max - 1
-    tops_max = min(TOPS_MAX, config.logprobs_max)
+def _check_parameters(params: Any, config: LimitsConfig, tokens_max: int) -> None:
+    """Raise a RequestError for the parameters that TGIS refuses. NaN fails every range check."""
+    sampling = params.sampling
+    stopping = params.stopping
+    decoding = params.decoding
+    new_tokens_max = tokens_max - 1
+    top_tokens_max = min(TOP_TOKENS_MAX, config.logprobs_max)
     temperature, penalty = sampling.temperature, decoding.repetition_penalty
-    decay = decoding.length_penalty.decay_factor if decoding.HasField("length_penalty") else 1.0
-    least, most = stopping.min_new_tokens, stopping.max_new_tokens or new_max
-    for field, value, fits, wanted in (
-        ("method", params.method, 0 <= params.method < len(METHODS), "0 (GREEDY) or 1 (SAMPLE)"),
+    decay_factor = (
+        decoding.length_penalty.decay_factor if decoding.HasField("length_penalty") else 1.0
+    )
+    min_new_tokens, max_new_tokens = (
+        stopping.min_new_tokens,
+        stopping.max_new_tokens or new_tokens_max,
+    )
+    for field, value, is_valid, requirement in (
+        (
+            "method",
+            params.method,
+            0 <= params.method < len(DECODING_METHODS),
+            "0 (GREEDY) or 1 (SAMPLE)",
+        ),
         (
             "sampling.temperature",
             temperature,
             temperature == 0 or TEMPERATURE_MIN <= temperature <= 100,
             f"0, or from {TEMPERATURE_MIN} to 100",
         ),
-        ("sampling.top_p", sampling.top_p, 0 <= sampling.top_p <= 1, "in (0, 1], or 0 for none"),
+        ("sampling.top_p", sampling.top_p, 0 <= sampling.top_p <= 1, "in (0, 1], or 0 for unset"),
         (
             "sampling.typical_p",
             sampling.typical_p,
             0 <= sampling.typical_p <= 1,
-            "in (0, 1], or 0 for none",
+            "in (0, 1], or 0 for unset",
         ),
         (
             "decoding.repetition_penalty",
             penalty,
             penalty == 0 or 0.01 <= penalty <= 2,
-            "from 0.01 to 2, or 0 for none",
+            "from 0.01 to 2, or 0 for unset",
         ),
-        ("decoding.length_penalty.decay_factor", decay, 1 <= decay <= 10, "from 1 to 10"),
-        ("stopping.max_new_tokens", most, most <= new_max, f"at most {new_max}"),
-        ("stopping.min_new_tokens", least, least <= most, f"at most max_new_tokens, {most}"),
+        (
+            "decoding.length_penalty.decay_factor",
+            decay_factor,
+            1 <= decay_factor <= 10,
+            "from 1 to 10",
+        ),
+        (
+            "stopping.max_new_tokens",
+            max_new_tokens,
+            max_new_tokens <= new_tokens_max,
+            f"at most {new_tokens_max}",
+        ),
+        (
+            "stopping.min_new_tokens",
+            min_new_tokens,
+            min_new_tokens <= max_new_tokens,
+            f"at most max_new_tokens, {max_new_tokens}",
+        ),
         (
             "response.top_n_tokens",
             params.response.top_n_tokens,
-            params.response.top_n_tokens <= tops_max,
-            f"at most {tops_max}",
+            params.response.top_n_tokens <= top_tokens_max,
+            f"at most {top_tokens_max}",
         ),
     ):
-        if not fits:
+        if not is_valid:
             value = f"{value:.6g}" if isinstance(value, float) else value
-            raise RequestError(f"{field} is {value}; it must be {wanted}", f"params.{field}")
+            raise RequestError(f"{field} is {value}; it must be {requirement}", f"params.{field}")
     _check_stops(stopping.stop_sequences)
-    told = params.response
-    if details(told) and not (told.input_tokens or told.generated_tokens):
+    response_options = params.response
+    if wants_token_details(response_options) and not (
+        response_options.input_tokens or response_options.generated_tokens
+    ):
         raise RequestError(
-            "response asks for details of tokens, and for no tokens; set generated_tokens, "
-            "input_tokens or both",
+            "response requests token details without tokens; set generated_tokens, input_tokens or "
+            "both",
             "params.response",
         )
 
@@ -181,18 +221,18 @@ def _check_stops(stops: Any) -> None:
     sizes = [len(stop.encode()) for stop in stops]
     if len(sizes) > STOPS_MAX or not all(0 < size <= STOP_BYTES_MAX for size in sizes):
         raise RequestError(
-            f"stop_sequences has {len(sizes)} of {sizes[:STOPS_MAX]} bytes; at most {STOPS_MAX} "
-            f"may be, each of 1 to {STOP_BYTES_MAX} bytes",
+            f"stop_sequences has {len(sizes)} entries of {sizes[:STOPS_MAX]} bytes; at most "
+            f"{STOPS_MAX} are allowed, each of 1 to {STOP_BYTES_MAX} bytes",
             "params.stopping.stop_sequences",
         )
 
 
-def _guide(decoding: Any) -> Guide | None:
+def _read_guide(decoding: Any) -> Guide | None:
     match decoding.WhichOneof("guided"):
         case "format":
             if decoding.format not in (0, 1):
                 raise RequestError(
-                    f"decoding.format is {decoding.format}; known are 0 (TEXT) and 1 (JSON)",
+                    f"decoding.format is {decoding.format}; choose 0 (TEXT) or 1 (JSON)",
                     "params.decoding.format",
                 )
             return Guide("json", '{"type": "object"}') if decoding.format else None

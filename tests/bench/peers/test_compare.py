@@ -1,4 +1,4 @@
-"""The comparison with other engines: what is compared, and what becomes of an engine that ends."""
+"""Peer comparison: targets, model files for other engines, and engines that fail."""
 
 import sys
 from pathlib import Path
@@ -6,82 +6,87 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.harness.machine_limits import Limits
+from bench.harness.machine_limits import MachineLimits
 from bench.harness.model_shapes import GPT2, LLAMA
-from bench.harness.roofline import Limit, Model
-from bench.harness.targets import PROMISES, Row
-from bench.peers.compare import TABLES, Engine, Work, measured
-from bench.peers.llama_cpp_engine import _turned
+from bench.harness.roofline import MeasuredLimit, RooflineModel
+from bench.harness.targets import TARGETS, Row
+from bench.peers.compare import TABLES, EngineProcess, PeerWorkload, measure_table
+from bench.peers.llama_cpp_engine import _gguf_layout
 from gpt.formats.registry import open_checkpoint
 
 TINY = {"vocab_size": 320, "n_positions": 256, "n_embd": 32, "n_layer": 1, "n_head": 2}
-LIMIT = Limit("bandwidth", "B", {"a way": [1e9]})
-LIMITS = Limits(LIMIT, LIMIT, LIMIT)
+LIMIT = MeasuredLimit("bandwidth", "B", {"a method": [1e9]})
+LIMITS = MachineLimits(LIMIT, LIMIT, LIMIT)
 
 
-def test_every_promise_beside_a_peer_belongs_to_a_row_of_a_table() -> None:
-    found = {
-        table.promised(work, peer)
+def test_every_peer_target_belongs_to_a_table() -> None:
+    names = {
+        table.target_name(work, peer)
         for table in TABLES
-        for work in table.works
+        for work in table.workloads
         for peer in table.peers
     }
-    assert found - {None} == {name for name in PROMISES if name.startswith("peers/")}
+    assert names - {None} == {name for name in TARGETS if name.startswith("peers/")}
 
 
-def test_decoding_alone_does_not_count_the_first_token() -> None:
-    whole, alone = Work(1, 128, 128), Work(1, 128, 128, decoding=True)
-    assert (whole.tokens, alone.tokens, Work(1, 960, 1).tokens) == (128, 127, 960)
+def test_decode_only_does_not_count_the_first_token() -> None:
+    assert PeerWorkload(1, 128, 128).counted_tokens == 128
+    assert PeerWorkload(1, 128, 128, decode_only=True).counted_tokens == 127
+    assert PeerWorkload(1, 960, 1).counted_tokens == 960
 
 
-def test_an_engine_that_is_not_installed_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="is missing; make peers installs it"):
-        Engine("vllm", tmp_path / "bin" / "python", tmp_path / "model")
+def test_a_missing_engine_names_the_install_command(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="run: make peers"):
+        EngineProcess("vllm", tmp_path / "bin" / "python", tmp_path / "model")
 
 
-def test_llama_cpp_gets_rotated_channels_beside_their_partners() -> None:
-    """Halves of a head are partners to transformers, neighbours to llama.cpp."""
+def test_gguf_interleaves_rotary_channels() -> None:
+    """transformers pairs channel i with i + half a head; llama.cpp pairs adjacent channels."""
     config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
     rows = np.arange(8, dtype=np.float32)[:, None]  # Two heads of four channels.
-    turned = _turned("model.layers.0.self_attn.q_proj.weight", rows, config)
-    assert turned[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    shared = _turned("model.layers.0.self_attn.k_proj.weight", rows[:4], config)
-    assert shared[:, 0].tolist() == [0, 2, 1, 3]
-    kept = _turned("model.layers.0.self_attn.v_proj.weight", rows[:4], config)
-    assert kept[:, 0].tolist() == [0, 1, 2, 3]
+    query = _gguf_layout("model.layers.0.self_attn.q_proj.weight", rows, config)
+    assert query[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    key = _gguf_layout("model.layers.0.self_attn.k_proj.weight", rows[:4], config)
+    assert key[:, 0].tolist() == [0, 2, 1, 3]
+    value = _gguf_layout("model.layers.0.self_attn.v_proj.weight", rows[:4], config)
+    assert value[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_llama_cpp_gets_gpt2s_matrices_turned_and_its_tables_as_they_are() -> None:
-    table, config = np.arange(6, dtype=np.float32).reshape(2, 3), {"model_type": "gpt2"}
-    assert _turned("transformer.h.0.attn.c_attn.weight", table, config).tolist() == table.T.tolist()
-    assert _turned("transformer.wte.weight", table, config).tolist() == table.tolist()
+def test_gguf_transposes_gpt2_linears_but_not_embeddings() -> None:
+    config = {"model_type": "gpt2"}
+    weight = np.arange(6, dtype=np.float32).reshape(2, 3)
+    linear = _gguf_layout("transformer.h.0.attn.c_attn.weight", weight, config)
+    assert linear.tolist() == weight.T.tolist()
+    embedding = _gguf_layout("transformer.wte.weight", weight, config)
+    assert embedding.tolist() == weight.tolist()
 
 
 @pytest.mark.slow
-def test_both_shapes_are_read_by_us_as_transformers_wrote_them(tmp_path: Path) -> None:
+def test_saved_model_shapes_are_readable_checkpoints(tmp_path: Path) -> None:
     for shape, layers in ((GPT2, 12), (LLAMA, 24)):
-        shape.write(tmp_path / shape.kind)
-        config = open_checkpoint(tmp_path / shape.kind).config
+        shape.save_random(tmp_path / shape.model_class)
+        config = open_checkpoint(tmp_path / shape.model_class).config
         assert (config.num_layers, config.dtype) == (layers, "bfloat16")
 
 
 @pytest.mark.slow
-def test_an_engine_that_ends_is_told_and_costs_no_row(tmp_path: Path) -> None:
-    GPT2.write(tmp_path / "model", **TINY)
+def test_rows_of_an_engine_that_exited_have_the_verdict_not_run(tmp_path: Path) -> None:
+    GPT2.save_random(tmp_path / "model", **TINY)
     python = Path(sys.executable)
-    ours = Engine("ours", python, tmp_path / "model")
-    peer = Engine("transformers", python, tmp_path / "model")
-    peer.name = "vllm"  # Beside which something is promised.
-    works = [Work(8, 8, 2), Work(32, 8, 2)]
-    network = Model(open_checkpoint(tmp_path / "model").config)
+    ours = EngineProcess("ours", python, tmp_path / "model")
+    peer = EngineProcess("transformers", python, tmp_path / "model")
+    peer.name = "vllm"  # A name with targets.
+    workloads = [PeerWorkload(8, 8, 2), PeerWorkload(32, 8, 2)]
+    network = RooflineModel(open_checkpoint(tmp_path / "model").config)
     try:
         peer._process.kill()
-        told = list(measured(TABLES[0], works, [ours, peer], network, LIMITS, 1))
+        outputs = list(measure_table(TABLES[0], workloads, [ours, peer], network, LIMITS, 1))
     finally:
         for engine in (ours, peer):
             engine.close()
-    rows = [item for item in told if isinstance(item, Row)]
-    assert [row.promise.name for row in rows] == ["peers/gpt2/8/vllm", "peers/gpt2/32/vllm"]
-    assert all(row.verdict == "not run" and "failed at 8" in row.missing for row in rows)
-    lines_ = [str(item) for item in told if "failed" in str(item) and "+-" in str(item)]
-    assert len(lines_) == 2, told  # Ours was measured all the same.
+    rows = [output for output in outputs if isinstance(output, Row)]
+    assert [row.target.name for row in rows] == ["peers/gpt2/8/vllm", "peers/gpt2/32/vllm"]
+    assert all(row.verdict == "not run" and "failed at 8" in row.not_run_reason for row in rows)
+    lines = [str(output) for output in outputs]
+    measured_lines = [line for line in lines if "failed" in line and "+-" in line]
+    assert len(measured_lines) == 2, outputs  # Our engine was still measured.

@@ -1,4 +1,4 @@
-"""The benches of the front end run, on engines of a moment; streams gather tokens under load."""
+"""Front-end benchmark on the null engine and a tiny model; batching of streamed tokens."""
 
 import asyncio
 import time
@@ -9,14 +9,20 @@ import pytest
 from bench.harness.targets import Row
 from bench.suites import frontend
 from bench.suites.null_engine import null_service
-from clients.load.generator import Length, Run, Sent, Where, Work, run
+from clients.load.generator import (
+    CallRecord,
+    LengthSampler,
+    LoadRun,
+    LoadSpec,
+    ServerEndpoint,
+    run_load,
+)
 from gpt.config import GPTConfig
 from gpt.errors import PreambleError
 from serving.request import Ask, OverloadedError, Piece
 from serving.service.service import Service
 
-pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
-
+pytestmark = pytest.mark.slow  # Starts servers, which takes too long for the fast suite.
 
 TINY = GPTConfig(
     num_layers=2,
@@ -26,29 +32,29 @@ TINY = GPTConfig(
     max_position_embeddings=160,
     dtype="bfloat16",
 )
-SMALL = frontend.Sizes(
+SMALL = frontend.FrontendSizes(
     streams=4,
-    new=8,
-    null_new=20,
+    new_tokens=8,
+    null_new_tokens=20,
     null_step_s=0.002,
-    prompt=8,
+    prompt_tokens=8,
     calls=20,
     load_s=1.0,
-    load_new=8,
-    over=4.0,
+    load_new_tokens=8,
+    overload_factor=4.0,
 )
 
 
-def test_what_needs_no_model_is_measured_and_judged() -> None:
-    tokens, first = frontend.lines(("tokens", "first"), SMALL)
+def test_parts_of_the_null_engine_yield_rows() -> None:
+    tokens, first = frontend.run_suite(("tokens", "first"), SMALL)
     assert isinstance(tokens, Row) and isinstance(first, Row)
-    assert "4 streams, null engine" in tokens.told and tokens.value > 0
-    assert "ms added" in first.told
+    assert "4 streams, null engine" in tokens.summary and tokens.value > 0
+    assert "ms added" in first.summary
 
 
-def test_what_needs_a_model_is_measured_and_judged() -> None:
-    told = list(frontend.lines(("share", "profiles", "overload"), SMALL, TINY))
-    rows = {item.promise.name: item for item in told if isinstance(item, Row)}
+def test_parts_of_the_server_yield_rows() -> None:
+    outputs = list(frontend.run_suite(("share", "profiles", "overload"), SMALL, TINY))
+    rows = {output.target.name: output for output in outputs if isinstance(output, Row)}
     assert list(rows) == [
         "front/share",
         "front/profiles-itl",
@@ -57,25 +63,26 @@ def test_what_needs_a_model_is_measured_and_judged() -> None:
         "front/lost",
         "front/growth",
     ]
-    assert "4 of 4 well" in rows["front/share"].told
+    assert "4 of 4 succeeded" in rows["front/share"].summary
 
 
-def test_every_part_is_on_the_page_about_it() -> None:
+def test_every_part_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
     assert all(f"| `{part}` |" in page for part in frontend.PARTS)
 
 
-def test_overload_is_judged_by_what_was_refused_and_what_was_lost() -> None:
-    def call(code: str, took_s: float) -> Sent:
-        return Sent(0.0, 1.0, end=1.0 + took_s, code=code)  # Sent late, which is not held against.
+def test_overload_rows_judge_refusals_lost_calls_and_memory_growth() -> None:
+    def call(code: str, took_s: float) -> CallRecord:
+        # Sent one second late by the generator; the delay must not count.
+        return CallRecord(0.0, 1.0, ended_s=1.0 + took_s, code=code)
 
-    def rows(calls: list[Sent], growth: float) -> list[Row]:
-        told = frontend.told_of_overload(Run(calls, 6.0, 0.0, True), growth)
-        return [item for item in told if isinstance(item, Row)]
+    def rows(calls: list[CallRecord], growth: float) -> list[Row]:
+        outputs = frontend.overload_rows(LoadRun(calls, 6.0, 0.0, True), growth)
+        return [output for output in outputs if isinstance(output, Row)]
 
     calls = [call("RESOURCE_EXHAUSTED", 0.01) for _ in range(200)] + [call("OK", 5.0)]
     quick, lost, memory = rows(calls, 0.5)
-    assert "200 refused within 10.0 ms" in quick.told and quick.verdict == "met"
+    assert "200 refused, p99 10.0 ms" in quick.summary and quick.verdict == "met"
     assert (lost.value, lost.verdict) == (0, "met")
     assert memory.verdict == "MISSED"
     slow = [call("RESOURCE_EXHAUSTED", 0.2), call("RESOURCE_EXHAUSTED", 0.2)]
@@ -83,76 +90,84 @@ def test_overload_is_judged_by_what_was_refused_and_what_was_lost() -> None:
     assert quick.verdict == "MISSED" and lost.value == 1
 
 
-def pieces(
-    streams: int, new: int, *, whole: bool = False, step_s: float = 0.002, gather_ms: float = 0.0
+def pieces_of_streams(
+    streams: int,
+    new_tokens: int,
+    *,
+    final_only: bool = False,
+    step_s: float = 0.002,
+    gather_ms: float = 0.0,
 ) -> list[list[Piece]]:
-    """What each of many equal requests gets."""
+    """The pieces of each of several equal requests that run concurrently."""
 
-    async def one(service: Service) -> list[Piece]:
-        request = service.admission.admit(Ask((5, 6), max_new_tokens=new))
-        stream = service.engine.submit(request, whole=whole)
+    async def read_pieces(service: Service) -> list[Piece]:
+        request = service.admission.admit(Ask((5, 6), max_new_tokens=new_tokens))
+        stream = service.engine.submit(request, final_only=final_only)
         return [piece async for piece in stream]
 
-    async def main() -> list[list[Piece]]:
+    async def run_streams() -> list[list[Piece]]:
         service, _ = null_service(step_s, streams, gather_ms)
         try:
-            return await asyncio.gather(*(one(service) for _ in range(streams)))
+            return await asyncio.gather(*(read_pieces(service) for _ in range(streams)))
         finally:
             service.close()
 
-    return asyncio.run(main())
+    return asyncio.run(run_streams())
 
 
-def test_many_streams_gather_tokens_but_the_first_and_the_end_never_wait() -> None:
-    """64 streams pause for 16 ms, so 2 ms steps give several tokens at a time."""
+def test_messages_of_many_streams_hold_several_tokens() -> None:
+    """64 streams gather tokens for 16 ms, so 2 ms steps give several tokens per message."""
     began = time.monotonic()
-    each = pieces(64, 60)
-    took_s = time.monotonic() - began  # Where steps take long on a busy machine, there are more.
-    for taken in each:
-        assert sum(len(piece.token_ids) for piece in taken) == 60
-        assert taken[-1].finish == "length"
-        assert len(taken) <= took_s / 0.016 + 3
+    streams = pieces_of_streams(64, 60)
+    took_s = time.monotonic() - began  # A slow run on a busy machine has more messages.
+    for pieces in streams:
+        assert sum(len(piece.token_ids) for piece in pieces) == 60
+        assert pieces[-1].finish == "length"
+        assert len(pieces) <= took_s / 0.016 + 3
 
 
-def test_a_whole_answer_is_told_of_at_its_first_token_and_at_its_end() -> None:
-    for taken in pieces(2, 40, whole=True, step_s=0.02):
-        assert sum(len(piece.token_ids) for piece in taken) == 40
-        assert len(taken) == 2 and len(taken[0].token_ids) >= 1
+def test_a_non_streaming_answer_has_two_pieces() -> None:
+    for pieces in pieces_of_streams(2, 40, final_only=True, step_s=0.02):
+        assert sum(len(piece.token_ids) for piece in pieces) == 40
+        assert len(pieces) == 2 and len(pieces[0].token_ids) >= 1
 
 
-def test_a_full_server_refuses_before_it_reads_what_is_asked() -> None:
-    async def main() -> tuple[list[object], PreambleError]:
-        service, _ = null_service(0.05, 2)  # Two run, two wait.
+def test_an_overloaded_server_refuses_requests_before_admission() -> None:
+    async def overload() -> tuple[list[object], PreambleError]:
+        service, _ = null_service(0.05, 2)  # Two requests run, two wait.
         try:
             asks = [service.start(Ask((5, 6), max_new_tokens=1000)) for _ in range(50)]
-            ended = await asyncio.gather(*asks, return_exceptions=True)
-            with pytest.raises(PreambleError) as bad:
-                await service.start(Ask(()))  # Bad, too, had anybody looked.
-            return list(ended), bad.value
+            answers = await asyncio.gather(*asks, return_exceptions=True)
+            with pytest.raises(PreambleError) as raised:
+                await service.start(Ask(()))  # Also invalid, but overload is checked first.
+            return list(answers), raised.value
         finally:
             service.close()
 
-    ended, bad = asyncio.run(main())
-    refused = [one for one in ended if isinstance(one, OverloadedError)]
-    assert len(refused) == 46 and isinstance(bad, OverloadedError)
+    answers, error = asyncio.run(overload())
+    refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
+    assert len(refused) == 46 and isinstance(error, OverloadedError)
 
 
-def test_a_stream_alone_gets_its_tokens_as_they_come() -> None:
-    # A busy machine may merge a few.
-    assert any(len(pieces(1, 20, step_s=0.01)[0]) >= 10 for _ in range(5))
+def test_a_single_stream_gets_each_token_in_its_own_message() -> None:
+    # A busy machine can merge a few messages.
+    assert any(len(pieces_of_streams(1, 20, step_s=0.01)[0]) >= 10 for _ in range(5))
 
 
-def test_tokens_gather_as_long_as_the_operator_says() -> None:
-    (taken,) = pieces(1, 40, step_s=0.05, gather_ms=1000)
-    assert sum(len(piece.token_ids) for piece in taken) == 40
-    assert len(taken[0].token_ids) <= 2 and len(taken) <= 8
+def test_gather_ms_batches_tokens() -> None:
+    (pieces,) = pieces_of_streams(1, 40, step_s=0.05, gather_ms=1000)
+    assert sum(len(piece.token_ids) for piece in pieces) == 40
+    assert len(pieces[0].token_ids) <= 2 and len(pieces) <= 8
 
 
-def test_a_null_server_counts_the_same_tokens_as_its_client() -> None:
+def test_the_null_server_generates_the_requested_tokens() -> None:
     with frontend.null_server(0.0, 4) as (address, pipe):
-        short = Length.of("3")
-        done = run(Where(address), Work(concurrency=2, requests_max=6, prompt=short, new=short))
+        length = LengthSampler.parse("3")
+        load_run = run_load(
+            ServerEndpoint(address),
+            LoadSpec(concurrency=2, requests_max=6, prompt_length=length, output_length=length),
+        )
         pipe.send(True)
-        whole_s, null_s = pipe.recv()
-    assert [one.tokens for one in done.sent] == [3] * 6
-    assert whole_s > null_s >= 0
+        process_s, null_s = pipe.recv()
+    assert [call.tokens for call in load_run.calls] == [3] * 6
+    assert process_s > null_s >= 0

@@ -1,39 +1,39 @@
-"""The bench of a GPU, played small on a CPU: every row has a figure or a reason."""
+"""GPU benchmark with tiny sizes on the CPU: every row has a figure or a reason."""
 
 import math
 
-from bench.harness.roofline import Limit
-from bench.harness.targets import PROMISES, Row, Settings
-from bench.suites.gpu import Sizes, lines
+from bench.harness.roofline import MeasuredLimit
+from bench.harness.targets import TARGETS, Row, Settings
+from bench.suites.gpu import GpuSizes, run_suite
 from tests.support.models import CLASSIC
 
-SMALL = Sizes(
+SMALL = GpuSizes(
     network=CLASSIC.with_fields(dtype="float32"),
     device="cpu",
     copy_bytes=1 << 16,
-    side=32,
-    single=4,
-    new=4,
+    matrix_side=32,
+    single_prompt_tokens=4,
+    new_tokens=4,
     requests=3,
-    prompt=8,
-    prefill=24,
-    decodes=2,
-    decode_prompt=6,
+    prompt_tokens=8,
+    prefill_tokens=24,
+    decode_requests=2,
+    decode_prompt_tokens=6,
 )
 
 
-def test_every_row_has_its_figure_or_says_what_is_missing() -> None:
-    items = list(lines(2, SMALL))
-    rows = {one.promise.name: one for one in items if isinstance(one, Row)}
-    assert sorted(rows) == sorted(name for name in PROMISES if name.startswith("gpu/"))
-    assert [one.name for one in items if isinstance(one, Limit)] == [
+def test_every_row_has_a_figure_or_a_reason() -> None:
+    outputs = list(run_suite(2, SMALL))
+    rows = {output.target.name: output for output in outputs if isinstance(output, Row)}
+    assert sorted(rows) == sorted(name for name in TARGETS if name.startswith("gpu/"))
+    assert [output.name for output in outputs if isinstance(output, MeasuredLimit)] == [
         "copy bandwidth",
         "float32 products",
     ]
-    assert sum(isinstance(one, Settings) for one in items) == 1
+    assert sum(isinstance(output, Settings) for output in outputs) == 1
     for name in ("gpu/decode", "gpu/prefill"):
         assert math.isfinite(rows[name].value) and len(rows[name].samples) == 2
-        assert all(len(some) == 2 for some in rows[name].samples.values())
-    assert "transformers" in rows["gpu/batch"].missing
+        assert all(len(samples) == 2 for samples in rows[name].samples.values())
+    assert "transformers" in rows["gpu/batch"].not_run_reason
     for name in ("gpu/fp8-prefill", "gpu/fp8-decode"):
-        assert "ConfigError" in rows[name].missing and "cpu" in rows[name].missing
+        assert "ConfigError" in rows[name].not_run_reason and "cpu" in rows[name].not_run_reason

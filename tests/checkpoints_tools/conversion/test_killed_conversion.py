@@ -1,7 +1,7 @@
-"""kill -9 at random moments of a conversion: nothing looks complete, and a resumed one ends alike.
+"""kill -9 at random moments of a conversion: no target looks complete; resumed runs are equal.
 
-Each run is a process of its own, forked where everything is imported, so that the kill falls into
-the conversion and not into its start.
+Each run is its own process, forked after all imports, so that the kill happens during the
+conversion and not during start-up.
 """
 
 import os
@@ -16,17 +16,18 @@ import torch
 
 from checkpoints_tools.conversion import copy_engine
 from checkpoints_tools.conversion.convert import convert, plan, write_native
-from checkpoints_tools.layout.layout import Division
-from checkpoints_tools.writers.registry import Wish
+from checkpoints_tools.layout.layout import ParallelSplit
+from checkpoints_tools.writers.registry import ConversionOptions
 from gpt.checkpoint.digest import base_digest
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
 
 pytestmark = pytest.mark.slow
 
-KILLS, RUNS_MAX = 75, 500
+KILLS = 75
+RUNS_MAX = 500
 MODEL = GPTConfig(
     num_layers=12,
     hidden_size=256,
@@ -44,12 +45,12 @@ MODEL = GPTConfig(
     mlp_bias=False,
     untie_embeddings_and_output_weights=True,
 )
-WAYS = {
-    "native": Wish(shard_bytes_max=8 << 20),
-    "megatron": Wish("megatron", division=Division(2, 2)),
-    "megatron-dist": Wish("megatron-dist", division=Division(2)),
-    "nemo": Wish("nemo", division=Division(2, 2)),
-    "hf": Wish("hf"),
+CASES = {
+    "native": ConversionOptions(shard_bytes_max=8 << 20),
+    "megatron": ConversionOptions("megatron", division=ParallelSplit(2, 2)),
+    "megatron-dist": ConversionOptions("megatron-dist", division=ParallelSplit(2)),
+    "nemo": ConversionOptions("nemo", division=ParallelSplit(2, 2)),
+    "hf": ConversionOptions("hf"),
 }
 
 
@@ -63,63 +64,73 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def started(source: Path, target: Path, wish: Wish) -> int:
-    """A conversion in a process of its own; the number of the process."""
+def start_conversion(source: Path, target: Path, options: ConversionOptions) -> int:
+    """Start a conversion in its own process; returns the process id."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        # Notes are taken as often as can be, so that kills fall between and into them.
-        copy_engine.COMMIT_SECONDS, copy_engine.PROGRESS_SECONDS = 0.0, 0.001
-        convert(plan(open_checkpoint(source), target, wish), resume=True)
+        # The journal is written often, so that kills fall between and into its lines.
+        copy_engine.COMMIT_SECONDS = 0.0
+        copy_engine.PROGRESS_SECONDS = 0.001
+        convert(plan(open_checkpoint(source), target, options), resume=True)
         os._exit(0)
     except BaseException:
         os._exit(1)
 
 
-def removed(target: Path) -> None:
+def remove(target: Path) -> None:
     if target.is_file():
         target.unlink()
     else:
         shutil.rmtree(target)
 
 
-def finished(pid: int) -> int:
+def wait_for_exit(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_killed_at_any_moment_never_looks_complete_and_resumes_to_the_same(
-    way: str, tmp_path: Path
+@pytest.mark.parametrize("case", CASES)
+def test_killed_run_never_looks_complete_and_resumes_to_the_same_files(
+    case: str, tmp_path: Path
 ) -> None:
-    wish, draw, end = WAYS[way], random.Random(way), ".nemo" if way == "nemo" else ""
-    torch.set_num_threads(1)  # A fork takes no threads along.
-    write_native(fresh(MODEL, seed=0), tmp_path / "source")
-    begun = time.monotonic()
-    assert finished(started(tmp_path / "source", tmp_path / f"whole{end}", wish)) == 0
-    length, whole = time.monotonic() - begun, tree(tmp_path / f"whole{end}")
+    options = CASES[case]
+    draw = random.Random(case)
+    end = ".nemo" if case == "nemo" else ""
+    torch.set_num_threads(1)  # A fork does not copy threads.
+    write_native(random_init_checkpoint(MODEL, seed=0), tmp_path / "source")
+    start = time.monotonic()
+    assert (
+        wait_for_exit(start_conversion(tmp_path / "source", tmp_path / f"whole{end}", options)) == 0
+    )
+    length = time.monotonic() - start
+    expected_tree = tree(tmp_path / f"whole{end}")
     digest = base_digest(open_checkpoint(tmp_path / f"whole{end}"))
-    target, killed, resumed = tmp_path / f"target{end}", 0, 0
+    target = tmp_path / f"target{end}"
+    killed = 0
+    resumed = 0
     for _ in range(RUNS_MAX):
-        if killed == KILLS // len(WAYS):
+        if killed == KILLS // len(CASES):
             break
-        pid = started(tmp_path / "source", target, wish)
+        pid = start_conversion(tmp_path / "source", target, options)
         time.sleep(draw.uniform(0, length))
         os.kill(pid, signal.SIGKILL)
-        code = finished(pid)
+        code = wait_for_exit(pid)
         assert code in (0, -signal.SIGKILL)
         killed += code != 0
         if target.exists():
-            assert tree(target) == whole
-            removed(target)
+            assert tree(target) == expected_tree
+            remove(target)
             continue
         with pytest.raises(CheckpointError, match="does not exist"):
             open_checkpoint(target)
-        if killed % 2:  # Otherwise what is left is killed once more.
+        if killed % 2:  # Otherwise the resumed run is killed once more.
             resumed += 1
-            assert finished(started(tmp_path / "source", target, wish)) == 0
-            assert tree(target) == whole and not (tmp_path / f".target{end}.partial").exists()
+            assert wait_for_exit(start_conversion(tmp_path / "source", target, options)) == 0
+            assert (
+                tree(target) == expected_tree and not (tmp_path / f".target{end}.partial").exists()
+            )
             assert base_digest(open_checkpoint(target)) == digest
-            removed(target)
-    assert killed == KILLS // len(WAYS) and resumed >= 3
-    print(f"{way}: {killed} kills in runs of {length:.2f} s, {resumed} resumed between them")
+            remove(target)
+    assert killed == KILLS // len(CASES) and resumed >= 3
+    print(f"{case}: {killed} kills in runs of {length:.2f} s, {resumed} resumed between them")

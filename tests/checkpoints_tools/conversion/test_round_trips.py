@@ -1,7 +1,7 @@
-"""Any architecture, from any split and form to any other and back: bit for bit.
+"""Conversions of any architecture between any formats and splits are bit-exact.
 
-Each example draws a model, a way there and a way on; what comes back is compared tensor by tensor.
-The fast suite tries a few, the slow one hundreds.
+Each example draws a model and two conversions in sequence, and compares the result tensor by
+tensor. The fast suite runs a few examples, the slow suite hundreds.
 """
 
 import tempfile
@@ -14,19 +14,20 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
 from checkpoints_tools.conversion.convert import convert, plan
-from checkpoints_tools.layout.layout import Division
-from checkpoints_tools.writers.registry import Wish
-from gpt.checkpoint.digest import base_digest, function
+from checkpoints_tools.layout.layout import ParallelSplit
+from checkpoints_tools.writers.registry import ConversionOptions
+from gpt.checkpoint.digest import base_digest, functional_config
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import PreambleError
 from gpt.formats.registry import open_checkpoint
 from tests.support.models import lively
 
-FEW, MANY = 12, 250
+EXAMPLES = 12
+SLOW_EXAMPLES = 250
 
 
-# Traits that a Hugging Face family can hold; the rest is drawn as for any other model.
+# Fields that a Hugging Face family can express; the rest is drawn as for any other model.
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
     "layernorm_zero_centered_gamma": False,
@@ -54,7 +55,7 @@ STARCODER: dict[str, Any] = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> GPTConfig:
-    """What Megatron can train, with sizes that eight tensor ranks divide."""
+    """Configs that Megatron can train, with sizes that divide by eight tensor ranks."""
     heads = draw(st.sampled_from([8, 16]))
     biases = draw(st.sampled_from(["all", "none", "qkv"]))
     gated = draw(st.booleans())
@@ -96,65 +97,69 @@ def configs(draw: st.DrawFn) -> GPTConfig:
 
 
 @st.composite
-def wishes(draw: st.DrawFn, config: GPTConfig) -> Wish:
-    """A form and a split; those that the model cannot have are drawn too, and refused."""
-    to = draw(st.sampled_from(["native", "megatron", "megatron", "megatron-dist", "hf"]))
-    tp, ep = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2]))
+def conversion_options(draw: st.DrawFn, config: GPTConfig) -> ConversionOptions:
+    """A target format and split, including impossible ones, which must be refused."""
+    target_format = draw(st.sampled_from(["native", "megatron", "megatron", "megatron-dist", "hf"]))
+    tp = draw(st.sampled_from([1, 2, 4, 8]))
+    ep = draw(st.sampled_from([1, 2]))
     ep = ep if any(config.moe_layers) else 1
-    if to == "megatron":
+    if target_format == "megatron":
         pp = draw(st.integers(1, min(5, config.num_layers)))
-        most = config.num_layers // pp if pp > 1 else 1
-        vpp = draw(st.integers(1, min(3, most)))
-        return Wish(to, division=Division(tp, pp, vpp, ep))
-    if to == "megatron-dist":
-        return Wish(to, division=Division(tp=tp))
-    return Wish(to, shard_bytes_max=draw(st.sampled_from([None, 4000])))
+        virtual_stages_max = config.num_layers // pp if pp > 1 else 1
+        vpp = draw(st.integers(1, min(3, virtual_stages_max)))
+        return ConversionOptions(target_format, division=ParallelSplit(tp, pp, vpp, ep))
+    if target_format == "megatron-dist":
+        return ConversionOptions(target_format, division=ParallelSplit(tp=tp))
+    return ConversionOptions(target_format, shard_bytes_max=draw(st.sampled_from([None, 4000])))
 
 
-def carried(source: Checkpoint, target: Path, wish: Wish) -> Checkpoint:
+def carried(source: Checkpoint, target: Path, options: ConversionOptions) -> Checkpoint:
     try:
-        convert(plan(source, target, wish))
+        convert(plan(source, target, options))
     except PreambleError as error:
-        if wish.to == "native":
+        if options.target_format == "native":
             raise
-        event(f"{wish.to}: refused")
-        note(f"{wish}: {error}")
+        event(f"{options.target_format}: refused")
+        note(f"{options}: {error}")
         return source
-    event(f"{wish.to}: written")
+    event(f"{options.target_format}: written")
     return open_checkpoint(target)
 
 
-def there_and_back(data: st.DataObject) -> None:
-    config = data.draw(configs())
+def check_round_trip(draws: st.DataObject) -> None:
+    config = draws.draw(configs())
     origin = lively(config).in_dtype(getattr(torch, config.dtype))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        here = origin
+        current = origin
         for step in range(2):
-            here = carried(here, folder / str(step), data.draw(wishes(config)))
-        back = carried(here, folder / "back", Wish())
-        assert function(back.config) == function(origin.config)
-        assert list(back.tensors) == list(origin.tensors)
+            current = carried(current, folder / str(step), draws.draw(conversion_options(config)))
+        restored = carried(current, folder / "back", ConversionOptions())
+        assert functional_config(restored.config) == functional_config(origin.config)
+        assert list(restored.tensors) == list(origin.tensors)
         for tensor in origin.tensors:
-            found, meant = back.read(tensor), origin.read(tensor)
-            assert found.dtype == meant.dtype, tensor
-            assert torch.equal(found.view(torch.uint8), meant.view(torch.uint8)), tensor
-        assert base_digest(back) == base_digest(origin)
+            restored_tensor = restored.read(tensor)
+            original_tensor = origin.read(tensor)
+            assert restored_tensor.dtype == original_tensor.dtype, tensor
+            assert torch.equal(
+                restored_tensor.view(torch.uint8), original_tensor.view(torch.uint8)
+            ), tensor
+        assert base_digest(restored) == base_digest(origin)
 
 
-calm = settings(
+without_health_checks = settings(
     deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
-@settings(calm, max_examples=FEW, derandomize=True)
+@settings(without_health_checks, max_examples=EXAMPLES, derandomize=True)
 @given(st.data())
-def test_a_model_comes_back_bit_for_bit(data: st.DataObject) -> None:
-    there_and_back(data)
+def test_round_trip_is_bit_exact(draws: st.DataObject) -> None:
+    check_round_trip(draws)
 
 
 @pytest.mark.slow
-@settings(calm, max_examples=MANY)
+@settings(without_health_checks, max_examples=SLOW_EXAMPLES)
 @given(st.data())
-def test_many_models_come_back_bit_for_bit(data: st.DataObject) -> None:
-    there_and_back(data)
+def test_many_round_trips_are_bit_exact(draws: st.DataObject) -> None:
+    check_round_trip(draws)

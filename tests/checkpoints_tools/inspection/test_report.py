@@ -1,4 +1,4 @@
-"""`preamble inspect`: what a checkpoint is, and whether a planted fault is found and named."""
+"""`preamble inspect`: the description of a checkpoint, and the detection of planted faults."""
 
 import shutil
 import zipfile
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import preamble
-from checkpoints_tools.inspection.report import Report, _gpu_gb
+from checkpoints_tools.inspection.report import InspectReport, _smallest_gpu_gb
 from gpt.config import GPTConfig
 from gpt.costs.inference import parameter_count, rank_costs
 from gpt.formats.native import open_native
@@ -18,21 +18,22 @@ from tests.support.checkpoints import distcp_writer, megatron_writer, nemo_write
 from tests.support.checkpoints.hf_models import model_of
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, Layout, edit
 from tests.support.checkpoints.nemo_writer import Nemo
-from tests.support.inspect_commands import Run, answering, native, weights
+from tests.support.inspect_commands import Run, json_command, read_weights, write_native_model
 from tests.support.models import EXPERTS, MODERN, lively
 from tests.support.trained_tokenizers import sentencepiece_model
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return answering("inspect", capsys)
+    return json_command("inspect", capsys)
 
 
-def test_a_megatron_checkpoint_is_described(run: Run, tmp_path: Path) -> None:
+def test_megatron_checkpoint_is_described(run: Run, tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, changes={"hidden_dropout": 0.1})
     megatron_writer.saved(DENSE, layout, tmp_path, "bfloat16")
     code, report = run(tmp_path)
@@ -56,9 +57,9 @@ def test_a_megatron_checkpoint_is_described(run: Run, tmp_path: Path) -> None:
     assert report["faults"] == [] and report["deep"] is False
 
 
-def test_the_keys_of_the_object_are_those_of_the_report(run: Run, tmp_path: Path) -> None:
-    _, report = run(native(tmp_path / "a", DENSE))
-    assert list(report) == list(Report.__dataclass_fields__)
+def test_json_keys_are_the_report_fields(run: Run, tmp_path: Path) -> None:
+    _, report = run(write_native_model(tmp_path / "a", DENSE))
+    assert list(report) == list(InspectReport.__dataclass_fields__)
     split = report["splits"][0]
     assert list(split) == [
         *("tp", "pp", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_context"),
@@ -66,41 +67,45 @@ def test_the_keys_of_the_object_are_those_of_the_report(run: Run, tmp_path: Path
     ]
 
 
-def test_what_serving_takes_is_what_the_ledger_says(run: Run, tmp_path: Path) -> None:
-    _, report = run(native(tmp_path / "a", MODERN))
-    found = {(one["tp"], one["pp"]): one for one in report["splits"] if one["dtype"] == "float32"}
-    assert (4, 1) in found and (1, 4) in found
-    assert (8, 1) not in found and (3, 1) not in found  # 44 columns are not cut in 8.
+def test_serving_memory_matches_the_cost_model(run: Run, tmp_path: Path) -> None:
+    _, report = run(write_native_model(tmp_path / "a", MODERN))
+    fp32_splits = {
+        (split["tp"], split["pp"]): split
+        for split in report["splits"]
+        if split["dtype"] == "float32"
+    }
+    assert (4, 1) in fp32_splits and (1, 4) in fp32_splits
+    assert (8, 1) not in fp32_splits and (3, 1) not in fp32_splits  # 44 columns do not divide by 8.
     costs = rank_costs(MODERN, 2, 2)
-    assert found[2, 2]["weight_bytes"] == max(cost.weight_bytes for cost in costs)
+    assert fp32_splits[2, 2]["weight_bytes"] == max(cost.weight_bytes for cost in costs)
     token = max(cost.kv_bytes_per_token for cost in costs)
-    assert found[2, 2]["kv_bytes_per_token"] == token
-    assert found[2, 2]["kv_bytes_per_context"] == token * MODERN.max_position_embeddings
-    assert found[2, 2]["gpu_gb"] == 16, "the smallest that is listed"
-    halves = [one for one in report["splits"] if one["dtype"] == "bfloat16"]
-    assert 2 * halves[0]["weight_bytes"] == found[1, 1]["weight_bytes"]
+    assert fp32_splits[2, 2]["kv_bytes_per_token"] == token
+    assert fp32_splits[2, 2]["kv_bytes_per_context"] == token * MODERN.max_position_embeddings
+    assert fp32_splits[2, 2]["gpu_gb"] == 16, "the smallest that is listed"
+    halves = [split for split in report["splits"] if split["dtype"] == "bfloat16"]
+    assert 2 * halves[0]["weight_bytes"] == fp32_splits[1, 1]["weight_bytes"]
 
 
 @pytest.mark.parametrize(
     ("weights_gb", "kv_gb", "gpu_gb"), [(10, 1, 16), (40, 20, 80), (150, 0, 180), (170, 9, None)]
 )
-def test_a_gpu_is_named_that_leaves_a_tenth_free(
+def test_named_gpu_keeps_a_tenth_of_memory_free(
     weights_gb: int, kv_gb: int, gpu_gb: int | None
 ) -> None:
-    assert _gpu_gb(int((weights_gb + kv_gb) * 1e9), int(weights_gb * 1e9)) == gpu_gb
+    assert _smallest_gpu_gb(int((weights_gb + kv_gb) * 1e9), int(weights_gb * 1e9)) == gpu_gb
 
 
-def test_only_some_experts_are_active(run: Run, tmp_path: Path) -> None:
-    _, report = run(native(tmp_path / "a", EXPERTS))
+def test_active_parameters_count_only_routed_experts(run: Run, tmp_path: Path) -> None:
+    _, report = run(write_native_model(tmp_path / "a", EXPERTS))
     per_expert = 3 * 32 * 24 + 2 * 24 + 24 * 0 + 32  # Gate, up, down and their biases.
-    idle = 3 * 3 * per_expert  # Three layers, in each three of five.
+    idle = 3 * 3 * per_expert  # Three layers, with three of five experts idle in each.
     assert report["parameters"] - report["active_parameters"] == idle
 
 
 @pytest.mark.parametrize(
     ("write", "name", "evidence"),
     [
-        (lambda root: native(root, DENSE), "native", "preamble.json"),
+        (lambda root: write_native_model(root, DENSE), "native", "preamble.json"),
         (
             lambda root: model_of("gpt2").save_pretrained(root),
             "huggingface",
@@ -114,7 +119,7 @@ def test_only_some_experts_are_active(run: Run, tmp_path: Path) -> None:
     ],
     ids=["native", "huggingface", "torch_dist"],
 )
-def test_every_format_says_how_it_was_recognised_and_is_whole(
+def test_every_format_lists_its_evidence_and_has_no_fault(
     write: Callable[[Path], Any], name: str, evidence: str, run: Run, tmp_path: Path
 ) -> None:
     write(tmp_path / "a")
@@ -124,14 +129,14 @@ def test_every_format_says_how_it_was_recognised_and_is_whole(
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_distributed_files_say_the_split_only_in_their_args(
+def test_split_of_torch_dist_files_comes_from_their_args(
     folded: bool, run: Run, tmp_path: Path
 ) -> None:
     distcp_writer.saved(DENSE, distcp_writer.Form(tp=2, folded=folded), tmp_path)
     assert run(tmp_path)[1]["split"] == {"tp": 2, "pp": 1, "ep": 1}
 
 
-def test_people_get_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     megatron_writer.saved(GROUPED, Layout(tp=2, pp=2, ep=2, experts="te grouped"), tmp_path)
     assert preamble.main(["inspect", str(tmp_path), "--deep"]) == 0
     out, _ = capsys.readouterr()
@@ -140,26 +145,26 @@ def test_people_get_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "attention    4 heads of 8 in 2 groups (GQA)",
         "experts      4 in 2 layers, 2 for a token, 24 wide, sigmoid, and a shared one 16 wide",
         "head         tied to the embedding",
-        "every byte was read, and no fault found",
+        "every byte was read, and no fault was found",
     ):
         assert line in out, line
     assert "  TP 2  x PP 1 " in out
 
 
-def test_a_digest_is_told_once_verify_has_computed_it(
+def test_digest_is_shown_after_verify_computed_it(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     megatron_writer.saved(DENSE, Layout(), tmp_path / "m")
-    whole = native(tmp_path / "n", DENSE)
+    folder = write_native_model(tmp_path / "n", DENSE)
     assert run(tmp_path / "m")[1]["digest"] is None
-    assert preamble.main(["verify", str(tmp_path / "m"), str(whole)]) == 0
+    assert preamble.main(["verify", str(tmp_path / "m"), str(folder)]) == 0
     capsys.readouterr()
-    known = open_native(whole).identity
-    assert known is not None
-    assert run(tmp_path / "m")[1]["digest"] == run(whole)[1]["digest"] == known.digest
+    identity = open_native(folder).identity
+    assert identity is not None
+    assert run(tmp_path / "m")[1]["digest"] == run(folder)[1]["digest"] == identity.digest
 
 
-def test_tokenizers_are_looked_at(run: Run, tmp_path: Path) -> None:
+def test_tokenizer_problems_are_reported(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "iter_0000100"
     megatron_writer.saved(DENSE, Layout(changes={"vocab_size": None}), tmp_path / "a")
     assert any("give --true-vocab-size" in line for line in run(tmp_path / "a")[1]["remarks"])
@@ -174,15 +179,18 @@ def test_tokenizers_are_looked_at(run: Run, tmp_path: Path) -> None:
     assert any(line.startswith("tokenizer: ") for line in run(tmp_path / "a")[1]["remarks"])
     (folder / "null.json").unlink()
     (folder / "tokenizer.model").symlink_to(tmp_path / "gone.model")
-    assert any("is a link to nothing" in line for line in run(tmp_path / "a")[1]["remarks"])
+    assert any("is a broken symbolic link" in line for line in run(tmp_path / "a")[1]["remarks"])
     (tmp_path / "gone.model").write_bytes(sentencepiece_model(model_type="bpe"))
     assert run(tmp_path / "a")[1]["tokenizer"]["kind"] == "sentencepiece"
 
 
-def test_a_newer_iteration_and_mixed_dtypes_look_wrong(run: Run, tmp_path: Path) -> None:
+def test_newer_iteration_and_mixed_dtypes_are_remarks(run: Run, tmp_path: Path) -> None:
     megatron_writer.saved(DENSE, Layout(), tmp_path)
-    edit(tmp_path, "*", lambda record: record["model"].update(
-        {NORM: record["model"][NORM].bfloat16()}))  # fmt: skip
+    edit(
+        tmp_path,
+        "*",
+        lambda record: record["model"].update({NORM: record["model"][NORM].bfloat16()}),
+    )
     (tmp_path / "iter_0000200").mkdir()
     _, report = run(tmp_path)
     assert any(line.startswith("iter_0000200 is newer") for line in report["remarks"])
@@ -190,28 +198,30 @@ def test_a_newer_iteration_and_mixed_dtypes_look_wrong(run: Run, tmp_path: Path)
     assert any("32 of bfloat16" in line for line in report["remarks"])
 
 
-def test_a_head_that_equals_the_embedding_is_a_waste(run: Run, tmp_path: Path) -> None:
-    tensors = weights(lively(GATED))
+def test_untied_head_equal_to_the_embedding_is_a_remark(run: Run, tmp_path: Path) -> None:
+    tensors = read_weights(lively(GATED))
     tensors[HEAD] = tensors[EMBEDDING].clone()
-    native(tmp_path / "a", GATED, tensors)
+    write_native_model(tmp_path / "a", GATED, tensors)
     _, report = run(tmp_path / "a")
     (line,) = [line for line in report["remarks"] if line.startswith(HEAD)]
     assert f"{GATED.vocab_size * 32 * 4:,} bytes smaller" in line
-    tensors[HEAD][5, 5] += 1  # No row that is sampled.
-    native(tmp_path / "b", GATED, tensors)
-    for flags, seen in (((), True), (("--deep",), False)):
+    tensors[HEAD][5, 5] += 1  # Not in a sampled row.
+    write_native_model(tmp_path / "b", GATED, tensors)
+    for flags, is_reported in (((), True), (("--deep",), False)):
         remarks = run(tmp_path / "b", *flags)[1]["remarks"]
-        assert any(line.startswith(HEAD) for line in remarks) is seen
+        assert any(line.startswith(HEAD) for line in remarks) is is_reported
 
 
-def test_weights_that_their_manifest_does_not_know_are_a_fault(run: Run, tmp_path: Path) -> None:
-    native(tmp_path / "a", DENSE)
-    native(tmp_path / "b", DENSE, {k: v * 2 for k, v in weights(lively(DENSE)).items()})
+def test_weights_that_do_not_match_the_manifest_are_a_fault(run: Run, tmp_path: Path) -> None:
+    write_native_model(tmp_path / "a", DENSE)
+    write_native_model(
+        tmp_path / "b", DENSE, {k: v * 2 for k, v in read_weights(lively(DENSE)).items()}
+    )
     for file in (tmp_path / "b").glob("*.safetensors"):
         shutil.copy(file, tmp_path / "a" / file.name)
     code, report = run(tmp_path / "a")
     assert code == 1
-    assert "not those that its manifest describes" in report["faults"][0]
+    assert "do not match the fingerprint in the manifest" in report["faults"][0]
 
 
 def fault_of(run: Run, path: Path) -> str:
@@ -222,41 +232,41 @@ def fault_of(run: Run, path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
         ({(3, 4): torch.nan, (9, 0): torch.nan}, "2 NaN of 4,096 values, the first at [3, 4]"),
         ({(0, 0): torch.inf}, "1 infinite of 4,096 values, the first at [0, 0]"),
         ({(31, 127): -torch.inf, (8, 1): torch.nan}, "1 NaN and 1 infinite of 4,096 values"),
     ],
 )
-def test_values_that_are_not_finite_are_counted_and_placed(
-    values: dict[tuple[int, int], float], words: str, run: Run, tmp_path: Path
+def test_nan_and_infinity_are_counted_and_located(
+    values: dict[tuple[int, int], float], message: str, run: Run, tmp_path: Path
 ) -> None:
-    tensors = weights(lively(DENSE))
-    for place, value in values.items():
-        tensors[FC2][place] = value
+    tensors = read_weights(lively(DENSE))
+    for index, value in values.items():
+        tensors[FC2][index] = value
     megatron_writer.write(DENSE, tensors, tmp_path, Layout(tp=2, pp=2))
     assert run(tmp_path)[0] == 0
     fault = fault_of(run, tmp_path)
-    assert fault.startswith(f"{FC2}: {words}")
+    assert fault.startswith(f"{FC2}: {message}")
     assert "mp_rank_0" in fault and "model_optim_rng.pt" in fault
 
 
-def test_a_matrix_of_one_value_is_a_fault_and_vectors_are_worth_a_look(
+def test_constant_matrix_is_a_fault_and_constant_vectors_are_a_remark(
     run: Run, tmp_path: Path
 ) -> None:
-    tensors = weights(lively(DENSE))
+    tensors = read_weights(lively(DENSE))
     tensors[FC2].zero_()
     tensors[NORM].fill_(1)
     tensors["decoder.final_layernorm.bias"].zero_()
-    native(tmp_path / "a", DENSE, tensors)
+    write_native_model(tmp_path / "a", DENSE, tensors)
     assert fault_of(run, tmp_path / "a") == f"{FC2}: all 4,096 values are zero"
     _, report = run(tmp_path / "a", "--deep")
-    line = f"{NORM}, decoder.final_layernorm.bias: 2 vectors hold one value each"
+    line = f"{NORM}, decoder.final_layernorm.bias: 2 vectors are constant"
     assert any(remark.startswith(line) for remark in report["remarks"])
 
 
-def test_a_norm_that_differs_on_a_tensor_rank_is_found(run: Run, tmp_path: Path) -> None:
+def test_norm_that_differs_on_a_tensor_rank_is_found(run: Run, tmp_path: Path) -> None:
     megatron_writer.saved(DENSE, Layout(tp=2, pp=2), tmp_path)
 
     def change(record: dict[str, Any]) -> None:
@@ -265,11 +275,11 @@ def test_a_norm_that_differs_on_a_tensor_rank_is_found(run: Run, tmp_path: Path)
     edit(tmp_path, "mp_rank_01_001", change)
     fault = fault_of(run, tmp_path)
     assert "mp_rank_01_001/model_optim_rng.pt" in fault.split(" is not equal to ")[0]
-    assert "both are decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in fault
+    assert "both store decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in fault
     assert "1 of 32 values differ, the first at [7, 0]" in fault and "at most by 0.25" in fault
 
 
-def test_what_differs_on_an_expert_rank_is_found(run: Run, tmp_path: Path) -> None:
+def test_replica_that_differs_on_an_expert_rank_is_found(run: Run, tmp_path: Path) -> None:
     megatron_writer.saved(GROUPED, Layout(tp=2, ep=2, experts="grouped"), tmp_path)
     assert run(tmp_path, "--deep")[0] == 0
     key = "decoder.layers.0.self_attention.linear_proj.weight"
@@ -280,7 +290,7 @@ def test_what_differs_on_an_expert_rank_is_found(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("names", ["te", "2021"])
-def test_the_copy_of_a_tied_embedding_is_compared_whole(
+def test_copy_of_a_tied_embedding_is_compared_completely(
     names: str, run: Run, tmp_path: Path
 ) -> None:
     megatron_writer.saved(DENSE, Layout(tp=2, pp=2, names=names), tmp_path)
@@ -288,15 +298,15 @@ def test_the_copy_of_a_tied_embedding_is_compared_whole(
     def change(record: dict[str, Any]) -> None:
         model = record["model"]
         copy = model["word_embeddings_for_head"]["weight"] if names == "2021" else model[HEAD]
-        copy[9, 2] += 1  # No row that the reader samples.
+        copy[9, 2] += 1  # Not in a row that the reader samples.
 
     edit(tmp_path, "mp_rank_01_001", change)
     assert run(tmp_path)[0] == 0
     fault = fault_of(run, tmp_path)
-    assert "the first at [9, 2]" in fault and f"both are {EMBEDDING}" in fault
+    assert "the first at [9, 2]" in fault and f"both store {EMBEDDING}" in fault
 
 
-def test_the_copy_of_a_tied_head_in_hugging_face_files_is_compared_whole(
+def test_copy_of_a_tied_head_in_hugging_face_files_is_compared_completely(
     run: Run, tmp_path: Path
 ) -> None:
     model = model_of("gpt2")
@@ -310,21 +320,24 @@ def test_the_copy_of_a_tied_head_in_hugging_face_files_is_compared_whole(
 
 
 def flip(file: Path, record: str) -> None:
-    """One bit in the middle of a record of a zip."""
+    """Flip one bit in the middle of a zip member."""
     with zipfile.ZipFile(file) as archive:
-        member = next(one for one in archive.infolist() if one.filename.endswith(record))
+        member = next(info for info in archive.infolist() if info.filename.endswith(record))
     content = bytearray(file.read_bytes())
     head = member.header_offset
     start = (
         head
         + 30
-        + sum(int.from_bytes(content[head + at : head + at + 2], "little") for at in (26, 28))
+        + sum(
+            int.from_bytes(content[head + offset : head + offset + 2], "little")
+            for offset in (26, 28)
+        )
     )
     content[start + member.file_size // 2] ^= 1
     file.write_bytes(content)
 
 
-def test_a_flipped_bit_in_a_rank_file_is_found_by_its_checksum(run: Run, tmp_path: Path) -> None:
+def test_flipped_bit_in_a_rank_file_is_found_by_its_crc(run: Run, tmp_path: Path) -> None:
     megatron_writer.saved(DENSE, Layout(tp=2), tmp_path)
     file = tmp_path / "iter_0000100" / "mp_rank_01" / "model_optim_rng.pt"
     flip(file, "/data/3")
@@ -336,7 +349,7 @@ def test_a_flipped_bit_in_a_rank_file_is_found_by_its_checksum(run: Run, tmp_pat
     )
 
 
-def test_a_file_without_checksums_is_no_fault(run: Run, tmp_path: Path) -> None:
+def test_file_without_checksums_is_no_fault(run: Run, tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         megatron_writer.saved(DENSE, Layout(tp=2), tmp_path)
@@ -345,14 +358,14 @@ def test_a_file_without_checksums_is_no_fault(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path, "--deep")[0] == 0
 
 
-def test_a_flipped_bit_in_a_distributed_chunk_is_found(run: Run, tmp_path: Path) -> None:
+def test_flipped_bit_in_a_distributed_chunk_is_found(run: Run, tmp_path: Path) -> None:
     source = distcp_writer.saved(DENSE, distcp_writer.Form(tp=2), tmp_path)
     value = source.read(FC2)[:4, :64].contiguous().view(torch.uint8).numpy().tobytes()[:64]
     for file in tmp_path.glob("*/*.distcp"):
         content = bytearray(file.read_bytes())
-        place = content.find(value)
-        if place >= 0:
-            content[place + 1] ^= 1
+        offset = content.find(value)
+        if offset >= 0:
+            content[offset + 1] ^= 1
             file.write_bytes(content)
             break
     else:
@@ -369,20 +382,20 @@ def test_a_flipped_bit_in_a_distributed_chunk_is_found(run: Run, tmp_path: Path)
         Nemo(form=distcp_writer.Form(tp=2)),
     ],
 )
-def test_an_archive_of_nemo_is_looked_into(nemo: Nemo, run: Run, tmp_path: Path) -> None:
+def test_archives_inside_a_nemo_file_are_checked(nemo: Nemo, run: Run, tmp_path: Path) -> None:
     source = nemo_writer.saved(DENSE, nemo, tmp_path)
     code, report = run(tmp_path / "gpt.nemo", "--deep")
     assert (code, report["format"], report["faults"]) == (0, "nemo", [])
     assert report["split"] == ({} if nemo.form else {"tp": 2, "pp": nemo.pp, "ep": 1, "vpp": 1})
     if nemo.pack == "gz":
-        return  # What it was unpacked to has been checked by gzip.
+        return  # gzip has checked the CRCs while unpacking.
     files = [path for path in (tmp_path / "gpt.nemo").rglob("*") if path.is_file()]
     value = source.read(FC2)[0, :64].numpy().tobytes()
     for file in files or [tmp_path / "gpt.nemo"]:
         content = bytearray(file.read_bytes())
-        place = content.find(value)
-        if place >= 0:
-            content[place + 1] ^= 1
+        offset = content.find(value)
+        if offset >= 0:
+            content[offset + 1] ^= 1
             file.write_bytes(content)
             break
     else:
@@ -391,7 +404,7 @@ def test_an_archive_of_nemo_is_looked_into(nemo: Nemo, run: Run, tmp_path: Path)
     assert fault.startswith(str(tmp_path / "gpt.nemo")) and "CRC-32" in fault
 
 
-def test_copies_in_an_archive_of_nemo_are_compared(run: Run, tmp_path: Path) -> None:
+def test_replicas_inside_a_nemo_file_are_compared(run: Run, tmp_path: Path) -> None:
     source = nemo_writer.saved(DENSE, Nemo(tp=2), tmp_path)
     norm = source.read(NORM).numpy().tobytes()
     content = bytearray((tmp_path / "gpt.nemo").read_bytes())
@@ -402,47 +415,47 @@ def test_copies_in_an_archive_of_nemo_are_compared(run: Run, tmp_path: Path) -> 
     assert any("is not equal to" in fault and NORM in fault for fault in report["faults"])
 
 
-def test_a_changed_byte_is_found_by_the_manifest(run: Run, tmp_path: Path) -> None:
-    whole = native(tmp_path / "a", DENSE)
-    file = next(whole.glob("*.safetensors"))
+def test_changed_byte_is_found_by_the_manifest_checksum(run: Run, tmp_path: Path) -> None:
+    folder = write_native_model(tmp_path / "a", DENSE)
+    file = next(folder.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
-    place = open_native(whole).tensors[FC2].pieces[0].source.tensor()[9:10]
-    content[content.find(place.view(torch.uint8).numpy().tobytes())] ^= 1
+    weight_bytes = open_native(folder).tensors[FC2].slices[0].source.tensor()[9:10]
+    content[content.find(weight_bytes.view(torch.uint8).numpy().tobytes())] ^= 1
     file.write_bytes(content)
-    assert run(whole)[0] == 0
-    assert fault_of(run, whole).startswith(f"{file}: its ")
+    assert run(folder)[0] == 0
+    assert fault_of(run, folder).startswith(f"{file}: its ")
 
 
-def swap(root: Path, one: str, other: str) -> None:
+def swap_rank_files(root: Path, first_folder: str, second_folder: str) -> None:
     folder = root / "iter_0000100"
-    (folder / one).rename(folder / "between")
-    (folder / other).rename(folder / one)
-    (folder / "between").rename(folder / other)
+    (folder / first_folder).rename(folder / "between")
+    (folder / second_folder).rename(folder / first_folder)
+    (folder / "between").rename(folder / second_folder)
 
 
 @pytest.mark.parametrize(
-    ("layout", "one", "other"),
+    ("layout", "first_folder", "second_folder"),
     [
         (Layout(tp=2), "mp_rank_00", "mp_rank_01"),
         (Layout(tp=2, pp=2), "mp_rank_00_000", "mp_rank_01_000"),
     ],
 )
-def test_swapped_rank_files_are_found_by_what_they_say(
-    layout: Layout, one: str, other: str, run: Run, tmp_path: Path
+def test_swapped_rank_files_are_found_by_their_args(
+    layout: Layout, first_folder: str, second_folder: str, run: Run, tmp_path: Path
 ) -> None:
     megatron_writer.saved(GATED, layout, tmp_path)
     assert run(tmp_path, "--deep")[0] == 0
-    swap(tmp_path, one, other)
+    swap_rank_files(tmp_path, first_folder, second_folder)
     code, report = run(tmp_path, "--deep")
     assert code == 1
-    for name in (one, other):
+    for name in (first_folder, second_folder):
         assert any(f"/{name}/" in fault and "saved by rank" in fault for fault in report["faults"])
 
 
-def test_swapped_stages_are_found_by_what_they_say(run: Run, tmp_path: Path) -> None:
-    """Stages in the middle of a pipeline hold tensors of the same names and shapes."""
+def test_swapped_stages_are_found_by_their_args(run: Run, tmp_path: Path) -> None:
+    """Middle pipeline stages have tensors of the same names and shapes."""
     megatron_writer.saved(GATED, Layout(pp=4), tmp_path)
-    swap(tmp_path, "mp_rank_00_001", "mp_rank_00_002")
+    swap_rank_files(tmp_path, "mp_rank_00_001", "mp_rank_00_002")
     assert "mp_rank_00_002" in fault_of(run, tmp_path).split(" ")[0]
 
 
@@ -452,12 +465,14 @@ def test_swapped_rank_files_without_a_rank_are_found_by_their_padding(
     megatron_writer.saved(DENSE, Layout(tp=2), tmp_path)
     edit(tmp_path, "*", lambda record: delattr(record["args"], "rank"))
     assert run(tmp_path, "--deep")[0] == 0
-    swap(tmp_path, "mp_rank_00", "mp_rank_01")
+    swap_rank_files(tmp_path, "mp_rank_00", "mp_rank_01")
     fault = fault_of(run, tmp_path)
-    assert "mp_rank_00" in fault and "its last 11 rows are all alike" in fault
+    assert "mp_rank_00" in fault and "its last 11 rows are equal" in fault
 
 
-def test_an_older_files_own_place_is_held_against_its_directory(run: Run, tmp_path: Path) -> None:
+def test_rank_recorded_by_older_files_is_compared_with_the_directory(
+    run: Run, tmp_path: Path
+) -> None:
     megatron_writer.saved(DENSE, Layout(tp=2), tmp_path)
 
     def change(record: dict[str, Any]) -> None:
@@ -466,15 +481,15 @@ def test_an_older_files_own_place_is_held_against_its_directory(run: Run, tmp_pa
     edit(tmp_path, "*", change)
     fault = fault_of(run, tmp_path)
     assert "mp_rank_01" in fault
-    assert "args.tensor_model_parallel_rank is 0, but its directory is that of 1" in fault
+    assert "args.tensor_model_parallel_rank is 0, but the directory is rank 1's" in fault
 
 
-def test_what_cannot_be_read_is_one_sentence(
+def test_unreadable_checkpoint_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert preamble.main(["inspect", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("preamble inspect: ") and err.count("\n") == 1
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as exit_error:
         preamble.main(["inspect"])
-    assert done.value.code == 2
+    assert exit_error.value.code == 2

@@ -1,4 +1,4 @@
-"""The Hugging Face form, written: transformers and our reader find the same model in it."""
+"""The Hugging Face writer: transformers and our reader find the same model in the target."""
 
 import json
 from dataclasses import replace
@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import gpt
-from checkpoints_tools.layout.layout import Layout, unplaced
-from checkpoints_tools.writers.huggingface import layout
+from checkpoints_tools.layout.layout import Layout, unplaced_tensors
+from checkpoints_tools.writers.huggingface import plan_layout
 from gpt.checkpoint.files.safetensors_file import open_safetensors
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.formats.registry import open_checkpoint
@@ -23,33 +23,34 @@ from tests.support.models import lively
 from tests.support.trained_tokenizers import byte_level, json_case
 
 LOGITS_ATOL = 1e-4  # fp32 sums in another order, over logits of a few tens.
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 
 
-def written(checkpoint: Checkpoint, folder: Path, **options: Any) -> Layout:
-    made = layout(checkpoint, **options)
-    assert unplaced(checkpoint, made) == []
-    check_once(checkpoint, made)
-    write_plainly(checkpoint, made, folder)
-    return made
+def write_layout(checkpoint: Checkpoint, folder: Path, **options: Any) -> Layout:
+    layout = plan_layout(checkpoint, **options)
+    assert unplaced_tensors(checkpoint, layout) == []
+    check_once(checkpoint, layout)
+    write_plainly(checkpoint, layout, folder)
+    return layout
 
 
-def check_once(checkpoint: Checkpoint, made: Layout) -> None:
-    """Each row of each tensor goes to one place."""
+def check_once(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Checks that each row of each tensor is placed once."""
     rows: dict[str, list[tuple[int, int]]] = {}
-    for file in made.files:
+    for file in layout.files:
         for placement in file.placements:
             assert placement.part.dim == 0
             rows.setdefault(placement.name, []).extend(placement.part.ranges)
     for name, ranges in rows.items():
-        ends = [0, *(stop for _, stop in sorted(ranges))]
-        assert [start for start, _ in sorted(ranges)] == ends[:-1], name
-        assert ends[-1] == checkpoint.tensors[name].shape[0], name
+        row_ends = [0, *(stop for _, stop in sorted(ranges))]
+        assert [start for start, _ in sorted(ranges)] == row_ends[:-1], name
+        assert row_ends[-1] == checkpoint.tensors[name].shape[0], name
 
 
 def transformers_model(folder: Path) -> Any:
-    """What transformers makes of the folder, if it finds a place for each tensor, and no more."""
+    """The transformers model; fails on missing and on unexpected tensors."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -58,137 +59,148 @@ def transformers_model(folder: Path) -> Any:
         folder, dtype="auto", output_loading_info=True
     )
     model, report = loaded
-    wrong = {what: names for what, names in report.items() if names}
-    assert wrong == {}
+    problems = {problem: names for problem, names in report.items() if names}
+    assert problems == {}
     model.train(False)
     return model
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def load_tensors(folder: Path) -> dict[str, Tensor]:
     return {key: value for f in folder.glob("*.safetensors") for key, value in load_file(f).items()}
 
 
-def family_of(folder: Path) -> str:
+def model_type_of(folder: Path) -> str:
     return str(json.loads((folder / CONFIG).read_text())["model_type"])
 
 
-def assert_same_tensors(ours: Checkpoint, theirs: Checkpoint) -> None:
-    assert list(ours.tensors) == list(theirs.tensors)
-    for name in ours.tensors:
-        mine, its = ours.read(name), theirs.read(name)
-        assert mine.dtype == its.dtype and torch.equal(mine, its), name
+def assert_same_tensors(left: Checkpoint, right: Checkpoint) -> None:
+    assert list(left.tensors) == list(right.tensors)
+    for name in left.tensors:
+        left_tensor = left.read(name)
+        right_tensor = right.read(name)
+        assert left_tensor.dtype == right_tensor.dtype and torch.equal(left_tensor, right_tensor), (
+            name
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_transformers_saved_is_written_as_it_was(case: str, tmp_path: Path) -> None:
-    family, model = CASES[case][0], model_of(case)
+def test_model_saved_by_transformers_is_rewritten_identically(case: str, tmp_path: Path) -> None:
+    family = CASES[case][0]
+    model = model_of(case)
     model.save_pretrained(tmp_path / "theirs")
     checkpoint = open_checkpoint(tmp_path / "theirs")
-    written(checkpoint, tmp_path / "ours", family=family)
-    ours, theirs = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
-    assert set(ours) == set(theirs)
-    for key, value in theirs.items():
-        assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), key
+    write_layout(checkpoint, tmp_path / "ours", family=family)
+    our_tensors = load_tensors(tmp_path / "ours")
+    hf_tensors = load_tensors(tmp_path / "theirs")
+    assert set(our_tensors) == set(hf_tensors)
+    for key, value in hf_tensors.items():
+        assert our_tensors[key].dtype == value.dtype and torch.equal(our_tensors[key], value), key
     assert open_checkpoint(tmp_path / "ours").config == checkpoint.config
-    # The same weights, and a config.json that says the same: not one bit of a logit differs.
+    # Equal weights and an equivalent config.json: all logits are bitwise equal.
     loaded = transformers_model(tmp_path / "ours")
     assert torch.equal(logits_of(loaded, ids()), logits_of(model, ids()))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_family_takes_its_models_and_computes_what_we_do(name: str, tmp_path: Path) -> None:
+def test_each_family_computes_our_logits(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
     checkpoint = lively(config)
-    made = written(checkpoint, tmp_path)
-    assert family_of(tmp_path) == family
-    again = open_checkpoint(tmp_path)
-    assert_same_tensors(again, checkpoint)
-    # What does not come back is training's, and said.
-    lost = {"hidden_dropout": 0.0, "ffn_hidden_size": again.config.ffn_hidden_size}
-    assert again.config in (config, config.with_fields(**lost))
-    dropped = again.config.hidden_dropout != config.hidden_dropout
-    assert any("hidden_dropout" in note for note in made.notes) == dropped
-    theirs = logits_of(transformers_model(tmp_path), ids())
-    ours = gpt.load(tmp_path).logits(ids())
-    assert float(ours.std()) >= 5
-    assert float((ours - theirs).abs().max()) <= LOGITS_ATOL
+    layout = write_layout(checkpoint, tmp_path)
+    assert model_type_of(tmp_path) == family
+    reopened = open_checkpoint(tmp_path)
+    assert_same_tensors(reopened, checkpoint)
+    # Only training fields are lost, and the notes name them.
+    training_fields = {"hidden_dropout": 0.0, "ffn_hidden_size": reopened.config.ffn_hidden_size}
+    assert reopened.config in (config, config.with_fields(**training_fields))
+    dropped = reopened.config.hidden_dropout != config.hidden_dropout
+    assert any("hidden_dropout" in note for note in layout.notes) == dropped
+    hf_logits = logits_of(transformers_model(tmp_path), ids())
+    logits = gpt.load(tmp_path).logits(ids())
+    assert float(logits.std()) >= 5
+    assert float((logits - hf_logits).abs().max()) <= LOGITS_ATOL
 
 
 @pytest.mark.parametrize("name", ["classic", "gated", "partly rotary, scaled", "experts"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_stored_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    whole = lively(MODELS[name][1])
-    written(whole.in_dtype(dtype), tmp_path)
-    again = open_checkpoint(tmp_path)
-    assert again.config.dtype == str(dtype).removeprefix("torch.")
-    for tensor in again.tensors:
-        assert torch.equal(again.read(tensor), whole.read(tensor).to(dtype)), tensor
+    source = lively(MODELS[name][1])
+    write_layout(source.in_dtype(dtype), tmp_path)
+    reopened = open_checkpoint(tmp_path)
+    assert reopened.config.dtype == str(dtype).removeprefix("torch.")
+    for tensor in reopened.tensors:
+        assert torch.equal(reopened.read(tensor), source.read(tensor).to(dtype)), tensor
     assert next(transformers_model(tmp_path).parameters()).dtype == dtype
 
 
-def test_shards_are_bounded_indexed_and_read_by_all(tmp_path: Path) -> None:
+def test_shards_are_bounded_and_indexed_and_all_readers_read_them(tmp_path: Path) -> None:
     checkpoint = lively(PLAIN.with_fields(activation="gelu"))
-    written(checkpoint, tmp_path / "one")
-    made = written(checkpoint, tmp_path / "many", shard_bytes_max=60_000)
+    write_layout(checkpoint, tmp_path / "one")
+    layout = write_layout(checkpoint, tmp_path / "many", shard_bytes_max=60_000)
     files = sorted(file.name for file in (tmp_path / "many").glob("*.safetensors"))
     assert files == [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     assert len(files) > 3
     for file in files:
         assert sum(value.nbytes for value in load_file(tmp_path / "many" / file).values()) <= 60_000
-    one, many = stored(tmp_path / "one"), stored(tmp_path / "many")
-    assert set(one) == set(many) and all(torch.equal(one[key], many[key]) for key in one)
+    single_file = load_tensors(tmp_path / "one")
+    shards = load_tensors(tmp_path / "many")
+    assert set(single_file) == set(shards) and all(
+        torch.equal(single_file[key], shards[key]) for key in single_file
+    )
     index = json.loads((tmp_path / "many" / INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value in one.values())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in single_file.values())
     assert {key: file for file in files for key in load_file(tmp_path / "many" / file)} == index[
         "weight_map"
     ]
-    assert [file.path for file in made.last] == [INDEX, CONFIG]
+    assert [file.path for file in layout.last_files] == [INDEX, CONFIG]
     assert_same_tensors(open_checkpoint(tmp_path / "many"), checkpoint)
-    both = (logits_of(transformers_model(tmp_path / name), ids()) for name in ("one", "many"))
-    assert torch.equal(*both)
+    logits_of_both = (
+        logits_of(transformers_model(tmp_path / name), ids()) for name in ("one", "many")
+    )
+    assert torch.equal(*logits_of_both)
 
 
-def test_a_tensor_larger_than_a_shard_has_one_for_itself(tmp_path: Path) -> None:
+def test_tensor_larger_than_a_shard_gets_its_own_file(tmp_path: Path) -> None:
     checkpoint = lively(PLAIN)
-    made = written(checkpoint, tmp_path, shard_bytes_max=1)
-    assert all(len(file.placements) == 1 for file in made.files)
+    layout = write_layout(checkpoint, tmp_path, shard_bytes_max=1)
+    assert all(len(file.placements) == 1 for file in layout.files)
     assert_same_tensors(open_checkpoint(tmp_path), checkpoint)
 
 
-def test_wide_tensors_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
+def test_widest_dtypes_come_first_for_alignment(tmp_path: Path) -> None:
     sizes = {"hidden_size": 3, "num_attention_heads": 3, "num_query_groups": 3, "kv_channels": 1}
     config = PLAIN.with_fields(vocab_size=1, ffn_hidden_size=5, **sizes)
-    whole, half = lively(config), lively(config).in_dtype(torch.bfloat16)
-    mixed = {name: (whole if "norm" in name else half).tensors[name] for name in half.tensors}
+    source = lively(config)
+    half = lively(config).in_dtype(torch.bfloat16)
+    mixed = {name: (source if "norm" in name else half).tensors[name] for name in half.tensors}
     checkpoint = replace(half, tensors=mixed)
-    made = written(checkpoint, tmp_path)
-    for placement in made.files[0].placements:
+    layout = write_layout(checkpoint, tmp_path)
+    for placement in layout.files[0].placements:
         assert placement.offset % placement.dtype.itemsize == 0
-    assert made.files[0].placements[0].dtype == torch.float32
+    assert layout.files[0].placements[0].dtype == torch.float32
     for name, logical in open_checkpoint(tmp_path).tensors.items():
         assert torch.equal(logical.read(), checkpoint.read(name))
 
 
-def test_a_file_says_that_it_is_torchs(tmp_path: Path) -> None:
-    written(lively(PLAIN), tmp_path)
+def test_metadata_records_the_pt_format(tmp_path: Path) -> None:
+    write_layout(lively(PLAIN), tmp_path)
     content = (tmp_path / WEIGHTS).read_bytes()
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
     assert json.loads(content[8 : 8 + length])["__metadata__"] == {"format": "pt"}
-    assert len(open_safetensors(tmp_path / WEIGHTS)) == len(stored(tmp_path))
+    assert len(open_safetensors(tmp_path / WEIGHTS)) == len(load_tensors(tmp_path))
 
 
-def test_the_tokenizer_says_how_a_text_ends(tmp_path: Path) -> None:
+def test_tokenizer_supplies_bos_and_eos_ids(tmp_path: Path) -> None:
     case = json_case(tmp_path / "tokenizer", byte_level())
     assert case.ours.eos_id is not None
     size = case.ours.vocab_size
     checkpoint = lively(PLAIN.with_fields(vocab_size=size + 7))
-    known = replace(checkpoint, tokenizer=tmp_path / "tokenizer")
-    for one, eos in ((checkpoint, None), (known, case.ours.eos_id)):
-        made = layout(one)
-        record = json.loads(made.last[-1].texts[0].content)
+    with_tokenizer = replace(checkpoint, tokenizer=tmp_path / "tokenizer")
+    for source, eos in ((checkpoint, None), (with_tokenizer, case.ours.eos_id)):
+        layout = plan_layout(source)
+        record = json.loads(layout.last_files[-1].literals[0].content)
         assert record["eos_token_id"] == eos and "bos_token_id" in record
-    small = replace(known, config=PLAIN.with_fields(vocab_size=size - 1))
-    made = layout(small)
-    assert json.loads(made.last[-1].texts[0].content)["eos_token_id"] is None
-    assert "names no token that ends a text: the tokenizer in" in made.notes[-1]
+    small = replace(with_tokenizer, config=PLAIN.with_fields(vocab_size=size - 1))
+    layout = plan_layout(small)
+    assert json.loads(layout.last_files[-1].literals[0].content)["eos_token_id"] is None
+    assert "has no BOS and EOS token ids: the tokenizer in" in layout.notes[-1]

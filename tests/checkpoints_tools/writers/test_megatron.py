@@ -1,4 +1,4 @@
-"""Rank files for Megatron-LM: read back they are the model, and Megatron-Core loads them."""
+"""Megatron-LM rank files: our reader finds the same model, and Megatron-Core loads them."""
 
 import os
 import zipfile
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints_tools.layout.layout import Division, unplaced
-from checkpoints_tools.writers.megatron import layout
-from checkpoints_tools.writers.megatron_args import Spec
+from checkpoints_tools.layout.layout import ParallelSplit, unplaced_tensors
+from checkpoints_tools.writers.megatron import plan_layout
+from checkpoints_tools.writers.megatron_args import LayerSpec
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import ConfigError
@@ -40,67 +40,69 @@ SPARSE = EXPERTS.with_fields(
 SIGMOID = SIGMOID_EXPERTS.with_fields(
     num_experts=6, activation="gelu", gated=False, proj_bias=False, moe_shared_expert_gate=False
 )
-CASES: dict[str, tuple[GPTConfig, Division, Spec]] = {
-    "one rank": (CLASSIC, Division(), "te"),
-    "one rank, local names": (CLASSIC, Division(), "local"),
-    "tied, every kind of rank": (CLASSIC, Division(2, 2, 2), "te"),
-    "tied, three stages": (CLASSIC, Division(pp=3), "te"),
-    "tied, tensor ranks": (CLASSIC.with_fields(activation="gelu"), Division(4), "local"),
-    "untied, gated, fewer groups than ranks": (MODERN, Division(4, 2), "te"),
-    "untied, gated, virtual stages": (MODERN, Division(2, 2, 2), "local"),
-    "zero-centred": (ZERO_CENTRED, Division(2, 3), "te"),
+CASES: dict[str, tuple[GPTConfig, ParallelSplit, LayerSpec]] = {
+    "one rank": (CLASSIC, ParallelSplit(), "te"),
+    "one rank, local names": (CLASSIC, ParallelSplit(), "local"),
+    "tied, every kind of rank": (CLASSIC, ParallelSplit(2, 2, 2), "te"),
+    "tied, three stages": (CLASSIC, ParallelSplit(pp=3), "te"),
+    "tied, tensor ranks": (CLASSIC.with_fields(activation="gelu"), ParallelSplit(4), "local"),
+    "untied, gated, fewer groups than ranks": (MODERN, ParallelSplit(4, 2), "te"),
+    "untied, gated, virtual stages": (MODERN, ParallelSplit(2, 2, 2), "local"),
+    "zero-centred": (ZERO_CENTRED, ParallelSplit(2, 3), "te"),
     "no positions": (
         CLASSIC.with_fields(position_embedding_type="none"),
-        Division(2),
+        ParallelSplit(2),
         "te",
     ),
-    "experts on expert ranks": (SPARSE, Division(2, 2, 1, 2), "te"),
-    "experts, local names, virtual stages": (SPARSE, Division(1, 2, 2, 2), "local"),
-    "experts chosen by sigmoid": (SIGMOID, Division(2, 1, 1, 3), "te"),
-    "experts, one on each rank": (SPARSE, Division(pp=2, ep=4), "te"),
+    "experts on expert ranks": (SPARSE, ParallelSplit(2, 2, 1, 2), "te"),
+    "experts, local names, virtual stages": (SPARSE, ParallelSplit(1, 2, 2, 2), "local"),
+    "experts chosen by sigmoid": (SIGMOID, ParallelSplit(2, 1, 1, 3), "te"),
+    "experts, one on each rank": (SPARSE, ParallelSplit(pp=2, ep=4), "te"),
 }
 
 
-def written(source: Checkpoint, division: Division, root: Path, spec: Spec = "te") -> Checkpoint:
-    planned = layout(source, division, vocabulary_multiple=8, spec=spec)
-    assert unplaced(source, planned) == []
-    write_plainly(source, planned, root)
+def write_and_reopen(
+    source: Checkpoint, division: ParallelSplit, root: Path, spec: LayerSpec = "te"
+) -> Checkpoint:
+    layout = plan_layout(source, division, vocabulary_multiple=8, spec=spec)
+    assert unplaced_tensors(source, layout) == []
+    write_plainly(source, layout, root)
     return open_checkpoint(root)
 
 
-def record(path: Path) -> dict[str, Any]:
+def load_record(path: Path) -> dict[str, Any]:
     with torch.serialization.safe_globals([Namespace]):
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-    return found
+        loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    return loaded
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_written_is_read_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+def test_round_trip_is_bit_exact(case: str, tmp_path: Path) -> None:
     config, division, spec = CASES[case]
     source = lively(config)
-    back = written(source, division, tmp_path, spec)
-    assert back.format == "megatron" and back.path == tmp_path / "release"
-    assert back.config == source.config
-    assert back.tensors.keys() == source.tensors.keys()
+    reopened = write_and_reopen(source, division, tmp_path, spec)
+    assert reopened.format == "megatron" and reopened.path == tmp_path / "release"
+    assert reopened.config == source.config
+    assert reopened.tensors.keys() == source.tensors.keys()
     for name in source.tensors:
-        assert torch.equal(back.read(name), source.read(name)), name
-    assert len(back.files) == division.tp * division.pp * division.ep
+        assert torch.equal(reopened.read(name), source.read(name)), name
+    assert len(reopened.files) == division.tp * division.pp * division.ep
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_stay_narrow_but_for_the_choice_among_experts(
+def test_16_bit_weights_keep_their_dtype_except_the_expert_bias(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     source = lively(SIGMOID).in_dtype(dtype)
-    back = written(source, Division(2, 1, 1, 2), tmp_path)
-    assert back.config == source.config
+    reopened = write_and_reopen(source, ParallelSplit(2, 1, 1, 2), tmp_path)
+    assert reopened.config == source.config
     for name in source.tensors:
-        assert torch.equal(back.read(name), source.read(name)), name
-        assert (back.tensors[name].dtype is dtype) != name.endswith("expert_bias"), name
+        assert torch.equal(reopened.read(name), source.read(name)), name
+        assert (reopened.tensors[name].dtype is dtype) != name.endswith("expert_bias"), name
 
 
-def test_every_file_is_a_sound_archive_of_plain_values(tmp_path: Path) -> None:
-    written(lively(CLASSIC), Division(2, 2, 2), tmp_path)
+def test_every_file_is_a_valid_archive_of_plain_values(tmp_path: Path) -> None:
+    write_and_reopen(lively(CLASSIC), ParallelSplit(2, 2, 2), tmp_path)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     paths = sorted((tmp_path / "release").glob("*/*"))
     folders = ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
@@ -110,14 +112,14 @@ def test_every_file_is_a_sound_archive_of_plain_values(tmp_path: Path) -> None:
     for path in paths:
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
-        found = record(path)
-        assert (found["checkpoint_version"], found["iteration"]) == (3.0, 0)
-        assert found["args"].num_layers == 5
-        assert found.keys() == {"args", "checkpoint_version", "iteration", "model0", "model1"}
+        loaded = load_record(path)
+        assert (loaded["checkpoint_version"], loaded["iteration"]) == (3.0, 0)
+        assert loaded["args"].num_layers == 5
+        assert loaded.keys() == {"args", "checkpoint_version", "iteration", "model0", "model1"}
 
 
 def names(root: Path, folder: str, key: str = "model") -> set[str]:
-    return set(record(root / "release" / folder / "model_optim_rng.pt")[key])
+    return set(load_record(root / "release" / folder / "model_optim_rng.pt")[key])
 
 
 DENSE_LAYER = {
@@ -145,86 +147,93 @@ STATES = {
     ("spec", "layer"),
     [("te", DENSE_LAYER | FUSED_NORMS | STATES), ("local", DENSE_LAYER | LOCAL_NORMS)],
 )
-def test_names_are_those_of_the_classes_and_count_from_each_chunk(
-    spec: Spec, layer: set[str], tmp_path: Path
+def test_names_follow_the_layer_spec_and_number_layers_per_chunk(
+    spec: LayerSpec, layer: set[str], tmp_path: Path
 ) -> None:
-    written(
-        lively(CLASSIC.with_fields(num_layers=4, moe_layers=())), Division(1, 2, 2), tmp_path, spec
+    write_and_reopen(
+        lively(CLASSIC.with_fields(num_layers=4, moe_layers=())),
+        ParallelSplit(1, 2, 2),
+        tmp_path,
+        spec,
     )
     layers = {f"decoder.layers.0.{name}" for name in layer}
     embedding = {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight"}
-    last = {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}
+    last_norm = {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}
     assert names(tmp_path, "mp_rank_00_000", "model0") == layers | embedding
     assert names(tmp_path, "mp_rank_00_001", "model0") == layers
     assert names(tmp_path, "mp_rank_00_000", "model1") == layers
-    # Tied, yet the last stage is another rank's, which has to have its own copy.
+    # The head is tied, but the last stage is another rank, which needs its own copy.
     head = {"output_layer.weight"}
-    assert names(tmp_path, "mp_rank_00_001", "model1") == layers | last | head
+    assert names(tmp_path, "mp_rank_00_001", "model1") == layers | last_norm | head
 
 
-def test_experts_count_from_each_rank_and_all_else_is_repeated(tmp_path: Path) -> None:
+def test_experts_are_numbered_per_rank_and_other_tensors_are_replicated(tmp_path: Path) -> None:
     source = lively(SPARSE)
-    written(source, Division(ep=2), tmp_path)
-    first, second = (
-        record(tmp_path / "release" / f"mp_rank_00_00{rank}" / "model_optim_rng.pt")["model"]
+    write_and_reopen(source, ParallelSplit(ep=2), tmp_path)
+    first_rank, second_rank = (
+        load_record(tmp_path / "release" / f"mp_rank_00_00{rank}" / "model_optim_rng.pt")["model"]
         for rank in range(2)
     )
-    assert first.keys() == second.keys()
+    assert first_rank.keys() == second_rank.keys()
     weight = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
-    assert weight.format(1) in first and weight.format(2) not in first
-    assert torch.equal(second[weight.format(1)], source.read(weight.format(3)))
+    assert weight.format(1) in first_rank and weight.format(2) not in first_rank
+    assert torch.equal(second_rank[weight.format(1)], source.read(weight.format(3)))
     assert torch.equal(
-        first["decoder.layers.0.mlp.router.weight"], second["decoder.layers.0.mlp.router.weight"]
+        first_rank["decoder.layers.0.mlp.router.weight"],
+        second_rank["decoder.layers.0.mlp.router.weight"],
     )
     state = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1._extra_state"
-    assert state in first and first[state] is None
+    assert state in first_rank and first_rank[state] is None
 
 
-def test_the_vocabulary_is_padded_with_zeros_to_a_multiple_for_all_tensor_ranks(
+def test_vocabulary_is_padded_with_zeros_to_the_multiple(
     tmp_path: Path,
 ) -> None:
     source = lively(CLASSIC)
-    write_plainly(source, layout(source, Division(2)), tmp_path)
-    found = [record(path) for path in sorted(tmp_path.glob("release/*/*"))]
-    table = torch.cat([rank["model"]["embedding.word_embeddings.weight"] for rank in found])
-    assert table.shape[0] == 256 == found[0]["args"].padded_vocab_size
+    write_plainly(source, plan_layout(source, ParallelSplit(2)), tmp_path)
+    records = [load_record(path) for path in sorted(tmp_path.glob("release/*/*"))]
+    table = torch.cat([rank["model"]["embedding.word_embeddings.weight"] for rank in records])
+    assert table.shape[0] == 256 == records[0]["args"].padded_vocab_size
     assert not table[101:].any() and table[:101].any(1).all()
-    assert found[0]["args"].vocab_size == 101
+    assert records[0]["args"].vocab_size == 101
 
 
-def test_each_rank_has_its_gates_over_its_own_ups(tmp_path: Path) -> None:
+def test_each_rank_stores_its_gate_rows_before_its_up_rows(tmp_path: Path) -> None:
     source = lively(MODERN)
-    written(source, Division(2), tmp_path)
+    write_and_reopen(source, ParallelSplit(2), tmp_path)
     name = "decoder.layers.3.mlp.linear_fc1.weight"
-    whole = source.read(name)
-    found = record(tmp_path / "release" / "mp_rank_01" / "model_optim_rng.pt")["model"][name]
-    assert torch.equal(found, torch.cat([whole[22:44], whole[66:88]]))
+    full_tensor = source.read(name)
+    shard = load_record(tmp_path / "release" / "mp_rank_01" / "model_optim_rng.pt")["model"][name]
+    assert torch.equal(shard, torch.cat([full_tensor[22:44], full_tensor[66:88]]))
 
 
-def test_a_division_that_the_model_cannot_have_is_refused_before_anything_is_planned() -> None:
+def test_impossible_split_is_refused_before_planning() -> None:
     source = lively(SPARSE)
     for division, message in (
-        (Division(3), "tensor parallel 3 .*--tp can be 1, 2, 4"),
-        (Division(pp=5), "--pp can be at most 4"),
-        (Division(ep=3), "--ep can be 1, 2, 4"),
-        (Division(vpp=2), "from two pipeline ranks on; --vpp can be 1"),
-        (Division(pp=2, vpp=0), "--vpp can be 1"),
-        (Division(pp=2, vpp=3), "--vpp can be at most 2"),
+        (ParallelSplit(3), "tensor parallel 3 .*--tp can be 1, 2, 4"),
+        (ParallelSplit(pp=5), "--pp can be at most 4"),
+        (ParallelSplit(ep=3), "--ep can be 1, 2, 4"),
+        (ParallelSplit(vpp=2), "two or more pipeline ranks; give --vpp 1"),
+        (ParallelSplit(pp=2, vpp=0), "--vpp 0: .* at least 1; give --vpp 1"),
+        (ParallelSplit(pp=2, vpp=3), "--vpp can be at most 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            layout(source, division)
-    with pytest.raises(ConfigError, match="it has no experts"):
-        layout(lively(CLASSIC), Division(ep=2))
+            plan_layout(source, division)
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        plan_layout(lively(CLASSIC), ParallelSplit(ep=2))
 
 
-MEGATRON: dict[str, tuple[GPTConfig, Division]] = {
-    "gated, untied, TP 2 x PP 2": (MODERN.with_fields(num_layers=4, moe_layers=()), Division(2, 2)),
-    "gated, fewer groups than ranks": (MODERN, Division(4)),
-    "learned positions, tied, drawn stages": (CLASSIC, Division(1, 2, 2)),
-    "learned positions, tied, uneven stages": (CLASSIC, Division(pp=2)),
+MEGATRON: dict[str, tuple[GPTConfig, ParallelSplit]] = {
+    "gated, untied, TP 2 x PP 2": (
+        MODERN.with_fields(num_layers=4, moe_layers=()),
+        ParallelSplit(2, 2),
+    ),
+    "gated, fewer groups than ranks": (MODERN, ParallelSplit(4)),
+    "learned positions, tied, drawn stages": (CLASSIC, ParallelSplit(1, 2, 2)),
+    "learned positions, tied, uneven stages": (CLASSIC, ParallelSplit(pp=2)),
     "experts, EP 2": (
         SPARSE.with_fields(max_position_embeddings=64, rope_scaling=RopeScaling("llama3", 8.0)),
-        Division(2, 1, 1, 2),
+        ParallelSplit(2, 1, 1, 2),
     ),
 }
 
@@ -235,18 +244,16 @@ MEGATRON: dict[str, tuple[GPTConfig, Division]] = {
     reason="megatron-core, the oracle, is absent; `make tools` installs it",
 )
 @pytest.mark.parametrize("case", MEGATRON)
-def test_megatron_core_loads_the_files_strictly_and_computes_our_logits(
-    case: str, tmp_path: Path
-) -> None:
+def test_megatron_core_loads_strictly_and_computes_our_logits(case: str, tmp_path: Path) -> None:
     config, division = MEGATRON[case]
     source = lively(config)
-    write_plainly(source, layout(source, division, spec="local"), tmp_path)
+    write_plainly(source, plan_layout(source, division, spec="local"), tmp_path)
     split = Case(division.tp, division.pp, division.vpp if division.vpp > 1 else None, division.ep)
-    answer = ranks(split.ranks, load_and_run, split, tmp_path, timeout_s=120.0)[-1]
-    assert answer is not None
-    ids, theirs = answer
-    ours = load_model(source, Mesh.single()).logits(ids)
-    theirs = theirs[..., : ours.shape[-1]]
-    assert ours.std() >= 5
-    assert (ours - theirs).abs().max() <= TOLERANCE
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    ids_and_logits = ranks(split.ranks, load_and_run, split, tmp_path, timeout_s=120.0)[-1]
+    assert ids_and_logits is not None
+    ids, megatron_logits = ids_and_logits
+    logits = load_model(source, Mesh.single()).logits(ids)
+    megatron_logits = megatron_logits[..., : logits.shape[-1]]
+    assert logits.std() >= 5
+    assert (logits - megatron_logits).abs().max() <= TOLERANCE
+    assert torch.equal(logits.argmax(-1), megatron_logits.argmax(-1))

@@ -1,4 +1,4 @@
-"""The load generator against a real server, and its figures on calls that one can check."""
+"""The load generator: runs against a real server, and figures of calls with known times."""
 
 import asyncio
 import json
@@ -16,17 +16,17 @@ import pytest
 import preamble
 from clients.cli.bench import bench_parser
 from clients.load.generator import (
-    Length,
+    CallRecord,
+    LengthSampler,
     LoadError,
-    Run,
-    Sent,
-    Where,
-    Work,
-    load,
+    LoadRun,
+    LoadSpec,
+    ServerEndpoint,
     quantile,
     read_dataset,
+    run_load_async,
 )
-from clients.load.report import Report, Slo
+from clients.load.report import LoadReport, Slo
 from protos.preamble.v1 import admin_pb2
 from protos.preamble.v1 import generation_pb2 as pb
 from tests.support.servers import Server, serving, write_checkpoint
@@ -43,17 +43,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def sent(due: float, *messages: tuple[float, int], begun: float | None = None) -> Sent:
-    one = Sent(due, due if begun is None else begun, messages=list(messages))
-    one.first, one.last = messages[0][0], messages[-1][0]
-    one.end = one.last
-    return one
+def call_record(
+    due: float, *messages: tuple[float, int], sent_s: float | None = None
+) -> CallRecord:
+    call = CallRecord(due, due if sent_s is None else sent_s, messages=list(messages))
+    call.first_token_s = messages[0][0]
+    call.last_token_s = messages[-1][0]
+    call.ended_s = call.last_token_s
+    return call
 
 
-def test_figures_are_what_their_definitions_say() -> None:
+def test_figures_follow_their_definitions() -> None:
     # Due at 1 s: a token after 100 ms, two after 40 ms more, one after 20 ms more.
-    one = sent(1.0, (1.1, 1), (1.14, 2), (1.16, 1))
-    report = Report.of(Run([one], seconds=2.0, cpu_s=0.1, open_loop=False))
+    call = call_record(1.0, (1.1, 1), (1.14, 2), (1.16, 1))
+    report = LoadReport.from_run(LoadRun([call], seconds=2.0, cpu_s=0.1, open_loop=False))
     assert report.ttft_ms and report.gap_ms and report.itl_ms and report.tpot_ms and report.e2e_ms
     assert report.ttft_ms.p50 == pytest.approx(100)
     assert report.gap_ms.count == 2 and report.gap_ms.mean == pytest.approx(30)
@@ -65,68 +68,73 @@ def test_figures_are_what_their_definitions_say() -> None:
     assert report.late_ms is None and report.warnings == ()
 
 
-def test_a_percentile_is_a_value_that_was_measured() -> None:
-    values = [float(one) for one in range(1, 101)]
+def test_percentiles_are_measured_values() -> None:
+    values = [float(number) for number in range(1, 101)]
     random.Random(0).shuffle(values)
     assert [quantile(values, part) for part in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
     assert quantile([7.0], 0.01) == 7.0 and math.isnan(quantile([], 0.5))
 
 
-def test_goodput_counts_only_requests_that_keep_all_limits_and_ended_well() -> None:
-    slo = Slo.of("ttft:200ms, itl:0.02s")
-    quick, slow_first = sent(0, (0.1, 1), (0.12, 1)), sent(0, (0.3, 1), (0.31, 1))
-    slow_later, alone = sent(0, (0.1, 1), (0.2, 1)), sent(0, (0.1, 1))
-    failed = sent(0, (0.1, 1))
-    failed.code, failed.reason = "UNAVAILABLE", "ENGINE_LOST"
-    calls = [quick, slow_first, slow_later, alone, failed]
-    report = Report.of(Run(calls, 2.0, 0.0, open_loop=True), slo)
-    assert report.goodput_per_s == 1.0  # Two of them in two seconds: `quick` and `alone`.
+def test_goodput_counts_successful_requests_within_all_limits() -> None:
+    slo = Slo.parse("ttft:200ms, itl:0.02s")
+    fast_call = call_record(0, (0.1, 1), (0.12, 1))
+    slow_first = call_record(0, (0.3, 1), (0.31, 1))
+    slow_later = call_record(0, (0.1, 1), (0.2, 1))
+    single_token = call_record(0, (0.1, 1))
+    failed = call_record(0, (0.1, 1))
+    failed.code = "UNAVAILABLE"
+    failed.reason = "ENGINE_LOST"
+    calls = [fast_call, slow_first, slow_later, single_token, failed]
+    report = LoadReport.from_run(LoadRun(calls, 2.0, 0.0, open_loop=True), slo)
+    assert report.goodput_per_s == 1.0  # Two in two seconds: `fast_call` and `single_token`.
     assert report.errors == {"UNAVAILABLE ENGINE_LOST": 1} and report.ok == 4
 
 
-@pytest.mark.parametrize("words", ["ttft", "ttft:fast", "sometime:1s", "ttft:-1ms", "ttft:5", ""])
-def test_an_slo_that_says_nothing_is_refused(words: str) -> None:
+@pytest.mark.parametrize("text", ["ttft", "ttft:fast", "sometime:1s", "ttft:-1ms", "ttft:5", ""])
+def test_invalid_slos_are_refused(text: str) -> None:
     with pytest.raises(LoadError, match="ttft:200ms,itl:20ms"):
-        Slo.of(words)
+        Slo.parse(text)
 
 
-def test_a_late_generator_is_told_of() -> None:
-    calls = [sent(0.0, (0.5, 1), begun=0.2)]
-    report = Report.of(Run(calls, 1.0, 0.95, open_loop=True))
+def test_a_late_generator_is_reported() -> None:
+    calls = [call_record(0.0, (0.5, 1), sent_s=0.2)]
+    report = LoadReport.from_run(LoadRun(calls, 1.0, 0.95, open_loop=True))
     assert len(report.warnings) == 2 and "200 ms" in report.warnings[0]
-    assert report.ttft_ms and report.ttft_ms.p50 == pytest.approx(500)  # Of when it was due.
+    assert report.ttft_ms and report.ttft_ms.p50 == pytest.approx(500)  # From the due time.
 
 
-@pytest.mark.parametrize("word", ["0", "-3", "9-4", "x", "~4-9", "1.5", ""])
-def test_a_length_that_is_none_is_refused(word: str) -> None:
+@pytest.mark.parametrize("text", ["0", "-3", "9-4", "x", "~4-9", "1.5", ""])
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(LoadError, match="128, 64-256 or ~128"):
-        Length.of(word)
+        LengthSampler.parse(text)
 
 
-def test_lengths_are_drawn_as_they_are_described() -> None:
+def test_sampled_lengths_follow_their_description() -> None:
     draw = random.Random(3)
-    assert {Length.of("5").draw(draw, 100) for _ in range(9)} == {5}
-    assert {Length.of("2-4").draw(draw, 100) for _ in range(99)} == {2, 3, 4}
-    around = [Length.of("~50").draw(draw, 10_000) for _ in range(4000)]
-    assert 45 < sum(around) / len(around) < 55 and min(around) >= 1
-    assert Length.of("500").draw(draw, 60) == 60  # What the model has room for.
+    assert {LengthSampler.parse("5").sample(draw, 100) for _ in range(9)} == {5}
+    assert {LengthSampler.parse("2-4").sample(draw, 100) for _ in range(99)} == {2, 3, 4}
+    samples = [LengthSampler.parse("~50").sample(draw, 10_000) for _ in range(4000)]
+    assert 45 < sum(samples) / len(samples) < 55 and min(samples) >= 1
+    assert LengthSampler.parse("500").sample(draw, 60) == 60  # Limited by the context.
 
 
-def test_a_dataset_is_read_line_by_line_and_its_mistakes_have_a_place(tmp_path: Path) -> None:
+def test_dataset_errors_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": [1, 2], "new_tokens": 3, "adapter": "x"}\n'
-                    '{"inputs": {"mail": "b"}}\n')  # fmt: skip
+    path.write_text(
+        '{"prompt": "a"}\n\n{"prompt": [1, 2], "new_tokens": 3, "adapter": "x"}\n'
+        '{"inputs": {"mail": "b"}}\n'
+    )
     text, ids, fields = read_dataset(path)
     assert (text.prompt, ids.prompt, fields.prompt) == ("a", [1, 2], {"mail": "b"})
     assert (ids.new_tokens, ids.adapter) == (3, "x")
-    for wrong in ("{", '{"prompt": 5}', '{"prompt": "a", "new_tokens": 0}', "[]"):
-        path.write_text(f'{{"prompt": "a"}}\n{wrong}\n')
+    for invalid_line in ("{", '{"prompt": 5}', '{"prompt": "a", "new_tokens": 0}', "[]"):
+        path.write_text(f'{{"prompt": "a"}}\n{invalid_line}\n')
         with pytest.raises(LoadError, match=r"prompts.jsonl:2 is not"):
             read_dataset(path)
 
 
-def test_a_stall_of_the_server_is_in_the_times_of_all_who_were_due_meanwhile() -> None:
-    """One call at a time, 50 ms each, asked for every 10 ms: whoever waits, waits from when due."""
+def test_server_stalls_count_for_all_due_calls() -> None:
+    """One call at a time, 50 ms each, one due every 10 ms: the delay counts from the due time."""
     turn = asyncio.Lock()
 
     async def stream(message: object, context: object) -> object:
@@ -138,9 +146,9 @@ def test_a_stall_of_the_server_is_in_the_times_of_all_who_were_due_meanwhile() -
         model = admin_pb2.ModelInfo(vocabulary_size=9, context_tokens_max=99)
         return admin_pb2.GetServerInfoResponse(model=model)
 
-    async def main() -> Run:
+    async def main() -> LoadRun:
         server = grpc.aio.server()
-        told: dict[str, dict[str, Any]] = {
+        handlers_by_service: dict[str, dict[str, Any]] = {
             "preamble.v1.GenerationService": {
                 "GenerateStream": grpc.unary_stream_rpc_method_handler(
                     stream, None, pb.GenerateStreamResponse.SerializeToString
@@ -152,91 +160,105 @@ def test_a_stall_of_the_server_is_in_the_times_of_all_who_were_due_meanwhile() -
                 )
             },
         }
-        handlers = [grpc.method_handlers_generic_handler(*item) for item in told.items()]
+        handlers = [
+            grpc.method_handlers_generic_handler(*service_handlers)
+            for service_handlers in handlers_by_service.items()
+        ]
         server.add_generic_rpc_handlers(tuple(handlers))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        short = Length.of("4")
-        work = Work(rate=100.0, requests_max=20, warmup_requests=0, prompt=short, new=short)
+        length_sampler = LengthSampler.parse("4")
+        work = LoadSpec(
+            rate=100.0,
+            requests_max=20,
+            warmup_requests=0,
+            prompt_length=length_sampler,
+            output_length=length_sampler,
+        )
         try:
-            return await load(Where(f"127.0.0.1:{port}"), work)
+            return await run_load_async(ServerEndpoint(f"127.0.0.1:{port}"), work)
         finally:
             await server.stop(0)
 
     run = asyncio.run(main())
-    report = Report.of(run)
+    report = LoadReport.from_run(run)
     assert report.ok == 20 and report.e2e_ms is not None
-    assert run.sent[-1].due < 1.0 <= run.sent[-1].end  # 20 of them take 50 ms each.
+    assert run.calls[-1].due_s < 1.0 <= run.calls[-1].ended_s  # 20 calls take 50 ms each.
     assert report.e2e_ms.max > 400
-    assert all(one.begun >= one.due for one in run.sent)
+    assert all(call.started_s >= call.due_s for call in run.calls)
 
 
-def test_a_closed_loop_asks_for_every_token_and_gets_it(
+def test_closed_loop_gets_every_requested_token(
     server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    picture = tmp_path / "load.png"
-    words = ["bench", "--server", server.address, "--concurrency", "2", "--requests", "6"]
-    words += ["--prompt-tokens", "4-9", "--new-tokens", "7", "--quiet", "--slo", "e2e:60s"]
-    assert preamble.main([*words, "--json", "--plot", str(picture)]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["sent"], said["ok"], said["tokens"], said["errors"]) == (6, 6, 42, {})
-    assert said["goodput_per_s"] == pytest.approx(said["requests_per_s"])
-    assert 6 * 4 <= said["prompt_tokens"] <= 6 * 9
-    assert said["generator_cpu_s"] > 0 and said["late_ms"] is None
-    assert said["ttft_ms"]["count"] == 6
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    plot_file = tmp_path / "load.png"
+    arguments = ["bench", "--server", server.address, "--concurrency", "2", "--requests", "6"]
+    arguments += ["--prompt-tokens", "4-9", "--new-tokens", "7", "--quiet", "--slo", "e2e:60s"]
+    assert preamble.main([*arguments, "--json", "--plot", str(plot_file)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["sent"], report["ok"], report["tokens"], report["errors"]) == (6, 6, 42, {})
+    assert report["goodput_per_s"] == pytest.approx(report["requests_per_s"])
+    assert 6 * 4 <= report["prompt_tokens"] <= 6 * 9
+    assert report["generator_cpu_s"] > 0 and report["late_ms"] is None
+    assert report["ttft_ms"]["count"] == 6
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_open_loop_counts_what_is_refused_by_code_and_reason(
+def test_open_loop_counts_refusals_by_code_and_reason(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["bench", "--server", server.address, "--rate", "2000", "--requests", "30"]
-    words += ["--warmup-requests", "1"]
-    assert preamble.main([*words, "--prompt-tokens", "8", "--new-tokens", "60"]) == 0
-    said = capsys.readouterr().out
-    lines = {line[:18].strip(): line[18:] for line in said.splitlines()}
+    arguments = ["bench", "--server", server.address, "--rate", "2000", "--requests", "30"]
+    arguments += ["--warmup-requests", "1"]
+    assert preamble.main([*arguments, "--prompt-tokens", "8", "--new-tokens", "60"]) == 0
+    output = capsys.readouterr().out
+    lines = {line[:18].strip(): line[18:] for line in output.splitlines()}
     assert "RESOURCE_EXHAUSTED QUEUE_FULL" in lines["errors"]
     assert "of 30 ended well" in lines["requests"] and "ended badly" in lines
 
 
-def test_the_same_seed_asks_for_the_same(server: Server) -> None:
-    def once(seed: int) -> list[tuple[float, int]]:
-        work = Work(rate=400.0, requests_max=5, prompt=Length.of("1-90"), new=Length.of("1"),
-                    seed=seed)  # fmt: skip
-        run = asyncio.run(load(Where(server.address), work))
-        return [(one.due, one.prompt_tokens) for one in run.sent]
+def test_equal_seeds_send_equal_requests(server: Server) -> None:
+    def run_once(seed: int) -> list[tuple[float, int]]:
+        work = LoadSpec(
+            rate=400.0,
+            requests_max=5,
+            prompt_length=LengthSampler.parse("1-90"),
+            output_length=LengthSampler.parse("1"),
+            seed=seed,
+        )
+        run = asyncio.run(run_load_async(ServerEndpoint(server.address), work))
+        return [(call.due_s, call.prompt_tokens) for call in run.calls]
 
-    assert once(1) == once(1) != once(2)
+    assert run_once(1) == run_once(1) != run_once(2)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--rate", "0"], "--rate is 0.0"),
         (["--requests", "-1"], "--requests is -1"),
-        (["--new-tokens", "none"], "'none' is no length"),
+        (["--new-tokens", "none"], "'none' is not a length"),
         (["--dataset", "/nowhere/x.jsonl"], "cannot be read"),
         (["--slo", "speed:1s"], "--slo: 'speed:1s'"),
-        ([], "does not tell what it is (UNAVAILABLE"),
+        ([], "GetServerInfo failed (UNAVAILABLE"),
     ],
 )
-def test_what_cannot_be_says_why(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_say_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert preamble.main(["bench", "--server", "127.0.0.1:1", *words]) == 1
-    assert said in capsys.readouterr().err
+    assert preamble.main(["bench", "--server", "127.0.0.1:1", *arguments]) == 1
+    assert message in capsys.readouterr().err
 
 
-def test_a_picture_without_what_draws_it_is_refused_before_anything_is_sent(
+def test_plots_without_matplotlib_are_refused_before_sending(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = ["bench", "--server", "127.0.0.1:1", "--plot", "x.png"]
-    assert preamble.main(words) == 1
+    arguments = ["bench", "--server", "127.0.0.1:1", "--plot", "x.png"]
+    assert preamble.main(arguments) == 1
     assert "pip install 'preamble[plots]'" in capsys.readouterr().err
 
 
-def test_the_page_about_the_command_has_every_flag_of_it() -> None:
+def test_the_document_lists_every_flag() -> None:
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
     flags = [
         word

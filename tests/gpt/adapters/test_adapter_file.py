@@ -1,4 +1,4 @@
-"""Adapters come back as they were saved, and everything else that claims to be one is refused."""
+"""Adapter files: round trips, versions, and refusal of every invalid file."""
 
 import json
 import os
@@ -18,23 +18,23 @@ from torch import Tensor
 from gpt.adapters.adapter_file import (
     Adapter,
     Card,
-    Golden,
+    GoldenExample,
     build_adapter,
     check_adapter,
-    check_folder,
+    check_publish_directory,
     instruction_adapter,
     open_adapter,
     parse_name,
     publish_adapter,
     save_adapter,
 )
-from gpt.adapters.prompt_template import Template
-from gpt.checkpoint.logical_tensor import Identity
+from gpt.adapters.prompt_template import PromptTemplate
+from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, RequestError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "adapter-v1.safetensors"
-TEMPLATE = Template(
+TEMPLATE = PromptTemplate(
     "<|VIRTUAL_PROMPT_0|>{text}<|VIRTUAL_PROMPT_1|> = {label}",
     (2, 1),
     truncate_field="text",
@@ -51,13 +51,13 @@ CARD = Card(
     metrics={"accuracy": 0.9375, "seeds": [1, 2, 3], "best": {"step": 200, "loss": 1e-3}},
     stop=("\n", "—"),
     max_new_tokens=16,
-    golden=(Golden({"text": "naïve 漢字"}, "yes"),),
+    golden=(GoldenExample({"text": "naïve 漢字"}, "yes"),),
     notes=("made by tests/test_adapter.py",),
     created="2026-01-02T03:04:05Z",
 )
-# Eighths, which fp32 holds exactly: 0.0, 0.125, ... so that a reader's mistake can be seen.
+# Eighths, which fp32 holds exactly: 0.0, 0.125, ... so that a reader's mistake is visible.
 TABLE = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 8
-BASE = Identity("ab" * 32, "cd" * 32)
+BASE = ModelIdentity("ab" * 32, "cd" * 32)
 MODEL = GPTConfig(
     num_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=50, max_position_embeddings=64
 )
@@ -67,12 +67,12 @@ WIDE = GPTConfig(
 
 
 def write_golden() -> None:
-    """How the golden file was made; a later version of the format gets a file of its own."""
+    """How the golden file was written; a later version of the format gets a file of its own."""
     GOLDEN.parent.mkdir(exist_ok=True)
     save_adapter(build_adapter(CARD, TABLE), GOLDEN)
 
 
-def test_the_golden_file_of_version_one_is_read() -> None:
+def test_version_1_golden_file_is_read() -> None:
     adapter = open_adapter(GOLDEN)
 
     assert torch.equal(adapter.table, TABLE)
@@ -80,17 +80,17 @@ def test_the_golden_file_of_version_one_is_read() -> None:
     assert adapter.digest == "4a34594ca306fee0d365f7fd21c5a700ab381d0c4a13422969347e40dbac4d69"
 
 
-def test_an_adapter_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_adapter_round_trip(tmp_path: Path) -> None:
     torch.manual_seed(0)
     adapter = build_adapter(CARD, torch.randn(3, 8))
     path = tmp_path / "golden@1.safetensors"
 
     save_adapter(adapter, path)
-    found = open_adapter(path)
+    loaded = open_adapter(path)
 
-    assert found.card == adapter.card
-    assert torch.equal(found.table, adapter.table)
-    assert found.digest == adapter.digest
+    assert loaded.card == adapter.card
+    assert torch.equal(loaded.table, adapter.table)
+    assert loaded.digest == adapter.digest
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
 
@@ -122,7 +122,8 @@ CARDS = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=60), max_size=3).map(tuple),
     max_new_tokens=st.none() | st.integers(1, 2**63 - 1),
     golden=st.lists(
-        st.builds(Golden, st.dictionaries(st.text(), st.text(), max_size=2), st.text()), max_size=2
+        st.builds(GoldenExample, st.dictionaries(st.text(), st.text(), max_size=2), st.text()),
+        max_size=2,
     ).map(tuple),
     notes=TEXTS,
     created=st.text(),
@@ -131,125 +132,128 @@ CARDS = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(card=CARDS)
-def test_any_card_comes_back_from_json_exactly(card: Card) -> None:
+def test_card_json_round_trip(card: Card) -> None:
     assert Card.from_json(card.to_json()) == card
 
 
 @settings(max_examples=25, deadline=None)
 @given(card=CARDS)
-def test_any_card_comes_back_from_a_file_exactly(
-    tmp_path_factory: pytest.TempPathFactory, card: Card
-) -> None:
+def test_card_file_round_trip(tmp_path_factory: pytest.TempPathFactory, card: Card) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     adapter = build_adapter(card, TABLE)
     save_adapter(adapter, path)
     assert open_adapter(path).card == adapter.card
 
 
-def test_the_digest_names_table_layout_and_base_and_nothing_else() -> None:
+def test_digest_covers_table_template_and_base_only() -> None:
     digest = build_adapter(CARD, TABLE).digest
-    same = replace(CARD, name="other", metrics={}, notes=(), stop=(), created="")
-    others = [
+    with_other_metadata = replace(CARD, name="other", metrics={}, notes=(), stop=(), created="")
+    variants = [
         build_adapter(replace(CARD, base_digest="00" * 32), TABLE),
         build_adapter(replace(CARD, template=replace(TEMPLATE, bos="text")), TABLE),
         build_adapter(replace(CARD, template=None), TABLE),
         build_adapter(CARD, TABLE + 1e-6),
         build_adapter(replace(CARD, template=None), TABLE.reshape(4, 3)),
     ]
-    assert build_adapter(same, TABLE).digest == digest
-    assert len({digest, *(other.digest for other in others)}) == 6
+    assert build_adapter(with_other_metadata, TABLE).digest == digest
+    assert len({digest, *(other.digest for other in variants)}) == 6
 
 
 @pytest.mark.parametrize("stage", ["write", "fsync", "replace"])
-def test_a_save_that_fails_leaves_the_old_file_and_no_other(
+def test_failed_saves_keep_the_existing_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     path = tmp_path / "a.safetensors"
-    old = build_adapter(CARD, TABLE)
-    save_adapter(old, path)
+    original = build_adapter(CARD, TABLE)
+    save_adapter(original, path)
 
-    def full(*_: object) -> None:
+    def fail(*_: object) -> None:
         assert not [file for file in tmp_path.glob("*.safetensors") if file != path]
         raise OSError(28, "No space left on device")
 
     if stage == "write":
-        path, before = tmp_path / "none" / "a.safetensors", path
+        existing = path
+        path = tmp_path / "none" / "a.safetensors"
     else:
-        monkeypatch.setattr(os, stage, full)
-        before = path
-    with pytest.raises(AdapterError, match=r"cannot be written: No .*; give a directory"):
+        monkeypatch.setattr(os, stage, fail)
+        existing = path
+    with pytest.raises(AdapterError, match=r"cannot be written: No .*; give an existing"):
         save_adapter(build_adapter(CARD, TABLE + 1), path)
 
-    assert open_adapter(before).digest == old.digest
+    assert open_adapter(existing).digest == original.digest
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_a_file_that_nobody_would_find_is_not_written(tmp_path: Path) -> None:
+def test_save_refuses_another_file_suffix(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"must end with \.safetensors"):
         save_adapter(build_adapter(CARD, TABLE), tmp_path / "a.bin")
 
 
-def test_each_version_of_a_name_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = build_adapter(CARD, TABLE), build_adapter(CARD, TABLE + 1)
+def test_versions_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_adapter = build_adapter(CARD, TABLE)
+    second_adapter = build_adapter(CARD, TABLE + 1)
     link = os.link
 
-    def late(part: Path, path: Path) -> None:
-        """Another run takes the number after it was chosen and before it is used."""
+    def publish_late(part: Path, path: Path) -> None:
+        """Another run takes the number between its choice and its use."""
         monkeypatch.setattr(os, "link", link)
-        assert publish_adapter(first, tmp_path) == path
+        assert publish_adapter(first_adapter, tmp_path) == path
         os.link(part, path)
 
-    monkeypatch.setattr(os, "link", late)
+    monkeypatch.setattr(os, "link", publish_late)
 
-    assert publish_adapter(second, tmp_path) == tmp_path / "golden@2.safetensors"
+    assert publish_adapter(second_adapter, tmp_path) == tmp_path / "golden@2.safetensors"
 
-    found = {file.name: open_adapter(file).digest for file in tmp_path.iterdir()}
-    expected = {"golden@1.safetensors": first.digest, "golden@2.safetensors": second.digest}
-    assert found == expected
+    digests_by_file = {file.name: open_adapter(file).digest for file in tmp_path.iterdir()}
+    expected = {
+        "golden@1.safetensors": first_adapter.digest,
+        "golden@2.safetensors": second_adapter.digest,
+    }
+    assert digests_by_file == expected
 
 
-def test_many_at_once_publish_as_many_versions(tmp_path: Path) -> None:
+def test_concurrent_publishers_get_distinct_versions(tmp_path: Path) -> None:
     adapters = [build_adapter(CARD, TABLE + n) for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda one: publish_adapter(one, tmp_path), adapters))
+        paths = list(pool.map(lambda adapter: publish_adapter(adapter, tmp_path), adapters))
 
     assert sorted(paths) == [tmp_path / f"golden@{n}.safetensors" for n in range(1, 9)]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
-    assert [open_adapter(path).digest for path in paths] == [one.digest for one in adapters]
+    assert [open_adapter(path).digest for path in paths] == [adapter.digest for adapter in adapters]
 
 
-def test_a_version_follows_the_last_of_its_name(tmp_path: Path) -> None:
+def test_versions_are_numbered_per_name(tmp_path: Path) -> None:
     adapter = build_adapter(CARD, TABLE)
     for name in ("golden", "golden@7", "golden-2@9", "golden@x", "other@12"):
         (tmp_path / f"{name}.safetensors").touch()
     assert publish_adapter(adapter, tmp_path).name == "golden@8.safetensors"
     (tmp_path / "golden@999999.safetensors").touch()
-    with pytest.raises(AdapterError, match="no version of 'golden' left; use a new name"):
+    with pytest.raises(
+        AdapterError, match=r"all version numbers of 'golden' in .* are used; choose a new name"
+    ):
         publish_adapter(adapter, tmp_path)
 
 
-def test_a_folder_is_tried_before_there_is_an_adapter(tmp_path: Path) -> None:
-    check_folder(tmp_path / "new" / "adapters")
+def test_publish_directory_is_checked_in_advance(tmp_path: Path) -> None:
+    check_publish_directory(tmp_path / "new" / "adapters")
     assert list((tmp_path / "new" / "adapters").iterdir()) == []
     (tmp_path / "file").touch()
-    for folder, words in (
+    for folder, message in (
         (tmp_path / "file", "is not a directory"),
-        (tmp_path / "file" / "adapters", "cannot take an adapter: Not a directory; give"),
-        (Path("/proc/self"), "cannot take an adapter: .*; give"),
+        (tmp_path / "file" / "adapters", "cannot be written to: Not a directory; give"),
+        (Path("/proc/self"), "cannot be written to: .*; give"),
     ):
-        with pytest.raises(AdapterError, match=words):
-            check_folder(folder)
+        with pytest.raises(AdapterError, match=message):
+            check_publish_directory(folder)
 
 
 def own_file(tensors: dict[str, Tensor], **metadata: str | None) -> bytes:
-    """A file of our format, with some of its metadata replaced, or left out."""
+    """A file of our format, with some of its metadata replaced or omitted."""
     adapter = build_adapter(CARD, TABLE)
-    usual = {"format": "preamble.adapter", "version": "1", "digest": adapter.digest}
-    usual["card"] = adapter.card.to_json()
-    kept = {key: value for key, value in {**usual, **metadata}.items() if value is not None}
-    return safetensors.torch.save(tensors, kept)
+    defaults = {"format": "preamble.adapter", "version": "1", "digest": adapter.digest}
+    defaults["card"] = adapter.card.to_json()
+    present = {key: value for key, value in {**defaults, **metadata}.items() if value is not None}
+    return safetensors.torch.save(tensors, present)
 
 
 def card_with(**changes: Any) -> str:
@@ -257,7 +261,7 @@ def card_with(**changes: Any) -> str:
 
 
 def header_with(**changes: Any) -> bytes:
-    """A valid file whose header then lies."""
+    """A valid file with a changed header."""
     content = own_file({"table": TABLE})
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -267,28 +271,31 @@ def header_with(**changes: Any) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
-WHOLE = own_file({"table": TABLE})
+VALID_FILE = own_file({"table": TABLE})
 NAN = TABLE.clone()
 NAN[1, 2] = float("nan")
-HOSTILE: dict[str, tuple[bytes, str]] = {
+INVALID_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is truncated"),
-    "cut in the header": (WHOLE[:50], "is truncated"),
-    "cut in the table": (WHOLE[:-4], "truncated"),
-    "bytes behind": (WHOLE + b"x", "has bytes that its header does not name"),
-    "giant header": (b"\xff" * 7 + b"\x00" + WHOLE[8:], "header"),
-    "shape lies": (header_with(table={"shape": [30, 40]}), "needs 4800 bytes, has 48"),
-    "span lies": (header_with(table={"data_offsets": [0, 4800]}), "needs 48 bytes, has 4800"),
+    "cut in the header": (VALID_FILE[:50], "is truncated"),
+    "cut in the table": (VALID_FILE[:-4], "truncated"),
+    "bytes behind": (VALID_FILE + b"x", "has bytes that its header does not describe"),
+    "giant header": (b"\xff" * 7 + b"\x00" + VALID_FILE[8:], "header"),
+    "shape lies": (header_with(table={"shape": [30, 40]}), "needs 4800 bytes, but has 48"),
+    "span lies": (header_with(table={"data_offsets": [0, 4800]}), "needs 48 bytes, but has 4800"),
     "metadata lies": (header_with(__metadata__={"format": 3}), "broken header"),
     "a pickle": (pickle.dumps({"table": [1.0]}), "truncated|header"),
-    "one byte flipped": (WHOLE[:-1] + b"\x40", "is not what was saved: its digest is"),
-    "no metadata": (safetensors.torch.save({"table": TABLE}), "nothing says that they are an"),
-    "another format": (own_file({"table": TABLE}, format="pt"), "nothing says that they are an"),
-    "newer": (own_file({"table": TABLE}, version="2"), "of version 2, this Preamble reads"),
-    "no version": (own_file({"table": TABLE}, version=None), "its version is ''; it must be 1"),
-    "odd version": (own_file({"table": TABLE}, version="²"), "its version is '²'"),
-    "no digest": (own_file({"table": TABLE}, digest=None), "it says nothing; copy it again"),
-    "no table": (own_file({"rows": TABLE}), r"holds rows torch.float32; version 1"),
-    "more tensors": (own_file({"table": TABLE, "kv": TABLE + 1}), "holds one tensor, table"),
+    "one byte flipped": (
+        VALID_FILE[:-1] + b"\x40",
+        "was changed after it was saved: its digest is",
+    ),
+    "no metadata": (safetensors.torch.save({"table": TABLE}), "has no adapter metadata"),
+    "another format": (own_file({"table": TABLE}, format="pt"), "has no adapter metadata"),
+    "newer": (own_file({"table": TABLE}, version="2"), "has format version 2, but this release"),
+    "no version": (own_file({"table": TABLE}, version=None), "format version '', which must be 1"),
+    "odd version": (own_file({"table": TABLE}, version="²"), "the format version '²'"),
+    "no digest": (own_file({"table": TABLE}, digest=None), "it records nothing; copy the file"),
+    "no table": (own_file({"rows": TABLE}), r"contains rows torch.float32; version 1"),
+    "more tensors": (own_file({"table": TABLE, "kv": TABLE + 1}), "has one tensor, table"),
     "half precision": (own_file({"table": TABLE.half()}), r"table torch\.float16; version 1"),
     "a vector": (own_file({"table": TABLE[0]}), "must be floating-point of shape"),
     "no rows": (own_file({"table": TABLE[:0]}), "must be floating-point of shape"),
@@ -297,31 +304,46 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "broken card": (own_file({"table": TABLE}, card="{"), "card cannot be read"),
     "a list": (own_file({"table": TABLE}, card="[]"), "card cannot be read: it is not a JSON"),
     "deep card": (own_file({"table": TABLE}, card="[" * 100_000), "card cannot be read"),
-    "huge card": (own_file({"table": TABLE}, card=" " * (1 << 21)), "at most 1048576 are read"),
+    "huge card": (own_file({"table": TABLE}, card=" " * (1 << 21)), "at most 1048576 are allowed"),
     "unknown key": (own_file({"table": TABLE}, card=card_with(kv=1)), "card: unknown key 'kv'"),
     "wrong kind": (own_file({"table": TABLE}, card=card_with(stop="x")), "stop is 'x'"),
-    "bad template": (own_file({"table": TABLE}, card=card_with(template={"text": "{a}", "x": 1})),
-        "template: unknown key 'x'"),
+    "bad template": (
+        own_file({"table": TABLE}, card=card_with(template={"text": "{a}", "x": 1})),
+        "template: unknown key 'x'",
+    ),
     "no template": (own_file({"table": TABLE}, card=card_with(template=[])), r"template is \[\]"),
-    "bad golden": (own_file({"table": TABLE}, card=card_with(golden=[{"inputs": {"a": 1},
-        "output": ""}])), "golden: inputs must be texts"),
-    "empty stop": (own_file({"table": TABLE}, card=card_with(stop=[""])), "has a stop of 0 bytes"),
-    "long stop": (own_file({"table": TABLE}, card=card_with(stop=["é" * 129])), "stop of 258 byt"),
-    "many stops": (own_file({"table": TABLE}, card=card_with(stop=["x"] * 17)), "has 17 stops"),
-    "half a character": (own_file({"table": TABLE}, card=card_with(task="a\ud800")),
-        r"has '\\ud800', which is half a character"),
-    "half a note": (own_file({"table": TABLE}, card=card_with(notes=["\udfff"])), "written as UTF"),
-    "climbing name": (own_file({"table": TABLE}, card=card_with(name="../../etc/passwd")),
-        "has the name '../../etc/passwd'"),
+    "bad golden": (
+        own_file({"table": TABLE}, card=card_with(golden=[{"inputs": {"a": 1}, "output": ""}])),
+        "golden: inputs must be strings",
+    ),
+    "empty stop": (own_file({"table": TABLE}, card=card_with(stop=[""])), "stop string of 0 b"),
+    "long stop": (own_file({"table": TABLE}, card=card_with(stop=["é" * 129])), "string of 258 b"),
+    "many stops": (own_file({"table": TABLE}, card=card_with(stop=["x"] * 17)), "has 17 stop str"),
+    "half a character": (
+        own_file({"table": TABLE}, card=card_with(task="a\ud800")),
+        r"has '\\ud800', a lone surrogate",
+    ),
+    "half a note": (own_file({"table": TABLE}, card=card_with(notes=["\udfff"])), "UTF-8 cannot"),
+    "climbing name": (
+        own_file({"table": TABLE}, card=card_with(name="../../etc/passwd")),
+        "has the name '../../etc/passwd'",
+    ),
     "other size": (own_file({"table": TABLE}, card=card_with(hidden_size=5)), "its table is 3 x 4"),
-    "other rows": (own_file({"table": TABLE}, card=card_with(virtual_tokens=0,
-        template={"text": "<|VIRTUAL_PROMPT_0|>", "splits": [4]})), "make its splits sum to 3"),
-}  # fmt: skip
+    "other rows": (
+        own_file(
+            {"table": TABLE},
+            card=card_with(
+                virtual_tokens=0, template={"text": "<|VIRTUAL_PROMPT_0|>", "splits": [4]}
+            ),
+        ),
+        "template's splits sum to 3",
+    ),
+}
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_file_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
-    content, message = HOSTILE[what]
+@pytest.mark.parametrize("fault", INVALID_FILES)
+def test_invalid_files_are_refused_in_one_sentence(tmp_path: Path, fault: str) -> None:
+    content, message = INVALID_FILES[fault]
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
     with pytest.raises(AdapterError, match=message) as caught:
@@ -331,61 +353,67 @@ def test_a_hostile_file_is_refused_in_one_sentence(tmp_path: Path, what: str) ->
 
 
 @settings(max_examples=150, deadline=None)
-@given(at=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255), cut=st.booleans())
-def test_no_changed_byte_goes_unseen(
-    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, cut: bool
+@given(
+    offset=st.integers(0, len(VALID_FILE) - 1), byte=st.integers(0, 255), truncated=st.booleans()
+)
+def test_any_changed_byte_is_detected(
+    tmp_path_factory: pytest.TempPathFactory, offset: int, byte: int, truncated: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "changed.safetensors"
-    path.write_bytes(WHOLE[:at] if cut else WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :])
+    path.write_bytes(
+        VALID_FILE[:offset]
+        if truncated
+        else VALID_FILE[:offset] + bytes([byte]) + VALID_FILE[offset + 1 :]
+    )
     original = build_adapter(CARD, TABLE)
     try:
-        found = open_adapter(path)
+        loaded = open_adapter(path)
     except AdapterError:
         return
-    # What the digest does not cover is words for people; what a prompt does is the same.
-    assert found.digest == original.digest
-    assert torch.equal(found.table, TABLE)
+    # The digest does not cover the descriptions; the fields that affect a prompt are unchanged.
+    assert loaded.digest == original.digest
+    assert torch.equal(loaded.table, TABLE)
 
 
-def test_nothing_that_is_no_adapter_is_taken_for_one(tmp_path: Path) -> None:
+def test_files_that_are_not_adapters_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for path, message in (
-        (tmp_path / "nowhere", "there is no adapter at"),
-        (tmp_path, "has no adapter; needed is a PEFT directory"),
-        (tmp_path / "notes.txt", "is no adapter; needed is"),
+        (tmp_path / "nowhere", "does not exist; give the file"),
+        (tmp_path, "has no adapter; give a PEFT directory"),
+        (tmp_path / "notes.txt", "is not an adapter; give"),
         (tmp_path / ("n" * 300), "cannot read .*: File name too long"),
     ):
         with pytest.raises(AdapterError, match=message):
             open_adapter(path)
 
 
-def test_an_adapter_is_checked_against_its_model() -> None:
+def test_adapters_are_checked_against_their_model() -> None:
     adapter = build_adapter(CARD, TABLE)
     assert check_adapter(adapter, MODEL, BASE) == ()
-    noted = replace(BASE, note="converted from float32 to bfloat16")
-    assert check_adapter(adapter, MODEL, noted) == (noted.note,)
+    identity_with_note = replace(BASE, note="converted from float32 to bfloat16")
+    assert check_adapter(adapter, MODEL, identity_with_note) == (identity_with_note.note,)
     assert "was not compared" in check_adapter(adapter, MODEL, None)[0]
     foreign = build_adapter(replace(CARD, base_digest=None), TABLE)
-    assert "does not say which model" in check_adapter(foreign, MODEL, BASE)[0]
-    # The fingerprint is enough where nobody has read every byte; the digest, where it differs.
+    assert "does not record its base model" in check_adapter(foreign, MODEL, BASE)[0]
+    # Without a digest the fingerprint decides; a digest that differs decides over it.
     printed = build_adapter(replace(CARD, base_fingerprint="f"), TABLE)
-    assert check_adapter(printed, MODEL, Identity("", "f")) == ()
+    assert check_adapter(printed, MODEL, ModelIdentity("", "f")) == ()
     assert check_adapter(printed, MODEL, replace(BASE, fingerprint="g")) == ()
 
     for wrong, config, identity, message in (
-        (adapter, WIDE, BASE, "has rows of 4, the model is 32 wide"),
+        (adapter, WIDE, BASE, "has rows of width 4, but the model has hidden_size 32"),
         (
             adapter,
             MODEL,
-            Identity("ef" * 32, "e"),
-            "on the model abababababab, this is efefefefefef",
+            ModelIdentity("ef" * 32, "e"),
+            "with digest abababababab, but this model has digest efefefefefef",
         ),
         (adapter, MODEL.with_fields(max_position_embeddings=5), BASE, r"3 virtual .* limit of 2 "),
         (
             scaled(1e6),
             MODEL.with_fields(dtype="float16"),
             BASE,
-            r"float16 cannot hold, .* 1.38e\+06",
+            r"overflow in float16, up to 1.38e\+06",
         ),
     ):
         with pytest.raises(AdapterError, match=message):
@@ -400,21 +428,21 @@ def scaled(factor: float) -> Adapter:
 
 
 def test_an_adapter_does_not_change_with_the_tensor_it_was_built_from() -> None:
-    mine = TABLE.clone().requires_grad_()
-    adapter = build_adapter(CARD, mine)
+    source_table = TABLE.clone().requires_grad_()
+    adapter = build_adapter(CARD, source_table)
     with torch.no_grad():
-        mine += 1
+        source_table += 1
     assert torch.equal(adapter.table, TABLE)
     assert not adapter.table.requires_grad
 
 
-def test_an_instruction_s_own_embeddings_are_an_adapter() -> None:
+def test_embeddings_of_an_instruction_are_an_adapter() -> None:
     embedding = torch.arange(40.0).reshape(10, 4)
     ids = [7, 0, 7]
     adapter = instruction_adapter(Card("say-it"), ids, embedding[ids])
     assert adapter.table[:, 0].tolist() == [28.0, 0.0, 28.0]
     assert adapter.card.method == "instruction"
-    with pytest.raises(AdapterError, match="has 3 tokens, 10 embedding rows were given"):
+    with pytest.raises(AdapterError, match="has 3 tokens, but 10 embedding rows were given"):
         instruction_adapter(Card("say-it"), ids, embedding)
 
 
@@ -423,20 +451,20 @@ def test_an_instruction_s_own_embeddings_are_an_adapter() -> None:
     [
         ({"loss": float("nan")}, "is not JSON"),
         ({"loss": torch.ones(1)}, "is not JSON"),
-        ({1: "x"}, "would not come back"),
-        ({"x": (1, 2)}, "would not come back"),
+        ({1: "x"}, "would change if it were written as JSON"),
+        ({"x": (1, 2)}, "would change if it were written as JSON"),
     ],
 )
-def test_a_card_that_json_cannot_keep_is_refused_at_once(metrics: Any, message: str) -> None:
+def test_card_that_json_would_change_is_refused(metrics: Any, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         Card("a", metrics=metrics)
     with pytest.raises(AdapterError, match="max_new_tokens 0; it must be at least 1"):
         Card("a", max_new_tokens=0)
-    with pytest.raises(AdapterError, match="at most 1048576 are read again"):
+    with pytest.raises(AdapterError, match="at most 1048576 are allowed"):
         Card("a", task="x" * (1 << 20))
 
 
-def test_names_and_versions_are_told_apart() -> None:
+def test_names_and_versions_are_parsed() -> None:
     assert parse_name("a@3") == ("a", 3)
     assert parse_name("Refunds_v2.1-de") == ("Refunds_v2.1-de", None)
     assert parse_name("a" * 100).name == "a" * 100
@@ -460,7 +488,7 @@ NOT_NAMES += ["-a", "a b", "a\n", "a\0", "é", "a" * 101, "a@²", "\\a", "..", "
 
 
 @pytest.mark.parametrize("text", NOT_NAMES)
-def test_what_is_no_name_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match="is no adapter's name; a name has") as caught:
+def test_invalid_name_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="is not an adapter name; a name has") as caught:
         parse_name(text)
     assert caught.value.field == "adapter"

@@ -1,4 +1,4 @@
-"""Golden examples travel with an adapter, and tell where it no longer says what it said."""
+"""Golden examples: stored with an adapter, and replayed to detect another model."""
 
 import json
 from dataclasses import dataclass, replace
@@ -16,14 +16,21 @@ from clients.client import CallError, Options
 from gpt.adapters.adapter_file import (
     Adapter,
     Card,
-    Golden,
+    GoldenExample,
     build_adapter,
     open_adapter,
     save_adapter,
 )
-from gpt.adapters.card import GOLDEN_MAX
-from gpt.adapters.golden_examples import TIE, TOLERANCES, compare, make_golden, replay, tolerance_of
-from gpt.adapters.prompt_template import Template
+from gpt.adapters.card import GOLDEN_EXAMPLES_MAX
+from gpt.adapters.golden_examples import (
+    TIE_TOLERANCES,
+    TOLERANCES,
+    compare_example,
+    golden_tolerance,
+    record_golden_examples,
+    replay_golden_examples,
+)
+from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError
 from gpt.formats.registry import open_checkpoint
 from gpt.generation.reference_sampler import Score
@@ -35,7 +42,7 @@ from tests.support.models import MODERN, build, lively, recompute_greedy
 from tests.support.ranks import ranks
 from tests.support.servers import CONFIG, Server, eventually, serving, write_checkpoint
 
-TEMPLATE = Template("<|VIRTUAL_PROMPT_0|>{text}{label}", (3,), answer_field="label")
+TEMPLATE = PromptTemplate("<|VIRTUAL_PROMPT_0|>{text}{label}", (3,), answer_field="label")
 TOKENIZER = NullTokenizer(MODERN.vocab_size)
 INPUTS = [{"text": f"{n} {2 * n} {n + 30}", "label": "7"} for n in range(1, 6)]
 
@@ -46,93 +53,104 @@ def model() -> GPT:
 
 
 @cache
-def golden_of() -> tuple[Golden, ...]:
-    return make_golden(model(), TOKENIZER, an_adapter(), INPUTS)
+def golden_examples() -> tuple[GoldenExample, ...]:
+    return record_golden_examples(model(), TOKENIZER, adapter_with(), INPUTS)
 
 
-def an_adapter(golden: tuple[Golden, ...] = (), **card: Any) -> Adapter:
+def adapter_with(golden: tuple[GoldenExample, ...] = (), **card: Any) -> Adapter:
     table = torch.randn(3, MODERN.hidden_size, generator=torch.Generator().manual_seed(1))
     return build_adapter(
         Card("one", template=TEMPLATE, max_new_tokens=6, golden=golden, **card), table
     )
 
 
-def with_golden(adapter: Adapter, golden: tuple[Golden, ...]) -> Adapter:
+def add_examples(adapter: Adapter, golden: tuple[GoldenExample, ...]) -> Adapter:
     return build_adapter(replace(adapter.card, golden=golden), adapter.table)
 
 
-def test_examples_are_what_plain_decoding_writes_and_pass_when_replayed() -> None:
-    adapter, golden = an_adapter(), golden_of()
+def test_examples_equal_greedy_decoding_and_pass_a_replay() -> None:
+    adapter = adapter_with()
+    golden = golden_examples()
 
     assert len(golden) == len(INPUTS)
-    for record, one in zip(INPUTS, golden, strict=True):
-        words = [int(word) for word in record["text"].split()]
+    for record, example in zip(INPUTS, golden, strict=True):
+        prompt_ids = [int(number) for number in record["text"].split()]
         virtual = list(range(MODERN.vocab_size, MODERN.vocab_size + 3))
-        expected = recompute_greedy(model(), [*virtual, *words], 6, adapter.table)
-        assert one.inputs == {"text": record["text"]}  # The answer does not travel as an input.
-        assert one.token_ids == tuple(expected.tokens)
-        assert one.output == TOKENIZER.decode(expected.tokens, started=True)
-    told = replay(model(), TOKENIZER, an_adapter(golden))
-    assert (told.checked, told.different, told.ties, told.lines) == (5, 0, 0, ())
-    assert told.worst_logprob < 1e-9
+        expected = recompute_greedy(model(), [*virtual, *prompt_ids], 6, adapter.table)
+        assert example.inputs == {"text": record["text"]}  # The answer is not stored as an input.
+        assert example.token_ids == tuple(expected.tokens)
+        assert example.output == TOKENIZER.decode(expected.tokens, continues_text=True)
+    replay = replay_golden_examples(model(), TOKENIZER, adapter_with(golden))
+    assert (replay.checked, replay.different, replay.ties, replay.mismatch_lines) == (5, 0, 0, ())
+    assert replay.logprob_difference_max < 1e-9
 
 
 def test_examples_pass_in_another_dtype_and_fail_on_another_model() -> None:
-    adapter = an_adapter()
-    golden = make_golden(build(MODERN, dtype=torch.float32), TOKENIZER, adapter, INPUTS)
-    adapter = with_golden(adapter, golden)
+    adapter = adapter_with()
+    golden = record_golden_examples(build(MODERN, dtype=torch.float32), TOKENIZER, adapter, INPUTS)
+    adapter = add_examples(adapter, golden)
 
-    narrow = replay(build(MODERN, dtype=torch.bfloat16), TOKENIZER, adapter)
-    other = replay(build(MODERN, dtype=torch.float32, seed=1), TOKENIZER, adapter)
-    strict = replay(build(MODERN, dtype=torch.bfloat16), TOKENIZER, adapter, tolerance=1e-9)
+    narrow = replay_golden_examples(build(MODERN, dtype=torch.bfloat16), TOKENIZER, adapter)
+    replay_on_other_model = replay_golden_examples(
+        build(MODERN, dtype=torch.float32, seed=1), TOKENIZER, adapter
+    )
+    strict = replay_golden_examples(
+        build(MODERN, dtype=torch.bfloat16), TOKENIZER, adapter, tolerance=1e-9
+    )
 
     assert narrow.passed and narrow.tolerance == TOLERANCES["bfloat16"]
-    assert not other.passed and other.different >= 4
-    assert other.lines[0].startswith("example ") and "(was ' " in other.lines[0]
+    assert not replay_on_other_model.passed and replay_on_other_model.different >= 4
+    assert (
+        replay_on_other_model.mismatch_lines[0].startswith("example ")
+        and "(was ' " in replay_on_other_model.mismatch_lines[0]
+    )
     assert not strict.passed
 
 
-def test_one_changed_weight_is_seen() -> None:
-    changed = build(MODERN)
-    weight = dict(changed.named_parameters())["decoder.layers.2.mlp.linear_fc2.weight"]
+def test_one_changed_weight_fails_the_replay() -> None:
+    changed_model = build(MODERN)
+    weight = dict(changed_model.named_parameters())["decoder.layers.2.mlp.linear_fc2.weight"]
     with torch.no_grad():
         weight[0, 0] += 3.0
-    told = replay(changed, TOKENIZER, an_adapter(golden_of()))
-    assert not told.passed
+    replay = replay_golden_examples(changed_model, TOKENIZER, adapter_with(golden_examples()))
+    assert not replay.passed
 
 
-def _replayed(rank: int, size: int, tp: int, golden: tuple[Golden, ...]) -> tuple[Any, ...]:
+def _replayed(rank: int, size: int, tp: int, golden: tuple[GoldenExample, ...]) -> tuple[Any, ...]:
     torch.set_num_threads(1)
-    share = build(MODERN, Mesh.create(tp=tp, pp=size // tp))
-    told = replay(share, TOKENIZER, an_adapter(golden))
-    again = make_golden(share, TOKENIZER, an_adapter(), INPUTS)
-    return told.passed, told.worst_logprob, [one.token_ids for one in again]
+    model_shard = build(MODERN, Mesh.create(tp=tp, pp=size // tp))
+    replay = replay_golden_examples(model_shard, TOKENIZER, adapter_with(golden))
+    recorded = record_golden_examples(model_shard, TOKENIZER, adapter_with(), INPUTS)
+    return replay.passed, replay.logprob_difference_max, [example.token_ids for example in recorded]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_split_model_passes_and_every_rank_hears_the_same(tp: int) -> None:
-    golden = golden_of()
-    first, second = ranks(2, _replayed, 2, tp, golden)
-    assert first == second
-    assert first[0] and first[1] < 1e-9
-    assert first[2] == [one.token_ids for one in golden]
+def test_replay_passes_with_tensor_parallelism_on_all_ranks(tp: int) -> None:
+    golden = golden_examples()
+    first_rank, second_rank = ranks(2, _replayed, 2, tp, golden)
+    assert first_rank == second_rank
+    assert first_rank[0] and first_rank[1] < 1e-9
+    assert first_rank[2] == [example.token_ids for example in golden]
 
 
-def test_inputs_that_make_no_example_are_passed_over_and_the_rest_is_bounded() -> None:
-    long, wrong = {"text": "1 " * 59}, {"text": "no number"}
-    golden = make_golden(model(), TOKENIZER, an_adapter(), [long, wrong, {}, *INPUTS * 9])
-    assert len(golden) == GOLDEN_MAX
+def test_unusable_inputs_are_skipped_and_examples_are_limited() -> None:
+    too_long = {"text": "1 " * 59}
+    invalid = {"text": "no number"}
+    golden = record_golden_examples(
+        model(), TOKENIZER, adapter_with(), [too_long, invalid, {}, *INPUTS * 9]
+    )
+    assert len(golden) == GOLDEN_EXAMPLES_MAX
     assert golden[0].inputs == {"text": INPUTS[0]["text"]}
 
 
 def test_an_adapter_without_a_template_has_no_examples() -> None:
     bare = build_adapter(Card("bare"), torch.ones(1, MODERN.hidden_size))
-    with pytest.raises(AdapterError, match="has no template to make prompts of golden examples"):
-        make_golden(model(), TOKENIZER, bare, INPUTS)
+    with pytest.raises(AdapterError, match="has no template to render golden examples"):
+        record_golden_examples(model(), TOKENIZER, bare, INPUTS)
 
 
-THEN = Golden({}, " 5 6", (5, 6), -0.5, "float32")
+RECORDED = GoldenExample({}, " 5 6", (5, 6), -0.5, "float32")
 
 
 def scores(*logprobs: float, tops: tuple[tuple[int, float], ...] = ()) -> list[Score]:
@@ -140,65 +158,75 @@ def scores(*logprobs: float, tops: tuple[tuple[int, float], ...] = ()) -> list[S
 
 
 @pytest.mark.parametrize(
-    ("ids", "found", "result", "why"),
+    ("ids", "scores_of_tokens", "verdict", "reason"),
     [
         ((5, 6), scores(-0.2, -0.3), "same", ""),
         ((5, 6), scores(-0.2, -0.3 - 0.0019), "same", ""),
-        ((5, 6), scores(-0.2, -0.3 - 0.0021), "different", "off by 0.001"),
-        ((5, 6), scores(-0.2, float("nan")), "different", "off by nan"),
+        ((5, 6), scores(-0.2, -0.3 - 0.0021), "different", "differs by 0.001"),
+        ((5, 6), scores(-0.2, float("nan")), "different", "differs by nan"),
         (
             (5, 7),
             scores(-0.2, -0.3, tops=((7, -0.3), (6, -0.303))),
             "tie",
-            "token 2 is another, by",
+            "token 2 differs, but its log-probability by only",
         ),
         ((5, 7), scores(-0.2, -0.3, tops=((7, -0.3), (6, -0.305))), "different", "token 2"),
         ((5, 7), scores(-0.2, -0.3, tops=((7, -0.3), (8, -0.3))), "different", "token 2"),
-        ((5, 7), scores(-0.2, -0.3), "different", "token 2 is another"),
+        ((5, 7), scores(-0.2, -0.3), "different", "token 2 differs"),
         ((5,), scores(-0.2), "different", "it ends after 1 tokens, not 2"),
         ((5,), [], "different", "not finite"),
     ],
 )
-def test_what_is_the_same_what_a_tie_and_what_different(
-    ids: tuple[int, ...], found: list[Score], result: str, why: str
+def test_replay_verdicts(
+    ids: tuple[int, ...], scores_of_tokens: list[Score], verdict: str, reason: str
 ) -> None:
-    assert TIE * TOLERANCES["float32"] == pytest.approx(0.004)
-    outcome = compare(THEN, "", ids, found, TOLERANCES["float32"])
-    assert outcome.result == result and why in outcome.why
+    assert TIE_TOLERANCES * TOLERANCES["float32"] == pytest.approx(0.004)
+    comparison = compare_example(RECORDED, "", ids, scores_of_tokens, TOLERANCES["float32"])
+    assert comparison.verdict == verdict and reason in comparison.reason
 
 
-def test_an_old_example_of_texts_is_compared_by_its_text() -> None:
-    old = Golden({"text": "1"}, "yes")
-    assert compare(old, "yes", (1,), [], 0.1).result == "same"
-    assert compare(old, "yes.", (1,), [], 0.1).result == "different"
+def test_example_without_token_ids_is_compared_by_text() -> None:
+    example = GoldenExample({"text": "1"}, "yes")
+    assert compare_example(example, "yes", (1,), [], 0.1).verdict == "same"
+    assert compare_example(example, "yes.", (1,), [], 0.1).verdict == "different"
 
 
 def test_the_tolerance_is_that_of_the_coarsest_dtype() -> None:
-    assert tolerance_of((THEN,), "float64") == TOLERANCES["float32"]
-    assert tolerance_of((THEN,), "bfloat16") == TOLERANCES["bfloat16"]
-    assert tolerance_of((replace(THEN, dtype="bfloat16"),), "float32") == TOLERANCES["bfloat16"]
-    assert tolerance_of((replace(THEN, dtype="int3"),), "float16") == TOLERANCES["float16"]
+    assert golden_tolerance((RECORDED,), "float64") == TOLERANCES["float32"]
+    assert golden_tolerance((RECORDED,), "bfloat16") == TOLERANCES["bfloat16"]
+    assert (
+        golden_tolerance((replace(RECORDED, dtype="bfloat16"),), "float32")
+        == TOLERANCES["bfloat16"]
+    )
+    assert golden_tolerance((replace(RECORDED, dtype="int3"),), "float16") == TOLERANCES["float16"]
 
 
-def test_examples_come_back_from_a_file_and_do_not_change_the_digest(tmp_path: Path) -> None:
-    plain, more = an_adapter(), an_adapter((THEN, Golden({"text": "1"}, "yes")))
-    assert plain.digest == more.digest
-    save_adapter(more, tmp_path / "one.safetensors")
-    assert open_adapter(tmp_path / "one.safetensors").card == more.card
-    assert more.card.to_dict()["golden"][1] == {"inputs": {"text": "1"}, "output": "yes"}
+def test_examples_are_saved_and_do_not_change_the_digest(tmp_path: Path) -> None:
+    plain = adapter_with()
+    adapter_with_examples = adapter_with((RECORDED, GoldenExample({"text": "1"}, "yes")))
+    assert plain.digest == adapter_with_examples.digest
+    save_adapter(adapter_with_examples, tmp_path / "one.safetensors")
+    assert open_adapter(tmp_path / "one.safetensors").card == adapter_with_examples.card
+    assert adapter_with_examples.card.to_dict()["golden"][1] == {
+        "inputs": {"text": "1"},
+        "output": "yes",
+    }
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
-        (lambda: an_adapter((THEN,) * (GOLDEN_MAX + 1)), "33 golden examples; at most 32 travel"),
-        (lambda: Golden({}, "", (), -1.0), "of 0 tokens; it needs tokens"),
-        (lambda: Golden({}, "", (1,), float("-inf")), "a finite number up to 0"),
-        (lambda: Golden({}, "", (-1,)), "a negative token id"),
+        (
+            lambda: adapter_with((RECORDED,) * (GOLDEN_EXAMPLES_MAX + 1)),
+            "33 golden examples; at most 32 are allowed",
+        ),
+        (lambda: GoldenExample({}, "", (), -1.0), "for 0 tokens; it must be finite"),
+        (lambda: GoldenExample({}, "", (1,), float("-inf")), "must be finite and at most 0"),
+        (lambda: GoldenExample({}, "", (-1,)), "a negative token id"),
     ],
 )
-def test_what_cannot_be_an_example_is_refused(make: Any, said: str) -> None:
-    with pytest.raises(AdapterError, match=said):
+def test_invalid_example_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
         make()
 
 
@@ -211,17 +239,17 @@ FAILED = 'preamble_adapter_golden_total{result="failed"}'
 
 
 @dataclass
-class World:
-    """A model, the same one with one weight changed, and an adapter with what each makes of it."""
+class GoldenFixture:
+    """A model, a copy with one changed weight, and an adapter with golden examples of each."""
 
-    good: Path
+    checkpoint: Path
     changed: Path
-    adapter: Adapter  # It does not say of which model it is, as imported ones may not.
-    wrong: Adapter  # The same, as if it had been learned on the changed model.
+    adapter: Adapter  # Without a base digest, as imported adapters may be.
+    wrong: Adapter  # The same, with the examples of the changed model.
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def fixture(tmp_path_factory: pytest.TempPathFactory) -> GoldenFixture:
     folder = tmp_path_factory.mktemp("golden")
     good = write_checkpoint(folder, tokenizer=False)
     checkpoint = lively(CONFIG)
@@ -231,16 +259,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     tokenizer = NullTokenizer(CONFIG.vocab_size)
     table = torch.randn(3, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
     plain = build_adapter(Card("task", template=TEMPLATE, max_new_tokens=8), table)
-    found = []
+    adapters = []
     for path in (good, folder / "changed"):
         loaded = load_model(open_checkpoint(path), Mesh.single(), dtype="float64")
-        found.append(with_golden(plain, make_golden(loaded, tokenizer, plain, INPUTS)))
-    assert found[0].card.golden != found[1].card.golden
-    return World(good, folder / "changed", *found)
+        adapters.append(
+            add_examples(plain, record_golden_examples(loaded, tokenizer, plain, INPUTS))
+        )
+    assert adapters[0].card.golden != adapters[1].card.golden
+    return GoldenFixture(good, folder / "changed", *adapters)
 
 
 def refusal(server: Server, adapter: str) -> str:
-    """What an ask of the adapter is told; empty: it is answered."""
+    """The error message of a request with the adapter; empty if it succeeds."""
     try:
         with server.client() as client:
             client.generate({"text": "1 2"}, replace(SHORT, adapter=adapter))
@@ -250,48 +280,55 @@ def refusal(server: Server, adapter: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_strict_server_serves_what_passes_and_nothing_else(world: World, tmp_path: Path) -> None:
-    folder, log = tmp_path / "adapters", tmp_path / "log"
+def test_strict_server_refuses_adapters_that_fail(fixture: GoldenFixture, tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    log = tmp_path / "log"
     folder.mkdir()
-    save_adapter(world.adapter, folder / "task@1.safetensors")
-    save_adapter(world.wrong, folder / "wrong@1.safetensors")
-    save_adapter(with_golden(world.adapter, ()), folder / "bare@1.safetensors")
+    save_adapter(fixture.adapter, folder / "task@1.safetensors")
+    save_adapter(fixture.wrong, folder / "wrong@1.safetensors")
+    save_adapter(add_examples(fixture.adapter, ()), folder / "bare@1.safetensors")
     limits = {"adapters": str(folder), "golden": "strict", "adapters_poll_s": 0.2}
-    with serving(world.good, tmp_path / "s.yaml", log, **limits) as server:
+    with serving(fixture.checkpoint, tmp_path / "s.yaml", log, **limits) as server:
         with server.client() as client:
-            client.generate("1 2 3", SHORT)  # Nobody else waits for the examples.
-        assert not refusal(server, "bare")  # There is nothing to check it by.
+            client.generate("1 2 3", SHORT)  # Other requests do not wait for the examples.
+        assert not refusal(server, "bare")  # It has no examples to check.
         eventually(lambda: server.metric(PASSED) == server.metric(FAILED) == 1)
         assert not refusal(server, "task")
-        told = refusal(server, "wrong")
-        assert "FAILED_PRECONDITION" in told and "ADAPTER_UNUSABLE" in told
-        assert "of its 5 golden examples came out otherwise" in told
-        with triton.InferenceServerClient(server.address) as other:
-            assert other.is_model_ready("task") and not other.is_model_ready("wrong")
-            states = {one.name: one.state for one in other.get_model_repository_index().models}
+        message = refusal(server, "wrong")
+        assert "FAILED_PRECONDITION" in message and "ADAPTER_UNUSABLE" in message
+        assert "of 5 golden examples on this model" in message
+        with triton.InferenceServerClient(server.address) as kserve_client:
+            assert kserve_client.is_model_ready("task") and not kserve_client.is_model_ready(
+                "wrong"
+            )
+            states = {
+                model.name: model.state
+                for model in kserve_client.get_model_repository_index().models
+            }
             assert (states["task"], states["wrong"]) == ("READY", "UNAVAILABLE")
-        # A later version that does not pass takes nothing from the one that did.
-        save_adapter(world.wrong, folder / "task@2.safetensors")
+        # A later version that fails does not affect the version that passed.
+        save_adapter(fixture.wrong, folder / "task@2.safetensors")
         eventually(lambda: server.metric(FAILED) == 2)
-        assert "came out otherwise" in refusal(server, "task@2")
+        assert "golden examples on this model" in refusal(server, "task@2")
         eventually(lambda: not refusal(server, "task"))
-        save_adapter(world.adapter, folder / "task@3.safetensors")
+        save_adapter(fixture.adapter, folder / "task@3.safetensors")
         eventually(lambda: server.metric(PASSED) == 2)
         assert not refusal(server, "task@3")
-    said = log.read_text()
-    assert "event=adapter_golden_passed adapter=task@1 tenant= checked=5 different=0" in said
-    assert "event=adapter_golden_failed adapter=wrong@1 tenant= checked=5 different=" in said
+    log_text = log.read_text()
+    assert "event=adapter_golden_passed adapter=task@1 tenant= checked=5 different=0" in log_text
+    assert "event=adapter_golden_failed adapter=wrong@1 tenant= checked=5 different=" in log_text
 
 
 @pytest.mark.slow
-def test_a_server_warns_of_a_changed_weight_and_serves(world: World, tmp_path: Path) -> None:
-    folder, log = tmp_path / "adapters", tmp_path / "log"
+def test_server_that_is_not_strict_warns_and_serves(fixture: GoldenFixture, tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    log = tmp_path / "log"
     folder.mkdir()
-    save_adapter(world.adapter, folder / "task@1.safetensors")
-    # Room for two, of which examples take one at most.
+    save_adapter(fixture.adapter, folder / "task@1.safetensors")
+    # Two request slots, of which examples take one at most.
     limits: dict[str, object] = {"adapters": str(folder), "adapters_poll_s": 0.2}
     limits |= {"running_requests_max": 1, "queue_requests_max": 1}
-    with serving(world.changed, tmp_path / "s.yaml", log, **limits) as server:
+    with serving(fixture.changed, tmp_path / "s.yaml", log, **limits) as server:
         assert not refusal(server, "task")
         eventually(lambda: server.metric(FAILED) == 1)
         assert not refusal(server, "task") and server.metric(PASSED) == 0
@@ -300,31 +337,38 @@ def test_a_server_warns_of_a_changed_weight_and_serves(world: World, tmp_path: P
 
 @pytest.mark.slow
 def test_the_command_replays_examples(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fixture: GoldenFixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, other = tmp_path / "task.safetensors", tmp_path / "wrong.safetensors"
-    save_adapter(world.adapter, file)
-    save_adapter(world.wrong, other)
+    file = tmp_path / "task.safetensors"
+    failing_adapter = tmp_path / "wrong.safetensors"
+    save_adapter(fixture.adapter, file)
+    save_adapter(fixture.wrong, failing_adapter)
 
-    def check(*words: str | Path) -> tuple[int, str, str]:
-        code = preamble.main(["adapters", "check", *map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+    def check(*arguments: str | Path) -> tuple[int, str, str]:
+        code = preamble.main(["adapters", "check", *map(str, arguments)])
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
-    code, out, _ = check(file, "--model", world.good)
-    assert code == 0 and "good for this model; 5 of 5 golden examples the same" in out
-    assert check(file, "--model", world.good, "--dtype", "bfloat16")[0] == 0
-    code, out, err = check(file, "--model", world.changed)
-    assert code == 1 and "it does not say what it said; " in out and "example 1: " in err
-    code, out, _ = check(file, "--model", world.good, "--dtype", "bfloat16", "--tolerance", "1e-6")
+    code, out, _ = check(file, "--model", fixture.checkpoint)
+    assert code == 0 and "good for this model; 5 of 5 golden examples match" in out
+    assert check(file, "--model", fixture.checkpoint, "--dtype", "bfloat16")[0] == 0
+    code, out, err = check(file, "--model", fixture.changed)
+    assert code == 1 and "golden examples differ; " in out and "example 1: " in err
+    code, out, _ = check(
+        file, "--model", fixture.checkpoint, "--dtype", "bfloat16", "--tolerance", "1e-6"
+    )
     assert code == 1
-    code, out, _ = check(file, other, tmp_path / "no.safetensors", "--model", world.good)
+    code, out, _ = check(
+        file, failing_adapter, tmp_path / "no.safetensors", "--model", fixture.checkpoint
+    )
     assert code == 1 and [line.split(":")[0] for line in out.splitlines()] == [
         *("task.safetensors", "wrong.safetensors", "no.safetensors")
     ]
     assert ": good for this model; 5 of 5" in out and "no.safetensors: refused: " in out
-    code, out, _ = check(file, "--model", world.good, "--json")
-    told = json.loads(out)
-    assert code == 0 and told["good"] and told["golden"]["checked"] == 5
-    assert told["golden"]["worst_logprob"] < told["golden"]["tolerance"] == TOLERANCES["float32"]
+    code, out, _ = check(file, "--model", fixture.checkpoint, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["good"] and report["golden"]["checked"] == 5
+    assert (
+        report["golden"]["worst_logprob"] < report["golden"]["tolerance"] == TOLERANCES["float32"]
+    )
     assert check(file, "--dtype", "bfloat16")[0] == 1

@@ -1,4 +1,4 @@
-"""What PEFT and TGIS save is the same table here; what would need more than a table is refused."""
+"""Import of PEFT and TGIS adapters: tables are equal, and other adapter types are refused."""
 
 import io
 import json
@@ -35,9 +35,7 @@ def peft_base() -> Any:
 @pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING-MLP", "P_TUNING-LSTM"])
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Between peft and transformers.
-def test_what_peft_saves_is_read_as_the_same_table(
-    tmp_path: Path, peft_base: Any, kind: str, safe: bool
-) -> None:
+def test_peft_adapters_are_read(tmp_path: Path, peft_base: Any, kind: str, safe: bool) -> None:
     import peft
 
     common: Any = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
@@ -47,17 +45,17 @@ def test_what_peft_saves_is_read_as_the_same_table(
             **common, encoder_reparameterization_type=kind.split("-")[1], encoder_hidden_size=6
         )
     model = peft.get_peft_model(peft_base, config).eval()
-    theirs = model.get_prompt(1)[0].detach()
+    peft_table = model.get_prompt(1)[0].detach()
     folder = tmp_path / "my tuned: prompt"
     model.save_pretrained(folder)
-    if not safe:  # As older versions of PEFT wrote it.
+    if not safe:  # In the format of older versions of PEFT.
         tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
         torch.save(tensors, folder / "adapter_model.bin")
         (folder / "adapter_model.safetensors").unlink()
 
     adapter = open_adapter(folder)
 
-    assert torch.equal(adapter.table, theirs)
+    assert torch.equal(adapter.table, peft_table)
     assert adapter.card.name == "my-tuned-prompt"
     assert adapter.card.method == kind.split("-")[0].lower()
     assert adapter.card.base_digest is None
@@ -68,40 +66,43 @@ def test_what_peft_saves_is_read_as_the_same_table(
 
 def peft_folder(folder: Path, config: dict[str, Any], **tensors: Tensor) -> Path:
     folder.mkdir(exist_ok=True)
-    usual = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-    kept = {key: value for key, value in {**usual, **config}.items() if value is not None}
-    (folder / "adapter_config.json").write_text(json.dumps(kept))
+    defaults = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    present = {key: value for key, value in {**defaults, **config}.items() if value is not None}
+    (folder / "adapter_config.json").write_text(json.dumps(present))
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
-def test_a_multitask_prompt_collapses_to_the_task_that_is_asked_for(tmp_path: Path) -> None:
+def test_multitask_prompt_is_reduced_to_the_chosen_task(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    cols, rows = torch.randn(2, 3, 1), torch.randn(2, 1, 4)
+    cols = torch.randn(2, 3, 1)
+    rows = torch.randn(2, 1, 4)
     config = {"peft_type": "MULTITASK_PROMPT_TUNING"}
-    many = peft_folder(
+    multitask = peft_folder(
         tmp_path / "m",
         config,
         prompt_embeddings=TABLE,
         prefix_task_cols=cols,
         prefix_task_rows=rows,
     )
-    by_hand = TABLE * (cols[1] @ rows[1])
+    expected = TABLE * (cols[1] @ rows[1])
 
-    assert torch.allclose(open_adapter(many, task="1").table, by_hand, atol=0, rtol=1e-6)
-    with pytest.raises(AdapterError, match="has 2 tasks; say which, from 0 to 1"):
-        open_adapter(many)
+    assert torch.allclose(open_adapter(multitask, task="1").table, expected, atol=0, rtol=1e-6)
+    with pytest.raises(AdapterError, match="has 2 tasks; set task to a number from 0 to 1"):
+        open_adapter(multitask)
     with pytest.raises(AdapterError, match="has no task 2"):
-        open_adapter(many, task="2")
-    one = {"prefix_task_cols": cols[:1], "prefix_task_rows": rows[:1]}
-    peft_folder(many, config, prompt_embeddings=TABLE, **one)
-    assert open_adapter(many).table.shape == (3, 4)
-    peft_folder(many, config, prompt_embeddings=TABLE, **one | {"prefix_task_cols": cols})
-    with pytest.raises(AdapterError, match="shapes that do not go together"):
-        open_adapter(many)
-    peft_folder(many, config, prompt_embeddings=TABLE)
-    with pytest.raises(AdapterError, match="a MULTITASK_PROMPT_TUNING adapter holds prefix_task"):
-        open_adapter(many)
+        open_adapter(multitask, task="2")
+    single_task = {"prefix_task_cols": cols[:1], "prefix_task_rows": rows[:1]}
+    peft_folder(multitask, config, prompt_embeddings=TABLE, **single_task)
+    assert open_adapter(multitask).table.shape == (3, 4)
+    peft_folder(
+        multitask, config, prompt_embeddings=TABLE, **single_task | {"prefix_task_cols": cols}
+    )
+    with pytest.raises(AdapterError, match="inconsistent shapes"):
+        open_adapter(multitask)
+    peft_folder(multitask, config, prompt_embeddings=TABLE)
+    with pytest.raises(AdapterError, match="a MULTITASK_PROMPT_TUNING adapter has prefix_task"):
+        open_adapter(multitask)
 
 
 def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> None:
@@ -116,28 +117,32 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        ({"peft_type": "LORA"}, {"prompt_embeddings": TABLE}, "of the type LORA, which changes"),
-        ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "of the type CARTRIDGE"),
+        ({"peft_type": "LORA"}, {"prompt_embeddings": TABLE}, "has the type LORA, which changes"),
+        ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "has the type CARTRIDGE"),
         (
             {"peft_type": "PREFIX_TUNING", "num_layers": 2, "token_dim": 2},
             {"prompt_embeddings": TABLE},
-            "3 x 4, its config says token_dim 2",
+            "3 x 4, but its config has token_dim 2",
         ),
-        ({"peft_type": None}, {"prompt_embeddings": TABLE}, "of the type None"),
+        ({"peft_type": None}, {"prompt_embeddings": TABLE}, "has the type None"),
         ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "for SEQ_2_SEQ_LM with"),
-        ({"num_transformer_submodules": 2}, {"prompt_embeddings": TABLE}, "with 2 submodules"),
+        (
+            {"num_transformer_submodules": 2},
+            {"prompt_embeddings": TABLE},
+            "with 2 transformer submodules",
+        ),
         ({"modules_to_save": ["wte"]}, {"prompt_embeddings": TABLE}, "also replaces weights"),
         ({"num_virtual_tokens": 4}, {"prompt_embeddings": TABLE}, "3 x 4, .*num_virtual_tokens 4"),
-        ({"token_dim": 8}, {"prompt_embeddings": TABLE}, "3 x 4, its config says token_dim 8"),
-        ({}, {"lora_A": TABLE}, "holds lora_A; a PROMPT_TUNING adapter holds prompt_embeddings"),
-        ({}, {"prompt_embeddings": TABLE, "x": TABLE + 1}, "holds prompt_embeddings, x; a PROMPT"),
+        ({"token_dim": 8}, {"prompt_embeddings": TABLE}, "3 x 4, but its config has token_dim 8"),
+        ({}, {"lora_A": TABLE}, "has lora_A; a PROMPT_TUNING adapter has prompt_embeddings"),
+        ({}, {"prompt_embeddings": TABLE, "x": TABLE + 1}, "has prompt_embeddings, x; a PROMPT"),
         ({}, {"prompt_embeddings": TABLE.double()}, r"is torch\.float64, .* must be a dense"),
         ({}, {"prompt_embeddings": TABLE.int()}, r"is torch\.int32, .* must be a dense"),
         ({}, {"prompt_embeddings": NAN}, "values that are not finite"),
-        ({}, {"prompt_embeddings": TABLE[None]}, r"table of 1 x 3 x 4, its config says num"),
+        ({}, {"prompt_embeddings": TABLE[None]}, r"table of 1 x 3 x 4, but its config has num"),
     ],
 )
-def test_a_peft_adapter_that_is_more_or_less_than_rows_is_refused(
+def test_unsupported_peft_adapter_is_refused(
     tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor], message: str
 ) -> None:
     with pytest.raises(AdapterError, match=message):
@@ -173,10 +178,10 @@ def test_a_tgis_prompt_is_read_from_its_directory_or_file(
 ) -> None:
     (tmp_path / "refunds").mkdir()
     path = tmp_path / "refunds" / "decoder.pt"
-    saved = torch.nn.Parameter(TABLE.to(dtype))
-    torch.save(saved, path, _use_new_zipfile_serialization=zipped)
-    for place in (path, path.parent):
-        adapter = open_adapter(place)
+    parameter = torch.nn.Parameter(TABLE.to(dtype))
+    torch.save(parameter, path, _use_new_zipfile_serialization=zipped)
+    for source in (path, path.parent):
+        adapter = open_adapter(source)
         assert torch.equal(adapter.table, TABLE)
         assert (adapter.card.name, adapter.card.method) == ("refunds", "tgis")
     path.with_name("encoder.pt").write_bytes(b"")
@@ -185,7 +190,7 @@ def test_a_tgis_prompt_is_read_from_its_directory_or_file(
 
 
 class Payload:
-    """What an attacker puts in a pickle: something that runs when it is loaded."""
+    """An attacker's pickle payload: code that runs on loading."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, ("touch payload-ran",)
@@ -198,30 +203,30 @@ def saved(value: object) -> bytes:
 
 
 def without_last_member(content: bytes) -> bytes:
-    """A zip file that is whole, of which one record is missing."""
+    """A valid zip file with one record missing."""
     target = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(target, "w") as new:
-        for item in old.infolist():
-            if not item.filename.endswith("/0"):
-                new.writestr(item, old.read(item))
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(target, "w") as output:
+        for member_info in source.infolist():
+            if not member_info.filename.endswith("/0"):
+                output.writestr(member_info, source.read(member_info))
     return target.getvalue()
 
 
 PICKLES: dict[str, tuple[bytes, str]] = {
     "payload": (
         saved(Payload()),
-        "holds more than tensors: it asks to run (posix|nt).system; save",
+        "contains more than tensors: it asks to run (posix|nt).system; save",
     ),
     "bare payload": (pickle.dumps(Payload()), "is not a readable torch file"),
     "payload beside": (
         saved({"table": TABLE, "x": Payload()}),
-        "holds more than tensors: it asks to run",
+        "contains more than tensors: it asks to run",
     ),
     "empty": (b"", "is truncated or broken"),
     "text": (b"hello, this is no pickle", "is truncated or broken"),
     "truncated": (saved(TABLE)[:-200], "is truncated or broken"),
     "missing record": (without_last_member(saved(TABLE)), "is truncated or broken"),
-    "a dictionary": (saved({"prompt": TABLE}), "holds a dict; a decoder.pt is one matrix"),
+    "a dictionary": (saved({"prompt": TABLE}), "contains a dict; a decoder.pt must be one matrix"),
     "sparse": (saved(TABLE.to_sparse()), "it must be a dense"),
     "numbers": (saved(TABLE.long()), r"torch\.int64"),
     "a vector": (saved(TABLE[0]), "must be floating-point of shape"),
@@ -231,12 +236,12 @@ PICKLES: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", PICKLES)
+@pytest.mark.parametrize("fault", PICKLES)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Sparse tensors warn when they are loaded.
 def test_a_torch_file_that_is_more_than_a_matrix_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    content, message = PICKLES[what]
+    content, message = PICKLES[fault]
     path = tmp_path / "decoder.pt"
     path.write_bytes(content)
     monkeypatch.chdir(tmp_path)

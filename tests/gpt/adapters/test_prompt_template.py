@@ -1,4 +1,4 @@
-"""The property that matters most: an example's ids before its answer are the prompt's own."""
+"""Prompt templates: an example's ids before its answer equal the prompt's ids."""
 
 from typing import Any
 
@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.adapters.prompt_template import Rendered, Template
+from gpt.adapters.prompt_template import PromptTemplate, RenderedPrompt
 from gpt.errors import ConfigError, PromptTooLongError, RequestError
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer
 from tests.support.trained_tokenizers import all_cases
 
-V = 1000  # A vocabulary larger than any here: ids from 1000 on are virtual.
-P0, P1, P2 = "<|VIRTUAL_PROMPT_0|>", "<|VIRTUAL_PROMPT_1|>", "<|VIRTUAL_PROMPT_2|>"
+V = 1000  # Larger than every vocabulary here: ids from 1000 on are virtual.
+P0 = "<|VIRTUAL_PROMPT_0|>"
+P1 = "<|VIRTUAL_PROMPT_1|>"
+P2 = "<|VIRTUAL_PROMPT_2|>"
 NAMES = ("bpe", "llama", "unigram", "gpt2", "byte_level", "llama_json", "metaspace")
 WORDS = st.sampled_from(
     ["the fox", "", " ", "  over", "e\u0301", "漢字🙂", "?", "=", "\n", "12", "the"]
@@ -37,32 +39,34 @@ def gpt2(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     return tokenizers["gpt2"]
 
 
-def render(template: Template, tokenizer: Tokenizer, **inputs: str) -> Rendered:
+def render(template: PromptTemplate, tokenizer: Tokenizer, **inputs: str) -> RenderedPrompt:
     """A prompt; with an answer among the inputs, an example."""
     answer = template.answer_field in inputs
-    return template.render(tokenizer, inputs, vocab_size=V, tokens_max=10_000, answer=answer)
+    return template.render(tokenizer, inputs, vocab_size=V, tokens_max=10_000, with_answer=answer)
 
 
-def test_numbers_show_where_everything_stands() -> None:
+def test_order_of_rendered_ids() -> None:
     # With numbers as tokens the ids can be read off the template.
-    template = Template(f"1 {P0} 2 {{a}} {P1}{P2} {{b}}", (2, 3, 1), eos=False, answer_field="b")
+    template = PromptTemplate(
+        f"1 {P0} 2 {{a}} {P1}{P2} {{b}}", (2, 3, 1), eos=False, answer_field="b"
+    )
     null = NullTokenizer(V)
 
     prompt = [1, V, V + 1, 2, 7, 8, V + 2, V + 3, V + 4, V + 5]
-    assert render(template, null, a="7 8") == Rendered(prompt, 10, 0)
-    assert render(template, null, a="7 8", b="9") == Rendered([*prompt, 9], 10, 0)
-    assert template.rows == 6
+    assert render(template, null, a="7 8") == RenderedPrompt(prompt, 10, 0)
+    assert render(template, null, a="7 8", b="9") == RenderedPrompt([*prompt, 9], 10, 0)
+    assert template.virtual_tokens == 6
     assert template.fields == ("a", "b")
 
 
-def test_marker_numbers_choose_rows_wherever_they_stand() -> None:
+def test_marker_numbers_select_rows_in_any_order() -> None:
     null = NullTokenizer(V)
-    template = Template(f"{P1} 5 {P0} {{a}}", (2, 1))
+    template = PromptTemplate(f"{P1} 5 {P0} {{a}}", (2, 1))
     assert render(template, null, a="6").ids == [V + 2, 5, V, V + 1, 6]
 
 
-def test_text_between_virtual_tokens_is_one_text_and_merges_across_fields(gpt2: Tokenizer) -> None:
-    template = Template(f"{P0}th{{a}} {{b}}{P1}over", (1, 1))
+def test_text_between_virtual_tokens_is_tokenized_in_one_piece(gpt2: Tokenizer) -> None:
+    template = PromptTemplate(f"{P0}th{{a}} {{b}}{P1}over", (1, 1))
     middle = gpt2.encode("the lazy dog")
     assert len(middle) < len(gpt2.encode("th") + gpt2.encode("e lazy") + gpt2.encode(" dog"))
     assert render(template, gpt2, a="e lazy", b="dog").ids == [
@@ -76,7 +80,7 @@ def test_text_between_virtual_tokens_is_one_text_and_merges_across_fields(gpt2: 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50, deadline=None)
 @given(question=TEXT, context=TEXT, answer=TEXT, between=WORDS)
-def test_the_ids_before_the_answer_are_the_prompt_s_own(
+def test_ids_before_the_answer_equal_the_prompt(
     tokenizers: dict[str, Tokenizer],
     name: str,
     question: str,
@@ -86,7 +90,7 @@ def test_the_ids_before_the_answer_are_the_prompt_s_own(
 ) -> None:
     tokenizer = tokenizers[name]
     text = f"{P0}Q: {{question}} {P1}\n{{context}}{between}{{answer}}"
-    template = Template(text, (2, 3), answer_field="answer", eos=tokenizer.eos_id is not None)
+    template = PromptTemplate(text, (2, 3), answer_field="answer", eos=tokenizer.eos_id is not None)
     fields = {"question": question, "context": context}
 
     prompt = render(template, tokenizer, **fields)
@@ -95,23 +99,24 @@ def test_the_ids_before_the_answer_are_the_prompt_s_own(
     start = example.answer_start
     assert example.ids[:start] == prompt.ids
     assert start == prompt.answer_start == len(prompt.ids)
-    # Whatever the fields say, there are five virtual tokens, in order, and one control token.
+    # Whatever the fields contain, there are five virtual tokens, in order, and one eos.
     assert [i for i in example.ids if i >= V] == list(range(V, V + 5))
-    ends = [at for at, token in enumerate(example.ids) if token == tokenizer.eos_id]
-    assert ends == ([len(example.ids) - 1] if template.eos else [])
+    eos_positions = [
+        position for position, token in enumerate(example.ids) if token == tokenizer.eos_id
+    ]
+    assert eos_positions == ([len(example.ids) - 1] if template.eos else [])
     if name in ("llama", "gpt2", "byte_level", "llama_json"):
         tail = example.ids[example.ids.index(V + 4) + 1 :]
         assert tokenizer.decode(tail) == f"\n{context}{between}{answer}".rstrip(" ")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_token_that_would_span_prompt_and_answer_is_not_made(
-    tokenizers: dict[str, Tokenizer], name: str
-) -> None:
+def test_no_token_spans_prompt_and_answer(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer = tokenizers[name]
-    template = Template("th{answer}", answer_field="answer")
-    prompt, whole = tokenizer.encode("th"), tokenizer.encode("the")
-    assert whole[: len(prompt)] != prompt, "or this tests nothing"
+    template = PromptTemplate("th{answer}", answer_field="answer")
+    prompt = tokenizer.encode("th")
+    full_ids = tokenizer.encode("the")
+    assert full_ids[: len(prompt)] != prompt, "or this tests nothing"
 
     example = render(template, tokenizer, answer="e")
 
@@ -120,43 +125,49 @@ def test_a_token_that_would_span_prompt_and_answer_is_not_made(
     assert example.ids[-1] == tokenizer.eos_id
 
 
-def test_the_space_before_an_answer_is_part_of_it(gpt2: Tokenizer) -> None:
-    template = Template("A: {answer}", answer_field="answer")
+def test_space_before_an_answer_is_part_of_the_answer(gpt2: Tokenizer) -> None:
+    template = PromptTemplate("A: {answer}", answer_field="answer")
     assert render(template, gpt2).ids == gpt2.encode("A:")
     example = render(template, gpt2, answer="the")
     assert example.ids[example.answer_start : -1] == gpt2.encode(" the")
 
 
-def test_a_prompt_may_be_given_its_answer_and_does_not_look(gpt2: Tokenizer) -> None:
-    template = Template("{q} A: {answer}", answer_field="answer")
-    kwargs: Any = {"vocab_size": V, "tokens_max": 99, "answer": False}
+def test_prompt_ignores_a_given_answer(gpt2: Tokenizer) -> None:
+    template = PromptTemplate("{q} A: {answer}", answer_field="answer")
+    kwargs: Any = {"vocab_size": V, "tokens_max": 99, "with_answer": False}
     with_answer = template.render(gpt2, {"q": "the", "answer": "fox"}, **kwargs)
     assert with_answer == template.render(gpt2, {"q": "the"}, **kwargs)
 
 
-def test_without_an_answer_field_the_whole_example_is_learned(gpt2: Tokenizer) -> None:
-    template = Template(f"{P0}{{text}}", (2,))
+def test_examples_without_an_answer_field_are_trained_entirely(gpt2: Tokenizer) -> None:
+    template = PromptTemplate(f"{P0}{{text}}", (2,))
     kwargs: Any = {"vocab_size": V, "tokens_max": 99}
-    example = template.render(gpt2, {"text": "the fox"}, **kwargs, answer=True)
+    example = template.render(gpt2, {"text": "the fox"}, **kwargs, with_answer=True)
     assert example.answer_start == 0
     assert example.ids == [V, V + 1, *gpt2.encode("the fox"), gpt2.eos_id]
 
 
-def test_bos_stands_where_the_template_says(llama: Tokenizer) -> None:
-    text, bos = llama.encode("the fox"), llama.bos_id
-    for place, ids in (
+def test_bos_position(llama: Tokenizer) -> None:
+    text = llama.encode("the fox")
+    bos = llama.bos_id
+    for position, ids in (
         ("none", [V, V + 1, *text]),
         ("first", [bos, V, V + 1, *text]),
         ("text", [V, V + 1, bos, *text]),
     ):
-        assert render(Template(f"{P0}{{text}}", (2,), bos=place), llama, text="the fox").ids == ids
-    middle = Template(f"the fox{P0}{{text}}", (1,), bos="text")
+        assert (
+            render(PromptTemplate(f"{P0}{{text}}", (2,), bos=position), llama, text="the fox").ids
+            == ids
+        )
+    middle = PromptTemplate(f"the fox{P0}{{text}}", (1,), bos="text")
     assert render(middle, llama, text="").ids == [bos, *text, V]
-    with pytest.raises(ConfigError, match=r"asks for bos, .* no such token; set bos to none"):
-        render(Template(f"{P0}{{text}}", (1,), bos="first"), NullTokenizer(V), text="1")
+    with pytest.raises(
+        ConfigError, match=r"requires the bos token, .* no such token; set bos to none"
+    ):
+        render(PromptTemplate(f"{P0}{{text}}", (1,), bos="first"), NullTokenizer(V), text="1")
 
 
-NUMBERS = Template(
+NUMBERS = PromptTemplate(
     f"{P0} 1 {{context}} 2 {{question}} {{answer}}",
     (3,),
     truncate_field="context",
@@ -165,67 +176,71 @@ NUMBERS = Template(
 )
 
 
-def test_too_long_a_field_loses_its_end_until_it_fits() -> None:
+def test_truncate_field_is_cut_until_the_prompt_fits() -> None:
     null = NullTokenizer(V)
     inputs = {"context": "10 11 12 13 14", "question": "20", "answer": "30"}
 
-    def fitted(tokens_max: int, answer: bool) -> tuple[list[int], int]:
-        rendered = NUMBERS.render(null, inputs, vocab_size=V, tokens_max=tokens_max, answer=answer)
-        return rendered.ids[3:], rendered.truncated
+    def fit(tokens_max: int, answer: bool) -> tuple[list[int], int]:
+        rendered = NUMBERS.render(
+            null, inputs, vocab_size=V, tokens_max=tokens_max, with_answer=answer
+        )
+        return rendered.ids[3:], rendered.truncated_tokens
 
-    assert fitted(11, False) == ([1, 10, 11, 12, 13, 14, 2, 20], 0)
-    assert fitted(10, False) == ([1, 10, 11, 12, 13, 2, 20], 1)
-    assert fitted(10, True) == ([1, 10, 11, 12, 2, 20, 30], 2)
-    assert fitted(7, True) == ([1, 2, 20, 30], 5)
+    assert fit(11, False) == ([1, 10, 11, 12, 13, 14, 2, 20], 0)
+    assert fit(10, False) == ([1, 10, 11, 12, 13, 2, 20], 1)
+    assert fit(10, True) == ([1, 10, 11, 12, 2, 20, 30], 2)
+    assert fit(7, True) == ([1, 2, 20, 30], 5)
     with pytest.raises(RequestError) as caught:
-        fitted(6, True)
+        fit(6, True)
     assert str(caught.value) == (
-        "prompt and answer have 4 tokens with 'context' cut to nothing + 3 virtual tokens = 7, "
+        "prompt and answer have 4 tokens without 'context' + 3 virtual tokens = 7, "
         "over the limit of 6; shorten it by 1 tokens"
     )
     assert caught.value.field == "inputs"
-    with pytest.raises(RequestError, match="the virtual tokens alone leave no room for text"):
-        fitted(3, False)
+    with pytest.raises(RequestError, match="the virtual tokens alone reach the limit"):
+        fit(3, False)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30, deadline=None)
-@given(context=TEXT, room=st.integers(0, 40))
-def test_a_cut_example_fits_keeps_its_end_and_is_the_prompt_of_the_cut_field(
-    tokenizers: dict[str, Tokenizer], name: str, context: str, room: int
+@given(context=TEXT, tokens_left=st.integers(0, 40))
+def test_truncated_example_keeps_its_answer_and_equals_the_truncated_prompt(
+    tokenizers: dict[str, Tokenizer], name: str, context: str, tokens_left: int
 ) -> None:
     tokenizer = tokenizers[name]
     eos = tokenizer.eos_id is not None
     roles: Any = {"truncate_field": "context", "answer_field": "answer", "eos": eos}
-    template = Template(f"{P0}{{context}} what is the answer? {{answer}}", (2,), **roles)
+    template = PromptTemplate(f"{P0}{{context}} what is the answer? {{answer}}", (2,), **roles)
     fixed = len(render(template, tokenizer, context="", answer="fox").ids)
     inputs = {"context": context * 9, "answer": "fox"}
 
-    # Room for a token more than with nothing: what a cut leaves may merge with what follows.
-    tokens_max = fixed + 3 + room
-    example = template.render(tokenizer, inputs, vocab_size=V, tokens_max=tokens_max, answer=True)
+    # One more token than with an empty field: a truncated text may merge with what follows.
+    tokens_max = fixed + 3 + tokens_left
+    example = template.render(
+        tokenizer, inputs, vocab_size=V, tokens_max=tokens_max, with_answer=True
+    )
 
     assert len(example.ids) <= tokens_max
     assert not eos or example.ids[-1] == tokenizer.eos_id
-    # Some beginning of the field, cut between characters, gives exactly these ids.
-    cuts = [inputs["context"][:n] for n in range(len(inputs["context"]) + 1)]
-    prompts = [render(template, tokenizer, context=cut).ids for cut in cuts]
+    # Some prefix of the field, cut between characters, gives exactly these ids.
+    truncations = [inputs["context"][:n] for n in range(len(inputs["context"]) + 1)]
+    prompts = [render(template, tokenizer, context=truncation).ids for truncation in truncations]
     assert example.ids[: example.answer_start] in prompts
 
 
-def test_without_a_field_to_cut_too_long_names_the_numbers() -> None:
-    template = Template(f"{P0} {{text}}", (2,))
+def test_too_long_prompt_error_has_the_token_counts() -> None:
+    template = PromptTemplate(f"{P0} {{text}}", (2,))
     with pytest.raises(
         PromptTooLongError, match=r"has 5 tokens \+ 2 virtual tokens = 7, over .* of 4;"
     ):
         template.render(
-            NullTokenizer(V), {"text": "1 2 3 4 5"}, vocab_size=V, tokens_max=4, answer=False
+            NullTokenizer(V), {"text": "1 2 3 4 5"}, vocab_size=V, tokens_max=4, with_answer=False
         )
 
 
-def test_a_prompt_of_nothing_is_refused(gpt2: Tokenizer) -> None:
+def test_empty_prompt_is_refused(gpt2: Tokenizer) -> None:
     with pytest.raises(RequestError, match="the prompt is empty"):
-        render(Template("{text}"), gpt2, text="  ")
+        render(PromptTemplate("{text}"), gpt2, text="  ")
 
 
 @pytest.mark.parametrize(
@@ -233,51 +248,54 @@ def test_a_prompt_of_nothing_is_refused(gpt2: Tokenizer) -> None:
     [
         ({"q": "x"}, r"field 'context' is missing; the template needs context, q$", "context"),
         ({"q": "x", "contxt": "y"}, "'contxt' is not in the template; did you mean 'con", "contxt"),
-        ({"q": "x", "zz": "y"}, "'zz' is not in the template; known are: a, context, q", "zz"),
-        ({"q": "x", "context": 3}, "'context' is a int; it must be a text", "context"),
+        ({"q": "x", "zz": "y"}, "'zz' is not in the template; choose one of: a, context, q", "zz"),
+        ({"q": "x", "context": 3}, "'context' is a int; it must be a string", "context"),
     ],
 )
-def test_wrong_fields_are_refused_by_name(
+def test_invalid_fields_are_refused_by_name(
     gpt2: Tokenizer, inputs: dict[str, Any], message: str, field: str
 ) -> None:
-    template = Template("{context} {q} {a}", answer_field="a")
+    template = PromptTemplate("{context} {q} {a}", answer_field="a")
     with pytest.raises(RequestError, match=message) as caught:
-        template.render(gpt2, inputs, vocab_size=V, tokens_max=99, answer=False)
+        template.render(gpt2, inputs, vocab_size=V, tokens_max=99, with_answer=False)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"text": f"{P0}{P0}", "splits": (1, 1)}, r"virtual prompts \[0, 0\] and 2 splits"),
-        ({"text": f"{P1}", "splits": (1,)}, r"virtual prompts \[1\] and 1 splits"),
-        ({"text": f"{P0}"}, r"virtual prompts \[0\] and 0 splits"),
-        ({"text": "{a}", "splits": (1,)}, r"virtual prompts \[\] and 1 splits"),
-        ({"text": f"{P0}", "splits": (0,)}, "each must be at least 1 row"),
+        (
+            {"text": f"{P0}{P0}", "splits": (1, 1)},
+            r"the markers \[0, 0\], but `splits` has 2 numbers",
+        ),
+        ({"text": f"{P1}", "splits": (1,)}, r"the markers \[1\], but `splits` has 1 numbers"),
+        ({"text": f"{P0}"}, r"the markers \[0\], but `splits` has 0 numbers"),
+        ({"text": "{a}", "splits": (1,)}, r"the markers \[\], but `splits` has 1 numbers"),
+        ({"text": f"{P0}", "splits": (0,)}, "each must be at least 1 virtual token"),
         ({"text": "<|VIRTUAL_PROMPT_x|>"}, "broken marker"),
-        ({"text": "{a}", "bos": "last"}, "known are: none, first, text"),
+        ({"text": "{a}", "bos": "last"}, "choose one of: none, first, text"),
         ({"text": "{a}", "truncate_field": "b"}, "truncate_field 'b' is not in the template"),
         ({"text": "a", "answer_field": "b"}, "'b' is not in the template; it has no fields"),
-        ({"text": "{a}.", "answer_field": "a"}, "must be the last thing in the template"),
-        ({"text": "{a}{a}", "answer_field": "a"}, "and only there"),
+        ({"text": "{a}.", "answer_field": "a"}, "must occur once, at the end of the template"),
+        ({"text": "{a}{a}", "answer_field": "a"}, "must occur once"),
         ({"text": "{a}", "answer_field": "a", "truncate_field": "a"}, "must be another field"),
     ],
 )
-def test_a_template_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_template_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Template(**arguments)
+        PromptTemplate(**arguments)
 
 
-def test_braces_around_anything_but_a_name_are_text(gpt2: Tokenizer) -> None:
-    template = Template('{"label": "{label}", {}, {not a name}}')
+def test_braces_around_other_text_are_literal(gpt2: Tokenizer) -> None:
+    template = PromptTemplate('{"label": "{label}", {}, {not a name}}')
     assert template.fields == ("label",)
     expected = gpt2.encode('{"label": "x", {}, {not a name}}')
     assert render(template, gpt2, label="x").ids == expected
 
 
-def test_a_template_survives_a_dictionary_and_unknown_keys_do_not() -> None:
-    assert Template.from_dict(NUMBERS.to_dict()) == NUMBERS
-    assert Template.from_dict({"text": "{a}"}) == Template("{a}")
+def test_template_dict_round_trip_refuses_unknown_keys() -> None:
+    assert PromptTemplate.from_dict(NUMBERS.to_dict()) == NUMBERS
+    assert PromptTemplate.from_dict({"text": "{a}"}) == PromptTemplate("{a}")
     for record, message in (
         ({"text": "{a}", "split": [1]}, "template: unknown key 'split'; did you mean 'splits'"),
         ({"splits": [1]}, "template: 'text' is missing"),
@@ -285,11 +303,11 @@ def test_a_template_survives_a_dictionary_and_unknown_keys_do_not() -> None:
         ({"text": 3}, "text is 3; it must be a text"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Template.from_dict(record)
+            PromptTemplate.from_dict(record)
 
 
-def test_without_a_template_all_rows_come_before_the_text(gpt2: Tokenizer) -> None:
-    assert render(Template(f"{P0}{{text}}", (3,)), gpt2, text="the").ids == [
+def test_default_template_puts_all_rows_before_the_text(gpt2: Tokenizer) -> None:
+    assert render(PromptTemplate(f"{P0}{{text}}", (3,)), gpt2, text="the").ids == [
         V,
         V + 1,
         V + 2,

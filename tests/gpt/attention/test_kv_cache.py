@@ -1,11 +1,12 @@
-"""The pool's memory: there when it is written, or all of it ahead, and gone with the pool.
+"""KV pool memory: allocated on the first write or prefaulted, and freed with the pool.
 
-What is written into blocks is tested with those who write it.
+The contents of blocks are tested with the functions that write them.
 """
 
 import ctypes
 import gc
 import mmap
+import os
 import platform
 import threading
 
@@ -17,72 +18,92 @@ from tests.support.models import CLASSIC
 from tests.support.servers import eventually
 
 BLOCKS = 4_000
-RELEASE = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdecimal())
+# Threads of the pools of earlier tests. They may still run, because their priority is low.
+EARLIER_THREADS: list[threading.Thread] = []
+KERNEL_RELEASE = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdecimal())
 
 
-def made(blocks: int) -> KVPool:
+def build_pool(blocks: int) -> KVPool:
     return KVPool(CLASSIC, range(CLASSIC.num_layers), blocks)
 
 
-def bytes_of(pool: KVPool) -> int:
+def pool_bytes(pool: KVPool) -> int:
     return pool.layer(0).nbytes * CLASSIC.num_layers
 
 
-def resident(address: int, size: int) -> int | None:
-    """Bytes from there on that are there; None if not all of these addresses are in use."""
+def resident_bytes(address: int, size: int) -> int | None:
+    """Resident bytes of an address range; None if a part of the range is not mapped."""
     pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
     if ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
         return None
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
-def filling() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "pool"]
+@pytest.fixture(autouse=True)
+def priority_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The arguments of each call of os.setpriority, which has no effect in these tests.
+
+    On a busy machine a thread of the lowest priority gets almost no CPU time, so the time until
+    it ends has no bound that a test could wait for.
+    """
+    EARLIER_THREADS[:] = prefault_threads()
+    priority_calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: priority_calls.append(arguments))
+    return priority_calls
 
 
-@pytest.mark.skipif(RELEASE < (5, 14), reason="this kernel gives memory only where it is written")
-def test_all_memory_is_taken_ahead_and_what_was_written_stays() -> None:
-    pool = made(BLOCKS)
-    address, size = pool.layer(0).data_ptr(), bytes_of(pool)
-    assert size > 64 << 20 and resident(address, size) == 0
+def prefault_threads() -> list[threading.Thread]:
+    threads = [thread for thread in threading.enumerate() if thread.name == "pool"]
+    return [thread for thread in threads if thread not in EARLIER_THREADS]
+
+
+@pytest.mark.skipif(KERNEL_RELEASE < (5, 14), reason="this kernel cannot prefault memory")
+def test_prefault_allocates_all_memory_and_keeps_written_values(
+    priority_calls: list[tuple[int, int, int]],
+) -> None:
+    pool = build_pool(BLOCKS)
+    address, size = pool.layer(0).data_ptr(), pool_bytes(pool)
+    assert size > 64 << 20 and resident_bytes(address, size) == 0
     first, last = pool.layer(0), pool.layer(CLASSIC.num_layers - 1)
     first[0], last[-1] = 1.0, 2.0
-    few = resident(address, size)
-    assert few is not None and few <= 8 << 20
-    pool.populate(lambda: 1 << 50)
-    eventually(lambda: not filling())
-    assert resident(address, size) == size
+    resident = resident_bytes(address, size)
+    assert resident is not None and resident <= 8 << 20
+    pool.prefault(lambda: 1 << 50)
+    eventually(lambda: not prefault_threads())
+    assert resident_bytes(address, size) == size
     assert (first[0] == 1).all() and (last[-1] == 2).all()
     assert not first[1:].any() and not last[:-1].any()
+    ((which, _, priority),) = priority_calls
+    assert (which, priority) == (os.PRIO_PROCESS, 19), "the thread must only use spare CPU time"
 
 
-def test_as_much_as_the_pool_has_is_left_to_others() -> None:
-    pool = made(BLOCKS)
-    address, size = pool.layer(0).data_ptr(), bytes_of(pool)
+def test_prefault_stops_when_free_memory_is_below_the_pool_size() -> None:
+    pool = build_pool(BLOCKS)
+    address, size = pool.layer(0).data_ptr(), pool_bytes(pool)
 
     def free_bytes() -> int:
-        """Of a machine that has twice as much, of which another has taken a quarter."""
-        held = resident(address, size)
-        assert held is not None
-        return 2 * size - held - size // 2
+        """Free memory of a machine with twice the pool's size, a quarter of it used elsewhere."""
+        resident = resident_bytes(address, size)
+        assert resident is not None
+        return 2 * size - resident - size // 2
 
-    pool.populate(free_bytes)
-    eventually(lambda: not filling())
-    held = resident(address, size)
-    assert held is not None and 0.4 * size < held < 0.75 * size
+    pool.prefault(free_bytes)
+    eventually(lambda: not prefault_threads())
+    resident = resident_bytes(address, size)
+    assert resident is not None and 0.4 * size < resident < 0.75 * size
 
 
-def test_nobody_takes_memory_for_a_pool_that_is_gone() -> None:
-    pool = made(10 * BLOCKS)
-    address, size = pool.layer(0).data_ptr(), bytes_of(pool)
-    assert resident(address, size) is not None
-    pool.populate(lambda: 1 << 50)
+def test_prefault_stops_when_the_pool_is_freed() -> None:
+    pool = build_pool(10 * BLOCKS)
+    address, size = pool.layer(0).data_ptr(), pool_bytes(pool)
+    assert resident_bytes(address, size) is not None
+    pool.prefault(lambda: 1 << 50)
     del pool
     gc.collect()
-    eventually(lambda: not filling())
-    assert resident(address, size) is None
+    eventually(lambda: not prefault_threads())
+    assert resident_bytes(address, size) is None
 
 
-def test_other_devices_have_theirs_at_once() -> None:
-    KVPool(CLASSIC, [0], 2, device="meta", dtype=torch.bfloat16).populate(lambda: 1 << 50)
-    eventually(lambda: not filling())
+def test_pool_on_another_device_is_not_prefaulted() -> None:
+    KVPool(CLASSIC, [0], 2, device="meta", dtype=torch.bfloat16).prefault(lambda: 1 << 50)
+    eventually(lambda: not prefault_threads())

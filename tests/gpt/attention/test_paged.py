@@ -1,4 +1,4 @@
-"""The fast attention says what the plain one says, for any ragged batch."""
+"""Paged attention equals its slow reference, for any ragged batch."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.attention.paged import ragged, reference, store
-from gpt.attention.varlen import visible
+from gpt.attention.paged import ragged_attention, reference_attention, store_kv
+from gpt.attention.varlen import visible_mask
 from gpt.batch import Batch
 
 BLOCK = 4
@@ -15,8 +15,8 @@ DIM = 6
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """New tokens and past tokens of a few sequences."""
+def new_and_past_lengths(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Numbers of new tokens and of past tokens of a few sequences."""
     count = draw(st.integers(1, 5))
     sizes = st.lists(st.integers(1, 9), min_size=count, max_size=count)
     past = st.lists(st.integers(0, 11), min_size=count, max_size=count)
@@ -26,66 +26,71 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def qkv(tokens: int, groups: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     shape = (tokens, groups * (queries + 2), DIM)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    q, k, v = x.split([groups * queries, groups, groups], dim=1)
+    heads = torch.randn(shape, generator=generator, dtype=torch.float64)
+    q, k, v = heads.split([groups * queries, groups, groups], dim=1)
     return q, k, v
 
 
 @given(
-    shapes(),
+    new_and_past_lengths(),
     st.integers(1, 3),
     st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 12)),
     st.data(),
 )
-def test_paged_attention_equals_the_plain_twin_and_whole_sequences(
-    sizes: tuple[list[int], list[int]],
+def test_paged_attention_equals_the_reference_and_unpaged_attention(
+    new_and_past: tuple[list[int], list[int]],
     groups: int,
     queries: int,
     window: int | None,
     data: st.DataObject,
 ) -> None:
-    lengths, past = sizes
+    lengths, past = new_and_past
     contexts = [n + p for n, p in zip(lengths, past, strict=True)]
     q, k, v = qkv(sum(contexts), groups, queries)
-    whole = Batch.plain(contexts)
-    want = reference(q, k, v, whole, None, window)
-    assert torch.allclose(ragged(q, k, v, whole, None, window), want, atol=1e-12)
+    unpaged = Batch.unpaged(contexts)
+    want = reference_attention(q, k, v, unpaged, None, window)
+    assert torch.allclose(ragged_attention(q, k, v, unpaged, None, window), want, atol=1e-12)
 
-    # The same sequences with their past in a pool, whose blocks are in any order.
+    # The same sequences with their past in a pool, with the blocks in a random order.
     needs = [-(-context // BLOCK) for context in contexts]
     blocks = data.draw(st.permutations(range(sum(needs) + 1)))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
     for row, need in enumerate(needs):
         tables[row, :need] = torch.tensor([blocks.pop() for _ in range(need)])
-    # What nobody wrote is finite and nothing else.
+    # Slots that are not written hold finite values.
     kv = torch.full((sum(needs) + 1, 2, groups, BLOCK, DIM), 1e3, dtype=q.dtype)
-    new = torch.cat(
+    new_rows = torch.cat(
         [
             torch.arange(sum(contexts[:row]) + p, sum(contexts[: row + 1]))
             for row, p in enumerate(past)
         ]
     )
-    old = torch.ones(sum(contexts), dtype=torch.bool).index_fill(0, new, False)
-    if old.any():
-        lines = [row for row, p in enumerate(past) if p]
-        before = Batch.paged([past[row] for row in lines], [0] * len(lines), tables[lines], BLOCK)
-        store(k[old], v[old], before, kv)
+    is_past = torch.ones(sum(contexts), dtype=torch.bool).index_fill(0, new_rows, False)
+    if is_past.any():
+        rows = [row for row, p in enumerate(past) if p]
+        past_batch = Batch.paged(
+            [past[row] for row in rows],
+            [0] * len(rows),
+            tables[rows],
+            BLOCK,
+        )
+        store_kv(k[is_past], v[is_past], past_batch, kv)
     step = Batch.paged(lengths, past, tables, BLOCK)
-    store(k[new], v[new], step, kv)
-    for attend in (reference, ragged):
-        got = attend(q[new], k[new], v[new], step, kv, window)
-        assert torch.allclose(got, want[new], atol=1e-12)
+    store_kv(k[new_rows], v[new_rows], step, kv)
+    for attend in (reference_attention, ragged_attention):
+        output = attend(q[new_rows], k[new_rows], v[new_rows], step, kv, window)
+        assert torch.allclose(output, want[new_rows], atol=1e-12)
 
 
-def test_a_window_of_n_sees_n_tokens_with_itself() -> None:
-    seen = visible(torch.arange(4), torch.arange(4), 2)
-    assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+def test_a_window_of_n_includes_the_token_itself() -> None:
+    visible = visible_mask(torch.arange(4), torch.arange(4), 2)
+    assert visible.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("attend", [reference, ragged])
+@pytest.mark.parametrize("attend", [reference_attention, ragged_attention])
 def test_gradients_flow_to_queries_keys_and_values(attend: object) -> None:
     assert callable(attend)
     q, k, v = (x.clone().requires_grad_() for x in qkv(7, 1, 2))
-    batch = Batch.plain([3, 4])
+    batch = Batch.unpaged([3, 4])
     assert torch.autograd.gradcheck(lambda *x: attend(*x, batch, None, None), (q, k, v))

@@ -1,6 +1,7 @@
-"""Which attention is chosen; pools of eight bits in torch; FlashInfer, without FlashInfer."""
+"""Attention backend selection, the fp8 KV cache in torch, and FlashInfer with a stand-in."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -8,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.attention.backend import TorchAttention
 from gpt.attention.flashinfer import FlashInferAttention
-from gpt.attention.fp8_kv_cache import EightBits, narrowed
-from gpt.attention.kv_cache import NARROW, KVPool
-from gpt.attention.paged import ragged, reference
-from gpt.attention.selector import choose
+from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
+from gpt.attention.kv_cache import FP8_DTYPE, KVPool
+from gpt.attention.paged import ragged_attention, reference_attention
+from gpt.attention.selector import select_backend
 from gpt.batch import Batch
 from gpt.errors import ConfigError
 from gpt.generation.generate import generate
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
-from serving.service.service import Found
-from serving.worker.model_runner import blocks_that_fit
-from tests.support.attention_cases import Drawn, check, paged_logits
+from serving.service.service import ServableCheckpoint
+from serving.worker.model_runner import available_kv_blocks
+from tests.support.attention_cases import AttentionCase, check_store_and_attend, paged_logits
 from tests.support.models import CONFIGS, build
 from tests.support.paged_steps import case
 
@@ -28,173 +30,195 @@ CONFIG = next(iter(CONFIGS.values()))
 CPU = torch.device("cpu")
 
 
-def test_on_a_cpu_torch_attends_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_selects_torch_and_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        found = choose("auto", CONFIG, CPU)
-    assert (found.name, found.attend) == ("torch", ragged)
+        backend = select_backend("auto", CONFIG, CPU)
+    assert backend.name == "torch" and isinstance(backend, TorchAttention)
     assert "backend=torch kv_dtype=auto reason='the device is cpu'" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(
-    ("name", "help"), [("triton", "pip install triton"), ("flashinfer", "preamble[flashinfer]")]
+    ("name", "remedy"), [("triton", "pip install triton"), ("flashinfer", "preamble[flashinfer]")]
 )
-def test_what_was_asked_for_and_cannot_be_is_an_error_that_says_what_to_do(
-    name: str, help: str
-) -> None:
+def test_an_unavailable_requested_backend_is_an_error_with_a_remedy(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match="the device is cpu") as error:
-        choose(name, CONFIG, CPU)
-    assert help in str(error.value) and "attention_backend: auto" in str(error.value)
+        select_backend(name, CONFIG, CPU)
+    assert remedy in str(error.value) and "attention_backend: auto" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_a_gpu_without_what_it_takes_is_told_by_its_reason(
+def test_each_missing_gpu_requirement_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = CONFIG.with_fields(kv_channels=64, dtype="bfloat16")
-    there = torch.device("cuda")
+    gpu = torch.device("cuda")
     capability = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(capability))
 
-    def broken(_: str) -> ModuleType:
+    def fail_import(_: str) -> ModuleType:
         raise OSError("libcudart.so: no such file")
 
-    monkeypatch.setattr("gpt.attention.selector.import_module", broken)
+    monkeypatch.setattr("gpt.attention.selector.import_module", fail_import)
     with pytest.raises(ConfigError, match=r"cannot be imported \(OSError: libcudart.so"):
-        choose(name, config, there)
+        select_backend(name, config, gpu)
     capability[:] = [7, 5]
-    with pytest.raises(ConfigError, match=r"compute capability is 7.5; it needs 8.0"):
-        choose(name, config, there)
+    with pytest.raises(ConfigError, match=f"compute capability is 7.5; {name} needs 8.0"):
+        select_backend(name, config, gpu)
     capability[:] = [8, 0]
-    with pytest.raises(ConfigError, match=r"numbers of eight bits need 8.9"):
-        choose(name, config, there, kv_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"fp8 needs 8.9"):
+        select_backend(name, config, gpu, kv_dtype="fp8")
     with pytest.raises(ConfigError, match="the model computes in float64"):
-        choose(name, config, there, dtype="float64")
+        select_backend(name, config, gpu, dtype="float64")
     with caplog.at_level("INFO"):
-        assert choose("auto", config, there).name == "torch"
+        assert select_backend("auto", config, gpu).name == "torch"
     assert "libcudart" in caplog.messages[-1]
 
 
-def test_eight_bits_are_refused_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match="need a CUDA device; the device is cpu"):
-        choose("auto", CONFIG, CPU, kv_dtype="fp8")
+def test_fp8_kv_cache_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="needs a CUDA device; the device is cpu"):
+        select_backend("auto", CONFIG, CPU, kv_dtype="fp8")
 
 
 @pytest.mark.parametrize("setting", [{"attention_backend": "triton"}, {"kv_dtype": "fp8"}])
-def test_a_server_refuses_before_anything_is_loaded(setting: dict[str, str]) -> None:
+def test_a_server_refuses_an_unavailable_setting_before_loading(setting: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="the device is cpu"):
-        Found.at(ServerConfig("examples/demo/checkpoint", **setting))  # type: ignore[arg-type]
+        ServableCheckpoint.from_config(ServerConfig("examples/demo/checkpoint", **setting))
 
 
 @pytest.mark.parametrize("key", ["attention_backend", "kv_dtype"])
-def test_an_unknown_word_is_refused_by_its_name(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is 'int4'; known are: auto"):
-        ServerConfig("m", **{key: "int4"})  # type: ignore[arg-type]
+def test_an_unknown_backend_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is 'int4'; choose one of: auto"):
+        ServerConfig("m", **{key: "int4"})
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_pool_of_eight_bits_in_torch_equals_the_plain_attention_of_what_it_holds(
+def test_fp8_attention_equals_the_reference_on_the_dequantized_pool(
     seed: int,
 ) -> None:
-    drawn = Drawn.by(seed, widths=(6, 16, 64))
-    drawn = Drawn(**{**vars(drawn), "eight_bits": True})
-    check(drawn, EightBits, CPU)
+    attention_case = replace(AttentionCase.draw(seed, widths=(6, 16, 64)), fp8_kv=True)
+    check_store_and_attend(attention_case, Fp8KVAttention, CPU)
 
 
-def test_a_model_over_a_pool_of_eight_bits_says_nearly_what_it_says_over_a_wide_one() -> None:
-    near, far = (paged_logits(EightBits(), kind, CPU) for kind in (NARROW, torch.float32))
-    # A number of four significant bits is off by up to 1/16.
-    assert 0 < (near - far).std() < 0.1 * far.std()
+def test_logits_with_an_fp8_pool_are_close_to_those_with_an_fp32_pool() -> None:
+    fp8_logits = paged_logits(Fp8KVAttention(), FP8_DTYPE, CPU)
+    fp32_logits = paged_logits(Fp8KVAttention(), torch.float32, CPU)
+    # The error of a number with four significant bits is up to 1/16.
+    assert 0 < (fp8_logits - fp32_logits).std() < 0.1 * fp32_logits.std()
 
 
-def test_the_plain_loop_takes_a_model_whose_server_has_a_pool_of_eight_bits() -> None:
-    attention = EightBits()
-    plain = build(CONFIG, dtype=torch.float32)
-    model = build(CONFIG, dtype=torch.float32, attend=attention.attend, store=attention.store)
-    want, got = (generate(one, [[7, 3, 5], [64]], Sampling(4)) for one in (plain, model))
-    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+def test_generate_runs_a_model_with_the_fp8_backend() -> None:
+    torch_model = build(CONFIG, dtype=torch.float32)
+    fp8_model = build(CONFIG, dtype=torch.float32, attention_backend=Fp8KVAttention())
+    want, got = (
+        generate(model, [[7, 3, 5], [64]], SamplingParams(4)) for model in (torch_model, fp8_model)
+    )
+    assert [completion.token_ids for completion in got] == [
+        completion.token_ids for completion in want
+    ]
 
 
-def test_what_is_too_large_is_the_largest_and_what_is_no_number_is_seen() -> None:
+def test_quantize_fp8_clamps_values_and_preserves_nan() -> None:
     x = torch.tensor([1e9, -1e9, float("inf"), 449.0, 0.3, float("nan")])
-    wide = narrowed(x).view(NARROW).float()
-    assert wide[:5].tolist() == [448, -448, 448, 448, 0.3125]
-    assert wide[5].isnan()
+    dequantized = quantize_fp8(x).view(FP8_DTYPE).float()
+    assert dequantized[:5].tolist() == [448, -448, 448, 448, 0.3125]
+    assert dequantized[5].isnan()
 
 
-def test_a_pool_of_eight_bits_is_filled_copied_and_cleared() -> None:
-    pool = KVPool(CONFIG, range(2), 4, block_tokens=16, dtype=NARROW)
+def test_fp8_blocks_are_written_copied_and_cleared() -> None:
+    pool = KVPool(CONFIG, range(2), 4, block_tokens=16, dtype=FP8_DTYPE)
     shape = (20, 2, *pool.layer(0).shape[1:3], CONFIG.kv_channels)
-    values = torch.randn(shape) * 1000
-    pool.fill([2, 1], 0, values)
-    held = pool.layer(1)[[2, 1]].view(torch.uint8).view(NARROW).float()
-    got = held.permute(0, 3, 1, 2, 4).flatten(0, 1)[:20]
-    assert torch.equal(got, narrowed(values[:, 1]).view(NARROW).float())
-    assert got.abs().max() == 448
-    pool.copy([2], [3])
+    kv = torch.randn(shape) * 1000
+    pool.write_tokens([2, 1], 0, kv)
+    stored = pool.layer(1)[[2, 1]].view(torch.uint8).view(FP8_DTYPE).float()
+    stored_tokens = stored.permute(0, 3, 1, 2, 4).flatten(0, 1)[:20]
+    assert torch.equal(stored_tokens, quantize_fp8(kv[:, 1]).view(FP8_DTYPE).float())
+    assert stored_tokens.abs().max() == 448
+    pool.copy_blocks([2], [3])
     assert torch.equal(pool.layer(0)[3].float(), pool.layer(0)[2].float())
-    pool.clear([2, 3])
+    pool.clear_blocks([2, 3])
     assert not pool.layer(0)[3].float().any() and pool.layer(0)[1].float().any()
 
 
-def test_a_pool_of_eight_bits_takes_a_byte_for_each_number() -> None:
-    model, said = build(CONFIG, dtype=torch.float32), []
+def test_an_fp8_pool_has_one_byte_per_element() -> None:
+    model = build(CONFIG, dtype=torch.float32)
+    needed_bytes = []
     for kind in ("auto", "fp8"):
+        config = ServerConfig("m", kv_dtype=kind, kv_tokens_max=1 << 40)
         with pytest.raises(ConfigError, match="each rank needs") as error:
-            blocks_that_fit(model, ServerConfig("m", kv_dtype=kind, kv_tokens_max=1 << 40))
-        said.append(int(str(error.value).split("needs ")[1].split()[0]))
-    assert said[0] == 4 * said[1]
+            available_kv_blocks(model, config.scheduler_config, config.cache_config)
+        needed_bytes.append(int(str(error.value).split("needs ")[1].split()[0]))
+    assert needed_bytes[0] == 4 * needed_bytes[1]
 
 
 # ------------------------------------------------------------------------------------- FlashInfer
 
 
 class Wrapper:
-    """As FlashInfer's, over what a plan says, by the plain attention."""
+    """Stand-in for FlashInfer's wrappers: the reference attention with the planned arguments."""
 
-    made: ClassVar[list["Wrapper"]] = []
+    instances: ClassVar[list["Wrapper"]] = []
 
-    def __init__(self, room: Tensor, **options: Any) -> None:
-        assert room.dtype == torch.uint8 and not room.any()
-        self.options, self.plans = options, list[dict[str, Any]]()
-        self.made.append(self)
+    def __init__(self, workspace: Tensor, **options: Any) -> None:
+        assert workspace.dtype == torch.uint8 and not workspace.any()
+        self.options = options
+        self.plans: list[dict[str, Any]] = []
+        self.instances.append(self)
 
-    def _plan(self, begins: Tensor | None, kv: tuple[Tensor, ...], **rest: Any) -> None:
-        indptr, indices, last = kv
-        assert {x.dtype for x in kv} == {torch.int32}
+    def _plan(
+        self,
+        query_starts: Tensor | None,
+        page_table: tuple[Tensor, Tensor, Tensor],
+        **options: Any,
+    ) -> None:
+        indptr, indices, last_page_lengths = page_table
+        assert {x.dtype for x in page_table} == {torch.int32}
         counts = indptr.diff()
-        size = rest["page_size"]
-        contexts = ((counts - 1) * size + last).tolist()
-        lengths = [1] * len(contexts) if begins is None else begins.diff().tolist()
+        size = options["page_size"]
+        contexts = ((counts - 1) * size + last_page_lengths).tolist()
+        lengths = [1] * len(contexts) if query_starts is None else query_starts.diff().tolist()
         tables = torch.zeros(len(counts), int(counts.max()), dtype=torch.long)
-        for row, part in enumerate(indices.split(counts.tolist())):
-            tables[row, : len(part)] = part
+        for row, pages in enumerate(indices.split(counts.tolist())):
+            tables[row, : len(pages)] = pages
         past = [c - n for c, n in zip(contexts, lengths, strict=True)]
         self._batch = Batch.paged(lengths, past, tables, size)
-        self.plans.append(rest)
+        self.plans.append(options)
 
     def run(self, q: Tensor, kv: Tensor, *, k_scale: float = 1, v_scale: float = 1) -> Tensor:
         window = self.plans[-1]["window_left"] + 1 or None
-        wide = kv.float()
-        wide = torch.stack([wide[:, 0] * k_scale, wide[:, 1] * v_scale], dim=1)
-        y = reference(q.float(), q.float(), q.float(), self._batch, wide, window)
+        keys = kv[:, 0].float() * k_scale
+        values = kv[:, 1].float() * v_scale
+        scaled_kv = torch.stack([keys, values], dim=1)
+        y = reference_attention(q.float(), q.float(), q.float(), self._batch, scaled_kv, window)
         return y.to(q.dtype)
 
 
 class Decode(Wrapper):
     def plan(
-        self, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **options: Any
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_lengths: Tensor,
+        *shape: int,
+        **options: Any,
     ) -> None:
         names = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
-        self._plan(None, (indptr, indices, last), **dict(zip(names, shape, strict=True)), **options)
+        self._plan(
+            None,
+            (indptr, indices, last_page_lengths),
+            **dict(zip(names, shape, strict=True)),
+            **options,
+        )
 
 
 class Prefill(Wrapper):
-    def plan(self, begins: Tensor, indptr: Tensor, *rest: Any, **options: Any) -> None:
-        indices, last, *shape = rest
+    def plan(
+        self, query_starts: Tensor, indptr: Tensor, *page_table_and_shape: Any, **options: Any
+    ) -> None:
+        indices, last_page_lengths, *shape = page_table_and_shape
         assert options.pop("causal")
         names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size")
-        named = dict(zip(names, shape, strict=True))
-        self._plan(begins, (indptr, indices, last), **named, **options)
+        named_shape = dict(zip(names, shape, strict=True))
+        self._plan(query_starts, (indptr, indices, last_page_lengths), **named_shape, **options)
 
 
 @pytest.fixture
@@ -204,32 +228,35 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr("gpt.attention.flashinfer.WORKSPACE_BYTES", 1 << 10)
-    Wrapper.made.clear()
+    Wrapper.instances.clear()
     return Wrapper
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_flashinfer_is_told_what_the_plain_attention_reads(
+def test_flashinfer_plans_read_the_same_tokens_as_the_reference(
     seed: int, flashinfer: type[Wrapper]
 ) -> None:
-    drawn = Drawn.by(seed, widths=(16, 64))
-    drawn = Drawn(**{**vars(drawn), "dtype": torch.bfloat16})
-    queries = drawn.heads[1]
-    check(drawn, lambda scales: FlashInferAttention(CPU, queries=queries, scales=scales), CPU)
-    decode = next(one for one in flashinfer.made if isinstance(one, Decode))
+    attention_case = replace(AttentionCase.draw(seed, widths=(16, 64)), dtype=torch.bfloat16)
+    queries = attention_case.heads[1]
+    check_store_and_attend(
+        attention_case,
+        lambda scales: FlashInferAttention(CPU, queries_per_kv_head=queries, scales=scales),
+        CPU,
+    )
+    decode = next(wrapper for wrapper in flashinfer.instances if isinstance(wrapper, Decode))
     assert decode.options == {"kv_layout": "HND", "use_tensor_cores": queries >= 4}
 
 
-def test_flashinfer_plans_once_for_all_layers_and_again_for_another_step(
+def test_flashinfer_plans_once_per_step_for_all_layers(
     flashinfer: type[Wrapper],
 ) -> None:
-    one, other = (case([1, 5], [past, 20], (2, 2, 64), 16, torch.bfloat16) for past in (40, 3))
-    attention = FlashInferAttention(CPU, queries=2)
-    for turn in (one, one, other, one):
-        got = attention.attend(turn.q, turn.k, turn.v, turn.batch, turn.kv, None)
-        want = ragged(turn.q, turn.k, turn.v, turn.batch, turn.kv, None)
+    first, second = (case([1, 5], [past, 20], (2, 2, 64), 16, torch.bfloat16) for past in (40, 3))
+    attention = FlashInferAttention(CPU, queries_per_kv_head=2)
+    for step in (first, first, second, first):
+        got = attention.attend(step.q, step.k, step.v, step.batch, step.kv, None)
+        want = ragged_attention(step.q, step.k, step.v, step.batch, step.kv, None)
         assert torch.allclose(got, want, atol=0.05)
-    assert [len(wrapper.plans) for wrapper in flashinfer.made] == [3, 3]
-    plan = flashinfer.made[0].plans[0]
+    assert [len(wrapper.plans) for wrapper in flashinfer.instances] == [3, 3]
+    plan = flashinfer.instances[0].plans[0]
     assert plan["q_data_type"] == plan["kv_data_type"] == torch.bfloat16
     assert (plan["head_dim"], plan["sm_scale"], plan["window_left"]) == (64, 0.125, -1)

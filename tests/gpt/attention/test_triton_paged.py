@@ -1,4 +1,4 @@
-"""Our Triton kernels without a GPU: in Triton's interpreter, and compiled for GPUs."""
+"""Triton paged attention without a GPU: in Triton's interpreter, and compiled for GPUs."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.attention.kv_cache import NARROW
+from gpt.attention.kv_cache import FP8_DTYPE
 from tests.support.paged_steps import case
 from tests.support.triton_compiled import SHARED_BYTES, Launched, compiled
 
@@ -23,10 +23,16 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_steps_in_the_interpreter_equal_the_plain_twin(part: int) -> None:
-    each = CASES // PARTS
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.attention_cases", str(part * each), str(each)],
+def test_random_steps_in_the_interpreter_equal_the_reference(part: int) -> None:
+    case_count = CASES // PARTS
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.support.attention_cases",
+            str(part * case_count),
+            str(case_count),
+        ],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -34,12 +40,12 @@ def test_random_steps_in_the_interpreter_equal_the_plain_twin(part: int) -> None
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
-    ("heads", "dtype", "eight_bits", "capability"),
+    ("heads", "dtype", "fp8_kv", "capability"),
     [
         ((4, 1, 128), torch.bfloat16, False, 90),
         ((4, 1, 128), torch.bfloat16, True, 90),
@@ -53,22 +59,23 @@ def test_random_steps_in_the_interpreter_equal_the_plain_twin(part: int) -> None
 def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
-    eight_bits: bool,
+    fp8_kv: bool,
     capability: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from gpt.attention import triton_kernels, triton_paged
 
-    spied = []
-    for name in ("attend_single", "attend_tile", "merge", "append"):
-        spied.append(Launched(getattr(triton_kernels, name)))
-        monkeypatch.setattr(triton_kernels, name, spied[-1])
-    attention = triton_paged.TritonAttention(torch.ones(1, 2) if eight_bits else None)
+    kernels = []
+    for name in ("attend_single", "attend_tile", "merge_segments", "append_kv"):
+        kernel = Launched(getattr(triton_kernels, name))
+        kernels.append(kernel)
+        monkeypatch.setattr(triton_kernels, name, kernel)
+    attention = triton_paged.TritonAttention(torch.ones(1, 2) if fp8_kv else None)
     for lengths, window in (([1, 1], None), ([2, 2], None), ([200, 1], 64)):
-        one = case(lengths, [300] * 2, heads, 16, dtype)
-        kv = one.kv.to(NARROW) if eight_bits else one.kv
-        attention.store(one.k, one.v, one.batch, kv)
-        attention.attend(one.q, one.k, one.v, one.batch, kv, window)
-    assert sum(len(spy.calls) for spy in spied) > 6
-    for spy in spied:
-        assert all(shared <= SHARED_BYTES[capability] for shared in compiled(spy, capability))
+        step = case(lengths, [300] * 2, heads, 16, dtype)
+        kv = step.kv.to(FP8_DTYPE) if fp8_kv else step.kv
+        attention.store(step.k, step.v, step.batch, kv)
+        attention.attend(step.q, step.k, step.v, step.batch, kv, window)
+    assert sum(len(kernel.calls) for kernel in kernels) > 6
+    for kernel in kernels:
+        assert all(shared <= SHARED_BYTES[capability] for shared in compiled(kernel, capability))

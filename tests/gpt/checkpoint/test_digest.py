@@ -1,7 +1,8 @@
-"""The same model has the same digest, whatever its files are like; another one has another."""
+"""The base digest: equal for the same model in every format, different for another model."""
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints_tools.conversion.convert import write_native
-from gpt.checkpoint.digest import Identity, base_digest, cache_folder, fingerprint, glance, identify
-from gpt.checkpoint.logical_tensor import Checkpoint, in_memory
+from gpt.checkpoint.digest import (
+    ModelIdentity,
+    base_digest,
+    digest_cache_folder,
+    fingerprint,
+    identify,
+    lookup_identity,
+)
+from gpt.checkpoint.logical_tensor import Checkpoint, checkpoint_from_tensors
 from gpt.config import GPTConfig, RopeScaling
 from gpt.formats.huggingface.reader import open_huggingface
 from gpt.formats.native import open_native
@@ -29,28 +37,29 @@ SMALL = GPTConfig(
 )
 
 
-def weights(source: Checkpoint) -> dict[str, Tensor]:
+def read_weights(source: Checkpoint) -> dict[str, Tensor]:
     return {name: tensor.read() for name, tensor in source.tensors.items()}
 
 
 def plain_digest(tensors: dict[str, Tensor]) -> str:
-    """The definition, the slow way."""
+    """A slow reference implementation of the definition."""
     lines = ""
     for name, value in sorted(tensors.items()):
-        data = value.contiguous().view(torch.uint8).numpy().tobytes()
-        dtype, shape = str(value.dtype).removeprefix("torch."), "x".join(map(str, value.shape))
-        lines += f"{name} {dtype} {shape} {hashlib.sha256(data).hexdigest()}\n"
+        content = value.contiguous().view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        shape = "x".join(map(str, value.shape))
+        lines += f"{name} {dtype} {shape} {hashlib.sha256(content).hexdigest()}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_digest_is_a_hash_of_the_tensors_hashes(name: str) -> None:
+def test_digest_is_a_hash_of_tensor_hashes(name: str) -> None:
     source = lively(CONFIGS[name])
-    assert base_digest(source) == plain_digest(weights(source))
+    assert base_digest(source) == plain_digest(read_weights(source))
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama, multi-head"])
-def test_format_and_files_do_not_matter(case: str, tmp_path: Path) -> None:
+def test_digest_is_independent_of_format_and_sharding(case: str, tmp_path: Path) -> None:
     model_of(case).save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     source = open_huggingface(tmp_path / "sharded")
     write_native(source, tmp_path / "one")
@@ -61,23 +70,23 @@ def test_format_and_files_do_not_matter(case: str, tmp_path: Path) -> None:
     assert len({identify(copy).digest for copy in copies}) == 1
 
 
-def test_one_bit_matters() -> None:
-    for name, value in weights(lively(SMALL)).items():
-        tensors = weights(lively(SMALL))
+def test_one_flipped_bit_changes_the_digest() -> None:
+    for name, value in read_weights(lively(SMALL)).items():
+        tensors = read_weights(lively(SMALL))
         value.view(torch.uint8).view(-1)[-1] ^= 1
         tensors[name] = value
-        changed = in_memory(SMALL, tensors)
+        changed = checkpoint_from_tensors(SMALL, tensors)
         assert base_digest(changed) != base_digest(lively(SMALL)), name
 
 
-def test_training_a_little_changes_the_fingerprint() -> None:
-    tensors = weights(lively(MODERN))
-    before = fingerprint(in_memory(MODERN, tensors))
+def test_small_weight_change_changes_the_fingerprint() -> None:
+    tensors = read_weights(lively(MODERN))
+    original = fingerprint(checkpoint_from_tensors(MODERN, tensors))
     tensors["decoder.layers.2.mlp.linear_fc2.weight"] *= 1.001
-    assert fingerprint(in_memory(MODERN, tensors)) != before
+    assert fingerprint(checkpoint_from_tensors(MODERN, tensors)) != original
 
 
-# Fields that change what is computed, and some that another reader may fill otherwise.
+# Fields that change the computed function, and fields that other readers may fill differently.
 MATTERS: list[tuple[GPTConfig, dict[str, Any]]] = [
     (MODERN, {"rotary_base": 500.0}),
     (MODERN, {"rope_scaling": RopeScaling("linear", 2.0)}),
@@ -101,7 +110,7 @@ IDLE: list[tuple[GPTConfig, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "fields"), MATTERS)
-def test_a_field_that_changes_the_function_changes_the_fingerprint(
+def test_fields_with_an_effect_change_the_fingerprint(
     config: GPTConfig, fields: dict[str, Any]
 ) -> None:
     source = lively(config)
@@ -111,7 +120,7 @@ def test_a_field_that_changes_the_function_changes_the_fingerprint(
 
 
 @pytest.mark.parametrize(("config", "fields"), IDLE)
-def test_a_field_that_changes_nothing_leaves_the_fingerprint(
+def test_fields_without_an_effect_keep_the_fingerprint(
     config: GPTConfig, fields: dict[str, Any]
 ) -> None:
     source = lively(config)
@@ -125,35 +134,42 @@ def saved(folder: Path) -> Checkpoint:
     return open_huggingface(folder)
 
 
-def poison(folder: Path) -> None:
+def break_weights(folder: Path) -> None:
     for entry in folder.glob("*.json"):
         edit_json(entry, lambda record: record.update(digest="from the cache"))
 
 
-def test_a_digest_is_computed_once_and_kept_outside_the_source(tmp_path: Path) -> None:
-    source, cache = saved(tmp_path / "m"), tmp_path / "cache"
-    before = sorted((tmp_path / "m").iterdir())
-    assert glance(source, cache) == Identity("", fingerprint(source), "", fingerprint(source))
-    first = identify(source, cache)
-    assert glance(source, cache) == first
-    assert first == Identity(base_digest(source), fingerprint(source), "", fingerprint(source))
-    assert sorted((tmp_path / "m").iterdir()) == before and len(list(cache.iterdir())) == 1
-    poison(cache)
+def test_digest_is_computed_once_and_cached_outside_the_checkpoint(tmp_path: Path) -> None:
+    source = saved(tmp_path / "m")
+    cache = tmp_path / "cache"
+    files_before = sorted((tmp_path / "m").iterdir())
+    assert lookup_identity(source, cache) == ModelIdentity(
+        "", fingerprint(source), "", fingerprint(source)
+    )
+    identity = identify(source, cache)
+    assert lookup_identity(source, cache) == identity
+    assert identity == ModelIdentity(
+        base_digest(source), fingerprint(source), "", fingerprint(source)
+    )
+    assert sorted((tmp_path / "m").iterdir()) == files_before and len(list(cache.iterdir())) == 1
+    break_weights(cache)
     assert identify(saved(tmp_path / "m"), cache).digest == "from the cache"
 
 
-def test_a_replaced_file_is_hashed_anew(tmp_path: Path) -> None:
-    identify(saved(tmp_path / "m"), tmp_path / "cache")
-    poison(tmp_path / "cache")
+def test_replaced_files_are_hashed_again(tmp_path: Path) -> None:
+    saved(tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
+    os.utime(file, ns=(1, 1))  # A file system's clock may stand still for milliseconds.
+    identify(saved(tmp_path / "m"), tmp_path / "cache")
+    break_weights(tmp_path / "cache")
     tensors = model_of("gpt2").state_dict()
     tensors.pop("lm_head.weight", None)
     save_file({key: value * 2 for key, value in tensors.items()}, file)
-    again = identify(saved(tmp_path / "m"), tmp_path / "cache")
-    assert again.digest == base_digest(saved(tmp_path / "m"))
+    new_identity = identify(saved(tmp_path / "m"), tmp_path / "cache")
+    assert new_identity.digest == base_digest(saved(tmp_path / "m"))
 
 
-def test_a_cache_that_is_broken_or_cannot_be_written_only_costs_time(
+def test_broken_or_read_only_cache_does_not_fail(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = saved(tmp_path / "m")
@@ -166,15 +182,17 @@ def test_a_cache_that_is_broken_or_cannot_be_written_only_costs_time(
     assert "event=digest_not_cached" in caplog.text
 
 
-def test_the_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_in_the_users_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     identify(saved(tmp_path / "m"))
     (entry,) = (tmp_path / "xdg" / "preamble" / "digests").iterdir()
     assert json.loads(entry.read_text())["path"] == str(tmp_path / "m")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "preamble" / "digests"
+    assert digest_cache_folder() == Path.home() / ".cache" / "preamble" / "digests"
 
 
-def test_a_model_in_memory_is_not_cached(tmp_path: Path) -> None:
+def test_digests_of_models_in_memory_are_not_cached(tmp_path: Path) -> None:
     assert identify(lively(SMALL), tmp_path / "cache").digest == base_digest(lively(SMALL))
     assert not (tmp_path / "cache").exists()

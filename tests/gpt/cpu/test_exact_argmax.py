@@ -1,4 +1,4 @@
-"""The likeliest token by a shortlist is the one that all logits have, to the last tie."""
+"""Screened argmax returns the same token as the argmax of all logits, also for ties."""
 
 import pytest
 import torch
@@ -6,51 +6,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.backends.cpu_packing import pack
 from gpt.cpu import exact_argmax, packed_linear
-from gpt.cpu.exact_argmax import ROWS_MAX, Shortlist
-from gpt.cpu.int8_linear import multiplies
-from gpt.cpu.packed_linear import Panels
-from gpt.sampling_params import Sampling
+from gpt.cpu.exact_argmax import ROWS_MAX, ScreenedArgmax
+from gpt.cpu.int8_linear import has_int8_gemm
+from gpt.cpu.packed_linear import PackedLinear
+from gpt.cpu_inference.weight_packing import pack_weights
+from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
-from serving.messages import Begin, Step, Table
-from serving.worker.model_runner import Runner
+from serving.messages import BlockTableUpdate, SlotInit, Step
+from serving.worker.model_runner import ModelRunner
 from tests.support.models import CLASSIC, CONFIGS, build
+from tests.support.packed_models import disable_screening, screened_argmax
 
-if not multiplies():
-    pytest.skip("this machine does not multiply bytes", allow_module_level=True)
+if not has_int8_gemm():
+    pytest.skip("this machine has no int8 GEMM", allow_module_level=True)
 
 
-def both(weight: Tensor) -> tuple[Panels, Shortlist | None]:
-    memory = torch.empty(packed_linear.size(weight), dtype=torch.bfloat16)
-    head = Panels(weight, memory, wide=True)
-    return head, Shortlist.of(weight, head)
+def packed_and_screened(weight: Tensor) -> tuple[PackedLinear, ScreenedArgmax | None]:
+    """A packed head, and its screened argmax unless the weight has no valid bounds."""
+    memory = torch.empty(packed_linear.packed_numel(weight), dtype=torch.bfloat16)
+    head = PackedLinear(weight, memory, fp32_output=True)
+    return head, ScreenedArgmax.build(weight, head)
 
 
 @given(
     st.integers(0, 1 << 30),
     st.sampled_from([(2, 1), (64, 33), (70, 100), (130, 700), (514, 320)]),
     st.one_of(st.integers(1, 14), st.integers(1, ROWS_MAX)),
-    st.sampled_from(["alike", "twice", "one bit", "far apart", "whole numbers", "outliers"]),
+    st.sampled_from(["similar", "repeated", "one bit", "far apart", "integers", "outliers"]),
     st.sampled_from([1, 2]),
 )
 @settings(max_examples=60, deadline=None)
-def test_it_is_the_first_of_the_largest_logits(
+def test_screened_argmax_is_the_first_of_the_largest_logits(
     seed: int, shape: tuple[int, int], rows: int, kind: str, threads: int
 ) -> None:
     channels, columns = shape
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(columns, channels, generator=generator)
     x = torch.randn(rows, channels, generator=generator)
-    if kind == "alike":
+    if kind == "similar":
         weight = weight[:1] + weight * 1e-3
-    elif kind == "twice":
+    elif kind == "repeated":
         weight = weight[torch.randint(max(1, columns // 3), (columns,), generator=generator)]
     elif kind == "far apart":
         order = torch.randperm(columns, generator=generator)
         weight = weight * torch.logspace(6, -12, columns)[order][:, None]
         x = x * torch.logspace(-6, 6, rows)[:, None]
-    elif kind == "whole numbers":
+    elif kind == "integers":
         weight, x = weight.round(), x.round()
         x[:, 0] = weight[:, 0] = 1
     elif kind == "outliers":
@@ -59,147 +61,178 @@ def test_it_is_the_first_of_the_largest_logits(
     weight, x = weight.bfloat16(), x.bfloat16()
     if kind == "one bit":
         weight = weight[:1].repeat(columns, 1)
-        places = torch.randint(channels, (columns,), generator=generator)
-        weight.view(torch.int16)[torch.arange(columns), places] += 1
-    head, short = both(weight)
-    assert short is not None
-    before = torch.get_num_threads()
+        changed = torch.randint(channels, (columns,), generator=generator)
+        weight.view(torch.int16)[torch.arange(columns), changed] += 1
+    head, screened = packed_and_screened(weight)
+    assert screened is not None
+    threads_before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        got = short.best(x)
+        got = screened.argmax(x)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
     assert got is not None
     assert torch.equal(got, head(x, None, None, None).argmax(-1))
 
 
 @pytest.mark.parametrize("rows", [2, 40])
-def test_of_many_tokens_few_are_looked_at(rows: int) -> None:
+def test_screening_computes_few_panels(rows: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(20_000, 768, generator=generator).bfloat16()
-    head, short = both(weight)
-    assert short is not None
+    head, screened = packed_and_screened(weight)
+    assert screened is not None
     for _ in range(5):
         x = torch.randn(rows, 768, generator=generator).bfloat16()
-        got = short.best(x)
+        got = screened.argmax(x)
         assert got is not None
         assert torch.equal(got, head(x, None, None, None).argmax(-1))
-    assert short.looked / short.steps / rows < 0.02 * 20_000 / packed_linear.COLUMNS
+    assert (
+        screened.panels_scored / screened.steps / rows < 0.02 * 20_000 / packed_linear.PANEL_COLUMNS
+    )
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, 1e-30, 1e20])
-def test_of_rows_that_allow_no_bounds_it_says_nothing(number: float) -> None:
+@pytest.mark.parametrize("element", [float("nan"), float("inf"), 0.0, 1e-30, 1e20])
+def test_rows_without_valid_bounds_return_none(element: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    _, short = both(torch.randn(9000, 64, generator=generator).bfloat16())
-    assert short is not None
+    _, screened = packed_and_screened(torch.randn(9000, 64, generator=generator).bfloat16())
+    assert screened is not None
     x = torch.randn(3, 64, generator=generator).bfloat16()
-    assert short.best(x) is not None
-    x[1] = number
-    assert short.best(x) is None
-    assert short.best(x[:1]) is not None
+    assert screened.argmax(x) is not None
+    x[1] = element
+    assert screened.argmax(x) is None
+    assert screened.argmax(x[:1]) is not None
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 1e30])
-def test_a_head_that_allows_no_bounds_has_none(number: float) -> None:
+@pytest.mark.parametrize("element", [float("nan"), float("-inf"), 1e30])
+def test_a_head_without_valid_bounds_is_not_screened(element: float) -> None:
     weight = torch.ones(5000, 8).bfloat16()
-    weight[4500, 3] = number
-    assert both(weight)[1] is None
-    assert both(torch.zeros(100, 8).bfloat16())[1] is None
+    weight[4500, 3] = element
+    assert packed_and_screened(weight)[1] is None
+    assert packed_and_screened(torch.zeros(100, 8).bfloat16())[1] is None
 
 
-def test_where_it_does_not_help_it_rests_for_longer_each_time() -> None:
-    head, short = both(torch.ones(640, 64).bfloat16())
-    assert short is not None
+def test_screening_pauses_longer_each_time_it_is_not_faster() -> None:
+    head, screened = packed_and_screened(torch.ones(640, 64).bfloat16())
+    assert screened is not None
     x = torch.ones(1, 64).bfloat16()
-    answers = [short.best(x) is not None for _ in range(3 * exact_argmax.PAUSE_MIN + 3)]
-    assert [place for place, one in enumerate(answers) if one] == [
-        *(0, exact_argmax.PAUSE_MIN + 1, 3 * exact_argmax.PAUSE_MIN + 2)
+    step_count = 3 * exact_argmax.PAUSE_STEPS_MIN + 3
+    screened_steps = [step for step in range(step_count) if screened.argmax(x) is not None]
+    assert screened_steps == [
+        0,
+        exact_argmax.PAUSE_STEPS_MIN + 1,
+        3 * exact_argmax.PAUSE_STEPS_MIN + 2,
     ]
     assert head is not None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_are_the_same_with_it_and_without(name: str) -> None:
+def test_greedy_tokens_are_the_same_with_and_without_screening(name: str) -> None:
     model = build(CONFIGS[name], dtype=torch.bfloat16)
-    pack(model)
-    short = model.shortlist
-    assert short is not None
-    made = {}
-    for kept in (short, None):
-        model.shortlist = kept
+    pack_weights(model)
+    screened = screened_argmax(model)
+    assert screened is not None
+    tokens_by_screening = {}
+    for is_screened in (True, False):
+        if not is_screened:
+            disable_screening(model)
         config = ServerConfig("model", kv_tokens_max=64, running_requests_max=2)
-        runner = Runner(model, config, blocks=5, slots=2)
+        runner = ModelRunner(
+            model,
+            config.scheduler_config,
+            config.cache_config,
+            async_scheduling=config.uses_async_scheduling("cpu"),
+            blocks=5,
+            slots=2,
+        )
         ids, past, tokens = [5, 6, 7, 8], [0, 0], []
         for number in range(12):
-            begins = [Begin(slot, Sampling(), [5, 6], []) for slot in (0, 1)] if not number else []
-            tables = [Table(slot, 0, [1 + 2 * slot, 2 + 2 * slot]) for slot in (0, 1)]
+            slot_inits = (
+                [SlotInit(slot, SamplingParams(), [5, 6], []) for slot in (0, 1)]
+                if not number
+                else []
+            )
+            tables = [BlockTableUpdate(slot, 0, [1 + 2 * slot, 2 + 2 * slot]) for slot in (0, 1)]
             length = len(ids) // 2
-            outcome = runner.run(
+            outcome = runner.run_step(
                 Step(
                     number,
                     slots=[0, 1],
                     past=past,
                     lengths=[length] * 2,
-                    ids=ids,
+                    token_ids=ids,
                     draws=[True] * 2,
-                    scores=[0, 0],
-                    begins=begins,
-                    tables=tables,
+                    prompt_score_counts=[0, 0],
+                    slot_inits=slot_inits,
+                    block_table_updates=tables,
                 )
             )
             assert outcome is not None and not outcome.faults
-            past, ids = [one + length for one in past], outcome.tokens
+            past = [count + length for count in past]
+            ids = outcome.tokens
             tokens += ids
-        made[kept is None] = tokens
-    assert made[True] == made[False]
-    assert short.steps > 0
+        tokens_by_screening[is_screened] = tokens
+    assert tokens_by_screening[True] == tokens_by_screening[False]
+    assert screened.steps > 0
 
 
-def test_who_asks_for_more_than_the_likeliest_has_all_logits() -> None:
+def test_sampling_and_logprobs_use_all_logits() -> None:
     model = build(CLASSIC, dtype=torch.bfloat16)
-    pack(model)
-    assert model.shortlist is not None
-    runner = Runner(
-        model, ServerConfig("model", kv_tokens_max=64, running_requests_max=2), blocks=5, slots=2
+    pack_weights(model)
+    screened = screened_argmax(model)
+    assert screened is not None
+    config = ServerConfig("model", kv_tokens_max=64, running_requests_max=2)
+    runner = ModelRunner(
+        model,
+        config.scheduler_config,
+        config.cache_config,
+        async_scheduling=False,
+        blocks=5,
+        slots=2,
     )
-    for number, rule in enumerate([Sampling(temperature=1.0), Sampling(logprobs=2)]):
-        outcome = runner.run(
+    for number, params in enumerate([SamplingParams(temperature=1.0), SamplingParams(logprobs=2)]):
+        outcome = runner.run_step(
             Step(
                 number,
                 slots=[0],
                 past=[0],
                 lengths=[2],
-                ids=[5, 6],
+                token_ids=[5, 6],
                 draws=[True],
-                scores=[0],
-                begins=[Begin(0, rule, [5, 6], [])],
-                tables=[Table(0, 0, [1])],
+                prompt_score_counts=[0],
+                slot_inits=[SlotInit(0, params, [5, 6], [])],
+                block_table_updates=[BlockTableUpdate(0, 0, [1])],
             )
         )
         assert outcome is not None and len(outcome.tokens) == 1
-    assert model.shortlist.steps == 0
+    assert screened.steps == 0
 
 
-def test_a_row_that_is_not_finite_is_still_a_fault() -> None:
+def test_a_non_finite_row_is_reported_as_a_fault() -> None:
     model = build(CLASSIC, dtype=torch.bfloat16)
-    pack(model)
+    pack_weights(model)
     assert model.embedding is not None
     with torch.no_grad():
-        model.embedding.rows[9] = float("nan")
-    runner = Runner(
-        model, ServerConfig("model", kv_tokens_max=64, running_requests_max=2), blocks=5, slots=2
+        model.embedding.weight_shard[9] = float("nan")
+    config = ServerConfig("model", kv_tokens_max=64, running_requests_max=2)
+    runner = ModelRunner(
+        model,
+        config.scheduler_config,
+        config.cache_config,
+        async_scheduling=False,
+        blocks=5,
+        slots=2,
     )
-    outcome = runner.run(
+    outcome = runner.run_step(
         Step(
             1,
             slots=[0, 1],
             past=[0, 0],
             lengths=[1, 1],
-            ids=[5, 9],
+            token_ids=[5, 9],
             draws=[True, True],
-            scores=[0, 0],
-            begins=[Begin(slot, Sampling(), [5], []) for slot in (0, 1)],
-            tables=[Table(slot, 0, [1 + slot]) for slot in (0, 1)],
+            prompt_score_counts=[0, 0],
+            slot_inits=[SlotInit(slot, SamplingParams(), [5], []) for slot in (0, 1)],
+            block_table_updates=[BlockTableUpdate(slot, 0, [1 + slot]) for slot in (0, 1)],
         )
     )
     assert outcome is not None

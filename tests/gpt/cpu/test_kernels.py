@@ -1,4 +1,4 @@
-"""The library in C says what the plain attention says, on every kind of machine it has code for."""
+"""The C kernels equal the torch references, on every instruction set that they support."""
 
 import shutil
 import subprocess
@@ -10,29 +10,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.attention.paged import ragged
+from gpt.attention.paged import ragged_attention
 from gpt.batch import Batch
 from gpt.cpu import kernels
 from tests.support.paged_steps import case
 
 COMPILER = shutil.which("cc")
 if COMPILER is None:
-    pytest.skip("there is no C compiler here, so no library in C", allow_module_level=True)
+    pytest.skip("the C library cannot be built: no C compiler", allow_module_level=True)
 
-# Beside fp64, of the largest value: sums in fp32; in bf16 each probability and what comes out are
-# rounded, by 2^-9 and more at most.
-FAR_MAX = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+# Limit of the error against fp64, relative to the largest value. Sums are in fp32; in bf16 each
+# probability and the output are rounded, by about 2^-9 each.
+ERROR_MAX = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
-@pytest.fixture(autouse=True, params=[*kernels.MACHINES])
-def machine(request: pytest.FixtureRequest) -> Iterator[None]:
-    assert kernels.library() is not None, "it can be built here: make kernels"
-    kernels.choose_machine(request.param)
-    if kernels.machine() != request.param:
-        kernels.choose_machine(None)
-        pytest.skip(f"this machine is less than {request.param}")
+@pytest.fixture(autouse=True, params=[*kernels.ISA_LEVELS])
+def isa_level(request: pytest.FixtureRequest) -> Iterator[None]:
+    assert kernels.library() is not None, "the C library is not built; run make kernels"
+    kernels.force_isa_level(request.param)
+    if kernels.isa_level() != request.param:
+        kernels.force_isa_level(None)
+        pytest.skip(f"this machine does not support {request.param}")
     yield
-    kernels.choose_machine(None)
+    kernels.force_isa_level(None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,51 +54,56 @@ def machine(request: pytest.FixtureRequest) -> Iterator[None]:
     st.sampled_from([None, 1, 5, 40, 256, 300]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_paged_attention_equals_the_plain_twin(
+def test_paged_attention_equals_the_reference(
     sizes: list[tuple[int, int]],
     heads: tuple[int, int, int],
-    size: int,
+    block_tokens: int,
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    one = case([n for n, _ in sizes], [p for _, p in sizes], heads, size, dtype)
-    got = one.attend(window)
-    far = (got.double() - one.exact(window)).abs().max()
-    assert far < FAR_MAX[dtype] * max(one.v.abs().max(), one.kv.abs().max())
+    lengths = [length for length, _ in sizes]
+    past = [count for _, count in sizes]
+    step = case(lengths, past, heads, block_tokens, dtype)
+    error = (step.attend(window).double() - step.exact(window)).abs().max()
+    assert error < ERROR_MAX[dtype] * max(step.v.abs().max(), step.kv.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_to_the_bit_in_any_batch_and_on_any_number_of_threads(
+def test_rows_are_bit_identical_in_any_batch_and_thread_count(
     dtype: torch.dtype,
 ) -> None:
-    """With few rows a long context is shared out among threads."""
+    """With few rows several threads share a long context."""
     past = [5, 700, 33, 1023, 256]
-    one = case([1] * 5, past, (1, 2, 64), 32, dtype)
+    step = case([1] * 5, past, (1, 2, 64), 32, dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = one.attend(None)
+        batched = step.attend(None)
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             for row in range(5):
-                assert one.batch.tables is not None
-                alone = Batch.paged([1], past[row : row + 1], one.batch.tables[row : row + 1], 32)
-                x = [y[row : row + 1] for y in (one.q, one.k, one.v)]
-                assert torch.equal(ragged(x[0], x[1], x[2], alone, one.kv, None)[0], whole[row])
+                assert step.batch.block_tables is not None
+                alone = Batch.paged(
+                    [1], past[row : row + 1], step.batch.block_tables[row : row + 1], 32
+                )
+                x = [y[row : row + 1] for y in (step.q, step.k, step.v)]
+                assert torch.equal(
+                    ragged_attention(x[0], x[1], x[2], alone, step.kv, None)[0], batched[row]
+                )
     finally:
         torch.set_num_threads(threads)
 
 
-def test_a_prompt_with_what_is_not_finite_harms_no_other_and_no_garbage_is_read() -> None:
-    one = case([40, 40, 40], [40, 40, 40], (2, 2, 64), 32, torch.bfloat16)
-    tables = one.batch.tables
+def test_nan_in_prefill_does_not_leak_and_unused_slots_are_not_read() -> None:
+    step = case([40, 40, 40], [40, 40, 40], (2, 2, 64), 32, torch.bfloat16)
+    tables = step.batch.block_tables
     assert tables is not None
-    want = one.attend(None)
-    if kernels.machine() == "avx512_bf16":  # Torch multiplies by 0 what it gathered of a block.
-        one.kv[tables[0, 2], :, :, 16:] = float("nan")  # Behind the end of the first.
-    one.kv[tables[1, 0], 0, 1, 3] = float("nan")
-    one.kv[tables[2, 0], 1, 0, 3] = float("inf")
-    got = one.attend(None)
+    want = step.attend(None)
+    if kernels.isa_level() == "avx512_bf16":  # torch multiplies unused slots of a block by 0.
+        step.kv[tables[0, 2], :, :, 16:] = float("nan")  # Behind the end of the first context.
+    step.kv[tables[1, 0], 0, 1, 3] = float("nan")
+    step.kv[tables[2, 0], 1, 0, 3] = float("inf")
+    got = step.attend(None)
     assert torch.equal(got[:40], want[:40])
     assert not got[40:80, 2:].isfinite().any() and not got[80:, :2].isfinite().all(-1).any()
     assert torch.equal(got[40:80, :2], want[40:80, :2])
@@ -106,42 +111,45 @@ def test_a_prompt_with_what_is_not_finite_harms_no_other_and_no_garbage_is_read(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_with_its_sequence_and_what_lies_behind_the_end_is_not_read(
+def test_nan_in_decode_does_not_leak_and_unused_slots_are_not_read(
     dtype: torch.dtype,
 ) -> None:
-    one = case([1, 1, 1, 1], [40, 40, 40, 70], (2, 2, 64), 32, dtype)
-    tables = one.batch.tables
+    step = case([1, 1, 1, 1], [40, 40, 40, 70], (2, 2, 64), 32, dtype)
+    tables = step.batch.block_tables
     assert tables is not None
-    want = one.attend(None)
-    one.kv[tables[0, 1], 0, :, 9:] = float("nan")  # Behind the end of the first.
-    one.kv[tables[1, 0], 0, 1, 3] = float("nan")
-    one.kv[tables[2, 0], 1, 0, 3] = float("inf")
-    got = one.attend(None)
+    want = step.attend(None)
+    step.kv[tables[0, 1], 0, :, 9:] = float("nan")  # Behind the end of the first context.
+    step.kv[tables[1, 0], 0, 1, 3] = float("nan")
+    step.kv[tables[2, 0], 1, 0, 3] = float("inf")
+    got = step.attend(None)
     assert torch.equal(got[[0, 3]], want[[0, 3]])
     assert got[1].isfinite().all(-1).tolist() == [True, True, False, False]
     assert got[2].isfinite().all(-1).tolist() == [False, False, True, True]
 
 
-def test_without_the_library_the_log_says_why_and_torch_does_it(
+def test_a_missing_library_is_logged_and_torch_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = case([1, 3], [40, 7], (2, 2, 64), 32, torch.float32)
-    want = one.attend(None)
-    other = tmp_path / "other.so"
+    step = case([1, 3], [40, 7], (2, 2, 64), 32, torch.float32)
+    want = step.attend(None)
+    other_version = tmp_path / "other.so"
     (tmp_path / "other.c").write_text(
         "int preamble_abi(void) { return -1; }\n"
-        "void preamble_attend(void) {}\nvoid preamble_store(void) {}\n"
+        "void preamble_decode_attention(void) {}\nvoid preamble_store_kv(void) {}\n"
     )
     assert COMPILER is not None
-    command = [COMPILER, "-shared", "-fPIC", str(tmp_path / "other.c"), "-o", str(other)]
+    command = [COMPILER, "-shared", "-fPIC", str(tmp_path / "other.c"), "-o", str(other_version)]
     subprocess.run(command, check=True)
-    one.batch.kept.clear()
-    for path, reason in ((tmp_path / "none.so", "was not built"), (other, "another version")):
+    step.batch.attention_metadata.clear()
+    for path, reason in (
+        (tmp_path / "none.so", "was not built"),
+        (other_version, "another version"),
+    ):
         monkeypatch.setattr(kernels, "LIBRARY", path)
         kernels.library.cache_clear()
         with caplog.at_level("INFO"):
-            assert not kernels.serves(one.q, one.kv)
+            assert not kernels.supports_tensors(step.q, step.kv)
         assert reason in caplog.messages[-1]
-        assert torch.allclose(one.attend(None), want, atol=1e-5)
+        assert torch.allclose(step.attend(None), want, atol=1e-5)
     monkeypatch.undo()
     kernels.library.cache_clear()

@@ -1,4 +1,4 @@
-"""What C does for learning says what torch says, in bf16 and beside fp64: alone, and in a model."""
+"""Training kernels equal torch, in bf16 and against fp64: alone, and in a model."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,25 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.attention.paged import reference
-from gpt.attention.varlen import lean
+from gpt.attention.paged import reference_attention
+from gpt.attention.varlen import memory_efficient
 from gpt.batch import Batch
-from gpt.checkpoint.random_init import fresh
+from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.cpu import kernels, training_kernels
-from gpt.model.activation_checkpointing import Recompute
+from gpt.model.activation import ACTIVATIONS
+from gpt.model.activation_checkpointing import RecomputePolicy
 from gpt.model.gpt_model import GPT
-from gpt.model.layers import ACTIVATIONS
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from ptuning.training.pipeline import prefix_at
+from ptuning.training.pipeline import micro_batch_prefix
 
-if shutil.which("cc") is None or kernels.machine() != kernels.MACHINES[-1]:
-    pytest.skip("no library in C, or no machine that it is for", allow_module_level=True)
+if shutil.which("cc") is None or kernels.isa_level() != kernels.ISA_LEVELS[-1]:
+    pytest.skip("no C compiler, or no AVX512-bf16", allow_module_level=True)
 
 BF16 = torch.bfloat16
-# What bf16 says beside what it rounds: a few roundings of 2^-9 of each number.
-FAR_MAX = 5e-3
+# Limit of the relative error against fp64: a few bf16 roundings of 2^-9 each.
+ERROR_MAX = 5e-3
 SMALL = GPTConfig(
     num_layers=2,
     hidden_size=64,
@@ -38,82 +38,88 @@ SMALL = GPTConfig(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
+def _single_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def far(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right).norm() / right.norm())
+def relative_error(tensor: Tensor, exact: Tensor) -> float:
+    return float((tensor.double() - exact).norm() / exact.norm())
 
 
-def gradients(y: Tensor, dy: Tensor, *wanted: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy.to(y.dtype))]
+def output_and_gradients(y: Tensor, dy: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("rows", "channels", "columns"), [(64, 32, 96), (65, 96, 32), (131, 128, 64), (300, 64, 160)]
 )
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_product_and_its_gradient_are_those_of_torch(
-    rows: int, channels: int, columns: int, activation: str | None, whole: bool
+@pytest.mark.parametrize("has_bias_and_residual", [True, False])
+def test_linear_and_its_gradient_equal_torch(
+    rows: int, channels: int, columns: int, activation: str | None, has_bias_and_residual: bool
 ) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(rows, channels), torch.randn(columns, channels) * channels**-0.5
     bias, residual = torch.randn(columns), torch.randn(rows, columns)
-    given = [one.to(BF16) for one in (x, weight, bias, residual)]
+    tensors = [tensor.to(BF16) for tensor in (x, weight, bias, residual)]
     dy = torch.randn(rows, columns).to(BF16)
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
+    def by_torch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
         x, residual = x.clone().requires_grad_(), residual.clone().requires_grad_()
-        y = F.linear(x, weight, bias if whole else None)
+        y = F.linear(x, weight, bias if has_bias_and_residual else None)
         y = y if activation is None else ACTIVATIONS[activation](y)
-        y = y + residual if whole else y
-        return gradients(y, dy, x, *([residual] if whole else []))
+        if has_bias_and_residual:
+            return output_and_gradients(y + residual, dy, x, residual)
+        return output_and_gradients(y, dy, x)
 
-    def ours() -> list[Tensor]:
-        x, weight, bias, residual = given
+    def by_kernels() -> list[Tensor]:
+        x, weight, bias, residual = tensors
         x, residual = x.clone().requires_grad_(), residual.clone().requires_grad_()
-        assert training_kernels.multiplies(x, weight)
-        end = (bias, activation, residual) if whole else (None, activation, None)
-        y = training_kernels.multiply(x, weight, *end)
-        return gradients(y, dy, x, *([residual] if whole else []))
+        assert training_kernels.supports_linear(x, weight)
+        if has_bias_and_residual:
+            y = training_kernels.linear(x, weight, bias, activation, residual)
+            return output_and_gradients(y, dy, x, residual)
+        return output_and_gradients(
+            training_kernels.linear(x, weight, None, activation, None), dy, x
+        )
 
-    right = plain(*(one.double() for one in given))
-    made = ours()
-    for found, torchs, exact in zip(made, plain(*given), right, strict=True):
-        assert far(found, exact) <= max(1.1 * far(torchs, exact), 1e-9)
-        assert far(found, exact) < FAR_MAX
+    exact_tensors = by_torch(*(tensor.double() for tensor in tensors))
+    outputs = by_kernels()
+    for output, torch_output, exact in zip(outputs, by_torch(*tensors), exact_tensors, strict=True):
+        error = relative_error(output, exact)
+        assert error <= max(1.1 * relative_error(torch_output, exact), 1e-9)
+        assert error < ERROR_MAX
     torch.set_num_threads(2)
     try:
-        assert all(map(torch.equal, made, ours()))
+        assert all(map(torch.equal, outputs, by_kernels()))
     finally:
         torch.set_num_threads(1)
 
 
-def test_only_frozen_bf16_weights_in_whole_panels_are_served() -> None:
+def test_only_frozen_bf16_weights_in_full_panels_are_supported() -> None:
     x, weight = torch.zeros(64, 32, dtype=BF16, requires_grad=True), torch.zeros(32, 32, dtype=BF16)
-    serves = training_kernels.multiplies
-    assert serves(x, weight)
-    assert not serves(x.detach(), weight)
-    assert not serves(x[:63], weight)
-    assert not serves(x.float(), weight.float())
-    assert not serves(x, weight.clone().requires_grad_())
-    assert not serves(x, weight[:16])
-    assert not serves(x, weight.t()[:, :31].t())
+    supports = training_kernels.supports_linear
+    assert supports(x, weight)
+    assert not supports(x.detach(), weight)
+    assert not supports(x[:63], weight)
+    assert not supports(x.float(), weight.float())
+    assert not supports(x, weight.clone().requires_grad_())
+    assert not supports(x, weight[:16])
+    assert not supports(x, weight.t()[:, :31].t())
     with torch.no_grad():
-        assert not serves(x, weight)
-    kernels.choose_machine("avx2")
+        assert not supports(x, weight)
+    kernels.force_isa_level("avx2")
     try:
-        assert not serves(x, weight)
+        assert not supports(x, weight)
     finally:
-        kernels.choose_machine(None)
+        kernels.force_isa_level(None)
 
 
-FAMILIES: list[tuple[list[int], list[int | None]]] = [
+# Lengths of sequences, and the parents of the sequences.
+BATCHES: list[tuple[list[int], list[int | None]]] = [
     ([1], []),
     ([33], []),
     ([5, 64, 1, 100], []),
@@ -122,91 +128,103 @@ FAMILIES: list[tuple[list[int], list[int | None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("lengths", "parents"), FAMILIES)
+@pytest.mark.parametrize(("lengths", "parents"), BATCHES)
 @pytest.mark.parametrize(("heads", "groups", "width"), [(2, 2, 64), (4, 2, 32), (3, 1, 96)])
-def test_attention_and_its_gradients_are_those_of_the_plain_one(
+def test_attention_and_its_gradients_equal_the_reference(
     lengths: list[int], parents: list[int | None], heads: int, groups: int, width: int
 ) -> None:
     torch.manual_seed(0)
-    batch = Batch.plain(lengths, parents=parents)
-    given = [torch.randn(batch.tokens, n, width).to(BF16) for n in (heads, groups, groups)]
-    given[0] *= 2  # So that some probabilities are large.
+    batch = Batch.unpaged(lengths, parents=parents)
+    qkv = [torch.randn(batch.tokens, n, width).to(BF16) for n in (heads, groups, groups)]
+    qkv[0] *= 2  # Makes some probabilities large.
     dy = torch.randn(batch.tokens, heads, width).to(BF16)
 
-    def made(attend: Callable[..., Tensor], dtype: torch.dtype = BF16) -> list[Tensor]:
-        q, k, v = (one.to(dtype).requires_grad_() for one in given)
-        return gradients(attend(q, k, v), dy, q, k, v)
+    def run(attend: Callable[..., Tensor], dtype: torch.dtype = BF16) -> list[Tensor]:
+        q, k, v = (tensor.to(dtype).requires_grad_() for tensor in qkv)
+        return output_and_gradients(attend(q, k, v), dy, q, k, v)
 
-    right = made(lambda q, k, v: reference(q, k, v, batch, None, None), torch.float64)
-    torchs = made(lambda q, k, v: lean(q, k, v, batch, None))
-    ours = made(lambda q, k, v: training_kernels.attend(q, k, v, batch))
-    for found, other, exact in zip(ours, torchs, right, strict=True):
-        if exact.norm() < 1e-9:  # One key alone: nothing depends on its score.
-            assert float(found.norm()) < 1e-2
+    def by_kernels() -> list[Tensor]:
+        return run(lambda q, k, v: training_kernels.varlen_attention(q, k, v, batch))
+
+    exact_outputs = run(
+        lambda q, k, v: reference_attention(q, k, v, batch, None, None), torch.float64
+    )
+    torch_outputs = run(lambda q, k, v: memory_efficient(q, k, v, batch, None))
+    outputs = by_kernels()
+    for output, torch_output, exact in zip(outputs, torch_outputs, exact_outputs, strict=True):
+        if exact.norm() < 1e-9:  # The gradient of the score of a single key is zero.
+            assert float(output.norm()) < 1e-2
             continue
-        assert far(found, exact) <= max(1.1 * far(other, exact), FAR_MAX)
+        torch_error = relative_error(torch_output, exact)
+        assert relative_error(output, exact) <= max(1.1 * torch_error, ERROR_MAX)
     torch.set_num_threads(2)
     try:
-        again = made(lambda q, k, v: training_kernels.attend(q, k, v, batch))
+        again = by_kernels()
     finally:
         torch.set_num_threads(1)
-    assert all(map(torch.equal, ours, again))
+    assert all(map(torch.equal, outputs, again))
 
 
-def test_large_scores_and_hidden_tokens_do_no_harm() -> None:
-    """Sharp probabilities stay numbers, and what comes later is not seen, whatever it is."""
+def test_large_scores_stay_finite_and_later_keys_are_masked() -> None:
+    """Gradients of large scores stay finite, and a large later key does not change earlier rows."""
     torch.manual_seed(0)
-    batch = Batch.plain([40, 3])
+    batch = Batch.unpaged([40, 3])
     q, k, v = (torch.randn(43, 1, 32) * 60 for _ in range(3))
     q, k, v = (x.to(BF16).requires_grad_() for x in (q, k, v))
-    y = training_kernels.attend(q, k, v, batch)
-    assert all(one.isfinite().all() for one in gradients(y, torch.ones_like(y), q, k, v))
+    y = training_kernels.varlen_attention(q, k, v, batch)
+    gradients = output_and_gradients(y, torch.ones_like(y), q, k, v)
+    assert all(gradient.isfinite().all() for gradient in gradients)
     with torch.no_grad():
-        other = k.clone()
-        other[39] = 1e30
-    assert torch.equal(training_kernels.attend(q, other, v, batch)[:39], y[:39])
+        changed_k = k.clone()
+        changed_k[39] = 1e30
+    assert torch.equal(training_kernels.varlen_attention(q, changed_k, v, batch)[:39], y[:39])
 
 
-def learned(model: GPT, what: str = "table") -> tuple[Tensor, Tensor]:
-    """The loss of a batch, and the gradient of a table; or of a prefix in every layer."""
+def loss_and_gradient(model: GPT, prompt: str = "table") -> tuple[Tensor, Tensor]:
+    """The loss of a batch, and the gradient of an embedding table or of a prefix in every layer."""
     torch.manual_seed(0)
-    batch = Batch.plain([6, 70, 33, 40], parents=[None, 0, 0, 0])
+    batch = Batch.unpaged([6, 70, 33, 40], parents=[None, 0, 0, 0])
     ids = torch.randint(SMALL.vocab_size, (batch.tokens,))
     ids[:6] = SMALL.vocab_size + torch.arange(6)
-    wide = torch.promote_types(model.dtype, torch.float32)
-    shape = (6, 64) if what == "table" else (6, SMALL.num_layers, 2, 2, 32)
-    table = torch.randn(shape).to(wide).requires_grad_()
-    if what == "table":
-        x = model.hidden(ids, batch, table=table)
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    shape = (6, 64) if prompt == "table" else (6, SMALL.num_layers, 2, 2, 32)
+    table = torch.randn(shape).to(dtype).requires_grad_()
+    if prompt == "table":
+        x = model.forward_hidden(ids, batch, virtual_embeddings=table)
     else:
-        prefix = prefix_at(dict(enumerate(table.unbind(1))), ids, SMALL.vocab_size)
-        x = model.hidden(ids, batch, prefix=prefix)
-    # What a virtual token itself says is not learned, nor is one ever predicted.
-    loss = F.cross_entropy(model.head(x, batch)[6:-1], ids[7:])
+        prefix = micro_batch_prefix(dict(enumerate(table.unbind(1))), ids, SMALL.vocab_size)
+        x = model.forward_hidden(ids, batch, prefix=prefix)
+    # Virtual tokens have no loss and are never targets.
+    loss = F.cross_entropy(model.compute_logits(x, batch)[6:-1], ids[7:])
     loss.backward()
     assert table.grad is not None
     return loss.detach(), table.grad
 
 
-@pytest.mark.parametrize("what", ["table", "prefix"])
-def test_a_model_learns_the_same_with_the_library_and_without(what: str) -> None:
-    exact = learned(load_model(fresh(SMALL, 0), Mesh.single(), dtype=torch.float64), what)
-    model = load_model(fresh(SMALL, 0), Mesh.single())
-    ours = learned(model, what)
-    kernels.choose_machine("plain")
+@pytest.mark.parametrize("prompt", ["table", "prefix"])
+def test_training_gradients_are_as_accurate_as_those_without_the_library(prompt: str) -> None:
+    fp64_model = load_model(random_init_checkpoint(SMALL, 0), Mesh.single(), dtype=torch.float64)
+    exact_tensors = loss_and_gradient(fp64_model, prompt)
+    model = load_model(random_init_checkpoint(SMALL, 0), Mesh.single())
+    tensors = loss_and_gradient(model, prompt)
+    kernels.force_isa_level("plain")
     try:
-        plain = learned(model, what)
+        torch_tensors = loss_and_gradient(model, prompt)
     finally:
-        kernels.choose_machine(None)
-    assert not torch.equal(ours[1], plain[1]), "the library served neither"
-    for mine, torchs, right in zip(ours, plain, exact, strict=True):
-        assert far(mine, right) <= max(1.3 * far(torchs, right), 1e-3)
+        kernels.force_isa_level(None)
+    assert not torch.equal(tensors[1], torch_tensors[1]), "the library was not used"
+    for tensor, torch_tensor, exact in zip(tensors, torch_tensors, exact_tensors, strict=True):
+        assert relative_error(tensor, exact) <= max(1.3 * relative_error(torch_tensor, exact), 1e-3)
 
 
-@pytest.mark.slow  # What torch imports for it takes seconds.
-def test_what_is_computed_again_is_the_same_to_the_bit() -> None:
+@pytest.mark.slow  # torch imports modules for seconds.
+def test_recomputation_is_bit_identical() -> None:
     once, again = (
-        learned(load_model(fresh(SMALL, 0), Mesh.single(), recompute=Recompute(kind)))
+        loss_and_gradient(
+            load_model(
+                random_init_checkpoint(SMALL, 0), Mesh.single(), recompute=RecomputePolicy(kind)
+            )
+        )
         for kind in ("none", "full")
     )
     assert all(map(torch.equal, once, again))

@@ -1,4 +1,4 @@
-"""Preamble's own checkpoint: what is written is read back, all of it or none."""
+"""Native checkpoints: round trips, manifests, and atomic writes."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.manifest import MANIFEST
 from gpt.formats.native import open_native
 from gpt.formats.registry import open_checkpoint
-from gpt.parallel.sharding import check_split, parameters, part
+from gpt.parallel.weight_sharding import check_split, parameter_specs, shard_spec
 from tests.support.models import CLASSIC, CONFIGS, MODERN, lively
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "native-v1"
@@ -32,9 +32,11 @@ GOLDEN_DIGEST = "c61e1e3e72471c9a14777d827fd46438214301854db96e01dd4d28a063ca2b9
 
 @st.composite
 def configs(draw: st.DrawFn) -> GPTConfig:
-    """Any tiny architecture, most of them nobody would train."""
-    groups, share = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    heads, experts = groups * share, draw(st.sampled_from([0, 0, 3]))
+    """Any tiny architecture, including unusual ones."""
+    groups = draw(st.sampled_from([1, 2, 4]))
+    share = draw(st.sampled_from([1, 2, 4]))
+    heads = groups * share
+    experts = draw(st.sampled_from([0, 0, 3]))
     layers = draw(st.integers(1, 3))
     return GPTConfig(
         num_layers=layers,
@@ -63,55 +65,56 @@ def configs(draw: st.DrawFn) -> GPTConfig:
 
 
 def join(checkpoint: Checkpoint, name: str, tp: int) -> Tensor:
-    """The tensor put together again from all ranks' parts; what several hold must be equal."""
-    parameter = parameters(checkpoint.config)[name]
-    whole = torch.full(parameter.shape, torch.nan, dtype=checkpoint.tensors[name].dtype)
+    """The tensor joined from all ranks' shards; overlapping parts must be equal."""
+    parameter = parameter_specs(checkpoint.config)[name]
+    joined = torch.full(parameter.shape, torch.nan, dtype=checkpoint.tensors[name].dtype)
     for rank in range(tp):
-        held = part(parameter, checkpoint.config, rank, tp)
-        values, done = checkpoint.read(name, held), 0
-        assert values.shape == held.shape(parameter.shape)
-        for start, stop in held.ranges:
-            place = whole.narrow(held.dim, start, stop - start)
-            piece = values.narrow(held.dim, done, stop - start)
-            assert bool(place.isnan().all()) or torch.equal(place, piece)
-            place.copy_(piece)
-            done += stop - start
-        assert not values.narrow(held.dim, done, held.size - done).any()
-    return whole
+        shard = shard_spec(parameter, checkpoint.config, rank, tp)
+        values = checkpoint.read(name, shard)
+        rows_done = 0
+        assert values.shape == shard.local_shape(parameter.shape)
+        for start, stop in shard.ranges:
+            target = joined.narrow(shard.dim, start, stop - start)
+            piece = values.narrow(shard.dim, rows_done, stop - start)
+            assert bool(target.isnan().all()) or torch.equal(target, piece)
+            target.copy_(piece)
+            rows_done += stop - start
+        assert not values.narrow(shard.dim, rows_done, shard.size - rows_done).any()
+    return joined
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     config=configs(), tp=st.sampled_from([1, 2, 4]), shard_bytes=st.sampled_from([1, 900, 1 << 30])
 )
-def test_any_architecture_is_read_back_bit_for_bit_from_the_parts_of_any_split(
+def test_any_architecture_round_trips_bitwise_at_any_split(
     config: GPTConfig, tp: int, shard_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target = tmp_path_factory.mktemp("native") / "model"
     source = lively(config)
     write_native(source, target, shard_bytes_max=shard_bytes)
-    found = open_native(target)
-    assert found.config == config and list(found.tensors) == list(source.tensors)
+    loaded = open_native(target)
+    assert loaded.config == config and list(loaded.tensors) == list(source.tensors)
     try:
         check_split(config, tp, 1)
     except ConfigError:
         tp = 1
     for name in source.tensors:
-        assert torch.equal(join(found, name, tp), source.read(name)), name
+        assert torch.equal(join(loaded, name, tp), source.read(name)), name
     shutil.rmtree(target)
 
 
-def test_the_safetensors_library_reads_the_same(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     source = lively(MODERN)
     write_native(source, tmp_path / "m", shard_bytes_max=20000)
-    theirs: dict[str, Tensor] = {}
+    library_tensors: dict[str, Tensor] = {}
     for file in (tmp_path / "m").glob("*.safetensors"):
-        theirs |= load_file(file)
-    assert set(theirs) == set(source.tensors)
-    assert all(torch.equal(theirs[name], source.read(name)) for name in theirs)
+        library_tensors |= load_file(file)
+    assert set(library_tensors) == set(source.tensors)
+    assert all(torch.equal(library_tensors[name], source.read(name)) for name in library_tensors)
 
 
-def test_the_manifest_has_every_file_with_its_size_and_checksum(tmp_path: Path) -> None:
+def test_manifest_lists_every_file_with_size_and_checksum(tmp_path: Path) -> None:
     tokenizer = tmp_path / "words"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
@@ -126,7 +129,7 @@ def test_the_manifest_has_every_file_with_its_size_and_checksum(tmp_path: Path) 
         assert record == {"bytes": len(text), "crc32": f"{zlib.crc32(text):08x}"}
 
 
-def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+def test_tokenizers_are_copied(tmp_path: Path) -> None:
     (tmp_path / "spm.model").write_bytes(b"pieces")
     assert (
         write_native(lively(CLASSIC), tmp_path / "a")
@@ -134,21 +137,21 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     )
     write_native(lively(CLASSIC), tmp_path / "b", tokenizer=tmp_path / "spm.model")
     write_native(open_native(tmp_path / "b"), tmp_path / "c")
-    found = open_native(tmp_path / "c").tokenizer
-    assert found is not None and (found / "spm.model").read_bytes() == b"pieces"
+    tokenizer = open_native(tmp_path / "c").tokenizer
+    assert tokenizer is not None and (tokenizer / "spm.model").read_bytes() == b"pieces"
 
 
-def test_tensors_in_memory_are_written_too(tmp_path: Path) -> None:
+def test_tensors_in_memory_are_written(tmp_path: Path) -> None:
     tensors = {name: tensor.read() for name, tensor in lively(CLASSIC).tensors.items()}
     identity = write_native((CLASSIC, tensors), tmp_path / "m")
     assert identity.digest == base_digest(open_native(tmp_path / "m"))
-    halves = {name: value.half() for name, value in tensors.items()}
-    write_native((CLASSIC, halves), tmp_path / "half")
+    half_tensors = {name: value.half() for name, value in tensors.items()}
+    write_native((CLASSIC, half_tensors), tmp_path / "half")
     assert open_native(tmp_path / "half").config.dtype == "float16"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_another_dtype_keeps_the_identity_of_its_origin(name: str, tmp_path: Path) -> None:
+def test_converted_dtypes_keep_the_original_identity(name: str, tmp_path: Path) -> None:
     origin = lively(CONFIGS[name])
     write_native(origin, tmp_path / "a")
     write_native(open_native(tmp_path / "a"), tmp_path / "b", dtype=torch.bfloat16)
@@ -156,11 +159,12 @@ def test_another_dtype_keeps_the_identity_of_its_origin(name: str, tmp_path: Pat
     half = open_native(tmp_path / "c")
     assert half.config.dtype == "bfloat16"
     assert half.notes == ("converted from float32 to bfloat16",)
-    identity, first = identify(half), identify(open_native(tmp_path / "a"))
+    identity = identify(half)
+    first = identify(open_native(tmp_path / "a"))
     assert (identity.digest, identity.fingerprint) == (first.digest, first.fingerprint)
     assert base_digest(half) != first.digest
     for tensor in half.tensors:
-        # What chooses among experts must not turn on rounding.
+        # Expert routing must not depend on rounding.
         exact = tensor.endswith(".expert_bias")
         dtype = torch.float32 if exact else torch.bfloat16
         assert torch.equal(half.read(tensor), origin.read(tensor).to(dtype))
@@ -169,44 +173,46 @@ def test_another_dtype_keeps_the_identity_of_its_origin(name: str, tmp_path: Pat
 class Unreadable:
     """A stored tensor whose disk fails when it is read."""
 
-    shape, dtype, where = (32,), torch.float32, "a bad disk"
+    shape = (32,)
+    dtype = torch.float32
+    location = "a bad disk"
 
     def tensor(self) -> Tensor:
         raise OSError(5, "Input/output error")
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_writes_leave_no_files(tmp_path: Path) -> None:
     source = lively(CLASSIC)
-    broken = dict(source.tensors)
-    last = broken["decoder.final_layernorm.bias"]
-    broken["decoder.final_layernorm.bias"] = replace(
-        last, pieces=(replace(last.pieces[0], source=Unreadable()),)
+    tensors = dict(source.tensors)
+    last_tensor = tensors["decoder.final_layernorm.bias"]
+    tensors["decoder.final_layernorm.bias"] = replace(
+        last_tensor, slices=(replace(last_tensor.slices[0], source=Unreadable()),)
     )
     with pytest.raises(CheckpointError, match=r"cannot write .*m: Input/output error"):
-        write_native(replace(source, tensors=broken), tmp_path / "m")
+        write_native(replace(source, tensors=tensors), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write_native(lively(CLASSIC), tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="exists already; remove it or choose another"):
+    with pytest.raises(CheckpointError, match="already exists; remove it or choose another"):
         write_native(lively(CLASSIC), tmp_path / "empty")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_native(lively(CLASSIC), tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"cannot write .*Not a directory"):
         write_native(lively(CLASSIC), tmp_path / "file" / "below")
 
 
-def test_a_smaller_vocabulary_can_be_told(tmp_path: Path) -> None:
+def test_vocab_size_can_be_overridden_with_a_smaller_one(tmp_path: Path) -> None:
     write_native(lively(MODERN), tmp_path / "m")
-    cut = open_native(tmp_path / "m", {"vocab_size": 90})
-    assert cut.tensors["output_layer.weight"].shape == (90, 32)
-    # A model with another function is another model: what the manifest says of it is void.
-    assert cut.identity is None and identify(cut).digest == base_digest(cut)
+    smaller = open_native(tmp_path / "m", {"vocab_size": 90})
+    assert smaller.tensors["output_layer.weight"].shape == (90, 32)
+    # A model with another function is another model: its recorded identity does not apply.
+    assert smaller.identity is None and identify(smaller).digest == base_digest(smaller)
     with pytest.raises(
-        CheckpointError, match="overridden with 104, but the embedding has 103 rows; "
+        CheckpointError, match="vocab_size is set to 104, but the embedding has only 103 rows; "
     ):
         open_native(tmp_path / "m", {"vocab_size": 104})
 
@@ -231,19 +237,25 @@ def swap_weights(folder: Path) -> None:
         shutil.copy(file, folder / file.name)
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a newer version": (
         manifest(lambda record: record.update(version=2)),
-        "has format version 2, this Preamble reads up to 1; upgrade Preamble",
+        "has format version 2, but this release of Preamble reads versions up to 1",
     ),
     "no version": (manifest(lambda record: record.pop("version")), "format version None"),
     "another format": (manifest(lambda record: record.update(format="x")), "not a manifest of"),
     "no JSON": (lambda folder: (folder / MANIFEST).write_text("{"), "is not JSON"),
-    "no files": (manifest(lambda record: record.pop("files")), "lacks its config, files or iden"),
-    "no identity": (manifest(lambda record: record["identity"].pop("digest")), "lacks its config"),
+    "no files": (
+        manifest(lambda record: record.pop("files")),
+        "has no valid config, files or iden",
+    ),
+    "no identity": (
+        manifest(lambda record: record["identity"].pop("digest")),
+        "has no valid config",
+    ),
     "an identity of numbers": (
         manifest(lambda record: record["identity"].update(digest=1)),
-        "lacks its config, files or identity",
+        "has no valid config, files or identity",
     ),
     "a name too long": (
         manifest(lambda record: record["files"].update({"a" * 256: {"bytes": 1}})),
@@ -259,7 +271,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another width": (
         manifest(lambda record: record["config"].update(ffn_hidden_size=96)),
-        r"linear_fc1.weight in .*found \(128, 32\), need \(96, 32\) by the config",
+        r"linear_fc1.weight in .*found shape \(128, 32\), but the config requires \(96, 32\)",
     ),
     "more layers": (
         manifest(lambda record: record["config"].update(num_layers=6, moe_layers=[False] * 6)),
@@ -268,7 +280,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing shard": (lambda folder: (folder / FIRST).unlink(), f"lacks {FIRST}, which its"),
     "a truncated shard": (
         lambda folder: (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-1]),
-        "bytes, its manifest says .*; copy it again",
+        "bytes, but the manifest records .*; copy it again",
     ),
     "a file that is not listed": (
         manifest(lambda record: record["files"].pop(FIRST)),
@@ -284,40 +296,41 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file without a size": (
         manifest(lambda record: record["files"].update({FIRST: 1})),
-        "does not say how large",
+        "has no size in bytes",
     ),
     "a tensor twice": (
         lambda folder: repeat_shard(folder),
-        "which another file holds too",
+        "which another file contains too",
     ),
 }
 
 
 def repeat_shard(folder: Path) -> None:
-    again, size = "model-00004-of-00004.safetensors", (folder / FIRST).stat().st_size
-    shutil.copy(folder / FIRST, folder / again)
-    manifest(lambda r: r["files"].update({again: {"bytes": size}}))(folder)
+    duplicate = "model-00004-of-00004.safetensors"
+    size = (folder / FIRST).stat().st_size
+    shutil.copy(folder / FIRST, folder / duplicate)
+    manifest(lambda r: r["files"].update({duplicate: {"bytes": size}}))(folder)
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_checkpoint_is_one_sentence(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_broken_checkpoints_raise_one_sentence(fault: str, tmp_path: Path) -> None:
     write_native(lively(CLASSIC), tmp_path / "m", shard_bytes_max=100_000)
     assert (tmp_path / "m" / FIRST).exists()
-    change, message = BROKEN[what]
+    change, message = FAULTS[fault]
     change(tmp_path / "m")
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(tmp_path / "m")
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_weights_that_the_manifest_does_not_describe_have_no_identity(tmp_path: Path) -> None:
+def test_weights_that_differ_from_the_manifest_have_no_identity(tmp_path: Path) -> None:
     write_native(lively(CLASSIC), tmp_path / "m", shard_bytes_max=100_000)
     swap_weights(tmp_path / "m")
-    with pytest.raises(CheckpointError, match="not those that its manifest describes"):
+    with pytest.raises(CheckpointError, match="do not match the fingerprint in the manifest"):
         identify(open_native(tmp_path / "m"))
 
 
-def test_version_1_is_read_for_ever() -> None:
+def test_version_1_is_read() -> None:
     """golden/native-v1 was written once, by the first release, from GOLDEN_CONFIG."""
     checkpoint = open_checkpoint(GOLDEN)
     assert checkpoint.config == GOLDEN_CONFIG

@@ -1,4 +1,4 @@
-"""What is this directory? Each format is known by its signs, and refused by its name if unread."""
+"""Format detection: each format is recognized by its files, and unsupported ones by name."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.checkpoints.hf_models import model_of
 from tests.support.models import CLASSIC, lively
 
 
-def test_native_and_hugging_face_are_told_apart(tmp_path: Path) -> None:
+def test_native_and_hugging_face_are_distinguished(tmp_path: Path) -> None:
     write_native(lively(CLASSIC), tmp_path / "native")
     model_of("gpt2").save_pretrained(tmp_path / "hf")
     assert open_checkpoint(tmp_path / "native").format == "native"
@@ -24,22 +24,22 @@ def test_native_and_hugging_face_are_told_apart(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "hf" / "config.json").format == "huggingface"
 
 
-def test_the_package_opens_checkpoints_by_itself(tmp_path: Path) -> None:
+def test_the_package_exports_open_checkpoint(tmp_path: Path) -> None:
     write_native(lively(CLASSIC), tmp_path / "m")
     assert gpt.open_checkpoint(tmp_path / "m").config == CLASSIC
 
 
-def test_what_the_user_knows_better_overrides_the_config(tmp_path: Path) -> None:
+def test_user_fields_override_the_config(tmp_path: Path) -> None:
     write_native(lively(CLASSIC), tmp_path / "m")
     assert open_checkpoint(tmp_path / "m", {"activation": "gelu"}).config.activation == "gelu"
-    whole = CLASSIC.with_fields(layernorm_epsilon=1e-3)
-    assert open_checkpoint(tmp_path / "m", whole).config == whole
+    full_config = CLASSIC.with_fields(layernorm_epsilon=1e-3)
+    assert open_checkpoint(tmp_path / "m", full_config).config == full_config
     with pytest.raises(CheckpointError, match="unknown key 'activations'"):
         open_checkpoint(tmp_path / "m", {"activations": "gelu"})
 
 
-# A file that gives each format away, and what the refusal calls it.
-SIGNS = {
+# A file that identifies each format, and the format's name in the error.
+FORMAT_FILES = {
     "iter_0000100/metadata.json": "is a Megatron checkpoint root",
     "context/io.json": "is a NeMo 2.0 checkpoint",
     "global_step100/mp_rank_00_model_states.pt": "is a DeepSpeed checkpoint",
@@ -50,18 +50,18 @@ SIGNS = {
 }
 
 
-@pytest.mark.parametrize("sign", SIGNS)
-def test_a_format_without_a_reader_is_refused_by_its_name(sign: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", FORMAT_FILES)
+def test_formats_without_a_reader_are_refused_by_name(sign: str, tmp_path: Path) -> None:
     (tmp_path / sign).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / sign).write_bytes(b"")
     if sign.startswith("iter_"):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(CheckpointError, match=SIGNS[sign]) as caught:
+    with pytest.raises(CheckpointError, match=FORMAT_FILES[sign]) as caught:
         open_checkpoint(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "gpt.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"is a GGUF file, .* convert it to Hugging Face's"):
         open_checkpoint(tmp_path / "gpt.gguf")
@@ -81,18 +81,21 @@ def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("~nosuchuser/x", "~nosuchuser/x begins with a user who has no home here; give the path"),
+        (
+            "~nosuchuser/x",
+            "~nosuchuser/x begins with ~ and a user without a home directory; give an absolute",
+        ),
         ("/" + "a" * 256, "cannot read /a+: File name too long; give the directory of"),
         (__file__ + "/below", "does not exist; give the directory"),
     ],
 )
-def test_a_path_that_cannot_be_is_one_sentence(path: str, message: str) -> None:
+def test_invalid_path_is_a_checkpoint_error(path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(path)
     assert "\n" not in str(caught.value)
 
 
-def test_hugging_face_files_win_over_what_a_trainer_left_beside_them(tmp_path: Path) -> None:
+def test_hugging_face_files_have_precedence_over_trainer_files(tmp_path: Path) -> None:
     model_of("gpt2").save_pretrained(tmp_path)
     (tmp_path / "global_step10").mkdir()
     (tmp_path / "global_step10" / "mp_rank_00_model_states.pt").write_bytes(b"")

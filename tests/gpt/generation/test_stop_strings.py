@@ -1,4 +1,4 @@
-"""Text that is given out bit by bit is the whole text, and ends before a stop string."""
+"""Stop strings: streamed text equals the whole text, and ends before a stop string."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt.generation.stop_strings import CertainText
+from gpt.generation.stop_strings import StopStringDetokenizer
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 from tests.support.trained_tokenizers import sentencepiece_model
 
@@ -18,58 +18,61 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return open_tokenizer(file)
 
 
-def given_out(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[list[str], bool]:
-    text = CertainText(tokenizer, stops)
+def stream_text(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[list[str], bool]:
+    text = StopStringDetokenizer(tokenizer, stops)
     pieces = []
     for token in ids:
         pieces.append(text.push(token))
-        if text.stopped:
+        if text.is_stopped:
             break
-    return [*pieces, text.finish()], text.stopped
+    return [*pieces, text.finish()], text.is_stopped
 
 
 @given(
     ids=st.lists(st.integers(0, 599), max_size=30),
     stops=st.lists(st.text(" aeθ的.", min_size=1, max_size=3), max_size=3),
 )
-def test_the_pieces_are_the_text_up_to_the_first_stop(
+def test_streamed_pieces_join_to_the_text_before_the_first_stop(
     tokenizer: Tokenizer, ids: list[int], stops: list[str]
 ) -> None:
-    whole = tokenizer.decode(ids, started=True)
-    # The stop that is complete first; of those that are complete together, the longest.
-    ends = [(whole.find(stop) + len(stop), -len(stop)) for stop in stops if stop in whole]
+    full_text = tokenizer.decode(ids, continues_text=True)
+    # The stop that is complete first; among stops that are complete together, the longest.
+    stop_ends = [
+        (full_text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in full_text
+    ]
 
-    pieces, stopped = given_out(tokenizer, ids, stops)
+    pieces, stopped = stream_text(tokenizer, ids, stops)
 
-    assert "".join(pieces) == (whole[: sum(min(ends))] if ends else whole)
-    assert stopped == bool(ends)
+    assert "".join(pieces) == (full_text[: sum(min(stop_ends))] if stop_ends else full_text)
+    assert stopped == bool(stop_ends)
 
 
-def test_what_may_become_a_stop_is_held_back_until_it_is_decided() -> None:
+def test_possible_stop_prefixes_are_buffered() -> None:
     # The text of 1, 2, 3 is " 1 2 3".
-    assert given_out(NullTokenizer(10), [1, 2, 3], ["2 4"]) == ([" 1", " ", "2 3", ""], False)
-    assert given_out(NullTokenizer(10), [1, 2, 3], ["2 3"]) == ([" 1", " ", "", ""], True)
+    assert stream_text(NullTokenizer(10), [1, 2, 3], ["2 4"]) == ([" 1", " ", "2 3", ""], False)
+    assert stream_text(NullTokenizer(10), [1, 2, 3], ["2 3"]) == ([" 1", " ", "", ""], True)
 
 
-def test_which_stop_it_is_does_not_depend_on_how_tokens_cut_the_text() -> None:
-    # "2" is complete before "1 2 3" is, in whatever bits the text comes.
+def test_the_matching_stop_does_not_depend_on_tokenization() -> None:
+    # "2" is complete before "1 2 3" is, however the text is split.
     for ids in ([1, 2, 3, 4], [1, 2]):
-        pieces, stopped = given_out(NullTokenizer(10), ids, ["1 2 3", "2"])
+        pieces, stopped = stream_text(NullTokenizer(10), ids, ["1 2 3", "2"])
         assert ("".join(pieces), stopped) == (" 1 ", True)
 
 
-def test_many_long_stops_that_nearly_match_cost_little() -> None:
+def test_many_near_matches_are_fast() -> None:
     stops = [" 1" * 127 + f" {end}" for end in range(2, 10)] * 2
     took = []
     for _ in range(3):
-        text, started = CertainText(NullTokenizer(10), stops), time.process_time()
-        given = "".join(text.push(1) for _ in range(2000)) + text.finish()
+        text = StopStringDetokenizer(NullTokenizer(10), stops)
+        started = time.process_time()
+        streamed = "".join(text.push(1) for _ in range(2000)) + text.finish()
         took.append(time.process_time() - started)
-        assert given == " 1" * 2000
+        assert streamed == " 1" * 2000
     assert min(took) < 0.5
 
 
-def test_half_a_character_is_never_given_out(tokenizer: Tokenizer) -> None:
+def test_incomplete_characters_are_not_streamed(tokenizer: Tokenizer) -> None:
     for text in ("的", "☃ snow", "a😀b"):
-        pieces, _ = given_out(tokenizer, tokenizer.encode(text), [])
+        pieces, _ = stream_text(tokenizer, tokenizer.encode(text), [])
         assert "\ufffd" not in "".join(pieces)

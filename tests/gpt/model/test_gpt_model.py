@@ -1,4 +1,4 @@
-"""The model: its parameters are the table's, its cache changes nothing, its one seam is exact."""
+"""The GPT model: parameters, KV cache, virtual tokens, dropout and configuration checks."""
 
 import pytest
 import torch
@@ -6,34 +6,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.attention.kv_cache import KVPool
-from gpt.batch import Batch, Dropout
+from gpt.batch import Batch
 from gpt.config import GPTConfig
+from gpt.dropout import Dropout
 from gpt.errors import ConfigError
 from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
-from gpt.parallel.sharding import parameters
-from gpt.sampling_params import Sampling
+from gpt.parallel.weight_sharding import parameter_specs
+from gpt.sampling_params import SamplingParams
 from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build, recompute_greedy
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_model_holds_exactly_the_tables_parameters(name: str) -> None:
+def test_the_model_has_exactly_the_parameters_of_the_table(name: str) -> None:
     model = GPT(CONFIGS[name], device="meta")
-    held = {key: tuple(value.shape) for key, value in model.named_parameters()}
-    assert held == {p.name: p.shape for p in parameters(CONFIGS[name]).values()}
+    shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    assert shapes == {p.name: p.shape for p in parameter_specs(CONFIGS[name]).values()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_spread_enough_to_decide_tests(name: str) -> None:
+def test_logits_of_test_models_have_a_standard_deviation_of_5(name: str) -> None:
     ids = torch.arange(24).view(2, 12)
     assert build(CONFIGS[name]).logits(ids).std() >= 5
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sixteen_greedy_tokens_through_the_cache_equal_full_recomputation(name: str) -> None:
+def test_greedy_tokens_through_the_cache_equal_full_recomputation(name: str) -> None:
     model = build(CONFIGS[name])
     prompts = [[5, 6, 7], [1], list(range(30, 50))]
-    completions = generate(model, prompts, Sampling(max_new_tokens=16))
+    completions = generate(model, prompts, SamplingParams(max_new_tokens=16))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.token_ids == recompute_greedy(model, prompt, 16).tokens
 
@@ -44,7 +45,7 @@ def test_sixteen_greedy_tokens_through_the_cache_equal_full_recomputation(name: 
     st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=20), min_size=1, max_size=4),
     st.lists(st.integers(1, 7), min_size=1, max_size=20),
 )
-def test_prefill_in_any_chunks_gives_the_logits_of_the_whole(
+def test_chunked_prefill_gives_the_logits_of_the_full_prompt(
     name: str, prompts: list[list[int]], chunks: list[int]
 ) -> None:
     config = CONFIGS[name]
@@ -58,65 +59,65 @@ def test_prefill_in_any_chunks_gives_the_logits_of_the_whole(
             break
         pieces = [prompts[row][past[row] : past[row] + size] for row in rows]
         lengths = [len(piece) for piece in pieces]
-        past_of = [past[row] for row in rows]
-        batch = Batch.paged(lengths, past_of, tables[rows], pool.block_tokens)
+        row_past = [past[row] for row in rows]
+        batch = Batch.paged(lengths, row_past, tables[rows], pool.block_tokens)
         with torch.inference_mode():
             logits = model(torch.tensor([t for piece in pieces for t in piece]), batch, pool)
-        for row, line, length in zip(rows, logits.split(lengths), lengths, strict=True):
+        for row, chunk_logits, length in zip(rows, logits.split(lengths), lengths, strict=True):
             past[row] += length
-            whole = model.logits(torch.tensor([prompts[row][: past[row]]]))[0, -length:]
-            assert (line - whole).abs().max() <= 1e-10
+            want = model.logits(torch.tensor([prompts[row][: past[row]]]))[0, -length:]
+            assert (chunk_logits - want).abs().max() <= 1e-10
 
 
-def test_virtual_tokens_made_of_embedding_rows_are_the_tokens_themselves() -> None:
+def test_virtual_tokens_with_token_embeddings_equal_the_tokens() -> None:
     for config in CONFIGS.values():
         model = build(config)
         assert model.embedding is not None
         text = [9, 8, 7, 6, 5]
-        table = model.embedding.rows[torch.tensor([8, 6])]
+        table = model.embedding.weight_shard[torch.tensor([8, 6])]
         virtual = [9, config.vocab_size, 7, config.vocab_size + 1, 5]
         assert torch.equal(
             model.logits(torch.tensor([text])), model.logits(torch.tensor([virtual]), table)
         )
 
 
-def test_any_mix_of_adapters_in_a_batch_answers_as_each_alone() -> None:
+def test_mixed_adapters_in_a_batch_equal_each_alone() -> None:
     model = build(MODERN)
     table = torch.randn(6, MODERN.hidden_size, dtype=torch.float64)
     v = MODERN.vocab_size
     prompts = [[v, v + 1, 5, 6], [5, 6], [v + 2, 5, v + 3, v + 4], [v + 5, 5, 6]]
-    together = generate(model, prompts, Sampling(max_new_tokens=8), table=table)
+    together = generate(model, prompts, SamplingParams(max_new_tokens=8), adapter_table=table)
     for prompt, completion in zip(prompts, together, strict=True):
-        alone = generate(model, [prompt], Sampling(max_new_tokens=8), table=table)[0]
+        alone = generate(model, [prompt], SamplingParams(max_new_tokens=8), adapter_table=table)[0]
         assert completion.token_ids == alone.token_ids
         assert completion.token_ids == recompute_greedy(model, prompt, 8, table).tokens
 
 
 def test_dropout_keeps_the_mean_and_differs_by_seed_and_site_only() -> None:
     like = torch.zeros(1)
-    keep = Dropout(1).keep((200, 200), 0.1, (0, 1), like)
+    keep = Dropout(1).keep_mask((200, 200), 0.1, (0, 1), like)
     assert abs(keep.float().mean().item() - 0.9) < 0.01
-    assert torch.equal(keep, Dropout(1).keep((200, 200), 0.1, (0, 1), like))
-    assert not torch.equal(keep, Dropout(2).keep((200, 200), 0.1, (0, 1), like))
-    assert not torch.equal(keep, Dropout(1).keep((200, 200), 0.1, (1, 0), like))
+    assert torch.equal(keep, Dropout(1).keep_mask((200, 200), 0.1, (0, 1), like))
+    assert not torch.equal(keep, Dropout(2).keep_mask((200, 200), 0.1, (0, 1), like))
+    assert not torch.equal(keep, Dropout(1).keep_mask((200, 200), 0.1, (1, 0), like))
 
 
-def test_bf16_stays_near_fp64() -> None:
+def test_bf16_logits_are_close_to_fp64() -> None:
     ids = torch.arange(24).view(2, 12)
     for config in (CLASSIC, MODERN, EXPERTS):
         exact = build(config).logits(ids)
-        narrow = build(config, dtype=torch.bfloat16).logits(ids)
-        assert narrow.dtype == torch.float32
-        # bf16 has 8 bits: an error of a tenth of the spread would be a wrong formula.
-        assert (narrow - exact).std() < 0.1 * exact.std()
+        bf16_logits = build(config, dtype=torch.bfloat16).logits(ids)
+        assert bf16_logits.dtype == torch.float32
+        # bf16 has 8 bits: an error of a tenth of the standard deviation would show a wrong formula.
+        assert (bf16_logits - exact).std() < 0.1 * exact.std()
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0; it must be a whole number of at least 1"),
         ({"num_layers": 10**400}, "num_layers is a huge number; it must be a whole number"),
-        ({"num_layers": 10**9}, "num_layers is 1000000000; at most 65535 can be"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000; it must be at most 65535"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"hidden_size": -4}, "hidden_size is -4; it must be a whole number of at least 0"),
         ({"qkv_bias": "x"}, "qkv_bias is 'x'; it must be true or false"),
@@ -134,22 +135,26 @@ def test_bf16_stays_near_fp64() -> None:
         ({"rope_scaling": {"kind": "linear", "factor": 0}}, "rope_scaling has factor 0"),
         ({"rope_scaling": {"kind": "linear", "factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": {"kind": "linear"}}, "rope_scaling: .*factor"),
-        ({"activation": "tanh"}, "activation is 'tanh'; known are: gelu, gelu_tanh, silu, relu2"),
+        (
+            {"activation": "tanh"},
+            "activation is 'tanh'; choose one of: gelu, gelu_tanh, silu, relu2",
+        ),
         ({"num_query_groups": 3}, "4 attention heads do not divide into 3 query groups"),
         ({"rotary_percent": 1.5}, r"rotary_percent is 1.5; it must be in \(0, 1\]"),
         ({"window_size": 0}, "window_size is 0"),
-        ({"num_experts": 2, "moe_layers": [True]}, "moe_layers names 1 layers, the model has 5"),
+        (
+            {"num_experts": 2, "moe_layers": [True]},
+            "moe_layers has 1 entries; .* one for each of the 5 layers",
+        ),
         ({"moe_layers": (True,) * 5}, "moe_router_topk is 2; with 0 experts"),
         ({"nun_layers": 3}, "unknown key 'nun_layers'"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_by_its_field(
-    change: dict[str, object], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_an_invalid_config_is_refused_by_field(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GPTConfig.from_dict(CLASSIC.to_dict() | change)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_survives_its_dictionary(name: str) -> None:
+def test_a_config_round_trips_through_a_dictionary(name: str) -> None:
     assert GPTConfig.from_dict(CONFIGS[name].to_dict()) == CONFIGS[name]

@@ -1,4 +1,4 @@
-"""Each rank reads its own part of the model into place, and nothing else."""
+"""Each rank reads only its own shards, directly into the model's memory."""
 
 import json
 import shutil
@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 
 import gpt
 from checkpoints_tools.conversion.convert import write_native
-from gpt.checkpoint.logical_tensor import in_memory
+from gpt.checkpoint.logical_tensor import checkpoint_from_tensors
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.registry import open_checkpoint
-from gpt.model.loading import device_of, load, load_model
+from gpt.model.loading import load, load_model, parse_device
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import parameters, part, stage_layers
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import parameter_specs, shard_spec
 from tests.support.checkpoints.hf_models import edit_json, model_of
 from tests.support.models import CLASSIC, CONFIGS, MODERN, lively
 
@@ -26,73 +27,79 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (2, 3)])
-def test_every_rank_holds_its_part_of_every_parameter_of_its_stage(
+def test_every_rank_loads_its_shards_of_the_parameters_of_its_stage(
     name: str, tp: int, pp: int
 ) -> None:
     source = lively(CONFIGS[name])
-    table, stages = parameters(source.config), stage_layers(source.config.num_layers, pp)
+    table, stages = parameter_specs(source.config), stage_layers(source.config.num_layers, pp)
     for rank in range(tp * pp):
         mesh = Mesh(CPU, tp=tp, pp=pp, rank=rank)
         model = load_model(source, mesh)
         assert model.layers == stages[mesh.pp_rank][0]
-        for key, value in model.named_parameters():
-            held, full = part(table[key], source.config, mesh.tp_rank, tp), source.read(key)
-            rows = [full.narrow(held.dim, a, b - a) for a, b in held.ranges]
-            cut = torch.cat(rows, dim=held.dim)
-            filled = cut.shape[held.dim]
-            assert torch.equal(value.narrow(held.dim, 0, filled), cut)
-            assert not value.narrow(held.dim, filled, held.size - filled).any()
+        for key, parameter in model.named_parameters():
+            spec = shard_spec(table[key], source.config, mesh.tp_rank, tp)
+            full = source.read(key)
+            pieces = [full.narrow(spec.dim, start, end - start) for start, end in spec.ranges]
+            shard = torch.cat(pieces, dim=spec.dim)
+            size = shard.shape[spec.dim]
+            assert torch.equal(parameter.narrow(spec.dim, 0, size), shard)
+            padding = parameter.narrow(spec.dim, size, spec.size - size)
+            assert not padding.any()
 
 
-def test_a_model_is_loaded_as_stored_or_as_asked(tmp_path: Path) -> None:
+def test_a_model_is_loaded_in_its_own_dtype_or_in_the_requested_dtype(tmp_path: Path) -> None:
     write_native(lively(MODERN.with_fields(dtype="bfloat16")), tmp_path / "m")
-    assert {value.dtype for value in gpt.load(tmp_path / "m").parameters()} == {torch.bfloat16}
-    wide = load(tmp_path / "m", dtype="float64", config={"rotary_base": 500.0})
-    assert {value.dtype for value in wide.parameters()} == {torch.float64}
-    assert wide.config.rotary_base == 500.0
-    assert not any(value.requires_grad for value in wide.parameters())
-    with pytest.raises(ConfigError, match="dtype is 'int4'; known are: float64"):
+    assert {parameter.dtype for parameter in gpt.load(tmp_path / "m").parameters()} == {
+        torch.bfloat16
+    }
+    fp64_model = load(tmp_path / "m", dtype="float64", config={"rotary_base": 500.0})
+    assert {parameter.dtype for parameter in fp64_model.parameters()} == {torch.float64}
+    assert fp64_model.config.rotary_base == 500.0
+    assert not any(parameter.requires_grad for parameter in fp64_model.parameters())
+    with pytest.raises(ConfigError, match="dtype is 'int4'; choose one of: float64"):
         load(tmp_path / "m", dtype="int4")
-    with pytest.raises(ConfigError, match=r"dtype is 'torch\.int8'; known are: float64"):
+    with pytest.raises(ConfigError, match=r"dtype is 'torch\.int8'; choose one of: float64"):
         load(tmp_path / "m", dtype=torch.int8)
 
 
-def test_a_device_that_is_unknown_or_absent_is_refused_before_anything_is_read() -> None:
-    for device, sentence in (
-        ("meta", "device is 'meta'; known are: cpu, cuda, cuda:N"),
-        ("gpu", "device 'gpu' cannot be used"),
-        ("cuda:99", "device 'cuda:99' cannot be used"),
+def test_an_unavailable_device_is_refused_before_reading() -> None:
+    for device, message in (
+        ("meta", "device is 'meta'; choose one of: cpu, cuda, cuda:N"),
+        ("gpu", "device 'gpu' is unavailable"),
+        ("cuda:99", "device 'cuda:99' is unavailable"),
     ):
-        with pytest.raises(ConfigError, match=sentence):
+        with pytest.raises(ConfigError, match=message):
             load("nowhere", device)
-    assert device_of("cpu") == device_of(CPU) == CPU
+    assert parse_device("cpu") == parse_device(CPU) == CPU
 
 
-def test_heads_that_tensor_parallel_does_not_divide_are_refused(tmp_path: Path) -> None:
+def test_tensor_parallel_sizes_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
     write_native(lively(MODERN), tmp_path / "m")
     with pytest.raises(ConfigError, match=r"tensor parallel 3 does not divide .* --tp can be 1, 2"):
         load_model(open_checkpoint(tmp_path / "m"), Mesh(CPU, tp=3))
 
 
-def test_a_bad_checkpoint_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    # A config of a model far larger than this machine: allocating it would fail otherwise.
+def test_a_contradictory_checkpoint_is_refused_before_allocating(tmp_path: Path) -> None:
+    # The model of this config is far larger than the memory of the machine.
     model_of("llama, multi-head").save_pretrained(tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "large")
-    edit_json(tmp_path / "large" / "config.json", lambda r: r.update(intermediate_size=1 << 30))
+    edit_json(
+        tmp_path / "large" / "config.json", lambda config: config.update(intermediate_size=1 << 30)
+    )
     with pytest.raises(CheckpointError, match="the weights disagree"):
         load(tmp_path / "large")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(value: float) -> None:
+@pytest.mark.parametrize("element", [float("nan"), float("inf")])
+def test_non_finite_weights_are_refused_by_tensor_name(element: float) -> None:
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
-    tensors = {key: lively(CLASSIC).read(key) for key in parameters(CLASSIC)}
-    tensors[name][3, 5] = value
+    tensors = {key: lively(CLASSIC).read(key) for key in parameter_specs(CLASSIC)}
+    tensors[name][3, 5] = element
     with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite"):
-        load_model(in_memory(CLASSIC, tensors), Mesh.single())
+        load_model(checkpoint_from_tensors(CLASSIC, tensors), Mesh.single())
 
 
-def test_a_model_outlives_its_files(tmp_path: Path) -> None:
+def test_a_loaded_model_does_not_need_its_files(tmp_path: Path) -> None:
     write_native(lively(MODERN), tmp_path / "m")
     model = load(tmp_path / "m")
     ids = torch.arange(12).view(1, 12)
@@ -101,23 +108,23 @@ def test_a_model_outlives_its_files(tmp_path: Path) -> None:
     assert torch.equal(model.logits(ids), before)
 
 
-RANK = """
+LOADER_OF_RANK = """
 import sys, time, torch
 from gpt.formats.registry import open_checkpoint
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from tests.support.process_memory import Peak, anonymous_bytes
+from tests.support.process_memory import PeakMemory, anonymous_bytes
 torch.set_num_threads(1)
 idle = anonymous_bytes()
-with Peak() as peak:
+with PeakMemory() as peak:
     mesh = Mesh(torch.device("cpu"), tp=2, rank=int(sys.argv[2]))
     start = time.monotonic()
     model = load_model(open_checkpoint(sys.argv[1]), mesh)
-share = sum(value.nbytes for value in model.parameters())
-print(peak.bytes - idle, share, int(1000 * (time.monotonic() - start)))
+shard_bytes = sum(parameter.nbytes for parameter in model.parameters())
+print(peak.bytes - idle, shard_bytes, int(1000 * (time.monotonic() - start)))
 """
 
-LARGE = {
+LARGE_CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 18,
     "hidden_size": 2048,
@@ -129,8 +136,8 @@ LARGE = {
 }
 
 
-def write_large(folder: Path) -> int:
-    """A Llama of 2 GB, a shard for each layer; the bytes written."""
+def write_large_checkpoint(folder: Path) -> int:
+    """Write a Llama of 2 GB with a file for each layer; return the bytes written."""
     h, f = 2048, 5632
     shapes = {"q": (h, h), "k": (h // 4, h), "v": (h // 4, h), "o": (h, h)}
     layer = {f"self_attn.{key}_proj": shape for key, shape in shapes.items()}
@@ -141,37 +148,37 @@ def write_large(folder: Path) -> int:
     for n in range(18):
         names = {**layer, **dict.fromkeys(norms, (h,))}
         shards.append({f"model.layers.{n}.{name}.weight": names[name] for name in names})
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(
             {key: torch.full(shape, 0.5).bfloat16() for key, shape in shard.items()}, folder / file
         )
-        places |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    (folder / "config.json").write_text(json.dumps(LARGE))
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(LARGE_CONFIG))
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 @pytest.mark.slow
-def test_two_ranks_load_two_gigabytes_in_the_memory_of_their_shares(tmp_path: Path) -> None:
+def test_the_peak_memory_of_a_rank_is_the_size_of_its_shards(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 6 << 30:
         pytest.skip("needs 6 GB of disk")
     large = tmp_path / "large"
     large.mkdir()
     try:
-        assert write_large(large) > 1.9e9
-        command = [sys.executable, "-c", RANK, str(large)]
+        assert write_large_checkpoint(large) > 1.9e9
+        command = [sys.executable, "-c", LOADER_OF_RANK, str(large)]
         root = Path(__file__).resolve().parents[3]
-        ranks = [
+        processes = [
             subprocess.Popen([*command, str(rank)], cwd=root, stdout=subprocess.PIPE, text=True)
             for rank in range(2)
         ]
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=300)
-            peak, share, ms = map(int, output.split())
-            print(f"{peak / 1e6:.0f} MB above idle for {share / 1e6:.0f} MB, in {ms} ms")
-            assert share > 0.9e9
-            assert peak <= share + 300e6
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            peak, shard_bytes, ms = map(int, output.split())
+            print(f"{peak / 1e6:.0f} MB above idle for {shard_bytes / 1e6:.0f} MB, in {ms} ms")
+            assert shard_bytes > 0.9e9
+            assert peak <= shard_bytes + 300e6
     finally:
         shutil.rmtree(large)

@@ -1,4 +1,4 @@
-"""Small sums go through shared memory where all ranks have it, large ones and others do not."""
+"""Symmetric-memory all-reduce: selection of kernels, and the fallback to the process group."""
 
 import logging
 from dataclasses import dataclass, field
@@ -10,121 +10,137 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.parallel import symmetric_memory
-from gpt.parallel.mesh import Mesh, leave, reduced, total
-from gpt.parallel.symmetric_memory import BUFFER_BYTES, KIB, Shared, quicken, way
+from gpt.parallel.collectives import all_reduce_no_grad
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.symmetric_memory import (
+    BUFFER_BYTES,
+    KIB,
+    SymmetricBuffer,
+    algorithm,
+    use_symmetric_memory,
+)
+from gpt.parallel.tensor_parallel import all_reduce, from_row_parallel
 from tests.support.models import MODERN, build
 from tests.support.ranks import ranks
 
 
 @pytest.mark.parametrize("multicast", [False, True])
 @pytest.mark.parametrize("ranks_count", [2, 4, 8])
-def test_small_sums_are_read_at_once_and_larger_ones_shared_out(
+def test_small_sums_use_one_shot_and_larger_ones_two_shot(
     ranks_count: int, multicast: bool
 ) -> None:
-    def how(count_bytes: int) -> str | None:
-        return way(count_bytes, ranks_count, multicast=multicast)
+    def algorithm_for(count_bytes: int) -> str | None:
+        return algorithm(count_bytes, ranks_count, multicast=multicast)
 
-    assert how(8 * KIB) == "one_shot"  # A token of hidden size 4096 in bf16.
-    shared = "multimem" if multicast else "two_shot"
-    assert how(BUFFER_BYTES) == ("one_shot" if ranks_count == 2 else shared)
-    assert how(BUFFER_BYTES + 16) is None
+    assert algorithm_for(8 * KIB) == "one_shot"  # A token of hidden size 4096 in bf16.
+    large_algorithm = "multimem" if multicast else "two_shot"
+    assert algorithm_for(BUFFER_BYTES) == ("one_shot" if ranks_count == 2 else large_algorithm)
+    assert algorithm_for(BUFFER_BYTES + 16) is None
 
 
 @pytest.mark.parametrize("ranks_count", [1, 3, 5, 6, 7, 16])
-def test_other_numbers_of_ranks_are_left_to_the_group(ranks_count: int) -> None:
-    assert way(8 * KIB, ranks_count, multicast=True) is None
+def test_other_numbers_of_ranks_use_the_group(ranks_count: int) -> None:
+    assert algorithm(8 * KIB, ranks_count, multicast=True) is None
 
 
 @pytest.mark.parametrize("count_bytes", [0, 8, 8 * KIB + 2])
-def test_what_kernels_cannot_move_in_one_piece_is_left_to_the_group(count_bytes: int) -> None:
-    assert way(count_bytes, 2, multicast=False) is None
+def test_unaligned_sizes_use_the_group(count_bytes: int) -> None:
+    assert algorithm(count_bytes, 2, multicast=False) is None
 
 
 @dataclass
 class Kernels:
-    """As torch.ops.symm_mem has them, through the group; `wrong` is added to what they make."""
+    """The API of torch.ops.symm_mem, by the process group; `wrong` is added to results."""
 
     wrong: float = 0.0
-    asked: list[str] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)
 
-    def one_shot_all_reduce_copy(self, held: Tensor, x: Tensor, op: str, group: str) -> Tensor:
-        assert held.shape == x.shape and held.dtype == x.dtype and op == "sum" and group == "ours"
+    def one_shot_all_reduce_copy(self, buffer: Tensor, x: Tensor, op: str, group: str) -> Tensor:
+        assert (
+            buffer.shape == x.shape and buffer.dtype == x.dtype and op == "sum" and group == "ours"
+        )
         return self._sum("one_shot", x)
 
-    def two_shot_all_reduce_out(self, held: Tensor, op: str, group: str, out: Tensor) -> Tensor:
+    def two_shot_all_reduce_out(self, buffer: Tensor, op: str, group: str, out: Tensor) -> Tensor:
         assert op == "sum" and group == "ours"
-        return out.copy_(self._sum("two_shot", held))
+        return out.copy_(self._sum("two_shot", buffer))
 
-    def multimem_all_reduce_(self, held: Tensor, op: str, group: str) -> Tensor:
+    def multimem_all_reduce_(self, buffer: Tensor, op: str, group: str) -> Tensor:
         assert op == "sum" and group == "ours"
-        return held.copy_(self._sum("multimem", held))
+        return buffer.copy_(self._sum("multimem", buffer))
 
     def _sum(self, name: str, x: Tensor) -> Tensor:
-        self.asked.append(name)
+        self.called.append(name)
         y = x.clone()
         dist.all_reduce(y)
         return y + self.wrong
 
 
-def opened(kernels: Kernels, *, multicast: bool = False) -> Any:
+def fake_buffer(kernels: Kernels, *, multicast: bool = False) -> Any:
     buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-    return lambda mesh: Shared(buffer, multicast, "ours", kernels)
+    return lambda mesh: SymmetricBuffer(buffer, multicast, "ours", kernels)
 
 
-def summing(rank: int) -> list[str]:
-    """Sums of some sizes and dtypes, and a model's; what was asked of the kernels for them."""
+def run_all_reduces(rank: int) -> list[str]:
+    """All-reduces of some sizes and dtypes, and of a model; returns the called kernels."""
     plain = Mesh.create(2, 1)
     kernels = Kernels()
-    mesh = quicken(plain, opened(kernels))
-    assert mesh.sums is not None and quicken(Mesh.single()).sums is None
-    tried, kernels.asked[:] = list(kernels.asked), []
-    for function in (leave, total):
+    mesh = use_symmetric_memory(plain, fake_buffer(kernels))
+    assert (
+        mesh.symmetric_all_reduce is not None
+        and use_symmetric_memory(Mesh.single()).symmetric_all_reduce is None
+    )
+    called_first = list(kernels.called)
+    kernels.called.clear()
+    for function in (from_row_parallel, all_reduce):
         for dtype, shape in ((torch.bfloat16, (3, 8)), (torch.float32, (1, 4))):
             x = torch.randn(shape).to(dtype)
             assert torch.equal(function(x, mesh), function(x, plain))
-        assert kernels.asked == ["one_shot"] * 2
-        kernels.asked.clear()
-        # Another dtype, an odd size, more than there is room for, and no sum.
+        assert kernels.called == ["one_shot"] * 2
+        kernels.called.clear()
+        # Another dtype, an odd size, one beyond the buffer, and another reduction.
         for x in (torch.ones(4, 4).double(), torch.ones(3), torch.ones(BUFFER_BYTES // 4 + 4)):
             assert bool((function(x, mesh) == 2).all())
-    assert float(reduced(torch.full((4,), rank + 1.0), mesh, dist.ReduceOp.MAX).max()) == 2
-    assert kernels.asked == []
+    assert (
+        float(all_reduce_no_grad(torch.full((4,), rank + 1.0), mesh, dist.ReduceOp.MAX).max()) == 2
+    )
+    assert kernels.called == []
     ids = torch.arange(2, 26).view(2, 12)
     want = build(MODERN, plain, dtype=torch.float32).logits(ids)
     assert torch.equal(build(MODERN, mesh, dtype=torch.float32).logits(ids), want)
     # The embedding, and twice in each layer.
-    assert kernels.asked == ["one_shot"] * (1 + 2 * MODERN.num_layers)
-    return tried
+    assert kernels.called == ["one_shot"] * (1 + 2 * MODERN.num_layers)
+    return called_first
 
 
-def test_a_models_sums_go_through_shared_memory() -> None:
-    for tried in ranks(2, summing):
-        assert tried == ["one_shot", "one_shot", "two_shot", "two_shot"]
+def test_a_model_uses_symmetric_memory() -> None:
+    for called in ranks(2, run_all_reduces):
+        assert called == ["one_shot", "one_shot", "two_shot", "two_shot"]
 
 
-def sharing_out(rank: int) -> list[str]:
-    """With the table of four ranks, whose larger sums are shared out."""
+def run_large_all_reduces(rank: int) -> list[str]:
+    """With the thresholds of four ranks, whose larger all-reduces use two-shot."""
     kernels = Kernels()
     symmetric_memory.ONE_SHOT_BYTES_MAX = {2: 64}
-    asked = []
+    called = []
     for multicast in (False, True):
-        mesh = quicken(Mesh.create(2, 1), opened(kernels, multicast=multicast))
-        kernels.asked.clear()
+        mesh = use_symmetric_memory(Mesh.create(2, 1), fake_buffer(kernels, multicast=multicast))
+        kernels.called.clear()
         x = torch.randn(5, 64)
-        assert torch.equal(total(x, mesh), total(x, Mesh.create(2, 1)))
-        asked += kernels.asked
-        # What came of it is nobody else's memory.
-        y = total(torch.ones(5, 64), mesh)
-        total(torch.zeros(5, 64), mesh)
+        assert torch.equal(all_reduce(x, mesh), all_reduce(x, Mesh.create(2, 1)))
+        called += kernels.called
+        # The result is not in shared memory.
+        y = all_reduce(torch.ones(5, 64), mesh)
+        all_reduce(torch.zeros(5, 64), mesh)
         assert bool((y == 2).all())
-    return asked
+    return called
 
 
-def test_larger_sums_are_added_by_shares_or_by_the_switch() -> None:
-    assert ranks(2, sharing_out) == [["two_shot", "multimem"]] * 2
+def test_larger_sums_use_two_shot_or_multimem() -> None:
+    assert ranks(2, run_large_all_reduces) == [["two_shot", "multimem"]] * 2
 
 
-class Heard(logging.Handler):
+class MessageHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
@@ -133,31 +149,43 @@ class Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def failing(rank: int) -> list[str]:
-    """Whatever fails on one rank, both go on with the group's own sums; what each says of it."""
-    mesh, heard = Mesh.create(2, 1), Heard()
-    symmetric_memory.log.addHandler(heard)
+def run_with_failures(rank: int) -> list[str]:
+    """With a failure on one rank, both use the process group; returns the logged messages."""
+    mesh = Mesh.create(2, 1)
+    handler = MessageHandler()
+    symmetric_memory.log.addHandler(handler)
     symmetric_memory.log.setLevel(logging.INFO)
 
-    def one_cannot(mesh: Mesh) -> Shared:
+    def fail_on_rank_1(mesh: Mesh) -> SymmetricBuffer:
         if mesh.rank == 1:
             raise RuntimeError("no peer access\nand a stack")
-        shared: Shared = opened(Kernels())(mesh)
-        return shared
+        symmetric_buffer: SymmetricBuffer = fake_buffer(Kernels())(mesh)
+        return symmetric_buffer
 
-    for open_shared in (one_cannot, opened(Kernels(wrong=float(rank))), Shared.open):
-        assert quicken(mesh, open_shared) is mesh
-    assert bool((total(torch.ones(4), mesh) == 2).all())
-    return heard.messages
+    for open_shared in (
+        fail_on_rank_1,
+        fake_buffer(Kernels(wrong=float(rank))),
+        SymmetricBuffer.open,
+    ):
+        assert use_symmetric_memory(mesh, open_shared) is mesh
+    assert bool((all_reduce(torch.ones(4), mesh) == 2).all())
+    return handler.messages
 
 
-def test_what_fails_on_one_rank_is_left_to_the_group_on_all() -> None:
-    reasons = [[line.partition(" reason=")[2] for line in said] for said in ranks(2, failing)]
+def test_a_failure_on_one_rank_disables_it_on_all() -> None:
+    reasons = [
+        [line.partition(" reason=")[2] for line in messages]
+        for messages in ranks(2, run_with_failures)
+    ]
     assert reasons == [
-        ["'another rank cannot'", "'another rank cannot'", "'their device is cpu'"],
+        [
+            "'symmetric memory failed on another rank'",
+            "'symmetric memory failed on another rank'",
+            "'the device is cpu'",
+        ],
         [
             "'RuntimeError: no peer access'",
             "'one_shot sums of bfloat16 are wrong'",
-            "'their device is cpu'",
+            "'the device is cpu'",
         ],
     ]

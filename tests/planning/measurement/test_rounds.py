@@ -1,4 +1,4 @@
-"""`--measure`: candidates run for real, against each other, and what becomes of the plan."""
+"""Measurement rounds of `--measure`: order of the runs, journal, re-ranking, and failures."""
 
 import json
 import os
@@ -13,25 +13,26 @@ from typing import Any
 
 import pytest
 
-from gpt.child_processes import child_environment
+from gpt.child_processes import BOOTSTRAP_CODE, child_environment
 from gpt.errors import ConfigError
-from planning.measurement.child_command import BOOT, ChildError, child
-from planning.measurement.rounds import JOURNAL, TrialError, measure
-from planning.plan import Axis, Plan, Row, Trust
+from planning.measurement.child_command import ChildError, run_child
+from planning.measurement.rounds import JOURNAL_NAME, TrialError, measure_plan
+from planning.plan import Axis, Confidence, Plan, Row
+from tests.support.servers import WAIT_S, eventually
 
-# All near to each other, so that each of them may be the best.
+# Close to each other, so that each may be the best.
 CLOSE = {size: 9000 + 100.0 * size + (150 if size == 6 else 0) for size in range(1, 9)}
-SLEEP = ["timeit", "-n1", "-r1", "import time; time.sleep(60)"]
+SLEEP = ["timeit", "-n1", "-r1", "import time; time.sleep(600)"]
 
 
 @dataclass
-class Scripted:
-    """A trial whose candidates do what they are told: their speed by size, or an end."""
+class ScriptedTrial:
+    """A trial with scripted candidates: a speed for each size, or a failure."""
 
     speeds: Mapping[int, float]
     identity: Mapping[str, Any] = field(default_factory=lambda: {"of": "a test"})
     efforts: Sequence[int] = (5, 20, 50)
-    most_ms: float = 1e9
+    itl_ms_max: float = 1e9
     ran: list[tuple[int, int]] = field(default_factory=list)
     at: Callable[[int], None] = lambda count: None
 
@@ -46,128 +47,143 @@ class Scripted:
     def score(self, figures: Mapping[str, float]) -> float:
         return figures["tokens_per_s"]
 
-    def broken(self, figures: Mapping[str, float]) -> str:
-        return "itl" if figures["itl_ms_p95"] > self.most_ms else ""
+    def violated_limit(self, figures: Mapping[str, float]) -> str:
+        return "itl" if figures["itl_ms_p95"] > self.itl_ms_max else ""
 
-    def settle(self, plan: Plan, best: Row | None) -> Plan:
+    def finalize_plan(self, plan: Plan, best: Row | None) -> Plan:
         return replace(plan, settings_yaml="" if best is None else best.name)
 
 
-def plan(count: int = 8, *, least: float = 0.0, **others: Row) -> Plan:
-    """Larger is predicted to be faster; ten times as fast as it will turn out to be."""
+def plan(count: int = 8, *, tokens_per_s_min: float = 0.0, **extra_rows: Row) -> Plan:
+    """A plan that predicts larger sizes to be faster, at ten times the scripted speed."""
     rows = [
         Row(
             f"size {size}",
             "best" if size == count else "fits",
             {"size": size},
-            {"tokens_per_s": 10 * least + 1000.0 * size, "itl_ms_p95": 10.0 * size},
-            trust=Trust("calibrated", 0.1),
+            {"tokens_per_s": 10 * tokens_per_s_min + 1000.0 * size, "itl_ms_p95": 10.0 * size},
+            confidence=Confidence("calibrated", 0.1),
         )
         for size in range(count, 0, -1)
     ]
-    rows = [others.get(f"size_{row.settings['size']}", row) for row in rows]
+    rows = [extra_rows.get(f"size_{row.settings['size']}", row) for row in rows]
     axes = Axis("itl_ms_p95", "ITL", "low"), Axis("tokens_per_s", "tokens/s", "high")
     return Plan("serving", [], "", rows, *axes)
 
 
-def quiet(line: str) -> None:
+def ignore_message(line: str) -> None:
     pass
 
 
-def test_the_better_ones_run_again_for_longer(tmp_path: Path) -> None:
-    trial = Scripted(CLOSE)
-    made = measure(plan(least=9000), trial, tmp_path, 6, quiet)
-    rounds = [[size for size, effort in trial.ran if effort == one] for one in trial.efforts]
+def test_best_candidates_run_again_for_longer(tmp_path: Path) -> None:
+    trial = ScriptedTrial(CLOSE)
+    measured = measure_plan(plan(tokens_per_s_min=9000), trial, tmp_path, 6, ignore_message)
+    rounds = [
+        [size for size, effort in trial.ran if effort == effort_level]
+        for effort_level in trial.efforts
+    ]
     assert rounds[0] == [8, 7, 6, 5, 4, 3]
     assert sorted(rounds[1]) == [5, 6, 7, 8] and sorted(rounds[2]) == [6, 8]
-    assert made.best is not None and made.best.name == "size 8"
-    assert made.settings_yaml == "size 8" and made.best.measured["tokens_per_s"] == 9800
-    assert made.best.trust is not None and made.best.trust.source == "measured"
-    assert "median 0.10, worst" in made.advice[0]
-    # Those that were not run are expected to be as far off as the others.
-    last = next(row for row in made.rows if row.name == "size 1")
-    assert not last.measured and last.figures["tokens_per_s"] == pytest.approx(9100, rel=0.1)
+    assert measured.best is not None and measured.best.name == "size 8"
+    assert measured.settings_yaml == "size 8" and measured.best.measured["tokens_per_s"] == 9800
+    assert measured.best.confidence is not None and measured.best.confidence.source == "measured"
+    assert "median 0.10, worst" in measured.advice[0]
+    # Candidates that were not run get the mean correction of the others.
+    last_row = next(row for row in measured.rows if row.name == "size 1")
+    assert not last_row.measured and last_row.figures["tokens_per_s"] == pytest.approx(
+        9100, rel=0.1
+    )
 
 
-def test_what_cannot_win_any_more_is_not_run(tmp_path: Path) -> None:
-    trial = Scripted({size: 100.0 * size for size in range(1, 9)}, efforts=(5,))
-    said: list[str] = []
-    measure(plan(), trial, tmp_path, 8, said.append)
+def test_candidates_that_cannot_win_are_not_run(tmp_path: Path) -> None:
+    trial = ScriptedTrial({size: 100.0 * size for size in range(1, 9)}, efforts=(5,))
+    messages: list[str] = []
+    measure_plan(plan(), trial, tmp_path, 8, messages.append)
     assert [size for size, _ in trial.ran] == [8, 7, 6]
-    assert "none of the others can be the best" in said[-1]
+    assert "no other candidate can be the best" in messages[-1]
 
 
-def test_a_crash_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
-    trial = Scripted({7: 700.0, 6: 600.0})
-    made = measure(plan(), trial, tmp_path, 3, quiet)
-    assert made.best is not None and made.best.name == "size 7"
-    failed = [row for row in made.rows if row.standing == "failed"]
+def test_crashed_candidate_becomes_a_failed_row(tmp_path: Path) -> None:
+    trial = ScriptedTrial({7: 700.0, 6: 600.0})
+    measured = measure_plan(plan(), trial, tmp_path, 3, ignore_message)
+    assert measured.best is not None and measured.best.name == "size 7"
+    failed = [row for row in measured.rows if row.feasibility == "failed"]
     assert [(row.name, row.reason) for row in failed] == [("size 8", "out of memory: 3 GiB")]
-    again = Scripted({}, ran=[])
-    again.identity = trial.identity
-    assert measure(plan(), again, tmp_path, 3, quiet).rows == made.rows and not again.ran
+    repeated = ScriptedTrial({}, ran=[])
+    repeated.identity = trial.identity
+    assert (
+        measure_plan(plan(), repeated, tmp_path, 3, ignore_message).rows == measured.rows
+        and not repeated.ran
+    )
 
 
-def test_a_limit_that_was_measured_to_break_is_kept_by_another(tmp_path: Path) -> None:
-    trial = Scripted({size: 100.0 * size for size in range(1, 9)}, most_ms=65.0)
-    made = measure(plan(), trial, tmp_path, 4, quiet)
-    assert made.best is not None and made.best.name == "size 6"
-    # What is predicted to break it is not run while something else is left.
+def test_best_candidate_satisfies_limits_by_measurement(tmp_path: Path) -> None:
+    trial = ScriptedTrial({size: 100.0 * size for size in range(1, 9)}, itl_ms_max=65.0)
+    measured = measure_plan(plan(), trial, tmp_path, 4, ignore_message)
+    assert measured.best is not None and measured.best.name == "size 6"
+    # A candidate whose prediction violates a limit runs only when no other is left.
     assert {size for size, _ in trial.ran} == {6, 5, 4}
-    trial = Scripted({size: 100.0 * size for size in range(1, 9)}, most_ms=5.0, efforts=(5,))
-    made = measure(plan(), trial, tmp_path / "none", 2, quiet)
-    assert made.best is None and made.settings_yaml == ""
-    assert "none of the 2 that were run keeps all limits" in made.advice[-1]
+    trial = ScriptedTrial(
+        {size: 100.0 * size for size in range(1, 9)}, itl_ms_max=5.0, efforts=(5,)
+    )
+    measured = measure_plan(plan(), trial, tmp_path / "none", 2, ignore_message)
+    assert measured.best is None and measured.settings_yaml == ""
+    assert "none of the 2 measured candidates satisfies all limits" in measured.advice[-1]
 
 
-def test_what_may_not_fit_is_run_last_and_what_does_not_never(tmp_path: Path) -> None:
+def test_tight_candidates_run_last_and_oversized_ones_never(tmp_path: Path) -> None:
     rows = {row.name: row for row in plan().rows}
-    tight = replace(rows["size 8"], standing="tight")
-    over = replace(rows["size 7"], standing="rejected", reason="90 of 80 GB")
-    trial = Scripted({size: 100.0 * size for size in range(1, 9)}, efforts=(5,))
-    measure(plan(3, size_3=over), trial, tmp_path / "a", 3, quiet)
+    tight = replace(rows["size 8"], feasibility="tight")
+    too_large = replace(rows["size 7"], feasibility="rejected", reason="90 of 80 GB")
+    trial = ScriptedTrial({size: 100.0 * size for size in range(1, 9)}, efforts=(5,))
+    measure_plan(plan(3, size_3=too_large), trial, tmp_path / "a", 3, ignore_message)
     assert all(size != 7 for size, _ in trial.ran)
-    trial = Scripted(dict.fromkeys(range(1, 9), 1.0), efforts=(5,))
-    measure(plan(8, size_8=tight, size_7=over), trial, tmp_path / "b", 8, quiet)
+    trial = ScriptedTrial(dict.fromkeys(range(1, 9), 1.0), efforts=(5,))
+    measure_plan(plan(8, size_8=tight, size_7=too_large), trial, tmp_path / "b", 8, ignore_message)
     sizes = [size for size, _ in trial.ran]
     assert sizes[:2] == [6, 5] and 7 not in sizes
 
 
-def test_it_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+def test_interrupted_measurement_continues(tmp_path: Path) -> None:
     def interrupt(count: int) -> None:
         if count == 3:
             raise KeyboardInterrupt
 
-    speeds, close = CLOSE, plan(least=9000)
-    first = Scripted(speeds, at=interrupt)
+    speeds = CLOSE
+    close = plan(tokens_per_s_min=9000)
+    first_trial = ScriptedTrial(speeds, at=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        measure(close, first, tmp_path, 6, quiet)
-    with (tmp_path / JOURNAL).open("ab") as journal:
-        journal.write(b'{"settings": {"si')  # As a kill in the middle of a line leaves it.
-    second, whole = Scripted(speeds), Scripted(speeds)
-    made = measure(close, second, tmp_path, 6, quiet)
-    assert second.ran[0] == (5, 5) and not set(first.ran) & set(second.ran)
-    assert made.rows == measure(close, whole, tmp_path / "whole", 6, quiet).rows
-    # Of another load it begins anew.
-    other = Scripted(speeds, identity={"of": "another load"})
-    said: list[str] = []
-    measure(close, other, tmp_path, 6, said.append)
-    assert other.ran == whole.ran and "begins anew" in said[0]
-    assert json.loads((tmp_path / JOURNAL).read_text().splitlines()[0])["of"] == "another load"
+        measure_plan(close, first_trial, tmp_path, 6, ignore_message)
+    with (tmp_path / JOURNAL_NAME).open("ab") as journal:
+        journal.write(b'{"settings": {"si')  # A line torn by a kill.
+    second_trial = ScriptedTrial(speeds)
+    uninterrupted = ScriptedTrial(speeds)
+    measured = measure_plan(close, second_trial, tmp_path, 6, ignore_message)
+    assert second_trial.ran[0] == (5, 5) and not set(first_trial.ran) & set(second_trial.ran)
+    assert (
+        measured.rows
+        == measure_plan(close, uninterrupted, tmp_path / "whole", 6, ignore_message).rows
+    )
+    # With another load it starts again.
+    other_load = ScriptedTrial(speeds, identity={"of": "another load"})
+    messages: list[str] = []
+    measure_plan(close, other_load, tmp_path, 6, messages.append)
+    assert other_load.ran == uninterrupted.ran and "starting again" in messages[0]
+    assert json.loads((tmp_path / JOURNAL_NAME).read_text().splitlines()[0])["of"] == "another load"
 
 
-def test_fewer_than_one_cannot_be_run(tmp_path: Path) -> None:
+def test_measuring_less_than_one_candidate_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        measure(plan(), Scripted({}), tmp_path, 0, quiet)
+        measure_plan(plan(), ScriptedTrial({}), tmp_path, 0, ignore_message)
 
 
 # ------------------------------------------------------------------------------------ processes
 
 
-def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    with child(SLEEP, tmp_path / "log") as running:
-        with pytest.raises(ChildError, match="not done after 0 s"):
-            running.output(0.3)
+def test_hanging_command_is_terminated(tmp_path: Path) -> None:
+    with run_child(SLEEP, tmp_path / "log") as running:
+        with pytest.raises(ChildError, match="did not finish within 0 s"):
+            running.read_output(0.3)
         number = running.process.pid
     assert running.process.returncode == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
@@ -177,7 +193,10 @@ def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL, as the kernel does where memory"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "killed by SIGKILL, probably by the kernel's OOM killer",
+        ),
         (
             "raise SystemExit('CUDA out of memory. Tried to allocate 2 GiB')",
             "out of memory: SystemExit: CUDA",
@@ -186,32 +205,29 @@ def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
         ("1 / 0", "code 1: ZeroDivisionError"),
     ],
 )
-def test_a_command_that_fails_tells_why(program: str, reason: str, tmp_path: Path) -> None:
-    words = ["timeit", "-n1", "-r1", program]
-    with child(words, tmp_path / "log") as failed, pytest.raises(ChildError, match=reason):
-        failed.output(30)
+def test_failed_command_has_a_reason(program: str, reason: str, tmp_path: Path) -> None:
+    arguments = ["timeit", "-n1", "-r1", program]
+    with run_child(arguments, tmp_path / "log") as failed, pytest.raises(ChildError, match=reason):
+        failed.read_output(10 * WAIT_S)
 
 
-def test_a_command_ends_with_us_whatever_we_die_of(tmp_path: Path) -> None:
+def test_command_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; "
-        "from planning.measurement.child_command import Child; "
-        f"one = Child({SLEEP!r}, Path({str(tmp_path / 'log')!r})); "
-        "print(one.process.pid, flush=True); time.sleep(60)"
+        "from planning.measurement.child_command import ChildCommand; "
+        f"command = ChildCommand({SLEEP!r}, Path({str(tmp_path / 'log')!r})); "
+        "print(command.process.pid, flush=True); time.sleep(600)"
     )
     line = [sys.executable, "-c", program]
     parent = subprocess.Popen(
         line, env=child_environment(os.environ), stdout=subprocess.PIPE, text=True
     )
-    assert parent.stdout is not None and "end_with" in BOOT
+    assert parent.stdout is not None and "die_with_parent" in BOOTSTRAP_CODE
     number = int(parent.stdout.readline())
-    time.sleep(1.0)  # For the child to have said that it ends with us.
+    time.sleep(1.0)  # The child must register its parent-death signal; later it checks itself.
     parent.kill()
     parent.communicate()
-    end = time.monotonic() + 20
-    while Path(f"/proc/{number}").exists() and _state(number) != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    eventually(lambda: _state(number) == "Z")
 
 
 def _state(number: int) -> str:

@@ -1,4 +1,4 @@
-"""From a file to the ids that a run learns: what is learned, cut, left out or refused, and why."""
+"""Dataset: token ids and loss positions of records, and truncated, dropped or invalid records."""
 
 import csv
 import io
@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.adapters.prompt_template import Template
+from gpt.adapters.prompt_template import PromptTemplate
 from gpt.config import GPTConfig
 from gpt.costs.inference import parameter_count
 from gpt.errors import ConfigError
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import TaskData, read_examples, read_tasks
-from ptuning.data.preflight import StepFacts, check_facts, check_lines, memory_line
+from ptuning.data.preflight import StepStats, memory_line, preflight_lines, preflight_report
 from tests.support.models import CLASSIC
 from tests.support.trained_tokenizers import (
     Case,
@@ -33,10 +33,10 @@ from tests.support.trained_tokenizers import (
 V = 700
 SIZES = replace(CLASSIC, vocab_size=V, max_position_embeddings=120)
 P0, P1, P2 = (f"<|VIRTUAL_PROMPT_{n}|>" for n in range(3))
-# The virtual tokens stand in the middle of the text, and two of their places touch.
+# The virtual tokens stand in the middle of the text, and two groups of them are adjacent.
 MIDDLE = f"Q: {{question}}{P0} of {{context}}{P1}{P2}\nA: {{answer}}"
 ROLES: dict[str, Any] = {"answer_field": "answer", "virtual_tokens": 6, "splits": [2, 3, 1]}
-# Each of these would become something else, were the template filled by replacing texts.
+# Filling a template by text replacement would change each of these.
 ATTACKS = [P0, P2, "<prompt_0>", "<prompt_5>", "{answer}", "{context}", "{", "</s>", "<s>"]
 ATTACKS += ["<|endoftext|>", "<unk>", "<0x41>", "\u2581"]
 FIELDS = ("question", "context", "answer")
@@ -44,14 +44,14 @@ FIELDS = ("question", "context", "answer")
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    top = tmp_path_factory.mktemp("tokenizers")
-    same = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+    folder = tmp_path_factory.mktemp("tokenizers")
+    options = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
     return {
         "sentencepiece": sentencepiece_case(
-            top / "a", model_type="bpe", byte_fallback=True, **same
+            folder / "a", model_type="bpe", byte_fallback=True, **options
         ),
-        "byte level": json_case(top / "b", byte_level()),
-        "llama json": json_case(top / "c", llama_like(), runs=True),
+        "byte level": json_case(folder / "b", byte_level()),
+        "llama json": json_case(folder / "c", llama_like(), runs=True),
     }
 
 
@@ -67,16 +67,16 @@ def tasks_of(
     tokenizer: Tokenizer, records: Sequence[dict[str, Any]], folder: Path, **changes: Any
 ) -> list[TaskData]:
     values = {"model": "m", "name": "a", "data": write(folder / "x.jsonl", records)} | changes
-    return read_tasks(TuneConfig.of(values, "x.yaml"), tokenizer, SIZES)
+    return read_tasks(TuneConfig.from_dict(values, "x.yaml"), tokenizer, SIZES)
 
 
 def numbers(folder: Path, records: Sequence[dict[str, Any]], **changes: Any) -> list[TaskData]:
-    """With numbers as tokens, so that ids can be read off a record."""
+    """Tasks whose tokens are numbers, so that a record shows its ids."""
     return tasks_of(NullTokenizer(V), records, folder, **{"virtual_tokens": 2} | changes)
 
 
-def record(prompt: str, answer: str, **more: str) -> dict[str, str]:
-    return {"prompt": prompt, "completion": answer, **more}
+def record(prompt: str, answer: str, **fields: str) -> dict[str, str]:
+    return {"prompt": prompt, "completion": answer, **fields}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,7 +89,7 @@ def record(prompt: str, answer: str, **more: str) -> dict[str, str]:
     ],
     ids=["words", "attacks", "not Latin"],
 )
-def test_ids_are_those_of_a_list_made_by_hand(
+def test_rendered_ids_equal_a_hand_made_list(
     kind: str, values: tuple[str, str, str], cases: dict[str, Case], tmp_path: Path
 ) -> None:
     case = cases[kind]
@@ -98,22 +98,36 @@ def test_ids_are_those_of_a_list_made_by_hand(
 
     (task,) = tasks_of(case.ours, [inputs], tmp_path, template=MIDDLE, **ROLES)
 
-    # Encoded by our tokenizer, which is held against its library elsewhere: these texts have what
+    # Encoded by our tokenizer, which other tests compare with its library: these texts contain what
     # looks like control tokens.
     encode = case.ours.encode
-    before = [*encode(f"Q: {question}"), V, V + 1, *encode(f" of {context}"), V + 2, V + 3, V + 4]
-    before += [V + 5, *encode("\nA:")]
-    whole = encode(f"\nA: {answer}")
-    assert whole[: len(encode("\nA:"))] == encode("\nA:"), "or the answer would be cut elsewhere"
+    expected_prompt = [
+        *encode(f"Q: {question}"),
+        V,
+        V + 1,
+        *encode(f" of {context}"),
+        V + 2,
+        V + 3,
+        V + 4,
+    ]
+    expected_prompt += [V + 5, *encode("\nA:")]
+    answer_ids = encode(f"\nA: {answer}")
+    assert answer_ids[: len(encode("\nA:"))] == encode("\nA:"), (
+        "or the answer would be cut elsewhere"
+    )
     (example,) = task.examples.examples
-    assert list(example.ids) == [*before, *whole[len(encode("\nA:")) :], case.ours.eos_id]
-    assert example.answer_start == len(before)
-    assert list(example.learned) == list(range(len(before), len(example.ids)))
+    assert list(example.ids) == [
+        *expected_prompt,
+        *answer_ids[len(encode("\nA:")) :],
+        case.ours.eos_id,
+    ]
+    assert example.answer_start == len(expected_prompt)
+    assert list(example.loss_positions) == list(range(len(expected_prompt), len(example.ids)))
     assert task.examples.answers == [answer]
     assert task.examples.records == [{"question": question, "context": context}]
     if values[0].startswith("the"):
         assert encode("\nA:") == case.encode("\nA:")
-        assert whole == case.encode(f"\nA: {answer}")
+        assert answer_ids == case.encode(f"\nA: {answer}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,42 +139,52 @@ def test_ids_are_those_of_a_list_made_by_hand(
         max_size=3,
     )
 )
-def test_a_field_never_becomes_a_virtual_or_a_control_token(
+def test_field_text_never_becomes_a_virtual_or_special_token(
     kind: str, texts: list[str], cases: dict[str, Case]
 ) -> None:
     tokenizer = cases[kind].ours
-    template = Template(MIDDLE, (2, 3, 1), answer_field="answer")
+    template = PromptTemplate(MIDDLE, (2, 3, 1), answer_field="answer")
     inputs = dict(zip(FIELDS, texts, strict=True))
 
-    ids = template.render(tokenizer, inputs, vocab_size=V, tokens_max=9999, answer=True).ids
+    ids = template.render(tokenizer, inputs, vocab_size=V, tokens_max=9999, with_answer=True).ids
 
     assert [token for token in ids if token >= V] == list(range(V, V + 6))
     # A text that has no token may be unknown; that is no control.
     controls = {tokenizer.bos_id, tokenizer.eos_id}
-    controls |= {one.id for name, one in tokenizer.controls.items() if name != "<unk>"}
+    controls |= {
+        control_token.id
+        for name, control_token in tokenizer.control_tokens.items()
+        if name != "<unk>"
+    }
     assert controls.isdisjoint(ids[:-1])
     assert ids[-1] == tokenizer.eos_id
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_that_would_merge_with_its_prompt_is_learned_whole(
+def test_answer_tokens_do_not_merge_with_the_prompt(
     kind: str, cases: dict[str, Case], tmp_path: Path
 ) -> None:
     tokenizer = cases[kind].ours
-    text, encode = "the quick fox", tokenizer.encode
-    cuts = [n for n in range(2, 9) if encode(text)[: len(encode(text[:n]))] != encode(text[:n])]
-    prompt, answer = text[: cuts[0]], text[cuts[0] :]
+    text = "the quick fox"
+    encode = tokenizer.encode
+    merging_positions = [
+        n for n in range(2, 9) if encode(text)[: len(encode(text[:n]))] != encode(text[:n])
+    ]
+    prompt = text[: merging_positions[0]]
+    answer = text[merging_positions[0] :]
     (task,) = tasks_of(tokenizer, [record(prompt, answer), record("over", "")], tmp_path)
-    first, second = task.examples.examples
-    assert list(first.ids[20 : first.answer_start]) == encode(prompt)
-    learned = [first.ids[place] for place in first.learned]
-    assert learned == [*encode(answer, started=True), tokenizer.eos_id]
-    assert tokenizer.decode(first.ids[20:]) == text
-    assert [second.ids[place] for place in second.learned] == [tokenizer.eos_id]
+    first_example, second_example = task.examples.examples
+    assert list(first_example.ids[20 : first_example.answer_start]) == encode(prompt)
+    answer_ids = [first_example.ids[position] for position in first_example.loss_positions]
+    assert answer_ids == [*encode(answer, continues_text=True), tokenizer.eos_id]
+    assert tokenizer.decode(first_example.ids[20:]) == text
+    assert [second_example.ids[position] for position in second_example.loss_positions] == [
+        tokenizer.eos_id
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_example_keeps_its_virtual_tokens_its_answer_and_its_end(
+def test_truncated_example_keeps_virtual_tokens_answer_and_end_token(
     kind: str, cases: dict[str, Case], tmp_path: Path
 ) -> None:
     tokenizer = cases[kind].ours
@@ -174,16 +198,16 @@ def test_a_cut_example_keeps_its_virtual_tokens_its_answer_and_its_end(
     for example in task.examples.examples:
         assert len(example.ids) <= 50
         assert [token for token in example.ids if token >= V] == list(range(V, V + 6))
-        assert tokenizer.decode(example.ids[example.answer_start :], started=True).strip() == (
-            "lazy dog"
-        )
+        assert tokenizer.decode(
+            example.ids[example.answer_start :], continues_text=True
+        ).strip() == ("lazy dog")
         assert example.ids[-1] == tokenizer.eos_id
 
 
-def test_all_text_is_learned_if_asked_but_never_the_first_id_or_a_virtual_one(
+def test_full_text_loss_skips_the_first_id_and_virtual_tokens(
     tmp_path: Path,
 ) -> None:
-    for template, virtual, ids, learned in (
+    for template, virtual, ids, loss_ids in (
         (f"{P0} {{prompt}} {{completion}}", {}, [V, V + 1, 5, 6, 7], [2, 3, 4]),
         (f"1 {P0} {{prompt}} {{completion}}", {}, [1, V, V + 1, 5, 6, 7], [3, 4, 5]),
         (
@@ -197,11 +221,11 @@ def test_all_text_is_learned_if_asked_but_never_the_first_id_or_a_virtual_one(
         (task,) = numbers(tmp_path, [record("5 6", "7")], **changes)
         (example,) = task.examples.examples
         assert list(example.ids) == ids
-        assert list(example.learned) == learned
+        assert list(example.loss_positions) == loss_ids
 
 
-def test_rows_of_several_tasks_stand_one_after_another_in_one_table(tmp_path: Path) -> None:
-    shared = write(
+def test_rows_of_several_tasks_are_consecutive_in_one_table(tmp_path: Path) -> None:
+    shared_file = write(
         tmp_path / "shared.jsonl",
         [
             record("5", "6", taskname="b"),
@@ -210,49 +234,61 @@ def test_rows_of_several_tasks_stand_one_after_another_in_one_table(tmp_path: Pa
             record("9", "10", taskname="b"),
         ],
     )
-    other = write(tmp_path / "other.csv.jsonl", [record("11", "12", taskname="a")])
+    other_file = write(tmp_path / "other.csv.jsonl", [record("11", "12", taskname="a")])
     plain = f"{P0}{{prompt}} {{completion}}"
-    own = {"splits": [2, 1], "answer_field": "a", "template": f"{P0}{{q}}{P1} {{a}}"}
-    config = {"model": "m", "data": shared, "answer_only_loss": False}
+    own_settings = {"splits": [2, 1], "answer_field": "a", "template": f"{P0}{{q}}{P1} {{a}}"}
+    config = {"model": "m", "data": shared_file, "answer_only_loss": False}
     config["tasks"] = [
-        {"name": "a", "virtual_tokens": 2, "validation": other, "template": plain},
+        {"name": "a", "virtual_tokens": 2, "validation": other_file, "template": plain},
         {"name": "b", "virtual_tokens": 1, "answer_only_loss": True, "template": plain},
-        {"name": "c", "virtual_tokens": 3, **own},
+        {"name": "c", "virtual_tokens": 3, **own_settings},
     ]
-    told: list[int] = []
+    reports: list[int] = []
 
     a, b, c = read_tasks(
-        TuneConfig.of(config, "x.yaml"),
+        TuneConfig.from_dict(config, "x.yaml"),
         NullTokenizer(V),
         SIZES,
-        lambda count, total: told.append(count),
+        lambda count, total: reports.append(count),
     )
 
-    assert told == [4, 1]  # Each file is read once.
-    assert [one.first_row for one in (a, b, c)] == [0, 2, 3]
-    found = [[list(example.ids) for example in one.examples.examples] for one in (a, b, c)]
-    assert found == [
+    assert reports == [4, 1]  # Each file is read once.
+    assert [task_data.first_row for task_data in (a, b, c)] == [0, 2, 3]
+    ids_by_task = [
+        [list(example.ids) for example in task_data.examples.examples] for task_data in (a, b, c)
+    ]
+    assert ids_by_task == [
         [[V, V + 1, 7, 8]],
         [[V + 2, 5, 6], [V + 2, 9, 10]],
         [[V + 3, V + 4, 1, V + 5, 2]],
     ]
-    places = [[list(example.learned) for example in one.examples.examples] for one in (a, b, c)]
+    places = [
+        [list(example.loss_positions) for example in task_data.examples.examples]
+        for task_data in (a, b, c)
+    ]
     assert places == [[[2, 3]], [[2], [2]], [[2, 4]]]
-    assert [example.task for one in (a, b, c) for example in one.examples.examples] == [0, 1, 1, 2]
+    assert [
+        example.task_index for task_data in (a, b, c) for example in task_data.examples.examples
+    ] == [
+        0,
+        1,
+        1,
+        2,
+    ]
     assert a.validation is not None
     assert list(a.validation.examples[0].ids) == [V, V + 1, 11, 12]
     assert b.validation is c.validation is None
 
 
-def test_without_virtual_tokens_the_template_s_markers_are_left_out(tmp_path: Path) -> None:
+def test_template_without_virtual_tokens_has_no_markers(tmp_path: Path) -> None:
     template = f"1 {P0}{{prompt}} {{completion}}"
     changes = {"method": "full", "name": "", "template": template}
     (task,) = numbers(tmp_path, [record("5", "6")], **changes)
     assert list(task.examples.examples[0].ids) == [1, 5, 6]
-    assert task.template.rows == 0
+    assert task.template.virtual_tokens == 0
 
 
-def test_what_is_left_out_is_told_with_its_line_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_dropped_records_are_reported_and_the_rest_is_kept(tmp_path: Path) -> None:
     template = f"{P0}{{prompt}} {{completion}}"
     records = [
         record("1", "2"),
@@ -262,76 +298,76 @@ def test_what_is_left_out_is_told_with_its_line_and_the_rest_is_kept(tmp_path: P
     ]
     records += [record("7", "")]
     (task,) = numbers(tmp_path, records, template=template, tokens_max=8)
-    found = task.examples
-    assert [list(example.ids) for example in found.examples] == [[V, V + 1, 1, 2]]
-    assert found.records == [{"prompt": "1"}]
-    assert found.answers == ["2"]
+    examples = task.examples
+    assert [list(example.ids) for example in examples.examples] == [[V, V + 1, 1, 2]]
+    assert examples.records == [{"prompt": "1"}]
+    assert examples.answers == ["2"]
     reasons = [
         "line 2: prompt and answer have 10 tokens + 2 virtual tokens = 12, over the limit of 8",
         "line 3: prompt and answer have 10 tokens + 2 virtual tokens = 12, over the limit of 8; "
-        "the answer alone has 9: shorten it, or allow more",
+        "the answer alone has 9 tokens, so shorten it, or raise the limit",
         "line 4: ",
-        "line 5: nothing to learn, as the answer is empty and no token ends it",
+        "line 5: nothing to learn: the answer is empty and no end token follows it",
     ]
-    assert len(found.dropped) == len(reasons)
-    assert all(map(str.startswith, found.dropped, reasons)), found.dropped
+    assert len(examples.dropped) == len(reasons)
+    assert all(map(str.startswith, examples.dropped, reasons)), examples.dropped
 
 
-def test_the_first_so_many_are_a_file_of_their_own(tmp_path: Path) -> None:
+def test_head_equals_a_file_with_the_first_records(tmp_path: Path) -> None:
     (task,) = numbers(
         tmp_path, [record(f"{n} ", "1") for n in range(5)], template=f"{P0}{{prompt}}{{completion}}"
     )
-    first = task.examples.first(2)
-    assert first.examples == task.examples.examples[:2]
-    assert (len(first.records), first.answers) == (2, ["1", "1"])
-    assert len(task.examples.first(99).examples) == 5
+    head = task.examples.head(2)
+    assert head.examples == task.examples.examples[:2]
+    assert (len(head.records), head.answers) == (2, ["1", "1"])
+    assert len(task.examples.head(99).examples) == 5
 
 
 TWO = {"tasks": [{"name": "a"}, {"name": "b"}], "name": ""}
-REFUSED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str]] = {
+INVALID_RECORDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str]] = {
     "no record": ({}, [], "has no usable example of the task 'a'; it has no record"),
     "all too long": (
         {"tokens_max": 3},
         [record("1", "2")],
-        "the first was left out: line 1: prompt",
+        "the first record was dropped: line 1: prompt",
     ),
-    "a field": ({}, [record("1", "2"), {"prompt": "1"}], "line 2: no field 'completion', which"),
+    "a field": ({}, [record("1", "2"), {"prompt": "1"}], "line 2: no field 'completion', but"),
     "a number": ({}, [{"prompt": "1", "completion": 2}], "line 1: 'completion' is 2; it must be"),
     "null": ({}, [{"prompt": None, "completion": "2"}], "line 1: 'prompt' is None; it must be"),
-    "unknown": (TWO, [record("1", "2", taskname="A")], "line 1: no task with this file is named"),
-    "no taskname": (TWO, [record("1", "2")], "line 1: no field 'taskname', and several tasks"),
+    "unknown": (TWO, [record("1", "2", taskname="A")], "no task that reads this file is named"),
+    "no taskname": (TWO, [record("1", "2")], "line 1: no field 'taskname', but several tasks"),
     "a taskname": (TWO, [{**record("1", "2"), "taskname": 3}], "'taskname' is 3; it must be a"),
     "an empty task": (TWO, [record("1", "2", taskname="a")], "no usable example of the task 'b'"),
     "a mixture": (
         {},
         [record("1", "2", taskname="x"), record("1", "2", taskname="y")],
-        "line 2: the taskname is 'y', and 'x' above it; list several tasks under `tasks`",
+        "line 2: the taskname is 'y', but 'x' in earlier records; list several tasks by name",
     ),
-    "two of a name": ({"tasks": [{"name": "a"}] * 2}, [], "two tasks are named 'a'; each needs a"),
+    "two of a name": ({"tasks": [{"name": "a"}] * 2}, [], "two tasks are named 'a'; give each"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_records_are_refused_with_their_line(case: str, tmp_path: Path) -> None:
-    changes, records, words = REFUSED[case]
-    data = write(tmp_path / "x.jsonl", records)
-    values = {"model": "m", "name": "a", "data": data} | changes
+@pytest.mark.parametrize("case", INVALID_RECORDS)
+def test_invalid_records_are_refused_with_their_line(case: str, tmp_path: Path) -> None:
+    changes, records, message_words = INVALID_RECORDS[case]
+    data_path = write(tmp_path / "x.jsonl", records)
+    values = {"model": "m", "name": "a", "data": data_path} | changes
     if "tasks" in changes:
         values.pop("name")
     with pytest.raises(ConfigError) as caught:
-        read_tasks(TuneConfig.of(values, "x.yaml"), NullTokenizer(V), SIZES)
-    assert words in str(caught.value)
+        read_tasks(TuneConfig.from_dict(values, "x.yaml"), NullTokenizer(V), SIZES)
+    assert message_words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_of_one_task_takes_records_by_another_name(tmp_path: Path) -> None:
+def test_single_task_accepts_another_taskname(tmp_path: Path) -> None:
     template = f"{P0}{{prompt}} {{completion}}"
-    named = [record("1", "2", taskname="squad"), record("1", "2")]
-    (task,) = numbers(tmp_path, named, template=template)
+    labelled = [record("1", "2", taskname="squad"), record("1", "2")]
+    (task,) = numbers(tmp_path, labelled, template=template)
     assert len(task.examples.examples) == 2
-    # Where the template has such a field, it is one like others.
-    named = [record("1", "2", taskname="5"), record("1", "2", taskname="6")]
-    (task,) = numbers(tmp_path, named, template=f"{P0}{{taskname}} {{completion}}")
+    # If the template has such a field, it is an ordinary field.
+    labelled = [record("1", "2", taskname="5"), record("1", "2", taskname="6")]
+    (task,) = numbers(tmp_path, labelled, template=f"{P0}{{taskname}} {{completion}}")
     assert [example.ids[2] for example in task.examples.examples] == [5, 6]
 
 
@@ -346,21 +382,25 @@ NEMO: dict[str, Any] = {
 }
 
 
-def test_templates_of_nemo_are_tasks() -> None:
-    short = {
+def test_nemo_task_templates_become_tasks() -> None:
+    nemo_values = {
         "taskname": "all",
         "prompt_template": f"{P0}{{text}} {{label}}",
         "total_virtual_tokens": 4,
         "truncate_field": None,
         "virtual_token_splits": None,
     }
-    values = {"model": "m", "data": "d", "task_templates": [NEMO, short]}
-    first, second = TuneConfig.of(values, "x.yaml").wanted
-    assert (first.name, first.splits, first.virtual_tokens) == ("squad", (3, 2), 5)
-    assert (first.truncate_field, first.answer_field) == ("context", "answer")
-    assert first.answer_only_loss is True
-    # NeMo learns all of the text unless it is told otherwise.
-    assert (second.answer_field, second.answer_only_loss, second.data) == ("label", False, "d")
+    values = {"model": "m", "data": "d", "task_templates": [NEMO, nemo_values]}
+    first_task, second_task = TuneConfig.from_dict(values, "x.yaml").resolved_tasks
+    assert (first_task.name, first_task.splits, first_task.virtual_tokens) == ("squad", (3, 2), 5)
+    assert (first_task.truncate_field, first_task.answer_field) == ("context", "answer")
+    assert first_task.answer_only_loss is True
+    # NeMo trains on all of the text by default.
+    assert (second_task.answer_field, second_task.answer_only_loss, second_task.data) == (
+        "label",
+        False,
+        "d",
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,7 +413,7 @@ def test_templates_of_nemo_are_tasks() -> None:
         ({"total_virtual_tokens": "5"}, "total_virtual_tokens is '5'; it must be a whole number"),
         (
             {"virtual_token_splits": [1, 2]},
-            r"number 1: splits are \[1, 2\], 3 in all; they must su",
+            r"number 1: splits are \[1, 2\], with the sum 3; they must su",
         ),
         (
             {"answer_field": None, "prompt_template": "{a}."},
@@ -381,90 +421,104 @@ def test_templates_of_nemo_are_tasks() -> None:
         ),
     ],
 )
-def test_a_wrong_template_of_nemo_is_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_nemo_template_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TuneConfig.of({"model": "m", "task_templates": [NEMO | change]}, "x.yaml")
+        TuneConfig.from_dict({"model": "m", "task_templates": [NEMO | change]}, "x.yaml")
     several: tuple[object, ...] = ({}, [], [3])
-    for wrong in several:
+    for invalid in several:
         with pytest.raises(ConfigError, match=r"x\.yaml: task_templates"):
-            TuneConfig.of({"model": "m", "task_templates": wrong}, "x.yaml")
+            TuneConfig.from_dict({"model": "m", "task_templates": invalid}, "x.yaml")
 
 
-def test_rows_of_a_table_are_records_like_others(tmp_path: Path) -> None:
+def test_csv_rows_give_the_same_examples(tmp_path: Path) -> None:
     content = io.StringIO()
     csv.writer(content).writerows([("id", "prompt", "completion"), (1, 5, 6), (2, "7\n8", 9)])
     path = tmp_path / "x.csv"
     path.write_text(content.getvalue(), newline="")
-    template = Template(
+    template = PromptTemplate(
         f"{P0}{{prompt}} {{completion}}", (1,), answer_field="completion", eos=False
     )
-    found = read_examples(path, template, NullTokenizer(V), vocab_size=V, tokens_max=9)
-    assert [list(example.ids) for example in found.examples] == [[V, 5, 6], [V, 7, 8, 9]]
+    examples = read_examples(path, template, NullTokenizer(V), vocab_size=V, tokens_max=9)
+    assert [list(example.ids) for example in examples.examples] == [[V, 5, 6], [V, 7, 8, 9]]
 
 
-def test_what_would_be_learned_is_told_before_anything_is(tmp_path: Path) -> None:
+def test_check_reports_examples_counts_and_warnings(tmp_path: Path) -> None:
     template = f"{P0}1 {{prompt}} {{completion}}"
     records = [record(f"2 {n}", f"{n} {n}") for n in range(10)] + [
         record("3", "9"),
         record("3", "9"),
     ]
     records.append(record("4 " * 20, "5"))
-    known = write(tmp_path / "v.jsonl", [record("2 7", "8"), record("2 77", "8")])
-    changes = {"template": template, "validation": known, "tokens_max": 20, "max_new_tokens": 1}
+    validation = write(tmp_path / "v.jsonl", [record("2 7", "8"), record("2 77", "8")])
+    changes = {
+        "template": template,
+        "validation": validation,
+        "tokens_max": 20,
+        "max_new_tokens": 1,
+    }
     changes |= {"steps": 6, "batch_examples": 4, "micro_batch_examples": 2, "dp": 2}
-    config = TuneConfig.of(
+    config = TuneConfig.from_dict(
         {"model": "m", "data": "d", "name": "a", "virtual_tokens": 2} | changes, "x.yaml"
     )
     tasks = numbers(tmp_path, records, **changes)
 
-    facts = check_facts(tasks, NullTokenizer(V), config)
-    lines = check_lines(tasks, NullTokenizer(V), config, SIZES)
+    report = preflight_report(tasks, NullTokenizer(V), config)
+    lines = preflight_lines(tasks, NullTokenizer(V), config, SIZES)
 
-    (task,) = facts.tasks
+    (task,) = report.tasks
     learning = task.learning
     assert (learning.examples, learning.cut, learning.left_out) == (12, 0, 1)
     assert (learning.repeated, learning.empty_answers, task.known_prompts) == (1, 0, 1)
     assert (learning.prompt_tokens.least, learning.prompt_tokens.most) == (4, 5)
     assert (learning.answer_tokens.least, learning.answer_tokens.half) == (1, 2)
-    assert (facts.step.examples, facts.step.passes, facts.step.rounds) == (4, 2, 2)
+    assert (report.step.examples, report.step.passes, report.step.rounds) == (4, 2, 2)
     # Of two rounds: 76 ids in each, of which each example's last is not computed; a pass shares the
-    # ids that its examples begin with.
-    whole = 2 * (sum(len(example.ids) - 1 for example in tasks[0].examples.examples)) / 6
-    assert facts.step.tokens + facts.step.shared_tokens == pytest.approx(whole)
-    assert facts.step.shared_tokens >= 2 * 2  # Two virtual tokens at least, in both passes.
-    assert json.loads(json.dumps(asdict(facts)))["step"]["rounds"] == 2
+    # common first ids of its examples.
+    tokens_per_step = 2 * (sum(len(example.ids) - 1 for example in tasks[0].examples.examples)) / 6
+    assert report.step.tokens + report.step.shared_tokens == pytest.approx(tokens_per_step)
+    assert report.step.shared_tokens >= 2 * 2  # Two virtual tokens at least, in both passes.
+    assert json.loads(json.dumps(asdict(report)))["step"]["rounds"] == 2
     text = "\n".join(lines)
     assert "prompt (5 tokens): '<2 virtual>1 2 0'" in text
-    assert "answer (2 tokens, learned): ' 0 0'" in text
-    for words in (
-        "12 examples; 0 were cut, 1 left out",
-        "left out: line 13: prompt and answer have 22 tokens",
-        "6 steps are 2 rounds of all examples",
-        "warning: 1 of 2 validation prompts are learned from as well",
-        "warning: 10 answers are longer than max_new_tokens, 1",
-        "warning: the warm-up's 20 steps are all of the run's 6",
-        "1 examples that are repeated",
-        "no token that ends a text",
+    assert "answer (2 tokens, with a loss): ' 0 0'" in text
+    for expected_words in (
+        "12 examples; 0 truncated, 1 dropped",
+        "dropped: line 13: prompt and answer have 22 tokens",
+        "6 steps are 2 epochs",
+        "warning: 1 of 2 validation prompts also occur in the training data",
+        "warning: 10 answers are longer than max_new_tokens (1)",
+        "warning: warmup_steps is 20 and the run has 6 steps",
+        "1 duplicate examples",
+        "no end-of-text token",
     ):
-        assert words in text, text
+        assert expected_words in text, text
 
 
-def test_the_memory_that_a_run_needs_is_told_before_anything_is() -> None:
-    h, layers, tokens = 4096, 32, 4096
+def test_check_reports_the_estimated_memory() -> None:
+    h = 4096
+    layers = 32
+    tokens = 4096
     model = GPTConfig(layers, h, 32, 51200, 2048, dtype="bfloat16")
-    step = StepFacts(8, 8, 8.0 * tokens, tokens, 0, 100, 1)
+    step = StepStats(8, 8, 8.0 * tokens, tokens, 0, 100, 1)
     settings = {"model": "m", "data": "d", "name": "a"}
 
-    def told(**changes: object) -> tuple[float, float]:
-        line = memory_line(TuneConfig.of(settings | changes, "x.yaml"), model, step)
-        weights, kept = re.findall(r"([\d.]+) GB", line)
-        return float(weights), float(kept)
+    def estimated_memory(**changes: object) -> tuple[float, float]:
+        line = memory_line(TuneConfig.from_dict(settings | changes, "x.yaml"), model, step)
+        weights, activations = re.findall(r"([\d.]+) GB", line)
+        return float(weights), float(activations)
 
     frozen = (2 * parameter_count(model), 18 * layers * tokens * h)
-    assert told() == tuple(round(one / 1e9, 3) for one in frozen)
-    whole = (18 * parameter_count(model), 32 * layers * tokens * h)
-    assert told(method="full") == tuple(round(one / 1e9, 3) for one in whole)
-    assert told(recompute="full")[1] == pytest.approx(frozen[1] / 1e9 / 9, abs=1e-3)
-    # A stage has half of the layers, and twice as many passes on their way.
-    assert told(pp=2)[1] == told()[1] and told(pp=2)[0] < told()[0] * 0.6
-    assert told(tp=8, sequence_parallel=True)[1] == pytest.approx(told()[1] / 8, abs=1e-3)
+    assert estimated_memory() == tuple(round(byte_count / 1e9, 3) for byte_count in frozen)
+    full_memory = (18 * parameter_count(model), 32 * layers * tokens * h)
+    assert estimated_memory(method="full") == tuple(
+        round(byte_count / 1e9, 3) for byte_count in full_memory
+    )
+    assert estimated_memory(recompute="full")[1] == pytest.approx(frozen[1] / 1e9 / 9, abs=1e-3)
+    # A stage has half of the layers, and twice as many passes in flight.
+    assert (
+        estimated_memory(pp=2)[1] == estimated_memory()[1]
+        and estimated_memory(pp=2)[0] < estimated_memory()[0] * 0.6
+    )
+    assert estimated_memory(tp=8, sequence_parallel=True)[1] == pytest.approx(
+        estimated_memory()[1] / 8, abs=1e-3
+    )

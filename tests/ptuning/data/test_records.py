@@ -1,4 +1,4 @@
-"""Records of any file: what is read of each kind, and one sentence for what is not."""
+"""Record readers: records of every file format, and an error message for each broken file."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def write_parquet(path: Path, columns: dict[str, list[object]], rows: int = 2) -
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "JSON", "txt", "csv", "TSV", "parquet"])
-def test_every_kind_of_file_gives_the_same_records(kind: str, tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_records(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"records.{kind}"
     if kind == "parquet":
         write_parquet(path, {name: [row[name] for row in ROWS] for name in ROWS[0]})
@@ -50,31 +50,31 @@ def test_every_kind_of_file_gives_the_same_records(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_a_mark_of_utf_8_at_the_beginning_is_no_part_of_it(kind: str, tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(kind: str, tmp_path: Path) -> None:
     text = {"jsonl": '{"a": "ß"}', "csv": '"a"\nß'}[kind]
-    found = read(tmp_path / f"x.{kind}", b"\xef\xbb\xbf" + text.encode())
-    assert found[0].values == {"a": "ß"}
+    records = read(tmp_path / f"x.{kind}", b"\xef\xbb\xbf" + text.encode())
+    assert records[0].values == {"a": "ß"}
 
 
-def test_places_are_right_after_empty_lines_and_rows_of_several(tmp_path: Path) -> None:
+def test_locations_are_right_after_empty_and_multi_line_rows(tmp_path: Path) -> None:
     lines = read(tmp_path / "x.jsonl", '\n{"a": "1"}\r\n  \n{"a": "2"}')
-    assert [record.place for record in lines] == ["line 2", "line 4"]
+    assert [record.location for record in lines] == ["line 2", "line 4"]
     rows = read(tmp_path / "x.csv", 'a,b\n"1\n2",3\n\n4,"\n\n5"\n6,7\n')
-    assert [record.place for record in rows] == ["line 2", "line 5", "line 8"]
+    assert [record.location for record in rows] == ["line 2", "line 5", "line 8"]
     assert [record.values["a"] for record in rows] == ["1\n2", "4", "6"]
     path = write_parquet(tmp_path / "x.parquet", {"prompt": list("abcde")})
-    assert [record.place for record in read(path)] == [f"row {n}" for n in range(1, 6)]
+    assert [record.location for record in read(path)] == [f"row {n}" for n in range(1, 6)]
 
 
-def test_a_number_in_csv_is_a_text_and_elsewhere_what_it_is(tmp_path: Path) -> None:
+def test_number_is_a_text_in_csv_and_a_number_elsewhere(tmp_path: Path) -> None:
     assert read(tmp_path / "x.csv", "a,b\n1,2.50")[0].values == {"a": "1", "b": "2.50"}
     assert read(tmp_path / "x.jsonl", '{"a": 1}')[0].values == {"a": 1}
     path = write_parquet(tmp_path / "x.parquet", {"prompt": [1], "other": [[1.5]]})
-    # A column that nobody wants is named, and not read.
+    # The name of an unused column is known, but its values are not read.
     assert read(path)[0].values == {"prompt": 1, "other": None}
 
 
-WRONG: dict[str, tuple[str, bytes, str]] = {
+BROKEN_RECORDS: dict[str, tuple[str, bytes, str]] = {
     "no JSON": (
         "jsonl",
         b'{"a": "1"}\n{"a": ',
@@ -82,14 +82,19 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
     ),
     "half a JSON": ("jsonl", b'{"a": "1"', "line 1: not JSON"),
     "a number of many digits": ("jsonl", b'{"a": ' + b"9" * 5000 + b"}", "line 1: not JSON"),
-    "a list": ("jsonl", b'[{"a": "1"}]', "line 1: a list; each line must be one object"),
-    "a text": ("jsonl", b'"a"', "line 1: a str; each line must be one object"),
+    "a list": ("jsonl", b'[{"a": "1"}]', "line 1: a list; each line must be one JSON object"),
+    "a text": ("jsonl", b'"a"', "line 1: a str; each line must be one JSON object"),
     "deep": ("jsonl", b"[" * 10**5, "line 1: nested too deeply"),
-    "Latin-1": ("jsonl", b'{"a": "1"}\n{"a": "\xfc"}', "line 2: byte 8 is 0xfc, which is no UTF-8"),
-    "UTF-16": ("csv", "a,b".encode("utf-16"), "line 1: byte 1 is 0xff, which is no UTF-8"),
-    "packed": ("jsonl", b"\x1f\x8b\x08\x00", "byte 2 is 0x8b, which is no UTF-8; save the file as"),
-    "a column too many": ("csv", b"a,b\n1,2\n1,2,3", "line 3: 3 columns, and the header has 2"),
-    "a column too few": ("tsv", b"a\tb\n1\n", "line 2: 1 columns, and the header has 2"),
+    "Latin-1": ("jsonl", b'{"a": "1"}\n{"a": "\xfc"}', "byte 8 is 0xfc, which is not UTF-8"),
+    "Latin-1 after a BOM": (
+        "jsonl",
+        b'\xef\xbb\xbf{"a": "\xfc"}',
+        "line 1: byte 11 is 0xfc, which is not UTF-8",
+    ),
+    "UTF-16": ("csv", "a,b".encode("utf-16"), "line 1: byte 1 is 0xff, which is not UTF-8"),
+    "packed": ("jsonl", b"\x1f\x8b\x08\x00", "byte 2 is 0x8b, which is not UTF-8; save"),
+    "a column too many": ("csv", b"a,b\n1,2\n1,2,3", "line 3: 3 columns, but the header has 2"),
+    "a column too few": ("tsv", b"a\tb\n1\n", "line 2: 1 columns, but the header has 2"),
     "an open quote": (
         "csv",
         b'a,b\n1,2\n"3,4\n5,6\n',
@@ -97,30 +102,30 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
     ),
     "a quote inside": ("csv", b'a,b\n"1"2,3', "line 2: not a row"),
     "two names": ("csv", b"a,b,a\n", "line 1: two columns are named 'a'; rename one"),
-    "no Parquet": ("parquet", b"PAR1", "x.parquet is broken, or no Parquet"),
+    "no Parquet": ("parquet", b"PAR1", "x.parquet is broken or is not a Parquet file"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_one_sentence_with_its_line(case: str, tmp_path: Path) -> None:
-    kind, content, words = WRONG[case]
+@pytest.mark.parametrize("case", BROKEN_RECORDS)
+def test_broken_record_is_an_error_with_its_line(case: str, tmp_path: Path) -> None:
+    kind, content, message_words = BROKEN_RECORDS[case]
     with pytest.raises(ConfigError) as caught:
         read(tmp_path / f"x.{kind}", content)
-    assert words in str(caught.value)
+    assert message_words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value).replace(str(tmp_path), "")) < 300
 
 
-def test_a_line_that_never_ends_is_not_read_whole(tmp_path: Path) -> None:
+def test_overlong_line_is_refused_without_reading_it_all(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     with path.open("wb") as file:
         file.truncate(1 << 26)
-    with pytest.raises(ConfigError, match="line 1: over 16 MiB; each record must be a line"):
+    with pytest.raises(ConfigError, match="over 16 MiB; each record must be a separate line"):
         read(path)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_a_file_that_cannot_be_read_is_told(kind: str, tmp_path: Path) -> None:
+def test_unreadable_file_is_an_error(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read \(No such file or directory\); give"):
         read(tmp_path / f"x.{kind}")
     folder = tmp_path / f"y.{kind}"
@@ -129,22 +134,22 @@ def test_a_file_that_cannot_be_read_is_told(kind: str, tmp_path: Path) -> None:
         read(folder)
 
 
-def test_a_damaged_parquet_file_is_a_sentence_wherever_it_is(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_an_error_at_any_position(tmp_path: Path) -> None:
     path = write_parquet(
         tmp_path / "x.parquet", {"prompt": list("abcdefgh"), "completion": [""] * 8}
     )
-    whole = path.read_bytes()
-    refused = 0
-    for place in range(0, len(whole), 23):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+    content = path.read_bytes()
+    refusals = 0
+    for offset in range(0, len(content), 23):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 0xFF]) + content[offset + 1 :])
         try:
             assert len(read(path)) <= 8
         except ConfigError:
-            refused += 1
-    assert refused > 5
+            refusals += 1
+    assert refusals > 5
 
 
-def test_without_pyarrow_it_says_what_to_install(
+def test_missing_pyarrow_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "x.parquet", {"prompt": ["a"]})
@@ -153,25 +158,33 @@ def test_without_pyarrow_it_says_what_to_install(
         read(path)
 
 
-def test_files_are_read_as_they_are_used(tmp_path: Path) -> None:
+def test_files_are_streamed(tmp_path: Path) -> None:
     for kind, begin in (("jsonl", '{"a": "1"}\n'), ("csv", "a\n1\n")):
         path = tmp_path / f"x.{kind}"
         path.write_text(begin + "}\n{" * 10)
-        first = next(read_records(path, FIELDS))
-        assert first.values == {"a": "1"}
+        first_record = next(read_records(path, FIELDS))
+        assert first_record.values == {"a": "1"}
 
 
-def test_progress_tells_how_many_were_read_and_about_how_many_there_are(tmp_path: Path) -> None:
+def test_progress_reports_the_count_and_estimated_total(tmp_path: Path) -> None:
     count = 3 * PROGRESS_RECORDS + 500
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": "1"}\n' * count)
-    told: list[tuple[int, int | None]] = []
-    for _ in read_records(path, FIELDS, lambda *numbers: told.append(numbers)):
+    reports: list[tuple[int, int | None]] = []
+    for _ in read_records(path, FIELDS, lambda *numbers: reports.append(numbers)):
         pass
     step = PROGRESS_RECORDS
-    assert told == [(step, count), (2 * step, count), (3 * step, count), (count, count)]
-    told.clear()
-    parquet = write_parquet(tmp_path / "x.parquet", {"prompt": ["a"] * (records.ROWS + 1)}, 500)
-    rows = list(read_records(parquet, FIELDS, lambda *numbers: told.append(numbers)))
-    assert [row.place for row in rows[-2:]] == [f"row {records.ROWS}", f"row {records.ROWS + 1}"]
-    assert told == [(step, records.ROWS + 1), (records.ROWS + 1, records.ROWS + 1)]
+    assert reports == [(step, count), (2 * step, count), (3 * step, count), (count, count)]
+    reports.clear()
+    parquet = write_parquet(
+        tmp_path / "x.parquet", {"prompt": ["a"] * (records.PARQUET_BATCH_ROWS + 1)}, 500
+    )
+    rows = list(read_records(parquet, FIELDS, lambda *numbers: reports.append(numbers)))
+    assert [row.location for row in rows[-2:]] == [
+        f"row {records.PARQUET_BATCH_ROWS}",
+        f"row {records.PARQUET_BATCH_ROWS + 1}",
+    ]
+    assert reports == [
+        (step, records.PARQUET_BATCH_ROWS + 1),
+        (records.PARQUET_BATCH_ROWS + 1, records.PARQUET_BATCH_ROWS + 1),
+    ]

@@ -1,7 +1,7 @@
-"""The report of a run: what it says, that it says it honestly, and that no record can speak in it.
+"""HTML report of a run: its figures, its verdict and warnings, and the escaping of all data.
 
-The page is parsed again by Python's own parser, and once by a real browser. Sentences follow from
-numbers that one can check by eye.
+The tests parse the page with Python's HTML parser, and once with a real browser. The expected
+sentences follow from small numbers that can be checked by hand.
 """
 
 import base64
@@ -12,31 +12,42 @@ import re
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from ptuning.config import TuneConfig
-from ptuning.reporting.html_report import page
-from ptuning.reporting.markup import cleaned, tag
-from ptuning.reporting.svg_charts import Chart, Line, Point, draw, smoothed, thinned, ticks
-from ptuning.reporting.verdict import margin, summary, verdict, warnings
+from ptuning.reporting.html_report import render_report
+from ptuning.reporting.html_template import clean_text, template_environment
+from ptuning.reporting.svg_chart import (
+    Chart,
+    Line,
+    Point,
+    draw_chart,
+    linear_ticks,
+    smooth_points,
+    thin_points,
+)
+from ptuning.reporting.verdict import confidence_margin, run_summary, run_warnings, task_verdict
 from ptuning.run_facts import (
     ADAPTER,
     NO_PROMPT,
     ORACLE,
-    Progress,
     RunFacts,
     Sample,
+    StepMetrics,
     TaskFacts,
     Validation,
 )
 from tests.support.page_style import STYLE, colours, contrast
 
 STEPS = 200
-HELD = 400
-# What records, names and settings may hold, all of it at once.
+VALIDATION_RECORDS = 400
+OUTPUT = "planning.output"
+# Hostile content of records, names and settings, all of it at once.
 HOSTILE = (
     "<script>window.hit = 1</script>\"'><img src=x onerror='window.hit = 1'></style>"
     "</pre><!-- ]]> &lt; \x00\x1b[31m \u202eedis rehto eht\u2066 \ud800 javascript:alert(1)"
@@ -48,8 +59,8 @@ BASELINES = {
 }
 
 
-class Read(HTMLParser):
-    """The elements of a page with their attributes, and the text in each kind of element."""
+class ParsedPage(HTMLParser):
+    """Elements of a page with their attributes, and the texts of each kind of element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,26 +88,26 @@ class Read(HTMLParser):
             self.texts[name][-1] += text
 
     def all(self, name: str) -> list[dict[str, str | None]]:
-        return [attributes for one, attributes in self.elements if one == name]
+        return [attributes for element, attributes in self.elements if element == name]
 
 
-def progress(losses: list[float], **changed: Any) -> list[Progress]:
+def progress(losses: list[float], **changes: Any) -> list[StepMetrics]:
     return [
-        replace(Progress(step, STEPS, loss, 2400, 2000, 0.5, 1e-2 / step, 1.0), **changed)
+        replace(StepMetrics(step, STEPS, loss, 2400, 2000, 0.5, 1e-2 / step, 1.0), **changes)
         for step, loss in enumerate(losses, 1)
     ]
 
 
-def falling(count: int = STEPS) -> list[float]:
+def falling_losses(count: int = STEPS) -> list[float]:
     return [0.3 + 3 * math.exp(-step / 20) for step in range(count)]
 
 
-def task(name: str = "refunds", **changed: Any) -> TaskFacts:
+def task(name: str = "refunds", **changes: Any) -> TaskFacts:
     samples = (
         Sample({"mail": "Where is it?"}, "track order 7", "I do not know", "track order 7"),
         Sample({"mail": "Money back!"}, "refund order 8", "", "refund order 9", cut=True),
     )
-    one = TaskFacts(
+    facts = TaskFacts(
         name,
         "what a mail asks for",
         f"adapters/{name}@1.safetensors",
@@ -105,15 +116,15 @@ def task(name: str = "refunds", **changed: Any) -> TaskFacts:
         "mails.jsonl",
         "held-out.jsonl",
         examples=1000,
-        validation_examples=HELD,
+        validation_examples=VALIDATION_RECORDS,
         lengths=[10, 20, 20, 30],
         baselines=BASELINES,
         samples=samples,
     )
-    return replace(one, **changed)
+    return replace(facts, **changes)
 
 
-def run(*tasks: TaskFacts, **changed: Any) -> RunFacts:
+def run(*tasks: TaskFacts, **changes: Any) -> RunFacts:
     settings = asdict(TuneConfig(model="gpt/", data="mails.jsonl", name="refunds"))
     validations = [
         Validation(
@@ -121,267 +132,304 @@ def run(*tasks: TaskFacts, **changed: Any) -> RunFacts:
         )
         for step in (0, 100, STEPS)
     ]
-    one = RunFacts(
+    facts = RunFacts(
         "refunds",
         tasks or (task(),),
         "finished",
         {"Layers": 24},
         settings,
-        progress(falling()),
+        progress(falling_losses()),
         validations,
         best_step=100,
     )
-    return replace(one, **changed)
+    return replace(facts, **changes)
 
 
-def hostile() -> RunFacts:
-    long = HOSTILE + "x" * 1_000_000
-    sample = Sample({HOSTILE: long, "b": HOSTILE}, HOSTILE, long, f"{HOSTILE} more")
+def hostile_run() -> RunFacts:
+    long_text = HOSTILE + "x" * 1_000_000
+    sample = Sample({HOSTILE: long_text, "b": HOSTILE}, HOSTILE, long_text, f"{HOSTILE} more")
     measures = {HOSTILE: 0.5, "f1": float("nan"), "exact_match": float("inf")}
     validations = [Validation(5, float("nan"), measures, {HOSTILE: measures})]
-    one = task(
+    task_facts = task(
         HOSTILE,
-        task=long,
+        task=long_text,
         path=HOSTILE,
-        card={HOSTILE: long, "template": {"text": HOSTILE}, "golden": [HOSTILE], "stop": [HOSTILE]},
+        card={
+            HOSTILE: long_text,
+            "template": {"text": HOSTILE},
+            "golden": [HOSTILE],
+            "stop": [HOSTILE],
+        },
         fields=(HOSTILE,),
         data=HOSTILE,
-        dropped=[long] * 9,
+        dropped=[long_text] * 9,
         baselines={ADAPTER: measures, NO_PROMPT: {"f1": 2.0}, HOSTILE: {}},
         samples=[sample] * 100,
     )
     return run(
-        one,
-        replace(one, name="second"),
-        name=long,
+        task_facts,
+        replace(task_facts, name="second"),
+        name=long_text,
         state="running",
         model={HOSTILE: HOSTILE},
-        config={"model": HOSTILE, HOSTILE: long},
+        config={"model": HOSTILE, HOSTILE: long_text},
         progress=progress([float("nan"), 1e308, float("inf"), -1e308, 0.0]),
         validations=validations,
-        notes=[long],
+        notes=[long_text],
     )
 
 
-def test_the_page_says_what_the_adapter_is_worth_beside_the_others() -> None:
-    read = Read(page(run(), datetime(2026, 1, 2, 3, 4, tzinfo=UTC)))
-    assert read.texts["p"][2] == (
+def test_report_compares_the_adapter_with_the_baselines() -> None:
+    page = ParsedPage(render_report(run(), datetime(2026, 1, 2, 3, 4, tzinfo=UTC)))
+    assert page.texts["p"][2] == (
         "Exact match is 92.0 % on 400 held-out examples with the adapter, 5.0 % without a prompt "
         "and 88.0 % with a written instruction."
     )
-    rows = [row.split("%")[0] for row in read.texts["tr"]]
+    rows = [row.split("%")[0] for row in page.texts["tr"]]
     assert rows[1:] == ["No prompt5.0 ", "Written instruction88.0 ", "Adapter92.0 "]
-    assert {one.get("scope") for one in read.all("th")} == {"col", "row"}
-    assert "track order 7" in read.texts["article"][0]
-    assert "Without the adapter ✗ wrong" in read.texts["article"][0]
-    assert "With the adapter ✓ right" in read.texts["article"][0]
-    assert read.texts["mark"] == ["9"]  # Of "refund order 9", where 8 is right.
-    assert "(cut at max_new_tokens)" in read.texts["article"][1]
-    assert "2026-01-02 03:04 UTC" in read.texts["footer"][0]
-    commands = next(text for text in read.texts["pre"] if text.startswith("preamble serve"))
+    assert {header.get("scope") for header in page.all("th")} == {"col", "row"}
+    assert "track order 7" in page.texts["article"][0]
+    assert "Without the adapter ✗ wrong" in page.texts["article"][0]
+    assert "With the adapter ✓ right" in page.texts["article"][0]
+    assert page.texts["mark"] == ["9"]  # In "refund order 9", where 8 is right.
+    assert "(cut at max_new_tokens)" in page.texts["article"][1]
+    assert "2026-01-02 03:04 UTC" in page.texts["footer"][0]
+    commands = next(text for text in page.texts["pre"] if text.startswith("preamble serve"))
     assert commands.splitlines() == [
         "preamble serve gpt/ --adapters adapters",
         "preamble generate --server localhost:9000 --task refunds --field 'mail=Where is it?'",
     ]
 
 
-def test_the_page_is_whole_in_itself_and_forbids_all_else() -> None:
-    text = page(run())
-    read = Read(text)
+def test_report_is_self_contained_and_its_policy_forbids_loading() -> None:
+    text = render_report(run())
+    page = ParsedPage(text)
     assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=", text)
-    rules = next(one for one in read.all("meta") if "Security" in str(one.get("http-equiv")))
+    rules = next(meta for meta in page.all("meta") if "Security" in str(meta.get("http-equiv")))
     for kind in ("style", "script"):
-        (inside,) = read.texts[kind]
-        hashed = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        (content,) = page.texts[kind]
+        hashed = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{hashed}'" in str(rules["content"])
     assert str(rules["content"]).startswith("default-src 'none'; ")
-    assert not any("style" in attributes for _, attributes in read.elements)
+    assert not any("style" in attributes for _, attributes in page.elements)
 
 
-def test_a_browser_loads_the_page_again_only_while_the_run_goes_on() -> None:
+def test_report_reloads_only_while_the_run_continues() -> None:
     def refreshing(facts: RunFacts) -> bool:
-        return any(one.get("http-equiv") == "refresh" for one in Read(page(facts)).all("meta"))
+        return any(
+            meta.get("http-equiv") == "refresh"
+            for meta in ParsedPage(render_report(facts)).all("meta")
+        )
 
     assert refreshing(run(state="running")) and not refreshing(run())
 
 
-def test_nothing_from_data_is_ever_markup_and_long_texts_are_cut() -> None:
-    text = page(hostile())
-    read = Read(text)
+def test_report_escapes_all_data_and_truncates_long_texts() -> None:
+    text = render_report(hostile_run())
+    page = ParsedPage(text)
     assert len(text.encode()) < 400_000
-    assert {name for name, _ in read.elements} <= {name for name, _ in Read(page(run())).elements}
-    assert len(read.all("script")) == len(read.all("style")) == 1
-    assert not [key for _, attributes in read.elements for key in attributes if key[:2] == "on"]
-    assert not [one for one in "\x00\x1b\u202e\u2066" if one in text]
-    assert "<script>window.hit = 1</script>" in read.texts["main"][0]
-    assert "␀␛[31m" in read.texts["main"][0] and "\\u202eedis" in read.texts["main"][0]
-    assert "more characters)" in read.texts["h1"][0]
-    for chart in read.all("svg"):
+    assert {name for name, _ in page.elements} <= {
+        name for name, _ in ParsedPage(render_report(run())).elements
+    }
+    assert len(page.all("script")) == len(page.all("style")) == 1
+    assert not [key for _, attributes in page.elements for key in attributes if key[:2] == "on"]
+    assert not [character for character in "\x00\x1b\u202e\u2066" if character in text]
+    assert "<script>window.hit = 1</script>" in page.texts["main"][0]
+    assert "␀␛[31m" in page.texts["main"][0] and "\\u202eedis" in page.texts["main"][0]
+    assert "more characters)" in page.texts["h1"][0]
+    for chart in page.all("svg"):
         if "data-lines" in chart:
             json.loads(str(chart["data-lines"]), parse_constant=pytest.fail)
     assert not re.search(r'="(nan|inf|-inf)"|nan,|inf,', text)
 
 
 @pytest.mark.parametrize("state", ["running", "interrupted"])
-def test_a_run_that_has_hardly_begun_has_a_page(state: Any) -> None:
+def test_report_of_a_run_without_steps_renders(state: Any) -> None:
     empty = RunFacts("refunds", [TaskFacts("refunds")], state)
-    assert Read(page(empty)).texts["p"][2] == "No step was made yet."
-    one = replace(empty, progress=progress([2.5]), config={"model": "gpt/"})
-    assert "fell" not in Read(page(one)).texts["p"][2]
-    assert summary(empty)["first_loss"] is None
+    assert ParsedPage(render_report(empty)).texts["p"][2] == "No step has finished yet."
+    facts = replace(empty, progress=progress([2.5]), config={"model": "gpt/"})
+    assert "fell" not in ParsedPage(render_report(facts)).texts["p"][2]
+    assert run_summary(empty)["first_loss"] is None
 
 
-def test_a_running_runs_verdict_is_its_last_validations() -> None:
-    one = run(task(baselines={NO_PROMPT: {"exact_match": 0.1}}), state="running")
-    said = verdict(one.tasks[0], one)
-    assert said.sentence.startswith("So far: Exact match is 80.0 % on 400 held-out examples")
-    assert said.good
+def test_verdict_of_a_running_run_uses_the_last_validation() -> None:
+    facts = run(task(baselines={NO_PROMPT: {"exact_match": 0.1}}), state="running")
+    verdict = task_verdict(facts.tasks[0], facts)
+    assert verdict.sentence.startswith("So far: Exact match is 80.0 % on 400 held-out examples")
+    assert verdict.is_good
 
 
-def test_without_measured_answers_the_verdict_is_about_the_loss_and_says_so() -> None:
-    one = run(task(baselines={}), validations=HELD_LOSSES)
-    said = verdict(one.tasks[0], one)
-    assert said.sentence == (
+def test_verdict_without_evaluated_answers_uses_the_loss() -> None:
+    facts = run(task(baselines={}), validations=VALIDATIONS)
+    verdict = task_verdict(facts.tasks[0], facts)
+    assert verdict.sentence == (
         "The loss fell from 3.3000 to 0.3002 in 200 steps, and is 0.7000 on held-out records; "
-        "no answers were measured, so their quality is not known."
+        "no answers were evaluated, so their quality is unknown."
     )
-    assert said.good is None
+    assert verdict.is_good is None
 
 
-def test_several_tasks_have_a_table_and_a_section_each() -> None:
+def test_report_of_several_tasks_has_a_table_and_sections() -> None:
     tone = {NO_PROMPT: {"accuracy": 0.5}, ADAPTER: {"accuracy": 0.75}}
-    one = run(task(), task("tone", baselines=tone))
-    read = Read(page(one))
-    sections = [one for one in read.all("section") if one.get("class") == "task"]
-    assert [one["aria-label"] for one in sections] == ["refunds", "tone"]
-    assert read.texts["tr"][:3] == [
+    facts = run(task(), task("tone", baselines=tone))
+    page = ParsedPage(render_report(facts))
+    sections = [facts for facts in page.all("section") if facts.get("class") == "task"]
+    assert [section["aria-label"] for section in sections] == ["refunds", "tone"]
+    assert page.texts["tr"][:3] == [
         "TaskMeasureNo promptWritten instructionAdapter",
         "refundsExact match5.0 % ± 2.288.0 % ± 3.292.0 % ± 2.7",
         "toneAccuracy50.0 % ± 4.9–75.0 % ± 4.2",
     ]
 
 
-def test_a_model_that_was_tuned_whole_is_called_so_and_served_itself() -> None:
+def test_report_of_a_full_run_names_and_serves_the_tuned_model() -> None:
     settings = {"model": "gpt/", "method": "full"}
-    text = page(run(task(path="out/refunds-1"), config=settings))
-    read = Read(text)
-    assert "with the tuned model" in read.texts["p"][2]
-    assert "preamble serve out/refunds-1" in read.texts["pre"][0]
-    assert "Adapter" not in "".join(read.texts["main"])
+    text = render_report(run(task(path="out/refunds-1"), config=settings))
+    page = ParsedPage(text)
+    assert "with the tuned model" in page.texts["p"][2]
+    assert "preamble serve out/refunds-1" in page.texts["pre"][0]
+    assert "Adapter" not in "".join(page.texts["main"])
 
 
-def test_what_an_adapter_cannot_be_shown_to_do_is_not_called_good() -> None:
-    def good(plain: float, adapter: float, held: int = HELD) -> bool | None:
-        made = {NO_PROMPT: {"f1": plain}, ADAPTER: {"f1": adapter}}
-        return verdict(task(baselines=made, validation_examples=held), run()).good
+def test_verdict_is_good_only_beyond_the_confidence_margin() -> None:
+    def good(
+        plain_f1: float, adapter_f1: float, validation_records: int = VALIDATION_RECORDS
+    ) -> bool | None:
+        baselines = {NO_PROMPT: {"f1": plain_f1}, ADAPTER: {"f1": adapter_f1}}
+        return task_verdict(
+            task(baselines=baselines, validation_examples=validation_records), run()
+        ).is_good
 
     assert good(0.05, 0.92) is True
     assert good(0.60, 0.50) is False
-    assert good(0.50, 0.53) is None  # Within 4.9 points, so many records say nothing.
-    assert good(0.50, 0.60, held=10) is None
+    assert good(0.50, 0.53) is None  # Within the margin of 4.9 points for so many records.
+    assert good(0.50, 0.60, validation_records=10) is None
 
 
-def test_the_margin_of_a_share_is_wilsons() -> None:
-    assert margin(0.5, 100) == pytest.approx(0.0962, abs=1e-4)
-    assert margin(1.0, 10) == pytest.approx(0.1389, abs=1e-3)
-    assert margin(0.5, 0) == 0
+def test_confidence_margin_is_the_wilson_interval() -> None:
+    assert confidence_margin(0.5, 100) == pytest.approx(0.0962, abs=1e-4)
+    assert confidence_margin(1.0, 10) == pytest.approx(0.1389, abs=1e-3)
+    assert confidence_margin(0.5, 0) == 0
 
 
-HELD_LOSSES = [
+VALIDATIONS = [
     Validation(step, loss) for step, loss in ((50, 1.0), (100, 0.5), (150, 0.6), (200, 0.7))
 ]
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         (run(progress=progress([4 - step / 60 for step in range(STEPS)])), "still falling"),
-        (run(progress=progress(falling(), skipped=True)), "200 of 200 steps were skipped"),
-        (run(validations=HELD_LOSSES), "rises since step 100 (0.5000 to 0.7000)"),
+        (run(progress=progress(falling_losses(), skipped=True)), "200 of 200 steps were skipped"),
+        (run(validations=VALIDATIONS), "rising since step 100 (0.5000 to 0.7000)"),
         (run(task(validation_examples=0, validation="", baselines={})), "no record was held out"),
         (run(task(validation_examples=20)), "only 20 examples were held out"),
-        (run(task(shared=7)), "7 of the held-out records are also learned from"),
+        (run(task(overlapping_examples=7)), "7 of the held-out records are also training records"),
         (run(task(answers_cut=90)), "90 of 400 answers were cut at max_new_tokens"),
-        (run(task(dropped=["line 3"] * 500)), "500 of 1500 records were left out"),
+        (run(task(dropped=["line 3"] * 500)), "500 of 1500 records were dropped"),
         (run(task(baselines={**BASELINES, NO_PROMPT: {"exact_match": 0.92}})), "do not serve it"),
-        (run(task(baselines={**BASELINES, ORACLE: {"exact_match": 0.99}})), "still does better"),
+        (
+            run(task(baselines={**BASELINES, ORACLE: {"exact_match": 0.99}})),
+            "instruction is better",
+        ),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )
-def test_a_reader_is_warned(facts: RunFacts, said: str) -> None:
-    assert any(said.casefold() in one.casefold() for one in warnings(facts))
-    assert said.casefold() in Read(page(facts)).texts["ul"][0].casefold()
+def test_report_warns_about_each_problem(facts: RunFacts, message: str) -> None:
+    assert any(message.casefold() in run_warning.casefold() for run_warning in run_warnings(facts))
+    assert message.casefold() in ParsedPage(render_report(facts)).texts["ul"][0].casefold()
 
 
 def test_a_good_run_has_no_warnings() -> None:
-    assert warnings(run()) == []
+    assert run_warnings(run()) == []
     noisy = [0.5 + 0.3 * ((step * 7919) % 13) / 13 for step in range(STEPS)]
-    assert warnings(run(progress=progress(noisy))) == []
+    assert run_warnings(run(progress=progress(noisy))) == []
 
 
-def test_the_machines_summary_is_strict_json_of_the_same_numbers() -> None:
-    one = summary(run(task(baselines={ADAPTER: {"f1": float("nan"), "exact_match": 0.5}})))
-    read = json.loads(json.dumps(one, allow_nan=False))
-    assert read["tasks"][0]["measures"] == {"adapter": {"f1": None, "exact_match": 0.5}}
-    assert read["steps"] == STEPS and read["seconds"] == 100 and read["text_tokens"] == 400_000
+def test_summary_is_strict_json_of_the_same_numbers() -> None:
+    summary = run_summary(run(task(baselines={ADAPTER: {"f1": float("nan"), "exact_match": 0.5}})))
+    decoded = json.loads(json.dumps(summary, allow_nan=False))
+    assert decoded["tasks"][0]["measures"] == {"adapter": {"f1": None, "exact_match": 0.5}}
     assert (
-        read["first_loss"] == 3.3 and read["tasks"][0]["path"] == "adapters/refunds@1.safetensors"
+        decoded["steps"] == STEPS
+        and decoded["seconds"] == 100
+        and decoded["text_tokens"] == 400_000
+    )
+    assert (
+        decoded["first_loss"] == 3.3
+        and decoded["tasks"][0]["path"] == "adapters/refunds@1.safetensors"
     )
 
 
-def test_a_long_runs_page_is_no_longer_than_a_short_ones() -> None:
+def test_report_size_does_not_grow_with_steps() -> None:
     losses = [1 + math.sin(step) / 2 for step in range(5_000)]
     losses[2_777] = 9.0
-    assert len(page(run(progress=progress(losses)))) < 120_000
+    assert len(render_report(run(progress=progress(losses)))) < 120_000
     points = [Point(step, loss) for step, loss in enumerate(losses)]
-    kept = thinned(points)
-    assert len(kept) <= 302 and Point(2_777, 9.0) in kept
-    assert kept == sorted(kept)
+    thinned = thin_points(points)
+    assert len(thinned) <= 302 and Point(2_777, 9.0) in thinned
+    assert thinned == sorted(thinned)
 
 
-def test_a_smoothed_curve_keeps_a_line_and_is_not_late() -> None:
+def test_smoothing_keeps_a_straight_line_and_adds_no_lag() -> None:
     line = [Point(step, 5 - step) for step in range(20)]
-    mean = smoothed(line, 3)
-    assert [one.y for one in mean[:17]] == pytest.approx([one.y for one in line[:17]])
-    level = smoothed([Point(step, (-1) ** step) for step in range(50)], 4)
-    assert max(abs(one.y) for one in level[4:]) <= 0.34
+    mean = smooth_points(line, 3)
+    assert [point.y for point in mean[:17]] == pytest.approx([point.y for point in line[:17]])
+    level = smooth_points([Point(step, (-1) ** step) for step in range(50)], 4)
+    assert max(abs(point.y) for point in level[4:]) <= 0.34
 
 
-def test_axes_have_round_numbers_and_points_lie_where_they_belong() -> None:
-    assert ticks(0, 400) == [0, 100, 200, 300, 400]
-    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+def test_axes_have_round_ticks_and_points_have_the_right_coordinates() -> None:
+    assert linear_ticks(0, 400) == [0, 100, 200, 300, 400]
+    assert linear_ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     points = [Point(0, 0), Point(50, 1), Point(75, float("nan")), Point(100, 0.5)]
-    svg = draw(Chart("t", [Line("a", points)], 100, str, top=1.0))
-    assert 'points="50,186 258,10"' in svg  # From the left margin's foot to the middle's top.
-    assert 'cx="466" cy="98"' in svg  # Beyond the gap, on the right, half-way up.
+    svg = draw_chart(Chart("t", [Line("a", points)], 100, str, y_max=1.0))
+    assert 'points="50,186 258,10"' in svg  # From the bottom at the left margin to the top middle.
+    assert 'cx="466" cy="98"' in svg  # Beyond the gap, on the right, at half height.
 
 
-def test_text_keeps_what_people_write_and_shows_what_they_cannot_see() -> None:
-    kept = "हिन्दी می‌خواهم 家族　👨‍👩‍👧 a\tb\nc\u00a0d"
-    assert cleaned(kept) == kept
-    assert cleaned("a\x00b\u202ec\x7f\u2028") == "a␀b\\u202ec\\x7f\\u2028"
-    assert cleaned("abc" * 1000, 4) == "abca… (2,996 more characters)"
-    assert tag("p", '<b>"', class_='"x') == '<p class="&quot;x">&lt;b&gt;&quot;</p>'
+def test_clean_text_keeps_normal_text_and_shows_invisible_characters() -> None:
+    normal_text = "हिन्दी می‌خواهم 家族　👨‍👩‍👧 a\tb\nc\u00a0d"
+    assert clean_text(normal_text) == normal_text
+    assert clean_text("a\x00b\u202ec\x7f\u2028") == "a␀b\\u202ec\\x7f\\u2028"
+    assert clean_text("abc" * 1000, 4) == "abca… (2,996 more characters)"
+    template = template_environment("ptuning.reporting").from_string(
+        '<p class="{{ a }}">{{ b }}</p>'
+    )
+    assert template.render(a='"x\x00', b='<b>"') == '<p class="&#34;x␀">&lt;b&gt;&#34;</p>'
+
+
+def test_templates_escape_all_values_and_refuse_missing_ones() -> None:
+    folders = [files(package).joinpath("templates") for package in ("ptuning.reporting", OUTPUT)]
+    templates = [file for folder in folders for file in folder.iterdir() if ".html" in file.name]
+    assert len(templates) == 4
+    for template in templates:
+        assert not re.search(r"\| *safe|autoescape", template.read_text("utf-8"))
+    with pytest.raises(UndefinedError):
+        template_environment(OUTPUT).from_string("{{ view.name }}").render(view=object())
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_colour_can_be_read_on_what_it_lies_on(scheme: str) -> None:
+def test_every_colour_has_enough_contrast_with_its_background(scheme: str) -> None:
     light, dark = STYLE.split("@media screen", 1)
-    seen = {**colours(light), **(colours(dark.split("* {")[0]) if scheme == "dark" else {})}
+    values = {**colours(light), **(colours(dark.split("* {")[0]) if scheme == "dark" else {})}
     grounds = ("ground", "card", "well", "good-tint", "bad-tint")
-    texts = [(ink, on) for ink in ("ink", "soft") for on in grounds]
+    texts = [(ink, background) for ink in ("ink", "soft") for background in grounds]
     texts += [("good", "card"), ("bad", "card"), ("bad", "bad-tint")]
-    poor = [pair for pair in texts if contrast(*(seen[one] for one in pair)) < 4.5]
-    poor += [(f"c{n}", "card") for n in range(6) if contrast(seen[f"c{n}"], seen["card"]) < 3]
-    assert not poor
+    low_contrast = [pair for pair in texts if contrast(*(values[colour] for colour in pair)) < 4.5]
+    low_contrast += [
+        (f"c{n}", "card") for n in range(6) if contrast(values[f"c{n}"], values["card"]) < 3
+    ]
+    assert not low_contrast
 
 
-@pytest.mark.slow  # A browser.
-def test_a_browser_shows_the_curves_and_asks_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.slow  # It starts a browser.
+def test_browser_shows_the_curves_and_loads_nothing(tmp_path: Path) -> None:
     from tests.support.chromium import browsing
 
-    for name, facts in {"good": run(), "hostile": hostile()}.items():
-        (tmp_path / f"{name}.html").write_text(page(facts), "utf-8")
+    for name, facts in {"good": run(), "hostile": hostile_run()}.items():
+        (tmp_path / f"{name}.html").write_text(render_report(facts), "utf-8")
     address = (tmp_path / "good.html").as_uri()
     with browsing(tmp_path / "browser") as browser:
         tab = browser.open(address)
@@ -389,27 +437,27 @@ def test_a_browser_shows_the_curves_and_asks_for_nothing(tmp_path: Path) -> None
             "[...document.querySelectorAll('.chart polyline:not(.faint)')].map(one => "
             "[one.getBoundingClientRect().width, getComputedStyle(one).stroke])"
         )
-        assert len(boxes) == 5 and all(width > 200 and "rgb" in seen for width, seen in boxes)
+        assert len(boxes) == 5 and all(width > 200 and "rgb" in stroke for width, stroke in boxes)
         tab.send("Input.dispatchMouseEvent", type="mouseMoved", **middle(tab, "svg.chart"))
         assert tab.read("figcaption output", r"step \d").startswith("step ")
         grounds = set()
         for scheme in ("light", "dark"):
-            tab.picture(tmp_path / f"{scheme}.png", scheme)
+            tab.screenshot(tmp_path / f"{scheme}.png", scheme)
             grounds.add(tab.value("getComputedStyle(document.body).backgroundColor"))
         assert len(grounds) == 2
-        tab.picture(tmp_path / "narrow.png", width=360)
+        tab.screenshot(tmp_path / "narrow.png", width=360)
         assert tab.value("document.documentElement.scrollWidth") <= 360
-        assert tab.asked == [address] and tab.complaints == []
+        assert tab.requested == [address] and tab.complaints == []
 
-        other = browser.open((tmp_path / "hostile.html").as_uri())
-        assert other.value("window.hit === undefined && document.scripts.length === 1")
-        assert "<script>" in other.text("h1")
-        assert len(other.asked) == 1 and other.complaints == []
+        hostile_tab = browser.open((tmp_path / "hostile.html").as_uri())
+        assert hostile_tab.value("window.hit === undefined && document.scripts.length === 1")
+        assert "<script>" in hostile_tab.text("h1")
+        assert len(hostile_tab.requested) == 1 and hostile_tab.complaints == []
 
 
-def middle(tab: Any, of: str) -> dict[str, float]:
+def middle(tab: Any, selector: str) -> dict[str, float]:
     box = tab.value(
         f"(box => [box.x + box.width / 2, box.y + box.height / 2])"
-        f"(document.querySelector({json.dumps(of)}).getBoundingClientRect())"
+        f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
     )
     return {"x": box[0], "y": box[1]}

@@ -1,4 +1,4 @@
-"""Adafactor is Lester's: plain steps, no momentum; and goes on from a state to the last bit."""
+"""Optimizer: Adafactor with plain steps as in Lester et al., and bit-identical resumption."""
 
 import math
 
@@ -9,84 +9,94 @@ from torch import Tensor
 
 from gpt.errors import ConfigError
 from gpt.parallel.mesh import Mesh
-from ptuning.config import METHODS
+from ptuning.config import METHOD_LEARNING_RATES
 from ptuning.data.dataset import Example
-from ptuning.run_facts import Progress
-from ptuning.training.optimizer import Copies, Learned, Optimizer, share_of_rate
+from ptuning.run_facts import StepMetrics
+from ptuning.training.gradient_reduction import Replication, TrainableTensor
+from ptuning.training.learning_rate import learning_rate_factor
+from ptuning.training.optimizer import Optimizer
 from ptuning.training.trainer import Trainer
 from tests.support.models import CLASSIC, build
 from tests.support.ranks import ranks
 from tests.support.trainers import examples, settings, trainer
 
-WAYS = {"optimizer": "adafactor", "steps": 8, "warmup_steps": 2}
+ADAFACTOR = {"optimizer": "adafactor", "steps": 8, "warmup_steps": 2}
 
 
-def papers(value: Tensor, grads: list[Tensor], rates: list[float], decay: float) -> Tensor:
-    """Algorithms 4 and 5 of Shazeer and Stern with clipping at 1, steps not relative."""
+def paper_adafactor(value: Tensor, grads: list[Tensor], rates: list[float], decay: float) -> Tensor:
+    """Algorithms 4 and 5 of Shazeer and Stern with clipping at 1 and absolute steps."""
     value = value.clone()
-    rows, columns = torch.zeros(value.shape[:1]), torch.zeros(value.shape[-1:])
-    whole = torch.zeros_like(value)
-    rows, columns = rows.to(value), columns.to(value)
+    rows = torch.zeros(value.shape[:1])
+    columns = torch.zeros(value.shape[-1:])
+    momentum_free_estimate = torch.zeros_like(value)
+    rows = rows.to(value)
+    columns = columns.to(value)
     for step, (grad, rate) in enumerate(zip(grads, rates, strict=True), 1):
-        keep = 1 - step**-0.8
+        decay_rate = 1 - step**-0.8
         squares = grad.square() + 1e-30
         if value.ndim > 1:
-            rows = keep * rows + (1 - keep) * squares.sum(1)
-            columns = keep * columns + (1 - keep) * squares.sum(0)
+            rows = decay_rate * rows + (1 - decay_rate) * squares.sum(1)
+            columns = decay_rate * columns + (1 - decay_rate) * squares.sum(0)
             estimate = torch.outer(rows, columns) / rows.sum()
         else:
-            estimate = whole = keep * whole + (1 - keep) * squares
-        move = grad / estimate.sqrt()
-        move /= max(1.0, math.sqrt(float(move.square().mean())))
+            estimate = momentum_free_estimate = (
+                decay_rate * momentum_free_estimate + (1 - decay_rate) * squares
+            )
+        update = grad / estimate.sqrt()
+        update /= max(1.0, math.sqrt(float(update.square().mean())))
         value -= rate * decay * value if value.ndim > 1 else 0.0
-        value -= rate * move
+        value -= rate * update
     return value
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e4])
 @pytest.mark.parametrize("shape", [(5, 7), (6,)])
-def test_steps_are_the_papers_whatever_the_size_of_values_and_gradients(
-    shape: tuple[int, ...], size: float
-) -> None:
-    config = settings(**WAYS, weight_decay=1e-2)
+def test_adafactor_steps_equal_the_paper_at_any_scale(shape: tuple[int, ...], size: float) -> None:
+    config = settings(**ADAFACTOR, weight_decay=1e-2)
     draws = torch.Generator().manual_seed(0)
     value = torch.randn(shape, generator=draws, dtype=torch.float64) * size
     grads = [
         torch.randn(shape, generator=draws, dtype=torch.float64) * size * step
         for step in range(1, 7)
     ]
-    held = value.clone()
-    made = Optimizer([Learned("a", held, Copies.EQUAL)], config, Mesh.single())
+    parameter = value.clone()
+    optimizer = Optimizer(
+        [TrainableTensor("a", parameter, Replication.REPLICATED)], config, Mesh.single()
+    )
     rates = []
     for step, grad in enumerate(grads, 1):
-        held.grad = grad.clone()
-        made.gather(CLASSIC)
-        rates.append(made.move(step, 1.0))
-    assert rates == [0.3 * share_of_rate(step, config) for step in range(1, 7)]
-    wanted = papers(value, grads, rates, 1e-2)
-    assert torch.allclose(held, wanted, rtol=1e-9, atol=1e-9)
-    assert (held - value).abs().min() > 0.01
+        parameter.grad = grad.clone()
+        optimizer.reduce_gradients(CLASSIC)
+        rates.append(optimizer.step(step, 1.0))
+    assert rates == [0.3 * learning_rate_factor(step, config) for step in range(1, 7)]
+    expected = paper_adafactor(value, grads, rates, 1e-2)
+    assert torch.allclose(parameter, expected, rtol=1e-9, atol=1e-9)
+    assert (parameter - value).abs().min() > 0.01
 
 
-def test_rows_without_gradients_stay() -> None:
-    held = torch.ones(3, 4)
-    made = Optimizer([Learned("a", held, Copies.EQUAL)], settings(**WAYS), Mesh.single())
-    held.grad = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).clone()
-    made.gather(CLASSIC)
-    made.move(1, 1.0)
-    assert torch.equal(held[[0, 2]], torch.ones(2, 4)) and bool((held[1] < 1).all())
+def test_rows_without_gradients_do_not_change() -> None:
+    parameter = torch.ones(3, 4)
+    optimizer = Optimizer(
+        [TrainableTensor("a", parameter, Replication.REPLICATED)],
+        settings(**ADAFACTOR),
+        Mesh.single(),
+    )
+    parameter.grad = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).clone()
+    optimizer.reduce_gradients(CLASSIC)
+    optimizer.step(1, 1.0)
+    assert torch.equal(parameter[[0, 2]], torch.ones(2, 4)) and bool((parameter[1] < 1).all())
 
 
-def learned(made: Trainer, steps: int) -> list[Progress]:
-    """A whole model has no rows, so other words stand for them."""
-    size = made.sizes.vocab_size
+def train_steps(trainer_: Trainer, steps: int) -> list[StepMetrics]:
+    """Train some steps; full training has no table, so word tokens replace the virtual tokens."""
+    size = trainer_.model_config.vocab_size
     batch = [
-        one
-        if made.encoder is not None
-        else Example([token % size for token in one.ids], one.answer_start)
-        for one in examples(size)
+        example
+        if trainer_.encoder is not None
+        else Example([token % size for token in example.ids], example.answer_start)
+        for example in examples(size)
     ]
-    return [made.step(batch) for _ in range(steps)]
+    return [trainer_.step(batch) for _ in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -98,62 +108,71 @@ def learned(made: Trainer, steps: int) -> list[Progress]:
         ("full", torch.bfloat16),
     ],
 )
-def test_what_goes_on_from_a_state_ends_the_same_to_the_last_bit(
-    method: str, dtype: torch.dtype
-) -> None:
-    ways = {**WAYS, "method": method}
-    whole = trainer(build(CLASSIC, dtype=dtype), **ways)
-    told = learned(whole, 3)
-    kept = safetensors.torch.save(
-        {key: value.contiguous() for key, value in whole.optimizer.tensors().items()}
+def test_resumed_optimizer_state_is_bit_identical(method: str, dtype: torch.dtype) -> None:
+    settings = {**ADAFACTOR, "method": method}
+    uninterrupted = trainer(build(CLASSIC, dtype=dtype), **settings)
+    metrics = train_steps(uninterrupted, 3)
+    saved_state = safetensors.torch.save(
+        {key: value.contiguous() for key, value in uninterrupted.optimizer.state_dict().items()}
     )
-    told += learned(whole, 3)
+    metrics += train_steps(uninterrupted, 3)
 
-    second = trainer(build(CLASSIC, dtype=dtype), **ways)
-    saved = safetensors.torch.load(kept)
-    kinds = {key.split("/", 1)[0] for key in saved}
+    resumed = trainer(build(CLASSIC, dtype=dtype), **settings)
+    loaded_state = safetensors.torch.load(saved_state)
+    kinds = {key.split("/", 1)[0] for key in loaded_state}
     assert kinds >= {"value", "step", "row_var", "col_var"}
     assert ("variance" in kinds) == (method != "prompt-tuning")
-    second.optimizer.load(saved)
-    second.step_number = 3
-    more = learned(second, 3)
+    resumed.optimizer.load_state_dict(loaded_state)
+    resumed.step_number = 3
+    resumed_metrics = train_steps(resumed, 3)
 
-    assert [one.loss for one in more] == [one.loss for one in told[3:]]
-    assert told[-1].loss < told[0].loss
-    ended, wanted = second.optimizer.tensors(), whole.optimizer.tensors()
-    assert ended.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert torch.equal(ended[key], value), key
+    assert [step_metrics.loss for step_metrics in resumed_metrics] == [
+        step_metrics.loss for step_metrics in metrics[3:]
+    ]
+    assert metrics[-1].loss < metrics[0].loss
+    resumed_state = resumed.optimizer.state_dict()
+    expected_state = uninterrupted.optimizer.state_dict()
+    assert resumed_state.keys() == expected_state.keys()
+    for key, value in expected_state.items():
+        assert torch.equal(resumed_state[key], value), key
 
 
-def test_a_bare_table_takes_lesters_rate_and_a_network_adams() -> None:
-    assert settings(**WAYS).rate == 0.3
-    assert settings(**WAYS, learning_rate=0.1).rate == 0.1
-    for method in METHODS.keys() - {"prompt-tuning"}:
-        assert settings(**WAYS, method=method).rate == settings(method=method).rate
+def test_default_adafactor_rate_depends_on_the_method() -> None:
+    assert settings(**ADAFACTOR).peak_learning_rate == 0.3
+    assert settings(**ADAFACTOR, learning_rate=0.1).peak_learning_rate == 0.1
+    for method in METHOD_LEARNING_RATES.keys() - {"prompt-tuning"}:
+        assert (
+            settings(**ADAFACTOR, method=method).peak_learning_rate
+            == settings(method=method).peak_learning_rate
+        )
 
 
 @pytest.mark.parametrize("method", ["tpmlp", "full"])
-def test_parts_of_tensors_are_refused(method: str) -> None:
-    with pytest.raises(ConfigError, match=f"{method} shares them out over 2 tensor ranks"):
-        settings(**WAYS, method=method, tp=2)
-    settings(**WAYS, method=method, pp=2, dp=2)
-    settings(**WAYS, tp=2)
-    with pytest.raises(ConfigError, match=r"beta1 is 0\.5, and does nothing here"):
-        settings(**WAYS, beta1=0.5)
+def test_adafactor_refuses_sharded_tensors(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"{method} shards them over 2 tensor ranks"):
+        settings(**ADAFACTOR, method=method, tp=2)
+    settings(**ADAFACTOR, method=method, pp=2, dp=2)
+    settings(**ADAFACTOR, tp=2)
+    with pytest.raises(
+        ConfigError, match=r"beta1 is 0\.5, but has an effect only if optimizer is adamw"
+    ):
+        settings(**ADAFACTOR, beta1=0.5)
 
 
 def learn_split(rank: int) -> tuple[list[float], Tensor | None]:
     model = build(CLASSIC, Mesh.create(2, 1, 1))
-    made = trainer(model, **WAYS, tp=2, method="mlp")
-    return [one.loss for one in learned(made, 4)], made.table()
+    split_trainer = trainer(model, **ADAFACTOR, tp=2, method="mlp")
+    return [
+        step_metrics.loss for step_metrics in train_steps(split_trainer, 4)
+    ], split_trainer.current_table()
 
 
 @pytest.mark.slow
-def test_copies_on_tensor_ranks_learn_what_one_learns() -> None:
-    alone = trainer(build(CLASSIC), **WAYS, method="mlp")
-    losses, table = [one.loss for one in learned(alone, 4)], alone.table()
+def test_replicas_on_tensor_ranks_train_like_one_rank() -> None:
+    single_rank = trainer(build(CLASSIC), **ADAFACTOR, method="mlp")
+    losses = [step_metrics.loss for step_metrics in train_steps(single_rank, 4)]
+    table = single_rank.current_table()
     assert table is not None
-    for told, own in ranks(2, learn_split):
-        assert told == pytest.approx(losses, rel=1e-9)
-        assert own is not None and torch.allclose(own, table, rtol=1e-7, atol=1e-9)
+    for split_losses, split_table in ranks(2, learn_split):
+        assert split_losses == pytest.approx(losses, rel=1e-9)
+        assert split_table is not None and torch.allclose(split_table, table, rtol=1e-7, atol=1e-9)

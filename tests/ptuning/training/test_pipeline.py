@@ -1,7 +1,7 @@
-"""A stage runs its schedule: what is computed, kept, and let go; and decoding over several chunks.
+"""Pipeline execution: results, freed activations, and generation over several chunks.
 
-Gradients at many splits are in tests/equivalence/test_gradients_across_splits.py; here are the
-promises beside them.
+tests/equivalence/test_gradients_across_splits.py compares the gradients of many splits; this file
+tests the other properties.
 """
 
 import weakref
@@ -19,12 +19,16 @@ from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.sharding import stage_layers
-from gpt.sampling_params import Sampling
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.sampling_params import SamplingParams
 from ptuning.data.dataset import Example
-from ptuning.data.micro_batch import MicroBatch, micro_batch
-from ptuning.training.pipeline import KEPT_MAX, Channels, run_passes
-from ptuning.training.pipeline_schedule import forward_only, interleaved, one_f_one_b
+from ptuning.data.micro_batch import MicroBatch, build_micro_batch
+from ptuning.training.pipeline import SENDS_PENDING_MAX, PipelineChannels, run_passes
+from ptuning.training.pipeline_schedule import (
+    schedule_1f1b,
+    schedule_forward_only,
+    schedule_interleaved_1f1b,
+)
 from tests.support.models import CLASSIC, EXPERTS, MODERN, build, lively, recompute_greedy
 from tests.support.ranks import ranks
 
@@ -38,20 +42,20 @@ def chunks_of(
 ) -> list[GPT]:
     layers = stage_layers(config.num_layers, mesh.pp, vpp=chunks)[mesh.pp_rank]
     checkpoint = lively(config.with_fields(dtype="float64"))
-    return [load_model(checkpoint, mesh, dtype=dtype, layers=some) for some in layers]
+    return [load_model(checkpoint, mesh, dtype=dtype, layers=layer) for layer in layers]
 
 
-def micros_of(config: GPTConfig) -> list[MicroBatch]:
-    """Two examples each, of 3 to 9 tokens; row 0 of the table stands first."""
+def micro_batches_of(config: GPTConfig) -> list[MicroBatch]:
+    """Micro-batches of two examples with 3 to 9 tokens; each begins with row 0 of the table."""
     generator = torch.Generator().manual_seed(2)
-    found = []
+    micro_batches = []
     for number in range(MICROS):
-        some = []
+        examples = []
         for size in (3 + number, 9 - number):
             text = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
-            some.append(Example([config.vocab_size, *text], 2 + number % 2))
-        found.append(micro_batch(some))
-    return found
+            examples.append(Example([config.vocab_size, *text], 2 + number % 2))
+        micro_batches.append(build_micro_batch(examples))
+    return micro_batches
 
 
 def table_of(config: GPTConfig, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -61,79 +65,85 @@ def table_of(config: GPTConfig, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunResult:
     losses: list[Tensor]  # Of each run.
     grads: list[Tensor | None]
 
 
-def run_twice(mesh: Mesh, chunks: int, dtype: torch.dtype) -> Found:
-    """Learn twice from the same, then only look."""
-    model, micros, channels = chunks_of(DEEP, mesh, chunks, dtype), micros_of(DEEP), Channels(mesh)
+def run_twice(mesh: Mesh, chunks: int, dtype: torch.dtype) -> RunResult:
+    """Run the same training passes twice, then forward-only passes."""
+    model = chunks_of(DEEP, mesh, chunks, dtype)
+    micros = micro_batches_of(DEEP)
+    channels = PipelineChannels(mesh)
     stage = mesh.pp_rank
-    passes = interleaved(stage, mesh.pp, MICROS, chunks)
-    losses, grads = [], []
+    passes = schedule_interleaved_1f1b(stage, mesh.pp, MICROS, chunks)
+    losses = []
+    grads = []
     for _ in range(2):
         table = table_of(DEEP, torch.promote_types(dtype, torch.float32))
-        losses.append(run_passes(model, passes, micros, channels, table=table, scale=0.5))
+        losses.append(run_passes(model, passes, micros, channels, table=table, loss_scale=0.5))
         grads.append(table.grad)
     table = table_of(DEEP, torch.promote_types(dtype, torch.float32))
-    passes = forward_only(mesh.pp, MICROS, chunks)
-    losses.append(run_passes(model, passes, micros, channels, table=table, scale=0.5))
+    passes = schedule_forward_only(mesh.pp, MICROS, chunks)
+    losses.append(run_passes(model, passes, micros, channels, table=table, loss_scale=0.5))
     assert table.grad is None
-    return Found(losses, grads)
+    return RunResult(losses, grads)
 
 
-def run_split(rank: int, pp: int, chunks: int, dtype: torch.dtype) -> Found:
+def run_split(rank: int, pp: int, chunks: int, dtype: torch.dtype) -> RunResult:
     return run_twice(Mesh.create(1, pp), chunks, dtype)
 
 
-def check(got: Sequence[Found], exact: float) -> None:
-    """Against one rank, each micro-batch by itself and by torch's own cross entropy."""
-    model, table, total = build(DEEP), table_of(DEEP), 0.0
-    for micro in micros_of(DEEP):
-        logits = model(micro.ids, micro.batch, table=table)
-        loss = F.cross_entropy(logits, micro.answers, reduction="sum")
+def check_against_single_rank(results: Sequence[RunResult], exact: float) -> None:
+    """Compare with one rank that runs each micro-batch with PyTorch's cross entropy."""
+    model = build(DEEP)
+    table = table_of(DEEP)
+    total = 0.0
+    for micro in micro_batches_of(DEEP):
+        logits = model(micro.ids, micro.batch, virtual_embeddings=table)
+        loss = F.cross_entropy(logits, micro.labels, reduction="sum")
         (loss * 0.5).backward()
         total += float(loss.detach())
     assert table.grad is not None
-    first, last = got[0], got[-1]
-    assert [float(loss) for loss in last.losses] == pytest.approx([total] * 3, rel=exact)
-    assert {loss.dtype for loss in last.losses} == {torch.float64}
-    for grad in first.grads:
+    first_stage = results[0]
+    last_stage = results[-1]
+    assert [float(loss) for loss in last_stage.losses] == pytest.approx([total] * 3, rel=exact)
+    assert {loss.dtype for loss in last_stage.losses} == {torch.float64}
+    for grad in first_stage.grads:
         assert grad is not None
         assert (grad - table.grad).abs().max() <= exact * table.grad.abs().max()
-    assert torch.equal(*[grad for grad in first.grads if grad is not None])
-    assert torch.equal(last.losses[0], last.losses[1])
-    for one in got[:-1]:
-        assert not any(map(bool, one.losses))
-    for one in got[1:]:
-        assert one.grads == [None, None]
+    assert torch.equal(*[grad for grad in first_stage.grads if grad is not None])
+    assert torch.equal(last_stage.losses[0], last_stage.losses[1])
+    for result in results[:-1]:
+        assert not any(map(bool, result.losses))
+    for result in results[1:]:
+        assert result.grads == [None, None]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_one_rank_runs_any_number_of_chunks_and_sends_nothing(chunks: int) -> None:
-    check([run_twice(Mesh.single(), chunks, torch.float64)], EXACT)
+def test_one_rank_runs_several_chunks_without_messages(chunks: int) -> None:
+    check_against_single_rank([run_twice(Mesh.single(), chunks, torch.float64)], EXACT)
 
 
 @pytest.mark.slow
-def test_two_stages_of_two_chunks_find_the_same_bits_again() -> None:
-    check(ranks(2, run_split, 2, 2, torch.float64), EXACT)
+def test_two_stages_of_two_chunks_are_deterministic() -> None:
+    check_against_single_rank(ranks(2, run_split, 2, 2, torch.float64), EXACT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (2, 3), (3, 1), (3, 2), (6, 1)])
-def test_more_stages_and_chunks_find_the_same_bits_again(pp: int, chunks: int) -> None:
-    check(ranks(pp, run_split, pp, chunks, torch.float64), EXACT)
+def test_more_stages_and_chunks_are_deterministic(pp: int, chunks: int) -> None:
+    check_against_single_rank(ranks(pp, run_split, pp, chunks, torch.float64), EXACT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
-def test_narrow_models_send_what_they_compute_in(dtype: torch.dtype, close: float) -> None:
-    check(ranks(2, run_split, 2, 2, dtype), close)
+def test_stages_send_activations_in_the_compute_dtype(dtype: torch.dtype, close: float) -> None:
+    check_against_single_rank(ranks(2, run_split, 2, 2, dtype), close)
 
 
-class Watched(Channels):
-    """Counts the outputs that are still in memory when the next one is sent."""
+class WatchedChannels(PipelineChannels):
+    """Counts the outputs that are still in memory when the next output is sent."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -144,24 +154,27 @@ class Watched(Channels):
         super().send(x, forward=forward)
         if forward:
             self.sent.append(weakref.ref(x.untyped_storage()))
-            alive = sum(one() is not None for one in self.sent)
+            alive = sum(storage() is not None for storage in self.sent)
             self.alive_max = max(self.alive_max, alive)
 
 
 def count_alive(rank: int) -> int:
     mesh = Mesh.create(1, 2)
-    model, channels = chunks_of(DEEP, mesh, 1), Watched(mesh)
-    # Nothing comes back before all are sent, so all inputs and graphs are kept at once.
-    passes = one_f_one_b(mesh.pp_rank, mesh.pp, MICROS)
-    passes = sorted(passes, key=lambda one: not one.forward)
-    run_passes(model, passes, micros_of(DEEP), channels, table=table_of(DEEP), scale=1.0)
+    model = chunks_of(DEEP, mesh, 1)
+    channels = WatchedChannels(mesh)
+    # Nothing returns before all are sent, so all inputs and graphs are alive at once.
+    passes = schedule_1f1b(mesh.pp_rank, mesh.pp, MICROS)
+    passes = sorted(passes, key=lambda pass_: not pass_.forward)
+    run_passes(
+        model, passes, micro_batches_of(DEEP), channels, table=table_of(DEEP), loss_scale=1.0
+    )
     return channels.alive_max
 
 
 @pytest.mark.slow
-def test_an_output_is_let_go_when_it_has_arrived() -> None:
-    most, _ = ranks(2, count_alive)
-    assert 1 <= most <= KEPT_MAX + 1 < MICROS
+def test_sent_activation_is_freed_after_arrival() -> None:
+    alive_max, _ = ranks(2, count_alive)
+    assert 1 <= alive_max <= SENDS_PENDING_MAX + 1 < MICROS
 
 
 PROMPTS = [[7, 3, 90, 12, 5], [64], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
@@ -171,10 +184,13 @@ TOKENS = 4
 def decode(mesh: Mesh, config: GPTConfig, chunks: int) -> list[list[int]]:
     table = table_of(config).detach()
     prompts = [[config.vocab_size, *prompt] for prompt in PROMPTS]
-    made = generate(
-        chunks_of(config, mesh, chunks), prompts, Sampling(max_new_tokens=TOKENS), table=table
+    completions = generate(
+        chunks_of(config, mesh, chunks),
+        prompts,
+        SamplingParams(max_new_tokens=TOKENS),
+        adapter_table=table,
     )
-    return [one.token_ids for one in made]
+    return [completion.token_ids for completion in completions]
 
 
 def decode_split(rank: int, tp: int, pp: int, chunks: int) -> list[list[list[int]]]:
@@ -183,24 +199,26 @@ def decode_split(rank: int, tp: int, pp: int, chunks: int) -> list[list[list[int
 
 
 def oracle(config: GPTConfig) -> list[list[int]]:
-    model, table = build(config), table_of(config).detach()
+    model = build(config)
+    table = table_of(config).detach()
     virtual = config.vocab_size
     return [recompute_greedy(model, [virtual, *p], TOKENS, table).tokens for p in PROMPTS]
 
 
-def test_decoding_passes_through_all_chunks_of_one_rank() -> None:
+def test_decode_passes_through_all_chunks_of_one_rank() -> None:
     assert decode(Mesh.single(), CLASSIC, 2) == oracle(CLASSIC)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 2, 2), (2, 2, 2), (1, 1, 4), (1, 4, 1)])
-def test_decoding_passes_through_all_chunks_of_all_stages(tp: int, pp: int, chunks: int) -> None:
-    for told in ranks(tp * pp, decode_split, tp, pp, chunks):
-        assert told == [oracle(CLASSIC), oracle(EXPERTS)]
+def test_decode_passes_through_all_chunks_of_all_stages(tp: int, pp: int, chunks: int) -> None:
+    for rank_tokens in ranks(tp * pp, decode_split, tp, pp, chunks):
+        assert rank_tokens == [oracle(CLASSIC), oracle(EXPERTS)]
 
 
-def test_a_batch_of_plain_sequences_has_the_same_logits_in_chunks() -> None:
-    batch, ids = Batch.plain([4, 2]), torch.arange(6)
+def test_unpaged_batch_has_the_same_logits_in_chunks() -> None:
+    batch = Batch.unpaged([4, 2])
+    ids = torch.arange(6)
     x: Tensor = ids
     for chunk in chunks_of(DEEP, Mesh.single(), 3):
         x = chunk(x, batch)

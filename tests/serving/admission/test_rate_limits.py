@@ -1,6 +1,6 @@
-"""Limits of a tenant: against a clock that the tests turn, and a slow twin that counts by hand.
+"""Rate limits of tenants: with a clock that the tests advance, and a simple reference count.
 
-That every wire holds to them is tests/serving/admission/test_auth.py's business, with a real
+That every protocol applies them is tested in tests/serving/admission/test_auth.py with a real
 server.
 """
 
@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.errors import ConfigError
-from gpt.sampling_params import Sampling
-from serving.admission.rate_limits import Bucket, Limits, Quota, Quotas, Tab, asked_of
-from serving.request import Answer, BeamRule, RefusedError, Request
+from gpt.sampling_params import SamplingParams
+from serving.admission.rate_limits import (
+    QuotaTable,
+    RateLimits,
+    TenantQuota,
+    TenantUsage,
+    TokenBucket,
+    count_request_tokens,
+)
+from serving.request import AnswerSpec, BeamSearchParams, RefusedError, Request
 
 
 class Clock:
@@ -30,154 +37,159 @@ def clock() -> Clock:
     return Clock()
 
 
-def quota(clock: Clock, **limits: Any) -> Quota:
-    return Quotas(clock).of("crew", Limits(**limits))
+def quota(clock: Clock, **limits: Any) -> TenantQuota:
+    return QuotaTable(clock).quota_for("crew", RateLimits(**limits))
 
 
-def request(prompt: int, new: int, answers: int = 1, **rest: Any) -> Request:
-    answer = Answer(tuple(range(prompt)), Sampling(max_new_tokens=new))
-    return Request((answer,) * answers, **rest)
+def request(prompt: int, new: int, answers: int = 1, **fields: Any) -> Request:
+    answer = AnswerSpec(tuple(range(prompt)), SamplingParams(max_new_tokens=new))
+    return Request((answer,) * answers, **fields)
 
 
 def refusal(work: Any) -> RefusedError:
-    with pytest.raises(RefusedError) as told:
+    with pytest.raises(RefusedError) as caught:
         work()
-    assert told.value.reason == "RATE_LIMITED"
-    return told.value
+    assert caught.value.reason == "RATE_LIMITED"
+    return caught.value
 
 
-def test_requests_over_the_rate_are_told_when_there_is_room_and_then_there_is(clock: Clock) -> None:
-    one = quota(clock, requests_per_s=4)
+def test_requests_over_the_rate_get_the_exact_retry_time(clock: Clock) -> None:
+    tenant_quota = quota(clock, requests_per_s=4)
     for _ in range(4):
-        one.enter()
-    told = refusal(one.enter)
-    assert str(told) == (
-        "tenant 'crew' has made its 4 requests a second (requests_per_s); there is room for this "
-        "one in 0.25 s"
+        tenant_quota.acquire()
+    error = refusal(tenant_quota.acquire)
+    assert str(error) == (
+        "tenant 'crew' has used its 4 requests per second (requests_per_s); retry in 0.25 s"
     )
-    assert told.retry_s == 0.25
+    assert error.retry_s == 0.25
     clock.now += 0.24
-    refusal(one.enter)
+    refusal(tenant_quota.acquire)
     clock.now += 0.01
-    one.enter()
-    refusal(one.enter)
+    tenant_quota.acquire()
+    refusal(tenant_quota.acquire)
 
 
-def test_a_rate_below_one_a_second_still_lets_one_in(clock: Clock) -> None:
-    one = quota(clock, requests_per_s=0.1)
-    one.enter()
-    assert refusal(one.enter).retry_s == 10
+def test_rates_below_one_per_second_admit_a_first_request(clock: Clock) -> None:
+    tenant_quota = quota(clock, requests_per_s=0.1)
+    tenant_quota.acquire()
+    assert refusal(tenant_quota.acquire).retry_s == 10
     clock.now += 10
-    one.enter()
+    tenant_quota.acquire()
 
 
-def test_calls_at_once_are_counted_until_they_leave(clock: Clock) -> None:
-    one = quota(clock, calls_max=2)
-    one.enter()
-    one.enter()
-    told = refusal(one.enter)
-    assert "'crew' has 2 calls at once, and may have 2 (calls_max)" in str(told)
-    assert told.retry_s
-    one.leave()
-    one.enter()
+def test_concurrent_calls_count_until_they_end(clock: Clock) -> None:
+    tenant_quota = quota(clock, calls_max=2)
+    tenant_quota.acquire()
+    tenant_quota.acquire()
+    error = refusal(tenant_quota.acquire)
+    assert "'crew' has 2 concurrent calls and may have 2 (calls_max)" in str(error)
+    assert error.retry_s
+    tenant_quota.release()
+    tenant_quota.acquire()
 
 
-def test_a_refusal_for_calls_at_once_takes_nothing_of_the_rate(clock: Clock) -> None:
-    one = quota(clock, calls_max=1, requests_per_s=2)
-    one.enter()
+def test_concurrency_refusals_do_not_consume_the_rate(clock: Clock) -> None:
+    tenant_quota = quota(clock, calls_max=1, requests_per_s=2)
+    tenant_quota.acquire()
     for _ in range(10):
-        refusal(one.enter)
-    one.leave()
-    one.enter()
+        refusal(tenant_quota.acquire)
+    tenant_quota.release()
+    tenant_quota.acquire()
 
 
-def test_tokens_are_charged_as_asked_and_given_back_as_not_made(clock: Clock) -> None:
-    one = quota(clock, tokens_per_s=1000)
-    ordered = Tab(one).begin()
+def test_tokens_are_charged_up_front_and_unused_ones_refunded(clock: Clock) -> None:
+    tenant_quota = quota(clock, tokens_per_s=1000)
+    ordered = TenantUsage(tenant_quota).begin_request()
     ordered.charge(request(100, 500))
-    told = refusal(lambda: Tab(one).begin().charge(request(300, 300)))
-    assert "this asks for 600 tokens (300 of prompts, 300 new ones at most)" in str(told)
-    assert "'crew' has 400 left of its 1000 a second (tokens_per_s)" in str(told)
-    assert told.retry_s == 0.2
+    error = refusal(lambda: TenantUsage(tenant_quota).begin_request().charge(request(300, 300)))
+    assert "the request needs 600 tokens (300 prompt tokens and up to 300 new tokens)" in str(error)
+    assert "'crew' has 400 left of its 1000 tokens per second (tokens_per_s)" in str(error)
+    assert error.retry_s == 0.2
 
-    ordered.made = 10
+    ordered.generated_tokens = 10
     ordered.close()
-    ordered.close()  # No second time.
+    ordered.close()  # Closing again refunds nothing.
 
-    Tab(one).begin().charge(request(300, 300))
-    refusal(lambda: Tab(one).begin().charge(request(1, 291)))
-    Tab(one).begin().charge(request(1, 289))
+    TenantUsage(tenant_quota).begin_request().charge(request(300, 300))
+    refusal(lambda: TenantUsage(tenant_quota).begin_request().charge(request(1, 291)))
+    TenantUsage(tenant_quota).begin_request().charge(request(1, 289))
 
 
-def test_more_than_a_second_s_worth_waits_for_a_full_bucket_and_is_paid_off(clock: Clock) -> None:
-    one = quota(clock, tokens_per_s=100)
-    Tab(one).begin().charge(request(50, 450))  # The bucket was full.
-    assert refusal(lambda: Tab(one).begin().charge(request(1, 0))).retry_s == 4.01
+def test_requests_larger_than_the_bucket_need_a_full_bucket_and_leave_a_debt(clock: Clock) -> None:
+    tenant_quota = quota(clock, tokens_per_s=100)
+    TenantUsage(tenant_quota).begin_request().charge(request(50, 450))  # The bucket was full.
+    assert (
+        refusal(lambda: TenantUsage(tenant_quota).begin_request().charge(request(1, 0))).retry_s
+        == 4.01
+    )
     clock.now += 4.01
-    Tab(one).begin().charge(request(1, 0))
-    assert refusal(lambda: Tab(one).begin().charge(request(500, 500))).retry_s == 1
+    TenantUsage(tenant_quota).begin_request().charge(request(1, 0))
+    assert (
+        refusal(lambda: TenantUsage(tenant_quota).begin_request().charge(request(500, 500))).retry_s
+        == 1
+    )
 
 
-def test_a_request_that_never_ran_is_given_back_whole(clock: Clock) -> None:
-    one = quota(clock, tokens_per_s=100)
-    ordered = Tab(one).begin()
+def test_requests_that_never_ran_are_refunded(clock: Clock) -> None:
+    tenant_quota = quota(clock, tokens_per_s=100)
+    ordered = TenantUsage(tenant_quota).begin_request()
     ordered.charge(request(50, 50))
-    ordered.close(void=True)
-    Tab(one).begin().charge(request(50, 50))
+    ordered.close(rejected=True)
+    TenantUsage(tenant_quota).begin_request().charge(request(50, 50))
 
 
-def test_a_call_s_first_request_is_the_call_itself_and_others_count_beside_it(clock: Clock) -> None:
-    one = quota(clock, calls_max=2, requests_per_s=3)
-    tab = Tab(one)
-    first = tab.begin()
-    second = tab.begin()
-    assert one.calls == 2
-    refusal(tab.begin)
-    second.close()
-    first.close()
-    third = tab.begin()  # One after the other they need no place but the call's.
-    assert one.calls == 1
-    third.close()
-    tab.close()
-    tab.close()
-    assert one.calls == 0
-    refusal(lambda: Tab(one))  # The three of this second are made.
+def test_the_first_request_of_a_call_is_not_counted_twice(clock: Clock) -> None:
+    tenant_quota = quota(clock, calls_max=2, requests_per_s=3)
+    usage = TenantUsage(tenant_quota)
+    first_request = usage.begin_request()
+    second_request = usage.begin_request()
+    assert tenant_quota.calls == 2
+    refusal(usage.begin_request)
+    second_request.close()
+    first_request.close()
+    third_request = usage.begin_request()  # Sequential requests need no second call slot.
+    assert tenant_quota.calls == 1
+    third_request.close()
+    usage.close()
+    usage.close()
+    assert tenant_quota.calls == 0
+    refusal(lambda: TenantUsage(tenant_quota))  # The three requests of this second are used.
 
 
-def test_a_prompt_counts_once_and_each_of_its_answers(clock: Clock) -> None:
-    assert asked_of(request(10, 5, answers=3)) == (10, 15)
-    beams = BeamRule(width=4, answers=2)
-    assert asked_of(request(10, 5, answers=2, beams=beams)) == (10, 20)
-    other = Answer(tuple(range(10)), Sampling(max_new_tokens=1), adapter="a@1")
-    same = Answer(tuple(range(10)), Sampling(max_new_tokens=1), adapter="b@1")
-    assert asked_of(Request((other, same))) == (20, 2)
+def test_a_shared_prompt_is_charged_once_per_request(clock: Clock) -> None:
+    assert count_request_tokens(request(10, 5, answers=3)) == (10, 15)
+    beams = BeamSearchParams(width=4, answers=2)
+    assert count_request_tokens(request(10, 5, answers=2, beams=beams)) == (10, 20)
+    first_adapter = AnswerSpec(tuple(range(10)), SamplingParams(max_new_tokens=1), adapter="a@1")
+    second_adapter = AnswerSpec(tuple(range(10)), SamplingParams(max_new_tokens=1), adapter="b@1")
+    assert count_request_tokens(Request((first_adapter, second_adapter))) == (20, 2)
 
 
-def test_other_limits_hold_at_once_and_the_same_rate_keeps_what_was_taken(clock: Clock) -> None:
-    quotas = Quotas(clock)
-    one = quotas.of("crew", Limits(requests_per_s=2))
-    one.enter()
-    one.enter()
-    assert quotas.of("crew", Limits(requests_per_s=2, calls_max=5)) is one
-    refusal(one.enter)
-    quotas.of("crew", Limits(requests_per_s=3))
-    one.enter()
-    assert one.calls == 3
-    quotas.of("crew", Limits(calls_max=3))
-    refusal(one.enter)
+def test_changed_limits_apply_at_once_and_keep_usage(clock: Clock) -> None:
+    quotas = QuotaTable(clock)
+    tenant_quota = quotas.quota_for("crew", RateLimits(requests_per_s=2))
+    tenant_quota.acquire()
+    tenant_quota.acquire()
+    assert quotas.quota_for("crew", RateLimits(requests_per_s=2, calls_max=5)) is tenant_quota
+    refusal(tenant_quota.acquire)
+    quotas.quota_for("crew", RateLimits(requests_per_s=3))
+    tenant_quota.acquire()
+    assert tenant_quota.calls == 3
+    quotas.quota_for("crew", RateLimits(calls_max=3))
+    refusal(tenant_quota.acquire)
 
 
-def test_tenants_have_nothing_to_do_with_each_other(clock: Clock) -> None:
-    quotas = Quotas(clock)
-    quotas.of("crew", Limits(calls_max=1)).enter()
-    quotas.of("guests", Limits(calls_max=1)).enter()
-    refusal(quotas.of("crew", Limits(calls_max=1)).enter)
+def test_tenants_have_separate_quotas(clock: Clock) -> None:
+    quotas = QuotaTable(clock)
+    quotas.quota_for("crew", RateLimits(calls_max=1)).acquire()
+    quotas.quota_for("guests", RateLimits(calls_max=1)).acquire()
+    refusal(quotas.quota_for("crew", RateLimits(calls_max=1)).acquire)
 
 
-def test_a_limit_of_nothing_is_refused_by_name() -> None:
+def test_non_positive_limits_are_refused_by_name() -> None:
     for value in (0, -1, math.nan, math.inf):
         with pytest.raises(ConfigError, match="tokens_per_s"):
-            Limits(tokens_per_s=value)
+            RateLimits(tokens_per_s=value)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -185,17 +197,19 @@ def test_a_limit_of_nothing_is_refused_by_name() -> None:
     st.floats(0.5, 50),
     st.lists(st.tuples(st.floats(0, 2), st.floats(0.1, 80)), max_size=40),
 )
-def test_over_any_time_no_more_is_taken_than_the_rate_a_full_bucket_and_one_request(
+def test_usage_never_exceeds_rate_plus_burst_plus_one_request(
     rate: float, steps: list[tuple[float, float]]
 ) -> None:
-    now, bucket, taken = 0.0, Bucket(rate, 0.0), 0.0
+    now = 0.0
+    bucket = TokenBucket(rate, 0.0)
+    taken = 0.0
     for pause, amount in steps:
         now += pause
         wait_s = bucket.wait_s(amount, now)
         if wait_s > 0:
-            # What it said holds: a moment before there is no room, and then there is.
+            # The time in the refusal is exact: just before it there is no capacity, then there is.
             assert bucket.wait_s(amount, now + wait_s * 1.000001 + 1e-9) == 0
             continue
-        assert taken <= rate * now + bucket.size * (1 + 1e-6)
-        bucket.take(amount, now)
+        assert taken <= rate * now + bucket.capacity * (1 + 1e-6)
+        bucket.consume(amount, now)
         taken += amount

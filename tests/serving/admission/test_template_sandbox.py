@@ -1,6 +1,6 @@
-"""Chat templates give what transformers makes of them, to the token; and they are shut in.
+"""Chat templates: rendered as by transformers, token by token, in a sandbox.
 
-What the process around a template forbids is in tests/serving/protocols/openai/test_chat.py.
+The template's process is tested in tests/serving/protocols/openai/test_chat.py.
 """
 
 import json
@@ -18,10 +18,23 @@ import tokenizers
 
 from gpt.child_processes import child_environment
 from gpt.errors import CheckpointError, ConfigError, RequestError
-from gpt.tokenizers.chat_template import MARKS, ChatTemplate, ChatTokens, any_of, find_template
+from gpt.tokenizers.chat_template import (
+    ESCAPE_MARKS,
+    ChatTemplate,
+    ChatTemplateEncoder,
+    find_template,
+    trie_pattern,
+)
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
-from serving.admission.chat_prompt import Chat
-from serving.admission.template_sandbox import Charge, Order, Rendering, Reply, fault, replied
+from serving.admission.chat_prompt import ChatPromptRenderer
+from serving.admission.template_sandbox import (
+    RenderReply,
+    RenderRequest,
+    TemplateRenderer,
+    TemplateSetup,
+    find_syntax_error,
+    render_reply,
+)
 from serving.config import ServerConfig
 from tests.support.chat_templates import ADDED, CHATML, SPECIAL, TEMPLATES
 from tests.support.trained_tokenizers import byte_level, llama_like, metaspace, sentencepiece_model
@@ -54,16 +67,20 @@ CALLED: Messages = [
 ]
 
 
+def renderer_of(template: ChatTemplate, config: ServerConfig) -> ChatPromptRenderer:
+    return ChatPromptRenderer(template, NullTokenizer(9), config.model_config, config.limits_config)
+
+
 def library(make: Callable[[], tokenizers.Tokenizer], *, strip: bool = False) -> Any:
-    """A small tokenizer of that kind with the tokens of turns."""
-    made = make()
+    """A small tokenizer of the kind with the turn tokens."""
+    tokenizer = make()
     token = tokenizers.AddedToken
-    if strip:  # As Phi's are: they take along the space beside them.
-        made.add_special_tokens([token(one, lstrip=True, rstrip=True) for one in SPECIAL])
+    if strip:  # As Phi's tokens are: they absorb adjacent spaces.
+        tokenizer.add_special_tokens([token(text, lstrip=True, rstrip=True) for text in SPECIAL])
     else:
-        made.add_special_tokens([token(one, normalized=False) for one in SPECIAL])
-    made.add_tokens([token(one, normalized=False) for one in ADDED])
-    return made
+        tokenizer.add_special_tokens([token(text, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([token(text, normalized=False) for text in ADDED])
+    return tokenizer
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -74,61 +91,64 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Pair:
+class TokenizerPair:
     """The same tokenizer as ours and as transformers'."""
 
-    def __init__(self, folder: Path, made: tokenizers.Tokenizer) -> None:
+    def __init__(self, folder: Path, library_tokenizer: tokenizers.Tokenizer) -> None:
         import transformers
 
-        made.save(str(folder / "tokenizer.json"))
-        self.ours = open_tokenizer(folder)
-        theirs: Any = transformers.PreTrainedTokenizerFast
-        self.theirs: Any = theirs(tokenizer_object=made, **NAMES)
+        library_tokenizer.save(str(folder / "tokenizer.json"))
+        self.tokenizer = open_tokenizer(folder)
+        fast_tokenizer: Any = transformers.PreTrainedTokenizerFast
+        self.hf_tokenizer: Any = fast_tokenizer(tokenizer_object=library_tokenizer, **NAMES)
 
     def ids(self, template: str, messages: Messages) -> tuple[tuple[int, ...], list[int]]:
-        tokens = ChatTokens(ChatTemplate(template, NAMES, Path("x")), self.ours)
-        marked = tokens.marked(messages)
-        text = Rendering(Charge(template, NAMES, 1 << 20)).render(marked.messages)
-        theirs = self.theirs.apply_chat_template(
+        tokens = ChatTemplateEncoder(ChatTemplate(template, NAMES, Path("x")), self.tokenizer)
+        escaped = tokens.escape_messages(messages)
+        text = TemplateRenderer(TemplateSetup(template, NAMES, 1 << 20)).render(escaped.messages)
+        expected = self.hf_tokenizer.apply_chat_template(
             messages,
             chat_template=template,
             add_generation_prompt=True,
             sanitize_control_tokens=True,
             return_dict=False,
         )
-        return tokens.ids(text, marked.mark), theirs
+        return tokens.encode_rendered(text, escaped.mark), expected
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    return {kind: Pair(tmp_path_factory.mktemp(kind), make()) for kind, make in KINDS.items()}
+def tokenizer_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerPair]:
+    return {
+        kind: TokenizerPair(tmp_path_factory.mktemp(kind), make()) for kind, make in KINDS.items()
+    }
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_becomes_the_text_and_the_tokens_that_transformers_makes(
-    pairs: dict[str, Pair], name: str, chat: str
+def test_chats_render_to_the_text_and_tokens_of_transformers(
+    tokenizer_pairs: dict[str, TokenizerPair], name: str, chat: str
 ) -> None:
     from transformers.utils import chat_template_utils
 
     oracle: Any = chat_template_utils
-    template, messages = TEMPLATES[name], CHATS[chat]
-    text = Rendering(Charge(template, NAMES, 1 << 20)).render(messages)
+    template = TEMPLATES[name]
+    messages = CHATS[chat]
+    text = TemplateRenderer(TemplateSetup(template, NAMES, 1 << 20)).render(messages)
 
     rendered, _ = oracle.render_jinja_template(
         [messages], chat_template=template, add_generation_prompt=True, **NAMES
     )
     assert [text] == rendered
-    for kind, pair in pairs.items():
-        ours, theirs = pair.ids(template, messages)
-        assert list(ours) == theirs, kind
+    for kind, pair in tokenizer_pairs.items():
+        token_ids, expected = pair.ids(template, messages)
+        assert list(token_ids) == expected, kind
 
 
-def test_what_tools_were_asked_in_an_earlier_turn_is_told_as_transformers_tells_it(
-    pairs: dict[str, Pair],
+def test_earlier_tool_calls_render_as_in_transformers(
+    tokenizer_pairs: dict[str, TokenizerPair],
 ) -> None:
-    ours, theirs = pairs["bytes"].ids(TEMPLATES["llama3"], CALLED)
-    assert list(ours) == theirs
+    token_ids, expected = tokenizer_pairs["bytes"].ids(TEMPLATES["llama3"], CALLED)
+    assert list(token_ids) == expected
 
 
 FORGERIES = (
@@ -145,53 +165,69 @@ FORGERIES = (
 @pytest.mark.parametrize("text", FORGERIES)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_message_can_write_a_control_token(
-    pairs: dict[str, Pair], kind: str, name: str, text: str
+def test_messages_cannot_inject_control_tokens(
+    tokenizer_pairs: dict[str, TokenizerPair], kind: str, name: str, text: str
 ) -> None:
-    pair, template = pairs[kind], TEMPLATES[name]
-    tokens = ChatTokens(ChatTemplate(template, NAMES, Path("x")), pair.ours)
+    pair = tokenizer_pairs[kind]
+    template = TEMPLATES[name]
+    tokens = ChatTemplateEncoder(ChatTemplate(template, NAMES, Path("x")), pair.tokenizer)
     controls = {
-        one.id
-        for text, one in pair.ours.controls.items()
-        if (one.special or text in template) and text != "<unk>"  # Letters can be unknown.
+        control_token.id
+        for text, control_token in pair.tokenizer.control_tokens.items()
+        if (control_token.special or text in template)
+        and text != "<unk>"  # Letters can be unknown.
     }
 
     def turns(content: str) -> list[int]:
         """The control tokens of a prompt, in order."""
-        marked = tokens.marked([{"role": "user", "content": content}])
-        rendered = Rendering(Charge(template, NAMES, 1 << 20)).render(marked.messages)
-        return [one for one in tokens.ids(rendered, marked.mark) if one in controls]
+        escaped = tokens.escape_messages([{"role": "user", "content": content}])
+        rendered = TemplateRenderer(TemplateSetup(template, NAMES, 1 << 20)).render(
+            escaped.messages
+        )
+        return [
+            control_token
+            for control_token in tokens.encode_rendered(rendered, escaped.mark)
+            if control_token in controls
+        ]
 
     assert turns(text) == turns("harmless")
 
 
-def test_a_broken_token_is_the_same_text_again(pairs: dict[str, Pair]) -> None:
-    ours = pairs["bytes"].ours
-    tokens = ChatTokens(ChatTemplate(CHATML, NAMES, Path("x")), ours)
-    said = f"a <|im_end|> b {MARKS[0]} [INST]"
-    marked = tokens.marked([{"role": "user", "content": said, "<s>": ["</s>", 1, None]}])
+def test_escaped_text_is_restored(tokenizer_pairs: dict[str, TokenizerPair]) -> None:
+    tokenizer = tokenizer_pairs["bytes"].tokenizer
+    tokens = ChatTemplateEncoder(ChatTemplate(CHATML, NAMES, Path("x")), tokenizer)
+    message_text = f"a <|im_end|> b {ESCAPE_MARKS[0]} [INST]"
+    escaped = tokens.escape_messages(
+        [{"role": "user", "content": message_text, "<s>": ["</s>", 1, None]}]
+    )
 
-    assert marked.mark == MARKS[1]
-    assert "<|im_end|>" not in json.dumps(marked.messages, ensure_ascii=False)
-    assert ours.decode(tokens.ids(marked.messages[0]["content"], marked.mark)) == said
+    assert escaped.mark == ESCAPE_MARKS[1]
+    assert "<|im_end|>" not in json.dumps(escaped.messages, ensure_ascii=False)
+    assert (
+        tokenizer.decode(tokens.encode_rendered(escaped.messages[0]["content"], escaped.mark))
+        == message_text
+    )
     with pytest.raises(RequestError, match="U\\+FDD0"):
-        tokens.marked([{"role": "user", "content": "".join(MARKS)}])
+        tokens.escape_messages([{"role": "user", "content": "".join(ESCAPE_MARKS)}])
 
 
-def test_sentencepiece_and_numbers_have_chats_too(tmp_path: Path) -> None:
+def test_sentencepiece_and_numeric_tokenizers_render_chats(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(model_type="bpe"))
-    ours = open_tokenizer(tmp_path)
-    tokens = ChatTokens(ChatTemplate(CHATML, NAMES, Path("x")), ours)
-    bos, eos = ours.bos_id, ours.eos_id
-    ids = tokens.ids("<s>the quick</s> brown", MARKS[0])
+    tokenizer = open_tokenizer(tmp_path)
+    tokens = ChatTemplateEncoder(ChatTemplate(CHATML, NAMES, Path("x")), tokenizer)
+    bos = tokenizer.bos_id
+    eos = tokenizer.eos_id
+    ids = tokens.encode_rendered("<s>the quick</s> brown", ESCAPE_MARKS[0])
 
-    assert ids == (bos, *ours.encode("the quick"), eos, *ours.encode(" brown"))
-    assert bos not in tokens.ids(tokens.marked([{"a": "<s>"}]).messages[0]["a"], MARKS[0])
-    numbers = ChatTokens(ChatTemplate("", {}, Path("x")), NullTokenizer(100))
-    assert numbers.ids("1 2 3", MARKS[0]) == (1, 2, 3)
+    assert ids == (bos, *tokenizer.encode("the quick"), eos, *tokenizer.encode(" brown"))
+    assert bos not in tokens.encode_rendered(
+        tokens.escape_messages([{"a": "<s>"}]).messages[0]["a"], ESCAPE_MARKS[0]
+    )
+    numbers = ChatTemplateEncoder(ChatTemplate("", {}, Path("x")), NullTokenizer(100))
+    assert numbers.encode_rendered("1 2 3", ESCAPE_MARKS[0]) == (1, 2, 3)
 
 
-# -------------------------------------------------------------------------------- where it is found
+# ---------------------------------------------------------------------------- template discovery
 
 
 def written(folder: Path, config: object = None, jinja: str | None = None) -> Tokenizer:
@@ -204,7 +240,7 @@ def written(folder: Path, config: object = None, jinja: str | None = None) -> To
 
 
 @pytest.mark.parametrize(
-    ("config", "jinja", "found"),
+    ("config", "jinja", "expected"),
     [
         ("text", None, "text"),
         ("text", "file", "file"),
@@ -214,40 +250,40 @@ def written(folder: Path, config: object = None, jinja: str | None = None) -> To
         ([{"name": "chat", "template": "only"}], None, "only"),
     ],
 )
-def test_a_template_is_found_where_transformers_finds_it(
-    tmp_path: Path, config: object, jinja: str | None, found: str | None
+def test_templates_are_found_where_transformers_looks(
+    tmp_path: Path, config: object, jinja: str | None, expected: str | None
 ) -> None:
     tokenizer = written(tmp_path, config, jinja)
-    for place in (tmp_path, tmp_path / "tokenizer.json"):
-        template = find_template(place, tokenizer)
-        assert (template and template.text) == found
+    for folder in (tmp_path, tmp_path / "tokenizer.json"):
+        template = find_template(folder, tokenizer)
+        assert (template and template.text) == expected
         if template is not None:
-            assert template.names == {"eos_token": "<|endoftext|>"}
-    other = tmp_path / "other.txt"
-    other.write_text("given")
-    given = find_template(None, tokenizer, str(other))
-    assert given is not None and given.text == "given"
-    assert given.names["eos_token"] == "<|endoftext|>"  # Else the tokenizer's own is told.
+            assert template.special_tokens == {"eos_token": "<|endoftext|>"}
+    template_file = tmp_path / "other.txt"
+    template_file.write_text("given")
+    template = find_template(None, tokenizer, str(template_file))
+    assert template is not None and template.text == "given"
+    assert template.special_tokens["eos_token"] == "<|endoftext|>"  # Not the tokenizer's own.
 
 
 @pytest.mark.parametrize("config", [7, [{"name": "a"}], [{"name": "a"}, {"name": "b"}], ["x"], {}])
-def test_a_template_that_is_none_is_said_to_be(tmp_path: Path, config: object) -> None:
+def test_missing_templates_are_reported(tmp_path: Path, config: object) -> None:
     tokenizer = written(tmp_path, config)
     with pytest.raises(CheckpointError, match="chat_template"):
         find_template(tmp_path, tokenizer)
 
 
-@pytest.mark.parametrize("data", [None, b"\xff\xfe", b"a" * ((1 << 20) + 1)])
-def test_a_given_file_that_is_no_template_is_refused(tmp_path: Path, data: bytes | None) -> None:
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"a" * ((1 << 20) + 1)])
+def test_files_that_are_no_template_are_refused(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "given.jinja"
-    if data is not None:
-        file.write_bytes(data)
+    if content is not None:
+        file.write_bytes(content)
     with pytest.raises(ConfigError, match="chat_template"):
         find_template(None, NullTokenizer(9), str(file))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{% for %}", "line 1"),
         ("{% nothing %}", "nothing"),
@@ -255,20 +291,20 @@ def test_a_given_file_that_is_no_template_is_refused(tmp_path: Path, data: bytes
         ("{{ " + "1" * 5000 + " }}", "ValueError"),
     ],
 )
-def test_one_that_cannot_be_read_is_refused_before_anything_is_loaded(text: str, said: str) -> None:
-    assert said in (fault(text) or "")
+def test_unparsable_templates_are_refused_before_loading(text: str, message: str) -> None:
+    assert message in (find_syntax_error(text) or "")
     template = ChatTemplate(text, {}, Path("a.jinja"))
-    with pytest.raises(ConfigError, match=r"a\.jinja is none"):
-        Chat(template, NullTokenizer(9), ServerConfig("m", chat_template="a.jinja"))
-    # One that came with the model does not keep it from being served without chats.
-    assert Chat(template, NullTokenizer(9), ServerConfig("m")) is not None
+    with pytest.raises(ConfigError, match=r"a\.jinja is invalid"):
+        renderer_of(template, ServerConfig("m", chat_template="a.jinja"))
+    # A broken template of the model does not prevent serving without chats.
+    assert renderer_of(template, ServerConfig("m")) is not None
 
 
-# ----------------------------------------------------------------------- templates that mean harm
+# ------------------------------------------------------------------------------ hostile templates
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(messages) }}", "SecurityError"),
@@ -285,51 +321,60 @@ def test_one_that_cannot_be_read_is_refused_before_anything_is_loaded(text: str,
         ("{% for one in range(9999) %}{{ messages[0].content }}{% endfor %}", "text_bytes_max"),
     ],
 )
-def test_a_template_reaches_nothing_and_its_fault_is_told(template: str, said: str) -> None:
-    reply = replied(Rendering(Charge(template, NAMES, 10_000)), Order(USER))
-    assert reply.error is not None and said in reply.error
+def test_hostile_templates_fail_with_an_error(template: str, message: str) -> None:
+    reply = render_reply(
+        TemplateRenderer(TemplateSetup(template, NAMES, 10_000)), RenderRequest(USER)
+    )
+    assert reply.error is not None and message in reply.error
 
 
-def test_a_message_of_nothing_but_beginnings_of_control_tokens_is_searched_at_once() -> None:
-    words = [f"<SPECIAL_{number}>" for number in range(1000)] + ["[INST]", "[", "<|a|>", "<|a|>b"]
-    pattern = re.compile(any_of(words))
-    assert all(pattern.fullmatch(word) for word in words)
-    assert [found[0] for found in pattern.finditer("x<|a|>b<|a|>c[INST[INST]<SPECIAL_99")] == [
+def test_control_token_search_is_linear() -> None:
+    tokens_text = [f"<SPECIAL_{number}>" for number in range(1000)] + [
+        "[INST]",
+        "[",
+        "<|a|>",
+        "<|a|>b",
+    ]
+    pattern = re.compile(trie_pattern(tokens_text))
+    assert all(pattern.fullmatch(token_text) for token_text in tokens_text)
+    assert [match[0] for match in pattern.finditer("x<|a|>b<|a|>c[INST[INST]<SPECIAL_99")] == [
         *("<|a|>b", "<|a|>", "[", "[INST]")
     ]
-    # A flat pattern of them would look at each word at each place, for a minute.
+    # An alternation of all tokens would try each at each position, for a minute.
     assert pattern.search("<SPECIAL_99" * (1 << 16)) is None
     assert pattern.search("<|" * (1 << 19)) is None
 
 
-def test_a_template_that_only_a_compiler_finds_wrong_does_not_start_a_server() -> None:
+def test_templates_that_fail_to_compile_prevent_start() -> None:
     template = ChatTemplate("{{ messages | nofilter }}", {}, Path("a.jinja"))
-    with pytest.raises(ConfigError, match=r"a\.jinja is none: .*nofilter"):
-        Chat(template, NullTokenizer(9), ServerConfig("m", chat_template="a.jinja"))
+    with pytest.raises(ConfigError, match=r"a\.jinja is invalid: .*nofilter"):
+        renderer_of(template, ServerConfig("m", chat_template="a.jinja"))
 
 
-def test_arguments_nested_without_end_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_tool_arguments_are_refused(tmp_path: Path) -> None:
     deep: dict[str, Any] = {"role": "user", "content": "x"}
     for _ in range(2000):
         deep = {"a": deep}
-    chat = Chat(ChatTemplate("x", {}, Path("a.jinja")), NullTokenizer(9), ServerConfig("m"))
+    chat = renderer_of(ChatTemplate("x", {}, Path("a.jinja")), ServerConfig("m"))
     try:
         with pytest.raises(RequestError, match="nested too deeply"):
-            chat.prompt([deep])
+            chat.encode_blocking([deep])
     finally:
         chat.close()
 
 
-def test_a_process_of_ours_takes_no_module_from_where_it_was_started(tmp_path: Path) -> None:
+def test_the_template_process_imports_nothing_from_its_working_directory(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(3)")
-    charge = msgspec.json.encode(Charge("x", {}, 10)) + b"\n"
-    done = subprocess.run(
+    charge = msgspec.json.encode(TemplateSetup("x", {}, 10)) + b"\n"
+    completed = subprocess.run(
         [sys.executable, "-m", "serving.admission.template_sandbox"],
         cwd=tmp_path,
         env=child_environment(os.environ),
-        input=charge + msgspec.json.encode(Order([])) + b"\n",
+        input=charge + msgspec.json.encode(RenderRequest([])) + b"\n",
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=600,
     )
-    replies = [msgspec.json.decode(line, type=Reply) for line in done.stdout.splitlines()]
-    assert replies == [Reply(), Reply("x")]
+    replies = [
+        msgspec.json.decode(line, type=RenderReply) for line in completed.stdout.splitlines()
+    ]
+    assert replies == [RenderReply(), RenderReply("x")]

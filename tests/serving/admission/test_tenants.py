@@ -1,7 +1,7 @@
-"""Who may call, and how much: a front, then a real server that has a file of tokens.
+"""Admission of tenants: a front end alone, then a real server with a tokens file.
 
-A role, a rate, a place too few and a reader's patience end a call with a reason, the same on every
-wire; others never notice.
+A missing role, a rate, a concurrency limit or a slow reader ends a call with a reason, the same on
+every protocol; other tenants are not affected.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from protos.preamble.v1 import (
     generation_pb2_grpc,
 )
 from protos.preamble.v1 import generation_pb2 as pb
-from serving.admission.auth import Access
-from serving.frontend.call import Ended, Front
+from serving.admission.auth import Authenticator
+from serving.frontend.call import CallFailure, Frontend
 from serving.service.metrics import Metrics
 from tests.support.servers import WAIT_S, Server, eventually, serving, write_checkpoint
 from tests.support.tokens_file import BOSS, CREW, GUEST, POOR, SLOW, sha256, tokens_file
@@ -38,18 +38,20 @@ from tests.support.tokens_file import BOSS, CREW, GUEST, POOR, SLOW, sha256, tok
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
 
 
-# ------------------------------------------------------------------------------------ the front
+# ------------------------------------------------------------------------------- the front end
 
 
-def test_calls_at_once_are_bounded_but_for_those_who_look_into_the_server() -> None:
+def test_the_call_limit_does_not_apply_to_admin_calls() -> None:
     async def work() -> None:
-        front = Front(Metrics(), Access(), calls_max=2)
+        front = Frontend(Metrics(), Authenticator(), calls_max=2)
         async with front.call("w", "One"), front.call("w", "Two"):
-            with pytest.raises(Ended, match=r"2 calls at once, and takes 2 \(calls_max\)") as told:
+            with pytest.raises(
+                CallFailure, match=r"2 concurrent calls and takes at most 2 \(calls_max\)"
+            ) as caught:
                 async with front.call("w", "Three"):
                     pass
-            assert told.value.reason.name == "QUEUE_FULL" and told.value.retry_s
-            async with front.call("w", "GetLoad", draining=True):
+            assert caught.value.reason.name == "QUEUE_FULL" and caught.value.retry_s
+            async with front.call("w", "GetLoad", while_draining=True):
                 pass
         async with front.call("w", "Four"):
             pass
@@ -57,20 +59,20 @@ def test_calls_at_once_are_bounded_but_for_those_who_look_into_the_server() -> N
     asyncio.run(work())
 
 
-def test_a_part_that_is_not_taken_ends_its_call_and_slow_parts_that_are_do_not() -> None:
+def test_unread_response_parts_end_the_call_and_slow_production_does_not() -> None:
     async def work() -> None:
-        front = Front(Metrics(), Access(), slow_reader_s=1.5)
+        front = Frontend(Metrics(), Authenticator(), slow_reader_s=1.5)
         async with front.call("w", "Slow") as call:
             for _ in range(4):
-                await call.send(asyncio.sleep(0.5))
-            await asyncio.sleep(1.8)  # Nothing to send: nobody is slow.
-        with pytest.raises(Ended, match=r"for 1\.5 s") as told:
+                await call.send_part(asyncio.sleep(0.5))
+            await asyncio.sleep(1.8)  # With nothing to send, the reader is not slow.
+        with pytest.raises(CallFailure, match=r"for 1\.5 s") as caught:
             async with front.call("w", "Stuck") as call:
-                await call.send(asyncio.sleep(WAIT_S))
-        assert told.value.reason.name == "SLOW_READER"
+                await call.send_part(asyncio.sleep(WAIT_S))
+        assert caught.value.reason.name == "SLOW_READER"
         task = asyncio.current_task()
         assert task is not None and not task.cancelling()
-        await asyncio.wait_for(front.drained(), WAIT_S)
+        await asyncio.wait_for(front.drain(), WAIT_S)
 
     asyncio.run(work())
 
@@ -79,7 +81,7 @@ def test_a_part_that_is_not_taken_ends_its_call_and_slow_parts_that_are_do_not()
 
 
 @dataclass(frozen=True)
-class World:
+class TenantServer:
     server: Server
     tokens: Path
     log: Path
@@ -87,7 +89,7 @@ class World:
 
 TENANTS: dict[str, Any] = {
     "crew": {"token_sha256": sha256(CREW), "limits": {"calls_max": 2}},
-    # So little that no machine is slow enough to make room again while a test runs.
+    # A rate so low that no test is slow enough for it to refill.
     "guest": {"token_sha256": sha256(GUEST), "limits": {"requests_per_s": 0.01}},
     "poor": {"token_sha256": sha256(POOR), "limits": {"tokens_per_s": 1}},
     "boss": {"token_sha256": sha256(BOSS), "roles": ["adapters", "operator"]},
@@ -96,10 +98,11 @@ TENANTS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantServer]:
     folder = tmp_path_factory.mktemp("access")
     checkpoint = write_checkpoint(folder, tokenizer=False)
-    tokens, log = folder / "tokens.yaml", folder / "log"
+    tokens = folder / "tokens.yaml"
+    log = folder / "log"
     limits = {
         "tokens": tokens_file(tokens, TENANTS),
         "secrets_poll_s": 0.1,
@@ -109,12 +112,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "connections_max": 40,
     }
     with serving(checkpoint, folder / "s.yaml", log, **limits) as server:
-        yield World(server, tokens, log)
+        yield TenantServer(server, tokens, log)
 
 
 @pytest.fixture
-def channel(world: World) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(world.server.address) as channel:
+def channel(deployment: TenantServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(deployment.server.address) as channel:
         yield channel
 
 
@@ -128,86 +131,101 @@ def generate(channel: grpc.Channel, metadata: Any, prompt: str = "1 2", new: int
     return stub.Generate(message, metadata=metadata, timeout=WAIT_S)
 
 
-def ended(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, float]:
-    """Code, reason, and when to come back; 0: not said."""
+def describe_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, float]:
+    """Code, reason, and seconds until a retry; 0: none."""
     assert isinstance(error, grpc.Call)
     trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
     status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
-    reason, wait_s = "", 0.0
+    reason = ""
+    wait_s = 0.0
     for detail in status.details:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        if detail.Unpack(info):
-            reason = info.reason
+        error_info = error_details_pb2.ErrorInfo()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(error_info):
+            reason = error_info.reason
         if detail.Unpack(retry):
             wait_s = retry.retry_delay.ToMilliseconds() / 1000
             assert trailers["grpc-retry-pushback-ms"] == str(round(1000 * wait_s))
     return error.code(), reason, wait_s
 
 
-def reason_for(channel: grpc.Channel, token: str) -> str:
-    """Why a call is refused; empty: it is not."""
+def refusal_reason(channel: grpc.Channel, token: str) -> str:
+    """The reason of a refused call; empty if it is not refused."""
     try:
         generate(channel, bearer(token))
     except grpc.RpcError as error:
-        return ended(error)[1]
+        return describe_error(error)[1]
     return ""
 
 
-def test_a_call_needs_a_token_and_the_right_one(world: World, channel: grpc.Channel) -> None:
+def test_calls_need_a_valid_token(deployment: TenantServer, channel: grpc.Channel) -> None:
     assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
     for metadata in (None, bearer("x" * 30), [("authorization", f"Basic {CREW}")]):
-        with pytest.raises(grpc.RpcError) as told:
+        with pytest.raises(grpc.RpcError) as caught:
             generate(channel, metadata)
-        assert ended(told.value) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", 0)
+        assert describe_error(caught.value) == (
+            grpc.StatusCode.UNAUTHENTICATED,
+            "UNAUTHENTICATED",
+            0,
+        )
 
 
-def test_a_token_of_a_megabyte_harms_nobody(world: World, channel: grpc.Channel) -> None:
-    with pytest.raises(grpc.RpcError) as told:
+def test_huge_tokens_are_refused(deployment: TenantServer, channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
         generate(channel, bearer("x" * (1 << 20)))
-    assert isinstance(told.value, grpc.Call)
-    assert told.value.code() in (
-        grpc.StatusCode.RESOURCE_EXHAUSTED,  # The library's own limit of metadata comes first.
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() in (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,  # gRPC's own limit of metadata applies first.
         grpc.StatusCode.UNAUTHENTICATED,
     )
     assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
 
 
-def test_a_role_lacking_is_refused_whatever_is_sent(world: World, channel: grpc.Channel) -> None:
+def test_missing_roles_are_refused_before_the_message_is_read(
+    deployment: TenantServer, channel: grpc.Channel
+) -> None:
     admin = admin_pb2_grpc.AdminServiceStub(channel)
-    with pytest.raises(grpc.RpcError, match="this takes the role 'operator'") as told:
+    with pytest.raises(grpc.RpcError, match="this call needs the role 'operator'") as caught:
         admin.Drain(admin_pb2.DrainRequest(), metadata=bearer(CREW), timeout=WAIT_S)
-    assert ended(told.value)[:2] == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
-    with pytest.raises(grpc.RpcError, match="'boss' has \\['adapters', 'operator'\\]") as told:
+    assert describe_error(caught.value)[:2] == (
+        grpc.StatusCode.PERMISSION_DENIED,
+        "PERMISSION_DENIED",
+    )
+    with pytest.raises(
+        grpc.RpcError, match=r"'boss' has the roles \['adapters', 'operator'\]"
+    ) as caught:
         generate(channel, bearer(BOSS))
-    assert ended(told.value)[1] == "PERMISSION_DENIED"
+    assert describe_error(caught.value)[1] == "PERMISSION_DENIED"
 
 
-def test_health_reflection_and_metrics_need_no_token(world: World, channel: grpc.Channel) -> None:
+def test_health_reflection_and_metrics_need_no_token(
+    deployment: TenantServer, channel: grpc.Channel
+) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     for name in ("", "liveness", "readiness", "preamble.v1.GenerationService"):
-        asked = health_pb2.HealthCheckRequest(service=name)
-        status = health.Check(asked, timeout=WAIT_S).status
+        request = health_pb2.HealthCheckRequest(service=name)
+        status = health.Check(request, timeout=WAIT_S).status
         assert status == health_pb2.HealthCheckResponse.SERVING
-    with pytest.raises(grpc.RpcError) as told:
+    with pytest.raises(grpc.RpcError) as caught:
         health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=WAIT_S)
-    assert isinstance(told.value, grpc.Call) and told.value.code() == grpc.StatusCode.NOT_FOUND
+    assert isinstance(caught.value, grpc.Call) and caught.value.code() == grpc.StatusCode.NOT_FOUND
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-    asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    (told_of,) = reflection.ServerReflectionInfo(iter([asked]), timeout=WAIT_S)
-    names = {one.name for one in told_of.list_services_response.service}
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (reply,) = reflection.ServerReflectionInfo(iter([request]), timeout=WAIT_S)
+    names = {service.name for service in reply.list_services_response.service}
     assert "preamble.v1.GenerationService" in names
     for path in ("/metrics", "/health/live", "/health/ready"):
-        assert world.server.get(path)[0] == 200
+        assert deployment.server.get(path)[0] == 200
 
 
-def test_http_takes_the_same_tokens(world: World) -> None:
+def test_http_accepts_the_same_tokens(deployment: TenantServer) -> None:
     def models(credential: str | None) -> tuple[int, Any]:
         headers = {} if credential is None else {"Authorization": credential}
-        asked = urllib.request.Request(
-            f"http://{world.server.http_address}/v1/models", None, headers
+        http_request = urllib.request.Request(
+            f"http://{deployment.server.http_address}/v1/models", None, headers
         )
         try:
-            with urllib.request.urlopen(asked, timeout=WAIT_S) as page:
+            with urllib.request.urlopen(http_request, timeout=WAIT_S) as page:
                 return page.status, json.load(page)
         except urllib.error.HTTPError as error:
             with error:
@@ -215,49 +233,56 @@ def test_http_takes_the_same_tokens(world: World) -> None:
 
     assert models(f"Bearer {CREW}")[0] == 200
     for credential in (None, "Bearer " + "x" * 30, "Bearer \u00e9\u00e9\u00e9" + "x" * 30):
-        status, said = models(credential)
-        assert (status, said["error"]["code"]) == (401, "UNAUTHENTICATED")
+        status, body = models(credential)
+        assert (status, body["error"]["code"]) == (401, "UNAUTHENTICATED")
 
 
-def test_a_rate_is_told_with_the_caller_s_own_numbers_and_kept(
-    world: World, channel: grpc.Channel
+def test_rate_errors_state_the_tenants_own_numbers(
+    deployment: TenantServer, channel: grpc.Channel
 ) -> None:
     generate(channel, bearer(GUEST))
     with pytest.raises(
-        grpc.RpcError, match=r"'guest' has made its 0\.01 requests a second"
-    ) as told:
+        grpc.RpcError, match=r"'guest' has used its 0\.01 requests per second"
+    ) as caught:
         generate(channel, bearer(GUEST))
-    code, reason, wait_s = ended(told.value)
+    code, reason, wait_s = describe_error(caught.value)
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMITED")
     assert 50 < wait_s <= 100
 
-    generate(channel, bearer(POOR), new=300)  # More than a second's worth: it is owed to by now.
-    said = r"asks for 12 tokens .*, and tenant 'poor' has -\d+ left of its 1 a second"
-    with pytest.raises(grpc.RpcError, match=said) as told:
+    generate(channel, bearer(POOR), new=300)  # More than a second's tokens: a debt remains.
+    message = r"needs 12 tokens .*, but tenant 'poor' has -\d+ left of its 1 tokens per second"
+    with pytest.raises(grpc.RpcError, match=message) as caught:
         generate(channel, bearer(POOR), new=10)
-    assert ended(told.value)[1] == "RATE_LIMITED" and 100 < ended(told.value)[2] <= 303
-    # Nobody else has to wait for it.
+    assert (
+        describe_error(caught.value)[1] == "RATE_LIMITED"
+        and 100 < describe_error(caught.value)[2] <= 303
+    )
+    # No other tenant has to wait for it.
     assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
 
 
-def test_calls_at_once_are_bounded_for_each_tenant(world: World, channel: grpc.Channel) -> None:
+def test_concurrent_calls_are_limited_per_tenant(
+    deployment: TenantServer, channel: grpc.Channel
+) -> None:
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     message = pb.GenerateStreamRequest(text="1", max_new_tokens=3000)
     streams = [stub.GenerateStream(message, metadata=bearer(CREW), timeout=WAIT_S) for _ in "ab"]
     for stream in streams:
         next(stream)
-    with pytest.raises(grpc.RpcError, match="'crew' has 2 calls at once, and may have 2") as told:
+    with pytest.raises(
+        grpc.RpcError, match="'crew' has 2 concurrent calls and may have 2"
+    ) as caught:
         generate(channel, bearer(CREW))
-    assert ended(told.value)[1:] == ("RATE_LIMITED", 1.0)
+    assert describe_error(caught.value)[1:] == ("RATE_LIMITED", 1.0)
     assert generate(channel, bearer(SLOW)).usage.completion_tokens == 2
     for stream in streams:
         stream.cancel()
 
-    eventually(lambda: reason_for(channel, CREW) == "")
+    eventually(lambda: refusal_reason(channel, CREW) == "")
 
 
-def test_what_one_tenant_has_asked_is_not_in_another_s_cache(
-    world: World, channel: grpc.Channel
+def test_tenants_do_not_share_the_prefix_cache(
+    deployment: TenantServer, channel: grpc.Channel
 ) -> None:
     prompt = " ".join(str(number) for number in range(100, 164))
     assert generate(channel, bearer(CREW), prompt).usage.cached_tokens == 0
@@ -265,11 +290,11 @@ def test_what_one_tenant_has_asked_is_not_in_another_s_cache(
     assert generate(channel, bearer(SLOW), prompt).usage.cached_tokens == 0
 
 
-def test_a_client_that_reads_nothing_loses_its_call_and_its_keys_and_nobody_else_does(
-    world: World, channel: grpc.Channel
+def test_unread_streams_are_cancelled_and_free_their_kv_blocks(
+    deployment: TenantServer, channel: grpc.Channel
 ) -> None:
-    server = world.server
-    # A window of a few kilobytes that does not grow, as a slow line has one.
+    server = deployment.server
+    # A window of a few kilobytes that does not grow, as on a slow network.
     narrow = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
     message = pb.GenerateStreamRequest(
         text="1", max_new_tokens=4000, details=pb.Details(logprobs=20)
@@ -277,46 +302,51 @@ def test_a_client_that_reads_nothing_loses_its_call_and_its_keys_and_nobody_else
     with grpc.insecure_channel(server.address, narrow) as stuck:
         stub = generation_pb2_grpc.GenerationServiceStub(stuck)
         labels = 'code="RESOURCE_EXHAUSTED",method="GenerateStream",wire="preamble"'
-        ends = f"preamble_requests_total{{{labels}}}"
-        before = server.metric(ends)
+        ended_calls = f"preamble_requests_total{{{labels}}}"
+        count_before = server.metric(ended_calls)
         stream = stub.GenerateStream(message, metadata=bearer(SLOW), timeout=2 * WAIT_S)
         next(stream)
-        eventually(lambda: server.metric(ends) == before + 1)
+        eventually(lambda: server.metric(ended_calls) == count_before + 1)
         eventually(lambda: server.metric("preamble_kv_blocks_held") == 0)
         assert server.metric("preamble_requests_in_flight") == 0
         assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
-        with pytest.raises(grpc.RpcError, match=r"took nothing of the answer for 1 s") as told:
+        with pytest.raises(grpc.RpcError, match=r"read nothing of the response for 1 s") as caught:
             list(stream)
-        assert ended(told.value)[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
+        assert describe_error(caught.value)[:2] == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "SLOW_READER",
+        )
 
 
-def test_connections_over_the_bound_are_closed_and_those_there_are_go_on(
-    world: World, channel: grpc.Channel
+def test_connections_over_the_limit_are_closed_and_others_continue(
+    deployment: TenantServer, channel: grpc.Channel
 ) -> None:
     generate(channel, bearer(CREW))
-    host, port = world.server.address.rsplit(":", 1)
-    held = [socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(60)]
-    greeted = [one for one in held if one.recv(1)]  # A server begins by saying its settings.
-    assert 20 <= len(greeted) < 40
+    host, port = deployment.server.address.rsplit(":", 1)
+    connections = [socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(60)]
+    accepted = [
+        connection for connection in connections if connection.recv(1)
+    ]  # A server first sends its settings.
+    assert 20 <= len(accepted) < 40
     assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
-    for one in held:
-        one.close()
+    for connection in connections:
+        connection.close()
     with grpc.insecure_channel(
-        world.server.address, [("grpc.use_local_subchannel_pool", 1)]
-    ) as other:
-        eventually(lambda: reason_for(other, CREW) == "")
+        deployment.server.address, [("grpc.use_local_subchannel_pool", 1)]
+    ) as other_channel:
+        eventually(lambda: refusal_reason(other_channel, CREW) == "")
 
 
 @pytest.mark.slow
-def test_a_client_may_ping_on_a_silent_call_and_an_old_connection_lets_it_finish(
-    world: World,
+def test_keepalive_pings_are_allowed_and_old_connections_finish_their_calls(
+    deployment: TenantServer,
 ) -> None:
-    # The library's own limit, five minutes, would end it at the third ping.
+    # gRPC's default minimum of five minutes between pings would end it at the third ping.
     options = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
-    with grpc.insecure_channel(world.server.address, options) as channel:
+    with grpc.insecure_channel(deployment.server.address, options) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         next(watching)
-        end = time.monotonic() + 6  # Its age is over at 4.4 s at the latest.
+        end = time.monotonic() + 6  # Its maximum age ends at 4.4 s at the latest.
         while time.monotonic() < end:
             assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
             time.sleep(0.2)
@@ -324,23 +354,23 @@ def test_a_client_may_ping_on_a_silent_call_and_an_old_connection_lets_it_finish
         watching.cancel()
 
 
-def test_a_changed_file_of_tokens_holds_while_calls_go_on(
-    world: World, channel: grpc.Channel
+def test_changed_token_files_apply_while_calls_continue(
+    deployment: TenantServer, channel: grpc.Channel
 ) -> None:
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     message = pb.GenerateStreamRequest(text="1", max_new_tokens=600)
     stream = stub.GenerateStream(message, metadata=bearer(SLOW), timeout=2 * WAIT_S)
-    got = len(next(stream).token_ids)
+    received = len(next(stream).token_ids)
     fresh = "fresh-token-0123456789abcdef"
-    tokens_file(world.tokens, {**TENANTS, "slow": {"token_sha256": sha256(fresh)}})
+    tokens_file(deployment.tokens, {**TENANTS, "slow": {"token_sha256": sha256(fresh)}})
 
-    eventually(lambda: reason_for(channel, SLOW) == "UNAUTHENTICATED")
+    eventually(lambda: refusal_reason(channel, SLOW) == "UNAUTHENTICATED")
     assert generate(channel, bearer(fresh)).usage.completion_tokens == 2
-    assert got + sum(len(piece.token_ids) for piece in stream) == 600
+    assert received + sum(len(piece.token_ids) for piece in stream) == 600
 
 
-def test_nothing_of_a_token_or_a_prompt_is_in_the_log_and_names_forge_no_line(
-    world: World, channel: grpc.Channel
+def test_logs_contain_no_token_or_prompt_and_no_forged_line(
+    deployment: TenantServer, channel: grpc.Channel
 ) -> None:
     forged = "x\nINFO event=forged"
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -358,10 +388,10 @@ def test_nothing_of_a_token_or_a_prompt_is_in_the_log_and_names_forge_no_line(
             timeout=WAIT_S,
         )
     generate(channel, bearer(CREW), "611 617 613")
-    world.server.get("/forged%0aINFO%20event=forged")
-    said = world.log.read_text()
-    assert "event=tokens_read" in said
+    deployment.server.get("/forged%0aINFO%20event=forged")
+    log_text = deployment.log.read_text()
+    assert "event=tokens_read" in log_text
     for token in (CREW, GUEST, POOR, BOSS, SLOW):
-        assert token not in said and sha256(token) not in said
-    assert "611 617" not in said
-    assert not any(line.startswith("INFO event=forged") for line in said.splitlines())
+        assert token not in log_text and sha256(token) not in log_text
+    assert "611 617" not in log_text
+    assert not any(line.startswith("INFO event=forged") for line in log_text.splitlines())

@@ -1,6 +1,6 @@
-"""Beams through the engine: what transformers finds, a step a token, whatever happens meanwhile.
+"""Beam search in the engine: equal to transformers, one step per token, also under faults.
 
-The model is real, in a thread behind the link, and its beams' last tokens are all that it computes.
+The model is real and runs in a thread behind the transport.
 """
 
 import asyncio
@@ -16,45 +16,59 @@ import gpt
 import serving
 from gpt.adapters.adapter_file import Card, build_adapter, open_adapter, save_adapter
 from gpt.errors import AdapterError, RequestError
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import NullTokenizer
 from serving.admission.admission import Admission
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
-from serving.ranks.in_process import Inside
+from serving.ranks.in_process import InProcessTransport
 from serving.request import (
-    Answer,
+    AnswerSpec,
     Ask,
-    BeamRule,
+    BeamSearchParams,
     Completion,
     DeadlinePassedError,
     EngineFaultError,
     OverloadedError,
     Request,
 )
-from tests.support.beam_cases import Best, Case, cases, expected, flat, same
+from tests.support.beam_cases import (
+    Best,
+    Case,
+    assert_same_beams,
+    draw_cases,
+    flat_model,
+    transformers_beams,
+)
 from tests.support.engine_requests import (
     CONFIG,
     TOKENIZER,
     VOCABULARY,
-    alone,
-    idle,
-    run,
-    taken,
-    tokens,
-    written,
+    generate_alone,
+    is_idle,
+    read_pieces,
+    read_tokens,
+    run_async,
+    single_request,
+    write_adapter,
 )
-from tests.support.engine_requests import one as plain
-from tests.support.lossy_engine import Fragile
-from tests.support.many_tasks import World
+from tests.support.lossy_engine import LossyTransport
+from tests.support.many_tasks import TaskAdapters
 from tests.support.models import CLASSIC
+from tests.support.recording_receiver import gate_updates
 from tests.support.servers import CONFIG as SERVED
 from tests.support.servers import eventually
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    engine = Engine(Inside(flat(CLASSIC), CONFIG), TOKENIZER, CONFIG)
+def shared_engine() -> Iterator[Engine]:
+    engine = Engine(
+        InProcessTransport(flat_model(CLASSIC), CONFIG),
+        TOKENIZER,
+        CONFIG.scheduler_config,
+        CONFIG.parallel_config,
+        CONFIG.observability_config,
+    )
     engine.start()
     engine.wait()
     yield engine
@@ -62,231 +76,267 @@ def shared() -> Iterator[Engine]:
 
 
 @pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    yield shared
-    eventually(lambda: idle(shared))
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    yield shared_engine
+    eventually(lambda: is_idle(shared_engine))
 
 
-def told(completions: Sequence[Completion]) -> Best:
+def beams_of(completions: Sequence[Completion]) -> Best:
     assert [completion.error for completion in completions] == [None] * len(completions)
-    return [(one.token_ids, one.beam_score or 0.0) for one in completions]
+    return [(completion.token_ids, completion.beam_score or 0.0) for completion in completions]
 
 
-def test_the_engine_finds_what_transformers_finds_a_step_a_token(engine: Engine) -> None:
-    model = flat(CLASSIC)
-    # Four run at once, so that a round is one step.
-    for case in [case for case in cases(model, 8, 7) if case.rule.width <= 4]:
-        before = engine.load
-        made = engine.generate([case.request])
-        eventually(lambda: idle(engine))
-        # Of what stands before it a beam computes its last token only, wherever blocks end.
-        load = engine.load
-        beams = load.made_tokens - before.made_tokens
-        computed = load.prompt_tokens - before.prompt_tokens
-        computed -= load.cached_tokens - before.cached_tokens
+def test_engine_beam_search_matches_transformers_with_one_step_per_token(engine: Engine) -> None:
+    model = flat_model(CLASSIC)
+    # Four sequences run at once, so a round is one step.
+    for case in [case for case in draw_cases(model, 8, 7) if case.rule.width <= 4]:
+        before = engine.stats
+        completions = engine.generate([case.request])
+        eventually(lambda: is_idle(engine))
+        # Each beam computes only its last token; the rest of its prompt is cached.
+        after = engine.stats
+        beams = after.made_tokens - before.made_tokens
+        computed = after.prompt_tokens - before.prompt_tokens
+        computed -= after.cached_tokens - before.cached_tokens
         assert computed <= len(case.prompt) + beams - 1
-        assert load.steps - before.steps <= case.most + 10  # It may have idled some seconds.
-        same(told(made), expected(model, case))
-        for one in made:
-            assert (one.finish == "stop") == (one.token_ids[-1] in case.ends)
-            assert len(one.scores) == len(one.token_ids)
-            assert all(len(score.tops) == 3 for score in one.scores)
-            total = sum(score.logprob for score in one.scores)
-            worth = total / len(one.token_ids) ** case.rule.length_penalty
-            assert one.beam_score == pytest.approx(worth)
+        # An idle engine runs an empty step each second: the limit allows ten of these.
+        assert after.steps - before.steps <= case.new_tokens_max + 10
+        assert_same_beams(beams_of(completions), transformers_beams(model, case))
+        for completion in completions:
+            assert (completion.finish == "stop") == (
+                completion.token_ids[-1] in case.stop_token_ids
+            )
+            assert len(completion.scores) == len(completion.token_ids)
+            assert all(len(score.tops) == 3 for score in completion.scores)
+            sum_logprobs = sum(score.logprob for score in completion.scores)
+            expected_score = sum_logprobs / len(completion.token_ids) ** case.rule.length_penalty
+            assert completion.beam_score == pytest.approx(expected_score)
 
 
-def test_many_searches_at_once_are_each_what_it_is_alone(engine: Engine) -> None:
-    model = flat(CLASSIC)
-    several = list(cases(model, 8, 8))
+def test_concurrent_beam_searches_do_not_affect_each_other(engine: Engine) -> None:
+    model = flat_model(CLASSIC)
+    cases = list(draw_cases(model, 8, 8))
 
-    made = engine.generate([*(case.request for case in several), plain((1, 2))])
+    completions = engine.generate([*(case.request for case in cases), single_request((1, 2))])
 
-    assert len(made.pop().token_ids) == 5
-    for case in several:
-        best, made = made[: case.rule.answers], made[case.rule.answers :]
-        same(told(best), expected(model, case))
+    assert len(completions.pop().token_ids) == 5
+    for case in cases:
+        answers, completions = completions[: case.rule.answers], completions[case.rule.answers :]
+        assert_same_beams(beams_of(answers), transformers_beams(model, case))
 
 
-def test_a_search_that_has_begun_does_not_wait_for_its_turn_at_each_token(engine: Engine) -> None:
-    case, model = Case((5, 6, 7), BeamRule(4), 30), flat(CLASSIC)
-    crowd = [plain((place, 2), Sampling(20, temperature=2.0, seed=place)) for place in range(8)]
-    answers = [alone(model, request.answers[0]) for request in crowd]
-    stop = False
+def test_later_beam_rounds_do_not_queue_again(engine: Engine) -> None:
+    case = Case((5, 6, 7), BeamSearchParams(4), 30)
+    model = flat_model(CLASSIC)
+    requests = [
+        single_request((number, 2), SamplingParams(20, temperature=2.0, seed=number))
+        for number in range(8)
+    ]
+    expected_answers = [generate_alone(model, request.answers[0]) for request in requests]
+    search_ended = False
 
-    async def neighbour(request: Request, answer: list[int]) -> None:
-        while not stop:
-            assert await tokens(engine.submit(request)) == answer
+    async def repeat(request: Request, expected: list[int]) -> None:
+        while not search_ended:
+            assert await read_tokens(engine.submit(request)) == expected
 
     async def work() -> None:
-        nonlocal stop
-        # As many as fill all four slots twice.
-        pairs = zip(crowd, answers, strict=True)
-        neighbours = [asyncio.create_task(neighbour(*pair)) for pair in pairs]
-        while engine.load.running < 4:
+        nonlocal search_ended
+        # Enough sequences to fill all four slots twice.
+        pairs = zip(requests, expected_answers, strict=True)
+        repeating = [asyncio.create_task(repeat(*pair)) for pair in pairs]
+        while engine.stats.running < 4:
             await asyncio.sleep(0)
-        steps = engine.load.steps
-        (piece,) = await taken(engine.submit(case.request))
-        # The first one may wait for them all, and the others take two or three each.
-        assert engine.load.steps - steps < 100 + 8 * case.most
-        stop = True
-        await asyncio.gather(*neighbours)
-        same([(piece.token_ids, piece.beam_score or 0.0)], expected(model, case))
+        steps = engine.stats.steps
+        (piece,) = await read_pieces(engine.submit(case.request))
+        # The first round may wait for all the other requests; a later one takes two or three steps.
+        assert engine.stats.steps - steps < 100 + 8 * case.new_tokens_max
+        search_ended = True
+        await asyncio.gather(*repeating)
+        assert_same_beams(
+            [(piece.token_ids, piece.beam_score or 0.0)], transformers_beams(model, case)
+        )
 
-    run(work)
+    run_async(work)
 
 
-def test_adapters_and_tenants_are_kept_apart(engine: Engine, tmp_path: Path) -> None:
-    model, rule = flat(CLASSIC), BeamRule(3, 2)
-    two, three = written(tmp_path, "two", 2), written(tmp_path, "three", 3)
-    text, sampling = (7, 8, 9, 10, 11), Sampling(max_new_tokens=6)
-    prompts = [(*range(VOCABULARY, VOCABULARY + rows.count), *text) for rows in (two, three)]
+def test_beam_searches_of_adapters_and_tenants_are_separate(engine: Engine, tmp_path: Path) -> None:
+    model = flat_model(CLASSIC)
+    rule = BeamSearchParams(3, 2)
+    adapters = [write_adapter(tmp_path, "two", 2), write_adapter(tmp_path, "three", 3)]
+    text = (7, 8, 9, 10, 11)
+    sampling = SamplingParams(max_new_tokens=6)
+    prompts = [(*range(VOCABULARY, VOCABULARY + adapter.row_count), *text) for adapter in adapters]
     first, second = (
-        Answer(prompt, sampling, rows=rows)
-        for prompt, rows in zip(prompts, (two, three), strict=True)
+        AnswerSpec(prompt, sampling, adapter_ref=adapter)
+        for prompt, adapter in zip(prompts, adapters, strict=True)
     )
     request = Request((first, first, second, second), beams=rule, tenant="one")
 
-    made = engine.generate([request])
-    other = engine.generate([replace(request, tenant="two")])
-    again = engine.generate([request])
+    completions = engine.generate([request])
+    other_tenant = engine.generate([replace(request, tenant="two")])
+    repeated = engine.generate([request])
 
-    for place, rows in enumerate((two, three)):
-        table = open_adapter(Path(rows.file)).table
-        case = Case(prompts[place], rule, 6)
-        for answers in (made, other, again):
-            same(told(answers[place * 2 : place * 2 + 2]), expected(model, case, table))
-    assert {answer.cached_tokens for answer in (*made, *other)} == {0}
-    assert [answer.cached_tokens for answer in again] == [6, 6, 7, 7]
+    for index, adapter in enumerate(adapters):
+        table = open_adapter(Path(adapter.file)).table
+        case = Case(prompts[index], rule, 6)
+        for answers in (completions, other_tenant, repeated):
+            assert_same_beams(
+                beams_of(answers[index * 2 : index * 2 + 2]), transformers_beams(model, case, table)
+            )
+    assert {answer.cached_tokens for answer in (*completions, *other_tenant)} == {0}
+    assert [answer.cached_tokens for answer in repeated] == [6, 6, 7, 7]
 
 
-def test_all_pieces_come_at_the_end_and_closing_the_stream_cancels_the_search(
+def test_beam_pieces_come_at_the_end_and_closing_cancels_the_search(
     engine: Engine,
 ) -> None:
-    request = Case((1, 2), BeamRule(4, 2), 50).request
+    request = Case((1, 2), BeamSearchParams(4, 2), 50).request
 
     async def work() -> None:
-        pieces = await taken(engine.submit(request))
+        pieces = await read_pieces(engine.submit(request))
         assert [(piece.index, len(piece.token_ids)) for piece in pieces] == [(0, 50), (1, 50)]
         assert all(piece.finish and piece.beam_score is not None for piece in pieces)
-        stream = engine.submit(request)
-        steps = engine.load.steps
-        while engine.load.steps < steps + 3:
-            await asyncio.sleep(0)
-        stream.close()
-        assert await tokens(stream) == []
-        while not idle(engine):
+        with gate_updates(engine, 3) as gate:
+            stream = engine.submit(request)
+            await asyncio.to_thread(gate.until_blocked)
+            steps = engine.stats.steps
+            stream.close()
+            assert await read_tokens(stream) == []
+        while not is_idle(engine):
             await asyncio.sleep(0.001)
-        assert engine.load.steps < steps + 40
+        assert engine.stats.steps < steps + 37
 
-    run(work)
+    run_async(work)
 
 
-def test_a_deadline_ends_a_search(engine: Engine) -> None:
+def test_a_deadline_ends_a_beam_search(engine: Engine) -> None:
     async def work() -> None:
-        request = Case((1, 2), BeamRule(4, 2), 60).request
-        streams = [engine.submit(request, time.monotonic() + 0.02) for _ in range(3)]
-        for stream in streams:
-            with pytest.raises(DeadlinePassedError):
-                await tokens(stream)
+        request = Case((1, 2), BeamSearchParams(4, 2), 60).request
+        running = engine.submit(single_request((1, 2), SamplingParams(50)))
+        search = asyncio.create_task(expect_deadline(request))
+        await asyncio.to_thread(gate.until_blocked)
+        await asyncio.gather(search, expect_deadline(request))
+        running.close()
 
-    run(work)
+    async def expect_deadline(request: Request) -> None:
+        with pytest.raises(DeadlinePassedError):
+            await read_tokens(engine.submit(request, time.monotonic() + 0.5))
+
+    with gate_updates(engine, 3) as gate:
+        run_async(work)
 
 
-def test_a_search_takes_the_room_of_all_its_beams_at_once(engine: Engine) -> None:
+def test_a_beam_search_reserves_capacity_for_its_full_width(engine: Engine) -> None:
     async def work() -> None:
-        answers = Case((1, 2), BeamRule(5), 40).request.answers
-        stream = engine.submit(Request(answers * 2, beams=BeamRule(5)))
-        assert engine.accepted == 10
+        answers = Case((1, 2), BeamSearchParams(5), 40).request.answers
+        stream = engine.submit(Request(answers * 2, beams=BeamSearchParams(5)))
+        assert engine.unfinished_sequences == 10
         with pytest.raises(OverloadedError):
-            engine.submit(Request(answers, beams=BeamRule(5)))
+            engine.submit(Request(answers, beams=BeamSearchParams(5)))
         with pytest.raises(RequestError, match="15 answers at once"):
-            engine.submit(Request(answers * 3, beams=BeamRule(5)))
-        small = [engine.submit(plain((1, 2))) for _ in range(2)]
+            engine.submit(Request(answers * 3, beams=BeamSearchParams(5)))
+        accepted = [engine.submit(single_request((1, 2))) for _ in range(2)]
         with pytest.raises(OverloadedError):
-            engine.submit(plain((1, 2)))
-        for other in small:
-            assert len(await tokens(other)) == 5
-        assert engine.accepted == 10
-        assert len(await tokens(stream)) == 80
-        assert engine.accepted == 0
+            engine.submit(single_request((1, 2)))
+        reads = [asyncio.create_task(read_tokens(single)) for single in accepted]
+        while not all(task.done() for task in reads):
+            gate.allow(1)  # One step at a time, so that the search does not end first.
+            await asyncio.sleep(0.001)
+        assert [len(task.result()) for task in reads] == [5, 5]
+        assert engine.unfinished_sequences == 10
+        gate.allow(None)
+        assert len(await read_tokens(stream)) == 80
+        assert engine.unfinished_sequences == 0
 
-    run(work)
-
-
-def test_a_search_that_cannot_run_fails_in_all_its_answers_and_in_no_other(
-    engine: Engine, tmp_path: Path
-) -> None:
-    gone = written(tmp_path, "gone", 4)
-    Path(gone.file).unlink()
-    good = Case((1, 2), BeamRule(3, 2), 4)
-    bad = replace(good.request.answers[0], prompt=(VOCABULARY, 2), rows=gone)
-
-    made = engine.generate([replace(good.request, answers=(bad, bad, *good.request.answers))])
-
-    assert all(isinstance(completion.error, AdapterError) for completion in made[:2])
-    same(told(made[2:]), expected(flat(CLASSIC), good))
+    with gate_updates(engine, 0) as gate:
+        run_async(work)
 
 
-def test_a_search_outlives_a_loss_of_the_ranks_and_is_blamed_for_a_second() -> None:
-    case, model = Case((3, 1, 4, 1, 5), BeamRule(3, 2), 40), flat(CLASSIC)
-    link = Fragile(model)
-    engine = Engine(link, TOKENIZER, CONFIG)
+def test_a_failed_beam_search_fails_only_its_own_answers(engine: Engine, tmp_path: Path) -> None:
+    deleted = write_adapter(tmp_path, "deleted", 4)
+    Path(deleted.file).unlink()
+    case = Case((1, 2), BeamSearchParams(3, 2), 4)
+    failing = replace(case.request.answers[0], prompt=(VOCABULARY, 2), adapter_ref=deleted)
 
-    async def lose(at: int) -> None:
-        link.pace_s = 0.02
-        while engine.load.steps < at:
-            await asyncio.sleep(0)
-        await asyncio.to_thread(link.lose)
-        assert engine.accepted == case.rule.width
-        link.pace_s = 0.0
-        await asyncio.to_thread(link.start, engine)
+    completions = engine.generate(
+        [replace(case.request, answers=(failing, failing, *case.request.answers))]
+    )
+
+    assert all(isinstance(completion.error, AdapterError) for completion in completions[:2])
+    assert_same_beams(beams_of(completions[2:]), transformers_beams(flat_model(CLASSIC), case))
+
+
+def test_a_beam_search_survives_one_rank_loss_and_fails_at_the_second() -> None:
+    case = Case((3, 1, 4, 1, 5), BeamSearchParams(3, 2), 40)
+    model = flat_model(CLASSIC)
+    transport = LossyTransport(model)
+    engine = Engine(
+        transport,
+        TOKENIZER,
+        CONFIG.scheduler_config,
+        CONFIG.parallel_config,
+        CONFIG.observability_config,
+    )
+
+    async def lose_ranks(updates: int | None) -> None:
+        """Lose the ranks at the blocked step, then let `updates` of the next ranks pass."""
+        await asyncio.to_thread(transport.gate.until_blocked)
+        await asyncio.to_thread(transport.lose)
+        assert engine.unfinished_sequences == case.rule.width
+        transport.gate.allow(updates)
+        await asyncio.to_thread(transport.start, engine)
 
     async def work() -> None:
+        transport.gate.allow(5)
         stream = engine.submit(case.request)
-        await lose(5)
-        pieces = await taken(stream)
-        found = [(piece.token_ids, piece.beam_score or 0.0) for piece in pieces]
-        same(found, expected(model, case))
-        unlucky = engine.submit(case.request)
-        await lose(engine.load.steps + 5)
-        link.pace_s = 0.02
-        while engine.load.steps < 5:
-            await asyncio.sleep(0)
-        await asyncio.to_thread(link.lose)
+        await lose_ranks(None)
+        pieces = await read_pieces(stream)
+        beams = [(piece.token_ids, piece.beam_score or 0.0) for piece in pieces]
+        assert_same_beams(beams, transformers_beams(model, case))
+        transport.gate.allow(5)
+        suspect = engine.submit(case.request)
+        await lose_ranks(5)
+        await asyncio.to_thread(transport.gate.until_blocked)
+        await asyncio.to_thread(transport.lose)
         with pytest.raises(EngineFaultError, match="lost twice"):
-            await tokens(unlucky)
-        assert engine.accepted == 0
+            await read_tokens(suspect)
+        assert engine.unfinished_sequences == 0
 
     engine.start()
     engine.wait()
     try:
-        run(work)
+        run_async(work)
     finally:
         engine.close()
 
 
-def test_beams_are_asked_for_like_any_answers(tmp_path: Path) -> None:
-    world = World(tmp_path)
+def test_the_service_serves_beam_search_and_validates_it(tmp_path: Path) -> None:
+    task_adapters = TaskAdapters(tmp_path)
     stopped = build_adapter(Card("stopped", stop=("dog",)), torch.ones(2, SERVED.hidden_size))
-    save_adapter(stopped, world.adapters / "stopped.safetensors")
-    config = ServerConfig(str(world.checkpoint), adapters=str(world.adapters), dtype="float64")
+    save_adapter(stopped, task_adapters.adapters / "stopped.safetensors")
+    config = ServerConfig(
+        str(task_adapters.checkpoint), adapters=str(task_adapters.adapters), dtype="float64"
+    )
     with serving.open_engine(config) as service:
         ask = Ask("the quick brown", beam_width=3, answers=2, max_new_tokens=6)
-        best = service.generate([ask])
-        ids = service.admission.admit(ask).answers[0]
-        case = Case(ids.prompt, BeamRule(3, 2), 6, ends=ids.sampling.stop_token_ids)
-        model = gpt.load(world.checkpoint, dtype="float64")
-        same(told(best), expected(model, case))
-        for answer in best:
-            said = [one for one in answer.token_ids if one not in case.ends]
-            assert answer.text == service.tokenizer.decode(said, started=True)
-            assert answer.scores == ()
-        tasks = replace(ask, prompt={"document": "one"}, adapters=("task0", "before"))
-        singly = [replace(tasks, adapters=(name,)) for name in tasks.adapters]
-        same(told(service.generate([tasks])), told(service.generate(singly)))
-        with pytest.raises(RequestError, match="stop strings, and beams end at tokens only"):
+        completions = service.generate([ask])
+        answer = service.admission.admit(ask).answers[0]
+        case = Case(
+            answer.prompt, BeamSearchParams(3, 2), 6, stop_token_ids=answer.sampling.stop_token_ids
+        )
+        model = gpt.load(task_adapters.checkpoint, dtype="float64")
+        assert_same_beams(beams_of(completions), transformers_beams(model, case))
+        for completion in completions:
+            text_ids = [token for token in completion.token_ids if token not in case.stop_token_ids]
+            assert completion.text == service.tokenizer.decode(text_ids, continues_text=True)
+            assert completion.scores == ()
+        both = replace(ask, prompt={"document": "one"}, adapters=("task0", "before"))
+        separate = [replace(both, adapters=(name,)) for name in both.adapters]
+        assert_same_beams(beams_of(service.generate([both])), beams_of(service.generate(separate)))
+        with pytest.raises(RequestError, match="stop strings, and beam search ends only at"):
             service.generate([replace(ask, adapters=("stopped",))])
-        crowded = Admission(NullTokenizer(30), service.adapters, 30, 64, service.config)
+        small_vocabulary = Admission(
+            NullTokenizer(30), service.adapters, 30, 64, service.config.limits_config
+        )
         with pytest.raises(RequestError, match="vocabulary of 30, it must be at most 14"):
-            crowded.admit(Ask((1,), beam_width=15, stop_token_ids=tuple(range(16))))
+            small_vocabulary.admit(Ask((1,), beam_width=15, stop_token_ids=tuple(range(16))))

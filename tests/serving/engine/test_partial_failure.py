@@ -1,5 +1,7 @@
-"""One of a request's answers fails: our own wire tells the others, the wires that have no way to
-say so end the call whole, as the servers do whose protocols they are."""
+"""Partial failure of a request: the preamble protocol reports the failed and the other answers.
+
+The OpenAI and KServe protocols cannot express this and fail the call.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,94 +17,99 @@ from tritonclient.utils import InferenceServerException
 import serving as program
 from checkpoints_tools.conversion.convert import write_native
 from clients.client import Options
-from gpt.checkpoint.logical_tensor import Checkpoint, in_memory
+from gpt.checkpoint.logical_tensor import Checkpoint, checkpoint_from_tensors
 from serving.config import ServerConfig
 from serving.request import Ask, Completion
 from tests.support.models import lively
 from tests.support.servers import CONFIG, Server, serving
 
-pytestmark = pytest.mark.slow  # A server of its own: too long for the fast suite.
+pytestmark = pytest.mark.slow  # Starts its own server: too slow for the fast suite.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERED = CONFIG.with_fields(normalization="LayerNorm", dtype="float64")
 ANSWERS, NEW = 4, 8
 TEXT = "1 2 3"
-DRAW: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 5}
 
 
-class World(NamedTuple):
+class PartialFailure(NamedTuple):
     server: Server
-    failing: int  # The answer that reads a word whose numbers overflow.
+    failing: int  # Index of the answer that contains the overflowing token.
     healthy: list[Completion]
 
 
-def answers(folder: Path) -> list[Completion]:
+def generate_answers(folder: Path) -> list[Completion]:
     config = ServerConfig(str(folder), dtype="float64", kv_tokens_max=1 << 12)
     with program.open_engine(config) as service:
-        ask = Ask(TEXT, max_new_tokens=NEW, answers=ANSWERS, ignore_ends=True, **DRAW)
+        ask = Ask(TEXT, max_new_tokens=NEW, answers=ANSWERS, ignore_ends=True, **SAMPLING)
         return service.generate([ask])
 
 
-def poisoned(model: Checkpoint, token: int) -> Checkpoint:
-    """One word's numbers are finite and their sum is not, so whoever reads it has none any more."""
+def with_overflowing_embedding(model: Checkpoint, token: int) -> Checkpoint:
+    """The embedding of a token is finite but overflows in a sum, so prompts with it give NaN."""
     tensors = {name: model.read(name) for name in model.tensors}
     tensors[EMBEDDING][token] = torch.finfo(torch.float64).max
-    return in_memory(LAYERED, tensors)
+    return checkpoint_from_tensors(LAYERED, tensors)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("many")
+def partial_failure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PartialFailure]:
+    folder = tmp_path_factory.mktemp("partial-failure")
     model = lively(LAYERED).in_dtype(torch.float64)
     write_native(model, folder / "healthy")
-    healthy = answers(folder / "healthy")
-    read = [set(one.token_ids[:-1]) for one in healthy]
+    healthy = generate_answers(folder / "healthy")
+    inputs = [set(completion.token_ids[:-1]) for completion in healthy]
+    # A token that exactly one answer reads.
     failing, token = next(
-        (place, token)
-        for place, own in enumerate(read)
-        for token in sorted(own - {1, 2, 3}.union(*(read[:place] + read[place + 1 :])))
+        (index, token)
+        for index, ids in enumerate(inputs)
+        for token in sorted(ids - {1, 2, 3}.union(*(inputs[:index] + inputs[index + 1 :])))
     )
-    write_native(poisoned(model, token), folder / "model")
+    write_native(with_overflowing_embedding(model, token), folder / "model")
     with serving(folder / "model", folder / "s.yaml") as server:
-        yield World(server, failing, healthy)
+        yield PartialFailure(server, failing, healthy)
 
 
-def test_our_own_wire_tells_which_answer_failed_and_what_the_others_are(world: World) -> None:
-    with world.server.client() as client:
-        options = Options(answers=ANSWERS, max_new_tokens=NEW, ignore_ends=True, **DRAW)
-        done = client.completions(TEXT, options)
-    for place, (one, healthy) in enumerate(zip(done, world.healthy, strict=True)):
-        if place == world.failing:
-            assert one.failure is not None and one.failure.reason == "NUMERIC_FAULT"
+def test_the_preamble_protocol_reports_the_failed_answer_and_the_others(
+    partial_failure: PartialFailure,
+) -> None:
+    with partial_failure.server.client() as client:
+        options = Options(answers=ANSWERS, max_new_tokens=NEW, ignore_ends=True, **SAMPLING)
+        completions = client.completions(TEXT, options)
+    for index, (completion, healthy) in enumerate(
+        zip(completions, partial_failure.healthy, strict=True)
+    ):
+        if index == partial_failure.failing:
+            assert completion.failure is not None and completion.failure.reason == "NUMERIC_FAULT"
         else:
-            assert one.failure is None and one.text == healthy.text
+            assert completion.failure is None and completion.text == healthy.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openais_wire_ends_the_call_whole(world: World, stream: bool) -> None:
-    address = f"http://{world.server.http_address}/v1"
+def test_the_openai_protocol_fails_the_call(partial_failure: PartialFailure, stream: bool) -> None:
+    address = f"http://{partial_failure.server.http_address}/v1"
     with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
-        fields: dict[str, Any] = {"n": ANSWERS, "max_tokens": NEW, "stream": stream, **DRAW}
+        fields: dict[str, Any] = {"n": ANSWERS, "max_tokens": NEW, "stream": stream, **SAMPLING}
 
-        def ask() -> list[Any]:
-            more = {"ignore_eos": True}
-            answer: Any = client.completions.create(
-                model="preamble", prompt=TEXT, extra_body=more, **fields
+        def complete() -> list[Any]:
+            extra = {"ignore_eos": True}
+            response: Any = client.completions.create(
+                model="preamble", prompt=TEXT, extra_body=extra, **fields
             )
-            return list(answer) if stream else [answer]
+            return list(response) if stream else [response]
 
-        with pytest.raises(openai.APIError, match="not finite") as failed:
-            ask()
-        assert failed.value.code == "NUMERIC_FAULT"
+        with pytest.raises(openai.APIError, match="not finite") as raised:
+            complete()
+        assert raised.value.code == "NUMERIC_FAULT"
 
 
-def test_kserves_wire_ends_the_call_whole(world: World) -> None:
+def test_the_kserve_protocol_fails_the_call(partial_failure: PartialFailure) -> None:
     text = triton.InferInput("text_input", [1], "BYTES")
     text.set_data_from_numpy(np.array([TEXT.encode()], dtype=object))
     parameters = {"n": ANSWERS, "max_tokens": NEW, "ignore_eos": True, "seed": 5}
     with (
-        triton.InferenceServerClient(world.server.address) as client,
-        pytest.raises(InferenceServerException, match="not finite") as failed,
+        triton.InferenceServerClient(partial_failure.server.address) as client,
+        pytest.raises(InferenceServerException, match="not finite") as raised,
     ):
         client.infer("preamble", [text], parameters=parameters | {"temperature": "1.0"})
-    assert failed.value.status() == "StatusCode.INTERNAL"
+    assert raised.value.status() == "StatusCode.INTERNAL"

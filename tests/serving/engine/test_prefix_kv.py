@@ -1,8 +1,8 @@
-"""Prefixes on the engine: written into blocks, shared, lost and written again, on any split.
+"""Prefix adapters in the engine: KV written to blocks, shared, evicted, rewritten, on any split.
 
-Whatever happens, the tokens and their scores are those of the plain loop, which PEFT and the model
-itself vouch for in tests/gpt/generation/test_prefix_generation.py. Neighbours have rows, or no
-adapter at all.
+Tokens and scores must equal those of the generation loop, which
+tests/gpt/generation/test_prefix_generation.py compares with PEFT and the model. Other sequences of
+the batch have adapter rows or no adapter.
 """
 
 from dataclasses import replace
@@ -15,185 +15,229 @@ from gpt.adapters.adapter_file import Card, build_adapter, open_adapter, save_ad
 from gpt.generation.generate import generate
 from gpt.generation.reference_sampler import Score
 from gpt.model.gpt_model import GPT
-from gpt.sampling_params import Sampling
-from serving.messages import Rows, Scored, Submission
+from gpt.sampling_params import SamplingParams
+from serving.messages import AdapterRef, Submission, TokenScore
 from tests.support import prefix_adapters
-from tests.support.engine_scenarios import Played, Scene, play
+from tests.support.engine_scenarios import Scenario, ScenarioRun, run_scenarios
 from tests.support.fake_ranks import Play, adapter, text, virtual
 from tests.support.models import CONFIGS, build
 from tests.support.ranks import ranks
 
-V, MANY = 5, 18
+V = 5  # Virtual tokens of the equally long adapters.
+V_LONG = 18
 TEXT = [7, 3, 60, 3, 21, 90, 8]
-RULE = Sampling(max_new_tokens=6, logprobs=1)
+WHEN_IDLE = 1000  # An arrival after more updates than the submissions before need.
+RULE = SamplingParams(max_new_tokens=6, logprobs=1)
 NETWORKS = ["modern", "odd"]  # Two KV heads and one; learned positions and rotary ones.
 
 
 @pytest.fixture(scope="module")
-def shelves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rows]]:
-    """For each network two prefixes that are equally long, a long one, one token, and rows."""
-    made, seeded = {}, torch.Generator().manual_seed(1)
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[AdapterRef]]:
+    """For each network: two prefixes of equal length, a long one, one of one token, and rows."""
+    references = {}
+    generator = torch.Generator().manual_seed(1)
     for name in NETWORKS:
-        folder, config = tmp_path_factory.mktemp("adapters"), CONFIGS[name]
-        made[name] = [
-            prefix_adapters.saved(
-                folder, f"prefix-{seed}", prefix_adapters.drawn(config, count, seed)
+        folder = tmp_path_factory.mktemp("adapters")
+        config = CONFIGS[name]
+        references[name] = [
+            prefix_adapters.save_prefix_adapter(
+                folder, f"prefix-{seed}", prefix_adapters.draw_prefix_table(config, count, seed)
             )
-            for seed, count in enumerate([V, V, MANY, 1])
+            for seed, count in enumerate([V, V, V_LONG, 1])
         ]
-        rows = build_adapter(Card("rows"), torch.randn(3, config.hidden_size, generator=seeded))
+        rows = build_adapter(Card("rows"), torch.randn(3, config.hidden_size, generator=generator))
         save_adapter(rows, folder / "rows.safetensors")
-        made[name].append(Rows(rows.digest, 3, str(folder / "rows.safetensors")))
-    return made
+        references[name].append(AdapterRef(rows.digest, 3, str(folder / "rows.safetensors")))
+    return references
 
 
-def ask(
-    name: str, number: int, rows: Rows | None, words: list[int], rule: Sampling = RULE, **how: int
+def build_submission(
+    name: str,
+    number: int,
+    rows: AdapterRef | None,
+    text: list[int],
+    sampling: SamplingParams = RULE,
+    **scheduling: int,
 ) -> Submission:
     size = CONFIGS[name].vocab_size
-    ids = [size + row for row in range(rows.count if rows else 0)] + words
-    return Submission(number, ids, rule, rows=rows, **how)  # type: ignore[arg-type]
+    ids = [size + row for row in range(rows.row_count if rows else 0)] + text
+    return Submission(number, ids, sampling, adapter_ref=rows, **scheduling)  # type: ignore[arg-type]
 
 
-def crowd(name: str, shelf: list[Rows], **settings: object) -> Scene:
-    """All of the adapters and none, twice over; too little memory for all that grow, and chunks."""
+def mixed_adapters_scenario(name: str, adapters: list[AdapterRef], **settings: object) -> Scenario:
+    """Each adapter and no adapter, twice; with too few blocks for all, and chunked prefill.
+
+    A submission of each adapter runs before, so that all adapters are cached. Otherwise the time of
+    a read of an adapter file, by a thread, decides how many sequences run at once.
+    """
     drawn = replace(RULE, temperature=1.0, top_p=0.9, repetition_penalty=1.2)
-    told = replace(RULE, prompt_logprobs=1)
-    asks = []
+    with_prompt_scores = replace(RULE, prompt_logprobs=1)
+    submissions = [
+        (0, build_submission(name, 12 + number, adapter, TEXT[:1]))
+        for number, adapter in enumerate(adapters)
+    ]
     for number in range(12):
-        rows = [*shelf, None][number % 6]
-        rule = replace(
-            [RULE, drawn, told][number % 3], max_new_tokens=4 if number > 5 else 14, seed=9
+        adapter = [*adapters, None][number % 6]
+        sampling = replace(
+            [RULE, drawn, with_prompt_scores][number % 3],
+            max_new_tokens=4 if number > 5 else 14,
+            seed=9,
         )
-        words = TEXT[: 1 + 3 * (number % 3)] + [number % 2] * (number // 6)
-        asks.append((number // 6 * 4, ask(name, number, rows, words, rule)))
-    limits = {"kv_block_tokens": 4, "running_requests_max": 4, "kv_tokens_max": 48, "pp": 1}
-    more = {"step_tokens_max": 6, "adapter_rows_max": 4, **settings}
-    return Scene(name, "float64", limits | more, asks, fill_tokens_max=7)
+        text = TEXT[: 1 + 3 * (number % 3)] + [number % 2] * (number // 6)
+        submission = build_submission(name, number, adapter, text, sampling)
+        submissions.append((WHEN_IDLE + number // 6 * 4, submission))
+    limits: dict[str, object] = {
+        "kv_block_tokens": 4,
+        "running_requests_max": 4,
+        "kv_tokens_max": 48,
+        "pp": 1,
+        "step_tokens_max": 6,
+        "adapter_rows_max": 4,
+    }
+    return Scenario(name, "float64", limits | settings, submissions, fill_tokens_max=7)
 
 
-def check(model: GPT, scene: Scene, played: Played) -> None:
-    for _, one in scene.asks:
-        found, table = played.answers[one.number], None
-        if one.rows is not None:
-            table = open_adapter(Path(one.rows.file)).table
-        kind = one.rows.kind if one.rows else "rows"
-        (want,) = generate(model, [one.prompt], one.sampling, table=table, kind=kind)
-        assert (found.tokens, found.end) == (want.token_ids, want.finish_reason), one.number
-        assert numbers(found.scores) == pytest.approx(want.logprobs, abs=1e-9)
-        if one.sampling.prompt_logprobs is not None:
-            wanted = numbers(want.prompt_scores)
-            assert [score is None for score in found.prompt_scores] == [
-                score is None for score in want.prompt_scores
+def check_answers(model: GPT, scenario: Scenario, scenario_run: ScenarioRun) -> None:
+    """Compare the answer of every submission with the generation loop."""
+    for _, submission in scenario.submissions:
+        answer = scenario_run.answers[submission.sequence_id]
+        adapter_ref = submission.adapter_ref
+        (expected,) = generate(
+            model,
+            [submission.prompt],
+            submission.sampling,
+            adapter_table=open_adapter(Path(adapter_ref.file)).table if adapter_ref else None,
+            adapter_kind=adapter_ref.kind if adapter_ref else "rows",
+        )
+        assert (answer.tokens, answer.end) == (
+            expected.token_ids,
+            expected.finish_reason,
+        ), submission.sequence_id
+        assert logprobs_of(answer.scores) == pytest.approx(expected.logprobs, abs=1e-9)
+        if submission.sampling.prompt_logprobs is not None:
+            assert [score is None for score in answer.prompt_scores] == [
+                score is None for score in expected.prompt_scores
             ]
-            assert numbers(found.prompt_scores) == pytest.approx(wanted, abs=1e-9)
+            assert logprobs_of(answer.prompt_scores) == pytest.approx(
+                logprobs_of(expected.prompt_scores), abs=1e-9
+            )
 
 
-def numbers(scores: list[Scored | None] | list[Scored] | list[Score | None]) -> list[float]:
-    return [one.logprob for one in scores if one is not None]
+def logprobs_of(
+    scores: list[TokenScore | None] | list[TokenScore] | list[Score | None],
+) -> list[float]:
+    return [score.logprob for score in scores if score is not None]
 
 
 SETTINGS: dict[str, dict[str, object]] = {
-    "guessing": {"speculate_tokens_max": 3, "speculate_rows_max": 9},
-    "without a cache": {"prefix_cache": False, "step_tokens_max": 40},
-    "in small blocks": {"kv_block_tokens": 1, "step_tokens_max": 4, "adapter_bytes_max": 1},
+    "speculative decoding": {"speculate_tokens_max": 3, "speculate_rows_max": 9},
+    "no prefix cache": {"prefix_cache": False, "step_tokens_max": 40},
+    "small blocks": {"kv_block_tokens": 1, "step_tokens_max": 4, "adapter_bytes_max": 1},
 }
-CASES = [(name, how) for name in NETWORKS for how in SETTINGS]
+CASES = [(name, case) for name in NETWORKS for case in SETTINGS]
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "case"),
     [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])],
 )
-def test_prefixes_rows_and_none_share_steps(
-    name: str, how: str, shelves: dict[str, list[Rows]], tmp_path: Path
+def test_prefix_adapters_row_adapters_and_plain_prompts_share_steps(
+    name: str, case: str, adapters: dict[str, list[AdapterRef]], tmp_path: Path
 ) -> None:
-    scene = crowd(name, shelves[name], **SETTINGS[how])
-    (played,) = play(0, 1, 1, [scene], str(tmp_path))
-    check(build(CONFIGS[name]), scene, played)
-    assert played.load.preemptions or how == "in small blocks"
-    assert bool(played.load.cached_tokens) == (how != "without a cache")
+    scenario = mixed_adapters_scenario(name, adapters[name], **SETTINGS[case])
+    (scenario_run,) = run_scenarios(0, 1, 1, [scenario], str(tmp_path))
+    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    assert bool(scenario_run.load.cached_tokens) == (case != "no prefix cache")
+    # Small blocks: adapter_bytes_max is 1, so sequences of different adapters do not run together.
+    assert scenario_run.load.preemptions or case == "small blocks"
 
 
 @pytest.mark.parametrize(("name", "tp", "pp"), [("odd", 2, 1), ("modern", 1, 2)])
-def test_every_rank_writes_its_part(
-    name: str, tp: int, pp: int, shelves: dict[str, list[Rows]], tmp_path: Path
+def test_each_rank_writes_its_part_of_a_prefix(
+    name: str, tp: int, pp: int, adapters: dict[str, list[AdapterRef]], tmp_path: Path
 ) -> None:
-    scene = crowd(name, shelves[name])
-    played = ranks(tp * pp, play, tp, pp, [scene], str(tmp_path))[0][0]
-    check(build(CONFIGS[name]), scene, played)
-    assert played.load.preemptions and played.load.cached_tokens
+    scenario = mixed_adapters_scenario(name, adapters[name])
+    scenario_run = ranks(tp * pp, run_scenarios, tp, pp, [scenario], str(tmp_path))[0][0]
+    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    assert scenario_run.load.preemptions and scenario_run.load.cached_tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp", "pp"), [("modern", 4, 1), ("odd", 2, 2), ("modern", 2, 2)])
-def test_every_one_of_four_ranks_writes_its_part(
-    name: str, tp: int, pp: int, shelves: dict[str, list[Rows]], tmp_path: Path
+def test_each_of_four_ranks_writes_its_part_of_a_prefix(
+    name: str, tp: int, pp: int, adapters: dict[str, list[AdapterRef]], tmp_path: Path
 ) -> None:
-    scene = crowd(name, shelves[name])
-    played = ranks(tp * pp, play, tp, pp, [scene], str(tmp_path))[0][0]
-    check(build(CONFIGS[name]), scene, played)
+    scenario = mixed_adapters_scenario(name, adapters[name])
+    scenario_run = ranks(tp * pp, run_scenarios, tp, pp, [scenario], str(tmp_path))[0][0]
+    check_answers(build(CONFIGS[name]), scenario, scenario_run)
 
 
 @pytest.mark.parametrize("chunk", [1, V - 1, V, V + 1])
-def test_equally_long_prefixes_on_one_text_share_nothing(
-    chunk: int, shelves: dict[str, list[Rows]], tmp_path: Path
+def test_equally_long_prefixes_share_no_blocks(
+    chunk: int, adapters: dict[str, list[AdapterRef]], tmp_path: Path
 ) -> None:
-    name, shelf = "odd", shelves["odd"]
-    asks = [(40 * place, ask(name, place, shelf[place % 2], TEXT)) for place in range(4)]
-    settings = {"kv_block_tokens": 1, "running_requests_max": 1}
-    settings |= {"step_tokens_max": chunk, "kv_tokens_max": 200}
-    scene = Scene(name, "float64", settings, asks)
-    (played,) = play(0, 1, 1, [scene], str(tmp_path))
-    check(build(CONFIGS[name]), scene, played)
-    made = [played.answers[place] for place in range(4)]
-    assert made[0].tokens != made[1].tokens
-    assert [one.cached for one in made] == [0, 0, V + 6, V + 6]
-    assert played.load.adapter_loads == 2
+    name = "odd"
+    submissions = [
+        (40 * number, build_submission(name, number, adapters[name][number % 2], TEXT))
+        for number in range(4)
+    ]
+    settings = {
+        "kv_block_tokens": 1,
+        "running_requests_max": 1,
+        "step_tokens_max": chunk,
+        "kv_tokens_max": 200,
+    }
+    scenario = Scenario(name, "float64", settings, submissions)
+    (scenario_run,) = run_scenarios(0, 1, 1, [scenario], str(tmp_path))
+    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    answers = [scenario_run.answers[number] for number in range(4)]
+    assert answers[0].tokens != answers[1].tokens
+    assert [answer.cached for answer in answers] == [0, 0, V + 6, V + 6]
+    assert scenario_run.load.adapter_loads == 2
 
 
-@pytest.mark.parametrize("words", [[], [1, "virtual"], ["virtual"], [0]])
-def test_a_prompt_that_is_not_a_prefix_and_a_text_is_refused(words: list[object]) -> None:
-    one = Play()
-    ids = [50 if word == "virtual" else 3 for word in words]
-    rows = adapter("a", 2, "prefix")
-    number = one.submit([*virtual(2 if words != [0] else 1), *ids], rows=rows)
-    assert one.made[number].end == "refused"
-    assert "which stand before all others" in one.made[number].reason
+@pytest.mark.parametrize("suffix", [[], [1, "virtual"], ["virtual"], [0]])
+def test_a_prompt_that_is_not_a_prefix_and_text_is_refused(suffix: list[object]) -> None:
+    play = Play()
+    ids = [50 if token == "virtual" else 3 for token in suffix]
+    adapter_ref = adapter("a", 2, "prefix")
+    number = play.submit([*virtual(2 if suffix != [0] else 1), *ids], adapter_ref=adapter_ref)
+    assert play.last_outputs[number].end == "refused"
+    assert "the prompt must begin with these tokens" in play.last_outputs[number].reason
 
 
-def test_a_large_prefix_comes_in_several_steps_and_is_written_once() -> None:
-    one = Play(fill_tokens_max=3)
-    rows = adapter("a", 10, "prefix")
-    first = one.submit([*virtual(10), *text(5)], rows=rows)
+def test_a_large_prefix_is_written_once_over_several_steps() -> None:
+    play = Play(fill_tokens_max=3)
+    adapter_ref = adapter("a", 10, "prefix")
+    first = play.submit([*virtual(10), *text(5)], adapter_ref=adapter_ref)
     counts = []
-    while (step := one.plan()) is not None:
-        one.commit()
-        counts.append((sum(fill.count for fill in step.fills), len(step.ids)))
+    while (step := play.plan()) is not None:
+        play.commit()
+        counts.append((sum(write.count for write in step.prefix_writes), len(step.token_ids)))
     assert counts[:4] == [(3, 0), (3, 0), (3, 0), (1, 5)]
-    again = one.submit([*virtual(10), *text(4, seed=1)], rows=rows)
-    one.finish()
-    assert one.ranks.filled == 10 and one.cached[again] == 10
-    assert one.ranks.computed[first] == 5 + 3
-    assert one.scheduler.load.adapter_loads == 1
+    second = play.submit([*virtual(10), *text(4, seed=1)], adapter_ref=adapter_ref)
+    play.finish()
+    assert play.ranks.filled == 10 and play.cached[second] == 10
+    assert play.ranks.computed[first] == 5 + 3
+    assert play.scheduler.stats.adapter_loads == 1
 
 
-def test_what_is_left_of_a_prefix_is_not_written_again() -> None:
-    one = Play(blocks=6)
-    ids, rows = [*virtual(10), *text(2)], adapter("a", 10, "prefix")
-    one.submit(ids, new=2, rows=rows)
-    one.finish()
-    one.submit(text(8, seed=1), new=2)  # It takes the blocks behind the prefix's first two.
-    one.finish()
-    again = one.submit(ids, new=2, rows=rows)
-    one.finish()
-    assert one.cached[again] == 8
-    fills = [(fill.start, fill.count) for step in one.steps for fill in step.fills]
-    assert fills == [(0, 10), (8, 2)]
+def test_cached_blocks_of_a_prefix_are_not_written_again() -> None:
+    play = Play(blocks=6)
+    ids, adapter_ref = [*virtual(10), *text(2)], adapter("a", 10, "prefix")
+    play.submit(ids, new=2, adapter_ref=adapter_ref)
+    play.finish()
+    play.submit(text(8, seed=1), new=2)  # Evicts the prefix's blocks after the first two.
+    play.finish()
+    repeated = play.submit(ids, new=2, adapter_ref=adapter_ref)
+    play.finish()
+    assert play.cached[repeated] == 8
+    writes = [(write.start, write.count) for step in play.steps for write in step.prefix_writes]
+    assert writes == [(0, 10), (8, 2)]
 
 
-def test_a_prefix_needs_no_room_in_the_adapter_pool() -> None:
-    one = Play(adapter_rows_max=2)
-    number = one.submit([*virtual(8), 1], rows=adapter("a", 8, "prefix"))
-    one.finish()
-    assert one.made[number].end == "length"
+def test_a_prefix_needs_no_rows_in_the_adapter_pool() -> None:
+    play = Play(adapter_rows_max=2)
+    number = play.submit([*virtual(8), 1], adapter_ref=adapter("a", 8, "prefix"))
+    play.finish()
+    assert play.last_outputs[number].end == "length"

@@ -1,9 +1,9 @@
-"""Virtual tokens that lead, served in every awkward way: the tokens are those of one plain pass.
+"""Leading virtual tokens at every boundary case: output equals that of one forward pass.
 
-Chunks that end before, at and behind the last virtual token, hits that end among them, lost places,
-no text at all, one row, as many as may be. The oracle is the plain loop with the whole table. What
-replaces an adapter under way is in tests/serving/protocols/preamble/test_adapters.py and
-test_many_tasks.py.
+Cases: chunks that end before, at and after the last virtual token, cache matches that end among
+them, preemption, empty text, one row, and the maximum number of rows. The reference is the
+generation loop with the complete table. Replacement of an adapter in use is tested in
+tests/serving/protocols/preamble/test_adapters.py and test_many_tasks.py.
 """
 
 from pathlib import Path
@@ -14,101 +14,128 @@ import torch
 from gpt.adapters.adapter_file import Card, build_adapter, open_adapter, save_adapter
 from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
-from gpt.sampling_params import Sampling
-from serving.messages import Rows, Submission
-from tests.support.engine_scenarios import Played, Scene, lead
+from gpt.sampling_params import SamplingParams
+from serving.messages import AdapterRef, Submission
+from tests.support.engine_scenarios import Scenario, ScenarioRun, lead
 from tests.support.models import CONFIGS, build
 
-V = 5
+V = 5  # Virtual tokens of the equally long adapters.
 CONTEXT = CONFIGS["odd"].max_position_embeddings
-ROWS_MAX = CONTEXT // 2  # What a server takes unless it is told otherwise.
+ROWS_MAX = CONTEXT // 2  # The server's default limit.
 TEXT = [7, 3, 60, 3, 21, 90, 8]
-RULE = Sampling(max_new_tokens=6)
+WHEN_IDLE = 1000  # An arrival after more updates than the submissions before need.
+SAMPLING = SamplingParams(max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    """Of learned positions and rotary ones, so that a wrong place shows twice."""
+    """Models with learned and with rotary positions: both reveal wrong positions."""
     return build(CONFIGS["odd"])
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Rows]:
-    """Two of equally many rows, one of a single row, one of as many as may be."""
-    folder, made = tmp_path_factory.mktemp("adapters"), []
-    for place, count in enumerate([V, V, 1, ROWS_MAX]):
-        draws = torch.Generator().manual_seed(place)
-        table = torch.randn(count, CONFIGS["odd"].hidden_size, generator=draws)
-        adapter = build_adapter(Card(f"adapter-{place}"), table)
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef]:
+    """Two adapters of equal length, one of one row, and one of the maximum number of rows."""
+    folder = tmp_path_factory.mktemp("adapters")
+    references = []
+    for index, count in enumerate([V, V, 1, ROWS_MAX]):
+        generator = torch.Generator().manual_seed(index)
+        table = torch.randn(count, CONFIGS["odd"].hidden_size, generator=generator)
+        adapter = build_adapter(Card(f"adapter-{index}"), table)
         path = folder / f"{adapter.card.name}.safetensors"
         save_adapter(adapter, path)
-        made.append(Rows(adapter.digest, count, str(path)))
-    return made
+        references.append(AdapterRef(adapter.digest, count, str(path)))
+    return references
 
 
-def ask(
-    model: GPT, number: int, rows: Rows, text: list[int], *, first: int | None = None
+def submission_of(
+    model: GPT,
+    number: int,
+    rows: AdapterRef,
+    text: list[int],
+    *,
+    first: int | None = None,
+    priority: int = 0,
 ) -> Submission:
-    """The adapter's rows, or the first of them, and a text."""
-    virtual = range(rows.count if first is None else first)
+    """A prompt of the adapter's rows (or the first of them) and a text."""
+    virtual = range(rows.row_count if first is None else first)
     prompt = [model.config.vocab_size + row for row in virtual] + text
-    return Submission(number, prompt, RULE, rows=rows)
+    return Submission(number, prompt, SAMPLING, adapter_ref=rows, priority=priority)
 
 
-def play(model: GPT, asks: list[tuple[int, Submission]], **limits: int) -> Played:
-    """Run them on the engine, and hold every answer against the plain loop's."""
+def run_and_check(
+    model: GPT, submissions: list[tuple[int, Submission]], **limits: int
+) -> ScenarioRun:
+    """Run prompts on the engine and compare every answer with the generation loop."""
     settings = {"kv_block_tokens": 4, "running_requests_max": 4, "kv_tokens_max": 400, "pp": 1}
-    played = lead(model, Scene("", "float64", settings | limits, asks))
-    for _, one in asks:
-        assert one.rows is not None
-        table = open_adapter(Path(one.rows.file)).table
-        (alone,) = generate(model, [one.prompt], one.sampling, table=table)
-        assert played.answers[one.number].tokens == alone.token_ids
-        assert len(alone.token_ids) == RULE.max_new_tokens
-    return played
+    scenario_run = lead(model, Scenario("", "float64", settings | limits, submissions))
+    for _, submission in submissions:
+        assert submission.adapter_ref is not None
+        table = open_adapter(Path(submission.adapter_ref.file)).table
+        (expected,) = generate(model, [submission.prompt], submission.sampling, adapter_table=table)
+        assert scenario_run.answers[submission.sequence_id].tokens == expected.token_ids
+        assert len(expected.token_ids) == SAMPLING.max_new_tokens
+    return scenario_run
 
 
 @pytest.mark.parametrize("chunk", [1, V - 1, V, V + 1])
-def test_a_chunk_may_end_before_at_and_behind_the_last_virtual_token(
-    model: GPT, adapters: list[Rows], chunk: int
+def test_a_chunk_may_end_before_at_or_after_the_last_virtual_token(
+    model: GPT, adapters: list[AdapterRef], chunk: int
 ) -> None:
     limits = {"kv_block_tokens": 1, "running_requests_max": 1, "step_tokens_max": chunk}
-    played = play(model, [(0, ask(model, 0, adapters[0], TEXT))], **limits)
-    assert played.largest == chunk
+    scenario_run = run_and_check(model, [(0, submission_of(model, 0, adapters[0], TEXT))], **limits)
+    assert scenario_run.largest == chunk
 
 
-@pytest.mark.parametrize("known", [1, 3, 4])
-def test_what_the_cache_knows_may_end_among_the_virtual_tokens(
-    model: GPT, adapters: list[Rows], known: int
+@pytest.mark.parametrize("matched", [1, 3, 4])
+def test_a_cache_match_may_end_among_the_virtual_tokens(
+    model: GPT, adapters: list[AdapterRef], matched: int
 ) -> None:
-    first = ask(model, 0, adapters[0], [50] * 6, first=known)
-    asks = [(0, first), (40, ask(model, 1, adapters[0], TEXT))]
-    assert play(model, asks, kv_block_tokens=known).answers[1].cached == known
+    first = submission_of(model, 0, adapters[0], [50] * 6, first=matched)
+    submissions = [(0, first), (40, submission_of(model, 1, adapters[0], TEXT))]
+    assert run_and_check(model, submissions, kv_block_tokens=matched).answers[1].cached == matched
 
 
-def test_a_place_is_lost_and_taken_again(model: GPT, adapters: list[Rows]) -> None:
-    asks = [(0, ask(model, number, adapters[number % 2], [*TEXT, number])) for number in range(4)]
-    late = ask(model, 4, adapters[0], TEXT)
-    asks.append((4, Submission(4, late.prompt, late.sampling, rows=late.rows, priority=2)))
-    played = play(model, asks, kv_tokens_max=CONTEXT, prefix_cache=False)
-    assert played.load.preemptions > 0
+def test_virtual_tokens_survive_preemption(model: GPT, adapters: list[AdapterRef]) -> None:
+    # Each adapter is read into the cache before the others arrive. Otherwise the time of a read,
+    # by a thread, decides how many sequences run at once.
+    submissions = [
+        (0, submission_of(model, 5 + number, adapters[number], TEXT)) for number in range(2)
+    ]
+    submissions += [
+        (WHEN_IDLE, submission_of(model, number, adapters[number % 2], [*TEXT, number]))
+        for number in range(4)
+    ]
+    urgent = submission_of(model, 4, adapters[0], TEXT, priority=2)
+    submissions.append((WHEN_IDLE + 4, urgent))
+    scenario_run = run_and_check(model, submissions, kv_tokens_max=CONTEXT, prefix_cache=False)
+    assert scenario_run.load.preemptions > 0
 
 
-def test_a_text_may_be_empty(model: GPT, adapters: list[Rows]) -> None:
-    play(model, [(0, ask(model, place, rows, [])) for place, rows in enumerate(adapters)])
+def test_the_text_after_virtual_tokens_may_be_empty(model: GPT, adapters: list[AdapterRef]) -> None:
+    run_and_check(
+        model, [(0, submission_of(model, number, rows, [])) for number, rows in enumerate(adapters)]
+    )
 
 
-def test_there_may_be_one_virtual_token_or_as_many_as_may_be(
-    model: GPT, adapters: list[Rows]
+def test_the_smallest_and_the_largest_adapter_are_served(
+    model: GPT, adapters: list[AdapterRef]
 ) -> None:
-    asks = [(0, ask(model, place, adapters[2 + place], TEXT)) for place in range(2)]
-    play(model, [*asks, (30, ask(model, 2, adapters[3], [*TEXT, 1]))])
-    play(model, [(0, ask(model, 0, adapters[3], [5] * (CONTEXT - ROWS_MAX - 6)))])
+    submissions = [
+        (0, submission_of(model, number, adapters[2 + number], TEXT)) for number in range(2)
+    ]
+    run_and_check(model, [*submissions, (30, submission_of(model, 2, adapters[3], [*TEXT, 1]))])
+    run_and_check(
+        model, [(0, submission_of(model, 0, adapters[3], [5] * (CONTEXT - ROWS_MAX - 6)))]
+    )
 
 
-def test_equally_long_adapters_on_one_text_share_nothing(model: GPT, adapters: list[Rows]) -> None:
-    asks = [(40 * place, ask(model, place, adapters[place % 2], TEXT)) for place in range(4)]
-    played = play(model, asks)
-    made = [played.answers[place] for place in range(4)]
-    assert made[0].tokens != made[1].tokens
-    assert [one.cached > 0 for one in made] == [False, False, True, True]
+def test_equally_long_adapters_share_no_blocks(model: GPT, adapters: list[AdapterRef]) -> None:
+    submissions = [
+        (40 * number, submission_of(model, number, adapters[number % 2], TEXT))
+        for number in range(4)
+    ]
+    scenario_run = run_and_check(model, submissions)
+    answers = [scenario_run.answers[number] for number in range(4)]
+    assert answers[0].tokens != answers[1].tokens
+    assert [answer.cached > 0 for answer in answers] == [False, False, True, True]

@@ -1,7 +1,7 @@
-"""A hundred thousand messages that nobody would send, to every method of every wire.
+"""Fuzzing of the RPC methods: a hundred thousand random messages to every method.
 
-Each is answered with a code that blames the caller, or is right; and after them all the server says
-what it said before, holds nothing, and is not larger.
+Each call ends with a code that blames the caller, or succeeds. Afterwards the server gives the same
+answers, holds no request, and has not grown.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from clients.client import Options
-from serving.frontend.grpc_transport import Method
-from serving.protocols.grpc_services import wires
+from serving.frontend.grpc_transport import RpcMethod
+from serving.protocols.grpc_services import all_services
 from tests.support.broken.protobuf_messages import messages
 from tests.support.process_memory import anonymous_bytes
 from tests.support.servers import Server, eventually, serving, write_adapter, write_checkpoint
@@ -26,7 +26,7 @@ from tests.support.servers import Server, eventually, serving, write_adapter, wr
 COUNT = 100_000
 AT_ONCE = 24
 DEADLINE_S = 0.4
-# The server's own fault, or none that is known.
+# Codes of server faults.
 BLAMES_US = {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
@@ -34,21 +34,20 @@ BLAMES_US = {
     grpc.StatusCode.DATA_LOSS,
     grpc.StatusCode.ABORTED,
 }
-UNTOUCHED = {"Drain"}  # It would do what it says.
+UNTOUCHED = {"Drain"}  # It would drain the server.
 
 
 def tensor(name: str, kind: str, value: object) -> dict[str, object]:
-    """An input of KServe's, as JSON has it."""
+    """A KServe input, as JSON."""
     field = {"BYTES": "bytes_contents", "INT32": "int_contents", "BOOL": "bool_contents"}[kind]
     return {"name": name, "datatype": kind, "shape": [1], "contents": {field: [value]}}
 
 
-# What is asked for where nothing is wrong: fields of a request, as JSON has them, where bytes are
-# in base 64.
+# Valid requests: fields as JSON, with bytes in base 64.
 OWN = {"text": "hello world", "max_new_tokens": 3}
 TENSORS = [tensor("text_input", "BYTES", "aGVsbG8gd29ybGQ="), tensor("max_tokens", "INT32", 3)]
 FEW = {"stopping": {"max_new_tokens": 3}}
-GOOD: dict[str, dict[str, object]] = {
+VALID_REQUESTS: dict[str, dict[str, object]] = {
     "preamble.v1.GenerationService/Generate": OWN,
     "preamble.v1.GenerationService/GenerateStream": OWN,
     "preamble.v1.GenerationService/Score": {"text": "hello world"},
@@ -61,28 +60,28 @@ GOOD: dict[str, dict[str, object]] = {
     "fmaas.GenerationService/GenerateStream": {"request": {"text": "hello"}, "params": FEW},
     "fmaas.GenerationService/Tokenize": {"requests": [{"text": "hello world"}]},
 }
-WELL_MIN = 200  # Of each of these.
+SUCCESSES_MIN = 200  # Successful calls of each of these.
 
 
-def good(service: str, method: Method) -> Message:
-    return ParseDict(GOOD.get(f"{service}/{method.name}", {}), method.request())
+def valid_request(service: str, method: RpcMethod) -> Message:
+    return ParseDict(VALID_REQUESTS.get(f"{service}/{method.name}", {}), method.request_type())
 
 
-def send(channel: grpc.aio.Channel, path: str, method: Method, data: list[bytes]) -> Any:
-    """A call with these bytes, whatever they are."""
+def send(channel: grpc.aio.Channel, path: str, method: RpcMethod, payloads: list[bytes]) -> Any:
+    """A call with arbitrary bytes as message."""
     make: dict[str, Any] = {
         "unary": channel.unary_unary,
         "out": channel.unary_stream,
         "in": channel.stream_unary,
         "both": channel.stream_stream,
     }
-    sent = iter(data) if method.kind in ("in", "both") else data[0]
-    return make[method.kind](path)(sent, timeout=DEADLINE_S)
+    messages = iter(payloads) if method.cardinality in ("in", "both") else payloads[0]
+    return make[method.cardinality](path)(messages, timeout=DEADLINE_S)
 
 
-async def code_of(call: Any, method: Method) -> grpc.StatusCode:
+async def status_of(call: Any, method: RpcMethod) -> grpc.StatusCode:
     try:
-        if method.kind in ("out", "both"):
+        if method.cardinality in ("out", "both"):
             async for _ in call:
                 pass
         else:
@@ -93,81 +92,86 @@ async def code_of(call: Any, method: Method) -> grpc.StatusCode:
 
 
 async def fuzz(address: str, count: int, seed: int) -> dict[str, Counter[grpc.StatusCode]]:
-    """So many calls, and how each method's ended."""
+    """Make random calls; return the codes of each method."""
     draw = random.Random(seed)
     kinds = [
         (
             f"/{wire.service}/{method.name}",
             method,
-            messages(method.request, good(wire.service, method), draw),
+            messages(method.request_type, valid_request(wire.service, method), draw),
         )
-        for wire in wires()
+        for wire in all_services()
         for method in wire.methods
         if method.name not in UNTOUCHED
     ]
     codes: dict[str, Counter[grpc.StatusCode]] = {path: Counter() for path, _, _ in kinds}
-    left = iter(range(count))
+    remaining = iter(range(count))
 
     async def work(channel: grpc.aio.Channel) -> None:
-        for _ in left:
-            path, method, made = draw.choice(kinds)
-            many = draw.randrange(1, 4) if method.kind in ("in", "both") else 1
-            call = send(channel, path, method, [next(made) for _ in range(many)])
-            codes[path][await code_of(call, method)] += 1
+        for _ in remaining:
+            path, method, payloads = draw.choice(kinds)
+            count_ = draw.randrange(1, 4) if method.cardinality in ("in", "both") else 1
+            call = send(channel, path, method, [next(payloads) for _ in range(count_)])
+            codes[path][await status_of(call, method)] += 1
 
     async with grpc.aio.insecure_channel(address) as channel:
         await asyncio.gather(*(work(channel) for _ in range(AT_ONCE)))
     return codes
 
 
-def answered_well(server: Server, path: str) -> float:
-    """Calls of a method that ended so by the server's own count; of a stream of many, requests."""
-    wire = next(wire.name for wire in wires() if wire.service == path.partition("/")[0])
+def successful_calls(server: Server, path: str) -> float:
+    """Successful calls of a method by the server's metrics; requests for a stream of many."""
+    wire = next(wire.protocol for wire in all_services() if wire.service == path.partition("/")[0])
     method = path.partition("/")[2].replace("ModelStreamInfer", "ModelStreamInfer/request")
     labels = f'code="OK",method="{method}",wire="{wire}"'
     return server.metric(f"preamble_requests_total{{{labels}}}")
 
 
 @pytest.mark.slow
-def test_no_message_harms_the_server(tmp_path: Path) -> None:
-    checkpoint, adapters = write_checkpoint(tmp_path), tmp_path / "adapters"
+def test_random_messages_do_not_affect_the_server(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    adapters = tmp_path / "adapters"
     adapters.mkdir()
     write_adapter(adapters / "sum.safetensors", checkpoint, [5, 6, 7])
     with serving(
         checkpoint, tmp_path / "settings.yaml", tmp_path / "log", adapters=str(adapters)
     ) as server:
-        harmed(server, tmp_path / "log")
+        fuzz_and_check(server, tmp_path / "log")
 
 
-def harmed(server: Server, log: Path) -> None:
+def fuzz_and_check(server: Server, log: Path) -> None:
     with server.client() as client:
         options = Options(adapter="sum", max_new_tokens=40)
-        before = client.generate("hello world", options).token_ids
-        asyncio.run(fuzz(server.address, COUNT // 20, 0))  # What it needs to be warm.
+        expected = client.generate("hello world", options).token_ids
+        asyncio.run(fuzz(server.address, COUNT // 20, 0))  # Warm-up.
         size = anonymous_bytes(server.process.pid)
         codes = asyncio.run(fuzz(server.address, COUNT, 1))
         eventually(lambda: server.metric("preamble_requests_in_flight") == 0)
         eventually(lambda: server.metric("preamble_scheduler_running_requests") == 0)
-        grown = anonymous_bytes(server.process.pid) - size
-        assert client.generate("hello world", options).token_ids == before
+        growth = anonymous_bytes(server.process.pid) - size
+        assert client.generate("hello world", options).token_ids == expected
     for path, counts in codes.items():
         print(path, {code.name: count for code, count in counts.most_common()})
-    print(f"the front end grew by {grown / 2**20:.0f} MiB")
+    print(f"the front end grew by {growth / 2**20:.0f} MiB")
     assert sum(map(Counter.total, codes.values())) == COUNT
     streamed = {
         f"/{wire.service}/{method.name}"
-        for wire in wires()
+        for wire in all_services()
         for method in wire.methods
-        if method.kind in ("in", "both")
+        if method.cardinality in ("in", "both")
     }
-    # Where a call ends while its client still sends, the client's library may make up a code.
-    told = {path: counts for path, counts in codes.items() if path not in streamed}
-    assert not [path for path, counts in told.items() if BLAMES_US & counts.keys()]
-    counted = [line for line in server.get("/metrics")[1].splitlines() if "requests_total{" in line]
-    assert len(counted) > len(codes)
-    well = {path: answered_well(server, path) for path in GOOD}
+    # If a call ends while its client still sends, gRPC may invent a code on the client side.
+    unary_codes = {path: counts for path, counts in codes.items() if path not in streamed}
+    assert not [path for path, counts in unary_codes.items() if BLAMES_US & counts.keys()]
+    metric_lines = [
+        line for line in server.get("/metrics")[1].splitlines() if "requests_total{" in line
+    ]
+    assert len(metric_lines) > len(codes)
+    well = {path: successful_calls(server, path) for path in VALID_REQUESTS}
     print("answered well:", well)
-    assert min(well.values()) >= WELL_MIN
-    assert not [line for line in counted for code in BLAMES_US if f'code="{code.name}"' in line]
+    assert min(well.values()) >= SUCCESSES_MIN
+    assert not [
+        line for line in metric_lines for code in BLAMES_US if f'code="{code.name}"' in line
+    ]
     assert "Traceback" not in log.read_text()
-    assert grown < 64 << 20
+    assert growth < 64 << 20

@@ -1,7 +1,8 @@
-"""Frames arrive whole and in order, or not at all; nobody waits for ever."""
+"""Message socket: frames arrive complete and in order, or not at all; no call blocks forever."""
 
 import gc
 import os
+import random
 import socket
 import struct
 import threading
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.ranks.message_socket import Channel
-from tests.support.servers import eventually
+from tests.support.servers import WAIT_S, eventually
 
 Ends = tuple[Channel, Channel]
 
@@ -33,112 +34,114 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
         end.close()
 
 
-def test_frames_of_any_size_arrive_whole_and_in_order(ends: Ends) -> None:
+def test_frames_of_any_size_arrive_complete_and_in_order(ends: Ends) -> None:
     near, far = ends
-    frames = [b"", b"a", os.urandom(70_000), b"", os.urandom(3 << 20), b"end"]
+    frames = [b"", b"a", random.randbytes(70_000), b"", random.randbytes(3 << 20), b"end"]
 
-    assert all(near.send(frame) for frame in frames)  # More than a socket takes: none waits.
+    # The frames exceed a socket's buffer: no call blocks.
+    assert all(near.send(frame) for frame in frames)
 
-    assert [far.receive(5) for _ in frames] == frames
+    assert [far.receive(WAIT_S) for _ in frames] == frames
     assert not far.poll()
 
 
 @given(sizes=st.lists(st.integers(0, 300), max_size=30), cuts=st.lists(st.integers(1, 97)))
 @settings(max_examples=60, deadline=None)
-def test_however_a_stream_is_cut_the_frames_are_the_same(sizes: list[int], cuts: list[int]) -> None:
-    ours, theirs = socket.socketpair()
-    frames = [os.urandom(size) for size in sizes]
+def test_frames_survive_any_fragmentation_of_the_stream(sizes: list[int], cuts: list[int]) -> None:
+    near_socket, far_socket = socket.socketpair()
+    frames = [random.randbytes(size) for size in sizes]
     stream = b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
-    got: list[bytes | None] = []
-    with theirs:
-        far = Channel(ours)
+    received: list[bytes | None] = []
+    with far_socket:
+        near = Channel(near_socket)
         for cut in [*cuts, len(stream)]:
-            theirs.sendall(stream[:cut])
+            far_socket.sendall(stream[:cut])
             stream = stream[cut:]
-            while far.poll():
-                got.append(far.receive(0))
-        far.close()
-    assert got == frames
+            while near.poll():
+                received.append(near.receive(0))
+        near.close()
+    assert received == frames
 
 
-def test_many_threads_send_and_no_frame_is_torn(ends: Ends) -> None:
+def test_concurrent_senders_do_not_interleave_frames(ends: Ends) -> None:
     near, far = ends
     threads = [
-        threading.Thread(target=lambda n=n: [near.send(bytes([n]) * 5000) for _ in range(100)])
-        for n in range(4)
+        threading.Thread(
+            target=lambda sender=sender: [near.send(bytes([sender]) * 5000) for _ in range(100)]
+        )
+        for sender in range(4)
     ]
     for thread in threads:
         thread.start()
-    frames = [far.receive(5) for _ in range(400)]
+    frames = [far.receive(WAIT_S) for _ in range(400)]
     for thread in threads:
         thread.join()
     assert all(frame is not None and frame == frame[:1] * 5000 for frame in frames)
 
 
-def test_what_was_sent_before_the_end_is_still_read(ends: Ends) -> None:
+def test_frames_sent_before_close_are_still_received(ends: Ends) -> None:
     near, far = ends
-    near.send(b"last words")
+    near.send(b"last frame")
     near.close()
-    assert far.receive(5) == b"last words"
-    assert far.receive(5) is None
-    assert far.receive(5) is None
-    assert not far.send(b"too late")
+    assert far.receive(WAIT_S) == b"last frame"
+    assert far.receive(WAIT_S) is None
+    assert far.receive(WAIT_S) is None
+    assert not far.send(b"after the close")
 
 
-def test_an_end_in_the_middle_of_a_frame_is_an_end() -> None:
-    ours, theirs = socket.socketpair()
-    far = Channel(ours)
-    theirs.sendall(struct.pack("<I", 100) + b"half")
-    theirs.close()
-    assert far.receive(5) is None
+def test_a_close_inside_a_frame_ends_the_channel() -> None:
+    near_socket, far_socket = socket.socketpair()
+    near = Channel(near_socket)
+    far_socket.sendall(struct.pack("<I", 100) + b"half")
+    far_socket.close()
+    assert near.receive(WAIT_S) is None
 
 
-def test_a_frame_that_claims_too_much_ends_the_channel() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        far = Channel(ours, frame_bytes_max=1000)
-        theirs.sendall(struct.pack("<I", 1001) + bytes(1001))
-        assert far.receive(5) is None
-        assert not far.send(b"x")
+def test_a_frame_length_over_the_limit_closes_the_channel() -> None:
+    near_socket, far_socket = socket.socketpair()
+    with far_socket:
+        near = Channel(near_socket, frame_bytes_max=1000)
+        far_socket.sendall(struct.pack("<I", 1001) + bytes(1001))
+        assert near.receive(WAIT_S) is None
+        assert not near.send(b"x")
 
 
-def test_a_peer_that_does_not_read_is_given_up_and_the_sender_never_waits() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        near = Channel(ours, waiting_bytes_max=4 << 20)
-        started = time.monotonic()
-        taken = 0
-        while near.send(bytes(1 << 20)):
-            taken += 1
-            assert taken < 20
-        assert taken >= 4
-        assert time.monotonic() - started < 2
-        assert near.receive(1) is None
+def test_a_full_outbox_closes_the_channel_and_send_never_blocks() -> None:
+    near_socket, far_socket = socket.socketpair()
+    with far_socket:
+        near = Channel(near_socket, outbox_bytes_max=4 << 20)
+        frames_sent = 0
+        while near.send(bytes(1 << 20)):  # No process reads: a blocking send would not return.
+            frames_sent += 1
+            assert frames_sent < 20
+        assert frames_sent >= 4
+        assert near.receive(WAIT_S) is None
 
 
-def test_waiting_ends_with_its_time_or_with_the_channel(ends: Ends) -> None:
+def test_receive_returns_on_timeout_or_close(ends: Ends) -> None:
     near, far = ends
     with pytest.raises(TimeoutError):
         far.receive(0.05)
-    ended: list[object] = []
-    waiting = threading.Thread(target=lambda: ended.append(far.receive()))
-    waiting.start()
+    frames: list[object] = []
+    reader = threading.Thread(target=lambda: frames.append(far.receive()))
+    reader.start()
     time.sleep(0.05)
     far.close()
-    waiting.join(3)
-    assert ended == [None]
-    assert near.receive(5) is None
+    reader.join(WAIT_S)
+    assert frames == [None]
+    assert near.receive(WAIT_S) is None
 
 
-def test_a_channel_leaves_no_file_and_no_thread_behind() -> None:
-    gc.collect()  # Of those before it.
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+def test_a_closed_channel_leaves_no_descriptor_and_no_thread() -> None:
+    gc.collect()  # Closes the sockets of earlier tests.
+    descriptors = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
     for _ in range(20):
-        near, theirs = Channel.pair()
-        far = Channel(theirs)
+        near, far_socket = Channel.pair()
+        far = Channel(far_socket)
         near.send(bytes(1 << 20))
-        assert len(far.receive(5) or b"") == 1 << 20
+        assert len(far.receive(WAIT_S) or b"") == 1 << 20
         near.close()
         far.close()
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
     eventually(lambda: threading.active_count() <= threads)

@@ -1,4 +1,4 @@
-"""The ranks' own channels: who comes in, what is heard, and that an end is seen."""
+"""Control channels between ranks: authentication, messages, and notice of closed channels."""
 
 import queue
 import socket
@@ -10,44 +10,50 @@ import pytest
 import torch.distributed as dist
 
 from serving.ranks.message_socket import Channel
-from serving.ranks.rank_channels import Circle, Store
-from serving.ranks.rank_position import Place
-from tests.support.servers import eventually
+from serving.ranks.rank_channels import _ADDRESS_KEY, RankChannels, Store
+from serving.ranks.rank_position import RankPosition
+from tests.support.servers import WAIT_S, eventually
 
 RANKS = 3
-WAIT_S = 10.0
 
 
-class Member:
-    """A rank, and what it is told from the circle's own thread."""
+class Rank:
+    """The channels of a rank, and the callbacks that their reader thread made."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._ask = lambda: self.asked.put(True)
-        place = Place(rank, RANKS, rank, RANKS)
-        self.circle = Circle.join(
-            store, place, "127.0.0.1", WAIT_S, ended=self.ended.put, asked=self._ask
+        self.ended_ranks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.drain_requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.channels = RankChannels.connect_ranks(
+            store,
+            RankPosition(rank, RANKS, rank, RANKS),
+            "127.0.0.1",
+            WAIT_S,
+            on_ended=self.ended_ranks.put,
+            on_drain_requested=self._record_drain_request,
         )
         if rank > 0:
-            # Together with the greeting, which whoever reads that must not lose.
-            self.circle.say(b"first words of %d" % rank)
+            # May be received together with the hello message, and must not be lost then.
+            self.channels.broadcast(b"first frame of %d" % rank)
+
+    def _record_drain_request(self) -> None:
+        self.drain_requests.put(True)
 
 
-def join(store: Store, strangers: Callable[[], None] = lambda: None) -> list[Member]:
-    members: dict[int, Member] = {}
+def connect_ranks(store: Store, connect_strangers: Callable[[], None] = lambda: None) -> list[Rank]:
+    """Connect all ranks; strangers connect to rank 0 before the other ranks do."""
+    ranks: dict[int, Rank] = {}
 
-    def one(rank: int) -> None:
-        members[rank] = Member(store, rank)
+    def connect(rank: int) -> None:
+        ranks[rank] = Rank(store, rank)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(RANKS)]
     threads[0].start()
-    strangers()
+    connect_strangers()
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    return [members[rank] for rank in range(RANKS)]
+    return [ranks[rank] for rank in range(RANKS)]
 
 
 @pytest.fixture
@@ -57,54 +63,58 @@ def store() -> Store:
 
 
 @pytest.fixture
-def members(store: Store) -> Iterator[list[Member]]:
-    members = join(store)
-    yield members
-    close(members)
+def ranks(store: Store) -> Iterator[list[Rank]]:
+    ranks = connect_ranks(store)
+    yield ranks
+    close(ranks)
 
 
-def close(members: list[Member]) -> None:
-    for member in members:
-        for channel in member.circle._channels.values():
+def close(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        for channel in rank.channels._channels.values():
             channel.close()
 
 
-def test_rank_0_hears_each_and_is_heard_by_all(members: list[Member]) -> None:
+def test_rank_0_receives_from_each_rank_and_broadcasts_to_all(ranks: list[Rank]) -> None:
     for rank in (1, 2):
-        assert members[0].circle.hear(rank, WAIT_S) == b"first words of %d" % rank
-    members[0].circle.say(b"a step")
-    assert [member.circle.hear(0, WAIT_S) for member in members[1:]] == [b"a step"] * 2
-    with pytest.raises(TimeoutError, match="rank 1 said nothing"):
-        members[0].circle.hear(1, 0.01)
+        assert ranks[0].channels.receive(rank, WAIT_S) == b"first frame of %d" % rank
+    ranks[0].channels.broadcast(b"a step")
+    assert [rank.channels.receive(0, WAIT_S) for rank in ranks[1:]] == [b"a step"] * 2
+    with pytest.raises(TimeoutError, match="rank 1 sent nothing"):
+        ranks[0].channels.receive(1, 0.01)
 
 
-def test_a_wish_to_end_is_passed_on_and_is_no_answer(members: list[Member]) -> None:
-    members[2].circle.ask()
-    assert members[0].asked.get(timeout=WAIT_S)
-    assert members[0].circle.hear(2, WAIT_S) == b"first words of 2"
+def test_a_drain_request_reaches_rank_0_and_is_not_a_frame(ranks: list[Rank]) -> None:
+    ranks[2].channels.request_drain()
+    assert ranks[0].drain_requests.get(timeout=WAIT_S)
+    assert ranks[0].channels.receive(2, WAIT_S) == b"first frame of 2"
 
 
-def test_an_end_is_seen_by_both_sides(members: list[Member]) -> None:
-    for channel in members[1].circle._channels.values():
+def test_both_sides_notice_a_closed_channel(ranks: list[Rank]) -> None:
+    for channel in ranks[1].channels._channels.values():
         channel.close()
-    assert members[0].ended.get(timeout=WAIT_S) == 1
-    assert members[1].ended.get(timeout=WAIT_S) == 0
-    assert members[2].ended.empty()
+    assert ranks[0].ended_ranks.get(timeout=WAIT_S) == 1
+    assert ranks[1].ended_ranks.get(timeout=WAIT_S) == 0
+    assert ranks[2].ended_ranks.empty()
 
 
-def test_who_does_not_know_the_secret_is_not_let_in(store: Store) -> None:
-    turned_away: list[bytes | None] = []
+def test_a_peer_without_the_secret_is_rejected(store: Store) -> None:
+    received: list[bytes | None] = []
 
-    def strangers() -> None:
-        eventually(lambda: store.check(["preamble/circle"]))
-        told = msgspec.json.decode(store.get("preamble/circle"))
-        for hello in ({"secret": "0" * 64, "rank": 1}, {"secret": told["secret"], "rank": 7}, "?"):
-            channel = Channel(socket.create_connection((told["host"], told["port"])))
+    def connect_strangers() -> None:
+        eventually(lambda: store.check([_ADDRESS_KEY]))
+        address = msgspec.json.decode(store.get(_ADDRESS_KEY))
+        for hello in (
+            {"secret": "0" * 64, "rank": 1},
+            {"secret": address["secret"], "rank": 7},
+            "?",
+        ):
+            channel = Channel(socket.create_connection((address["host"], address["port"])))
             channel.send(msgspec.json.encode(hello))
-            turned_away.append(channel.receive(WAIT_S))
+            received.append(channel.receive(WAIT_S))
 
-    members = join(store, strangers)
+    ranks = connect_ranks(store, connect_strangers)
 
-    assert turned_away == [None] * 3
-    assert members[0].circle.hear(1, WAIT_S) == b"first words of 1"
-    close(members)
+    assert received == [None] * 3
+    assert ranks[0].channels.receive(1, WAIT_S) == b"first frame of 1"
+    close(ranks)

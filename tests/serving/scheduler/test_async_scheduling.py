@@ -1,61 +1,62 @@
-"""A step that begins before it is known what it follows: everybody ends as without it."""
+"""Asynchronous scheduling: early steps change no output."""
 
 import pytest
 
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from tests.support.drawn_schedules import Drawn
 from tests.support.fake_ranks import Play, text
 
-CHUNKS, SCHEDULES_EACH = 3, 100
+CHUNKS = 3
+SCHEDULES_PER_CHUNK = 100
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_schedules_that_step_ahead_end_as_each_would_alone(chunk: int) -> None:
-    early = 0
-    for seed in range(chunk * SCHEDULES_EACH, (chunk + 1) * SCHEDULES_EACH):
+def test_a_sequence_in_a_random_async_schedule_has_the_same_output_as_alone(chunk: int) -> None:
+    early_steps = 0
+    for seed in range(chunk * SCHEDULES_PER_CHUNK, (chunk + 1) * SCHEDULES_PER_CHUNK):
         drawn = Drawn(seed, step_ahead="on", stages=1, speculate_tokens_max=0)
         try:
             drawn.run(arrivals=8)
         except Exception as error:
             error.add_note(f"schedule {seed}")
             raise
-        early += drawn.play.early
-    assert early > SCHEDULES_EACH
+        early_steps += drawn.play.early
+    assert early_steps > SCHEDULES_PER_CHUNK
 
 
-def ahead(**settings: object) -> Play:
+def async_play(**settings: object) -> Play:
     return Play(step_ahead="on", **settings)  # type: ignore[arg-type]
 
 
-def test_while_all_decode_every_step_begins_before_the_last_one_is_over() -> None:
-    play = ahead()
-    numbers = [play.submit(text(3, seed), 20) for seed in range(3)]
+def test_steps_are_planned_early_while_all_sequences_decode() -> None:
+    play = async_play()
+    sequence_ids = [play.submit(text(3, seed), 20) for seed in range(3)]
     play.finish()
-    # The prompts, then nineteen tokens each.
+    # One prefill step, then nineteen decode steps.
     assert (len(play.steps), play.early) == (20, 19)
-    assert [len(play.tokens[number]) for number in numbers] == [20] * 3
+    assert [len(play.tokens[sequence_id]) for sequence_id in sequence_ids] == [20] * 3
 
 
-def test_who_ends_by_what_it_drew_is_told_at_once_and_dropped_from_the_next_step() -> None:
-    play = ahead()
-    first = play.submit(text(3), 20, stop_token_ids=tuple(range(50)))
+def test_a_stopped_sequence_is_reported_at_once_and_its_early_row_dropped() -> None:
+    play = async_play()
+    stopped = play.submit(text(3), 20, stop_token_ids=tuple(range(50)))
     other = play.submit(text(3, 1), 20)
     play.plan()
     step = play.plan()
-    assert step is not None and len(step.slots) == 2  # Nobody knows yet.
+    assert step is not None and len(step.slots) == 2  # The end is not known yet.
     play.commit()
-    assert play.made[first].end == "stop" and len(play.tokens[first]) == 1
-    assert play.scheduler.load.running == 2  # Its place is free when the step is over.
-    following = play.plan()
-    assert following is not None and len(following.slots) == 1
+    assert play.last_outputs[stopped].end == "stop" and len(play.tokens[stopped]) == 1
+    assert play.scheduler.stats.running == 2  # Its slot is free after the early step.
+    next_step = play.plan()
+    assert next_step is not None and len(next_step.slots) == 1
     play.commit()
-    assert play.scheduler.load.running == 1
+    assert play.scheduler.stats.running == 1
     play.finish()
-    assert play.made[other].end == "length"
+    assert play.last_outputs[other].end == "length"
 
 
-def test_who_comes_or_has_a_prompt_left_waits_for_no_more_than_the_steps_in_flight() -> None:
-    play = ahead(step_tokens_max=4)
+def test_no_early_step_is_planned_while_sequences_wait_or_prefill() -> None:
+    play = async_play(step_tokens_max=4)
     play.submit(text(3), 30)
     while play.early < 3:
         play.step()
@@ -63,27 +64,27 @@ def test_who_comes_or_has_a_prompt_left_waits_for_no_more_than_the_steps_in_flig
     assert len(play.flights) == 1 and play.plan() is None
     play.commit()
     step = play.plan()
-    assert step is not None and step.begins
-    assert play.plan() is None  # Its prompt goes on, and that must be planned.
+    assert step is not None and step.slot_inits
+    assert play.plan() is None  # Unplanned prefill prevents an early step.
     play.finish()
     assert len(play.tokens[late]) == 2
 
 
 @pytest.mark.parametrize(
-    "rule", [{"repetition_penalty": 1.2}, {"min_new_tokens": 3, "stop_token_ids": (1,)}]
+    "sampling", [{"repetition_penalty": 1.2}, {"min_new_tokens": 3, "stop_token_ids": (1,)}]
 )
-def test_whose_choice_looks_at_what_was_made_is_waited_for(rule: dict[str, object]) -> None:
-    assert not Sampling(**rule).stateless  # type: ignore[arg-type]
-    play = ahead()
-    play.submit(text(3), 5, **rule)
-    play.submit(text(3, 1), 5, **rule)
+def test_stateful_sampling_prevents_early_steps(sampling: dict[str, object]) -> None:
+    assert not SamplingParams(**sampling).is_stateless  # type: ignore[arg-type]
+    play = async_play()
+    play.submit(text(3), 5, **sampling)
+    play.submit(text(3, 1), 5, **sampling)
     play.finish()
     assert play.early == 0
 
 
-def test_short_of_blocks_nobody_loses_a_place_to_a_step_ahead() -> None:
-    play = ahead(blocks=12, context=40)
+def test_early_steps_work_with_preemption_when_blocks_run_short() -> None:
+    play = async_play(blocks=12, context=40)
     for seed in range(4):
         play.submit(text(5, seed), 20)
     play.finish()
-    assert play.scheduler.load.preemptions > 0 and play.early > 0
+    assert play.scheduler.stats.preemptions > 0 and play.early > 0

@@ -1,133 +1,136 @@
-"""Blocks of the KV pool: whatever is taken, shared, named and given back, none is lost."""
+"""KV block pool: no sequence of allocate, retain, publish and release loses a block."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.scheduler.block_pool import Blocks
+from serving.scheduler.block_pool import BlockPool
 
 
-class Lending(RuleBasedStateMachine):
-    """Tables take, share and give back blocks; a slow twin remembers what each name stands for."""
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Random operations on block tables, compared with a simple model of each key's content."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(8)
+        self.pool = BlockPool(8)
         self.tables: list[list[int]] = []
-        self.names = 0
-        self.content: dict[int, int] = {}  # What was last written into a block.
-        self.named: dict[bytes, int] = {}  # What was in a block when it got this name.
+        self.write_count = 0
+        self.content: dict[int, int] = {}  # The content last written into each block.
+        # By key: the block's content when the key was published.
+        self.published_content: dict[bytes, int] = {}
 
     @rule(count=st.integers(0, 4))
-    def take(self, count: int) -> None:
-        if count > self.blocks.available:
+    def allocate(self, count: int) -> None:
+        if count > self.pool.available:
             with pytest.raises(AssertionError):
-                self.blocks.take(count)
+                self.pool.allocate(count)
             return
-        taken = self.blocks.take(count)
-        assert len(set(taken)) == count and 0 not in taken
-        assert not set(taken) & {block for table in self.tables for block in table}
-        for block in taken:
-            self.content[block] = self.names = self.names + 1
-        self.tables.append(taken)
+        blocks = self.pool.allocate(count)
+        assert len(set(blocks)) == count and 0 not in blocks
+        assert not set(blocks) & {block for table in self.tables for block in table}
+        for block in blocks:
+            self.write_count += 1
+            self.content[block] = self.write_count
+        self.tables.append(blocks)
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())
-    def name(self, data: st.DataObject) -> None:
+    def publish(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
         block = data.draw(st.sampled_from(table))
-        name = str(data.draw(st.integers(0, 9))).encode()
-        before = self.blocks.find(name)
-        self.blocks.name(name, block)
-        assert self.blocks.find(name) == (block if before is None else before)
-        if before is None:
-            self.named[name] = self.content[block]
+        key = str(data.draw(st.integers(0, 9))).encode()
+        earlier_block = self.pool.find_cached(key)
+        self.pool.publish(key, block)
+        assert self.pool.find_cached(key) == (block if earlier_block is None else earlier_block)
+        if earlier_block is None:
+            self.published_content[key] = self.content[block]
 
     @rule(number=st.integers(0, 9))
-    def share(self, number: int) -> None:
-        block = self.blocks.find(str(number).encode())
+    def retain(self, number: int) -> None:
+        block = self.pool.find_cached(str(number).encode())
         if block is not None:
-            assert self.content[block] == self.named[str(number).encode()]
-            self.blocks.hold([block])
+            assert self.content[block] == self.published_content[str(number).encode()]
+            self.pool.retain([block])
             self.tables.append([block])
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         self.tables.remove(table)
-        self.blocks.drop(table)
+        self.pool.release(table)
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
+    def unpublish(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
-        self.blocks.forget(table[0])
+        self.pool.unpublish(table[0])
 
     @invariant()
-    def nothing_is_lost(self) -> None:
-        self.blocks.check(self.tables)
-        self.blocks.tally(sum(len(table) for table in self.tables))
-        held = {block for table in self.tables for block in table}
-        assert self.blocks.held == len(held)
-        assert self.blocks.available == 7 - len(held)
+    def no_block_is_lost(self) -> None:
+        self.pool.check(self.tables)
+        self.pool.check_totals(sum(len(table) for table in self.tables))
+        blocks_in_use = {block for table in self.tables for block in table}
+        assert self.pool.in_use_count == len(blocks_in_use)
+        assert self.pool.available == 7 - len(blocks_in_use)
 
 
-Lending.TestCase.settings = settings(
+BlockPoolMachine.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
 )
-TestLending = Lending.TestCase
+TestBlockPool = BlockPoolMachine.TestCase
 
 
-def test_what_was_let_go_first_goes_first_and_of_one_table_the_end() -> None:
-    blocks = Blocks(5)
-    first, second = blocks.take(2), blocks.take(2)
-    for place, block in enumerate([*first, *second]):
-        blocks.name(bytes([place]), block)
-    blocks.drop(first)
-    blocks.drop(second)
-    assert blocks.cached == 4
-    gone = [blocks.take(1)[0] for _ in range(4)]
-    assert gone == [first[1], first[0], second[1], second[0]]
-    assert blocks.find(b"\0") is None
+def test_eviction_is_in_order_of_release_and_from_the_end_of_a_table() -> None:
+    pool = BlockPool(5)
+    first = pool.allocate(2)
+    second = pool.allocate(2)
+    for index, block in enumerate([*first, *second]):
+        pool.publish(bytes([index]), block)
+    pool.release(first)
+    pool.release(second)
+    assert pool.cached_count == 4
+    evicted_blocks = [pool.allocate(1)[0] for _ in range(4)]
+    assert evicted_blocks == [first[1], first[0], second[1], second[0]]
+    assert pool.find_cached(b"\0") is None
 
 
-def test_a_cached_block_that_is_used_again_stays_longest() -> None:
-    blocks = Blocks(3)
-    old, new = blocks.take(2)
-    blocks.name(b"old", old)
-    blocks.name(b"new", new)
-    blocks.drop([old])
-    blocks.drop([new])
-    blocks.hold([old])
-    blocks.drop([old])
-    assert blocks.take(1) == [new]
+def test_a_reused_cached_block_is_evicted_last() -> None:
+    pool = BlockPool(3)
+    old, new = pool.allocate(2)
+    pool.publish(b"old", old)
+    pool.publish(b"new", new)
+    pool.release([old])
+    pool.release([new])
+    pool.retain([old])
+    pool.release([old])
+    assert pool.allocate(1) == [new]
 
 
-def test_free_blocks_go_before_cached_ones() -> None:
-    blocks = Blocks(3)
-    named, plain = blocks.take(2)
-    blocks.name(b"name", named)
-    blocks.drop([named])
-    blocks.drop([plain])
-    assert blocks.take(1) == [plain]
-    assert blocks.find(b"name") == named
+def test_free_blocks_are_allocated_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    published, plain = pool.allocate(2)
+    pool.publish(b"key", published)
+    pool.release([published])
+    pool.release([plain])
+    assert pool.allocate(1) == [plain]
+    assert pool.find_cached(b"key") == published
 
 
-def test_a_name_stays_where_it_was_first() -> None:
-    blocks = Blocks(3)
-    one, two = blocks.take(2)
-    blocks.name(b"name", one)
-    blocks.name(b"name", two)
-    assert blocks.find(b"name") == one
-    blocks.forget(one)
-    assert blocks.find(b"name") is None
+def test_a_key_stays_with_the_block_that_published_it_first() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.publish(b"key", first)
+    pool.publish(b"key", second)
+    assert pool.find_cached(b"key") == first
+    pool.unpublish(first)
+    assert pool.find_cached(b"key") is None
 
 
-def test_dropping_what_is_not_held_is_noticed() -> None:
-    blocks = Blocks(3)
-    table = blocks.take(1)
-    blocks.drop(table)
-    with pytest.raises(AssertionError, match="does not hold"):
-        blocks.drop(table)
+def test_a_block_without_references_cannot_be_released() -> None:
+    pool = BlockPool(3)
+    table = pool.allocate(1)
+    pool.release(table)
+    with pytest.raises(AssertionError, match="more often than it was retained"):
+        pool.release(table)

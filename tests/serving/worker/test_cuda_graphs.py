@@ -1,7 +1,7 @@
-"""Steps that are recorded do what they would have done: padded, packed, and with tables elsewhere.
+"""CUDA graphs: replayed steps, padded and with block tables on the device, equal eager steps.
 
-Here a recording is the work itself, and to replay it is to do it again on the same memory. What a
-CUDA graph adds to that is for tests/gpu/test_cuda_graphs.py.
+On a CPU the recorder returns the work itself, so a replay runs it again on the same buffers. Real
+CUDA graphs are tested in tests/gpu/test_cuda_graphs.py.
 """
 
 import logging
@@ -13,15 +13,20 @@ import pytest
 import torch
 
 from gpt.errors import ConfigError
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
-from serving.messages import Begin, Outcome, Rewrite, Step, Table
+from serving.messages import AdapterRowsWrite, BlockTableUpdate, Outcome, SlotInit, Step
 from serving.worker import cuda_graphs
-from serving.worker.model_runner import Runner, blocks_that_fit, recordings
-from tests.support.batch_runs import SIZES, Tally, run
-from tests.support.capturable_attention import recordable
-from tests.support.engine_scenarios import Scene, Shelf, drawn, squeezed
-from tests.support.graph_steps import PROMPT, RULES, V, after, begun
+from serving.worker.model_runner import ModelRunner, available_kv_blocks
+from tests.support.batch_runs import SIZES, run_and_check
+from tests.support.capturable_attention import CapturableAttention
+from tests.support.engine_scenarios import (
+    AdapterFiles,
+    Scenario,
+    draw_scenario,
+    preemption_scenario,
+)
+from tests.support.graph_steps import PROMPT, RULES, V, next_step, prefill_step
 from tests.support.models import CLASSIC, CONFIGS, MODERN, build
 
 BLOCK, SLOTS = 4, 6
@@ -36,170 +41,211 @@ CONFIG = ServerConfig(
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    return Shelf.make(tmp_path_factory.mktemp("adapters"), CLASSIC.hidden_size, SIZES)
+def adapter_files(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
+    return AdapterFiles.make(tmp_path_factory.mktemp("adapters"), CLASSIC.hidden_size, SIZES)
 
 
-def again(work: cuda_graphs.Work) -> cuda_graphs.Work:
+def eager_recorder(work: cuda_graphs.Work) -> cuda_graphs.Work:
     return work
 
 
-def runner_of(
-    name: str, record: cuda_graphs.Record | None, config: ServerConfig = CONFIG
-) -> Runner:
-    model = recordable(build(CONFIGS[name]))
-    return Runner(model, config, blocks=blocks_that_fit(model, config), slots=SLOTS, record=record)
+def make_runner(
+    name: str, recorder: cuda_graphs.Recorder | None, config: ServerConfig = CONFIG
+) -> ModelRunner:
+    model = build(CONFIGS[name], attention_backend=CapturableAttention())
+    return ModelRunner(
+        model,
+        config.scheduler_config,
+        config.cache_config,
+        async_scheduling=config.uses_async_scheduling("cpu"),
+        blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
+        slots=SLOTS,
+        recorder=recorder,
+    )
 
 
-def ran(runner: Runner, step: Step) -> Outcome:
-    outcome = runner.run(step)
+def eager_and_graph_runner(name: str) -> tuple[ModelRunner, ModelRunner]:
+    return make_runner(name, None), make_runner(name, eager_recorder)
+
+
+def run_step(runner: ModelRunner, step: Step) -> Outcome:
+    outcome = runner.run_step(step)
     assert outcome is not None
     return outcome
+
+
+def sampled_token(slot: int, token: int) -> int:
+    """The next input of a slot: the token that it sampled in the last step."""
+    return token
+
+
+def with_last_sampled_tokens(step: Step) -> Step:
+    """The step with -1 as every input: the slot's last sampled token."""
+    return msgspec.structs.replace(step, token_ids=[-1] * len(step.token_ids))
 
 
 @pytest.mark.parametrize("name", ["classic", "modern", "odd"])
 @pytest.mark.parametrize(
     "rules", [RULES, RULES[-1:] * 3, RULES[:1] * 2], ids=["all", "ban", "best"]
 )
-def test_a_replayed_step_does_to_tokens_scores_and_memory_what_the_step_does(
-    name: str, rules: list[Sampling]
-) -> None:
-    plain, recorded = (runner_of(name, record) for record in (None, again))
-    step = begun(rules)
-    outcomes = [ran(runner, step) for runner in (plain, recorded)]
+def test_a_replayed_step_equals_an_eager_step(name: str, rules: list[SamplingParams]) -> None:
+    eager, graph = eager_and_graph_runner(name)
+    step = prefill_step(rules)
+    expected = run_step(eager, step)
+    replayed = run_step(graph, step)
     for _ in range(6):
-        one, other = outcomes
-        assert (one.tokens, one.faults, one.stuck) == (other.tokens, other.faults, other.stuck)
-        for mine, theirs in zip(one.scores, other.scores, strict=True):
-            assert abs(mine.logprob - theirs.logprob) < 1e-9 and mine.rank == theirs.rank
-        step = after(step, one, lambda place, token: token)
-        outcomes = [ran(runner, step) for runner in (plain, recorded)]
-        assert [outcome.replayed for outcome in outcomes] == [False, True]
-    for layer in plain.model.layers:
-        held, wanted = recorded.pool.layer(layer), plain.pool.layer(layer)
-        assert len(held) == len(wanted) + 1  # What pads write lies behind all others' memory.
-        assert (held[:-1] - wanted).abs().max() < 1e-9
-        assert not held[0].any()
+        assert replayed.tokens == expected.tokens
+        assert replayed.faults == expected.faults
+        assert replayed.stuck == expected.stuck
+        for score, expected_score in zip(replayed.scores, expected.scores, strict=True):
+            assert abs(score.logprob - expected_score.logprob) < 1e-9
+            assert score.rank == expected_score.rank
+        step = next_step(step, expected, sampled_token)
+        expected = run_step(eager, step)
+        replayed = run_step(graph, step)
+        assert not expected.replayed
+        assert replayed.replayed
+    for layer in eager.model.layers:
+        blocks = graph.pool.layer(layer)
+        expected_blocks = eager.pool.layer(layer)
+        assert len(blocks) == len(expected_blocks) + 1  # Padding rows write to the last block.
+        assert (blocks[:-1] - expected_blocks).abs().max() < 1e-9
+        assert not blocks[0].any()
 
 
-def test_what_a_slot_drew_last_is_known_on_the_device() -> None:
-    plain, recorded = (runner_of("classic", record) for record in (None, again))
-    eager = runner_of("classic", None, replace(CONFIG, step_ahead="on"))
-    step = begun(RULES[:3])
-    told, outcome = step, ran(plain, step)
-    for runner in (recorded, eager):
-        ran(runner, step)
-    # Prompts are not replayed, so the device hears of their tokens only if steps go ahead.
-    told = step = after(step, outcome, lambda place, token: token)
-    outcome = ran(plain, told)
-    assert ran(recorded, told).tokens == outcome.tokens
-    assert ran(eager, msgspec.structs.replace(told, ids=[-1] * 3)).tokens == outcome.tokens
+def test_last_sampled_tokens_stay_on_the_device() -> None:
+    eager, graph = eager_and_graph_runner("classic")
+    asynchronous = make_runner("classic", None, CONFIG.with_fields(step_ahead="on"))
+    step = prefill_step(RULES[:3])
+    outcome = run_step(eager, step)
+    for runner in (graph, asynchronous):
+        run_step(runner, step)
+    # Prefill is not replayed; with asynchronous scheduling its tokens reach the device, too.
+    step = next_step(step, outcome, sampled_token)
+    outcome = run_step(eager, step)
+    assert run_step(graph, step).tokens == outcome.tokens
+    assert run_step(asynchronous, with_last_sampled_tokens(step)).tokens == outcome.tokens
     for _ in range(3):
-        told = after(told, outcome, lambda place, token: token)
-        outcome = ran(plain, told)
-        for runner in (recorded, eager):
-            assert ran(runner, msgspec.structs.replace(told, ids=[-1] * 3)).tokens == outcome.tokens
+        step = next_step(step, outcome, sampled_token)
+        outcome = run_step(eager, step)
+        for runner in (graph, asynchronous):
+            assert run_step(runner, with_last_sampled_tokens(step)).tokens == outcome.tokens
 
 
-def test_a_step_lands_after_another_was_launched() -> None:
-    runner = runner_of("classic", again, replace(CONFIG, step_ahead="on"))
-    plain = runner_of("classic", None)
-    step = begun(RULES[:3])
-    outcome = ran(plain, step)
-    ran(runner, step)
-    step = after(step, outcome, lambda place, token: token)
-    following = after(step, outcome, lambda place, token: -1)
-    first, second = runner.launch(step), runner.launch(following)
-    assert first is not None and second is not None
-    made = first(), second()
-    outcome = ran(plain, step)
-    assert made[0].tokens == outcome.tokens
-    step = after(step, outcome, lambda place, token: token)
-    assert made[1].tokens == ran(plain, step).tokens
+def test_a_step_can_be_read_after_the_next_is_launched() -> None:
+    asynchronous = make_runner("classic", eager_recorder, CONFIG.with_fields(step_ahead="on"))
+    eager = make_runner("classic", None)
+    step = prefill_step(RULES[:3])
+    outcome = run_step(eager, step)
+    run_step(asynchronous, step)
+    step = next_step(step, outcome, sampled_token)
+    following = with_last_sampled_tokens(next_step(step, outcome, sampled_token))
+    first_launch = asynchronous.launch(step)
+    second_launch = asynchronous.launch(following)
+    assert first_launch is not None
+    assert second_launch is not None
+    first = first_launch()
+    second = second_launch()
+    outcome = run_step(eager, step)
+    assert first.tokens == outcome.tokens
+    step = next_step(step, outcome, sampled_token)
+    assert second.tokens == run_step(eager, step).tokens
 
 
-def test_a_virtual_token_may_come_alone_and_what_is_not_finite_is_its_own_fault() -> None:
-    bad, good = torch.full((1, CLASSIC.hidden_size), torch.nan), torch.ones(1, CLASSIC.hidden_size)
-    data = torch.cat([good, bad]).numpy().tobytes()
-    outcomes, ids = [], [V + 2, V + 3, 5, V + 3]
-    for record in (None, again):
-        runner = runner_of("classic", record)
-        step = begun(RULES[:4])
-        first = ran(runner, step)
-        ran(runner, Step(2, rewrites=[Rewrite(2, "rows", data)]))
-        step = after(step, first, lambda place, token: ids[place])
-        step.draws[3] = False  # Who draws nothing is looked at, too.
-        outcomes.append(ran(runner, step))
-    one, other = outcomes
-    assert one.faults == other.faults == [1, 3]
-    assert len(one.tokens) == len(other.tokens) == 3
-    assert [one.tokens[place] for place in (0, 2)] == [other.tokens[place] for place in (0, 2)]
-
-
-def test_logits_that_are_not_finite_are_a_fault_of_who_draws_from_them() -> None:
+def test_virtual_tokens_replay_and_nan_rows_fail_alone() -> None:
+    ones = torch.ones(1, CLASSIC.hidden_size)
+    nans = torch.full((1, CLASSIC.hidden_size), torch.nan)
+    adapter_rows = torch.cat([ones, nans]).numpy().tobytes()
+    input_ids = [V + 2, V + 3, 5, V + 3]
     outcomes = []
-    for record in (None, again):
-        runner = runner_of("modern", record)
-        step = begun(RULES[:4])
-        first = ran(runner, step)
+    for recorder in (None, eager_recorder):
+        runner = make_runner("classic", recorder)
+        step = prefill_step(RULES[:4])
+        prefill_outcome = run_step(runner, step)
+        run_step(runner, Step(2, adapter_writes=[AdapterRowsWrite(2, "rows", adapter_rows)]))
+        step = next_step(step, prefill_outcome, lambda slot, token: input_ids[slot])
+        step.draws[3] = False  # A row that does not sample is checked, too.
+        outcomes.append(run_step(runner, step))
+    eager, replayed = outcomes
+    assert eager.faults == replayed.faults == [1, 3]
+    assert len(eager.tokens) == len(replayed.tokens) == 3
+    assert eager.tokens[0] == replayed.tokens[0]
+    assert eager.tokens[2] == replayed.tokens[2]
+
+
+def test_nan_logits_fail_only_sequences_that_sample() -> None:
+    outcomes = []
+    for recorder in (None, eager_recorder):
+        runner = make_runner("modern", recorder)
+        step = prefill_step(RULES[:4])
+        prefill_outcome = run_step(runner, step)
         runner.model.head_weight.mul_(1e308)
-        step = after(step, first, lambda place, token: token)
+        step = next_step(step, prefill_outcome, sampled_token)
         step.draws[2] = False
-        outcomes.append(ran(runner, step))
+        outcomes.append(run_step(runner, step))
     assert outcomes[0].faults == outcomes[1].faults == [0, 1, 3]
 
 
-def test_tables_may_change_more_than_a_step_has_room_to_say() -> None:
-    plain, recorded = (runner_of("modern", record) for record in (None, again))
-    step = begun([Sampling()] * 5)
-    moved = [list(range(31 + 3 * slot, 34 + 3 * slot)) for slot in range(5)]
-    tables = [Table(slot, 0, blocks) for slot, blocks in enumerate(moved)]
-    step = msgspec.structs.replace(step, tables=tables)
-    first, _ = (ran(runner, step) for runner in (plain, recorded))
-    alone = after(step, first, lambda place, token: token)
-    # Only one of them goes on, so the others' tables are news for later.
-    one = Step(3, [2], alone.past[2:3], [1], alone.ids[2:3], [True], [0])
-    assert ran(recorded, one).tokens == ran(plain, one).tokens
-    assert ran(recorded, alone).tokens == ran(plain, alone).tokens
+def test_more_table_changes_than_packed_columns_are_copied() -> None:
+    eager, graph = eager_and_graph_runner("modern")
+    step = prefill_step([SamplingParams()] * 5)
+    new_blocks = [list(range(31 + 3 * slot, 34 + 3 * slot)) for slot in range(5)]
+    updates = [BlockTableUpdate(slot, 0, blocks) for slot, blocks in enumerate(new_blocks)]
+    step = msgspec.structs.replace(step, block_table_updates=updates)
+    outcome = run_step(eager, step)
+    run_step(graph, step)
+    decode = next_step(step, outcome, sampled_token)
+    # Only slot 2 continues; the table changes of the others are copied later.
+    single_decode = Step(3, [2], decode.past[2:3], [1], decode.token_ids[2:3], [True], [0])
+    assert run_step(graph, single_decode).tokens == run_step(eager, single_decode).tokens
+    assert run_step(graph, decode).tokens == run_step(eager, decode).tokens
 
 
-QUICK = ("classic", "experts")
+FAST_CONFIGS = ("classic", "experts")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS],
+    [
+        pytest.param(name, marks=[] if name in FAST_CONFIGS else pytest.mark.slow)
+        for name in CONFIGS
+    ],
 )
-def test_in_any_scene_of_recorded_steps_all_get_what_they_get_alone(
-    name: str, shelf: Shelf, tmp_path: Path
+def test_replayed_steps_give_the_tokens_of_single_requests(
+    name: str, adapter_files: AdapterFiles, tmp_path: Path
 ) -> None:
-    scenes = [recorded(drawn(name, 0, shelf)), recorded(squeezed(name, shelf))]
-    tally = run(scenes, (1, 1), tmp_path, shelf)
-    assert_used(tally)
-    assert tally.preemptions > 0 and tally.cached > 0 and tally.cancelled > 0
+    scenarios = [
+        with_graphs(draw_scenario(name, 0, adapter_files)),
+        with_graphs(preemption_scenario(name, adapter_files)),
+    ]
+    coverage = run_and_check(scenarios, (1, 1), tmp_path, adapter_files)
+    assert coverage.replayed > coverage.early > 0
+    assert coverage.preemptions > 0
+    assert coverage.cached > 0
+    assert coverage.cancelled > 0
 
 
-def recorded(scene: Scene) -> Scene:
+def with_graphs(scenario: Scenario) -> Scenario:
     return replace(
-        scene,
-        settings=scene.settings | {"step_ahead": "on", "cuda_graph_rows_max": 3},
+        scenario,
+        settings=scenario.settings | {"step_ahead": "on", "cuda_graph_rows_max": 3},
         recorded=True,
     )
 
 
-def assert_used(tally: Tally) -> None:
-    assert tally.replayed > tally.early > 0
+def test_pipeline_stages_replay_their_layers(adapter_files: AdapterFiles, tmp_path: Path) -> None:
+    scenario = replace(preemption_scenario("modern", adapter_files), recorded=True)
+    assert run_and_check([scenario], (1, 2), tmp_path, adapter_files).replayed > 0
 
 
-def test_stages_of_a_pipeline_replay_what_is_theirs(shelf: Shelf, tmp_path: Path) -> None:
-    scene = replace(squeezed("modern", shelf), recorded=True)
-    assert run([scene], (1, 2), tmp_path, shelf).replayed > 0
-
-
-def test_sizes_are_few_and_the_largest_holds_all() -> None:
-    def sizes(running: int, most: int = 256) -> tuple[int, ...]:
-        config = replace(CONFIG, running_requests_max=running, step_tokens_max=4096)
-        return cuda_graphs.sizes(replace(config, cuda_graph_rows_max=most))
+def test_graph_sizes_are_few_and_reach_the_largest_batch() -> None:
+    def sizes(running_requests: int, graph_rows_max: int = 256) -> tuple[int, ...]:
+        config = CONFIG.with_fields(
+            running_requests_max=running_requests,
+            step_tokens_max=4096,
+            cuda_graph_rows_max=graph_rows_max,
+        )
+        return cuda_graphs.graph_sizes(config.scheduler_config)
 
     assert sizes(1) == (1,)
     assert sizes(6) == (1, 2, 4, 6)
@@ -209,58 +255,55 @@ def test_sizes_are_few_and_the_largest_holds_all() -> None:
     assert sizes(1000, 3) == (1, 2, 3)
 
 
-def test_only_steps_in_which_all_have_one_token_are_taken() -> None:
-    runner = runner_of("classic", again, replace(CONFIG, cuda_graph_rows_max=3))
-    step = begun(RULES[:2])
-    assert not ran(runner, step).replayed
-    one = Step(2, [0], [9], [1], [5], [True], [0])
-    assert ran(runner, one).replayed
-    scored = Begin(1, Sampling(prompt_logprobs=0), PROMPT, [])
-    assert not ran(runner, Step(3, [1], [7], [1], [5], [False], [1], begins=[scored])).replayed
-    guessed = Step(4, [0], [10], [2], [5, 6], [True], [0], drafts=[1])
-    assert not ran(runner, guessed).replayed
-    ran(runner, begun(RULES[:4]))
-    four = Step(5, [0, 1, 2, 3], [9, 8, 7, 6], [1] * 4, [5] * 4, [True] * 4, [0] * 4)
-    assert not ran(runner, four).replayed
+def test_only_decode_steps_are_replayed() -> None:
+    runner = make_runner("classic", eager_recorder, CONFIG.with_fields(cuda_graph_rows_max=3))
+    assert not run_step(runner, prefill_step(RULES[:2])).replayed
+    decode = Step(2, [0], [9], [1], [5], [True], [0])
+    assert run_step(runner, decode).replayed
+    slot_init = SlotInit(1, SamplingParams(prompt_logprobs=0), PROMPT, [])
+    prompt_scores = Step(3, [1], [7], [1], [5], [False], [1], slot_inits=[slot_init])
+    assert not run_step(runner, prompt_scores).replayed
+    with_draft = Step(4, [0], [10], [2], [5, 6], [True], [0], draft_counts=[1])
+    assert not run_step(runner, with_draft).replayed
+    run_step(runner, prefill_step(RULES[:4]))
+    four_rows = Step(5, [0, 1, 2, 3], [9, 8, 7, 6], [1] * 4, [5] * 4, [True] * 4, [0] * 4)
+    assert not run_step(runner, four_rows).replayed
 
 
-def test_every_size_is_rehearsed_the_largest_first() -> None:
-    runner = runner_of("classic", again)
-    counts = [len(step.slots) for step in recordings(CONFIG, runner)]
-    assert counts == [6, 4, 2, 1]
-    assert all(ran(runner, step).replayed for step in recordings(CONFIG, runner))
-
-
-def test_what_cannot_be_recorded_is_done_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(work: cuda_graphs.Work) -> cuda_graphs.Work:
+def test_a_failed_capture_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    def failing_recorder(work: cuda_graphs.Work) -> cuda_graphs.Work:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    step = begun(RULES)
-    plain, broken = (runner_of("classic", record) for record in (None, fails))
-    first, _ = (ran(runner, step) for runner in (plain, broken))
-    step = after(step, first, lambda place, token: token)
+    step = prefill_step(RULES)
+    eager = make_runner("classic", None)
+    failing = make_runner("classic", failing_recorder)
+    outcome = run_step(eager, step)
+    run_step(failing, step)
+    step = next_step(step, outcome, sampled_token)
     with caplog.at_level(logging.WARNING):
-        assert ran(broken, step).tokens == ran(plain, step).tokens
+        assert run_step(failing, step).tokens == run_step(eager, step).tokens
     assert "event=graph_not_recorded rows=6" in caplog.text
 
 
-def test_the_reason_is_told_where_nothing_is_recorded() -> None:
-    assert cuda_graphs.unfit(build(MODERN), CONFIG) == "there are none on a CPU"
-    off = replace(CONFIG, cuda_graphs="off")
-    assert cuda_graphs.unfit(build(MODERN), off) == "cuda_graphs is off"
-    assert cuda_graphs.reserved_bytes(build(MODERN), CONFIG) == 0
+def test_the_reason_without_graphs_is_reported() -> None:
+    model = build(MODERN)
+    reason = cuda_graphs.unsupported_reason(model, CONFIG.scheduler_config)
+    assert reason == "the device is not a CUDA device"
+    off = CONFIG.with_fields(cuda_graphs="off").scheduler_config
+    assert cuda_graphs.unsupported_reason(model, off) == "cuda_graphs is off"
+    assert cuda_graphs.graph_bytes_max(model, CONFIG.scheduler_config) == 0
 
 
 @pytest.mark.parametrize(("name", "word"), [("cuda_graphs", "on"), ("step_ahead", "yes")])
-def test_an_unknown_word_is_refused(name: str, word: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is '{word}'; known are: auto"):
-        replace(CONFIG, **{name: word})  # type: ignore[arg-type]
+def test_an_unknown_word_in_a_setting_is_refused(name: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '{word}'; choose one of: auto"):
+        CONFIG.with_fields(**{name: word})
 
 
-def test_only_one_rank_steps_ahead() -> None:
-    with pytest.raises(ConfigError, match=r"2 ranks \(tp 2, pp 1\).*leave it at auto"):
-        replace(CONFIG, step_ahead="on", tp=2)
-    assert replace(CONFIG, step_ahead="auto").steps_ahead("cuda")
-    assert not replace(CONFIG, step_ahead="auto").steps_ahead("cpu")
-    assert not replace(CONFIG, step_ahead="auto", pp=2).steps_ahead("cuda")
-    assert not replace(CONFIG, speculate_tokens_max=3).steps_ahead("cuda")
+def test_async_scheduling_needs_one_rank() -> None:
+    with pytest.raises(ConfigError, match=r"2 ranks \(tp 2, pp 1\).*set step_ahead: auto"):
+        CONFIG.with_fields(step_ahead="on", tp=2)
+    assert CONFIG.with_fields(step_ahead="auto").uses_async_scheduling("cuda")
+    assert not CONFIG.with_fields(step_ahead="auto").uses_async_scheduling("cpu")
+    assert not CONFIG.with_fields(step_ahead="auto", pp=2).uses_async_scheduling("cuda")
+    assert not CONFIG.with_fields(speculate_tokens_max=3).uses_async_scheduling("cuda")

@@ -1,4 +1,4 @@
-"""A step as tensors: what is laid out in few operations is what any step would be."""
+"""Input batch: the shorter decode path gives the same tensors as the general one."""
 
 import numpy as np
 import torch
@@ -8,60 +8,76 @@ from hypothesis import strategies as st
 from serving.messages import Step
 from serving.worker import input_batch
 
-SIZE, WIDTH, SLOTS = 4, 9, 12
-TABLES = np.arange(1, SLOTS * WIDTH + 1).reshape(SLOTS, WIDTH)
-LAST = torch.arange(100, 100 + SLOTS)
+BLOCK_TOKENS = 4
+TABLE_BLOCKS = 9
+SLOTS = 12
+BLOCK_TABLES = np.arange(1, SLOTS * TABLE_BLOCKS + 1).reshape(SLOTS, TABLE_BLOCKS)
+LAST_SAMPLED_TOKENS = torch.arange(100, 100 + SLOTS)
 
 
-def step(slots: list[int], past: list[int], ids: list[int]) -> Step:
+def decode_step(slots: list[int], past: list[int], ids: list[int]) -> Step:
     count = len(slots)
     return Step(
         0,
         slots=slots,
         past=past,
         lengths=[1] * count,
-        ids=ids,
+        token_ids=ids,
         draws=[True] * count,
-        scores=[0] * count,
+        prompt_score_counts=[0] * count,
     )
 
 
 @given(st.permutations(range(SLOTS)), st.data())
-def test_plain_steps_are_laid_out_as_any_step_is(slots: list[int], data: st.DataObject) -> None:
+def test_the_decode_batch_equals_the_mixed_batch(slots: list[int], data: st.DataObject) -> None:
     slots = slots[: data.draw(st.integers(1, SLOTS))]
-    past = [data.draw(st.integers(0, SIZE * WIDTH - 1)) for _ in slots]
+    past = [data.draw(st.integers(0, BLOCK_TOKENS * TABLE_BLOCKS - 1)) for _ in slots]
     ids = [data.draw(st.integers(0, 99)) for _ in slots]
-    one = step(slots, past, ids)
-    width = max(past) // SIZE + 1
+    step = decode_step(slots, past, ids)
     device = torch.device("cpu")
-    got = input_batch.lay_out(one, TABLES, SIZE, LAST)
-    want = input_batch._mixed(one, np.array(ids), TABLES[slots, :width], SIZE, device)
-    for name in ("ids", "rows"):
-        assert torch.equal(getattr(got, name), getattr(want, name))
-    for name in ("sequence", "drawing", "positions", "scored"):
-        assert np.array_equal(getattr(got, name), getattr(want, name))
-    assert got.largest == want.largest == max(ids) and got.all_draw and want.all_draw
-    for name in ("lengths", "past", "rows"):
-        assert getattr(got.batch, name) == getattr(want.batch, name)
-    assert torch.equal(got.batch.positions, want.batch.positions)
-    assert got.batch.tables is not None and want.batch.tables is not None
-    assert torch.equal(got.batch.tables, want.batch.tables)
-    assert got.batch.slots is not None and want.batch.slots is not None
-    assert all(torch.equal(a, b) for a, b in zip(got.batch.slots, want.batch.slots, strict=True))
+    actual = input_batch.build_input_batch(step, BLOCK_TABLES, BLOCK_TOKENS, LAST_SAMPLED_TOKENS)
+    tables = BLOCK_TABLES[slots, : max(past) // BLOCK_TOKENS + 1]
+    expected = input_batch._mixed_batch(step, np.array(ids), tables, BLOCK_TOKENS, device)
+    for name in ("token_ids", "logits_rows"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name))
+    for name in ("row_sequences", "sampled_sequences", "positions", "scored_rows"):
+        assert np.array_equal(getattr(actual, name), getattr(expected, name))
+    assert actual.token_id_max == expected.token_id_max == max(ids)
+    assert actual.samples_every_row
+    assert expected.samples_every_row
+    for name in ("query_lengths", "past_lengths", "logit_rows"):
+        assert getattr(actual.batch, name) == getattr(expected.batch, name)
+    assert torch.equal(actual.batch.positions, expected.batch.positions)
+    assert actual.batch.block_tables is not None
+    assert expected.batch.block_tables is not None
+    assert torch.equal(actual.batch.block_tables, expected.batch.block_tables)
+    assert actual.batch.slot_mapping is not None
+    assert expected.batch.slot_mapping is not None
+    for indices, expected_indices in zip(
+        actual.batch.slot_mapping, expected.batch.slot_mapping, strict=True
+    ):
+        assert torch.equal(indices, expected_indices)
 
 
-def test_what_a_slot_drew_last_only_the_device_knows() -> None:
-    plain = input_batch.lay_out(step([3, 1], [5, 6], [7, -1]), TABLES, SIZE, LAST)
-    assert plain.ids.tolist() == [7, 101]
+def test_negative_ids_take_the_last_sampled_token() -> None:
+    decode = decode_step([3, 1], [5, 6], [7, -1])
+    decode_batch = input_batch.build_input_batch(
+        decode, BLOCK_TABLES, BLOCK_TOKENS, LAST_SAMPLED_TOKENS
+    )
+    assert decode_batch.token_ids.tolist() == [7, 101]
     mixed = Step(
         0,
         slots=[2, 5],
         past=[4, 0],
         lengths=[1, 3],
-        ids=[-1, 8, 9, 6],
+        token_ids=[-1, 8, 9, 6],
         draws=[True, False],
-        scores=[0, 0],
+        prompt_score_counts=[0, 0],
     )
-    got = input_batch.lay_out(mixed, TABLES, SIZE, LAST)
-    assert got.ids.tolist() == [102, 8, 9, 6]
-    assert not got.all_draw and got.rows.tolist() == [0] and got.batch.lengths == (1, 3)
+    mixed_batch = input_batch.build_input_batch(
+        mixed, BLOCK_TABLES, BLOCK_TOKENS, LAST_SAMPLED_TOKENS
+    )
+    assert mixed_batch.token_ids.tolist() == [102, 8, 9, 6]
+    assert not mixed_batch.samples_every_row
+    assert mixed_batch.logits_rows.tolist() == [0]
+    assert mixed_batch.batch.query_lengths == (1, 3)

@@ -1,8 +1,9 @@
-"""The runner does what a step says: blocks, rows and tables first, then one pass of the model."""
+"""Model runner: applies a step's writes to the pools and tables, then runs the model once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -10,26 +11,34 @@ from torch import Tensor
 from gpt.errors import ConfigError
 from gpt.generation.generate import Completion, generate
 from gpt.model.gpt_model import GPT
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
-from serving.messages import Begin, Guide, Outcome, Rewrite, Scored, Step, Table
+from serving.messages import (
+    AdapterRowsWrite,
+    BlockTableUpdate,
+    Guide,
+    Outcome,
+    SlotInit,
+    Step,
+    TokenScore,
+)
 from serving.worker import model_runner as runner_module
-from serving.worker.model_runner import Runner, blocks_that_fit, rehearsal
+from serving.worker.model_runner import ModelRunner, available_kv_blocks
 from tests.support.models import CLASSIC, CONFIGS, MODERN, build
 
-BLOCK = 4
+BLOCK_TOKENS = 4
 V = CLASSIC.vocab_size
 CONFIG = ServerConfig(
     "model",
-    kv_block_tokens=BLOCK,
+    kv_block_tokens=BLOCK_TOKENS,
     kv_tokens_max=200,
     running_requests_max=6,
     step_tokens_max=40,
     adapter_rows_max=8,
 )
-GREEDY = Sampling(max_new_tokens=6)
+GREEDY = SamplingParams(max_new_tokens=6)
 PROMPT = [7, 3, 90, 12, 5, 44, 61, 2, 18, 33]
-TABLE = torch.randn(3, CLASSIC.hidden_size, generator=torch.Generator().manual_seed(5))
+ADAPTER_TABLE = torch.randn(3, CLASSIC.hidden_size, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
@@ -37,183 +46,202 @@ def model() -> GPT:
     return build(CLASSIC)
 
 
-class Desk:
-    """Writes steps by hand, for a few sequences in blocks of their own."""
+class StepDriver:
+    """Runs steps that a test builds, for a few sequences with separate blocks."""
 
     def __init__(self, model: GPT, config: ServerConfig = CONFIG) -> None:
-        self.runner = Runner(model, config, blocks=blocks_that_fit(model, config), slots=6)
-        self.number = 0
+        self.runner = ModelRunner(
+            model,
+            config.scheduler_config,
+            config.cache_config,
+            async_scheduling=config.uses_async_scheduling("cpu"),
+            blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
+            slots=6,
+        )
+        self.step_id = 0
 
     def run(self, step: Step) -> Outcome:
-        self.number += 1
-        outcome = self.runner.run(replace_number(step, self.number))
+        self.step_id += 1
+        outcome = self.runner.run_step(msgspec.structs.replace(step, step_id=self.step_id))
         assert outcome is not None
-        assert outcome.number == self.number
+        assert outcome.step_id == self.step_id
         assert outcome.seconds > 0
         for layer in self.runner.model.layers:
-            assert not self.runner.pool.layer(layer)[0].any(), "block 0 is nobody's"
+            assert not self.runner.pool.layer(layer)[0].any(), "block 0 is assigned to no sequence"
         return outcome
 
-    def begin(self, slot: int, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Step:
-        """A step that only gives a slot to a sequence: blocks 10 x slot and on are its own."""
-        own = [one if one < V else -1 for one in prompt]
+    def begin(self, slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Step:
+        """A step that only assigns a slot to a sequence, with 8 blocks from 1 + 8 x slot on."""
+        token_ids = [token if token < V else -1 for token in prompt]
         blocks = list(range(1 + 8 * slot, 9 + 8 * slot))
-        return Step(0, begins=[Begin(slot, sampling, own, [])], tables=[Table(slot, 0, blocks)])
+        return Step(
+            0,
+            slot_inits=[SlotInit(slot, sampling, token_ids, [])],
+            block_table_updates=[BlockTableUpdate(slot, 0, blocks)],
+        )
 
-    def go_on(self, slot: int, past: int, ids: Sequence[int], count: int) -> list[int]:
-        """Run these ids, then decode: `count` tokens in all."""
-        made: list[int] = []
+    def generate(self, slot: int, past: int, ids: Sequence[int], count: int) -> list[int]:
+        """Run the ids, then decode, until `count` tokens are sampled."""
+        generated: list[int] = []
         ids = list(ids)
-        while len(made) < count:
-            outcome = self.run(one(slot, past, ids))
+        while len(generated) < count:
+            outcome = self.run(sequence_step(slot, past, ids))
             assert outcome.faults == []
-            past, ids = past + len(ids), outcome.tokens
-            made += ids
-        return made
+            past += len(ids)
+            ids = outcome.tokens
+            generated += ids
+        return generated
 
 
-def replace_number(step: Step, number: int) -> Step:
-    return Step(number, *(getattr(step, name) for name in step.__struct_fields__[1:]))
-
-
-def one(slot: int, past: int, ids: Sequence[int], *, draws: bool = True, scores: int = 0) -> Step:
+def sequence_step(
+    slot: int, past: int, ids: Sequence[int], *, draws: bool = True, scores: int = 0
+) -> Step:
+    """A step of one sequence."""
     return Step(
         0,
         slots=[slot],
         past=[past],
         lengths=[len(ids)],
-        ids=list(ids),
+        token_ids=list(ids),
         draws=[draws],
-        scores=[scores],
+        prompt_score_counts=[scores],
     )
 
 
-def alone(model: GPT, prompt: Sequence[int], table: Tensor | None = None) -> list[int]:
-    return generate(model, [prompt], GREEDY, table=table)[0].token_ids
+def reference_tokens(model: GPT, prompt: Sequence[int], table: Tensor | None = None) -> list[int]:
+    return generate(model, [prompt], GREEDY, adapter_table=table)[0].token_ids
 
 
-def packed(table: Tensor) -> bytes:
+def row_bytes(table: Tensor) -> bytes:
     return table.float().numpy().tobytes()
 
 
-def test_last_values_that_overflow_are_seen_before_others_can_find_them() -> None:
-    """In a chunk that draws nothing: only the last layer's rows themselves tell of them."""
+def test_overflow_in_the_last_layers_kv_is_a_fault() -> None:
+    """In a chunk that samples nothing, only the last layer's hidden rows show the overflow."""
     model = build(CLASSIC, dtype=torch.float16)
-    qkv = model.blocks[-1].self_attention.linear_qkv
+    qkv = model.decoder_layers[-1].self_attention.linear_qkv
     with torch.no_grad():
         heads = qkv.weight.unflatten(0, (CLASSIC.num_query_groups, -1, CLASSIC.kv_channels))
         heads[:, -1] = 6e4
-    desk = Desk(model)
-    desk.run(desk.begin(2, PROMPT))
-    assert desk.run(one(2, 0, PROMPT[:4], draws=False)).faults == [0]
+    driver = StepDriver(model)
+    driver.run(driver.begin(2, PROMPT))
+    assert driver.run(sequence_step(2, 0, PROMPT[:4], draws=False)).faults == [0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 10])
-def test_a_prompt_in_chunks_gives_the_tokens_of_a_whole_one(name: str, chunk: int) -> None:
+def test_chunked_prefill_gives_the_same_tokens(name: str, chunk: int) -> None:
     model = build(CONFIGS[name])
-    desk = Desk(model)
-    desk.run(desk.begin(2, PROMPT))
+    driver = StepDriver(model)
+    driver.run(driver.begin(2, PROMPT))
     for start in range(0, len(PROMPT) - chunk, chunk):
-        outcome = desk.run(one(2, start, PROMPT[start : start + chunk], draws=False))
+        outcome = driver.run(sequence_step(2, start, PROMPT[start : start + chunk], draws=False))
         assert outcome.tokens == []
     last = range(0, len(PROMPT), chunk)[-1]
-    assert desk.go_on(2, last, PROMPT[last:], 6) == alone(model, PROMPT)
+    assert driver.generate(2, last, PROMPT[last:], 6) == reference_tokens(model, PROMPT)
 
 
-def test_only_those_that_draw_have_tokens_in_the_steps_order(model: GPT) -> None:
-    desk = Desk(model)
+def test_only_sampling_sequences_have_tokens_in_step_order(model: GPT) -> None:
+    driver = StepDriver(model)
     prompts = {4: PROMPT, 0: PROMPT[:3], 3: PROMPT[2:9]}
     for slot, prompt in prompts.items():
-        desk.run(desk.begin(slot, prompt))
+        driver.run(driver.begin(slot, prompt))
     step = Step(
         0,
         slots=list(prompts),
         past=[0, 0, 0],
         lengths=[len(prompt) for prompt in prompts.values()],
-        ids=[token for prompt in prompts.values() for token in prompt],
+        token_ids=[token for prompt in prompts.values() for token in prompt],
         draws=[True, False, True],
-        scores=[0, 0, 0],
+        prompt_score_counts=[0, 0, 0],
     )
-    assert desk.run(step).tokens == [alone(model, prompts[slot])[0] for slot in (4, 3)]
+    assert driver.run(step).tokens == [reference_tokens(model, prompts[slot])[0] for slot in (4, 3)]
 
 
-def test_a_token_is_drawn_behind_each_guess_as_if_there_were_no_others(model: GPT) -> None:
-    desk = Desk(model)
-    rules = {0: replace(GREEDY, logprobs=2), 1: Sampling(temperature=0.8, seed=5), 2: GREEDY}
-    made = {}
+def test_tokens_after_drafts_equal_plain_decoding(model: GPT) -> None:
+    driver = StepDriver(model)
+    rules = {0: replace(GREEDY, logprobs=2), 1: SamplingParams(temperature=0.8, seed=5), 2: GREEDY}
+    tokens = {}
     for slot, rule in rules.items():
-        desk.run(desk.begin(slot, PROMPT, rule))
-        made[slot] = desk.go_on(slot, 0, PROMPT, 6)
-    for slot, rule in rules.items():  # All again, from their first tokens.
-        desk.run(desk.begin(slot, PROMPT, rule))
-        desk.run(one(slot, 0, PROMPT))
-    right, wrong = made[0][:3], [made[1][0], made[1][1], (made[1][2] + 1) % V]
+        driver.run(driver.begin(slot, PROMPT, rule))
+        tokens[slot] = driver.generate(slot, 0, PROMPT, 6)
+    for slot, rule in rules.items():  # Run again, from the prompts.
+        driver.run(driver.begin(slot, PROMPT, rule))
+        driver.run(sequence_step(slot, 0, PROMPT))
+    correct_draft = tokens[0][:3]
+    wrong_draft = [tokens[1][0], tokens[1][1], (tokens[1][2] + 1) % V]
     step = Step(
         0,
         slots=[0, 2, 1],
         past=[10, 0, 10],
         lengths=[3, 10, 3],
-        ids=right + PROMPT + wrong,
+        token_ids=correct_draft + PROMPT + wrong_draft,
         draws=[True, True, True],
-        scores=[0, 0, 0],
-        drafts=[2, 0, 2],
+        prompt_score_counts=[0, 0, 0],
+        draft_counts=[2, 0, 2],
     )
-    outcome = desk.run(step)
-    assert outcome.tokens[:4] == [*made[0][1:4], made[2][0]]
-    assert outcome.tokens[4:6] == made[1][1:3]  # What comes behind the wrong one is nobody's.
-    want = generate(model, [PROMPT], rules[0])[0].scores[1:4]
-    for got, alone_got in zip(outcome.scores[:3], want, strict=True):
-        assert got.logprob == pytest.approx(alone_got.logprob, abs=1e-9)
-    # The next tokens are written over it.
-    assert desk.go_on(1, 12, [made[1][2]], 3) == made[1][3:]
-    assert desk.go_on(0, 13, [made[0][3]], 2) == made[0][4:]
+    outcome = driver.run(step)
+    assert outcome.tokens[:4] == [*tokens[0][1:4], tokens[2][0]]
+    assert outcome.tokens[4:6] == tokens[1][1:3]  # The token after a wrong draft is discarded.
+    expected_scores = generate(model, [PROMPT], rules[0])[0].scores[1:4]
+    for score, expected_score in zip(outcome.scores[:3], expected_scores, strict=True):
+        assert score.logprob == pytest.approx(expected_score.logprob, abs=1e-9)
+    # The next tokens overwrite the keys and values of the wrong draft.
+    assert driver.generate(1, 12, [tokens[1][2]], 3) == tokens[1][3:]
+    assert driver.generate(0, 13, [tokens[0][3]], 2) == tokens[0][4:]
 
 
-def test_what_is_not_finite_behind_a_guess_is_seen(model: GPT) -> None:
-    desk = Desk(model)
-    bad = torch.full((1, CLASSIC.hidden_size), float("nan"))
-    desk.run(Step(0, rewrites=[Rewrite(0, "bad", packed(bad))]))
+def test_nan_in_a_draft_row_is_a_fault(model: GPT) -> None:
+    driver = StepDriver(model)
+    nan_table = torch.full((1, CLASSIC.hidden_size), float("nan"))
+    driver.run(Step(0, adapter_writes=[AdapterRowsWrite(0, "faulty", row_bytes(nan_table))]))
     for slot in (0, 1):
-        desk.run(desk.begin(slot, PROMPT))
-        desk.run(one(slot, 0, PROMPT))
-    first = alone(model, PROMPT)
+        driver.run(driver.begin(slot, PROMPT))
+        driver.run(sequence_step(slot, 0, PROMPT))
+    first = reference_tokens(model, PROMPT)
     step = Step(
         0,
         slots=[0, 1],
         past=[10, 10],
         lengths=[2, 2],
-        ids=[first[0], V, *first[:2]],
+        token_ids=[first[0], V, *first[:2]],
         draws=[True, True],
-        scores=[0, 0],
-        drafts=[1, 1],
+        prompt_score_counts=[0, 0],
+        draft_counts=[1, 1],
     )
-    outcome = desk.run(step)
+    outcome = driver.run(step)
     assert (outcome.faults, outcome.tokens[2:]) == ([0], first[1:3])
 
 
-def test_a_step_without_sequences_is_answered(model: GPT) -> None:
-    outcome = Desk(model).run(Step(0))
+def test_an_empty_step_has_an_empty_outcome(model: GPT) -> None:
+    outcome = StepDriver(model).run(Step(0))
     assert (outcome.tokens, outcome.faults, outcome.prompt_scores) == ([], [], [])
 
 
-def test_a_copied_block_serves_its_new_owner(model: GPT) -> None:
-    desk = Desk(model)
-    desk.run(desk.begin(0, PROMPT))
-    desk.run(one(0, 0, PROMPT))
-    # 8 tokens in two whole blocks, which are copied into those of slot 1.
-    begin = desk.begin(1, PROMPT)
-    desk.run(Step(0, begins=begin.begins, tables=begin.tables, copies=[(1, 9), (2, 10)]))
-    assert desk.go_on(1, 8, PROMPT[8:], 6) == alone(model, PROMPT)
+def test_copied_blocks_can_be_used_by_another_slot(model: GPT) -> None:
+    driver = StepDriver(model)
+    driver.run(driver.begin(0, PROMPT))
+    driver.run(sequence_step(0, 0, PROMPT))
+    # 8 tokens in two full blocks, which are copied into those of slot 1.
+    begin = driver.begin(1, PROMPT)
+    driver.run(
+        Step(
+            0,
+            slot_inits=begin.slot_inits,
+            block_table_updates=begin.block_table_updates,
+            block_copies=[(1, 9), (2, 10)],
+        )
+    )
+    assert driver.generate(1, 8, PROMPT[8:], 6) == reference_tokens(model, PROMPT)
 
 
-def test_all_copies_are_read_before_any_is_written(model: GPT) -> None:
-    desk = Desk(model)
-    desk.run(desk.begin(0, PROMPT))
-    desk.run(one(0, 0, PROMPT))
-    blocks = desk.runner.pool.layer(1)
+def test_block_copies_read_all_sources_first(model: GPT) -> None:
+    driver = StepDriver(model)
+    driver.run(driver.begin(0, PROMPT))
+    driver.run(sequence_step(0, 0, PROMPT))
+    blocks = driver.runner.pool.layer(1)
     first, second, third = (blocks[block].clone() for block in (1, 2, 3))
-    desk.run(Step(0, copies=[(1, 2), (2, 1), (1, 3)]))
+    driver.run(Step(0, block_copies=[(1, 2), (2, 1), (1, 3)]))
     assert torch.equal(blocks[1], second)
     assert torch.equal(blocks[2], first)
     assert torch.equal(blocks[3], first)
@@ -222,190 +250,199 @@ def test_all_copies_are_read_before_any_is_written(model: GPT) -> None:
 
 
 def test_blocks_are_cleared_before_they_are_copied(model: GPT) -> None:
-    desk = Desk(model)
-    desk.run(desk.begin(0, PROMPT))
-    desk.run(one(0, 0, PROMPT))
-    desk.run(Step(0, clears=[1], copies=[(1, 2)]))
+    driver = StepDriver(model)
+    driver.run(driver.begin(0, PROMPT))
+    driver.run(sequence_step(0, 0, PROMPT))
+    driver.run(Step(0, block_clears=[1], block_copies=[(1, 2)]))
     for layer in model.layers:
-        blocks = desk.runner.pool.layer(layer)
+        blocks = driver.runner.pool.layer(layer)
         assert [bool(blocks[block].any()) for block in (1, 2, 3)] == [False, False, True]
 
 
-def test_rows_of_two_adapters_stand_in_one_step_and_are_replaced(model: GPT) -> None:
-    desk = Desk(model)
-    other = TABLE[:2] * 2 + 1
-    first, second = [V, V + 1, V + 2, *PROMPT], [*PROMPT[:4], V, V + 1, 9]
-    begins = [desk.begin(slot, prompt) for slot, prompt in ((0, first), (1, second))]
+def test_two_adapters_in_one_step_and_replaced_rows(model: GPT) -> None:
+    driver = StepDriver(model)
+    second_table = ADAPTER_TABLE[:2] * 2 + 1
+    first = [V, V + 1, V + 2, *PROMPT]
+    second = [*PROMPT[:4], V, V + 1, 9]
+    begin_steps = [driver.begin(slot, prompt) for slot, prompt in ((0, first), (1, second))]
     # The first adapter is at rows 2 to 4 of the pool, the second one at 6 and 7.
-    ids = [one + 2 if one >= V else one for one in first]
-    ids += [one + 6 if one >= V else one for one in second]
+    ids = [token + 2 if token >= V else token for token in first]
+    ids += [token + 6 if token >= V else token for token in second]
     step = Step(
         0,
         slots=[0, 1],
         past=[0, 0],
         lengths=[len(first), len(second)],
-        ids=ids,
+        token_ids=ids,
         draws=[True, True],
-        scores=[0, 0],
-        begins=[begin for step in begins for begin in step.begins],
-        tables=[table for step in begins for table in step.tables],
-        rewrites=[Rewrite(2, "a", packed(TABLE)), Rewrite(6, "b", packed(other))],
+        prompt_score_counts=[0, 0],
+        slot_inits=[begin for step in begin_steps for begin in step.slot_inits],
+        block_table_updates=[table for step in begin_steps for table in step.block_table_updates],
+        adapter_writes=[
+            AdapterRowsWrite(2, "a", row_bytes(ADAPTER_TABLE)),
+            AdapterRowsWrite(6, "b", row_bytes(second_table)),
+        ],
     )
-    want = [alone(model, first, TABLE)[0], alone(model, second, other)[0]]
-    assert desk.run(step).tokens == want
-    # Another adapter takes the rows of the first.
-    begin = desk.begin(2, second)
-    rewrites = [Rewrite(2, "b", packed(other))]
-    desk.run(Step(0, begins=begin.begins, tables=begin.tables, rewrites=rewrites))
-    ids = [one + 2 if one >= V else one for one in second]
-    assert desk.run(one(2, 0, ids)).tokens == want[1:]
+    first_token = reference_tokens(model, first, ADAPTER_TABLE)[0]
+    second_token = reference_tokens(model, second, second_table)[0]
+    assert driver.run(step).tokens == [first_token, second_token]
+    # Another adapter replaces the rows of the first.
+    begin = driver.begin(2, second)
+    rewrites = [AdapterRowsWrite(2, "b", row_bytes(second_table))]
+    driver.run(
+        Step(
+            0,
+            slot_inits=begin.slot_inits,
+            block_table_updates=begin.block_table_updates,
+            adapter_writes=rewrites,
+        )
+    )
+    ids = [token + 2 if token >= V else token for token in second]
+    assert driver.run(sequence_step(2, 0, ids)).tokens == [second_token]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("name", ["classic", "modern", "experts"])
-def test_what_is_not_finite_is_its_own_sequences_fault(name: str, bad: float) -> None:
+def test_nan_fails_only_its_own_sequence(name: str, number: float) -> None:
     model = build(CONFIGS[name], dtype=torch.float32)
-    desk = Desk(model)
+    driver = StepDriver(model)
     for slot in (0, 1, 2):
-        desk.run(desk.begin(slot, PROMPT))
-    broken = [model.config.vocab_size, *PROMPT[1:]]
-    table = torch.full((1, CLASSIC.hidden_size), bad)
+        driver.run(driver.begin(slot, PROMPT))
+    faulty_prompt = [model.config.vocab_size, *PROMPT[1:]]
+    table = torch.full((1, CLASSIC.hidden_size), number)
     step = Step(
         0,
         slots=[0, 1, 2],
         past=[0, 0, 0],
         lengths=[10, 10, 10],
-        ids=PROMPT + broken + PROMPT,
+        token_ids=PROMPT + faulty_prompt + PROMPT,
         draws=[True, True, True],
-        scores=[0, 0, 0],
-        rewrites=[Rewrite(0, "bad", packed(table))],
+        prompt_score_counts=[0, 0, 0],
+        adapter_writes=[AdapterRowsWrite(0, "faulty", row_bytes(table))],
     )
-    outcome = desk.run(step)
-    # An RMS norm makes small numbers of the largest ones.
-    assert outcome.faults == ([] if (name, bad) == ("modern", 3e38) else [1])
-    assert outcome.tokens[0] == outcome.tokens[2] == alone(model, PROMPT)[0]
-    # Its blocks are cleared, and then serve others.
-    desk.run(Step(0, clears=list(range(9, 17))))
-    assert desk.go_on(1, 0, PROMPT, 6) == alone(model, PROMPT)
+    outcome = driver.run(step)
+    # An RMS norm makes the largest values small again.
+    assert outcome.faults == ([] if (name, number) == ("modern", 3e38) else [1])
+    assert outcome.tokens[0] == outcome.tokens[2] == reference_tokens(model, PROMPT)[0]
+    # The blocks of the faulty sequence are cleared, and then used by another.
+    driver.run(Step(0, block_clears=list(range(9, 17))))
+    assert driver.generate(1, 0, PROMPT, 6) == reference_tokens(model, PROMPT)
 
 
-def test_a_row_that_draws_nothing_is_looked_at_too(model: GPT) -> None:
-    desk = Desk(model)
-    desk.run(desk.begin(0, PROMPT))
-    bad = torch.full((1, CLASSIC.hidden_size), float("nan"))
-    desk.run(Step(0, rewrites=[Rewrite(0, "bad", packed(bad))]))
-    assert desk.run(one(0, 0, [1, V, 3], draws=False)).faults == [0]
+def test_rows_without_sampling_are_checked_for_nan(model: GPT) -> None:
+    driver = StepDriver(model)
+    driver.run(driver.begin(0, PROMPT))
+    nan_table = torch.full((1, CLASSIC.hidden_size), float("nan"))
+    driver.run(Step(0, adapter_writes=[AdapterRowsWrite(0, "faulty", row_bytes(nan_table))]))
+    assert driver.run(sequence_step(0, 0, [1, V, 3], draws=False)).faults == [0]
 
 
-def test_prompt_scores_are_those_of_the_whole_prompt_in_any_chunks(
-    model: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rule = Sampling(max_new_tokens=1, prompt_logprobs=3, logprobs=2)
+def test_prompt_scores_do_not_depend_on_chunks(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = SamplingParams(max_new_tokens=1, prompt_logprobs=3, logprobs=2)
     prompt = [*PROMPT[:3], V, V + 2, *PROMPT[3:]]
-    want = generate(model, [prompt], rule, table=TABLE)[0]
-    # Three rows at a time, where chunks are of other sizes.
+    expected = generate(model, [prompt], rule, adapter_table=ADAPTER_TABLE)[0]
+    # Three rows are scored at a time; chunks have other sizes.
     monkeypatch.setattr(runner_module, "SCORED_BYTES_MAX", 3 * 4 * V)
     for chunk in (1, 5, 12):
-        desk = Desk(model)
-        desk.run(desk.begin(0, prompt, rule))
-        desk.run(Step(0, rewrites=[Rewrite(0, "a", packed(TABLE))]))
-        got: list[Scored] = []
+        driver = StepDriver(model)
+        driver.run(driver.begin(0, prompt, rule))
+        driver.run(Step(0, adapter_writes=[AdapterRowsWrite(0, "a", row_bytes(ADAPTER_TABLE))]))
+        scores: list[TokenScore] = []
         for start in range(0, len(prompt), chunk):
             ids = prompt[start : start + chunk]
             last = start + len(ids) == len(prompt)
-            outcome = desk.run(one(0, start, ids, draws=last, scores=len(ids) - last))
-            got += outcome.prompt_scores[0] if outcome.prompt_scores else []
-        assert outcome.tokens == want.token_ids
-        check_scores(got, want)
+            outcome = driver.run(sequence_step(0, start, ids, draws=last, scores=len(ids) - last))
+            scores += outcome.prompt_scores[0] if outcome.prompt_scores else []
+        assert outcome.tokens == expected.token_ids
+        check_scores(scores, expected)
 
 
-def check_scores(got: list[Scored], want: Completion) -> None:
-    """Places of virtual tokens are filled with something; the first token has none."""
-    assert len(got) == len(want.prompt_scores) - 1
-    for mine, theirs in zip(got, want.prompt_scores[1:], strict=True):
-        if theirs is not None:
-            assert abs(mine.logprob - theirs.logprob) < 1e-9
-            assert mine.rank == theirs.rank
-            assert [token for token, _ in mine.tops] == [token for token, _ in theirs.tops]
+def check_scores(scores: list[TokenScore], expected: Completion) -> None:
+    """Virtual tokens have placeholder scores; the first token has no score."""
+    assert len(scores) == len(expected.prompt_scores) - 1
+    for score, expected_score in zip(scores, expected.prompt_scores[1:], strict=True):
+        if expected_score is not None:
+            assert abs(score.logprob - expected_score.logprob) < 1e-9
+            assert score.rank == expected_score.rank
+            top_tokens = [token for token, _ in score.tops]
+            assert top_tokens == [token for token, _ in expected_score.tops]
 
 
-def test_a_guide_that_cannot_be_followed_ends_its_own_sequence(model: GPT) -> None:
-    desk = Desk(model)  # It has no tokenizer, so it can follow no guide.
+def test_a_failed_guide_ends_only_its_sequence(model: GPT) -> None:
+    driver = StepDriver(model)  # Without a tokenizer, no guide can be started.
     for slot in (0, 1):
-        desk.run(desk.begin(slot, PROMPT))
-    begin = Begin(1, GREEDY, PROMPT, [], Guide("choice", '["a", "b"]'))
+        driver.run(driver.begin(slot, PROMPT))
+    begin = SlotInit(1, GREEDY, PROMPT, [], Guide("choice", '["a", "b"]'))
     step = Step(
         0,
         slots=[0, 1],
         past=[0, 0],
         lengths=[10, 10],
-        ids=PROMPT * 2,
+        token_ids=PROMPT * 2,
         draws=[True, True],
-        scores=[0, 0],
-        begins=[begin],
-        tables=[Table(1, 0, list(range(9, 17)))],
+        prompt_score_counts=[0, 0],
+        slot_inits=[begin],
+        block_table_updates=[BlockTableUpdate(1, 0, list(range(9, 17)))],
     )
-    outcome = desk.run(step)
+    outcome = driver.run(step)
     assert (outcome.faults, outcome.stuck) == ([], [1])
-    assert outcome.tokens[0] == alone(model, PROMPT)[0]
-    # The next one in its slot has no guide.
-    desk.run(desk.begin(1, PROMPT))
-    assert desk.go_on(1, 0, PROMPT, 6) == alone(model, PROMPT)
+    assert outcome.tokens[0] == reference_tokens(model, PROMPT)[0]
+    # The next sequence in the slot has no guide.
+    driver.run(driver.begin(1, PROMPT))
+    assert driver.generate(1, 0, PROMPT, 6) == reference_tokens(model, PROMPT)
 
 
-@pytest.mark.parametrize("kv_tokens", [16, 100, 400])
-@pytest.mark.parametrize("step_tokens", [6, 40, 500])
-def test_a_rehearsal_fits_and_leaves_nothing(model: GPT, step_tokens: int, kv_tokens: int) -> None:
-    config = replace(CONFIG, step_tokens_max=step_tokens, kv_tokens_max=kv_tokens)
-    desk = Desk(model, config)
-    steps = rehearsal(config, desk.runner)
-    assert sum(steps[0].lengths) == min(step_tokens, kv_tokens, 6 * CLASSIC.max_position_embeddings)
-    assert len(steps[2].slots) == min(6, kv_tokens // BLOCK)
-    for step in steps:
-        assert desk.run(step).faults == []
-    for layer in model.layers:
-        assert not desk.runner.pool.layer(layer).any()
-    desk.run(desk.begin(0, PROMPT[:8]))
-    assert desk.go_on(0, 0, PROMPT[:8], 2) == alone(model, PROMPT[:8])[:2]
+def test_kv_tokens_max_gives_its_blocks_and_block_0(model: GPT) -> None:
+    config = CONFIG.with_fields(kv_tokens_max=17)
+    assert available_kv_blocks(model, config.scheduler_config, config.cache_config) == 6
 
 
-def test_as_many_blocks_as_asked_for_and_one_that_nobody_has(model: GPT) -> None:
-    config = replace(CONFIG, kv_tokens_max=17)
-    assert blocks_that_fit(model, config) == 6
-
-
-def test_without_a_number_every_sequence_that_runs_has_room_for_its_context(model: GPT) -> None:
-    config = replace(CONFIG, kv_tokens_max=None)
-    assert blocks_that_fit(model, config) == 6 * CLASSIC.max_position_embeddings // BLOCK + 1
+def test_by_default_every_running_sequence_fits_its_context(model: GPT) -> None:
+    config = CONFIG.with_fields(kv_tokens_max=None)
+    assert (
+        available_kv_blocks(model, config.scheduler_config, config.cache_config)
+        == 6 * CLASSIC.max_position_embeddings // BLOCK_TOKENS + 1
+    )
 
 
 @pytest.mark.parametrize("free", [0, 3 << 20])
-def test_memory_bounds_the_blocks_and_none_is_told(
+def test_free_memory_limits_the_blocks_and_none_is_an_error(
     free: int, model: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(CONFIG, kv_tokens_max=None, running_requests_max=40)
-    monkeypatch.setattr(runner_module, "_host_bytes", lambda: free)
+    config = CONFIG.with_fields(kv_tokens_max=None, running_requests_max=40)
+    monkeypatch.setattr(runner_module, "available_memory_bytes", lambda: free)
     if not free:
         with pytest.raises(ConfigError, match="kv_tokens_max"):
-            blocks_that_fit(model, config)
+            available_kv_blocks(model, config.scheduler_config, config.cache_config)
         return
-    # 5 layers of 32 channels, keys and values, in fp64: 10,240 bytes for 4 tokens.
-    assert blocks_that_fit(model, config) == free // 4 // 10_240
-    assert blocks_that_fit(model, config, neighbours=2) == free // 4 // 2 // 10_240
+    # Keys and values of 5 layers with 32 channels in fp64: 10,240 bytes per block of 4 tokens.
+    assert (
+        available_kv_blocks(model, config.scheduler_config, config.cache_config)
+        == free // 4 // 10_240
+    )
+    assert (
+        available_kv_blocks(
+            model, config.scheduler_config, config.cache_config, ranks_sharing_memory=2
+        )
+        == free // 4 // 2 // 10_240
+    )
 
 
-def test_more_than_there_is_memory_for_is_refused_with_what_could_be(
+def test_kv_tokens_max_over_free_memory_names_the_largest_allowed_number(
     model: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "_host_bytes", lambda: 10 * 10_240)
-    with pytest.raises(ConfigError, match=r"say at most 36\b"):
-        blocks_that_fit(model, replace(CONFIG, kv_tokens_max=40))
-    assert blocks_that_fit(model, replace(CONFIG, kv_tokens_max=36)) == 10
+    monkeypatch.setattr(runner_module, "available_memory_bytes", lambda: 10 * 10_240)
+    with pytest.raises(ConfigError, match=r"set it to at most 36\b"):
+        available_kv_blocks(
+            model, CONFIG.scheduler_config, replace(CONFIG.cache_config, kv_tokens_max=40)
+        )
+    cache_config = replace(CONFIG.cache_config, kv_tokens_max=36)
+    assert available_kv_blocks(model, CONFIG.scheduler_config, cache_config) == 10
 
 
-def test_a_window_hides_what_lies_before_it() -> None:
+def test_a_sliding_window_masks_earlier_tokens() -> None:
     model = build(MODERN)
-    desk = Desk(model)
+    driver = StepDriver(model)
     prompt = PROMPT * 3
-    desk.run(desk.begin(0, prompt))
-    assert desk.go_on(0, 0, prompt[:30], 2) == alone(model, prompt)[:2]
+    driver.run(driver.begin(0, prompt))
+    assert driver.generate(0, 0, prompt[:30], 2) == reference_tokens(model, prompt)[:2]

@@ -1,8 +1,8 @@
-"""Good checkpoints of every format, and the ways to break them.
+"""Valid checkpoints of every format, and faults to plant in them.
 
-Each way takes the root of a copy and plants one fault, as clusters, copies and enemies do: files
-cut short or mixed, numbers that lie, pickles that want to run something. What is expected of a
-reader stands with the kinds, not here.
+A fault takes the root of a copy and changes it, as clusters, copies and attackers do: truncated or
+mixed files, false numbers, pickles that run code. The expected error of each fault is listed with
+the kinds, not here.
 """
 
 import json
@@ -27,18 +27,21 @@ from tests.support.models import lively
 
 Plant = Callable[[Path], object]
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 ITERATION = "iter_0000100"
 RANK_FILE = "model_optim_rng.pt"
 SHARD = "model-00002-of-*.safetensors"
-FIRST, LAST = "mp_rank_00_000", "mp_rank_01_001"
-FIRST_FILE, LAST_FILE = f"{FIRST}/{RANK_FILE}", f"{LAST}/{RANK_FILE}"
+FIRST = "mp_rank_00_000"
+LAST = "mp_rank_01_001"
+FIRST_FILE = f"{FIRST}/{RANK_FILE}"
+LAST_FILE = f"{LAST}/{RANK_FILE}"
 SHARD_BYTES = 30_000
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`words` are all in the sentence; the first is the file or the directory at fault."""
+    """`words` are all in the error message; the first is the faulty file or directory."""
 
     good: str
     plant: Plant
@@ -50,22 +53,22 @@ def kind(good: str, plant: Plant, *words: str) -> Kind:
 
 
 def _huggingface(root: Path) -> None:
-    write_native(lively(hf_targets.GATED), root.with_name("whole"))
-    words = [str(root.with_name("whole")), str(root), "--to", "hf", "--shard-gb", "3e-5"]
-    assert preamble.main(["convert", *words]) == 0
+    write_native(lively(hf_targets.GATED), root.with_name("native"))
+    arguments = [str(root.with_name("native")), str(root), "--to", "hf", "--shard-gb", "3e-5"]
+    assert preamble.main(["convert", *arguments]) == 0
     (root / "preamble.json").unlink()
 
 
 def _bin(root: Path) -> None:
     root.mkdir()
     tensors: dict[str, Tensor] = {}
-    _huggingface(root / "made")
-    for file in (root / "made").glob("*.safetensors"):
+    _huggingface(root / "huggingface")
+    for file in (root / "huggingface").glob("*.safetensors"):
         tensors |= safetensors_of(file)
     torch.save(tensors, root / "pytorch_model.bin")
-    shutil.copy(root / "made" / "config.json", root)
-    shutil.rmtree(root / "made")
-    shutil.rmtree(root / "whole")
+    shutil.copy(root / "huggingface" / "config.json", root)
+    shutil.rmtree(root / "huggingface")
+    shutil.rmtree(root / "native")
 
 
 GOOD: Mapping[str, Plant] = {
@@ -89,7 +92,7 @@ def _nemo(root: Path) -> None:
     shutil.rmtree(root / "plain")
 
 
-def one(root: Path, pattern: str) -> Path:
+def only_match(root: Path, pattern: str) -> Path:
     (path,) = sorted(root.rglob(pattern))
     return path
 
@@ -97,44 +100,46 @@ def one(root: Path, pattern: str) -> Path:
 # Files.
 
 
-def cut(pattern: str, keep: float) -> Plant:
-    """All but a share of a file's bytes is lost; a negative number of bytes is cut from the end."""
+def cut(pattern: str, share: float) -> Plant:
+    """A file keeps a share of its bytes; a negative number of bytes is cut from the end."""
 
     def plant(root: Path) -> None:
-        path = one(root, pattern)
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(len(whole) * keep) if keep >= 0 else int(keep)])
+        path = only_match(root, pattern)
+        content = path.read_bytes()
+        path.write_bytes(content[: int(len(content) * share) if share >= 0 else int(share)])
 
     return plant
 
 
 def lost(pattern: str) -> Plant:
     def plant(root: Path) -> None:
-        path = one(root, pattern)
+        path = only_match(root, pattern)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     return plant
 
 
-def put(pattern: str, content: bytes | str) -> Plant:
-    """Other bytes in a file that is there."""
+def replace_content(pattern: str, content: bytes | str) -> Plant:
+    """Other content for an existing file."""
     text = content.encode() if isinstance(content, str) else content
-    return lambda root: one(root, pattern).write_bytes(text)
+    return lambda root: only_match(root, pattern).write_bytes(text)
 
 
 def grown(pattern: str) -> Plant:
-    """A file as long as a disk; it is a hole, and takes no room."""
-    return lambda root: os.truncate(one(root, pattern), 1 << 40)
+    """A file of a terabyte; it is sparse and takes no space."""
+    return lambda root: os.truncate(only_match(root, pattern), 1 << 40)
 
 
 def pointer(pattern: str) -> Plant:
-    """What git-lfs leaves where nobody pulled."""
-    return put(pattern, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    """The pointer that git-lfs leaves where the file was not pulled."""
+    return replace_content(
+        pattern, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
 
 
 def copied(old: str, new: str) -> Plant:
     def plant(root: Path) -> None:
-        path = one(root, old)
+        path = only_match(root, old)
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, path.with_name(new))
 
@@ -143,19 +148,19 @@ def copied(old: str, new: str) -> Plant:
 
 def swapped(left: str, right: str) -> Plant:
     def plant(root: Path) -> None:
-        paths = [one(root, left), one(root, right)]
-        between = paths[0].with_name("between")
-        for old, new in zip((paths[0], paths[1], between), (between, *paths), strict=True):
+        paths = [only_match(root, left), only_match(root, right)]
+        temporary = paths[0].with_name("between")
+        for old, new in zip((paths[0], paths[1], temporary), (temporary, *paths), strict=True):
             old.rename(new)
 
     return plant
 
 
 def replaced(pattern: str, make: Callable[[Path], object]) -> Plant:
-    """Something else that is no file in a file's place."""
+    """A directory, a link or another entry in place of a file."""
 
     def plant(root: Path) -> None:
-        path = one(root, pattern)
+        path = only_match(root, pattern)
         path.unlink()
         make(path)
 
@@ -171,26 +176,26 @@ def unreadable(path: Path) -> None:
 
 
 def flipped(pattern: str, value: Callable[[Path], Tensor]) -> Plant:
-    """One bit of a weight in a file, which holds `value` somewhere."""
+    """One flipped bit of a weight in a file, which contains `value`."""
 
     def plant(root: Path) -> None:
         needle = value(root).contiguous().view(torch.uint8).numpy().tobytes()[:64]
         for path in sorted(root.rglob(pattern)):
             content = bytearray(path.read_bytes())
-            place = content.find(needle)
-            if place >= 0:
-                content[place + 1] ^= 1
+            position = content.find(needle)
+            if position >= 0:
+                content[position + 1] ^= 1
                 path.write_bytes(content)
                 return
-        raise AssertionError("no file holds it")
+        raise AssertionError("no file contains the weight")
 
     return plant
 
 
 def many(*plants: Plant) -> Plant:
     def plant(root: Path) -> None:
-        for each in plants:
-            each(root)
+        for plant_fault in plants:
+            plant_fault(root)
 
     return plant
 
@@ -201,7 +206,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def saved(pattern: str, change: Change) -> Plant:
-    """What a file of torch.save holds, changed; `pattern` may be of several."""
+    """The changed content of a torch.save file; `pattern` may match several."""
 
     def plant(root: Path) -> None:
         paths = sorted(root.rglob(pattern))
@@ -224,18 +229,18 @@ def argument(name: str, value: object, folders: str = "mp_rank_*") -> Plant:
 
 
 def tensor(folders: str, key: str, change: Callable[[Tensor], object]) -> Plant:
-    """A tensor, changed in its place, or by the tensor that `change` gives."""
+    """A tensor, changed in place, or replaced by the tensor that `change` returns."""
 
     def apply(record: dict[str, Any]) -> None:
-        made = change(record["model"][key])
-        if made is not None:
-            record["model"][key] = made
+        changed = change(record["model"][key])
+        if changed is not None:
+            record["model"][key] = changed
 
     return ranks(folders, apply)
 
 
 class Calls:
-    """Pickles as a call of what it is given."""
+    """Pickles as a call of a function."""
 
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = (function, arguments)
@@ -245,14 +250,14 @@ class Calls:
 
 
 def recipe(pattern: str, opcodes: bytes) -> Plant:
-    """A file of torch.save whose pickle is these bytes."""
+    """A torch.save file whose pickle is these bytes."""
 
     def plant(root: Path) -> None:
-        path = one(root, pattern)
+        path = only_match(root, pattern)
         with zipfile.ZipFile(path) as archive:
-            held = {member: archive.read(member) for member in archive.namelist()}
+            members = {member: archive.read(member) for member in archive.namelist()}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name, content in held.items():
+            for name, content in members.items():
                 archive.writestr(name, opcodes if name.endswith("/data.pkl") else content)
 
     return plant
@@ -264,11 +269,11 @@ def nested(depth: int) -> bytes:
 
 
 def laughs(levels: int = 9) -> list[Any]:
-    """Ten times the same list, ten times, and so on: small in a file, endless in words."""
-    made: list[Any] = ["ha"] * 10
+    """Nested references to the same list: small in a file, exponential when printed."""
+    nested_list: list[Any] = ["ha"] * 10
     for _ in range(levels):
-        made = [made] * 10
-    return made
+        nested_list = [nested_list] * 10
+    return nested_list
 
 
 # The index of a distributed checkpoint.
@@ -276,7 +281,7 @@ def laughs(levels: int = 9) -> list[Any]:
 
 def index(change: Callable[[Any], object]) -> Plant:
     def plant(root: Path) -> None:
-        path = one(root, ".metadata")
+        path = only_match(root, ".metadata")
         record = pickle.loads(path.read_bytes())
         change(record)
         path.write_bytes(pickle.dumps(record))
@@ -289,8 +294,10 @@ def entry(record: Any, key: str) -> Any:
 
 
 def storage(record: Any, key: str) -> tuple[Any, Any]:
-    """The first chunk's place, and the span that it has in a file."""
-    return next((place, span) for place, span in record.storage_data.items() if place.fqn == key)
+    """The location of the first chunk, and its span in a file."""
+    return next(
+        (location, span) for location, span in record.storage_data.items() if location.fqn == key
+    )
 
 
 # safetensors and JSON.
@@ -310,8 +317,8 @@ def header(pattern: str, change: Callable[[dict[str, Any]], object]) -> Plant:
         content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         record = json.loads(content[8 : 8 + length])
-        made = change(record)
-        text = made if isinstance(made, bytes) else json.dumps(record).encode()
+        changed = change(record)
+        text = changed if isinstance(changed, bytes) else json.dumps(record).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
     return plant
@@ -319,7 +326,7 @@ def header(pattern: str, change: Callable[[dict[str, Any]], object]) -> Plant:
 
 def json_of(pattern: str, change: Change) -> Plant:
     def plant(root: Path) -> None:
-        path = one(root, pattern)
+        path = only_match(root, pattern)
         record = json.loads(path.read_text())
         change(record)
         path.write_text(json.dumps(record))

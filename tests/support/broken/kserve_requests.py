@@ -1,6 +1,6 @@
-"""Messages to a KServe v2 server that are wrong in one way each, and what is to be said of each.
+"""Invalid messages to a KServe v2 server, each with one fault, and the expected error of each.
 
-They are made of the bare stubs: tritonclient itself would make few of them.
+They are built from the bare stubs: tritonclient itself would refuse most of them.
 """
 
 import json
@@ -18,17 +18,19 @@ from tests.support.tritonclient_calls import TEXT
 def request(*inputs: dict[str, Any], raw: Sequence[bytes] = (), **fields: Any) -> Any:
     text = texts("text_input", TEXT.encode())
     fields.setdefault("model_name", "preamble")
-    sent = inputs if raw or (inputs and inputs[0]["name"] == "text_input") else (text, *inputs)
-    return service_pb2.ModelInferRequest(inputs=sent, raw_input_contents=raw, **fields)
+    sent_inputs = (
+        inputs if raw or (inputs and inputs[0]["name"] == "text_input") else (text, *inputs)
+    )
+    return service_pb2.ModelInferRequest(inputs=sent_inputs, raw_input_contents=raw, **fields)
 
 
-def one(name: str, datatype: str, shape: Sequence[int], **contents: Any) -> dict[str, Any]:
-    given = {"contents": contents} if contents else {}
-    return {"name": name, "datatype": datatype, "shape": list(shape), **given}
+def input_tensor(name: str, datatype: str, shape: Sequence[int], **contents: Any) -> dict[str, Any]:
+    fields = {"contents": contents} if contents else {}
+    return {"name": name, "datatype": datatype, "shape": list(shape), **fields}
 
 
 def texts(name: str, *values: bytes, shape: Sequence[int] = (1,)) -> dict[str, Any]:
-    return one(name, "BYTES", shape, bytes_contents=values)
+    return input_tensor(name, "BYTES", shape, bytes_contents=values)
 
 
 def sampling(text: str) -> Any:
@@ -40,61 +42,65 @@ def framed(*values: bytes) -> bytes:
 
 
 NO_BYTES = b""
-PROMPT = one("text_input", "BYTES", [1])
+PROMPT = input_tensor("text_input", "BYTES", [1])
 FLAG = service_pb2.InferParameter(bool_param=True)
 NUMBER = service_pb2.InferParameter(int64_param=-1)
-# What is sent, the field that is blamed, and what the sentence says.
+# The message, the field in the error, and a part of the error message.
 FAULTS: dict[str, tuple[Any, str, str]] = {
     "raw and typed": (
         request(texts("text_input", b"a"), raw=[framed(b"a")]),
         "text_input",
-        "has contents, and the request has raw_input_contents",
+        "has contents, but the request has raw_input_contents too",
     ),
     "too few raw": (
-        request(PROMPT, one("stream", "BOOL", [1]), raw=[framed(b"a")]),
+        request(PROMPT, input_tensor("stream", "BOOL", [1]), raw=[framed(b"a")]),
         "raw_input_contents",
-        "raw_input_contents has 1 and inputs has 2",
+        "raw_input_contents has 1 entries and inputs has 2",
     ),
-    "shape": (request(texts("text_input", b"a", shape=[2])), "text_input", "2 elements, and 1"),
+    "shape": (request(texts("text_input", b"a", shape=[2])), "text_input", "2 elements, but"),
     "raw shape": (
-        request(PROMPT, one("top_k", "INT32", [2]), raw=[framed(b"a"), b"\0" * 4]),
+        request(PROMPT, input_tensor("top_k", "INT32", [2]), raw=[framed(b"a"), b"\0" * 4]),
         "top_k",
-        "4 bytes; 2 elements of INT32 (shape [2]) are 8",
+        "4 bytes; 2 elements of INT32 (shape [2]) need 8",
     ),
     "negative": (request(texts("text_input", b"a", shape=[-1])), "text_input", "0 or more"),
     "both negative": (request(texts("text_input", b"a", shape=[-1, -1])), "text_input", "0 or"),
     "huge": (
         request(texts("text_input", b"a", shape=[2**40, 2**40])),
         "text_input",
-        "at most 1048576 may be",
+        "at most 1048576 are allowed",
     ),
     "many dimensions": (request(texts("text_input", b"a", shape=[1] * 9)), "text_input", "9 dim"),
-    "length beyond": (
+    "element length beyond the data": (
         request(PROMPT, raw=[b"\xff\xff\xff\xffab"]),
         "text_input",
-        "says to be 4294967295 bytes, and 2 are left",
+        "of length 4294967295 bytes, but only 2 bytes remain",
     ),
     "half a length": (request(PROMPT, raw=[b"\1\0"]), "text_input", "2 bytes of an element's len"),
-    "bytes after": (request(PROMPT, raw=[framed(b"a", b"b")]), "text_input", "5 bytes after its 1"),
-    "none in there": (request(PROMPT, raw=[b""]), "text_input", "1 elements, and 0"),
-    "no element": (request(texts("text_input", shape=[0])), "text_input", "is not there"),
+    "bytes after the last element": (
+        request(PROMPT, raw=[framed(b"a", b"b")]),
+        "text_input",
+        "5 bytes after its 1",
+    ),
+    "no elements in raw contents": (request(PROMPT, raw=[b""]), "text_input", "1 elements, but"),
+    "no element": (request(texts("text_input", shape=[0])), "text_input", "is not set"),
     "two texts": (
         request(texts("text_input", b"a", b"b", shape=[2])),
         "text_input",
-        "has 2 elements; it takes 1",
+        "has 2 elements; it must have 1",
     ),
-    "not utf-8": (request(texts("text_input", b"a\xff")), "text_input", "not UTF-8 from byte 1"),
+    "not utf-8": (request(texts("text_input", b"a\xff")), "text_input", "not UTF-8 at byte 1"),
     "empty": (request(texts("text_input", b"")), "text_input", "text_input is empty"),
     "not a text": (
-        request(one("text_input", "INT32", [1], int_contents=[1])),
+        request(input_tensor("text_input", "INT32", [1], int_contents=[1])),
         "text_input",
-        "it must be a text (BYTES)",
+        "it must be a string (BYTES)",
     ),
-    "datatype": (request(one("top_k", "INT23", [1])), "top_k", "did you mean 'INT32'?"),
-    "no datatype": (request(one("top_k", "", [1])), "top_k", "is not one"),
-    "typed half": (request(one("top_p", "FP16", [1])), "top_p", "send it raw"),
+    "datatype": (request(input_tensor("top_k", "INT23", [1])), "top_k", "did you mean 'INT32'?"),
+    "no datatype": (request(input_tensor("top_k", "", [1])), "top_k", "unknown datatype"),
+    "typed half": (request(input_tensor("top_p", "FP16", [1])), "top_p", "no typed contents"),
     "contents of another kind": (
-        request(one("top_k", "INT32", [1], int64_contents=[1])),
+        request(input_tensor("top_k", "INT32", [1], int64_contents=[1])),
         "top_k",
         "contents.int_contents",
     ),
@@ -102,104 +108,134 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "twice": (
         request(texts("text_input", b"a"), texts("text_input", b"a")),
         "text_input",
-        "there twice",
+        "occurs twice",
     ),
-    "by two names": (
+    "adapter by two names": (
         request(texts("adapter_id", b"sum"), texts("lora_name", b"sum")),
         "lora_name",
         "means the same",
     ),
-    "in two places": (
+    "set in two inputs": (
         request(
             texts("sampling_parameters", b'{"top_k": 1}'),
-            one("top_k", "INT32", [1], int_contents=[1]),
+            input_tensor("top_k", "INT32", [1], int_contents=[1]),
         ),
         "top_k",
-        "given twice",
+        "set twice",
     ),
     "two prompts": (
-        request(one("input_ids", "INT32", [1], int_contents=[5])),
+        request(input_tensor("input_ids", "INT32", [1], int_contents=[5])),
         "input_ids",
-        "both there",
+        "both set",
     ),
     "not JSON": (sampling("{"), "sampling_parameters", "must be a JSON object"),
     "deep JSON": (sampling("[" * 100_000), "sampling_parameters", "must be a JSON object"),
-    "half a character": (
+    "unpaired surrogate": (
         sampling('{"stop": "\\ud800"}'),
         "sampling_parameters",
-        "must be a JSON object of valid text",
+        "must be a JSON object in valid UTF-8",
     ),
-    "an object of stops": (sampling('{"stop": {"a": 1}}'), "stop", "must be texts"),
-    "long name": (request(texts("x" * 100_000, b"a")), "x" * 80, "no input of this model"),
-    "long output": (request(outputs=[{"name": "x" * 100_000}]), "x" * 80, "no output of this"),
+    "an object of stops": (sampling('{"stop": {"a": 1}}'), "stop", "must be strings"),
+    "long name": (request(texts("x" * 100_000, b"a")), "x" * 80, "not an input of this model"),
+    "long output": (request(outputs=[{"name": "x" * 100_000}]), "x" * 80, "not an output of"),
     "long JSON": (sampling(" " * (1 << 20) + "{}"), "sampling_parameters", "(text_bytes_max)"),
     "a list": (sampling("[1]"), "sampling_parameters", "must be a JSON object"),
-    "itself": (sampling('{"sampling_parameters": {}}'), "sampling_parameters", "take it out"),
+    "nested sampling_parameters": (
+        sampling('{"sampling_parameters": {}}'),
+        "sampling_parameters",
+        "remove the inner one",
+    ),
     "unknown in JSON": (sampling('{"temprature": 1}'), "temprature", "mean 'temperature'?"),
-    "no number": (sampling('{"top_p": "much"}'), "top_p", "must be a finite number"),
+    "text for a number": (sampling('{"top_p": "much"}'), "top_p", "must be a finite number"),
     "NaN": (sampling('{"top_p": NaN}'), "top_p", "must be a finite number"),
     "infinite": (sampling('{"temperature": 1e999}'), "temperature", "must be a finite number"),
-    "half a token": (sampling('{"max_tokens": 1.5}'), "max_tokens", "must be a whole number"),
-    "a truth": (sampling('{"max_tokens": true}'), "max_tokens", "must be a whole number"),
-    "digits": (sampling('{"seed": "%s"}' % ("9" * 5000)), "seed", "must be a whole number"),
+    "fractional number of tokens": (
+        sampling('{"max_tokens": 1.5}'),
+        "max_tokens",
+        "must be a whole number",
+    ),
+    "boolean for a number": (
+        sampling('{"max_tokens": true}'),
+        "max_tokens",
+        "must be a whole number",
+    ),
+    "5000 digits": (sampling('{"seed": "%s"}' % ("9" * 5000)), "seed", "must be a whole number"),
     "huge seed": (sampling('{"seed": 99999999999999999999}'), "seed", "must be a whole number"),
     "huge top_k": (sampling('{"top_k": 5000000000}'), "top_k", "from 0 to 2^32 - 1"),
-    "a flag": (sampling('{"ignore_eos": "maybe"}'), "ignore_eos", "must be true or false"),
-    "stops": (sampling('{"stop": [1]}'), "stop", "must be texts"),
-    "bias": (sampling('{"logit_bias": {"a": 1}}'), "logit_bias", "token ids with a number"),
-    "guide": (sampling('{"guided_decoding": {"jso": {}}}'), "guided_decoding", "must be one of"),
-    "best of": (sampling('{"best_of": 4}'), "best_of", "best_of is not n"),
-    "field": (
-        request(one("inputs", "BYTES", [1]), raw=[framed(b'{"numbers": 1}')]),
-        "inputs",
-        "each field must be a text",
+    "invalid boolean": (sampling('{"ignore_eos": "maybe"}'), "ignore_eos", "must be true or false"),
+    "stops": (sampling('{"stop": [1]}'), "stop", "must be strings"),
+    "bias": (sampling('{"logit_bias": {"a": 1}}'), "logit_bias", "map token ids to numbers"),
+    "guide": (
+        sampling('{"guided_decoding": {"jso": {}}}'),
+        "guided_decoding",
+        "must have exactly one of",
     ),
-    "no ids here": (
-        request(one("input_ids", "INT32", [1]), raw=[struct.pack("<i", 640)]),
+    "best of": (sampling('{"best_of": 4}'), "best_of", "best_of differs from n"),
+    "field": (
+        request(input_tensor("inputs", "BYTES", [1]), raw=[framed(b'{"numbers": 1}')]),
+        "inputs",
+        "each field must be a string",
+    ),
+    "unknown token id": (
+        request(input_tensor("input_ids", "INT32", [1]), raw=[struct.pack("<i", 640)]),
         "input_ids",
-        "input_ids has 640; ids of this model are from 0 to 639",
+        "input_ids has 640; token ids of this model are 0 to 639",
     ),
     "adapter twice": (
         request(texts("adapter_id", b"fox"), model_name="sum"),
         "adapter_id",
-        "name one of them",
+        "name only one of them",
     ),
-    "stream": (request(one("stream", "BOOL", [1], bool_contents=[True])), "stream", "answers once"),
+    "stream": (
+        request(input_tensor("stream", "BOOL", [1], bool_contents=[True])),
+        "stream",
+        "sends one response",
+    ),
     "stream with prompt": (
         request(
-            one("stream", "BOOL", [1], bool_contents=[True]),
-            one("exclude_input_in_output", "BOOL", [1], bool_contents=[False]),
+            input_tensor("stream", "BOOL", [1], bool_contents=[True]),
+            input_tensor("exclude_input_in_output", "BOOL", [1], bool_contents=[False]),
         ),
         "exclude_input_in_output",
-        "pieces never repeat",
+        "stream responses never repeat",
     ),
     "output": (request(outputs=[{"name": "text_out"}]), "text_out", "did you mean 'text_output'?"),
     "parameter": (request(parameters={"temprature": FLAG}), "temprature", "mean 'temperature'?"),
     "priority": (request(parameters={"priority": NUMBER}), "priority", "from 0 to 200"),
     "timeout": (request(parameters={"timeout": NUMBER}), "timeout", "from 0 to"),
 }
-# What any surface refuses, by the names that it has here, as the caller spelled them.
+# Errors of every API, with KServe's parameter names, as the caller spelled them.
 FAULTS |= {
     "a long prompt": (request(texts("text_input", b"a " * 5000)), "text_input", "shorten the"),
     "a long text": (request(texts("text_input", b"a" * (2 << 20))), "text_input", "text_bytes_max"),
-    "no ids": (request(one("input_ids", "INT32", [1]), raw=[NO_BYTES]), "input_ids", "1 elements"),
+    "no ids": (
+        request(input_tensor("input_ids", "INT32", [1]), raw=[NO_BYTES]),
+        "input_ids",
+        "1 elements",
+    ),
     "a negative id": (
-        request(one("input_ids", "INT32", [2]), raw=[struct.pack("<ii", 5, -1)]),
+        request(input_tensor("input_ids", "INT32", [2]), raw=[struct.pack("<ii", 5, -1)]),
         "input_ids",
         "input_ids has -1",
     ),
     "too many tokens": (sampling('{"max_tokens": 4095}'), "max_tokens", "max_tokens (4095)"),
     "no tokens": (sampling('{"max_tokens": 0}'), "max_tokens", "max_tokens is 0"),
     "negative tokens": (sampling('{"max_tokens": -1}'), "max_tokens", "max_tokens is -1"),
-    "more than most": (
+    "min_tokens over max_tokens": (
         sampling('{"min_tokens": 9, "max_tokens": 8}'),
         "min_tokens",
         "min_tokens is 9; it must be at most",
     ),
-    "cold": (sampling('{"temperature": -1}'), "temperature", "from 0 (greedy) to 100"),
+    "negative temperature": (
+        sampling('{"temperature": -1}'),
+        "temperature",
+        "from 0 (greedy) to 100",
+    ),
     "raw NaN": (
         request(
-            PROMPT, one("temperature", "FP32", [1]), raw=[framed(b"a"), struct.pack("<f", math.nan)]
+            PROMPT,
+            input_tensor("temperature", "FP32", [1]),
+            raw=[framed(b"a"), struct.pack("<f", math.nan)],
         ),
         "temperature",
         "finite number",
@@ -210,58 +246,76 @@ FAULTS |= {
     "typical_p": (sampling('{"typical_p": 0}'), "typical_p", "in (0, 1]"),
     "penalty": (sampling('{"repetition_penalty": 0}'), "repetition_penalty", "from 0.01"),
     "presence": (sampling('{"presence_penalty": 9}'), "presence_penalty", "from -2 to 2"),
-    "answers": (sampling('{"n": 2147483648}'), "n", "n is 2147483648; at most 64"),
+    "answers": (sampling('{"n": 2147483648}'), "n", "n is 2147483648; a request may have at most"),
     "sequences": (
-        request(one("num_return_sequences", "INT32", [1], int_contents=[0])),
+        request(input_tensor("num_return_sequences", "INT32", [1], int_contents=[0])),
         "num_return_sequences",
         "num_return_sequences is 0",
     ),
     "beams": (sampling('{"beam_width": 99}'), "beam_width", "beam_width_max"),
     "many stops": (sampling(json.dumps({"stop": ["a"] * 99})), "stop", "stop has 99"),
     "a long stop": (sampling(json.dumps({"stop": "a" * 999})), "stop", "999 bytes"),
-    "stop words": (request(texts("stop_words", b"a" * 999)), "stop_words", "stop_words has one"),
+    "stop words": (
+        request(texts("stop_words", b"a" * 999)),
+        "stop_words",
+        "stop_words has an entry",
+    ),
     "a stop's id": (sampling('{"stop_token_ids": [640]}'), "stop_token_ids", "has 640"),
     "an end's id": (sampling('{"end_id": 640}'), "stop_token_ids", "has 640"),
     "alternatives": (sampling('{"logprobs": 99}'), "logprobs", "logprobs_max"),
     "a bias": (sampling('{"logit_bias": {"5": 101}}'), "logit_bias", "from -100 to 100"),
-    "a bias of none": (sampling('{"logit_bias": {"640": 1}}'), "logit_bias", "has 640"),
+    "bias of an unknown token": (sampling('{"logit_bias": {"640": 1}}'), "logit_bias", "has 640"),
     "allowed": (sampling('{"allowed_token_ids": [-1]}'), "allowed_token_ids", "has -1"),
     "seed": (sampling('{"seed": -1}'), "seed", "seed is -1"),
-    "cut": (sampling('{"truncate_prompt_tokens": -1}'), "truncate_prompt_tokens", "prompt_tokens"),
+    "negative truncation": (
+        sampling('{"truncate_prompt_tokens": -1}'),
+        "truncate_prompt_tokens",
+        "prompt_tokens",
+    ),
     "regex": (
         sampling('{"guided_decoding": {"regex": "("}}'),
         "guided_decoding",
-        "guided_decoding cannot be followed",
+        "guided_decoding is invalid or unsupported",
     ),
     "schema": (
         sampling('{"structured_outputs": {"json": "{"}}'),
         "structured_outputs",
-        "structured_outputs cannot be followed",
+        "structured_outputs is invalid or unsupported",
     ),
-    "a way out": (request(texts("adapter_id", b"../sum")), "adapter_id", "no adapter's name"),
-    "a NUL": (request(texts("lora_name", b"su\0m")), "lora_name", "no adapter's name"),
-    "inputs of none": (request(one("inputs", "BYTES", [1]), raw=[framed(b"{}")]), "inputs", "name"),
-    "an input of none": (
-        request(one("inputs", "BYTES", [1]), raw=[framed(b'{"a": "b"}')], model_name="fox"),
+    "path traversal": (
+        request(texts("adapter_id", b"../sum")),
+        "adapter_id",
+        "not an adapter name",
+    ),
+    "a NUL": (request(texts("lora_name", b"su\0m")), "lora_name", "not an adapter name"),
+    "inputs without an adapter": (
+        request(input_tensor("inputs", "BYTES", [1]), raw=[framed(b"{}")]),
+        "inputs",
+        "name",
+    ),
+    "input that the template lacks": (
+        request(
+            input_tensor("inputs", "BYTES", [1]), raw=[framed(b'{"a": "b"}')], model_name="fox"
+        ),
         "inputs.a",
         "not in the template",
     ),
 }
-# The same of what is known and not served, or not there: with the status that it has.
+# Known but unsupported or missing parameters, with their status codes.
 UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
-    "a table": (
-        request(one("prompt_embedding_table", "FP16", [0])),
+    "prompt embedding table": (
+        request(input_tensor("prompt_embedding_table", "FP16", [0])),
         "prompt_embedding_table",
         "adapter_id",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
     "logits": (
-        request(one("return_context_logits", "BOOL", [1], bool_contents=[True])),
+        request(input_tensor("return_context_logits", "BOOL", [1], bool_contents=[True])),
         "return_context_logits",
-        "leave it out",
+        "remove it",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
-    "no search of that name": (
+    "use_beam_search flag": (
         sampling('{"use_beam_search": true}'),
         "use_beam_search",
         "can only be false",
@@ -276,19 +330,19 @@ UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
     "shared memory": (
         request({**PROMPT, "parameters": {"shared_memory_region": FLAG}}),
         "text_input",
-        "lies in shared memory",
+        "is in shared memory",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
     "output in shared memory": (
         request(outputs=[{"name": "text_output", "parameters": {"shared_memory_region": FLAG}}]),
         "text_output",
-        "asks for shared_memory_region",
+        "has shared_memory_region",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
     "sequence": (
         request(parameters={"sequence_id": service_pb2.InferParameter(int64_param=1)}),
         "sequence_id",
-        "no state is kept",
+        "keeps no state",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
     "no such model": (
@@ -307,7 +361,7 @@ UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
     "no such adapter": (
         request(texts("adapter_id", b"nobody")),
         "adapter_id",
-        "no adapter 'nobody'",
+        "adapter 'nobody' does not exist",
         grpc.StatusCode.NOT_FOUND,
     ),
 }

@@ -1,7 +1,7 @@
-"""Broken Megatron-LM rank files, and pickles of every format that want to run something.
+"""Broken Megatron-LM rank files, and pickles of every format that run code.
 
-Each kind has the words that its sentence must have. All are refused before anything is written. A
-kind that was met in the wild goes here.
+Each kind has the words of its error message. All are refused before anything is written. A kind
+that was seen in practice is added here.
 """
 
 import math
@@ -35,9 +35,9 @@ from tests.support.broken.checkpoints import (
     many,
     nested,
     pointer,
-    put,
     ranks,
     recipe,
+    replace_content,
     replaced,
     saved,
     swapped,
@@ -54,7 +54,7 @@ def dropped(record: dict[str, Any], layer: int) -> None:
         del record["model"][key]
 
 
-def numbered_from_one(record: dict[str, Any]) -> None:
+def shift_layer_numbers(record: dict[str, Any]) -> None:
     model = record["model"]
     for key in sorted(model, reverse=True):
         for layer in (1, 0):
@@ -72,9 +72,13 @@ MEGATRON: Mapping[str, Kind] = {
         "megatron", cut(LAST_FILE, -60), LAST_FILE, "truncated or broken"
     ),
     "half a rank file": kind("megatron", cut(LAST_FILE, 0.5), LAST_FILE, "truncated or broken"),
-    "three bytes of a rank file": kind("megatron", put(LAST_FILE, b"PK\x03"), LAST_FILE, "3 bytes"),
-    "an empty rank file": kind("megatron", put(LAST_FILE, b""), LAST_FILE, "0 bytes"),
-    "text for a rank file": kind("megatron", put(LAST_FILE, "<!doctype html>"), LAST_FILE),
+    "three bytes of a rank file": kind(
+        "megatron", replace_content(LAST_FILE, b"PK\x03"), LAST_FILE, "3 bytes"
+    ),
+    "an empty rank file": kind("megatron", replace_content(LAST_FILE, b""), LAST_FILE, "0 bytes"),
+    "text for a rank file": kind(
+        "megatron", replace_content(LAST_FILE, "<!doctype html>"), LAST_FILE
+    ),
     "a git-lfs pointer for a rank file": kind("megatron", pointer(LAST_FILE), LAST_FILE, "git-lfs"),
     "half an old rank file": kind(
         "legacy", cut(f"mp_rank_01/{RANK_FILE}", 0.5), f"mp_rank_01/{RANK_FILE}", "truncated"
@@ -107,14 +111,14 @@ MEGATRON: Mapping[str, Kind] = {
     "two versions mixed": kind(
         "megatron", ranks(LAST, lambda r: r.update(checkpoint_version=1.0)), LAST_FILE, "version"
     ),
-    "whole numbers for weights": kind(
+    "integers for weights": kind(
         "megatron", tensor(LAST, FC2, torch.Tensor.long), LAST_FILE, FC2, "torch.int64"
     ),
-    "eight bits for weights": kind(
+    "FP8 for weights": kind(
         "megatron", tensor(LAST, FC2, lambda t: t.to(torch.float8_e4m3fn)), LAST_FILE, "quantized"
     ),
     "stages swapped on one tensor rank": kind(
-        "megatron", swapped("mp_rank_00_000", "mp_rank_00_001"), "mp_rank_00_000", "one stage"
+        "megatron", swapped("mp_rank_00_000", "mp_rank_00_001"), "mp_rank_00_000", "the same stage"
     ),
     "tensor ranks of one stage swapped": kind(
         "megatron", swapped(FIRST, "mp_rank_01_000"), RANK_FILE, "not equal"
@@ -126,7 +130,10 @@ MEGATRON: Mapping[str, Kind] = {
         "stage",
     ),
     "layers that count from 1": kind(
-        "megatron", ranks("mp_rank_*_001", numbered_from_one), "mp_rank_00_001", "count from 0"
+        "megatron",
+        ranks("mp_rank_*_001", shift_layer_numbers),
+        "mp_rank_00_001",
+        "all layers from 0 on",
     ),
     "a lost layer": kind(
         "megatron", ranks("mp_rank_*_001", lambda r: dropped(r, 1)), "iter_0000100", "4 layers"
@@ -138,22 +145,22 @@ MEGATRON: Mapping[str, Kind] = {
         "lacks decoder.layers.2.mlp.linear_fc2.bias",
     ),
     "a tensor lost on one rank": kind(
-        "megatron", ranks(LAST, lambda r: r["model"].pop(FC2)), LAST_FILE, "only one of them holds"
+        "megatron", ranks(LAST, lambda r: r["model"].pop(FC2)), LAST_FILE, "only one of them has"
     ),
-    "a tensor of something else": kind(
+    "an unknown tensor": kind(
         "megatron",
         ranks("mp_rank_*_001", lambda r: r["model"].update(x=torch.ones(1))),
         f"mp_rank_00_001/{RANK_FILE}: x",
-        "no place for 1",
+        "no parameter for 1",
     ),
     "a narrow tensor": kind(
         "megatron", tensor(LAST, FC2, lambda t: t[:, :4].clone()), LAST_FILE, "found (32, 4)"
     ),
-    "a tensor of no dimension": kind(
+    "a scalar tensor": kind(
         "megatron", tensor(LAST, FC2, lambda _: torch.tensor(1.0)), LAST_FILE, "found ()"
     ),
     "a sparse tensor": kind(
-        "megatron", tensor(LAST, FC2, lambda t: t.to_sparse()), LAST_FILE, "plain tensor"
+        "megatron", tensor(LAST, FC2, lambda t: t.to_sparse()), LAST_FILE, "dense tensor"
     ),
     "a tensor under two names": kind(
         "megatron",
@@ -167,7 +174,7 @@ MEGATRON: Mapping[str, Kind] = {
         f"mp_rank_00_001/{RANK_FILE}",
         "x\\n\\x1b[31my",
     ),
-    "words for a tensor": kind("megatron", tensor(LAST, FC2, lambda _: "w"), LAST_FILE, "a str"),
+    "a string for a tensor": kind("megatron", tensor(LAST, FC2, lambda _: "w"), LAST_FILE, "a str"),
     "keys that are numbers": kind(
         "megatron", ranks("mp_rank_*", lambda r: r["model"].update({7: torch.ones(1)})), "7"
     ),
@@ -199,7 +206,7 @@ MEGATRON: Mapping[str, Kind] = {
         "megatron", ranks(LAST, lambda r: r.update(modelopt_state={})), LAST_FILE, "quantized"
     ),
     "experts lost": kind("experts", lost(LAST), "iter_0000100", f"lacks {LAST}"),
-    "a number of experts that lies": kind(
+    "a false number of experts": kind(
         "experts", argument("num_experts", 1 << 30), "iter_0000100", "num_experts"
     ),
     "an expert lost": kind(
@@ -216,22 +223,22 @@ MEGATRON: Mapping[str, Kind] = {
 
 
 def _in_itself() -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    made["a"] = made
-    return made
+    record: dict[str, Any] = {}
+    record["a"] = record
+    return record
 
 
 MEGATRON_ARGS: Mapping[str, Kind] = {
     "args that are a list": kind(
         "megatron", ranks(FIRST, lambda r: r.update(args=[1])), FIRST_FILE, "args"
     ),
-    "a number in words": kind(
+    "a string for a number": kind(
         "megatron", argument("num_layers", "4"), "iter_0000100", "args.num_layers is '4'"
     ),
-    "a number below zero": kind(
+    "a negative number": kind(
         "megatron", argument("hidden_size", -32), "iter_0000100", "args.hidden_size is -32"
     ),
-    "a number that is a tensor": kind(
+    "a tensor for a number": kind(
         "megatron",
         argument("num_attention_heads", torch.tensor(4)),
         "iter_0000100",
@@ -240,11 +247,14 @@ MEGATRON_ARGS: Mapping[str, Kind] = {
     "a number that is huge": kind(
         "megatron", argument("ffn_hidden_size", 10**30), "iter_0000100", "ffn_hidden_size"
     ),
-    "a number that is endless": kind(
-        "megatron", argument("ffn_hidden_size", 1 << (1 << 16)), FIRST_FILE, "not a pickle"
+    "an integer of 65,537 bits": kind(
+        "megatron", argument("ffn_hidden_size", 1 << (1 << 16)), FIRST_FILE, "readable pickle"
     ),
     "a million tensor ranks": kind(
-        "megatron", argument("tensor_model_parallel_size", 10**6), FIRST_FILE, "no cluster has"
+        "megatron",
+        argument("tensor_model_parallel_size", 10**6),
+        FIRST_FILE,
+        "impossible parallel sizes",
     ),
     "a thousand tensor ranks": kind(
         "megatron",
@@ -254,12 +264,15 @@ MEGATRON_ARGS: Mapping[str, Kind] = {
         "1993 more",
     ),
     "no tensor ranks": kind(
-        "megatron", argument("tensor_model_parallel_size", 0), FIRST_FILE, "which no cluster has"
+        "megatron",
+        argument("tensor_model_parallel_size", 0),
+        FIRST_FILE,
+        "impossible parallel sizes",
     ),
-    "a number that is none": kind(
+    "NaN for a number": kind(
         "megatron", argument("layernorm_epsilon", math.nan), "iter_0000100", "layernorm_epsilon"
     ),
-    "an endless float": kind(
+    "an integer beyond float64": kind(
         "megatron", argument("layernorm_epsilon", 10**400), "iter_0000100", "layernorm_epsilon"
     ),
     "a norm that is a list": kind(
@@ -274,31 +287,31 @@ MEGATRON_ARGS: Mapping[str, Kind] = {
     "a window of a million brackets": kind(
         "megatron", argument("window_size", "(" * 1_000_000), "iter_0000100", "window_size"
     ),
-    "a version that is no number": kind(
+    "NaN for a version": kind(
         "legacy", ranks("*", lambda r: r.update(checkpoint_version=math.nan)), RANK_FILE, "version"
     ),
-    "a version below zero": kind(
+    "a negative version": kind(
         "legacy", ranks("*", lambda r: r.update(checkpoint_version=-1)), RANK_FILE, "version"
     ),
-    "a version in words": kind(
+    "a string for a version": kind(
         "megatron", ranks(FIRST, lambda r: r.update(checkpoint_version="3")), FIRST_FILE, "version"
     ),
-    "an endless version": kind(
+    "a version beyond float64": kind(
         "megatron", ranks(FIRST, lambda r: r.update(checkpoint_version=10**400)), FIRST_FILE
     ),
-    "an iteration that is none": kind(
+    "a string for an iteration": kind(
         "megatron", ranks(FIRST, lambda r: r.update(iteration="1")), FIRST_FILE, "iteration"
     ),
-    "an iteration that is a tensor of no number": kind(
+    "a NaN tensor for an iteration": kind(
         "megatron", ranks(FIRST, lambda r: r.update(iteration=torch.tensor(math.nan))), FIRST_FILE
     ),
-    "an endless list for a number": kind(
+    "an exponential list for a number": kind(
         "megatron", argument("num_layers", laughs()), "iter_0000100", "args.num_layers"
     ),
-    "an endless list for what is refused": kind(
+    "an exponential list for a refused argument": kind(
         "megatron", argument("spec", laughs()), "iter_0000100", "args.spec"
     ),
-    "an endless list for a version": kind(
+    "an exponential list for a version": kind(
         "megatron", ranks(FIRST, lambda r: r.update(checkpoint_version=laughs())), FIRST_FILE
     ),
     "a dict that holds itself": kind(
@@ -307,17 +320,25 @@ MEGATRON_ARGS: Mapping[str, Kind] = {
 }
 
 TRACKERS: Mapping[str, Kind] = {
-    "a tracker of nothing": kind("megatron", put(TRACKER, ""), TRACKER, "says ''"),
-    "a tracker of noise": kind("megatron", put(TRACKER, b"\xff\x00\n\n7"), TRACKER, "not a number"),
-    "a tracker that names what is gone": kind(
-        "megatron", put(TRACKER, "200"), TRACKER, "names iter_0000200", "found are: iter_0000100"
+    "an empty tracker": kind("megatron", replace_content(TRACKER, ""), TRACKER, "contains ''"),
+    "a tracker of invalid UTF-8": kind(
+        "megatron", replace_content(TRACKER, b"\xff\x00\n\n7"), TRACKER, "neither a number"
     ),
-    "a tracker that leads out": kind("megatron", put(TRACKER, "../x"), TRACKER, "'../x'"),
-    "a tracker of a root of distributed files that names what is gone": kind(
-        "torch_dist", put(TRACKER, "200"), TRACKER, "names iter_0000200"
+    "a tracker that names a missing iteration": kind(
+        "megatron",
+        replace_content(TRACKER, "200"),
+        TRACKER,
+        "names iter_0000200",
+        "found: iter_0000100",
+    ),
+    "a tracker that leads out": kind(
+        "megatron", replace_content(TRACKER, "../x"), TRACKER, "'../x'"
+    ),
+    "a torch_dist tracker that names a missing iteration": kind(
+        "torch_dist", replace_content(TRACKER, "200"), TRACKER, "names iter_0000200"
     ),
     "a tracker as large as a file of weights": kind(
-        "megatron", put(TRACKER, b"7" * (8 << 20)), TRACKER, "not a number"
+        "megatron", replace_content(TRACKER, b"7" * (8 << 20)), TRACKER, "neither a number"
     ),
     "a tracker of a terabyte": kind("megatron", grown(TRACKER), TRACKER),
     "a directory for a tracker": kind(
@@ -327,7 +348,7 @@ TRACKERS: Mapping[str, Kind] = {
 
 
 def deep(tail: bytes) -> bytes:
-    """`tail` is what stands on a protocol 2 pickle's stack at last."""
+    """`tail` ends up on the stack of a protocol 2 pickle."""
     return b"\x80\x02" + tail + b"."
 
 
@@ -349,16 +370,16 @@ HOSTILE: Mapping[str, Kind] = {
         "asks to run",
         "eval",
     ),
-    "a name through getattr": kind(
+    "a call of getattr": kind(
         "megatron",
         ranks(LAST, lambda r: r.update(x=Calls(getattr, torch.Tensor, "tolist"))),
         LAST_FILE,
         "asks to run builtins.getattr",
     ),
-    "a module that is built on": kind(
+    "a BUILD opcode on a module": kind(
         "megatron", recipe(LAST_FILE, deep(b"ctorch\nnn\n}X\x01\x00\x00\x00aK\x01sb")), LAST_FILE
     ),
-    "a name of the loader that is built on": kind(
+    "a BUILD opcode on getattr": kind(
         "megatron",
         recipe(LAST_FILE, deep(b"cbuiltins\ngetattr\n}X\x01\x00\x00\x00aK\x01sb")),
         LAST_FILE,
@@ -371,10 +392,10 @@ HOSTILE: Mapping[str, Kind] = {
         recipe(LAST_FILE, b"\x80\x02}(X\x04\x00\x00\x00args" + nested(20_000)[2:-1] + b"u."),
         LAST_FILE,
     ),
-    "a text that claims to be vast": kind(
+    "a string with a vast length": kind(
         "megatron", recipe(LAST_FILE, deep(b"X\xff\xff\xff\x7fa")), LAST_FILE
     ),
-    "a memo that claims to be vast": kind(
+    "a memo with a vast index": kind(
         "megatron", recipe(LAST_FILE, deep(b"}r\xff\xff\xff\x7f")), LAST_FILE
     ),
     "a pickle without an end": kind("megatron", recipe(LAST_FILE, b"\x80\x02}"), LAST_FILE),
@@ -404,7 +425,7 @@ HOSTILE: Mapping[str, Kind] = {
     ),
     "a hostile index": kind(
         "torch_dist",
-        lambda root: checkpoints.one(root, ".metadata").write_bytes(
+        lambda root: checkpoints.only_match(root, ".metadata").write_bytes(
             pickle.dumps(Calls(os.system, "true"))
         ),
         ".metadata",
@@ -426,7 +447,7 @@ HOSTILE: Mapping[str, Kind] = {
 
 
 def _old(root: Path, hostile: object) -> None:
-    path = checkpoints.one(root, f"mp_rank_01/{RANK_FILE}")
+    path = checkpoints.only_match(root, f"mp_rank_01/{RANK_FILE}")
     torch.save({"args": hostile, "model": {}}, path, _use_new_zipfile_serialization=False)
 
 

@@ -1,7 +1,7 @@
-"""Broken NeMo archives: cut, hostile, or lying about what is in them.
+"""Broken NeMo archives: truncated, hostile, or inconsistent.
 
-Each kind has the words that its sentence must have. All are refused before anything is written. A
-kind that was met in the wild goes here.
+Each kind has the words of its error message. All are refused before anything is written. A kind
+that was seen in practice is added here.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.support.broken import checkpoints
-from tests.support.broken.checkpoints import Calls, Kind, Plant, cut, kind, pointer, put
+from tests.support.broken.checkpoints import Calls, Kind, Plant, cut, kind, pointer, replace_content
 from tests.support.checkpoints import nemo_writer
 
 
@@ -27,50 +27,50 @@ def repacked(change: Callable[[dict[str, bytes]], object]) -> Plant:
     """An archive whose members are changed."""
 
     def plant(root: Path) -> None:
-        path = checkpoints.one(root, "gpt.nemo")
+        path = checkpoints.only_match(root, "gpt.nemo")
         with tarfile.open(path) as archive:
             members = [(member.name[2:], archive.extractfile(member)) for member in archive]
-            held = {name: file.read() for name, file in members if file is not None}
-        change(held)
+            contents = {name: file.read() for name, file in members if file is not None}
+        change(contents)
         with tarfile.open(path, "w") as archive:
-            for name, content in held.items():
+            for name, content in contents.items():
                 nemo_writer.member(archive, name, content)
 
     return plant
 
 
-def _with(name: str, text: bytes = b"", **about: object) -> Plant:
+def _with(name: str, text: bytes = b"", **attributes: object) -> Plant:
     """One more member."""
 
     def plant(root: Path) -> None:
-        with tarfile.open(checkpoints.one(root, "gpt.nemo"), "a") as archive:
-            nemo_writer.member(archive, name, text, **about)
+        with tarfile.open(checkpoints.only_match(root, "gpt.nemo"), "a") as archive:
+            nemo_writer.member(archive, name, text, **attributes)
 
     return plant
 
 
 def _claims_a_terabyte(root: Path) -> None:
-    info = tarfile.TarInfo("model_config.yaml")
-    info.size = 1 << 40
-    checkpoints.one(root, "gpt.nemo").write_bytes(info.tobuf() + b"num_layers: 4\n" * 100)
+    member = tarfile.TarInfo("model_config.yaml")
+    member.size = 1 << 40
+    checkpoints.only_match(root, "gpt.nemo").write_bytes(member.tobuf() + b"num_layers: 4\n" * 100)
 
 
 RANK_0 = "mp_rank_00/model_weights.ckpt"
 NEMO: Mapping[str, Kind] = {
     "half an archive": kind("nemo", cut("gpt.nemo", 0.5), "gpt.nemo", "broken or hostile"),
-    "an empty archive": kind("nemo", put("gpt.nemo", b""), "gpt.nemo"),
+    "an empty archive": kind("nemo", replace_content("gpt.nemo", b""), "gpt.nemo"),
     "a git-lfs pointer for an archive": kind("nemo", pointer("gpt.nemo"), "gpt.nemo", "git-lfs"),
     "a member that claims a terabyte": kind("nemo", _claims_a_terabyte, "gpt.nemo", "ends at"),
     "a member that leads out": kind("nemo", _with("../x"), "gpt.nemo", "outside"),
-    "a member by its whole path": kind("nemo", _with("/etc/x"), "gpt.nemo", "outside"),
+    "a member with an absolute path": kind("nemo", _with("/etc/x"), "gpt.nemo", "outside"),
     "a member that is a link": kind(
         "nemo", _with("x", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "gpt.nemo", "a link to"
     ),
     "a member that is a device": kind("nemo", _with("x", type=tarfile.CHRTYPE), "gpt.nemo", "x"),
-    "a member twice": kind("nemo", _with("model_config.yaml"), "gpt.nemo", "twice"),
-    "a bomb of compression": kind(
+    "a duplicate member": kind("nemo", _with("model_config.yaml"), "gpt.nemo", "twice"),
+    "a gzip bomb": kind(
         "nemo",
-        lambda root: checkpoints.one(root, "gpt.nemo").write_bytes(
+        lambda root: checkpoints.only_match(root, "gpt.nemo").write_bytes(
             gzip.compress(tarfile.TarInfo("model_config.yaml").tobuf() + bytes(64 << 20))
         ),
         "gpt.nemo",
@@ -100,7 +100,7 @@ NEMO: Mapping[str, Kind] = {
         "model_config.yaml",
         "num_layers",
     ),
-    "a config of endless references": kind(
+    "a config of exponential references": kind(
         "nemo",
         _config(
             "a0: &a0 [x]\n"

@@ -1,7 +1,7 @@
-"""What a client of OpenAI's completions can say wrong, and what is to be said of each.
+"""Invalid requests of an OpenAI completions client, and the expected error of each.
 
-Arguments of the client's `create`, in place of good ones; the parameter that is blamed; and words
-of the sentence.
+Arguments of the client's `create` in place of valid ones, the parameter in the error, and words of
+the error message.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "set stream"),
     ({"prompt": ""}, "prompt", "empty"),
     ({"prompt": []}, "prompt", "not set"),
-    ({"prompt": [1, "a"]}, "prompt", "beside"),
+    ({"prompt": [1, "a"]}, "prompt", "mixes"),
     ({"prompt": [[]]}, "prompt", "empty"),
     ({"prompt": [10**9]}, "prompt", "1000000000"),
     ({"prompt": ["a"] * 6}, "prompt", "prompts_max"),
@@ -51,8 +51,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [-1]}, "prompt", "prompt has -1"),
     ({"prompt": {"a": 1}}, "prompt", "Expected"),
     *(
-        ({"extra_body": {name: value}}, name, said)
-        for name, value, said in (
+        ({"extra_body": {name: value}}, name, message)
+        for name, value, message in (
             ("top_k", -2, "top_k is -2"),
             ("min_p", 2, "from 0 (off) to 1"),
             ("typical_p", 0, "in (0, 1]"),
@@ -64,17 +64,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
             ("bad_words", [""], "0 bytes"),
             ("prompt_logprobs", 99, "logprobs_max"),
             ("truncate_prompt_tokens", -1, "truncate_prompt_tokens is -1"),
-            ("guided_json", "{", "guided_json cannot be followed"),
-            ("guided_choice", [], "guided_choice cannot be followed"),
+            ("guided_json", "{", "guided_json is invalid or unsupported"),
+            ("guided_choice", [], "guided_choice is invalid or unsupported"),
             ("guided_grammar", "start: nope", "unknown name"),
             ("guided_regex", "a" * 99_999, "guide_bytes_max"),
-            ("structured_outputs", {"regex": "("}, "structured_outputs cannot be followed"),
-            ("structured_outputs", {"regexp": "a"}, "'regexp', which is unknown"),
-            ("response_format", {"type": "json_schema"}, "no json_schema.schema"),
+            ("structured_outputs", {"regex": "("}, "structured_outputs is invalid or unsupported"),
+            ("structured_outputs", {"regexp": "a"}, "unknown field 'regexp'"),
+            ("response_format", {"type": "json_schema"}, "without json_schema.schema"),
             ("response_format", {"type": "xml"}, "response_format.type"),
             ("service_class", "fast", "Invalid enum value"),
             ("priority", 101, "from -100 to 100"),
-            ("length_penalty", 2, "length_penalty is for beams"),
+            ("length_penalty", 2, "length_penalty is for beam search"),
             ("skip_special_tokens", False, "can only be true"),
             ("return_token_ids", True, "can only be false"),
         )

@@ -1,7 +1,7 @@
 """Broken distributed, Hugging Face and native checkpoints.
 
-Each kind has the words that its sentence must have. All are refused before anything is written. A
-kind that was met in the wild goes here.
+Each kind has the words of its error message. All are refused before anything is written. A kind
+that was seen in practice is added here.
 """
 
 import math
@@ -29,8 +29,8 @@ from tests.support.broken.checkpoints import (
     lost,
     nested,
     pointer,
-    put,
     recipe,
+    replace_content,
     replaced,
     saved,
     storage,
@@ -42,7 +42,7 @@ VAST = 1 << 60
 
 
 def _span(change: Any) -> Plant:
-    """Where the first chunk of a key is said to lie, changed."""
+    """The location of the first chunk of a key, changed."""
     return index(lambda record: [vars(storage(record, STACKED)[1]).update(**change)])
 
 
@@ -57,10 +57,14 @@ def _chunk(number: int, **values: Any) -> Plant:
 def _moved(record: Any) -> None:
     """The second chunk over the first, in the storage too."""
     chunks = entry(record, STACKED).chunks
-    places = {place: span for place, span in record.storage_data.items() if place.fqn == STACKED}
-    second = next(place for place in places if tuple(place.offset) == tuple(chunks[1].offsets))
+    locations = {
+        location: span for location, span in record.storage_data.items() if location.fqn == STACKED
+    }
+    second_chunk = next(
+        location for location in locations if tuple(location.offset) == tuple(chunks[1].offsets)
+    )
     chunks[1] = chunks[0]
-    del record.storage_data[second]
+    del record.storage_data[second_chunk]
 
 
 def _hole(record: Any) -> None:
@@ -70,23 +74,28 @@ def _hole(record: Any) -> None:
 DISTRIBUTED: Mapping[str, Kind] = {
     "half an index": kind("torch_dist", cut(".metadata", 0.5), ".metadata", "broken or hostile"),
     "an index that claims a vast memo": kind(
-        "torch_dist", put(".metadata", b"\x80\x02}r\xff\xff\xff\x0f."), ".metadata"
+        "torch_dist", replace_content(".metadata", b"\x80\x02}r\xff\xff\xff\x0f."), ".metadata"
     ),
-    "an empty index": kind("torch_dist", put(".metadata", b""), ".metadata", "0 bytes"),
+    "an empty index": kind("torch_dist", replace_content(".metadata", b""), ".metadata", "0 bytes"),
     "a git-lfs pointer for an index": kind("torch_dist", pointer(".metadata"), "git-lfs"),
     "a git-lfs pointer for chunks": kind(
         "torch_dist", pointer("__0_0.distcp"), "__0_0.distcp", "git-lfs"
     ),
     "an index that is a list": kind(
-        "torch_dist", put(".metadata", pickle.dumps([1])), ".metadata", "not an index"
+        "torch_dist",
+        replace_content(".metadata", pickle.dumps([1])),
+        ".metadata",
+        "not a readable index",
     ),
     "an index of lists twenty thousand deep": kind(
-        "torch_dist", put(".metadata", nested(20_000)), ".metadata"
+        "torch_dist", replace_content(".metadata", nested(20_000)), ".metadata"
     ),
     "an index of a terabyte": kind("torch_dist", grown(".metadata"), ".metadata"),
     "no index": kind("torch_dist", lost(".metadata"), "no .metadata", "did not finish"),
-    "no last word": kind("torch_dist", lost("metadata.json"), "metadata.json", "did not finish"),
-    "half a last word": kind("torch_dist", cut("metadata.json", 0.5), "metadata.json"),
+    "no metadata.json": kind(
+        "torch_dist", lost("metadata.json"), "metadata.json", "did not finish"
+    ),
+    "half a metadata.json": kind("torch_dist", cut("metadata.json", 0.5), "metadata.json"),
     "the zarr format": kind(
         "torch_dist", fields("metadata.json", sharded_backend="zarr"), "iter_0000100", "zarr"
     ),
@@ -108,7 +117,7 @@ DISTRIBUTED: Mapping[str, Kind] = {
         ".metadata",
         "../../../../etc/passwd",
     ),
-    "a file of chunks by its whole path": kind(
+    "a file of chunks with an absolute path": kind(
         "torch_dist", _span({"relative_path": "/etc/passwd"}), ".metadata", "/etc/passwd"
     ),
     "a chunk beyond its file": kind(
@@ -116,31 +125,33 @@ DISTRIBUTED: Mapping[str, Kind] = {
     ),
     "a chunk of a terabyte": kind("torch_dist", _span({"length": 1 << 40}), ".distcp", "truncated"),
     "a chunk of no bytes": kind("torch_dist", _span({"length": 0}), ".distcp", STACKED),
-    "a chunk in another's place": kind("torch_dist", _span({"offset": 0}), ".distcp", STACKED),
-    "a chunk before its file": kind("torch_dist", _span({"offset": -1}), ".metadata"),
+    "a chunk at the offset of another": kind(
+        "torch_dist", _span({"offset": 0}), ".distcp", STACKED
+    ),
+    "a chunk at a negative offset": kind("torch_dist", _span({"offset": -1}), ".metadata"),
     "a compressed chunk": kind(
         "torch_dist", _span({"transform_descriptors": ["zstd"]}), "iter_0000100", "zstd"
     ),
     "chunks that overlap": kind("torch_dist", index(_moved), "iter_0000100", "linear_fc2"),
     "chunks with a hole": kind("torch_dist", index(_hole), "iter_0000100", "linear_fc2"),
-    "a chunk beyond the whole": kind(
-        "torch_dist", _chunk(0, sizes=torch.Size([9, 32, 22])), ".distcp", "beyond the whole"
+    "a chunk outside its tensor": kind(
+        "torch_dist", _chunk(0, sizes=torch.Size([9, 32, 22])), ".distcp", "outside the"
     ),
     "a chunk of a vast size": kind(
-        "torch_dist", _chunk(0, sizes=torch.Size([1, VAST, 22])), ".distcp", "beyond the whole"
+        "torch_dist", _chunk(0, sizes=torch.Size([1, VAST, 22])), ".distcp", "outside the"
     ),
     "a chunk of other dimensions": kind(
         "torch_dist", _chunk(0, sizes=torch.Size([1, 32])), ".metadata", "dimensions"
     ),
-    "a chunk at an endless list": kind(
-        "torch_dist", _chunk(0, sizes=laughs()), ".metadata", "sizes are needed"
+    "a chunk with exponential sizes": kind(
+        "torch_dist", _chunk(0, sizes=laughs()), ".metadata", "expected sizes"
     ),
-    "a whole of a vast size": kind(
+    "a tensor of a vast size": kind(
         "torch_dist",
         index(lambda r: setattr(entry(r, STACKED), "size", torch.Size([4, VAST, 44]))),
         "linear_fc2",
     ),
-    "layers without number": kind(
+    "a vast number of layers": kind(
         "torch_dist",
         index(lambda r: setattr(entry(r, STACKED), "size", torch.Size([VAST, 32, 44]))),
         STACKED,
@@ -157,7 +168,7 @@ DISTRIBUTED: Mapping[str, Kind] = {
         "iter_0000100",
         "lacks decoder.layers.0.mlp.linear_fc2.weight",
     ),
-    "a key of something else": kind(
+    "an unknown key": kind(
         "torch_dist",
         index(
             lambda r: (
@@ -166,8 +177,8 @@ DISTRIBUTED: Mapping[str, Kind] = {
                 ),
                 r.storage_data.update(
                     {
-                        type(place)("decoder.x.weight", place.offset, place.index): span
-                        for place, span in [storage(r, "decoder.final_layernorm.weight")]
+                        type(location)("decoder.x.weight", location.offset, location.index): span
+                        for location, span in [storage(r, "decoder.final_layernorm.weight")]
                     }
                 ),
             )
@@ -175,7 +186,7 @@ DISTRIBUTED: Mapping[str, Kind] = {
         "iter_0000100",
         "decoder.x.weight",
     ),
-    "whole numbers in an index": kind(
+    "integers in an index": kind(
         "torch_dist",
         index(lambda r: setattr(entry(r, STACKED).properties, "dtype", torch.int64)),
         "torch.int64",
@@ -207,44 +218,54 @@ def _deep_json(depth: int) -> str:
 
 
 def _overlapping(record: dict[str, Any]) -> None:
-    """The second begins where the first does."""
-    first, second = [entry for key, entry in record.items() if key != "__metadata__"][:2]
-    start = first["data_offsets"][1] // 2
-    second["data_offsets"] = [start, start + second["data_offsets"][1] - second["data_offsets"][0]]
+    """The second entry begins where the first does."""
+    first_entry, second_entry = [entry for key, entry in record.items() if key != "__metadata__"][
+        :2
+    ]
+    start = first_entry["data_offsets"][1] // 2
+    second_entry["data_offsets"] = [
+        start,
+        start + second_entry["data_offsets"][1] - second_entry["data_offsets"][0],
+    ]
 
 
 SECOND = "model-00002-of-00012.safetensors"
 SAFETENSORS: Mapping[str, Kind] = {
     "half a shard": kind("huggingface", cut(SECOND, 0.5), SECOND, "truncated"),
     "a shard without its last bytes": kind("huggingface", cut(SECOND, -4), SECOND, "truncated"),
-    "three bytes of a shard": kind("huggingface", put(SECOND, b"abc"), SECOND, "3 bytes"),
-    "a header that claims to be vast": kind(
-        "huggingface", put(SECOND, (1 << 62).to_bytes(8, "little") + b"{}"), SECOND, "truncated"
+    "three bytes of a shard": kind(
+        "huggingface", replace_content(SECOND, b"abc"), SECOND, "3 bytes"
     ),
-    "a shard with bytes to spare": kind(
+    "a header that claims to be vast": kind(
         "huggingface",
-        lambda root: checkpoints.one(root, SECOND).write_bytes(
-            checkpoints.one(root, SECOND).read_bytes() + b"1234"
+        replace_content(SECOND, (1 << 62).to_bytes(8, "little") + b"{}"),
+        SECOND,
+        "truncated",
+    ),
+    "a shard with surplus bytes": kind(
+        "huggingface",
+        lambda root: checkpoints.only_match(root, SECOND).write_bytes(
+            checkpoints.only_match(root, SECOND).read_bytes() + b"1234"
         ),
         SECOND,
-        "does not name",
+        "does not describe",
     ),
     "spans that overlap": kind(
         "huggingface",
         header(SHARD, _overlapping),
         SECOND,
-        "overlaps",
+        "has an overlap",
     ),
-    "a name twice in a header": kind(
+    "a duplicate name in a header": kind(
         "huggingface",
         header(SHARD, lambda r: _json(r)[:-1].encode() + b"," + _json(r)[1:].encode()),
         SECOND,
         "occurs twice",
     ),
-    "a number that is none in a header": kind(
+    "NaN in a header": kind(
         "huggingface", header(SHARD, lambda r: _first(r).update(shape=[math.nan])), SECOND
     ),
-    "a shape below zero": kind(
+    "a negative shape": kind(
         "huggingface", header(SHARD, lambda r: _first(r).update(shape=[-1, 48])), SECOND
     ),
     "a vast shape": kind(
@@ -256,7 +277,7 @@ SAFETENSORS: Mapping[str, Kind] = {
     "a dtype of another width": kind(
         "huggingface", header(SHARD, lambda r: _first(r).update(dtype="BF16")), SECOND, "needs"
     ),
-    "whole numbers in a shard": kind(
+    "integers in a shard": kind(
         "huggingface", header(SHARD, lambda r: _first(r).update(dtype="I32")), SECOND, "torch.int32"
     ),
     "a header that is a list": kind("huggingface", header(SHARD, lambda r: b"[]"), SECOND),
@@ -285,7 +306,7 @@ SAFETENSORS: Mapping[str, Kind] = {
         "huggingface",
         json_of("*.index.json", lambda r: r["weight_map"].update(x=SECOND)),
         "model.safetensors.index.json",
-        "does not hold it",
+        "does not contain it",
     ),
     "a line break in a shard's name": kind(
         "huggingface",
@@ -294,7 +315,10 @@ SAFETENSORS: Mapping[str, Kind] = {
         "a\\nb.safetensors",
     ),
     "an index without a map": kind(
-        "huggingface", put("*.index.json", "{}"), "model.safetensors.index.json", "weight_map"
+        "huggingface",
+        replace_content("*.index.json", "{}"),
+        "model.safetensors.index.json",
+        "weight_map",
     ),
     "no index beside shards": kind(
         "huggingface", lost("*.index.json"), "model.safetensors.index.json"
@@ -344,32 +368,34 @@ CONFIGS: Mapping[str, Kind] = {
         "huggingface", pointer("config.json"), "config.json", "git-lfs"
     ),
     "a config of a terabyte": kind("huggingface", grown("config.json"), "config.json", "more than"),
-    "a config that is a list": kind("huggingface", put("config.json", "[]"), "config.json"),
+    "a config that is a list": kind(
+        "huggingface", replace_content("config.json", "[]"), "config.json"
+    ),
     "a deep config": kind(
-        "huggingface", put("config.json", _deep_json(20_000)), "config.json", "not JSON"
+        "huggingface", replace_content("config.json", _deep_json(20_000)), "config.json", "not JSON"
     ),
     "a config that is not text": kind(
-        "huggingface", put("config.json", b"\xff\xfe{}"), "config.json"
+        "huggingface", replace_content("config.json", b"\xff\xfe{}"), "config.json"
     ),
-    "a number of layers in words": kind(
+    "a string for the number of layers": kind(
         "huggingface", fields("config.json", num_hidden_layers="3"), "config.json", '"3"'
     ),
-    "a number of layers that is true": kind(
+    "a boolean for the number of layers": kind(
         "huggingface", fields("config.json", num_hidden_layers=True), "config.json", "true"
     ),
     "too many layers": kind(
         "huggingface", fields("config.json", num_hidden_layers=10**9), "config.json", "1000000000"
     ),
     "a huge width": kind("huggingface", fields("config.json", hidden_size=10**30), "config.json"),
-    "a width below zero": kind("huggingface", fields("config.json", hidden_size=-48), "-48"),
+    "a negative width": kind("huggingface", fields("config.json", hidden_size=-48), "-48"),
     "no heads": kind("huggingface", fields("config.json", num_attention_heads=0), "config.json"),
     "heads that do not divide": kind(
         "huggingface", fields("config.json", num_key_value_heads=3), "config.json", "3"
     ),
-    "an epsilon that is endless": kind(
+    "an infinite epsilon": kind(
         "huggingface", fields("config.json", rms_norm_eps=math.inf), "config.json", "rms_norm_eps"
     ),
-    "positions that are deep": kind(
+    "nested rope_parameters": kind(
         "huggingface", fields("config.json", rope_parameters={"a": {"b": 1}}), "rope_parameters"
     ),
     "a family that is a list": kind(
@@ -381,7 +407,7 @@ CONFIGS: Mapping[str, Kind] = {
     "quantized weights": kind(
         "huggingface", fields("config.json", quantization_config={"bits": 4}), "quantization_config"
     ),
-    "an activation that is none": kind(
+    "an activation that is a list": kind(
         "huggingface", fields("config.json", hidden_act=["silu"]), "config.json", "hidden_act"
     ),
     "a config of a wider model": kind(
@@ -399,10 +425,12 @@ NATIVE: Mapping[str, Kind] = {
     "a git-lfs pointer for a manifest": kind("native", pointer(MANIFEST), MANIFEST, "git-lfs"),
     "a manifest of a terabyte": kind("native", grown(MANIFEST), MANIFEST, "more than"),
     "a newer manifest": kind("native", fields(MANIFEST, version=99), MANIFEST, "version 99"),
-    "a version that is true": kind("native", fields(MANIFEST, version=True), MANIFEST, "version"),
-    "another's manifest": kind("native", fields(MANIFEST, format="x"), MANIFEST),
+    "a boolean for the version": kind(
+        "native", fields(MANIFEST, version=True), MANIFEST, "version"
+    ),
+    "a manifest of another format": kind("native", fields(MANIFEST, format="x"), MANIFEST),
     "a manifest without files": kind("native", fields(MANIFEST, files=[]), MANIFEST, "files"),
-    "a file of another size": kind("native", cut(OF_TEN, -1), OF_TEN, "its manifest says"),
+    "a file of another size": kind("native", cut(OF_TEN, -1), OF_TEN, "the manifest records"),
     "a missing file": kind("native", lost(OF_TEN), "source", f"lacks {OF_TEN}"),
     "a file that leads out": kind(
         "native",
@@ -410,7 +438,7 @@ NATIVE: Mapping[str, Kind] = {
         MANIFEST,
         "'../x'",
     ),
-    "a file by its whole path": kind(
+    "a file with an absolute path": kind(
         "native",
         json_of(MANIFEST, lambda r: r["files"].update({"/etc/passwd": {"bytes": 1}})),
         MANIFEST,
@@ -428,13 +456,13 @@ NATIVE: Mapping[str, Kind] = {
         "source/aaa",
         "File name too long",
     ),
-    "a size that is none": kind(
+    "a string for a size": kind(
         "native",
         json_of(MANIFEST, lambda r: r["files"][OF_TEN].update(bytes="1")),
         MANIFEST,
-        "how large",
+        "size in bytes",
     ),
-    "a config of other words": kind(
+    "an unknown config key": kind(
         "native",
         json_of(MANIFEST, lambda r: r["config"].update(wings=2)),
         MANIFEST,
@@ -443,11 +471,11 @@ NATIVE: Mapping[str, Kind] = {
     "a config of a wrong type": kind(
         "native", json_of(MANIFEST, lambda r: r["config"].update(num_layers="4")), MANIFEST
     ),
-    "a config of a wider model's": kind(
+    "a manifest config of a wider model": kind(
         "native",
         json_of(MANIFEST, lambda r: r["config"].update(hidden_size=64)),
         "source",
-        "need (",
+        "requires (",
     ),
     "a layout of other files": kind(
         "native", fields(MANIFEST, layout="megatron"), "source", "not a checkpoint"
@@ -455,7 +483,7 @@ NATIVE: Mapping[str, Kind] = {
     "swapped files of weights": kind(
         "native", swapped(OF_TEN, "model-00003-of-00010.safetensors"), OF_TEN, "bytes"
     ),
-    "an identity that is none": kind(
+    "a number for the digest": kind(
         "native", json_of(MANIFEST, lambda r: r["identity"].update(digest=7)), MANIFEST, "identity"
     ),
 }

@@ -1,7 +1,7 @@
 """Writes `torch_dist` checkpoints with PyTorch's own distributed checkpointing, in one process.
 
-Nothing here is shared with the reader: whole tensors are stacked and named, a planner cuts them in
-the chunks that ranks would have had, and torch's FileSystemWriter lays them out and indexes them.
+It shares no code with the reader: whole tensors are stacked and named, a planner cuts them into
+the chunks that ranks would have, and torch's FileSystemWriter lays them out and indexes them.
 """
 
 import io
@@ -39,7 +39,7 @@ from tests.support.models import lively
 
 @dataclass(frozen=True)
 class Form:
-    """How a model is keyed and cut."""
+    """How a model's tensors are named and cut."""
 
     tp: int = 1
     stacked: bool = True  # One key for all layers.
@@ -47,24 +47,24 @@ class Form:
     singleton: bool = False  # Gates, ups and experts under keys of their own.
     prefix: str = ""
     local: bool = False  # An expert layer's norm is named as a dense one's.
-    folded: bool = False  # Arguments inside, as since 0.19.
+    folded: bool = False  # Arguments inside the checkpoint, as since 0.19.
     args: bool = True
 
 
 def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> Checkpoint:
-    """A lively model, written to an iteration under `root`; returned is what was cut."""
+    """Write a random model to an iteration under `root`; return the tensors that were cut."""
     source = lively(config).in_dtype(getattr(torch, dtype))
-    whole = {name: source.read(name) for name in source.tensors}
+    tensors = {name: source.read(name) for name in source.tensors}
     rows = -(-config.vocab_size // 16) * 16
     for table in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if table in whole:
+        if table in tensors:
             filler = torch.full((rows - config.vocab_size, config.hidden_size), 7.0)
-            whole[table] = torch.cat([whole[table], filler.to(whole[table])])
+            tensors[table] = torch.cat([tensors[table], filler.to(tensors[table])])
     folder = root / "iter_0000100"
     folder.mkdir(parents=True)
-    args = Namespace(**args_of(config, whole, Layout(tp=form.tp)))
+    args = Namespace(**args_of(config, tensors, Layout(tp=form.tp)))
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 100}
-    record: dict[str, Any] = dict(_keyed(config, whole, form))
+    record: dict[str, Any] = dict(_keyed(config, tensors, form))
     name = f"{form.prefix}decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"
     record[name] = [None]
     record["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(3)
@@ -73,7 +73,7 @@ def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> 
     elif form.args:
         torch.save(common, folder / "common.pt")
     writer = FileSystemWriter(folder, thread_count=2)
-    with warnings.catch_warnings(action="ignore"):  # It warns that one process writes alone.
+    with warnings.catch_warnings(action="ignore"):  # Torch warns that one process writes alone.
         save(record, storage_writer=writer, planner=_Cutter(config, form), no_dist=True)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backend))
@@ -81,40 +81,40 @@ def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> 
     return source
 
 
-def _keyed(config: GPTConfig, whole: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
+def _keyed(config: GPTConfig, tensors: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
     if form.local:
-        whole = {
+        tensors = {
             name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"): value
-            for name, value in whole.items()
+            for name, value in tensors.items()
         }
     if form.singleton:
-        whole = _singletons(config, whole)
+        tensors = _singletons(config, tensors)
     else:
-        whole = _stacked(whole, r"\.local_experts\.\d+\.", ".experts.")
+        tensors = _stacked(tensors, r"\.local_experts\.\d+\.", ".experts.")
     if form.stacked:
-        whole = _stacked(whole, r"^decoder\.layers\.\d+\.", "decoder.layers.")
-    return {f"{form.prefix}{name}": value for name, value in whole.items()}
+        tensors = _stacked(tensors, r"^decoder\.layers\.\d+\.", "decoder.layers.")
+    return {f"{form.prefix}{name}": value for name, value in tensors.items()}
 
 
-def _stacked(whole: dict[str, Tensor], number: str, without: str) -> dict[str, Tensor]:
+def _stacked(tensors: dict[str, Tensor], number: str, without: str) -> dict[str, Tensor]:
     groups: dict[str, list[Tensor]] = {}
-    for name, value in whole.items():
+    for name, value in tensors.items():
         groups.setdefault(re.sub(number, without, name), []).append(value)
     return {
-        name: torch.stack(values) if name not in whole else values[0]
+        name: torch.stack(values) if name not in tensors else values[0]
         for name, values in groups.items()
     }
 
 
-def _singletons(config: GPTConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    made = {}
-    for name, value in whole.items():
+def _singletons(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    split_tensors = {}
+    for name, value in tensors.items():
         name = name.replace(".local_experts.", ".experts.")
         if config.gated and re.search(r"linear_fc1\.(weight|bias)$", name):
-            made[f"{name}_w"], made[f"{name}_v"] = value.chunk(2)
+            split_tensors[f"{name}_w"], split_tensors[f"{name}_v"] = value.chunk(2)
         else:
-            made[name] = value
-    return made
+            split_tensors[name] = value
+    return split_tensors
 
 
 class _Cutter(DefaultSavePlanner):
@@ -122,7 +122,8 @@ class _Cutter(DefaultSavePlanner):
 
     def __init__(self, config: GPTConfig, form: Form) -> None:
         super().__init__(flatten_state_dict=False)
-        self.config, self.form = config, form
+        self.config = config
+        self.form = form
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -131,13 +132,13 @@ class _Cutter(DefaultSavePlanner):
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
             for number, (offsets, sizes) in enumerate(self._boxes(key, value)):
-                where = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                about = TensorProperties.create_from_tensor(value)
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                properties = TensorProperties.create_from_tensor(value)
                 items.append(
                     WriteItem(
                         MetadataIndex(key, offsets, number),
                         WriteItemType.SHARD,
-                        tensor_data=TensorWriteData(where, about, value.size()),
+                        tensor_data=TensorWriteData(chunk, properties, value.size()),
                     )
                 )
         self.plan = SavePlan(items)
@@ -172,6 +173,6 @@ class _Cutter(DefaultSavePlanner):
             counts[leading + 1] = self.form.tp
         sizes = [size // count for size, count in zip(value.shape, counts, strict=True)]
         return [
-            ([at * size for at, size in zip(place, sizes, strict=True)], sizes)
-            for place in product(*map(range, counts))
+            ([index * size for index, size in zip(position, sizes, strict=True)], sizes)
+            for position in product(*map(range, counts))
         ]

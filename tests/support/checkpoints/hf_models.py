@@ -1,7 +1,7 @@
-"""Tiny random transformers models of each family, one per trait that a reader must get right.
+"""Tiny random transformers models of each family, one per property that a reader must get right.
 
 Transformers is the oracle: it saves the files that the readers open, and its logits are the truth.
-Weights are lively, so that a forgotten bias or a wrong norm shows.
+Weights are random, so that a forgotten bias or a wrong norm shows.
 """
 
 import json
@@ -17,7 +17,8 @@ from gpt.config import GPTConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-VOCABULARY, POSITIONS = 101, 128
+VOCABULARY = 101
+POSITIONS = 128
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -51,14 +52,14 @@ LLAMA3 = {
 
 
 def partial(percent: float, kind: str = "default", **scaling: float) -> dict[str, Any]:
-    """The fields of positions that turn some of a head's channels."""
+    """The rotary fields for a share of a head's channels."""
     rope = {"rope_type": kind, "rope_theta": 1000.0, "partial_rotary_factor": percent}
     return {"rope_parameters": rope | scaling}
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
 
-# What each case is of: the family, and the fields that make it one.
+# Each case: the family, and the config fields.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2, untied, wide, erf": (
@@ -155,15 +156,15 @@ def sizes_of(family: str) -> dict[str, Any]:
 
 
 def random_model(family: str, fields: dict[str, Any]) -> "PreTrainedModel":
-    """The family's model with a head, as its own configuration class makes it of the fields."""
+    """The family's model with a head, built by its own configuration class."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     configuration, model = (getattr(transformers, name) for name in HEADED[family])
     config: PreTrainedConfig = configuration(**fields)
-    made: PreTrainedModel = model(config)
-    return made
+    random_model_: PreTrainedModel = model(config)
+    return random_model_
 
 
 @torch.no_grad()
@@ -176,7 +177,7 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel"
     for name, value in model.named_parameters():
         random = torch.randn(value.shape, generator=generator)
         if value.dim() == 1:
-            # Nemotron's norms add one to what is stored.
+            # Nemotron's norms add one to the stored weight.
             scale = name.endswith("weight") and family != "nemotron"
             value.copy_(random * 0.2 + float(scale))
         elif any(word in name for word in ("wte", "embed_tokens", "embed_in", "lm_head")):
@@ -199,7 +200,7 @@ def logits_of(model: "PreTrainedModel", tokens: Tensor) -> Tensor:
     return logits
 
 
-# Modules that are one to one: canonically, and in transformers' memory, where `{n}` is the layer.
+# Modules with one counterpart: the canonical name, and transformers' name; `{n}` is the layer.
 LLAMA_NAMES = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",
@@ -249,51 +250,57 @@ NAMES: dict[str, dict[str, str]] = {
 
 
 def packed(model: Any, config: GPTConfig) -> dict[str, Tensor]:
-    """The slow twin: build each canonical tensor from a state dict with views and cats."""
-    family, weights = model.config.model_type, model.state_dict()
-    result: dict[str, Tensor] = {}
+    """The slow reference: build each canonical tensor from a state dict with views and cats."""
+    family = model.config.model_type
+    weights = model.state_dict()
+    tensors: dict[str, Tensor] = {}
     for name, key in NAMES.get(family, LLAMA_NAMES).items():
         layers = range(config.num_layers) if "{n}" in key else (None,)
         for n in layers:
-            place = name if n is None else f"decoder.layers.{n}.{name}"
+            canonical = name if n is None else f"decoder.layers.{n}.{name}"
             for kind in ("weight", "bias"):
                 value = weights.get(f"{key.format(n=n)}.{kind}")
                 if value is None or (name == "output_layer" and model.config.tie_word_embeddings):
                     continue
-                turned = family == "gpt2" and value.dim() == 2 and n is not None
-                full = place + kind if place.endswith("_") else f"{place}.{kind}"
-                result[full] = value.T if turned else value
+                transposed = family == "gpt2" and value.dim() == 2 and n is not None
+                full = canonical + kind if canonical.endswith("_") else f"{canonical}.{kind}"
+                tensors[full] = value.T if transposed else value
     for n in range(config.num_layers):
-        result |= _joined(weights, config, n)
-    return result
+        tensors |= _joined(weights, config, n)
+    return tensors
 
 
 def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, Tensor]:
-    """What a layer has in several tensors there, or for several experts in one."""
-    ours, theirs = f"decoder.layers.{n}.", f"model.layers.{n}."
-    result: dict[str, Tensor] = {}
+    """Tensors that are split by head or by expert on one side, joined on the other."""
+    canonical_prefix = f"decoder.layers.{n}."
+    hf_prefix = f"model.layers.{n}."
+    tensors: dict[str, Tensor] = {}
 
     def group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sizes = (config.num_query_groups, -1, config.kv_channels)
         return torch.cat([t.view(*sizes, *t.shape[1:]) for t in (q, k, v)], dim=1).flatten(0, 2)
 
     for kind in ("weight", "bias"):
-        keys = [f"{theirs}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+        keys = [f"{hf_prefix}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
         three = [weights[key] for key in keys if key in weights]
-        whole = weights.get(f"transformer.h.{n}.attn.c_attn.{kind}")
-        if whole is not None:
-            three = list(whole.T.chunk(3, dim=0))
+        fused = weights.get(f"transformer.h.{n}.attn.c_attn.{kind}")
+        if fused is not None:
+            three = list(fused.T.chunk(3, dim=0))
         if three:
-            result[f"{ours}self_attention.linear_qkv.{kind}"] = group(*three)
-        gate = weights.get(f"{theirs}mlp.gate_proj.{kind}")
+            tensors[f"{canonical_prefix}self_attention.linear_qkv.{kind}"] = group(*three)
+        gate = weights.get(f"{hf_prefix}mlp.gate_proj.{kind}")
         if gate is not None:
-            both = (gate, weights[f"{theirs}mlp.up_proj.{kind}"])
-            result[f"{ours}mlp.linear_fc1.{kind}"] = torch.cat(both)
+            gate_and_up = (gate, weights[f"{hf_prefix}mlp.up_proj.{kind}"])
+            tensors[f"{canonical_prefix}mlp.linear_fc1.{kind}"] = torch.cat(gate_and_up)
     for expert in range(config.num_experts):
-        place = f"{ours}mlp.experts.local_experts.{expert}."
-        result[f"{place}linear_fc1.weight"] = weights[f"{theirs}mlp.experts.gate_up_proj"][expert]
-        result[f"{place}linear_fc2.weight"] = weights[f"{theirs}mlp.experts.down_proj"][expert]
-    return result
+        expert_prefix = f"{canonical_prefix}mlp.experts.local_experts.{expert}."
+        tensors[f"{expert_prefix}linear_fc1.weight"] = weights[
+            f"{hf_prefix}mlp.experts.gate_up_proj"
+        ][expert]
+        tensors[f"{expert_prefix}linear_fc2.weight"] = weights[f"{hf_prefix}mlp.experts.down_proj"][
+            expert
+        ]
+    return tensors
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

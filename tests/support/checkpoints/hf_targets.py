@@ -1,4 +1,4 @@
-"""What a training cluster could have made that a Hugging Face family holds, and which one."""
+"""Megatron configurations that a Hugging Face family can express, and which family."""
 
 from gpt.config import GPTConfig, RopeScaling
 
@@ -38,7 +38,7 @@ SQUARED = ROTARY.with_fields(
 EXPERTS = GATED.with_fields(num_experts=5, moe_ffn_hidden_size=56, moe_layers=(True,) * 3)
 LLAMA3 = RopeScaling("llama3", 8.0, original_max_position_embeddings=32)
 
-# What Megatron could have trained, and the family that it should be written as.
+# What Megatron can train, and the family that it should be written as.
 MODELS: dict[str, tuple[str, GPTConfig]] = {
     "classic": ("gpt2", PLAIN),
     "classic, erf, untied": (

@@ -1,8 +1,8 @@
-"""Distributed checkpoints that the real Megatron-Core saves, and those of others that it loads.
+"""Distributed checkpoints saved by the real Megatron-Core, and ours loaded by it.
 
 Every rank gives its chunks' sharded state dict, and `dist_checkpointing.save` writes them as a
 training run does: one save of all ranks, arguments in the common state, metadata.json last. For
-loading, a model is built from nothing but the arguments that a checkpoint keeps, at any split.
+loading, a model is built from the checkpoint's arguments alone, at any split.
 """
 
 from argparse import Namespace
@@ -24,7 +24,7 @@ from tests.support.checkpoints.mcore_models import EXPERTS, LENGTH, MODERN, Case
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model and its split, and how its layers are keyed on disk."""
+    """A model and its split, and the metadata that decides its keys on disk."""
 
     case: Case
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ SHARDED = {
 
 
 def save_and_run(rank: int, sharded: Sharded, root: Path) -> tuple[Tensor, Tensor] | None:
-    """As that of mcore_models, but what the ranks save together is one distributed checkpoint."""
+    """As mcore_models.save_and_run, but the ranks save one distributed checkpoint."""
     _write_in_threads()
 
     def save(chunks: list[Any], case: Case, root: Path) -> None:
@@ -68,7 +68,7 @@ def save_and_run(rank: int, sharded: Sharded, root: Path) -> tuple[Tensor, Tenso
 
 
 def _write_in_threads() -> None:
-    """Its writers are processes, which a daemon may not start, and which wait for CUDA before."""
+    """Its writers are processes, which a daemon may not start, and which wait for CUDA."""
     cuda: Any = torch.cuda
     cuda.synchronize = lambda: None
     writer: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
@@ -99,20 +99,24 @@ def _save(chunks: list[Any], case: Case, root: Path, metadata: dict[str, Any]) -
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a model computes from a checkpoint, and the keys on which the two do not agree."""
+    """The logits of a model loaded from a checkpoint, and the keys without a counterpart."""
 
     ids: Tensor
     logits: Tensor  # Of the last stage.
-    missing: set[str]  # The checkpoint has them; the model did not ask.
-    unexpected: set[str]  # The model asked; the checkpoint has none.
+    missing: set[str]  # Only in the checkpoint.
+    unexpected: set[str]  # Only in the model.
 
 
-# A split, by its parallel sizes; ranks that are left replicate.
+# A split by its parallel sizes; the other ranks are data-parallel replicas.
 Split = tuple[int, int, int]  # Tensor, pipeline, expert.
 PARALLEL = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
 )
 
@@ -120,11 +124,11 @@ PARALLEL = (
 def load_and_run(
     rank: int, folders: Sequence[Path], splits: Sequence[Sequence[Split]]
 ) -> list[list[Loaded]]:
-    """Every rank, for each folder and split: build what its arguments say, load, go forward."""
+    """On every rank, for each folder and split: build the model, load it, run a forward pass."""
     mcore_models._without_cuda()
     return [
-        [_load(folder, split) for split in some]
-        for folder, some in zip(folders, splits, strict=True)
+        [_load(folder, split) for split in folder_splits]
+        for folder, folder_splits in zip(folders, splits, strict=True)
     ]
 
 
@@ -135,22 +139,24 @@ def _load(folder: Path, split: Split) -> Loaded:
     loading: Any = import_module("megatron.core.dist_checkpointing")
     common = loading.load_common_state_dict(str(folder))
     assert common["checkpoint_version"] == 3.0
-    saved = {name: value for name, value in vars(common["args"]).items() if name not in PARALLEL}
-    # As Megatron-LM pads the vocabulary for the ranks that it has, whoever saved for how many.
-    step = saved["make_vocab_size_divisible_by"] * tp
-    saved["padded_vocab_size"] = -(-saved["vocab_size"] // step) * step
-    case = Case(tp, pp, ep=ep, layers=saved["num_layers"], args=saved)
+    arguments = {
+        name: value for name, value in vars(common["args"]).items() if name not in PARALLEL
+    }
+    # Megatron-LM pads the vocabulary for its own number of ranks, not the saver's.
+    step = arguments["make_vocab_size_divisible_by"] * tp
+    arguments["padded_vocab_size"] = -(-arguments["vocab_size"] // step) * step
+    case = Case(tp, pp, ep=ep, layers=arguments["num_layers"], args=arguments)
     chunk = mcore_models._build(case, 0)
     metadata = loading.load_content_metadata(preloaded_state_dict=common)
 
-    def asked() -> dict[str, Any]:
+    def sharded_state_dict() -> dict[str, Any]:
         return {"model": chunk.sharded_state_dict(metadata=dict(metadata))}
 
-    _, missing, unexpected = loading.load(asked(), str(folder), strict="return_all")
-    record = loading.load(asked(), str(folder))  # Its default, and Megatron-LM's.
+    _, missing, unexpected = loading.load(sharded_state_dict(), str(folder), strict="return_all")
+    record = loading.load(sharded_state_dict(), str(folder))  # Its default, and Megatron-LM's.
     chunk.load_state_dict(record["model"], strict=True)
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, saved["vocab_size"], (2, LENGTH), generator=generator)
+    ids = torch.randint(0, arguments["vocab_size"], (2, LENGTH), generator=generator)
     logits = mcore_models._forward([chunk], case, ids)
     parallel.destroy_model_parallel()
     return Loaded(ids, logits, missing, unexpected)

@@ -1,9 +1,9 @@
-"""Small GPTs of the real Megatron-Core, on CPU ranks over gloo: the oracle of what its files mean.
+"""Small GPTs of the real Megatron-Core on CPU ranks over gloo: the oracle of its file formats.
 
-Each rank builds its own chunks, gets lively weights, saves a file as Megatron-LM's `torch` format
-does from its own state_dict(), and takes part in a forward pass that goes from stage to stage.
-Or it builds what a file's arguments say, and loads that file's weights strictly.
-Megatron-Core asks for CUDA in places where it needs only a device; those are stubbed.
+Each rank builds its own chunks, gets random weights, saves a file as Megatron-LM's `torch` format
+does from its own state_dict(), and takes part in a forward pass through all stages. Or it builds
+the model of a file's arguments, and loads that file's weights strictly. Calls of CUDA that need
+only a device are stubbed.
 """
 
 import contextlib
@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-VOCABULARY, PADDED, POSITIONS, LENGTH = 101, 128, 64, 24
+VOCABULARY = 101
+PADDED = 128
+POSITIONS = 64
+LENGTH = 24
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,17 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def save_and_run(rank: int, case: Case, root: Path) -> tuple[Tensor, Tensor] | None:
-    """Every rank: build, save its file under `root`, and go forward; the last gives its logits."""
+    """On every rank: build, save a file under `root`, run forward; the last rank returns logits."""
     _initialize(case)
     chunks = [_build(case, chunk) for chunk in range(case.vpp or 1)]
     for number, chunk in enumerate(chunks):
-        _enliven(chunk, case, number)
+        _randomize(chunk, case, number)
     _save(chunks, case, root)
-    return _answer(rank, chunks, case)
+    return _run_forward(rank, chunks, case)
 
 
 def load_and_run(rank: int, split: Case, root: Path) -> tuple[Tensor, Tensor] | None:
-    """Every rank: build what its file under `root` says, load that strictly, and go forward."""
+    """On every rank: build the model of the file under `root`, load it strictly, run forward."""
     _initialize(split)
     path = root / "release" / _folder(split) / "model_optim_rng.pt"
     record = torch.load(path, weights_only=False)
@@ -184,7 +187,7 @@ def load_and_run(rank: int, split: Case, root: Path) -> tuple[Tensor, Tensor] | 
     chunks = [_build(case, chunk) for chunk in range(case.vpp or 1)]
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(record[f"model{number}" if case.vpp else "model"], strict=True)
-    return _answer(rank, chunks, case)
+    return _run_forward(rank, chunks, case)
 
 
 def _initialize(case: Case) -> None:
@@ -194,8 +197,8 @@ def _initialize(case: Case) -> None:
     )
 
 
-def _answer(rank: int, chunks: list[Any], case: Case) -> tuple[Tensor, Tensor] | None:
-    """Some ids and, on the last rank, their logits."""
+def _run_forward(rank: int, chunks: list[Any], case: Case) -> tuple[Tensor, Tensor] | None:
+    """Token ids and, on the last rank, their logits."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
     logits = _forward(chunks, case, ids)
@@ -208,8 +211,8 @@ def _without_cuda() -> None:
     cuda.current_device = lambda: "cpu"
     tensor: Any = Tensor
     tensor.cuda = lambda self, *_args, **_named: self
-    for maker in ("ones", "zeros", "empty", "arange"):
-        setattr(torch, maker, _on_cpu(getattr(torch, maker)))
+    for factory in ("ones", "zeros", "empty", "arange"):
+        setattr(torch, factory, _on_cpu(getattr(torch, factory)))
     _core("jit").disable_jit_fuser()
 
     @contextlib.contextmanager
@@ -217,23 +220,23 @@ def _without_cuda() -> None:
         yield
 
     _core("tensor_parallel.random").CudaRNGStatesTracker.fork = fork
-    # Without Transformer Engine the router asks for a name that was never set.
+    # Without Transformer Engine the router imports a name that was never set.
     _core("transformer.moe.moe_utils").te_general_gemm = None
 
 
 def _core(name: str) -> Any:
-    """It has no types, and is not installed everywhere."""
+    """A Megatron-Core module: it has no types, and is not installed everywhere."""
     return import_module(f"megatron.core.{name}")
 
 
 def _on_cpu(make: Any) -> Any:
-    def made(*args: Any, **named: Any) -> Tensor:
-        if named.get("device") == "cuda":
-            named["device"] = "cpu"
-        value: Tensor = make(*args, **named)
+    def make_on_cpu(*args: Any, **keywords: Any) -> Tensor:
+        if keywords.get("device") == "cuda":
+            keywords["device"] = "cpu"
+        value: Tensor = make(*args, **keywords)
         return value
 
-    return made
+    return make_on_cpu
 
 
 def _build(case: Case, chunk: int) -> Any:
@@ -243,14 +246,15 @@ def _build(case: Case, chunk: int) -> Any:
     vp = chunk if case.vpp else None
     specs = _core("models.gpt.gpt_layer_specs")
     spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp)
-    stage, last = parallel.get_pipeline_model_parallel_rank(), case.pp - 1
+    stage = parallel.get_pipeline_model_parallel_rank()
+    last_stage = case.pp - 1
     model = _core("models.gpt.gpt_model").GPTModel(
         config,
         spec,
         args["padded_vocab_size"],
         POSITIONS,
         pre_process=stage == 0 and chunk == 0,
-        post_process=stage == last and chunk == (case.vpp or 1) - 1,
+        post_process=stage == last_stage and chunk == (case.vpp or 1) - 1,
         parallel_output=False,
         share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
         position_embedding_type=args["position_embedding_type"],
@@ -266,23 +270,41 @@ def _build(case: Case, chunk: int) -> Any:
 
 
 def _config(args: dict[str, Any]) -> Any:
-    """As Megatron-LM's core_transformer_config_from_args makes it."""
-    same = (
-        *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
-        *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "window_size"),
-        *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_interleaved"),
-        *("moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"),
-        *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_ffn_hidden_size"),
-        *("moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
-        *("expert_tensor_parallel_size", "moe_shared_expert_gate"),
-        *("pipeline_model_parallel_layout",),
+    """As Megatron-LM's core_transformer_config_from_args builds it."""
+    shared_fields = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "kv_channels",
+        "normalization",
+        "layernorm_epsilon",
+        "layernorm_zero_centered_gamma",
+        "window_size",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "rotary_interleaved",
+        "moe_layer_freq",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_enable_expert_bias",
+        "moe_ffn_hidden_size",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_intermediate_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "moe_shared_expert_gate",
+        "pipeline_model_parallel_layout",
     )
     uneven = ("first", "last")
     activation = _core("activations").squared_relu if args["squared_relu"] else F.gelu
     return _core("transformer.transformer_config").TransformerConfig(
-        **{name: args[name] for name in same},
+        **{name: args[name] for name in shared_fields},
         num_query_groups=args["num_query_groups"] if args["group_query_attention"] else None,
         num_moe_experts=args["num_experts"],
         num_layers_in_first_pipeline_stage=args[f"decoder_{uneven[0]}_pipeline_num_layers"],
@@ -301,8 +323,8 @@ def _config(args: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _enliven(model: Any, case: Case, chunk: int) -> None:
-    """Values by name and place; ranks that share out a tensor draw their own, replicas the same."""
+def _randomize(model: Any, case: Case, chunk: int) -> None:
+    """Values by name and position; tensor-parallel ranks draw their own, replicas the same."""
     parallel = _core("parallel_state")
     stage = parallel.get_pipeline_model_parallel_rank()
     tensor = parallel.get_tensor_model_parallel_rank()
@@ -313,8 +335,8 @@ def _enliven(model: Any, case: Case, chunk: int) -> None:
             continue
         tied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
         label = "embedding.word_embeddings.weight" if tied else name
-        where = (0, 0) if tied or label.startswith("embedding") else (stage, chunk)
-        seed = f"{label} {where}"
+        position = (0, 0) if tied or label.startswith("embedding") else (stage, chunk)
+        seed = f"{label} {position}"
         if getattr(value, "tensor_model_parallel", False) or tied:
             seed += f" tensor {tensor}"
         if ".local_experts." in name:
@@ -361,7 +383,7 @@ def _save(chunks: list[Any], case: Case, root: Path) -> None:
 
 @torch.no_grad()
 def _forward(chunks: list[Any], case: Case, ids: Tensor) -> Tensor:
-    """Stage after stage, chunk after chunk; ranks of a stage go together."""
+    """Stage after stage, chunk after chunk; ranks of a stage run together."""
     parallel = _core("parallel_state")
     stage = parallel.get_pipeline_model_parallel_rank()
     positions = torch.arange(LENGTH).expand(*ids.shape)
@@ -371,11 +393,11 @@ def _forward(chunks: list[Any], case: Case, ids: Tensor) -> Tensor:
         if stage > 0 or number > 0:
             torch.distributed.recv(out, parallel.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(out)
-        result: Tensor = chunk(ids, positions, mask)
+        output: Tensor = chunk(ids, positions, mask)
         if stage < case.pp - 1 or number < len(chunks) - 1:
-            after = parallel.get_pipeline_model_parallel_next_rank()
-            if after == torch.distributed.get_rank():
-                chunks[number + 1].set_input_tensor(result)
+            next_rank = parallel.get_pipeline_model_parallel_next_rank()
+            if next_rank == torch.distributed.get_rank():
+                chunks[number + 1].set_input_tensor(output)
                 continue
-            torch.distributed.send(result.contiguous(), after)
-    return result
+            torch.distributed.send(output.contiguous(), next_rank)
+    return output

@@ -1,4 +1,4 @@
-"""Networks that Megatron's arguments can describe."""
+"""Hypothesis strategies for models that Megatron's arguments can describe."""
 
 from typing import Any
 
@@ -14,8 +14,9 @@ SPARSE = EXPERTS.with_fields(
 
 @st.composite
 def expressible(draw: st.DrawFn) -> GPTConfig:
-    """Any model that Megatron's GPT can be; what a trait leaves without use is as by default."""
-    layers, groups = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
+    """Any GPT that Megatron can express; fields without an effect have their defaults."""
+    layers = draw(st.integers(1, 6))
+    groups = draw(st.sampled_from([1, 2, 4]))
     share = draw(st.sampled_from([1, 2]))
     sparse = draw(st.booleans())
     biases = "none" if sparse else draw(st.sampled_from(["all", "none"]))
@@ -44,7 +45,8 @@ def expressible(draw: st.DrawFn) -> GPTConfig:
         "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
     }
     for name in (
-        *("layernorm_zero_centered_gamma", "untie_embeddings_and_output_weights"),
+        "layernorm_zero_centered_gamma",
+        "untie_embeddings_and_output_weights",
         "qk_layernorm",
     ):
         fields[name] = draw(st.booleans())
@@ -71,16 +73,16 @@ def positions(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def experts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
     count = draw(st.integers(2, 8))
-    where = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
+    moe_layers = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
     sigmoid = draw(st.booleans())
-    first = draw(st.booleans())
+    dense_first = draw(st.booleans())
     shared = draw(st.sampled_from([0, 12]))
     return {
         "num_experts": count,
-        "moe_layers": tuple(where),
-        "moe_router_topk": draw(st.integers(1 if sigmoid or first else 2, count)),
+        "moe_layers": tuple(moe_layers),
+        "moe_router_topk": draw(st.integers(1 if sigmoid or dense_first else 2, count)),
         "moe_ffn_hidden_size": draw(st.integers(1, 40)),
-        "moe_router_pre_softmax": first,
+        "moe_router_pre_softmax": dense_first,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_expert_bias": sigmoid and draw(st.booleans()),
         "moe_router_topk_scaling_factor": draw(st.sampled_from([1.0, 2.5])),

@@ -1,7 +1,7 @@
-"""Writes Megatron-LM's `torch` checkpoints the plain way: cut whole tensors, name them, save dicts.
+"""Writes Megatron-LM's `torch` checkpoints in the simplest way: cut tensors, name them, save dicts.
 
-Nothing here is shared with the reader: parts are chunks, names are written out, and each layout of
-attention rows is a view and a swap, as the versions of Megatron had it in memory.
+It shares no code with the reader: parts are chunks, names are literal, and each layout of attention
+rows is a view and a transposition, as the versions of Megatron had it in memory.
 """
 
 from argparse import Namespace
@@ -52,25 +52,25 @@ class Layout:
     vpp: int = 1
     ep: int = 1
     names: str = "te"  # "te", "local", "full te", "2020", "2021" or "2023".
-    version: float | None = 3.0  # None: not said.
+    version: float | None = 3.0  # None: absent from the file.
     experts: str = "sequential"  # "sequential", "te grouped" or "grouped".
     stages: list[list[int]] | None = None  # Layers of [chunk][stage].
     args: bool = True
-    prefix: str = ""  # As data-parallel wrappers put before all names.
+    prefix: str = ""  # Data-parallel wrappers put one before all names.
     iteration: int | None = 100  # None: a release.
     zipped: bool = True
     changes: Mapping[str, Any] = field(default_factory=dict)  # Of args.
 
 
 def saved(config: GPTConfig, layout: Layout, root: Path, dtype: str = "float32") -> Checkpoint:
-    """A lively model, written; returned is what was cut."""
+    """Write a random model; return the tensors that were cut."""
     source = lively(config).in_dtype(getattr(torch, dtype))
     write(source.config, {name: source.read(name) for name in source.tensors}, root, layout)
     return source
 
 
 def edit(root: Path, folders: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what the files of some ranks hold."""
+    """Change the content of some ranks' files."""
     paths = sorted(root.glob(f"*/{folders}/model_optim_rng.pt"))
     assert paths, folders
     for path in paths:
@@ -117,9 +117,9 @@ def _record(
     tensors: Tensors,
     layout: Layout,
     plan: list[list[int]],
-    place: tuple[int, int, int],
+    position: tuple[int, int, int],
 ) -> dict[str, Any]:
-    t, p, e = place
+    t, p, e = position
     record: dict[str, Any] = {"iteration": layout.iteration or 0}
     if layout.version is not None:
         record["checkpoint_version"] = layout.version
@@ -127,10 +127,11 @@ def _record(
         args = args_of(config, tensors, layout)
         record["args"] = Namespace(**{**args, **layout.changes, "rank": t + layout.tp * p})
     for v in range(layout.vpp):
-        first = sum(sum(chunk) for chunk in plan[:v]) + sum(plan[v][:p])
-        layers = range(first, first + plan[v][p])
+        first_layer = sum(sum(chunk) for chunk in plan[:v]) + sum(plan[v][:p])
+        layers = range(first_layer, first_layer + plan[v][p])
         key = f"model{v}" if layout.vpp > 1 else "model"
-        is_first, is_last = p == v == 0, (p, v) == (layout.pp - 1, layout.vpp - 1)
+        is_first = p == v == 0
+        is_last = (p, v) == (layout.pp - 1, layout.vpp - 1)
         model = _chunk(config, tensors, layout, layers, (t, e, is_first, is_last))
         if layout.names in LEGACY or layout.names == "full te":
             record[key] = _nested(model, layout)
@@ -145,29 +146,29 @@ def _chunk(
     tensors: Tensors,
     layout: Layout,
     layers: range,
-    place: tuple[int, int, bool, bool],
+    position: tuple[int, int, bool, bool],
 ) -> dict[str, Tensor]:
-    """One rank's tensors of one chunk by canonical names, its own layers and experts from 0."""
-    t, e, first, last = place
+    """One rank's tensors of one chunk by canonical names; layers and experts are counted from 0."""
+    t, e, is_first, is_last = position
     model = {}
-    for name, whole in tensors.items():
-        words = name.split(".")
-        if name.startswith("embedding.") and not first:
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if name.startswith("embedding.") and not is_first:
             continue
-        if name.startswith(("output_layer.", "decoder.final_layernorm.")) and not last:
+        if name.startswith(("output_layer.", "decoder.final_layernorm.")) and not is_last:
             continue
-        if words[1] == "layers":
-            if int(words[2]) not in layers:
+        if parts[1] == "layers":
+            if int(parts[2]) not in layers:
                 continue
-            words[2] = str(int(words[2]) - layers.start)
-            if "local_experts" in words:
-                at = words.index("local_experts") + 1
-                owner, number = divmod(int(words[at]), config.num_experts // layout.ep)
-                words[at] = str(number)
+            parts[2] = str(int(parts[2]) - layers.start)
+            if "local_experts" in parts:
+                expert_index = parts.index("local_experts") + 1
+                owner, number = divmod(int(parts[expert_index]), config.num_experts // layout.ep)
+                parts[expert_index] = str(number)
                 if owner != e:
                     continue
-        model[".".join(words)] = cut(config, name, whole, layout, t)
-    if last and layout.pp > 1 and not config.untie_embeddings_and_output_weights:
+        model[".".join(parts)] = cut(config, name, tensor, layout, t)
+    if is_last and layout.pp > 1 and not config.untie_embeddings_and_output_weights:
         embedding = "embedding.word_embeddings.weight"
         model["output_layer.weight"] = cut(config, embedding, tensors[embedding], layout, t)
     if layout.names == "local":
@@ -175,12 +176,13 @@ def _chunk(
     return _experts(model, layout) if layout.experts != "sequential" else model
 
 
-def cut(config: GPTConfig, name: str, whole: Tensor, layout: Layout, t: int) -> Tensor:
+def cut(config: GPTConfig, name: str, tensor: Tensor, layout: Layout, t: int) -> Tensor:
     leaf = ".".join(name.split(".")[-2:])
     tp = layout.tp
     if leaf in ("linear_qkv.weight", "linear_qkv.bias"):
-        part = whole.chunk(tp)[t]
-        heads, d = config.num_attention_heads // tp, config.kv_channels
+        part = tensor.chunk(tp)[t]
+        heads = config.num_attention_heads // tp
+        d = config.kv_channels
         if layout.version is None:  # (3, heads, channels)
             part = part.view(heads, 3, d, -1).transpose(0, 1).reshape(part.shape)
         elif layout.version == 1.0:  # (heads, channels, 3)
@@ -188,14 +190,14 @@ def cut(config: GPTConfig, name: str, whole: Tensor, layout: Layout, t: int) -> 
         return part.clone()
     if leaf in ("linear_fc1.weight", "linear_fc1.bias"):
         if config.gated:
-            gate, up = whole.chunk(2)
+            gate, up = tensor.chunk(2)
             return torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
-        return whole.chunk(tp)[t].clone()
+        return tensor.chunk(tp)[t].clone()
     if leaf in ("linear_proj.weight", "linear_fc2.weight"):
-        return whole.chunk(tp, dim=1)[t].clone()
+        return tensor.chunk(tp, dim=1)[t].clone()
     if leaf in ("word_embeddings.weight", "output_layer.weight"):
-        return whole.chunk(tp)[t].clone()
-    return whole.clone()
+        return tensor.chunk(tp)[t].clone()
+    return tensor.clone()
 
 
 def _local_norms(model: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,34 +209,34 @@ def _local_norms(model: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _experts(model: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Experts as grouped kernels keep them."""
-    kept: dict[str, Tensor] = {}
+    """Experts in the layout of grouped kernels."""
+    grouped: dict[str, Tensor] = {}
     groups: dict[str, list[Tensor]] = {}
     for name, value in model.items():
         if ".local_experts." not in name:
-            kept[name] = value
+            grouped[name] = value
             continue
-        before, after = name.split("local_experts.")
-        number, linear, leaf = after.split(".")
+        prefix, suffix = name.split("local_experts.")
+        number, linear, leaf = suffix.split(".")
         if layout.experts == "te grouped":
-            kept[f"{before}{linear}.{leaf}{number}"] = value
+            grouped[f"{prefix}{linear}.{leaf}{number}"] = value
         else:
-            groups.setdefault(f"{before}weight{linear[-1]}", []).append(value.t())
+            groups.setdefault(f"{prefix}weight{linear[-1]}", []).append(value.t())
     for name, values in groups.items():
         stacked = torch.stack(values)  # (experts, in, out)
         hidden_first = name.endswith("weight1")
-        kept[name] = stacked.reshape(
+        grouped[name] = stacked.reshape(
             (stacked.shape[1], -1) if hidden_first else (-1, stacked.shape[2])
         )
-    return kept
+    return grouped
 
 
 def _nested(model: dict[str, Tensor], layout: Layout) -> dict[str, Any]:
-    """As `state_dict_for_save_checkpoint` gave it."""
+    """The nesting of `state_dict_for_save_checkpoint`."""
     old = LEGACY.get(layout.names, LEGACY["2023"])
     stack: dict[str, Tensor] = {}
     language: dict[str, Any] = {}
-    top: dict[str, Any] = {"language_model": language}
+    checkpoint: dict[str, Any] = {"language_model": language}
     for name, value in model.items():
         if name.startswith("embedding."):
             _, table, leaf = name.split(".")
@@ -242,19 +244,19 @@ def _nested(model: dict[str, Tensor], layout: Layout) -> dict[str, Any]:
         elif name == "output_layer.weight":
             tied = "embedding.word_embeddings.weight" not in model or layout.pp > 1
             if tied and not layout.changes.get("untie_embeddings_and_output_weights"):
-                top["word_embeddings_for_head"] = {"weight": value}
+                checkpoint["word_embeddings_for_head"] = {"weight": value}
             else:
                 language["output_layer"] = {"weight": value}
         else:
             stack[_old_name(name, old, full_te=layout.names == "full te")] = value
     language["transformer" if layout.names == "2020" else "encoder"] = stack
-    return {layout.prefix.rstrip("."): top} if layout.prefix else top
+    return {layout.prefix.rstrip("."): checkpoint} if layout.prefix else checkpoint
 
 
 def _old_name(name: str, old: tuple[str, str, str, str], *, full_te: bool) -> str:
     name = name.removeprefix("decoder.")
     if full_te:
-        for new, then in (
+        for new, old_part in (
             ("self_attention.linear_qkv.", "self_attention.layernorm_qkv."),
             ("self_attention.linear_proj.", "self_attention.proj."),
             ("mlp.linear_fc1.layer_norm", "layernorm_mlp.layer_norm"),
@@ -262,9 +264,9 @@ def _old_name(name: str, old: tuple[str, str, str, str], *, full_te: bool) -> st
             ("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
             ("final_layernorm", "final_norm"),
         ):
-            name = name.replace(new, then)
+            name = name.replace(new, old_part)
         return name
-    for new, then in (
+    for new, old_part in (
         ("self_attention.linear_qkv.layer_norm_", f"{old[0]}."),
         ("mlp.linear_fc1.layer_norm_", f"{old[1]}."),
         ("self_attention.linear_qkv", f"{old[2]}.query_key_value"),
@@ -273,12 +275,12 @@ def _old_name(name: str, old: tuple[str, str, str, str], *, full_te: bool) -> st
         ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
         ("final_layernorm", old[3]),
     ):
-        name = name.replace(new, then)
+        name = name.replace(new, old_part)
     return name
 
 
 def args_of(config: GPTConfig, tensors: Tensors, layout: Layout) -> dict[str, Any]:
-    """What a training run of today keeps; older ones are made by `changes`."""
+    """The arguments of a current training run; `changes` make older ones."""
     scaling = config.rope_scaling
     positions = config.position_embedding_type
     return {

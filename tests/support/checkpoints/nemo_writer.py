@@ -1,7 +1,7 @@
-"""Writes NeMo's checkpoints: `.nemo` archives and directories, Lightning's files, NeMo 2, Bridge.
+"""Writes NeMo's checkpoints: `.nemo` archives and directories, Lightning, NeMo 2, Megatron-Bridge.
 
 Weights are cut by the writers of Megatron's own formats; here they get NeMo's names, containers and
-configs. Nothing is shared with the readers.
+configs. No code is shared with the readers.
 """
 
 import io
@@ -23,7 +23,7 @@ from tests.support.checkpoints import distcp_writer, megatron_writer
 from tests.support.checkpoints.distcp_writer import Form
 from tests.support.checkpoints.megatron_writer import GATED, Layout
 
-# What NeMo's classes before Megatron-Core can hold: a head of its own for every query.
+# What NeMo's classes before Megatron-Core can express: no grouped-query attention.
 LEGACY_GATED = GATED.with_fields(
     num_query_groups=8, qk_layernorm=False, window_size=None, qkv_bias=False
 )
@@ -38,7 +38,7 @@ class Nemo:
     pp: int = 1
     vpp: int = 1
     names: str = "mcore"  # "mcore", "legacy", "imported" (from old Megatron) or "full te".
-    pair: bool = False  # Gates and ups are a matrix each.
+    pair: bool = False  # Gate and up projections are separate matrices.
     prefix: str = "model."
     bare_positions: bool = False
     form: Form | None = None  # A distributed checkpoint instead of rank files.
@@ -49,7 +49,7 @@ class Nemo:
 
 
 def saved(config: GPTConfig, nemo: Nemo, folder: Path, dtype: str = "float32") -> Checkpoint:
-    """A lively model, as `gpt.nemo` in the folder; returned is what was cut."""
+    """Write a random model as `gpt.nemo` in the folder; return the tensors that were cut."""
     plain = folder / "plain"
     source = unpacked(config, nemo, plain, dtype)
     if nemo.pack == "dir":
@@ -85,7 +85,7 @@ def unpacked(config: GPTConfig, nemo: Nemo, plain: Path, dtype: str = "float32")
 def ranks(
     config: GPTConfig, nemo: Nemo, work: Path, dtype: str = "float32"
 ) -> tuple[Checkpoint, dict[str, list[dict[str, Tensor]]]]:
-    """Every rank's chunks under NeMo's names, by its directory."""
+    """Every rank's chunks under NeMo's names, by the rank's directory."""
     version = None if nemo.names == "imported" else 3.0
     layout = Layout(nemo.tp, nemo.pp, nemo.vpp, names=NAMES[nemo.names], version=version)
     source = megatron_writer.saved(config, layout, work, dtype)
@@ -102,42 +102,42 @@ def ranks(
 
 
 class _State(OrderedDict[str, Tensor]):
-    """As torch's state_dict() gives it: an OrderedDict on which the modules' versions hang."""
+    """A state_dict() as torch returns it: an OrderedDict with the modules' versions."""
 
     def __reduce__(self) -> Any:
         return OrderedDict, (), {"_metadata": {"": {"version": 1}}}, None, iter(self.items())
 
 
 def _named(model: Mapping[str, Any], nemo: Nemo) -> dict[str, Tensor]:
-    made: dict[str, Tensor] = _State()
+    tensors: dict[str, Tensor] = _State()
     for name, value in _flat(model).items():
         name = name.replace("word_embeddings_for_head", "word_embeddings")
         if nemo.bare_positions:
             name = name.replace("position_embeddings.weight", "position_embeddings")
         if nemo.pair and ".dense_h_to_4h." in name:
-            made[f"{nemo.prefix}{name}"], up = (half.clone() for half in value.chunk(2))
-            made[f"{nemo.prefix}{name}".replace("dense_h_to_4h", "dense_h_to_4h_2")] = up
+            tensors[f"{nemo.prefix}{name}"], up = (half.clone() for half in value.chunk(2))
+            tensors[f"{nemo.prefix}{name}".replace("dense_h_to_4h", "dense_h_to_4h_2")] = up
         else:
-            made[f"{nemo.prefix}{name}"] = value
+            tensors[f"{nemo.prefix}{name}"] = value
     if nemo.names == "mcore":
-        made[f"{nemo.prefix}decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(
+        tensors[f"{nemo.prefix}decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(
             0, dtype=torch.uint8
         )
-    return made
+    return tensors
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    made: dict[str, Tensor] = {}
+    flat_record: dict[str, Tensor] = {}
     for key, value in record.items():
-        inner = (
+        nested_record = (
             _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
         )
-        made.update(inner)
-    return made
+        flat_record.update(nested_record)
+    return flat_record
 
 
 def config_of(config: GPTConfig, nemo: Nemo) -> dict[str, Any]:
-    """As megatron_gpt_config.yaml has it."""
+    """In the layout of megatron_gpt_config.yaml."""
     norm = "rmsnorm" if config.normalization == "RMSNorm" else "layernorm"
     norm += "1p" if config.layernorm_zero_centered_gamma else ""
     if config.gated:
@@ -261,20 +261,20 @@ def graph_of(record: Mapping[str, Any]) -> str:
             before, _, leaf = value["_target_"].rpartition(".")
             node = {"type": "pyref", "module": before, "name": leaf}
         items.append([f"Attr(name='{key}')", node])
-    # fiddle's own class stands for all; what it would make is in what it says about itself.
+    # fiddle's own class stands for all classes; the built class is in its metadata.
     fiddle = {"type": "pyref", "module": "fiddle._src.config", "name": "Config"}
-    about = {**fiddle, "name": "BuildableTraverserMetadata"}
-    for key, where, made, held in (
+    metadata = {**fiddle, "name": "BuildableTraverserMetadata"}
+    for key, class_module, class_name, entries in (
         ("config_1", module, name, items),
         ("model_1", "nemo", "GPTModel", [["Attr(name='config')", _ref("config_1")]]),
     ):
-        held_class = {"type": "pyref", "module": where, "name": made}
+        class_reference = {"type": "pyref", "module": class_module, "name": class_name}
         objects[f"about_{key}"] = {
-            "type": about,
-            "items": [["Attr(name='fn_or_cls')", held_class]],
-            "metadata": about,
+            "type": metadata,
+            "items": [["Attr(name='fn_or_cls')", class_reference]],
+            "metadata": metadata,
         }
-        objects[key] = {"type": fiddle, "items": held, "metadata": _ref(f"about_{key}")}
+        objects[key] = {"type": fiddle, "items": entries, "metadata": _ref(f"about_{key}")}
     return json.dumps({"root": _ref("model_1"), "objects": objects})
 
 
@@ -292,8 +292,8 @@ def nemo_2(config: GPTConfig, root: Path, form: Form, *, graph: bool = False) ->
     if graph:
         (root / "context" / "io.json").write_text(graph_of(record))
     else:
-        whole = {"_target_": "nemo.collections.llm.gpt.model.base.GPTModel", "config": record}
-        (root / "context" / "model.yaml").write_text(yaml.safe_dump(whole))
+        config_tree = {"_target_": "nemo.collections.llm.gpt.model.base.GPTModel", "config": record}
+        (root / "context" / "model.yaml").write_text(yaml.safe_dump(config_tree))
     return source
 
 
@@ -302,21 +302,21 @@ def bridge(config: GPTConfig, root: Path, form: Form, step: object) -> Checkpoin
     source = distcp_writer.saved(config, Form(**{**form.__dict__, "args": False}), root)
     (root / "latest_checkpointed_iteration.txt").unlink()
     torch.save({"step": step}, root / "latest_train_state.pt")
-    whole = {"model": transformer_of(config), "train": {"_target_": "x.TrainConfig"}}
-    (root / "iter_0000100" / "run_config.yaml").write_text(yaml.safe_dump(whole))
+    run_config = {"model": transformer_of(config), "train": {"_target_": "x.TrainConfig"}}
+    (root / "iter_0000100" / "run_config.yaml").write_text(yaml.safe_dump(run_config))
     return source
 
 
-def hand_laid(path: Path, lay: Callable[[tarfile.TarFile], object], mode: str = "w") -> Path:
-    """An archive with whatever members `lay` puts there."""
+def write_archive(path: Path, lay: Callable[[tarfile.TarFile], object], mode: str = "w") -> Path:
+    """An archive with the members that `lay` adds."""
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         lay(archive)
     return path
 
 
-def member(archive: tarfile.TarFile, name: str, text: bytes = b"", **about: Any) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(text)
-    for key, value in about.items():
-        setattr(info, key, value)
-    archive.addfile(info, io.BytesIO(text))
+def member(archive: tarfile.TarFile, name: str, text: bytes = b"", **attributes: Any) -> None:
+    tar_info = tarfile.TarInfo(name)
+    tar_info.size = len(text)
+    for key, value in attributes.items():
+        setattr(tar_info, key, value)
+    archive.addfile(tar_info, io.BytesIO(text))

@@ -1,7 +1,7 @@
-"""The slow twin of copying: each file of a layout is made whole in memory, then written.
+"""The slow reference of the copy engine: builds each file of a layout in memory, then writes it.
 
-It reads whole tensors and cuts them with plain indexing, so that it shares nothing with the loop
-that streams.
+It reads whole tensors and cuts them with plain indexing, so that it shares nothing with the
+streaming copy loop.
 """
 
 import zlib
@@ -10,37 +10,39 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_tools.layout.layout import File, Layout, Placement
+from checkpoints_tools.layout.layout import Layout, Placement, TargetFile
 from gpt.checkpoint.logical_tensor import Checkpoint
 
 
 def write_plainly(checkpoint: Checkpoint, layout: Layout, folder: Path) -> None:
-    """All that a layout has, `last` included; `folder` is made if it is not there."""
-    for file in (*layout.files, *layout.last):
+    """Write all files of a layout, `last` included; `folder` is created if needed."""
+    for file in (*layout.files, *layout.last_files):
         path = folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(file_bytes(checkpoint, file))
 
 
-def file_bytes(checkpoint: Checkpoint, file: File) -> bytes:
-    """What no text, placement or patch covers is zero; what two of them cover is a mistake."""
-    content, taken = bytearray(file.size), bytearray(file.size)
+def file_bytes(checkpoint: Checkpoint, file: TargetFile) -> bytes:
+    """Bytes that no text, placement or patch covers are zero; two that overlap are a mistake."""
+    content = bytearray(file.size)
+    covered = bytearray(file.size)
     checksums = []
 
-    def put(offset: int, new: bytes) -> None:
-        span = slice(offset, offset + len(new))
+    def put(offset: int, content_part: bytes) -> None:
+        span = slice(offset, offset + len(content_part))
         assert span.stop <= file.size, f"{file.path}: byte {span.stop} of {file.size}"
-        assert not any(taken[span]), f"{file.path}: two things at byte {offset}"
-        content[span], taken[span] = new, b"\1" * len(new)
+        assert not any(covered[span]), f"{file.path}: two things at byte {offset}"
+        content[span] = content_part
+        covered[span] = b"\1" * len(content_part)
 
-    for text in file.texts:
+    for text in file.literals:
         put(text.offset, text.content)
     for placement in file.placements:
-        new = placed_bytes(checkpoint, placement)
-        put(placement.offset, new)
-        checksums.append(zlib.crc32(new))
+        content_part = placed_bytes(checkpoint, placement)
+        put(placement.offset, content_part)
+        checksums.append(zlib.crc32(content_part))
     for patch in file.patches:  # They lie inside texts.
-        crc = checksums[patch.placement].to_bytes(4, "little")
+        crc = checksums[patch.placement_index].to_bytes(4, "little")
         content[patch.offset : patch.offset + 4] = crc
     return bytes(content)
 
@@ -50,11 +52,11 @@ def placed_bytes(checkpoint: Checkpoint, placement: Placement) -> bytes:
     return bytes(value.to(placement.dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def part_of(whole: Tensor, placement: Placement) -> Tensor:
+def part_of(tensor: Tensor, placement: Placement) -> Tensor:
     part = placement.part
-    runs = [whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges]
-    held = sum(stop - start for start, stop in part.ranges)
-    shape = list(whole.shape)
-    shape[part.dim] = part.size - held
-    value = torch.cat([*runs, whole.new_zeros(shape)], dim=part.dim)
+    runs = [tensor.narrow(part.dim, start, stop - start) for start, stop in part.ranges]
+    covered = sum(stop - start for start, stop in part.ranges)
+    shape = list(tensor.shape)
+    shape[part.dim] = part.size - covered
+    value = torch.cat([*runs, tensor.new_zeros(shape)], dim=part.dim)
     return value.T if placement.transposed else value

@@ -1,42 +1,43 @@
-// The page of a server, for a person. It asks by fetch what any client can ask, with the token of
-// this tab if there is one, and puts what comes into the page as text, never as HTML. It asks again
-// every few seconds, so it outlives restarts of the server; hidden, it asks nothing.
+// The web page of a server. It uses the public HTTP API through fetch, with the token of this
+// tab if there is one, and inserts responses as text, never as HTML. It polls every few seconds,
+// so that it recovers from server restarts; while the page is hidden, it does not poll.
 
-const LOOK_MS = 2000;
-const MEET_EVERY = 5; // Looks from one to the next at what changes seldom.
-const PATIENCE_MS = 10_000;
-const WINDOW_S = 180; // What the chart shows.
-const PAGE = 50; // Adapters that are listed at a time.
-const TYPING_MS = 150;
-const FEW_MS = 20; // Too few to say how fast tokens came.
-const TOKEN = "preamble-token";
+const POLL_MS = 2000;
+const SERVER_INFO_EVERY = 5; // Polls between two reads of /v1/server, which rarely changes.
+const TIMEOUT_MS = 10_000;
+const CHART_S = 180; // Time span of the chart.
+const PAGE_SIZE = 50; // Adapters listed at a time.
+const DEBOUNCE_MS = 150; // From the last keystroke to the search for adapters.
+const RATE_MIN_MS = 20; // Shorter spans give no meaningful token rate.
+const TOKEN_KEY = "preamble-token";
 
 const $ = (id) => document.getElementById(id);
 
-function made(kind, text = "", attributes = {}) {
-  const element = document.createElement(kind);
+function newElement(tag, text = "", attributes = {}) {
+  const element = document.createElement(tag);
   element.textContent = text;
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   return element;
 }
 
-function say(element, text) {
+/** Shows a text, or hides the element if the text is empty. */
+function setText(element, text) {
   element.hidden = !text;
   if (element.textContent !== text) element.textContent = text;
 }
 
-// ------------------------------------------------------------------------------------- the server
+// --------------------------------------------------------------------------------------- requests
 
-class Refused extends Error {
+class ResponseError extends Error {
   constructor(message, status = 0, code = "", retryMs = 0) {
     super(message);
     Object.assign(this, { status, code, retryMs });
   }
 }
 
-/** A response that is good; otherwise the server's own sentence is thrown. */
-async function asked(path, options = {}) {
-  const token = sessionStorage.getItem(TOKEN);
+/** Returns a successful response; otherwise throws the error message of the server. */
+async function request(path, options = {}) {
+  const token = sessionStorage.getItem(TOKEN_KEY);
   const headers = { ...options.headers };
   if (token) headers.Authorization = `Bearer ${token}`;
   const response = await fetch(path, {
@@ -47,150 +48,151 @@ async function asked(path, options = {}) {
     headers,
   });
   if (response.ok) return response;
-  const said = (await response.json().catch(() => null))?.error;
-  const message = said?.message ?? `the server answers ${response.status} ${response.statusText}`;
+  const error = (await response.json().catch(() => null))?.error;
+  const message = error?.message ?? `the server answers ${response.status} ${response.statusText}`;
   const retryMs = Number(response.headers.get("Retry-After-Ms") ?? 0);
-  throw new Refused(message, response.status, said?.code ?? "", retryMs);
+  throw new ResponseError(message, response.status, error?.code ?? "", retryMs);
 }
 
-async function got(path, signal = AbortSignal.timeout(PATIENCE_MS)) {
-  return (await asked(path, { signal })).json();
+async function getJson(path, signal = AbortSignal.timeout(TIMEOUT_MS)) {
+  return (await request(path, { signal })).json();
 }
 
-// ----------------------------------------------------------------------------- how it is, and load
+// ------------------------------------------------------------------------- server state and load
 
-let server = null; // What it last said of itself; null: it is not known, or not any more.
-let looks = 0;
-let timer = 0;
-let before = null; // The last load, and when it was.
-const rates = []; // {at, rate}, of the last minutes.
+let server = null; // The last /v1/server response; null: unknown, or no longer valid.
+let polls = 0;
+let pollTimer = 0;
+let lastLoad = null; // The previous sample: {at, total}.
+const rates = []; // Samples of the chart: {at, rate}.
 
-async function look() {
-  clearTimeout(timer);
-  let wait = LOOK_MS;
+async function poll() {
+  clearTimeout(pollTimer);
+  let wait = POLL_MS;
   try {
-    if (server === null || looks % MEET_EVERY === 0) meet(await got("v1/server"));
-    show(await got("v1/load"));
-    looks += 1;
+    if (server === null || polls % SERVER_INFO_EVERY === 0) showServer(await getJson("v1/server"));
+    showLoad(await getJson("v1/load"));
+    polls += 1;
   } catch (error) {
     wait = Math.max(wait, error.retryMs ?? 0);
-    trouble(error);
+    showError(error);
   }
-  clearTimeout(timer); // Of another look that ended meanwhile.
-  // Without a token there is nothing to see, and each look would be a refusal more.
-  if (!document.hidden && $("access").hidden) timer = setTimeout(look, wait);
+  clearTimeout(pollTimer); // A concurrent poll may have set it.
+  // While the token form is shown, each poll would be another rejected request.
+  if (!document.hidden && $("access").hidden) pollTimer = setTimeout(poll, wait);
 }
 
-function state(kind, word, sentence = "") {
+function setState(kind, word, notice = "") {
   $("state").dataset.state = kind;
   if ($("state").textContent !== word) $("state").textContent = word;
-  say($("notice"), sentence);
+  setText($("notice"), notice);
 }
 
-/** Whether there is nothing to do here without a token, or with this one. */
-function enter(needed) {
+/** Shows the token form instead of the page's content, or the content. */
+function showTokenForm(needed) {
   $("access").hidden = !needed;
   document.body.classList.toggle("locked", needed);
 }
 
-function trouble(error) {
-  const entering = error.status === 401 || error.status === 403;
-  enter(entering);
-  if (error.status === 429) return; // Only this look was too many.
-  server = before = null;
+function showError(error) {
+  showTokenForm(error.status === 401 || error.status === 403);
+  if (error.status === 429) return; // Rate limited: the next poll may succeed.
+  server = lastLoad = null;
   for (const id of ["rate", "running", "waiting", "kv"]) $(id).textContent = "–";
-  if (error.status === 401) state("warn", "Token needed", sentence(error.message));
-  else if (error.status === 403) state("bad", "Not allowed", sentence(error.message));
-  else if (error.status) state("warn", "Not ready", sentence(error.message));
-  else state("bad", "Not reachable", "No answer from this server. It is asked again and again.");
+  if (error.status === 401) setState("warn", "Token needed", sentence(error.message));
+  else if (error.status === 403) setState("bad", "Not allowed", sentence(error.message));
+  else if (error.status) setState("warn", "Not ready", sentence(error.message));
+  else setState("bad", "Not reachable", "No answer from this server. The page keeps trying.");
 }
 
-function meet(info) {
+function showServer(info) {
   server = info;
   const { model, ledger } = info;
   document.title = `${model.name} – Preamble`;
   $("model").textContent = model.name;
-  const [tensor, stages] = [info.tensor_parallel, info.pipeline_parallel];
-  const ranks = tensor * stages > 1 ? `${tensor} tensor × ${stages} pipeline` : "one";
-  $("summary").textContent = `${short(model.parameters)} parameters, ${model.dtype}`;
-  list($("facts"), [
+  const [tp, pp] = [info.tensor_parallel, info.pipeline_parallel];
+  const ranks = tp * pp > 1 ? `${tp} tensor × ${pp} pipeline` : "one";
+  $("summary").textContent = `${compact(model.parameters)} parameters, ${model.dtype}`;
+  fillList($("facts"), [
     ["Format", model.format],
-    ["Shape", `${model.layers} layers, ${whole(model.hidden_size)} wide`],
-    ["Context", `${whole(model.context_tokens_max)} tokens`],
+    ["Shape", `${model.layers} layers, hidden size ${integer(model.hidden_size)}`],
+    ["Context", `${integer(model.context_tokens_max)} tokens`],
     ["Tokenizer", model.tokenizer],
     ["Digest", model.digest.slice(0, 12) || "not computed"],
-    ["Adapters", whole(info.adapters)],
+    ["Adapters", integer(info.adapters)],
     ["Ranks", ranks],
-    ["Computes in", model.dtype],
+    ["Data type", model.dtype],
     ["Preamble", info.version],
   ]);
-  list($("memory"), [
+  fillList($("memory"), [
     ["Weights", bytes(ledger.weight_bytes)],
-    ["KV memory", `${whole(ledger.kv_tokens)} tokens`],
-    ["Full-context requests", whole(ledger.full_context_requests)],
-    ["Adapter rows at once", whole(ledger.adapter_rows)],
-    ["Binds first", ledger.binding_limit],
+    ["KV cache", `${integer(ledger.kv_tokens)} tokens`],
+    ["Full-context requests", integer(ledger.full_context_requests)],
+    ["Adapter rows on the device", integer(ledger.adapter_rows)],
+    ["Limited first by", ledger.binding_limit],
   ]);
-  bound();
-  command();
-  enter(false);
-  $("forget").hidden = !sessionStorage.getItem(TOKEN);
+  updateMaxTokens();
+  updateCommand();
+  showTokenForm(false);
+  $("forget").hidden = !sessionStorage.getItem(TOKEN_KEY);
 }
 
-function list(place, pairs) {
-  place.replaceChildren(...pairs.flatMap(([name, value]) => [made("dt", name), made("dd", value)]));
+function fillList(list, pairs) {
+  const items = ([name, value]) => [newElement("dt", name), newElement("dd", value)];
+  list.replaceChildren(...pairs.flatMap(items));
 }
 
-function show(load) {
+function showLoad(load) {
   const at = performance.now() / 1000;
   const total = Number(load.generated_tokens);
-  // Another count than before begins after a restart.
-  const known = before !== null && total >= before.total;
-  const rate = known ? (total - before.total) / (at - before.at) : 0;
-  before = { at, total };
-  if (known) rates.push({ at, rate });
-  while (rates[0]?.at < at - WINDOW_S) rates.shift();
+  // A lower count than before means that the ranks were restarted.
+  const comparable = lastLoad !== null && total >= lastLoad.total;
+  const rate = comparable ? (total - lastLoad.total) / (at - lastLoad.at) : 0;
+  lastLoad = { at, total };
+  if (comparable) rates.push({ at, rate });
+  while (rates[0]?.at < at - CHART_S) rates.shift();
   const used = Number(load.kv_blocks_held) / Math.max(1, Number(load.kv_blocks));
-  $("rate").textContent = known ? short(rate) : "–";
-  $("running").textContent = whole(load.running_requests);
-  $("waiting").textContent = whole(load.waiting_requests);
+  $("rate").textContent = comparable ? compact(rate) : "–";
+  $("running").textContent = integer(load.running_requests);
+  $("waiting").textContent = integer(load.waiting_requests);
   $("kv").textContent = used.toLocaleString("en", { style: "percent", maximumFractionDigits: 1 });
-  draw(at);
+  drawChart(at);
   if (server.state === "SERVER_STATE_DRAINING") {
-    state("warn", "Draining", "It finishes what it has, and takes no more.");
+    setState("warn", "Draining", "The server finishes accepted requests and rejects new ones.");
   } else if (!load.engine_up) {
-    state("warn", "Not ready", "The ranks are lost. If they can be, they are started again.");
-  } else state("good", "Ready");
+    setState("warn", "Not ready", "The ranks were lost. The server restarts them if it can.");
+  } else setState("good", "Ready");
 }
 
-function draw(now) {
-  const [width, height] = [WINDOW_S, 60];
-  const most = rounded(Math.max(10, ...rates.map((one) => one.rate)));
+function drawChart(now) {
+  const [width, height] = [CHART_S, 60];
+  const top = roundUp(Math.max(10, ...rates.map((sample) => sample.rate)));
   const x = (at) => (width - (now - at)).toFixed(2);
-  const points = rates.map(({ at, rate }) => `${x(at)},${(height * (1 - rate / most)).toFixed(2)}`);
-  const under = [`${x(rates[0]?.at ?? now)},${height}`, ...points, `${width},${height}`];
+  const points = rates.map(({ at, rate }) => `${x(at)},${(height * (1 - rate / top)).toFixed(2)}`);
+  const gridLine = (y) => newSvgElement("line", { x1: 0, x2: width, y1: y, y2: y });
+  const area = [`${x(rates[0]?.at ?? now)},${height}`, ...points, `${width},${height}`];
   $("chart").replaceChildren(
-    drawn("polygon", { class: "area", points: under.join(" ") }),
-    ...[0, height / 2, height].map((y) => drawn("line", { x1: 0, x2: width, y1: y, y2: y })),
-    drawn("polyline", { class: "trace", points: points.join(" ") }),
+    newSvgElement("polygon", { class: "area", points: area.join(" ") }),
+    ...[0, height / 2, height].map(gridLine),
+    newSvgElement("polyline", { class: "trace", points: points.join(" ") }),
   );
-  $("most").textContent = `${whole(most)} tokens/s`;
-  const peak = Math.max(0, ...rates.map((one) => one.rate));
-  const told = `${short(rates.at(-1)?.rate ?? 0)} now, ${short(peak)} at most`;
-  $("chart").setAttribute("aria-label", `Tokens per second in the last three minutes: ${told}`);
+  $("most").textContent = `${integer(top)} tokens/s`;
+  const peak = Math.max(0, ...rates.map((sample) => sample.rate));
+  const summary = `${compact(rates.at(-1)?.rate ?? 0)} now, ${compact(peak)} at most`;
+  $("chart").setAttribute("aria-label", `Tokens per second in the last three minutes: ${summary}`);
 }
 
-function drawn(kind, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", kind);
+function newSvgElement(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   return element;
 }
 
-// --------------------------------------------------------------------------------------- in words
+// ------------------------------------------------------------------------------------- formatting
 
-const whole = (value) => Number(value).toLocaleString("en");
+const integer = (value) => Number(value).toLocaleString("en");
 
-function short(value) {
+function compact(value) {
   const number = Number(value);
   const notation = number < 10_000 ? "standard" : "compact";
   const digits = { maximumSignificantDigits: number < 100 ? 2 : 3 };
@@ -205,171 +207,173 @@ function bytes(value) {
 
 const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 
-/** The next of 1, 2, 5, 10, 20, ... */
-function rounded(value) {
+/** Rounds up to 1, 2 or 5 times a power of ten. */
+function roundUp(value) {
   const unit = 10 ** Math.floor(Math.log10(value));
   return unit * [1, 2, 5, 10].find((step) => step * unit >= value);
 }
 
-/** As a person writes one: the server's are made to stand behind a name. */
+/** Adds the capital and the full stop that the server's error messages lack. */
 const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1).replace(/\.$/, "")}.`;
 
-// ------------------------------------------------------------------------------------- the adapter
+// --------------------------------------------------------------------------------- adapter picker
 
-let adapter = null; // The chosen one's record; null: none.
-let choices = []; // What is listed: {name, about, choose}.
-let active = -1;
-let searching = null; // Ends the search that runs.
-let typing = 0;
+let adapter = null; // The selected adapter's record; null: none.
+let choices = []; // The listed choices: {name, about, choose}.
+let active = -1; // Index of the highlighted choice.
+let searching = null; // AbortController of the running search.
+let searchTimer = 0;
 
-const nameOf = (one) => (one.current ? one.name : `${one.name}@${one.version}`);
+const adapterName = (record) => (record.current ? record.name : `${record.name}@${record.version}`);
 
-function about(one) {
-  const rows = `${one.virtual_tokens} virtual tokens`;
-  return [one.task, one.method, rows, `version ${one.version}`].filter(Boolean).join(" · ");
+function describe(record) {
+  const size = `${record.virtual_tokens} virtual tokens`;
+  const parts = [record.task, record.method, size, `version ${record.version}`];
+  return parts.filter(Boolean).join(" · ");
 }
 
-async function search(contains, page = "", found = []) {
+async function search(contains, pageToken = "", previous = []) {
   searching?.abort();
-  const mine = (searching = new AbortController());
-  const query = new URLSearchParams({ page_size: PAGE, contains, page_token: page });
+  const controller = (searching = new AbortController());
+  const query = new URLSearchParams({ page_size: PAGE_SIZE, contains, page_token: pageToken });
   try {
-    const told = await got(`v1/adapters?${query}`, mine.signal);
-    found = [...found, ...told.adapters];
-    offerFound(contains, found, told.next_page_token);
+    const page = await getJson(`v1/adapters?${query}`, controller.signal);
+    showAdapters(contains, [...previous, ...page.adapters], page.next_page_token);
   } catch (error) {
-    if (mine.signal.aborted) return;
-    offer([{ name: error.status ? sentence(error.message) : "No answer from this server." }]);
+    if (controller.signal.aborted) return;
+    const message = error.status ? sentence(error.message) : "No answer from this server.";
+    showChoices([{ name: message }]);
   }
 }
 
-function offerFound(contains, found, next) {
-  const option = (name, about, one) => ({ name, about, choose: () => choose(one) });
-  const offered = found.map((one) => option(nameOf(one), one.task || about(one), one));
-  if (!contains) offered.unshift(option("None", "the model itself", null));
-  const nothing = contains ? "No adapter has that in its name." : "There are no adapters.";
-  if (!found.length) offered.push({ name: nothing });
+function showAdapters(contains, records, nextPageToken) {
+  const choice = (name, about, record) => ({ name, about, choose: () => selectAdapter(record) });
+  const listed = records.map((record) =>
+    choice(adapterName(record), record.task || describe(record), record));
+  if (!contains) listed.unshift(choice("None", "the model itself", null));
+  const empty = contains ? "No adapter has that in its name." : "There are no adapters.";
+  if (!records.length) listed.push({ name: empty });
   const more = async () => {
-    await search(contains, next, found);
-    activate(offered.length - 1); // The first of those that came, where this stood.
+    await search(contains, nextPageToken, records);
+    activate(listed.length - 1); // The first of the new records, which replaces "More".
   };
-  const listed = `${whole(found.length)} are listed; type to find one`;
-  if (next) offered.push({ name: "More …", about: listed, choose: more });
-  offer(offered);
+  const hint = `${integer(records.length)} are listed; type to search`;
+  if (nextPageToken) listed.push({ name: "More …", about: hint, choose: more });
+  showChoices(listed);
 }
 
-function offer(offered) {
-  choices = offered;
-  $("choices").replaceChildren(...choices.map(({ name, about, choose }, place) => {
-    const item = made("li", "", { role: "option", id: `choice-${place}` });
+function showChoices(listed) {
+  choices = listed;
+  $("choices").replaceChildren(...choices.map(({ name, about, choose }, index) => {
+    const item = newElement("li", "", { role: "option", id: `choice-${index}` });
     item.setAttribute("aria-selected", "false");
-    item.append(made("span", name));
-    if (about) item.append(made("span", about, { class: "hint" }));
+    item.append(newElement("span", name));
+    if (about) item.append(newElement("span", about, { class: "hint" }));
     if (!choose) item.setAttribute("aria-disabled", "true");
     return item;
   }));
   $("choices").hidden = false;
   $("adapter").setAttribute("aria-expanded", "true");
-  activate(choices.findIndex((one) => one.choose));
+  activate(choices.findIndex((choice) => choice.choose));
 }
 
-function activate(place) {
+function activate(index) {
   $("choices").children[active]?.setAttribute("aria-selected", "false");
-  active = place;
-  const item = $("choices").children[place];
+  active = index;
+  const item = $("choices").children[index];
   item?.setAttribute("aria-selected", "true");
   item?.scrollIntoView({ block: "nearest" });
   if (item) $("adapter").setAttribute("aria-activedescendant", item.id);
   else $("adapter").removeAttribute("aria-activedescendant");
 }
 
-function close() {
+function closeChoices() {
   searching?.abort();
-  clearTimeout(typing);
+  clearTimeout(searchTimer);
   $("choices").hidden = true;
   $("adapter").setAttribute("aria-expanded", "false");
   $("adapter").removeAttribute("aria-activedescendant");
-  $("adapter").value = adapter ? nameOf(adapter) : "";
+  $("adapter").value = adapter ? adapterName(adapter) : "";
 }
 
-function choose(one) {
-  adapter = one;
-  $("adapter-about").textContent = one ? about(one) : "";
-  bound();
-  close();
-  ask(one?.input_fields ?? []);
-  command();
+function selectAdapter(record) {
+  adapter = record;
+  $("adapter-about").textContent = record ? describe(record) : "";
+  updateMaxTokens();
+  closeChoices();
+  showFields(record?.input_fields ?? []);
+  updateCommand();
 }
 
-/** How long an answer may be if nobody says. */
-function bound() {
-  const most = adapter?.max_new_tokens || server?.limits.new_tokens_default;
-  $("max-tokens").placeholder = most ? whole(most) : "";
+/** Shows the default of "Max tokens": the adapter's, else the server's. */
+function updateMaxTokens() {
+  const tokens = adapter?.max_new_tokens || server?.limits.new_tokens_default;
+  $("max-tokens").placeholder = tokens ? integer(tokens) : "";
 }
 
-const opened = () => !$("choices").hidden;
+const choicesShown = () => !$("choices").hidden;
 
 $("adapter").addEventListener("input", () => {
-  clearTimeout(typing);
-  typing = setTimeout(() => search($("adapter").value.trim()), TYPING_MS);
+  clearTimeout(searchTimer);
+  searchTimer = setTimeout(() => search($("adapter").value.trim()), DEBOUNCE_MS);
 });
-$("adapter").addEventListener("click", () => opened() || ($("adapter").select(), search("")));
-$("adapter").addEventListener("blur", close);
+$("adapter").addEventListener("click", () => choicesShown() || ($("adapter").select(), search("")));
+$("adapter").addEventListener("blur", closeChoices);
 $("adapter").addEventListener("keydown", (event) => {
   if (event.isComposing) return;
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-  const chosen = event.key === "Enter" && opened() && !event.ctrlKey && !event.metaKey;
-  if (step && opened()) activate((active + step + choices.length) % choices.length);
+  const enter = event.key === "Enter" && choicesShown() && !event.ctrlKey && !event.metaKey;
+  if (step && choicesShown()) activate((active + step + choices.length) % choices.length);
   else if (step) search("");
-  else if (chosen) choices[active]?.choose?.();
-  else if (event.key === "Escape" && opened()) close();
+  else if (enter) choices[active]?.choose?.();
+  else if (event.key === "Escape" && choicesShown()) closeChoices();
   else return;
   event.preventDefault();
   event.stopPropagation();
 });
 $("choices").addEventListener("mousedown", (event) => {
-  event.preventDefault(); // The input keeps the focus.
+  event.preventDefault(); // Keeps the focus in the input.
   const item = event.target.closest("li");
   if (item) choices[[...$("choices").children].indexOf(item)].choose?.();
 });
 
-// -------------------------------------------------------------------------------------- the prompt
+// ------------------------------------------------------------------------------ prompt and answer
 
-const areas = () => [...$("fields").querySelectorAll("textarea")];
+const textareas = () => [...$("fields").querySelectorAll("textarea")];
 
-/** The places to write in: one for the prompt, or one for each field of an adapter's template. */
-function ask(names) {
-  const written = new Map(areas().map((one) => [one.name, one.value]));
-  const places = names.length ? names : [""];
-  $("fields").replaceChildren(...places.map((name, place) => {
-    const field = made("div", "", { class: "field" });
-    const rows = names.length > 1 ? 3 : 5;
-    const area = made("textarea", "", { id: `field-${place}`, name, rows });
-    area.value = written.get(name) ?? (place === 0 ? [...written.values()][0] ?? "" : "");
-    field.append(made("label", name || "Prompt", { for: area.id }), area);
+/** Shows one text area for the prompt, or one for each field of the adapter's prompt template. */
+function showFields(fieldNames) {
+  const texts = new Map(textareas().map((area) => [area.name, area.value]));
+  const names = fieldNames.length ? fieldNames : [""];
+  $("fields").replaceChildren(...names.map((name, index) => {
+    const field = newElement("div", "", { class: "field" });
+    const rows = fieldNames.length > 1 ? 3 : 5;
+    const area = newElement("textarea", "", { id: `field-${index}`, name, rows });
+    area.value = texts.get(name) ?? (index === 0 ? [...texts.values()][0] ?? "" : "");
+    field.append(newElement("label", name || "Prompt", { for: area.id }), area);
     return field;
   }));
 }
 
-let running = null; // Ends the answer that comes.
+let running = null; // AbortController of the running completion.
 
 async function run() {
   if (running || !$("ask").reportValidity()) return;
   running = new AbortController();
-  const told = new Answer();
+  const view = new AnswerView();
   try {
-    const response = await asked("v1/completions", {
+    const response = await request("v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body()),
+      body: JSON.stringify(requestBody()),
       signal: running.signal,
     });
-    for await (const event of events(response.body)) told.take(event);
-    told.end();
+    for await (const event of readEvents(response.body)) view.append(event);
+    view.finish();
   } catch (error) {
-    if (running.signal.aborted) told.end("stopped");
-    else if (error instanceof Refused) told.end("refused", sentence(error.message));
-    else told.end("broken off", "The connection to this server broke off.");
+    if (running.signal.aborted) view.finish("stopped");
+    else if (error instanceof ResponseError) view.finish("refused", sentence(error.message));
+    else view.finish("broken off", "The connection to this server was lost.");
   } finally {
     running = null;
     $("stop").hidden = true;
@@ -377,70 +381,70 @@ async function run() {
   }
 }
 
-function body() {
-  const record = adapter?.input_fields.length
-    ? { inputs: Object.fromEntries(areas().map((one) => [one.name, one.value])) }
-    : { prompt: areas()[0].value };
-  if (adapter) record.model = nameOf(adapter);
-  const most = $("max-tokens").value || (adapter ? "" : server?.limits.new_tokens_default);
-  if (most) record.max_tokens = Number(most);
+function requestBody() {
+  const body = adapter?.input_fields.length
+    ? { inputs: Object.fromEntries(textareas().map((area) => [area.name, area.value])) }
+    : { prompt: textareas()[0].value };
+  if (adapter) body.model = adapterName(adapter);
+  const tokens = $("max-tokens").value || (adapter ? "" : server?.limits.new_tokens_default);
+  if (tokens) body.max_tokens = Number(tokens);
   const stream_options = { include_usage: true, continuous_usage_stats: true };
-  return { ...record, temperature: Number($("temperature").value), stream: true, stream_options };
+  return { ...body, temperature: Number($("temperature").value), stream: true, stream_options };
 }
 
-/** The same for a terminal. */
-function command() {
-  const { stream, stream_options, ...record } = body();
+/** Shows the same request as a curl command. */
+function updateCommand() {
+  const { stream, stream_options, ...body } = requestBody();
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-  const token = sessionStorage.getItem(TOKEN) ? [`-H "authorization: Bearer $TOKEN"`] : [];
+  const token = sessionStorage.getItem(TOKEN_KEY) ? [`-H "authorization: Bearer $TOKEN"`] : [];
   const words = [
     `curl ${quoted(new URL("v1/completions", document.baseURI).href)}`,
     ...token,
     "-H 'content-type: application/json'",
-    `-d ${quoted(JSON.stringify(record))}`,
+    `-d ${quoted(JSON.stringify(body))}`,
   ];
   $("command").textContent = words.join(" \\\n  ");
 }
 
-/** The records of a stream of events, as they come. */
-async function* events(stream) {
-  let text = "";
+/** Yields the records of a stream of server-sent events. */
+async function* readEvents(stream) {
+  let buffer = "";
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Refused("the answer ended before it was whole");
-    const parts = (text + value).split("\n\n");
-    text = parts.pop();
+    if (done) throw new ResponseError("the stream ended before the completion was finished");
+    const parts = (buffer + value).split("\n\n");
+    buffer = parts.pop();
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new Refused(event.error.message);
+      if (event.error) throw new ResponseError(event.error.message);
       yield event;
     }
   }
 }
 
-/** One answer, as it is shown. */
-class Answer {
+/** Shows one streamed completion and its timings. */
+class AnswerView {
   constructor() {
     this.began = performance.now();
     this.first = this.last = this.count = this.firstCount = 0;
-    this.finish = "";
+    this.reason = "";
     for (const id of ["answer", "end"]) $(id).textContent = "";
     for (const id of ["first-token", "made", "speed"]) $(id).textContent = "–";
-    say($("failure"), "");
+    setText($("failure"), "");
     $("answering").hidden = $("stop").hidden = false;
     $("run").disabled = true;
     $("answer").classList.add("running");
   }
 
-  take({ choices: [choice], usage }) {
+  append({ choices: [choice], usage }) {
     const box = $("answer");
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     if (choice) box.append(choice.text);
     if (atEnd) box.scrollTop = box.scrollHeight;
-    this.finish = choice?.finish_reason ?? this.finish;
+    this.reason = choice?.finish_reason ?? this.reason;
     const count = usage?.completion_tokens ?? this.count;
     if (count === this.count) return;
     this.last = performance.now();
@@ -448,20 +452,20 @@ class Answer {
     this.count = count;
     const ms = this.last - this.first;
     $("first-token").textContent = seconds(this.first - this.began);
-    $("made").textContent = whole(count);
+    $("made").textContent = integer(count);
     const rate = (1000 * (count - this.firstCount)) / ms;
-    $("speed").textContent = ms >= FEW_MS ? short(rate) : "–";
+    $("speed").textContent = ms >= RATE_MIN_MS ? compact(rate) : "–";
   }
 
-  end(how = "", sentence = "") {
-    const ends = { stop: "complete", length: "at max tokens" };
+  finish(outcome = "", failure = "") {
+    const reasons = { stop: "complete", length: "at max tokens" };
     $("answer").classList.remove("running");
-    $("end").textContent = how || (ends[this.finish] ?? this.finish);
-    say($("failure"), sentence);
+    $("end").textContent = outcome || (reasons[this.reason] ?? this.reason);
+    setText($("failure"), failure);
   }
 }
 
-$("ask").addEventListener("input", command);
+$("ask").addEventListener("input", updateCommand);
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
@@ -476,25 +480,26 @@ document.addEventListener("keydown", (event) => {
   if ($("ask").contains(event.target)) run();
 });
 
-// --------------------------------------------------------------------------------------- the token
+// ------------------------------------------------------------------------------------- token form
 
 $("access").addEventListener("submit", (event) => {
   event.preventDefault();
   const token = $("token").value.trim();
   if (!/^[\x21-\x7e]+$/.test(token)) {
-    state("warn", "Token needed", "That is no token: it has other characters than tokens have.");
+    const notice = "This is not a valid token: only printable ASCII without spaces is allowed.";
+    setState("warn", "Token needed", notice);
     return;
   }
-  sessionStorage.setItem(TOKEN, token);
+  sessionStorage.setItem(TOKEN_KEY, token);
   $("token").value = "";
-  look();
+  poll();
 });
 $("forget").addEventListener("click", () => {
-  sessionStorage.removeItem(TOKEN);
-  location.reload(); // Nothing stays of what that token could see.
+  sessionStorage.removeItem(TOKEN_KEY);
+  location.reload(); // Discards everything that the token gave access to.
 });
-document.addEventListener("visibilitychange", () => document.hidden || look());
+document.addEventListener("visibilitychange", () => document.hidden || poll());
 
 if (navigator.platform.startsWith("Mac")) document.querySelector("kbd").textContent = "⌘ Enter";
-ask([]);
-look();
+showFields([]);
+poll();

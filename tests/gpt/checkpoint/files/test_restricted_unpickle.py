@@ -1,4 +1,4 @@
-"""Pickles are read as data: stand-ins for what trains, a refusal by name for what runs."""
+"""Restricted unpickling: stand-ins for foreign classes, and errors that name refused calls."""
 
 import argparse
 import enum
@@ -27,7 +27,7 @@ class ModelType(enum.Enum):
 
 
 class Calls:
-    """Pickles as a call of what it is given."""
+    """Pickles as a call of a function."""
 
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = (function, arguments)
@@ -38,7 +38,7 @@ class Calls:
 
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that is there when the file is written, and gone when it is read."""
+    """A module that exists when the file is written, and not when it is read."""
     module = types.ModuleType("megatron.core.enums")
     module.ModelType = ModelType  # type: ignore[attr-defined]
     monkeypatch.setattr(ModelType, "__module__", module.__name__)
@@ -53,7 +53,7 @@ def save(record: object, path: Path, zipped: bool) -> Path:
 
 
 @ZIPPED
-def test_arguments_keep_their_plain_values_and_others_are_stand_ins(
+def test_args_keep_plain_values_and_foreign_classes_become_stubs(
     tmp_path: Path, megatron: None, zipped: bool
 ) -> None:
     args = argparse.Namespace(
@@ -66,12 +66,12 @@ def test_arguments_keep_their_plain_values_and_others_are_stand_ins(
     )
     states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
     record = {"args": args, "rng_state": states, "model": {"w": torch.arange(6.0).view(2, 3)}}
-    read = read_pickle(save(record, tmp_path / "x.pt", zipped))
-    fields = read["args"].fields
+    loaded = read_pickle(save(record, tmp_path / "x.pt", zipped))
+    fields = loaded["args"].fields
     assert fields["num_layers"] == 3 and fields["params_dtype"] is torch.float16
     assert fields["model_type"].path == "megatron.core.enums.ModelType"
     assert isinstance(fields["world"], Stub)
-    assert torch.equal(read["model"]["w"], record["model"]["w"])  # type: ignore[index]
+    assert torch.equal(loaded["model"]["w"], record["model"]["w"])  # type: ignore[index]
 
 
 @ZIPPED
@@ -79,19 +79,17 @@ def test_enums_that_were_pickled_through_getattr_are_read(
     tmp_path: Path, megatron: None, zipped: bool
 ) -> None:
     record = {"type": Calls(getattr, ModelType, "encoder_or_decoder")}
-    read = read_pickle(save(record, tmp_path / "x.pt", zipped))
-    assert read["type"].arguments == ("encoder_or_decoder",)
+    loaded = read_pickle(save(record, tmp_path / "x.pt", zipped))
+    assert loaded["type"].arguments == ("encoder_or_decoder",)
 
 
 @ZIPPED
-def test_empty_bytes_which_older_protocols_make_by_a_call_are_read(
-    tmp_path: Path, zipped: bool
-) -> None:
-    # As the states of Transformer Engine's layers, or an empty array among the arguments.
+def test_empty_bytes_of_older_pickle_protocols_are_read(tmp_path: Path, zipped: bool) -> None:
+    # As in states of Transformer Engine's layers, or an empty array among the arguments.
     record = {"_extra_state": io.BytesIO(), "empty": b"", "full": b"ab", "array": numpy.zeros(0)}
-    read = read_pickle(save(record, tmp_path / "x.pt", zipped))
-    assert (read["empty"], read["full"]) == (b"", b"ab")
-    assert isinstance(read["_extra_state"], Stub) and isinstance(read["array"], Stub)
+    loaded = read_pickle(save(record, tmp_path / "x.pt", zipped))
+    assert (loaded["empty"], loaded["full"]) == (b"", b"ab")
+    assert isinstance(loaded["_extra_state"], Stub) and isinstance(loaded["array"], Stub)
 
 
 @ZIPPED
@@ -110,7 +108,7 @@ def test_empty_bytes_which_older_protocols_make_by_a_call_are_read(
         (Calls(numpy.fromfile, "x"), "numpy.fromfile"),
     ],
 )
-def test_what_would_run_is_refused_by_its_name(
+def test_error_names_the_function_that_a_pickle_would_call(
     tmp_path: Path,
     megatron: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,9 +127,7 @@ def test_what_would_run_is_refused_by_its_name(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_name_that_was_allowed_for_one_file_is_not_for_the_next(
-    tmp_path: Path, megatron: None
-) -> None:
+def test_allowed_globals_apply_to_one_file_only(tmp_path: Path, megatron: None) -> None:
     path = save({"type": ModelType.encoder_or_decoder}, tmp_path / "x.pt", True)
     read_pickle(path)
     with pytest.raises(Exception, match="megatron"):
@@ -140,27 +136,30 @@ def test_a_name_that_was_allowed_for_one_file_is_not_for_the_next(
 
 @ZIPPED
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_truncated_file_is_refused_with_its_size(
+def test_truncated_files_are_refused_with_their_size(
     tmp_path: Path, zipped: bool, share: float
 ) -> None:
     path = save({"model": torch.ones(1000)}, tmp_path / "x.pt", zipped)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * share)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(CheckpointError, match=r"has \d+ bytes and is truncated or broken"):
         read_pickle(path)
 
 
-def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+def test_compressed_archives_are_refused(tmp_path: Path) -> None:
     source = save({"model": torch.zeros(100)}, tmp_path / "x.pt", True)
     target = tmp_path / "y.pt"
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
-        for member in old.namelist():
-            new.writestr(member, old.read(member))
+    with (
+        zipfile.ZipFile(source) as source_zip,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as target_zip,
+    ):
+        for member in source_zip.namelist():
+            target_zip.writestr(member, source_zip.read(member))
     with pytest.raises(CheckpointError, match="is compressed"):
         read_pickle(target)
 
 
-def test_no_file_pointer_or_folder_ends_in_a_stack(tmp_path: Path) -> None:
+def test_missing_file_lfs_pointer_and_folder_are_checkpoint_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         read_pickle(tmp_path / "absent.pt")
     (tmp_path / "x.pt").write_text("version https://git-lfs.github.com/spec/v1\n")

@@ -1,4 +1,4 @@
-"""config.json of the Hugging Face families: every spelling of it, its defaults, what is refused."""
+"""config.json of Hugging Face families: spellings, defaults, and unsupported fields."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ CONFIG = "config.json"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder where transformers saved a case. Do not write into it."""
+    """Returns the folder where transformers saved a case. Do not write into it."""
     root = tmp_path_factory.mktemp("saved")
 
     def folder(case: str) -> Path:
@@ -52,7 +52,7 @@ def to_version_4(record: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_config_of_transformers_4_reads_the_same_here_and_there(
+def test_configs_of_transformers_4_and_5_are_equal(
     case: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from transformers import AutoConfig
@@ -60,12 +60,12 @@ def test_config_of_transformers_4_reads_the_same_here_and_there(
     folder = Path(shutil.copytree(saved(case), tmp_path / "old"))
     edit_json(folder / CONFIG, to_version_4)
     assert open_checkpoint(folder).config == open_checkpoint(saved(case)).config
-    theirs = [AutoConfig.from_pretrained(path) for path in (folder, saved(case))]
-    ropes = [getattr(one, "rope_parameters", None) for one in theirs]
+    hf_configs = [AutoConfig.from_pretrained(path) for path in (folder, saved(case))]
+    ropes = [getattr(their, "rope_parameters", None) for their in hf_configs]
     assert ropes[0] == ropes[1]
 
 
-def test_the_oldest_spelling_of_rope_scaling_reads_too(
+def test_oldest_spelling_of_rope_scaling_is_read(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     def change(record: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def test_the_oldest_spelling_of_rope_scaling_reads_too(
     assert config.rotary_base == 10000.0
 
 
-def test_without_query_groups_every_head_of_nemotron_has_its_own(
+def test_nemotron_without_query_groups_has_one_per_head(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(saved("nemotron"), tmp_path / "nemotron"))
@@ -95,31 +95,32 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize("family", HEADED)
-def test_where_config_is_silent_the_familys_default_holds(family: str, tmp_path: Path) -> None:
-    needed = {key: value for key, value in sizes_of(family).items() if key not in OPTIONAL}
-    needed["num_attention_heads" if family != "gpt2" else "n_head"] = 32
-    needed["hidden_size" if family != "gpt2" else "n_embd"] = 256
+def test_family_defaults_apply_to_absent_fields(family: str, tmp_path: Path) -> None:
+    required = {key: value for key, value in sizes_of(family).items() if key not in OPTIONAL}
+    required["num_attention_heads" if family != "gpt2" else "n_head"] = 32
+    required["hidden_size" if family != "gpt2" else "n_embd"] = 256
     if family == "nemotron":
-        needed["num_key_value_heads"] = 4  # Its class defaults to none, and its model needs some.
-    spoken, silent = tmp_path / "spoken", tmp_path / "silent"
-    random_model(family, needed).save_pretrained(spoken)
-    shutil.copytree(spoken, silent)
-    (silent / CONFIG).write_text(json.dumps({"model_type": family, **needed}))
-    assert open_checkpoint(silent).config == open_checkpoint(spoken).config
+        required["num_key_value_heads"] = 4  # Its class has no default, and its model needs one.
+    explicit = tmp_path / "spoken"
+    silent = tmp_path / "silent"
+    random_model(family, required).save_pretrained(explicit)
+    shutil.copytree(explicit, silent)
+    (silent / CONFIG).write_text(json.dumps({"model_type": family, **required}))
+    assert open_checkpoint(silent).config == open_checkpoint(explicit).config
 
 
-# What a config.json can ask for that the model does not compute, or does not say.
+# Fields of a config.json that the model does not support, or that are missing.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown architecture": (
         "llama, multi-head",
         {"model_type": "falcon"},
-        "'falcon' is not a family .* known are gpt2, gpt_neox, llama, mistral, mixtral, ",
+        "'falcon' is not supported; it must be one of gpt2, gpt_neox, llama, mistral, mixtral, ",
     ),
     "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
     "yarn": (
         "llama, multi-head",
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        "rope type 'yarn' is not one that Preamble computes; known are default, linear, llama3",
+        "rope type 'yarn' is not supported; it must be one of default, linear, llama3",
     ),
     "dynamic": (
         "qwen2",
@@ -134,12 +135,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial positions": (
         "llama, multi-head",
         {"partial_rotary_factor": 0.5},
-        "partial_rotary_factor is 0.5, which Preamble does not compute",
+        "partial_rotary_factor is 0.5, which Preamble does not support",
     ),
     "attention scaled by layer": (
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": True},
-        "scale_attn_by_inverse_layer_idx is true, which Preamble does not compute",
+        "scale_attn_by_inverse_layer_idx is true, which Preamble does not support",
     ),
     "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
     "unknown activation": ("gpt2", {"activation_function": "mish"}, 'is "mish"; it must be one of'),
@@ -209,12 +210,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more layers": (
         "llama, multi-head",
         {"num_hidden_layers": 4},
-        "none of the weights is 'model.layers.3.*download is incomplete",
+        "the weights lack 'model.layers.3.*download is incomplete",
     ),
     "fewer layers": (
         "llama, multi-head",
         {"num_hidden_layers": 2},
-        "no place for 9 of the weights: model.layers.2.*so the model is not read",
+        "no parameter for 9 of the weights: model.layers.2.*outputs would be wrong",
     ),
     "heads of another width": (
         "qwen3, wide heads",
@@ -229,12 +230,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial positions of a family that turns whole heads": (
         "starcoder2",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor is 0.5, which Preamble does not compute",
+        "partial_rotary_factor is 0.5, which Preamble does not support",
     ),
     "an odd share of a head": (
         "gpt_neox, parallel residual",
         {"rope_parameters": None},
-        "rotary_percent 0.25 of 12 channels rotates 3; it must be an even number",
+        "rotary_percent 0.25 of 12 channels gives 3 rotary channels; the number must be even",
     ),
     "no share of a head": (
         "nemotron",
@@ -249,7 +250,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of a width of their own": (
         "gpt_neox, parallel residual",
         {"head_dim": 16},
-        "head_dim is 16, which Preamble does not compute; it reads only models where it is 12",
+        "head_dim is 16, which Preamble does not support; it must be 12",
     ),
     "a word for a residual": (
         "gpt_neox, parallel residual",
@@ -259,17 +260,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "positions that depend on the length": (
         "gpt_neox, parallel residual",
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope type 'dynamic' is not one that Preamble computes",
+        "rope type 'dynamic' is not supported",
     ),
     "biases of an MLP that are not there": (
         "nemotron",
         {"mlp_bias": True},
-        "none of the weights is 'model.layers.0.mlp.up_proj.bias'",
+        "the weights lack 'model.layers.0.mlp.up_proj.bias'",
     ),
     "biases that config.json does not have": (
         "starcoder2",
         {"use_bias": False},
-        "no place for 18 of the weights: model.layers.0.mlp.c_fc.bias",
+        "no parameter for 18 of the weights: model.layers.0.mlp.c_fc.bias",
     ),
     "mixed windows of experts": (
         "mixtral",
@@ -295,16 +296,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases that are not there": (
         "llama, multi-head",
         {"attention_bias": True},
-        "none of the weights is 'model.layers.0.self_attn.q_proj.bias'",
+        "the weights lack 'model.layers.0.self_attn.q_proj.bias'",
     ),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_config_that_cannot_be_is_one_sentence(
-    what: str, saved: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("fault", REFUSED)
+def test_invalid_config_is_refused(
+    fault: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    case, fields, message = REFUSED[what]
+    case, fields, message = REFUSED[fault]
     folder = Path(shutil.copytree(saved(case), tmp_path / "model"))
     edit_json(folder / CONFIG, lambda record: record.update(fields))
     with pytest.raises(CheckpointError, match=message) as caught:

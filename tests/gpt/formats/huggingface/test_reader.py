@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: what transformers saved is what we read, and compute."""
+"""Hugging Face checkpoints: tensors and logits equal those of transformers."""
 
 import os
 import pickle
@@ -16,22 +16,23 @@ from torch import Tensor
 
 import gpt
 from gpt.checkpoint.digest import base_digest
-from gpt.checkpoint.files.torch_save import open_torch
+from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
 from gpt.generation.generate import generate
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from tests.support.checkpoints.hf_models import CASES, edit_json, ids, logits_of, model_of, packed
 from tests.support.models import first_tie, recompute_greedy
 
 LOGITS_ATOL = 1e-4  # fp32 sums in another order, over logits of a few tens.
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder where transformers saved a case, in several shards. Do not write into it."""
+    """Returns the folder where transformers saved a case, in shards. Do not write into it."""
     root = tmp_path_factory.mktemp("saved")
 
     def folder(case: str) -> Path:
@@ -45,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def llama(saved: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of a sharded Llama, to be broken."""
+    """A copy of a sharded Llama that the test may damage."""
     return Path(shutil.copytree(saved("llama, multi-head"), tmp_path / "llama"))
 
 
@@ -60,32 +61,35 @@ def single(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case: str, saved: Callable[[str], Path]) -> None:
-    theirs = logits_of(model_of(case), ids())
-    ours = gpt.load(saved(case)).logits(ids())
-    assert float(theirs.std()) >= 5
-    assert ours.shape == theirs.shape and ours.dtype == torch.float32
-    assert float((ours - theirs).abs().max()) <= LOGITS_ATOL
+def test_logits_equal_those_of_transformers(case: str, saved: Callable[[str], Path]) -> None:
+    hf_logits = logits_of(model_of(case), ids())
+    logits = gpt.load(saved(case)).logits(ids())
+    assert float(hf_logits.std()) >= 5
+    assert logits.shape == hf_logits.shape and logits.dtype == torch.float32
+    assert float((logits - hf_logits).abs().max()) <= LOGITS_ATOL
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sixteen_tokens_through_the_cache_are_what_recomputing_all_gives_here_and_there(
+def test_sixteen_cached_tokens_equal_recomputation_and_transformers(
     case: str, saved: Callable[[str], Path]
 ) -> None:
-    theirs, ours = model_of(case), gpt.load(saved(case))
+    hf_model = model_of(case)
+    model = gpt.load(saved(case))
     prompts = [row[:length].tolist() for row, length in zip(ids(3), (20, 3, 9), strict=True)]
-    completions = generate(ours, prompts, Sampling(max_new_tokens=16))
+    completions = generate(model, prompts, SamplingParams(max_new_tokens=16))
     for prompt, completion in zip(prompts, completions, strict=True):
-        here = recompute_greedy(ours, prompt, 16)
-        until = first_tie(here)
-        assert completion.token_ids[:until] == here.tokens[:until]
-        there = logits_of(theirs, torch.tensor([prompt + here.tokens]))[0].argmax(-1).tolist()
-        assert there[len(prompt) - 1 :][:until] == here.tokens[:until]
+        greedy = recompute_greedy(model, prompt, 16)
+        until = first_tie(greedy)
+        assert completion.token_ids[:until] == greedy.tokens[:until]
+        hf_tokens = (
+            logits_of(hf_model, torch.tensor([prompt + greedy.tokens]))[0].argmax(-1).tolist()
+        )
+        assert hf_tokens[len(prompt) - 1 :][:until] == greedy.tokens[:until]
 
 
 @pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_packed_bit_for_bit(case: str, saved: Callable[[str], Path]) -> None:
+def test_tensors_are_packed_bitwise(case: str, saved: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(saved(case))
     expected = packed(model_of(case), checkpoint.config)
     assert set(checkpoint.tensors) == set(expected)
@@ -93,7 +97,7 @@ def test_every_tensor_is_packed_bit_for_bit(case: str, saved: Callable[[str], Pa
         assert torch.equal(checkpoint.read(name), value), name
 
 
-def test_shards_one_file_and_pickles_are_the_same_model(llama: Path, tmp_path: Path) -> None:
+def test_shards_single_file_and_pickles_give_the_same_model(llama: Path, tmp_path: Path) -> None:
     digests = {base_digest(open_checkpoint(llama))}
     tensors = load_file(single(llama) / WEIGHTS)
     digests.add(base_digest(open_checkpoint(llama)))
@@ -106,14 +110,14 @@ def test_shards_one_file_and_pickles_are_the_same_model(llama: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_read_as_it_is(dtype: str, tmp_path: Path) -> None:
+def test_half_precision_weights_keep_their_dtype(dtype: str, tmp_path: Path) -> None:
     model = model_of("gpt2", getattr(torch, dtype))
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.dtype == dtype
-    words = checkpoint.read("embedding.word_embeddings.weight")
-    assert words.dtype == getattr(torch, dtype)
-    assert torch.equal(words, model.state_dict()["transformer.wte.weight"])
+    embedding = checkpoint.read("embedding.word_embeddings.weight")
+    assert embedding.dtype == getattr(torch, dtype)
+    assert torch.equal(embedding, model.state_dict()["transformer.wte.weight"])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_half_precision_is_read_as_it_is(dtype: str, tmp_path: Path) -> None:
         "gpt_neox, tied, no attention bias, linear positions",
     ],
 )
-def test_files_of_the_bare_model_are_read(
+def test_files_of_models_without_a_head_are_read(
     case: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     bare: Any = model_of(case).base_model
@@ -140,7 +144,7 @@ def test_files_of_the_bare_model_are_read(
         ("gpt_neox, parallel residual", "lm_head.weight"),
     ],
 )
-def test_keys_as_transformers_5_has_them_in_memory_are_read(
+def test_in_memory_keys_of_transformers_5_are_read(
     case: str, key: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model_of(case).save_pretrained(tmp_path, save_original_format=False)
@@ -167,17 +171,17 @@ def flat_experts(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("gpt_neox, parallel residual", doubled_head, "no place for 1 of the weights: lm_head"),
+        ("gpt_neox, parallel residual", doubled_head, "no parameter for 1 of the weights: lm_head"),
         (
             "mixtral",
             odd_row,
             r"experts.gate_up_proj\[0, 80:161\]: found \(81, 48\), need \(80, 48\)",
         ),
-        ("mixtral", extra_expert, r"no place for 1 of .*block_sparse_moe.experts.5.w2.weight"),
-        ("mixtral", flat_experts, r"none of the weights is '.*experts.0.w2.weight'"),
+        ("mixtral", extra_expert, r"no parameter for 1 of .*block_sparse_moe.experts.5.w2.weight"),
+        ("mixtral", flat_experts, r"the weights lack '.*experts.0.w2.weight'"),
     ],
 )
-def test_such_keys_are_held_to_the_config_too(
+def test_transformers_5_keys_are_checked_against_the_config(
     case: str, change: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
 ) -> None:
     model_of(case).save_pretrained(tmp_path, save_original_format=False)
@@ -216,14 +220,14 @@ class Hostile:
         return exec, ("raise SystemExit('the pickle was executed')",)
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing shard": (
         lambda folder: first_shard(folder).unlink(),
         r"names \d+ shards, 1 of them missing: model-00001-of-.*; fetch the missing",
     ),
     "a truncated shard": (
         lambda folder: os.truncate(first_shard(folder), 20000),
-        "model-00001-of-.* is truncated: .*fetch or copy it again",
+        "model-00001-of-.* is truncated: .*download or copy the file again",
     ),
     "a shard that is a pointer": (
         lambda folder: first_shard(folder).write_text("version https://git-lfs.github.com/spec/v1"),
@@ -231,11 +235,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a shard of another version": (
         lambda folder: save_file({"x": torch.ones(1)}, first_shard(folder)),
-        "index.json places '.*' in model-00001-of-.*, which does not hold it",
+        "index.json lists '.*' in model-00001-of-.*, but that file does not contain it",
     ),
     "no index": (
         lambda folder: (folder / INDEX).unlink(),
-        "shards as .*but not model.safetensors.i",
+        "shards such as .*but not model.safetensors.i",
     ),
     "an index without a map": (
         lambda folder: (folder / INDEX).write_text("{}"),
@@ -259,7 +263,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no weights": (
         remove_weights,
-        "has config.json but no weights; model.safetensors, or",
+        "has config.json but no weights; it needs model.safetensors, or",
     ),
     "a config that is no JSON": (
         lambda folder: (folder / CONFIG).write_text("{"),
@@ -275,16 +279,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a pickle that runs code": (
         partial(swap_pickle, value={"a": Hostile()}),
-        "holds more than tensors: it asks to run .*exec; save it again as safetensors",
+        "contains more than tensors: it asks to run .*exec; save it again as safetensors",
     ),
     "a pickle of something else": (partial(swap_pickle, value=[1]), "is not a plain state dict"),
     "a sparse pickle": (
         partial(swap_pickle, value={"a": torch.eye(3).to_sparse()}),
-        "pytorch_model.bin: a is torch.sparse_coo on cpu; it must be a dense tensor",
+        "pytorch_model.bin: a is torch.sparse_coo on cpu; it must be a dense CPU tensor",
     ),
     "a pickle without numbers": (
         partial(swap_pickle, value={"a": torch.empty(3, device="meta")}),
-        "pytorch_model.bin: a is torch.strided on meta; it must be a dense tensor",
+        "pytorch_model.bin: a is torch.strided on meta; it must be a dense CPU tensor",
     ),
     "a pickle in a pickle": (
         partial(swap_pickle, value={"model": {"a": torch.ones(1)}}),
@@ -293,17 +297,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Sparse tensors warn when they are loaded.
-def test_broken_files_are_one_sentence(what: str, llama: Path) -> None:
-    change, message = BROKEN[what]
+def test_broken_files_raise_one_sentence(fault: str, llama: Path) -> None:
+    change, message = FAULTS[fault]
     change(llama)
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(llama)
     assert str(llama) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_truncated_pickle_is_one_sentence(llama: Path) -> None:
+def test_truncated_pickles_raise_one_sentence(llama: Path) -> None:
     swap_pickle(llama, load_file(single(llama) / WEIGHTS))
     os.truncate(llama / "pytorch_model.bin", 50000)
     with pytest.raises(CheckpointError, match="it has 50000 bytes and is truncated or broken"):
@@ -313,27 +317,29 @@ def test_a_truncated_pickle_is_one_sentence(llama: Path) -> None:
         open_checkpoint(llama)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Types of storage that are not of today.
-def test_any_flipped_byte_of_a_pickle_is_one_sentence_or_tensors(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Storage types that torch has deprecated.
+def test_flipped_pickle_bytes_raise_one_sentence_or_load(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.ones(3, 4), "b": torch.ones(2)}, path)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         record = next(i for i in archive.infolist() if i.filename.endswith("data.pkl"))
-        begin = whole.index(archive.read(record))
+        begin = content.index(archive.read(record))
     refusals: list[str] = []
-    for place in range(begin, begin + record.file_size):
+    for offset in range(begin, begin + record.file_size):
         for flip in (0x01, 0xFF):
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+            path.write_bytes(
+                content[:offset] + bytes([content[offset] ^ flip]) + content[offset + 1 :]
+            )
             try:
-                open_torch(path)
+                open_state_dict(path)
             except CheckpointError as error:
                 refusals.append(str(error))
     assert len(refusals) > record.file_size
     assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
 
 
-def test_the_folder_is_the_tokenizers_if_it_has_one(llama: Path) -> None:
+def test_the_folder_is_the_tokenizer_folder_if_it_contains_one(llama: Path) -> None:
     assert open_checkpoint(llama).tokenizer is None
     for name in ("tokenizer.model", "gpt2-vocab.json"):
         (llama / name).write_bytes(b"")
@@ -341,41 +347,42 @@ def test_the_folder_is_the_tokenizers_if_it_has_one(llama: Path) -> None:
         (llama / name).unlink()
 
 
-def test_buffers_that_are_no_weights_are_left_alone(llama: Path) -> None:
-    before = base_digest(open_checkpoint(llama))
+def test_buffers_are_ignored(llama: Path) -> None:
+    digest_before = base_digest(open_checkpoint(llama))
     tensors = load_file(single(llama) / WEIGHTS)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
     save_file(tensors, llama / WEIGHTS)
-    assert base_digest(open_checkpoint(llama)) == before
+    assert base_digest(open_checkpoint(llama)) == digest_before
 
 
-def test_buffers_of_old_gpt_neox_are_left_alone(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_buffers_of_old_gpt_neox_are_ignored(saved: Callable[[str], Path], tmp_path: Path) -> None:
     neox = single(Path(shutil.copytree(saved("gpt_neox, parallel residual"), tmp_path / "neox")))
-    before = base_digest(open_checkpoint(neox))
+    digest_before = base_digest(open_checkpoint(neox))
     tensors = load_file(neox / WEIGHTS)
     attention = "gpt_neox.layers.0.attention."
     tensors[f"{attention}bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
     tensors[f"{attention}masked_bias"] = torch.tensor(-1e9)
     tensors[f"{attention}rotary_emb.inv_freq"] = torch.ones(3)
     save_file(tensors, neox / WEIGHTS)
-    assert base_digest(open_checkpoint(neox)) == before
+    assert base_digest(open_checkpoint(neox)) == digest_before
 
 
-def test_a_tied_model_may_repeat_its_embedding_as_the_head(
+def test_tied_models_may_store_the_embedding_as_head_too(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = single(Path(shutil.copytree(saved("gpt2"), tmp_path / "gpt2")))
-    before = base_digest(open_checkpoint(folder))
+    digest_before = base_digest(open_checkpoint(folder))
     tensors = load_file(folder / WEIGHTS)
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     save_file(tensors, folder / WEIGHTS)
-    assert base_digest(open_checkpoint(folder)) == before
+    assert base_digest(open_checkpoint(folder)) == digest_before
 
 
-def test_the_true_vocabulary_can_be_told(llama: Path) -> None:
-    model, whole = gpt.load(llama, config={"vocab_size": 90}), gpt.load(llama)
-    assert torch.equal(model.logits(ids() % 90), whole.logits(ids() % 90)[..., :90])
-    with pytest.raises(CheckpointError, match="overridden with 102, but the embedding has 101"):
+def test_vocab_size_can_be_overridden(llama: Path) -> None:
+    model = gpt.load(llama, config={"vocab_size": 90})
+    full_model = gpt.load(llama)
+    assert torch.equal(model.logits(ids() % 90), full_model.logits(ids() % 90)[..., :90])
+    with pytest.raises(
+        CheckpointError, match="vocab_size is set to 102, but the embedding has only 101"
+    ):
         open_checkpoint(llama, {"vocab_size": 102})

@@ -1,4 +1,4 @@
-"""Arguments of every version of Megatron say the same architecture, or are refused by name."""
+"""Megatron arguments: every version maps to the same config, or is refused by name."""
 
 import re
 from dataclasses import replace
@@ -120,7 +120,7 @@ HISTORY: dict[str, tuple[GPTConfig, Layout, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", HISTORY)
-def test_arguments_of_every_time_give_the_same_architecture(case: str, tmp_path: Path) -> None:
+def test_args_of_all_versions_give_the_same_config(case: str, tmp_path: Path) -> None:
     config, layout, changes = HISTORY[case]
     if "disable_bias_linear" in changes:
         changes = {**changes, "add_bias_linear": None}
@@ -147,15 +147,13 @@ def test_arguments_of_every_time_give_the_same_architecture(case: str, tmp_path:
         ("spec", ["examples.custom", "layer"]),
     ],
 )
-def test_what_the_model_does_not_compute_is_refused_by_its_name(
-    name: str, value: object, tmp_path: Path
-) -> None:
+def test_unsupported_field_is_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
     saved(DENSE, Layout(changes={name: value}), tmp_path)
-    with pytest.raises(CheckpointError, match=f"args.{name} is .*does not compute"):
+    with pytest.raises(CheckpointError, match=f"args.{name} is .*does not support"):
         open_megatron(tmp_path)
 
 
-def test_some_of_the_groups_of_experts_are_refused(tmp_path: Path) -> None:
+def test_limited_routing_groups_are_refused(tmp_path: Path) -> None:
     changes = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     saved(MIXED, Layout(changes=changes), tmp_path)
     with pytest.raises(CheckpointError, match=r"args\.moe_router_group_topk is 2"):
@@ -163,13 +161,13 @@ def test_some_of_the_groups_of_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["padded_vocab_size", "hidden_size", "softmax_type"])
-def test_a_tensor_among_the_arguments_is_one_sentence(name: str, tmp_path: Path) -> None:
+def test_tensor_arguments_raise_one_sentence(name: str, tmp_path: Path) -> None:
     saved(DENSE, Layout(changes={name: torch.ones(3)}), tmp_path)
     with pytest.raises(CheckpointError, match=rf"args\.{name} is tensor"):
         open_megatron(tmp_path)
 
 
-def test_a_norm_that_only_some_of_the_layers_obey_is_refused(tmp_path: Path) -> None:
+def test_norm_that_transformer_engine_layers_ignore_is_refused(tmp_path: Path) -> None:
     changes = {"transformer_impl": "transformer_engine", "apply_layernorm_1p": True}
     saved(DENSE, Layout(names="full te", changes=changes), tmp_path)
     with pytest.raises(CheckpointError, match=r"args\.apply_layernorm_1p is True"):
@@ -183,7 +181,7 @@ def test_a_norm_that_only_some_of_the_layers_obey_is_refused(tmp_path: Path) -> 
         ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "scaled by 32 .* with 8"),
     ],
 )
-def test_a_scaling_that_training_may_have_ignored_is_noted(
+def test_rope_scaling_of_uncertain_effect_is_noted(
     changes: dict[str, Any], ignored: str, tmp_path: Path
 ) -> None:
     saved(GATED, Layout(changes=changes), tmp_path)
@@ -193,10 +191,10 @@ def test_a_scaling_that_training_may_have_ignored_is_noted(
     assert checkpoint.config == GATED and checkpoint.notes == ()
 
 
-def test_a_file_without_arguments_asks_for_the_heads_by_name(tmp_path: Path) -> None:
+def test_files_without_arguments_require_the_head_count(tmp_path: Path) -> None:
     layout = Layout(names="2020", version=None, args=False, zipped=False, iteration=None)
     source = saved(DENSE, layout, tmp_path)
-    with pytest.raises(CheckpointError, match="does not say num_attention_heads"):
+    with pytest.raises(CheckpointError, match="does not record num_attention_heads"):
         open_megatron(tmp_path)
     heads = {"num_attention_heads": DENSE.num_attention_heads}
     checkpoint = open_megatron(tmp_path, {**heads, "vocab_size": DENSE.vocab_size})
@@ -205,16 +203,22 @@ def test_a_file_without_arguments_asks_for_the_heads_by_name(tmp_path: Path) -> 
     assert any("vocabulary" in note for note in open_megatron(tmp_path, heads).notes)
 
 
-def test_the_vocabulary_is_overridden_else_recorded_else_padded(tmp_path: Path) -> None:
+def test_vocab_size_is_overridden_else_recorded_else_padded(tmp_path: Path) -> None:
     saved(DENSE, Layout(tp=2, changes={"vocab_size": None}), tmp_path)
     padded = open_megatron(tmp_path)
-    assert padded.config.vocab_size == 112 and "all 112 rows" in padded.notes[0]
-    given = open_megatron(tmp_path, {"vocab_size": 90})
-    assert given.read("embedding.word_embeddings.weight").shape == (90, 32) and not given.notes
-    with pytest.raises(CheckpointError, match="the embedding has 112 rows"):
+    assert (
+        padded.config.vocab_size == 112
+        and "vocab_size is 112, the number of embedding rows" in padded.notes[0]
+    )
+    overridden = open_megatron(tmp_path, {"vocab_size": 90})
+    assert (
+        overridden.read("embedding.word_embeddings.weight").shape == (90, 32)
+        and not overridden.notes
+    )
+    with pytest.raises(CheckpointError, match="the embedding has only 112 rows"):
         open_megatron(tmp_path, {"vocab_size": 113})
 
 
-def test_a_whole_config_replaces_what_the_arguments_say(tmp_path: Path) -> None:
+def test_a_full_config_replaces_the_arguments(tmp_path: Path) -> None:
     source = saved(DENSE, Layout(tp=2, changes={"softmax_type": "learnable"}), tmp_path)
     assert open_megatron(tmp_path, source.config).config == source.config

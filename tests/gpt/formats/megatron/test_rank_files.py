@@ -1,4 +1,4 @@
-"""Rank files that belong together are found; those that do not are told apart in one sentence."""
+"""Megatron rank files: files of one checkpoint are collected, inconsistent ones are refused."""
 
 import argparse
 import shutil
@@ -15,7 +15,7 @@ from gpt.formats.megatron.reader import open_megatron
 from tests.support.checkpoints.megatron_writer import DENSE, MIXED, Layout, edit, saved
 
 
-def test_a_root_an_iteration_a_rank_and_its_file_are_the_same_checkpoint(tmp_path: Path) -> None:
+def test_root_iteration_rank_and_file_paths_open_the_same_checkpoint(tmp_path: Path) -> None:
     saved(DENSE, Layout(tp=2, pp=2), tmp_path)
     iteration = tmp_path / "iter_0000100"
     rank = iteration / "mp_rank_00_001"
@@ -23,7 +23,7 @@ def test_a_root_an_iteration_a_rank_and_its_file_are_the_same_checkpoint(tmp_pat
         assert open_megatron(path).path == iteration
 
 
-def test_a_suffix_is_a_stage_or_an_expert_rank_as_the_arguments_say(tmp_path: Path) -> None:
+def test_suffixes_are_stages_or_expert_ranks_by_the_arguments(tmp_path: Path) -> None:
     saved(MIXED, Layout(pp=2), tmp_path / "stages")
     saved(MIXED, Layout(ep=2), tmp_path / "experts")
     names = [path.name for path in (tmp_path / "stages" / "iter_0000100").iterdir()]
@@ -32,7 +32,7 @@ def test_a_suffix_is_a_stage_or_an_expert_rank_as_the_arguments_say(tmp_path: Pa
     assert digests[0] == digests[1]
 
 
-def test_files_of_a_distributed_optimizer_beside_the_model_are_passed_by(tmp_path: Path) -> None:
+def test_distributed_optimizer_files_are_ignored(tmp_path: Path) -> None:
     source = saved(DENSE, Layout(tp=2), tmp_path)
     for rank in (tmp_path / "iter_0000100").iterdir():
         (rank / "model_optim_rng.pt").rename(rank / "model_rng.pt")
@@ -43,7 +43,7 @@ def test_files_of_a_distributed_optimizer_beside_the_model_are_passed_by(tmp_pat
     assert base_digest(open_megatron(tmp_path)) == base_digest(source)
 
 
-def test_a_newer_save_than_the_tracker_names_is_offered_and_not_taken(tmp_path: Path) -> None:
+def test_saves_newer_than_the_tracker_are_mentioned_and_not_used(tmp_path: Path) -> None:
     saved(DENSE, Layout(), tmp_path)
     shutil.copytree(tmp_path / "iter_0000100", tmp_path / "iter_0000200")
     checkpoint = open_megatron(tmp_path)
@@ -62,8 +62,8 @@ def truncate(root: Path) -> None:
 
 def swap_stages(root: Path) -> None:
     (iteration,) = root.glob("iter_*")
-    for name, to in (("000", "x"), ("001", "000"), ("x", "001")):
-        (iteration / f"mp_rank_00_{name}").rename(iteration / f"mp_rank_00_{to}")
+    for name, target in (("000", "x"), ("001", "000"), ("x", "001")):
+        (iteration / f"mp_rank_00_{name}").rename(iteration / f"mp_rank_00_{target}")
 
 
 LAST = "mp_rank_00_001"
@@ -97,13 +97,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model": (lambda root: edit(root, LAST, lambda record: record.pop("model")), "has no model"),
     "a lost tensor on one rank": (
         lambda root: edit(root, LAST, lambda record: record["model"].pop(FC2)),
-        f"only one of them holds {FC2}",
+        f"only one of them has {FC2}",
     ),
     "an unknown tensor": (
         lambda root: edit(
             root, "mp_rank_*_001", lambda record: record["model"].update(x=torch.ones(1))
         ),
-        "no place for 1 of the weights: .*x",
+        "no parameter for 1 of the weights: .*x",
     ),
     "a narrow tensor": (
         lambda root: edit(
@@ -119,17 +119,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tensor": (
         lambda root: edit(root, LAST, lambda record: record["model"].update({FC2: "weights"})),
-        "is a str, not a plain tensor",
+        "is a str, not a dense tensor",
     ),
     "a layer lost": (
         lambda root: edit(root, "mp_rank_*_001", lambda record: drop_layer(record["model"], 1)),
-        "has 4 layers, the weights have 3",
+        "has 4 layers, but the weights have 3",
     ),
     "the first layer lost": (
         lambda root: edit(root, "mp_rank_*_001", lambda record: drop_layer(record["model"], 0)),
-        "has layers 1, which do not count from 0",
+        "has layers 1, but each rank's file must have all layers",
     ),
-    "stages swapped on one tensor rank": (swap_stages, "of one stage, but only one"),
+    "stages swapped on one tensor rank": (swap_stages, "of the same stage, but only one"),
     "a tied copy of another model": (
         lambda root: edit(
             root, LAST, lambda record: record["model"]["output_layer.weight"].zero_()
@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             "mp_rank_*_001",
             lambda record: record["model"].update({EMBEDDING: torch.ones(56, 32)}),
         ),
-        "is not equal to .*, though both are embedding.word_embeddings.weight",
+        "is not equal to .*, although both store embedding.word_embeddings.weight",
     ),
     "a quantized model": (
         lambda root: edit(root, LAST, lambda record: record.update(modelopt_state={})),
@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an iteration that is none": (
         lambda root: edit(root, LAST, lambda record: record.update(iteration=torch.ones(2))),
-        "has an iteration that is no number",
+        "has an iteration that is not an integer",
     ),
     "an impossible split": (
         lambda root: edit(
@@ -158,19 +158,19 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             "mp_rank_00_000",
             lambda record: setattr(record["args"], "tensor_model_parallel_size", 1 << 30),
         ),
-        "which no cluster has",
+        "impossible parallel sizes",
     ),
     "arguments that are none": (
         lambda root: edit(root, "mp_rank_00_000", lambda record: record.update(args=[1])),
-        "args or a version that are none",
+        "args that are not a dict, or an invalid checkpoint_version",
     ),
     "a tracker that names nothing": (
         lambda root: (root / "latest_checkpointed_iteration.txt").write_text("200"),
-        "names iter_0000200, which is not there; found are: iter_0000100",
+        "names iter_0000200, which does not exist; found: iter_0000100",
     ),
     "a tracker that leaves the root": (
         lambda root: (root / "latest_checkpointed_iteration.txt").write_text("../x"),
-        "not a number or 'release'",
+        "neither a number nor 'release'",
     ),
     "another padding": (
         lambda root: edit(
@@ -187,7 +187,7 @@ def drop_layer(model: dict[str, Any], layer: int) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_structural_fault_is_one_sentence(fault: str, tmp_path: Path) -> None:
+def test_structural_fault_is_a_checkpoint_error(fault: str, tmp_path: Path) -> None:
     breach, sentence = FAULTS[fault]
     saved(DENSE, Layout(tp=2, pp=2), tmp_path)
     breach(tmp_path)
@@ -196,7 +196,7 @@ def test_a_structural_fault_is_one_sentence(fault: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_hostile_pickle_in_any_rank_is_refused_by_what_it_asks_for(tmp_path: Path) -> None:
+def test_hostile_pickles_in_any_rank_are_refused_by_name(tmp_path: Path) -> None:
     class Hostile:
         def __reduce__(self) -> tuple[object, tuple[str, ...]]:
             return pytest.fail, ("ran",)
@@ -214,6 +214,6 @@ def test_experts_on_their_own_tensor_ranks_are_refused(tmp_path: Path) -> None:
         open_megatron(tmp_path)
 
 
-def test_a_directory_of_something_else_is_told_what_is_needed(tmp_path: Path) -> None:
+def test_error_for_another_directory_names_the_expected_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no rank directories"):
         open_megatron(tmp_path)

@@ -1,4 +1,4 @@
-"""Megatron-LM's `torch` checkpoints: every layout gives the model that was cut, bit for bit."""
+"""Megatron-LM's `torch` checkpoints: every layout gives the original model, bitwise."""
 
 import io
 import os
@@ -25,13 +25,13 @@ from tests.support.checkpoints.megatron_writer import (
     edit,
     saved,
 )
-from tests.support.process_memory import Peak, anonymous_bytes
+from tests.support.process_memory import PeakMemory, anonymous_bytes
 from tests.support.ranks import ranks
 
 # Two correct fp32 implementations differ by rounding; a wrong layout differs by whole logits.
 TOLERANCE = 1e-3
 
-CUTS = {
+LAYOUTS = {
     "one rank, Transformer Engine": (DENSE, Layout()),
     "local names": (DENSE, Layout(tp=2, pp=2, names="local")),
     "data-parallel wrapper": (DENSE, Layout(tp=2, prefix="module.module.")),
@@ -58,9 +58,9 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("case", CUTS)
-def test_every_layout_gives_the_model_that_was_cut(case: str, tmp_path: Path) -> None:
-    config, layout = CUTS[case]
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_layout_is_joined_to_the_original_model(case: str, tmp_path: Path) -> None:
+    config, layout = LAYOUTS[case]
     source = saved(config, layout, tmp_path)
     checkpoint = open_megatron(tmp_path)
     assert checkpoint.config == source.config
@@ -78,11 +78,11 @@ def test_weights_keep_the_dtype_of_the_tensors(dtype: str, tmp_path: Path) -> No
     assert base_digest(checkpoint) == base_digest(source)
 
 
-def test_a_rank_reads_its_part_across_the_files_of_another_split(tmp_path: Path) -> None:
+def test_ranks_read_their_shards_from_files_of_another_split(tmp_path: Path) -> None:
     source = saved(GATED, Layout(tp=4, pp=2), tmp_path)
     ids = torch.arange(12).view(1, 12)
-    theirs = load_model(open_megatron(tmp_path), Mesh.single()).logits(ids)
-    assert torch.equal(theirs, load_model(source, Mesh.single()).logits(ids))
+    single_rank_logits = load_model(open_megatron(tmp_path), Mesh.single()).logits(ids)
+    assert torch.equal(single_rank_logits, load_model(source, Mesh.single()).logits(ids))
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_a_rank_reads_its_part_across_the_files_of_another_split(tmp_path: Path)
         ("decoder.layers.0.self_attention.core_attention.softmax_offset", "sinks"),
     ],
 )
-def test_another_kind_of_model_is_refused_by_its_kind(key: str, model: str, tmp_path: Path) -> None:
+def test_other_model_types_are_refused_by_name(key: str, model: str, tmp_path: Path) -> None:
     saved(DENSE, Layout(), tmp_path)
     edit(tmp_path, "mp_rank_00", lambda record: record["model"].update({key: torch.zeros(2)}))
     with pytest.raises(CheckpointError, match=model):
         open_megatron(tmp_path)
 
 
-def test_states_of_fp8_kernels_are_dropped_and_never_unpickled(tmp_path: Path) -> None:
+def test_fp8_states_are_dropped_without_unpickling(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str, ...]]:
             return pytest.fail, ("unpickled",)
@@ -120,20 +120,20 @@ def test_states_of_fp8_kernels_are_dropped_and_never_unpickled(tmp_path: Path) -
     assert base_digest(open_megatron(tmp_path)) == base_digest(source)
 
 
-def test_newer_names_need_no_version_to_have_todays_rows(tmp_path: Path) -> None:
+def test_megatron_core_names_have_the_current_qkv_order_without_a_version(tmp_path: Path) -> None:
     source = saved(DENSE, Layout(tp=2), tmp_path)
     edit(tmp_path, "mp_rank_*", lambda record: record.pop("checkpoint_version"))
     assert base_digest(open_megatron(tmp_path)) == base_digest(source)
 
 
-def test_heads_of_multi_token_prediction_are_left_out_with_a_note(tmp_path: Path) -> None:
+def test_multi_token_prediction_heads_are_dropped_with_a_note(tmp_path: Path) -> None:
     saved(DENSE, Layout(), tmp_path)
     extra = {"mtp.layers.0.enorm.weight": torch.zeros(4)}
     edit(tmp_path, "mp_rank_00", lambda record: record["model"].update(extra))
     assert "multi-token prediction" in open_megatron(tmp_path).notes[0]
 
 
-def test_a_tokenizer_beside_the_weights_or_in_the_root_is_found(tmp_path: Path) -> None:
+def test_tokenizers_beside_the_weights_or_in_the_root_are_found(tmp_path: Path) -> None:
     saved(DENSE, Layout(), tmp_path)
     assert open_megatron(tmp_path).tokenizer is None
     (tmp_path / "tokenizer").mkdir()
@@ -145,11 +145,11 @@ def test_opening_maps_the_files_and_reads_neither_weights_nor_optimizer(tmp_path
     saved(DENSE, Layout(tp=2), tmp_path)
     optimizer = {"state": {0: torch.ones(8 << 20)}}
     edit(tmp_path, "mp_rank_*", lambda record: record.update(optimizer=optimizer))
-    before = anonymous_bytes()
-    with Peak() as peak:
+    memory_before = anonymous_bytes()
+    with PeakMemory() as peak:
         checkpoint = open_megatron(tmp_path)
     assert checkpoint.config.num_layers == DENSE.num_layers
-    assert peak.bytes - before < 4 << 20
+    assert peak.bytes - memory_before < 4 << 20
 
 
 @pytest.mark.slow
@@ -158,14 +158,14 @@ def test_opening_maps_the_files_and_reads_neither_weights_nor_optimizer(tmp_path
     reason="megatron-core, the oracle, is absent; `make tools` installs it",
 )
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_megatron_core(case: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_megatron_core(case: str, tmp_path: Path) -> None:
     split = CASES[case]
-    answer = ranks(split.ranks, save_and_run, split, tmp_path, timeout_s=120.0)[-1]
-    assert answer is not None
-    ids, theirs = answer
+    ids_and_logits = ranks(split.ranks, save_and_run, split, tmp_path, timeout_s=120.0)[-1]
+    assert ids_and_logits is not None
+    ids, megatron_logits = ids_and_logits
     model = load_model(open_megatron(tmp_path), Mesh.single())
-    ours = model.logits(ids)
-    theirs = theirs[..., : ours.shape[-1]]
-    assert ours.std() >= 5
-    assert (ours - theirs).abs().max() <= TOLERANCE
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    logits = model.logits(ids)
+    megatron_logits = megatron_logits[..., : logits.shape[-1]]
+    assert logits.std() >= 5
+    assert (logits - megatron_logits).abs().max() <= TOLERANCE
+    assert torch.equal(logits.argmax(-1), megatron_logits.argmax(-1))

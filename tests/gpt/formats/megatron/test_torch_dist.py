@@ -1,4 +1,4 @@
-"""Distributed checkpoints: every form of keys and chunks gives the model that was cut."""
+"""Distributed checkpoints: every form of keys and chunks gives the original model."""
 
 import json
 import os
@@ -24,13 +24,13 @@ from gpt.parallel.mesh import Mesh
 from tests.support.checkpoints.distcp_writer import Form, saved
 from tests.support.checkpoints.mcore_dist import SHARDED, save_and_run
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, MIXED
-from tests.support.process_memory import Peak, anonymous_bytes
+from tests.support.process_memory import PeakMemory, anonymous_bytes
 from tests.support.ranks import ranks
 
 # Two correct fp32 implementations differ by rounding; a wrong layout differs by whole logits.
 TOLERANCE = 1e-3
 
-ALIKE = {"moe_layers": (True,) * 4}
+ALL_MOE = {"moe_layers": (True,) * 4}
 FORMS = {
     "one key for all layers": (DENSE, Form(tp=2)),
     "a key for each layer": (DENSE, Form(tp=2, stacked=False)),
@@ -41,16 +41,16 @@ FORMS = {
     "NeMo 1's prefix, with args": (GATED, Form(tp=2, prefix="model.")),
     "prefixes repeated": (GATED, Form(prefix="module.module.")),
     "arguments inside": (GATED, Form(tp=2, folded=True)),
-    "experts": (MIXED.with_fields(**ALIKE), Form(tp=2)),
-    "experts, one chunk": (MIXED.with_fields(**ALIKE), Form(lump=True)),
-    "experts, norms named as dense ones": (GROUPED.with_fields(**ALIKE), Form(local=True)),
+    "experts": (MIXED.with_fields(**ALL_MOE), Form(tp=2)),
+    "experts, one chunk": (MIXED.with_fields(**ALL_MOE), Form(lump=True)),
+    "experts, norms named as dense ones": (GROUPED.with_fields(**ALL_MOE), Form(local=True)),
     "experts in some layers": (MIXED, Form(tp=2, stacked=False)),
     "experts under keys of their own": (GROUPED, Form(tp=2, stacked=False, singleton=True)),
 }
 
 
 @pytest.mark.parametrize("case", FORMS)
-def test_every_form_gives_the_model_that_was_cut(case: str, tmp_path: Path) -> None:
+def test_every_form_is_joined_to_the_original_model(case: str, tmp_path: Path) -> None:
     config, form = FORMS[case]
     source = saved(config, form, tmp_path)
     checkpoint = open_torch_dist(tmp_path)
@@ -62,7 +62,7 @@ def test_every_form_gives_the_model_that_was_cut(case: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_weights_keep_their_dtype_wherever_they_lie(dtype: str, tmp_path: Path) -> None:
+def test_weights_keep_their_dtype(dtype: str, tmp_path: Path) -> None:
     source = saved(GATED, Form(tp=2), tmp_path, dtype)
     checkpoint = open_torch_dist(tmp_path)
     assert checkpoint.config.dtype == dtype
@@ -70,19 +70,19 @@ def test_weights_keep_their_dtype_wherever_they_lie(dtype: str, tmp_path: Path) 
 
 
 def test_opening_maps_the_files_and_copies_no_weights(tmp_path: Path) -> None:
-    wide = GATED.with_fields(hidden_size=512, ffn_hidden_size=2048)
-    saved(wide, Form(tp=2), tmp_path)
-    before = anonymous_bytes()
-    with Peak() as peak:
+    wide_config = GATED.with_fields(hidden_size=512, ffn_hidden_size=2048)
+    saved(wide_config, Form(tp=2), tmp_path)
+    memory_before = anonymous_bytes()
+    with PeakMemory() as peak:
         checkpoint = open_torch_dist(tmp_path)
         for logical in checkpoint.tensors.values():
-            for piece in logical.pieces:
+            for piece in logical.slices:
                 piece.source.tensor()
-    assert peak.bytes - before < 4 << 20
+    assert peak.bytes - memory_before < 4 << 20
 
 
-def _known(config: GPTConfig) -> dict[str, object]:
-    """What a user looks up where no args are."""
+def _required_fields(config: GPTConfig) -> dict[str, object]:
+    """The fields that a user must specify without args."""
     fields = {
         *("num_attention_heads", "num_query_groups", "activation", "layernorm_epsilon"),
         *("layernorm_zero_centered_gamma", "position_embedding_type", "rotary_base"),
@@ -93,8 +93,10 @@ def _known(config: GPTConfig) -> dict[str, object]:
     return {name: value for name, value in config.to_dict().items() if name in fields}
 
 
-@pytest.mark.parametrize("config", [GATED, GROUPED.with_fields(**ALIKE)], ids=["dense", "experts"])
-def test_without_args_shapes_tell_what_they_can_and_the_rest_is_asked_for(
+@pytest.mark.parametrize(
+    "config", [GATED, GROUPED.with_fields(**ALL_MOE)], ids=["dense", "experts"]
+)
+def test_without_args_sizes_come_from_shapes_and_other_fields_are_required(
     config: GPTConfig, tmp_path: Path
 ) -> None:
     source = saved(config, Form(tp=2, args=False, prefix="module."), tmp_path)
@@ -103,14 +105,14 @@ def test_without_args_shapes_tell_what_they_can_and_the_rest_is_asked_for(
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(CheckpointError, match=r"num_attention_heads .*rotary_base .*as fields of"):
         open_torch_dist(tmp_path)
-    checkpoint = open_torch_dist(tmp_path, _known(source.config))
+    checkpoint = open_torch_dist(tmp_path, _required_fields(source.config))
     ids = torch.arange(12).view(1, 12)
-    ours = load_model(checkpoint, Mesh.single()).logits(ids)
-    assert torch.equal(ours, load_model(source, Mesh.single()).logits(ids))
+    logits = load_model(checkpoint, Mesh.single()).logits(ids)
+    assert torch.equal(logits, load_model(source, Mesh.single()).logits(ids))
 
 
 def _index(folder: Path, change: Callable[[Metadata], object]) -> None:
-    """Change what the index says."""
+    """Change the index."""
     path = folder / ".metadata"
     record = pickle.loads(path.read_bytes())
     change(record)
@@ -122,7 +124,7 @@ def _drop_chunk(record: Metadata) -> None:
     entry.chunks.pop()
 
 
-def _lead_astray(record: Metadata) -> None:
+def _point_outside(record: Metadata) -> None:
     for span in record.storage_data.values():
         span.relative_path = "../secret.distcp"
 
@@ -169,11 +171,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file is missing": (_lose_files, r"lacks __0_\d+\.distcp of the \d+ files"),
     "a file is truncated": (_truncate, "is truncated: it has"),
     "a chunk is missing": (lambda f: _index(f, _drop_chunk), "linear_fc2.weight .*not covered"),
-    "a path leads out": (lambda f: _index(f, _lead_astray), "outside the directory"),
+    "a path leads out": (lambda f: _index(f, _point_outside), "outside the directory"),
     "compressed": (lambda f: _index(f, _compress), "zstd.*without compression"),
     "an index that runs code": (_bomb, r"asks to run posix\.system, which is not data"),
-    "an index cut short": (lambda f: os.truncate(f / ".metadata", 99), "not an index that can be"),
-    "no metadata.json": (_unfinished, "written last: the save did not finish"),
+    "an index cut short": (lambda f: os.truncate(f / ".metadata", 99), "not a readable index"),
+    "no metadata.json": (_unfinished, "written last, so the save did not finish"),
     "common.pt alone": (_only_common, r"has no \.metadata, so the save did not finish"),
     "a listed file is missing": (
         lambda f: (f / "integrity.json").write_text('{"files": {"__9_9.distcp": "00"}}'),
@@ -186,22 +188,22 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_checkpoint_is_refused_in_one_sentence(fault: str, tmp_path: Path) -> None:
+def test_broken_checkpoints_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> None:
     saved(GATED, Form(tp=2), tmp_path)
-    change, says = FAULTS[fault]
+    change, message = FAULTS[fault]
     change(tmp_path / "iter_0000100")
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         open_torch_dist(tmp_path / "iter_0000100")
 
 
-def test_a_torch_dcp_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+def test_plain_torch_dcp_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     saved(GATED, Form(stacked=False, prefix="model.module."), tmp_path)
     _unfinished(tmp_path / "iter_0000100")
     with pytest.raises(CheckpointError, match="torch_dcp or fsdp_dtensor"):
         open_torch_dist(tmp_path)
 
 
-def test_a_chunk_that_is_not_what_the_index_promises_is_found_when_it_is_read(
+def test_chunk_that_differs_from_the_index_is_refused_when_read(
     tmp_path: Path,
 ) -> None:
     saved(GATED, Form(tp=2), tmp_path)
@@ -212,16 +214,16 @@ def test_a_chunk_that_is_not_what_the_index_promises_is_found_when_it_is_read(
         checkpoint.read("decoder.final_layernorm.weight")
 
 
-def test_an_index_with_classes_of_megatron_is_read_without_them(tmp_path: Path) -> None:
-    """As core 0.11 to 0.15 wrote them; the classes are gone once they are pickled."""
+def test_indexes_with_megatron_classes_are_read_without_megatron(tmp_path: Path) -> None:
+    """As core 0.11 to 0.15 wrote them, with classes that no longer exist when they are read."""
     source = saved(GATED, Form(tp=2), tmp_path)
     path = tmp_path / "iter_0000100" / ".metadata"
-    # In this protocol a class is its name, in text: it is renamed where it stands.
-    old = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
+    # In this protocol a class is its name, as text, so the name can be replaced.
+    old_pickle = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
     module = b"megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
-    new = old.replace(b"torch.distributed.checkpoint.metadata\nMetadata\n", module)
-    assert new != old
-    path.write_bytes(new)
+    new_pickle = old_pickle.replace(b"torch.distributed.checkpoint.metadata\nMetadata\n", module)
+    assert new_pickle != old_pickle
+    path.write_bytes(new_pickle)
     assert base_digest(open_torch_dist(tmp_path)) == base_digest(source)
 
 
@@ -235,7 +237,7 @@ class _Call:
         return getattr, self.arguments
 
 
-def test_an_enum_pickled_by_getattr_is_read_and_getattr_of_else_is_refused(tmp_path: Path) -> None:
+def test_only_enums_may_be_pickled_through_getattr(tmp_path: Path) -> None:
     source = saved(DENSE, Form(), tmp_path)
     enum = _Call(WriteItemType, "SHARD")
     _index(
@@ -252,7 +254,7 @@ def test_an_enum_pickled_by_getattr_is_read_and_getattr_of_else_is_refused(tmp_p
         open_torch_dist(tmp_path / "again")
 
 
-def test_a_tied_head_that_was_kept_is_held_against_the_embedding(tmp_path: Path) -> None:
+def test_stored_head_of_a_tied_model_is_compared_with_the_embedding(tmp_path: Path) -> None:
     untied = {"untie_embeddings_and_output_weights": True}
     saved(DENSE.with_fields(**untied), Form(), tmp_path)
     path = tmp_path / "iter_0000100" / "common.pt"
@@ -266,7 +268,7 @@ def test_a_tied_head_that_was_kept_is_held_against_the_embedding(tmp_path: Path)
     assert open_torch_dist(tmp_path, untied).config.untie_embeddings_and_output_weights
 
 
-def test_a_copy_of_the_directory_alone_is_enough(tmp_path: Path) -> None:
+def test_iteration_directories_can_be_copied_alone(tmp_path: Path) -> None:
     source = saved(DENSE, Form(tp=2), tmp_path / "there")
     shutil.copytree(tmp_path / "there" / "iter_0000100", tmp_path / "here")
     shutil.rmtree(tmp_path / "there")
@@ -279,14 +281,14 @@ def test_a_copy_of_the_directory_alone_is_enough(tmp_path: Path) -> None:
     reason="megatron-core, the oracle, is absent; `make tools` installs it",
 )
 @pytest.mark.parametrize("case", SHARDED)
-def test_logits_are_those_of_megatron_core(case: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_megatron_core(case: str, tmp_path: Path) -> None:
     sharded = SHARDED[case]
     split = sharded.case.ranks
-    answer = ranks(split, save_and_run, sharded, tmp_path, timeout_s=120.0)[-1]
-    assert answer is not None
-    ids, theirs = answer
-    ours = load_model(open_torch_dist(tmp_path), Mesh.single()).logits(ids)
-    theirs = theirs[..., : ours.shape[-1]]
-    assert ours.std() >= 5
-    assert (ours - theirs).abs().max() <= TOLERANCE
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    ids_and_logits = ranks(split, save_and_run, sharded, tmp_path, timeout_s=120.0)[-1]
+    assert ids_and_logits is not None
+    ids, megatron_logits = ids_and_logits
+    logits = load_model(open_torch_dist(tmp_path), Mesh.single()).logits(ids)
+    megatron_logits = megatron_logits[..., : logits.shape[-1]]
+    assert logits.std() >= 5
+    assert (logits - megatron_logits).abs().max() <= TOLERANCE
+    assert torch.equal(logits.argmax(-1), megatron_logits.argmax(-1))

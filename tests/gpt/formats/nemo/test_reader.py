@@ -1,4 +1,4 @@
-"""NeMo's checkpoints: every layout and generation of names gives the model that was cut."""
+"""NeMo checkpoints: every layout and generation of names gives the original model."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from gpt.checkpoint.digest import base_digest
-from gpt.checkpoint.files.file_tree import whole_file
+from gpt.checkpoint.files.file_tree import file_span
 from gpt.checkpoint.files.torch_zip import view_archive
 from gpt.errors import CheckpointError
 from gpt.formats.nemo.reader import open_nemo
@@ -21,14 +21,14 @@ from tests.support.checkpoints import nemo_writer
 from tests.support.checkpoints.distcp_writer import Form
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, MIXED
 from tests.support.checkpoints.nemo_writer import LEGACY_GATED, Nemo, saved
-from tests.support.process_memory import Peak, anonymous_bytes
+from tests.support.process_memory import PeakMemory, anonymous_bytes
 from tests.support.trained_tokenizers import sentencepiece_model
 
 GEGLU = LEGACY_GATED.with_fields(activation="gelu")
 NORM_1P = DENSE.with_fields(layernorm_zero_centered_gamma=True, activation="relu2")
-ALIKE = {"moe_layers": (True,) * 4}
+ALL_MOE = {"moe_layers": (True,) * 4}
 
-CUTS = {
+LAYOUTS = {
     "one rank": (DENSE, Nemo()),
     "names of Megatron-Core": (GATED, Nemo(tp=2, pp=2)),
     "tensor ranks alone": (GATED, Nemo(tp=2)),
@@ -50,7 +50,7 @@ CUTS = {
     "distributed, unpacked": (GATED, Nemo(form=Form(tp=2, prefix="model."), pack="dir")),
     "distributed, compressed": (DENSE, Nemo(form=Form(tp=2, prefix="model."), pack="gz")),
     "distributed, experts": (
-        GROUPED.with_fields(**ALIKE),
+        GROUPED.with_fields(**ALL_MOE),
         Nemo(form=Form(tp=2, prefix="model.", args=False)),
     ),
 }
@@ -62,9 +62,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "preamble"
 
 
-@pytest.mark.parametrize("case", CUTS)
-def test_every_layout_gives_the_model_that_was_cut(case: str, tmp_path: Path) -> None:
-    config, nemo = CUTS[case]
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_layout_is_joined_to_the_original_model(case: str, tmp_path: Path) -> None:
+    config, nemo = LAYOUTS[case]
     source = saved(config, nemo, tmp_path)
     checkpoint = open_checkpoint(tmp_path / "gpt.nemo")
     assert checkpoint.config == source.config
@@ -84,44 +84,44 @@ def test_weights_keep_their_dtype(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [None, Form(prefix="model.")], ids=["rank", "distributed"])
-def test_a_tar_is_read_in_place(form: Form | None, tmp_path: Path, cache: Path) -> None:
-    wide = GATED.with_fields(hidden_size=512, ffn_hidden_size=2048)
-    saved(wide, Nemo(form=form), tmp_path)
-    before = anonymous_bytes()
-    with Peak() as peak:
+def test_tars_are_read_in_place(form: Form | None, tmp_path: Path, cache: Path) -> None:
+    wide_config = GATED.with_fields(hidden_size=512, ffn_hidden_size=2048)
+    saved(wide_config, Nemo(form=form), tmp_path)
+    memory_before = anonymous_bytes()
+    with PeakMemory() as peak:
         checkpoint = open_nemo(tmp_path / "gpt.nemo")
         for logical in checkpoint.tensors.values():
-            for piece in logical.pieces:
+            for piece in logical.slices:
                 piece.source.tensor()
-    assert peak.bytes - before < 4 << 20
+    assert peak.bytes - memory_before < 4 << 20
     assert checkpoint.files == (tmp_path / "gpt.nemo",) and not (cache / "unpacked").exists()
 
 
-def test_a_compressed_archive_is_unpacked_once_and_anew_when_it_changes(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_compressed_archives_are_unpacked_once_per_change(tmp_path: Path, cache: Path) -> None:
     saved(DENSE, Nemo(pack="gz", artifacts={"notes.txt": b"x"}), tmp_path)
-    first = open_nemo(tmp_path / "gpt.nemo")
-    assert "it is compressed, so it was unpacked to" in first.notes[-1]
-    (place,) = (cache / "unpacked").iterdir()
-    assert sorted(file.name for file in place.iterdir()) == [
+    opened = open_nemo(tmp_path / "gpt.nemo")
+    assert "the archive is compressed, so it was unpacked to" in opened.notes[-1]
+    (unpacked_folder,) = (cache / "unpacked").iterdir()
+    assert sorted(file.name for file in unpacked_folder.iterdir()) == [
         "model_config.yaml",
         "model_weights.ckpt",
     ]
-    inode = (place / "model_weights.ckpt").stat().st_ino
+    inode = (unpacked_folder / "model_weights.ckpt").stat().st_ino
     open_nemo(tmp_path / "gpt.nemo")
-    assert (place / "model_weights.ckpt").stat().st_ino == inode
+    assert (unpacked_folder / "model_weights.ckpt").stat().st_ino == inode
     os.utime(tmp_path / "gpt.nemo", (1, 1))
     open_nemo(tmp_path / "gpt.nemo")
     assert len(list((cache / "unpacked").iterdir())) == 2
 
 
-def test_a_compressed_archive_that_does_not_fit_is_refused_before_it_fills_the_disk(
+def test_compressed_archives_that_do_not_fit_the_disk_are_refused(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(DENSE, Nemo(pack="gz"), tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: _Full())
-    with pytest.raises(CheckpointError, match=r"bytes are needed in .*, 100 are free; make room"):
+    with pytest.raises(
+        CheckpointError, match=r"bytes are needed in .*, but 100 are free; free disk space"
+    ):
         open_nemo(tmp_path / "gpt.nemo")
     assert not list((cache / "unpacked").iterdir())
 
@@ -130,11 +130,11 @@ class _Full:
     free = 100
 
 
-def lightning(tmp_path: Path, nemo: Nemo, name: str = "last.ckpt", **more: Any) -> Any:
+def lightning(tmp_path: Path, nemo: Nemo, name: str = "last.ckpt", **changes: Any) -> Any:
     source, files = nemo_writer.ranks(DENSE, nemo, tmp_path / "work")
     config = nemo_writer.config_of(source.config, nemo)
     for folder, chunks in files.items():
-        record: dict[str, Any] = {"hyper_parameters": {"cfg": config}, "epoch": 1, **more}
+        record: dict[str, Any] = {"hyper_parameters": {"cfg": config}, "epoch": 1, **changes}
         if len(chunks) > 1:
             record |= {f"model{v}": chunk for v, chunk in enumerate(chunks)} | {"state_dict": {}}
         else:
@@ -149,27 +149,27 @@ def lightning(tmp_path: Path, nemo: Nemo, name: str = "last.ckpt", **more: Any) 
     [Nemo(), Nemo(tp=2, pp=2, names="legacy"), Nemo(tp=2, pp=2, vpp=2)],
     ids=["one rank", "older names", "virtual pipeline"],
 )
-def test_a_training_runs_own_files_are_read(nemo: Nemo, tmp_path: Path) -> None:
+def test_lightning_checkpoints_are_read(nemo: Nemo, tmp_path: Path) -> None:
     # OmegaConf's containers name types; the protocol of torch's pickles calls an int a long.
     source = lightning(tmp_path, nemo, types=[int, str, float, dict])
     checkpoint = open_checkpoint(tmp_path / "run")
     assert checkpoint.config == source.config
     assert base_digest(checkpoint) == base_digest(source)
-    (first, *_) = sorted((tmp_path / "run").glob("*/last.ckpt"))
-    assert base_digest(open_checkpoint(first)) == base_digest(source)
+    (first_file, *_) = sorted((tmp_path / "run").glob("*/last.ckpt"))
+    assert base_digest(open_checkpoint(first_file)) == base_digest(source)
 
 
-def test_of_several_steps_of_a_run_one_must_be_named(tmp_path: Path) -> None:
+def test_runs_with_several_steps_need_a_file(tmp_path: Path) -> None:
     source = lightning(tmp_path, Nemo(tp=2))
     for folder in (tmp_path / "run").iterdir():
         (folder / "step=9.ckpt").write_bytes((folder / "last.ckpt").read_bytes())
-    with pytest.raises(CheckpointError, match=r"holds 2 checkpoints of a run \(last.ckpt, step=9"):
+    with pytest.raises(CheckpointError, match=r"has 2 checkpoints of a run \(last.ckpt, step=9"):
         open_checkpoint(tmp_path / "run")
-    one = open_checkpoint(tmp_path / "run" / "mp_rank_01" / "step=9.ckpt")
-    assert base_digest(one) == base_digest(source)
+    single_step = open_checkpoint(tmp_path / "run" / "mp_rank_01" / "step=9.ckpt")
+    assert base_digest(single_step) == base_digest(source)
 
 
-def test_a_training_file_that_would_run_something_or_describes_nothing_is_refused(
+def test_hostile_and_undescribed_training_files_are_refused(
     tmp_path: Path,
 ) -> None:
     class Hostile:
@@ -184,7 +184,7 @@ def test_a_training_file_that_would_run_something_or_describes_nothing_is_refuse
         open_checkpoint(tmp_path / "b" / "run")
 
 
-def test_a_distributed_training_checkpoint_is_described_by_hparams_above(tmp_path: Path) -> None:
+def test_distributed_training_checkpoints_use_hparams_of_the_parent(tmp_path: Path) -> None:
     nemo = Nemo(form=Form(tp=2, prefix="model.", args=False))
     source = saved(GATED, nemo, tmp_path)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -219,9 +219,7 @@ def bpe(**changes: object) -> Nemo:
 
 
 @pytest.mark.parametrize("pack", ["tar", "gz", "dir"])
-def test_the_tokenizer_inside_is_found_and_gives_the_vocabulary_where_it_fits(
-    pack: str, tmp_path: Path
-) -> None:
+def test_the_tokenizer_inside_determines_vocab_size_if_it_fits(pack: str, tmp_path: Path) -> None:
     small = DENSE.with_fields(vocab_size=91)
     nemo = Nemo(**{**bpe().__dict__, "pack": pack})
     source = saved(small, nemo, tmp_path)
@@ -232,16 +230,18 @@ def test_the_tokenizer_inside_is_found_and_gives_the_vocabulary_where_it_fits(
     assert base_digest(checkpoint) == base_digest(source)
 
 
-def test_a_tokenizer_that_does_not_explain_the_rows_leaves_them_all(tmp_path: Path) -> None:
+def test_tokenizer_that_does_not_fit_the_rows_is_ignored_for_vocab_size(tmp_path: Path) -> None:
     saved(DENSE, bpe(), tmp_path)
     checkpoint = open_nemo(tmp_path / "gpt.nemo")
     assert checkpoint.config.vocab_size == 104
-    assert any("all 104 rows count" in note for note in checkpoint.notes)
+    assert any(
+        "vocab_size is 104, the number of embedding rows" in note for note in checkpoint.notes
+    )
     assert open_nemo(tmp_path / "gpt.nemo", {"vocab_size": 101}).config.vocab_size == 101
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_sentencepiece_gives_the_vocabulary_unless_it_had_tokens_added(
+def test_sentencepiece_determines_vocab_size_unless_tokens_were_added(
     legacy: bool, tmp_path: Path
 ) -> None:
     text = sentencepiece_model()
@@ -262,11 +262,11 @@ def test_sentencepiece_gives_the_vocabulary_unless_it_had_tokens_added(
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [(None, "is not inside"), (b"", "cannot be read"), (b"x" * 9, "cannot be copied")],
+    ("text", "message"),
+    [(None, "is not in the archive"), (b"", "cannot be read"), (b"x" * 9, "cannot be copied")],
 )
-def test_a_tokenizer_that_is_lost_broken_or_huge_is_a_note(
-    text: bytes | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_broken_and_huge_tokenizers_give_a_note(
+    text: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpt.formats.nemo.reader.TOKENIZER_BYTES_MAX", 8)
     name = f"{HEX}_tokenizer.model"
@@ -274,23 +274,26 @@ def test_a_tokenizer_that_is_lost_broken_or_huge_is_a_note(
     artifacts = {} if text is None else {name: text}
     saved(DENSE, Nemo(changes={"tokenizer": tokenizer}, artifacts=artifacts), tmp_path)
     checkpoint = open_nemo(tmp_path / "gpt.nemo")
-    assert checkpoint.tokenizer is None and says in checkpoint.notes[0]
+    assert checkpoint.tokenizer is None and message in checkpoint.notes[0]
     assert checkpoint.config == DENSE
 
 
-def test_a_tokenizer_that_is_elsewhere_is_asked_for_in_a_note(tmp_path: Path) -> None:
+def test_tokenizers_outside_the_archive_are_requested_in_a_note(tmp_path: Path) -> None:
     tokenizer = {"library": "huggingface", "type": "meta/x", "model": None}
     saved(DENSE, Nemo(changes={"tokenizer": tokenizer}), tmp_path)
     checkpoint = open_nemo(tmp_path / "gpt.nemo")
     assert checkpoint.tokenizer is None
     assert checkpoint.notes == (
-        "its tokenizer (huggingface, meta/x) is not inside; give one as a file or a directory",
+        "the tokenizer (huggingface, meta/x) is not in the archive; give a tokenizer file or "
+        "directory",
     )
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["model.yaml", "io.json"])
-@pytest.mark.parametrize("config", [GATED, GROUPED.with_fields(**ALIKE)], ids=["dense", "experts"])
-def test_nemo_2_is_described_by_its_context(config: Any, graph: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", [GATED, GROUPED.with_fields(**ALL_MOE)], ids=["dense", "experts"]
+)
+def test_nemo_2_config_comes_from_its_context(config: Any, graph: bool, tmp_path: Path) -> None:
     source = nemo_writer.nemo_2(config, tmp_path, Form(tp=2), graph=graph)
     (tmp_path / "context" / "nemo_tokenizer").mkdir()
     (tmp_path / "context" / "nemo_tokenizer" / "null.json").write_text('{"vocab_size": 103}')
@@ -303,71 +306,71 @@ def test_nemo_2_is_described_by_its_context(config: Any, graph: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("step", [100, torch.tensor(100, dtype=torch.int32), "lost"])
-def test_a_root_of_megatron_bridge_is_described_by_its_run_config(
-    step: object, tmp_path: Path
-) -> None:
+def test_megatron_bridge_config_comes_from_its_run_config(step: object, tmp_path: Path) -> None:
     source = nemo_writer.bridge(GATED, tmp_path, Form(tp=2), step)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config == source.config
     assert base_digest(checkpoint) == base_digest(source)
-    newest = ("latest_train_state.pt names no step; iter_0000100, the newest, is read",)
+    newest = ("latest_train_state.pt names no step, so the newest, iter_0000100, was read",)
     assert checkpoint.notes == (newest if step == "lost" else ())
 
 
-def test_a_step_that_bridge_names_and_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_iteration_of_the_bridge_tracker_is_named(tmp_path: Path) -> None:
     nemo_writer.bridge(GATED, tmp_path, Form(tp=2), 200)
-    with pytest.raises(CheckpointError, match=r"names iter_0000200, .* found are: iter_0000100"):
+    with pytest.raises(CheckpointError, match=r"names iter_0000200, .* found: iter_0000100"):
         open_checkpoint(tmp_path)
 
 
-def test_transformer_engines_own_layer_is_read_where_one_rank_saved_it(tmp_path: Path) -> None:
+def test_transformer_engine_layers_of_one_rank_are_read(tmp_path: Path) -> None:
     source = nemo_writer.nemo_2(GATED, tmp_path, Form(lump=True))
     _rename_keys(tmp_path / "weights")
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(source)
     nemo_writer.nemo_2(GATED, tmp_path / "cut", Form(tp=2))
     _rename_keys(tmp_path / "cut" / "weights")
-    with pytest.raises(CheckpointError, match="saved by 4 tensor ranks, each with its gates over"):
+    with pytest.raises(
+        CheckpointError, match="saved by 4 tensor ranks, each with its gate rows above"
+    ):
         open_checkpoint(tmp_path / "cut")
 
 
 def _rename_keys(folder: Path) -> None:
-    """As the full-TE spec calls its layer's tensors."""
+    """As the full-TE spec names its layer's tensors."""
     import pickle
 
     index = pickle.loads((folder / ".metadata").read_bytes())
 
-    def renamed(key: str) -> str:
-        for old, new in (
+    def rename(key: str) -> str:
+        for old_part, new_part in (
             ("self_attention.linear_qkv.", "self_attention.layernorm_qkv."),
             ("self_attention.linear_proj.", "self_attention.proj."),
             ("mlp.linear_fc1.layer_norm", "layernorm_mlp.layer_norm"),
             ("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
             ("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
         ):
-            key = key.replace(old, new)
+            key = key.replace(old_part, new_part)
         return key
 
-    index.state_dict_metadata = {renamed(k): v for k, v in index.state_dict_metadata.items()}
-    places = {}
-    for place, span in index.storage_data.items():
-        fields = {**place.__dict__, "fqn": renamed(place.fqn)}
-        places[type(place)(**fields)] = span
-    index.storage_data = places
+    index.state_dict_metadata = {rename(k): v for k, v in index.state_dict_metadata.items()}
+    storage = {}
+    for location, span in index.storage_data.items():
+        fields = {**location.__dict__, "fqn": rename(location.fqn)}
+        storage[type(location)(**fields)] = span
+    index.storage_data = storage
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
-def test_the_only_archive_of_a_directory_is_opened_and_named(tmp_path: Path) -> None:
+def test_the_only_archive_of_a_directory_is_opened(tmp_path: Path) -> None:
     source = saved(DENSE, Nemo(), tmp_path)
     (tmp_path / "README.md").write_text("a model")
     checkpoint = open_checkpoint(tmp_path)
     assert base_digest(checkpoint) == base_digest(source)
-    assert checkpoint.notes[0] == f"gpt.nemo is read, the only archive in {tmp_path}"
+    assert checkpoint.notes[0] == f"gpt.nemo was read, because it is the only archive in {tmp_path}"
     (tmp_path / "other.nemo").write_bytes((tmp_path / "gpt.nemo").read_bytes())
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         open_checkpoint(tmp_path)
 
 
-def test_an_archive_in_an_archive_is_viewed_as_torch_would_load_it(tmp_path: Path) -> None:
+def test_nested_archives_are_viewed_as_torch_loads_them(tmp_path: Path) -> None:
     weight = torch.randn(6, 4)
     record = {
         "a": torch.nn.Parameter(weight),
@@ -379,9 +382,9 @@ def test_an_archive_in_an_archive_is_viewed_as_torch_would_load_it(tmp_path: Pat
         "inner": [{"again": weight}, (torch.float16, None, "text")],
     }
     torch.save(record, tmp_path / "x.pt")
-    made = view_archive(whole_file(tmp_path / "x.pt"))
+    view = view_archive(file_span(tmp_path / "x.pt"))
     loaded = torch.load(tmp_path / "x.pt", weights_only=True)
     for name in ("a", "turned", "rows", "empty", "bytes", "number"):
-        assert torch.equal(made[name], loaded[name]) and made[name].dtype == loaded[name].dtype
-    assert torch.equal(made["inner"][0]["again"], weight)
-    assert made["inner"][1] == (torch.float16, None, "text")
+        assert torch.equal(view[name], loaded[name]) and view[name].dtype == loaded[name].dtype
+    assert torch.equal(view["inner"][0]["again"], weight)
+    assert view["inner"][1] == (torch.float16, None, "text")

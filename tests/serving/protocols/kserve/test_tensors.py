@@ -1,6 +1,6 @@
-"""KServe's v2 messages: the published names and numbers, and what is made of any tensors.
+"""KServe v2 messages: published names and numbers, and parsing of arbitrary tensors.
 
-Both stubs live in this process: ours in a descriptor pool of their own.
+Both stubs are loaded in this process: ours in a descriptor pool of its own.
 """
 
 from contextlib import suppress
@@ -15,10 +15,10 @@ from protos.foreign import package
 from serving.messages import Guide
 from serving.protocols.kserve import service as kserve
 from serving.protocols.kserve.inputs import read_request
-from serving.protocols.kserve.metadata import ALIASES, KINDS
+from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS
 from serving.protocols.kserve.tensors import (
     DATATYPES,
-    Tensor,
+    InputTensor,
     read_tensors,
     write_tensor,
     write_values,
@@ -26,50 +26,56 @@ from serving.protocols.kserve.tensors import (
 from serving.request import Ask
 from tests.support.broken.kserve_requests import framed, request, sampling
 
-ours = package("kserve")
+kserve_package = package("kserve")
 
 
-def test_names_and_numbers_are_the_published_ones_and_both_stubs_live_together() -> None:
-    theirs = service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR
-    assert ours.ModelInferRequest is not service_pb2.ModelInferRequest
-    assert ours.file.package == theirs[0].package == "inference"
+def test_field_names_and_numbers_equal_the_published_ones() -> None:
+    published = service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR
+    assert kserve_package.ModelInferRequest is not service_pb2.ModelInferRequest
+    assert kserve_package.file.package == published[0].package == "inference"
     checked = 0
 
-    def same(mine: Any, other: Any) -> None:
+    def assert_same_fields(mine: Any, published_message: Any) -> None:
         nonlocal checked
         for field in mine.fields:
-            twin = other.fields_by_name[field.name]
-            assert (field.number, field.type) == (twin.number, twin.type), field.full_name
-            assert field.is_repeated == twin.is_repeated, field.full_name
+            published_field = published_message.fields_by_name[field.name]
+            assert (field.number, field.type) == (published_field.number, published_field.type), (
+                field.full_name
+            )
+            assert field.is_repeated == published_field.is_repeated, field.full_name
             if field.message_type is not None:
-                assert field.message_type.full_name == twin.message_type.full_name
+                assert field.message_type.full_name == published_field.message_type.full_name
             checked += 1
         for nested in mine.nested_types:
-            same(nested, other.nested_types_by_name[nested.name])
+            assert_same_fields(nested, published_message.nested_types_by_name[nested.name])
 
-    for name, message in ours.file.message_types_by_name.items():
-        found = [file.message_types_by_name.get(name) for file in theirs]
-        same(message, found[0] or found[1])
+    for name, message in kserve_package.file.message_types_by_name.items():
+        published_messages = [file.message_types_by_name.get(name) for file in published]
+        assert_same_fields(message, published_messages[0] or published_messages[1])
     assert checked > 70
-    mine = ours.file.enum_types_by_name["DataType"].values_by_number
-    other = theirs[1].enum_types_by_name["DataType"].values_by_number
-    assert {n: v.name for n, v in mine.items()} == {n: v.name for n, v in other.items()}
-    service = theirs[0].services_by_name["GRPCInferenceService"]
-    handled = {method.name for method in kserve.methods()}
-    assert handled == {method.name for method in service.methods}
-    for method in ours.file.services_by_name["GRPCInferenceService"].methods:
-        twin = service.methods_by_name[method.name]
-        assert method.input_type.full_name == twin.input_type.full_name
-        assert method.output_type.full_name == twin.output_type.full_name
-    served = set(ours.file.services_by_name["GRPCInferenceService"].methods_by_name)
-    assert handled - served == set(kserve.UNSERVED)
+    our_types = kserve_package.file.enum_types_by_name["DataType"].values_by_number
+    published_types = published[1].enum_types_by_name["DataType"].values_by_number
+    assert {n: v.name for n, v in our_types.items()} == {
+        n: v.name for n, v in published_types.items()
+    }
+    service = published[0].services_by_name["GRPCInferenceService"]
+    handled_methods = {method.name for method in kserve.methods()}
+    assert handled_methods == {method.name for method in service.methods}
+    for method in kserve_package.file.services_by_name["GRPCInferenceService"].methods:
+        published_method = service.methods_by_name[method.name]
+        assert method.input_type.full_name == published_method.input_type.full_name
+        assert method.output_type.full_name == published_method.output_type.full_name
+    served_methods = set(
+        kserve_package.file.services_by_name["GRPCInferenceService"].methods_by_name
+    )
+    assert handled_methods - served_methods == set(kserve.UNSUPPORTED_METHODS)
 
 
 MESSAGES = st.builds(
-    lambda name, datatype, shape, raw: ours.ModelInferRequest(
+    lambda name, datatype, shape, raw: kserve_package.ModelInferRequest(
         inputs=[{"name": name, "datatype": datatype, "shape": shape}], raw_input_contents=raw
     ),
-    st.sampled_from([*KINDS, *ALIASES]),
+    st.sampled_from([*INPUT_KINDS, *INPUT_ALIASES]),
     st.sampled_from(["BYTES", "BOOL", "INT8", "INT32", "UINT64", "FP16", "FP32", "FP64"]),
     st.lists(st.integers(-1, 3), max_size=3),
     st.lists(
@@ -83,7 +89,7 @@ MESSAGES = st.builds(
 
 @given(message=MESSAGES)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_any_tensor_is_read_or_refused(message: Any) -> None:
+def test_arbitrary_tensors_are_parsed_or_refused(message: Any) -> None:
     with suppress(PreambleError):
         assert read_request(message, "", 1 << 20).ask.prompt is not None
 
@@ -93,62 +99,69 @@ def test_any_tensor_is_read_or_refused(message: Any) -> None:
     numbers=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4), max_size=4),
 )
 @settings(deadline=None, derandomize=True)
-def test_what_is_written_is_read_again(values: list[str], numbers: list[list[int]]) -> None:
-    response = ours.ModelInferResponse()
+def test_written_tensors_round_trip(values: list[str], numbers: list[list[int]]) -> None:
+    response = kserve_package.ModelInferResponse()
     write_values(response, "a", "BYTES", values)
     write_tensor(response, "b", "INT32", numbers)
-    sent = ours.ModelInferRequest(
+    request = kserve_package.ModelInferRequest(
         inputs=[
-            {"name": one.name, "datatype": one.datatype, "shape": one.shape}
-            for one in response.outputs
+            {"name": output.name, "datatype": output.datatype, "shape": output.shape}
+            for output in response.outputs
         ],
         raw_input_contents=response.raw_output_contents,
     )
     width = max(map(len, numbers), default=0)
     padded = tuple(n for row in numbers for n in (*row, *[-1] * (width - len(row))))
     texts = tuple(value.encode() for value in values)
-    assert read_tensors(sent) == {
-        "a": Tensor("a", "BYTES", (len(values),), texts),
-        "b": Tensor("b", "INT32", (len(numbers), width), padded),
+    assert read_tensors(request) == {
+        "a": InputTensor("a", "BYTES", (len(values),), texts),
+        "b": InputTensor("b", "INT32", (len(numbers), width), padded),
     }
 
 
-def test_typed_and_raw_contents_are_the_same_tensor() -> None:
+def test_typed_and_raw_contents_are_equal() -> None:
     for datatype, kind in DATATYPES.items():
-        if kind.contents is None:
+        if kind.contents_field is None:
             continue
-        response = ours.ModelInferResponse()
+        response = kserve_package.ModelInferResponse()
         write_values(response, "a", datatype, [1, 0])
         shape = {"name": "a", "datatype": datatype, "shape": [2]}
-        raw = ours.ModelInferRequest(
+        raw = kserve_package.ModelInferRequest(
             inputs=[shape], raw_input_contents=response.raw_output_contents
         )
-        typed = ours.ModelInferRequest(inputs=[{**shape, "contents": {kind.contents: [1, 0]}}])
+        typed = kserve_package.ModelInferRequest(
+            inputs=[{**shape, "contents": {kind.contents_field: [1, 0]}}]
+        )
         assert read_tensors(raw) == read_tensors(typed)
 
 
-def asked(text: str, **parameters: int) -> Ask:
+def build_ask(text: str, **parameters: int) -> Ask:
     message = sampling(text)
     for name, value in parameters.items():
         message.parameters[name].int64_param = value
     return read_request(message, "", 1 << 20).ask
 
 
-def test_what_those_backends_say_in_numbers_is_said_in_ours() -> None:
-    assert [asked("{}", priority=level).priority for level in (0, 1, 100, 200)] == [0, 99, 0, -100]
+def test_numeric_parameters_of_triton_backends_are_translated() -> None:
+    assert [build_ask("{}", priority=level).priority for level in (0, 1, 100, 200)] == [
+        0,
+        99,
+        0,
+        -100,
+    ]
     assert read_request(request(parameters={}), "", 1 << 20).timeout_s is None
-    assert asked('{"top_k": -1}').top_k == 0
-    assert asked('{"end_id": 5, "stop_token_ids": [4]}').stop_token_ids == (4, 5)
-    assert asked('{"end_id": -1}').ignore_ends
-    assert asked('{"early_stopping": "never"}').early_stopping == "never"
-    assert asked('{"logit_bias": {"3": "0.5"}}').logit_bias == {3: 0.5}
-    assert asked('{"stop": "a", "bad_words": ["b", ""]}').bad_words == ("b",)
-    assert asked('{"seed": null, "n": 2, "best_of": 2}').seed is None
+    assert build_ask('{"top_k": -1}').top_k == 0
+    assert build_ask('{"end_id": 5, "stop_token_ids": [4]}').stop_token_ids == (4, 5)
+    assert build_ask('{"end_id": -1}').ignore_ends
+    assert build_ask('{"early_stopping": "never"}').early_stopping == "never"
+    assert build_ask('{"logit_bias": {"3": "0.5"}}').logit_bias == {3: 0.5}
+    assert build_ask('{"stop": "a", "bad_words": ["b", ""]}').bad_words == ("b",)
+    assert build_ask('{"seed": null, "n": 2, "best_of": 2}').seed is None
     for text, guide in (
         ('{"json": {"type": "object"}}', Guide("json", '{"type": "object"}')),
         ('{"choice": ["a", "b"]}', Guide("choice", '["a", "b"]')),
         ('{"regex": "a+"}', Guide("regex", "a+")),
     ):
-        assert asked(f'{{"guided_decoding": {text}}}').guide == guide
+        assert build_ask(f'{{"guided_decoding": {text}}}').guide == guide
     flat = '{"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "g"}'
-    assert asked(flat).guide == Guide("grammar", "g")
+    assert build_ask(flat).guide == Guide("grammar", "g")

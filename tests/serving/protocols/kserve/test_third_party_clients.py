@@ -1,6 +1,6 @@
-"""KServe's v2 wire as Triton's own tools, and the clients of its backends, speak it.
+"""KServe v2 as Triton's own tools and the clients of its backends use it.
 
-The oracle is our own wire on the same server.
+The oracle is preamble.v1 on the same server.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from clients.client import Client, Options
 from tests.support.servers import write_adapter
 from tests.support.tritonclient_calls import (
     TEXT,
-    World,
+    KServeServer,
     infer,
-    kserving,
+    kserve_server,
     streaming,
     tensor,
     tensors,
@@ -27,71 +27,81 @@ pytestmark = pytest.mark.slow  # A server of its own: too long for the fast suit
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with kserving(tmp_path_factory.mktemp("kserve")) as world:
-        yield world
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KServeServer]:
+    with kserve_server(tmp_path_factory.mktemp("kserve")) as deployment:
+        yield deployment
 
 
 @pytest.fixture
-def client(world: World) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(world.server.address) as client:
+def client(deployment: KServeServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(deployment.server.address) as client:
         yield client
 
 
 @pytest.fixture
-def own(world: World) -> Iterator[Client]:
-    with world.server.client() as client:
+def preamble_client(deployment: KServeServer) -> Iterator[Client]:
+    with deployment.server.client() as client:
         yield client
 
 
-def test_a_client_of_tensorrt_llm_is_understood_with_all_that_it_sends(
-    client: triton.InferenceServerClient, own: Client
+def test_all_parameters_of_tensorrt_llm_clients_are_accepted(
+    client: triton.InferenceServerClient, preamble_client: Client
 ) -> None:
     options = Options(max_new_tokens=8, temperature=1.0, top_k=3, seed=9)
-    sent: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "max_tokens": 8,
         "temperature": 1.0,
         "top_k": 3,
         "seed": 9,
         "beam_width": 1,
     }
-    sent |= {"bad_words": "", "stop_words": "", "repetition_penalty": 1.0, "pad_id": 2}
-    sent |= {"return_context_logits": False, "return_generation_logits": False, "min_length": 1}
-    sent |= {"exclude_input_in_output": True, "stream": False}
-    shaped = [tensor(name, value, [1, 1]) for name, value in {"text_input": TEXT, **sent}.items()]
-    result = client.infer("preamble", shaped)
-    assert text_of(result) == own.generate(TEXT, options).text
+    parameters |= {"bad_words": "", "stop_words": "", "repetition_penalty": 1.0, "pad_id": 2}
+    parameters |= {
+        "return_context_logits": False,
+        "return_generation_logits": False,
+        "min_length": 1,
+    }
+    parameters |= {"exclude_input_in_output": True, "stream": False}
+    infer_inputs = [
+        tensor(name, value, [1, 1]) for name, value in {"text_input": TEXT, **parameters}.items()
+    ]
+    infer_result = client.infer("preamble", infer_inputs)
+    assert text_of(infer_result) == preamble_client.generate(TEXT, options).text
     names: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "top_k": 3, "seed": 9}
     prefixed = {f"sampling_param_{name}": value for name, value in names.items()}
     prefixed["sampling_param_seed"] = "9"
-    result = infer(client, "preamble", **prefixed)
-    assert text_of(result) == own.generate(TEXT, options).text
+    infer_result = infer(client, "preamble", **prefixed)
+    assert text_of(infer_result) == preamble_client.generate(TEXT, options).text
     greedy: list[Any] = [{"top_p": 0.0}, {"top_p": 0.0, "temperature": 1.0, "top_k": 0}]
-    for none in greedy:  # As there.
-        result = infer(client, "preamble", max_tokens=8, **none)
-        assert text_of(result) == own.generate(TEXT, Options(max_new_tokens=8)).text
+    for greedy_parameters in greedy:  # As in TensorRT-LLM.
+        infer_result = infer(client, "preamble", max_tokens=8, **greedy_parameters)
+        assert (
+            text_of(infer_result) == preamble_client.generate(TEXT, Options(max_new_tokens=8)).text
+        )
     beams = infer(client, "preamble", max_tokens=8, beam_width=3)
     assert len(set(beams.as_numpy("text_output"))) == 3
     vllms = {"skip_special_tokens": True, "detokenize": True, "max_tokens": 8}
-    result = infer(client, "preamble", sampling_parameters=vllms)
-    assert text_of(result) == own.generate(TEXT, Options(max_new_tokens=8)).text
+    infer_result = infer(client, "preamble", sampling_parameters=vllms)
+    assert text_of(infer_result) == preamble_client.generate(TEXT, Options(max_new_tokens=8)).text
     two = client.infer("preamble", tensors(exclude_input_in_output=True), parameters=names)
-    assert text_of(two) == own.generate(TEXT, options).text
+    assert text_of(two) == preamble_client.generate(TEXT, options).text
 
 
-def test_the_calls_of_a_load_generator_in_its_order(
-    client: triton.InferenceServerClient, own: Client
+def test_load_generator_calls_succeed_in_order(
+    client: triton.InferenceServerClient, preamble_client: Client
 ) -> None:
-    expected = own.generate(TEXT, Options(max_new_tokens=6)).text
+    expected = preamble_client.generate(TEXT, Options(max_new_tokens=6)).text
     assert "statistics" not in client.get_server_metadata().extensions
-    outputs = [one.name for one in client.get_model_metadata("preamble").outputs]
+    outputs = [output.name for output in client.get_model_metadata("preamble").outputs]
     config = client.get_model_config("preamble").config
     assert config.model_transaction_policy.decoupled
     assert config.max_batch_size == 0
-    assert [one.name for one in config.input if not one.optional] == ["text_input"]
+    assert [tensor_config.name for tensor_config in config.input if not tensor_config.optional] == [
+        "text_input"
+    ]
     assert client.is_model_ready("preamble")
     with streaming(client) as stream:
-        for place in range(4):
+        for number in range(4):
             client.async_stream_infer(
                 "preamble",
                 tensors(
@@ -100,33 +110,33 @@ def test_the_calls_of_a_load_generator_in_its_order(
                     exclude_input_in_output=True,
                 ),
                 outputs=[triton.InferRequestedOutput(name) for name in outputs],
-                request_id=str(place),
+                request_id=str(number),
                 enable_empty_final_response=True,
             )
         results, errors = stream.until(4)
     assert errors == []
-    assert {id: "".join(map(text_of, got)) for id, got in results.items()} == dict.fromkeys(
-        "0123", expected
-    )
+    assert {
+        id: "".join(map(text_of, results_of_id)) for id, results_of_id in results.items()
+    } == dict.fromkeys("0123", expected)
 
 
-def test_what_was_put_there_just_now_can_be_loaded_and_what_is_wrong_is_told(
-    world: World, client: triton.InferenceServerClient
+def test_new_adapters_can_be_loaded_and_invalid_ones_are_reported(
+    deployment: KServeServer, client: triton.InferenceServerClient
 ) -> None:
-    for name in (world.model, "preamble", "sum", "fox@2"):
+    for name in (deployment.model, "preamble", "sum", "fox@2"):
         client.load_model(name)
-    write_adapter(world.adapters / "new.safetensors", world.checkpoint, [5, 6])
-    (world.adapters / "broken.safetensors").write_bytes(b"no adapter")
+    write_adapter(deployment.adapters / "new.safetensors", deployment.checkpoint, [5, 6])
+    (deployment.adapters / "broken.safetensors").write_bytes(b"no adapter")
     client.load_model("new")
     assert client.is_model_ready("new")
-    for name, given, code, words in (
-        ("nobody", None, "NOT_FOUND", "no adapter 'nobody'"),
-        ("../sum", None, "NOT_FOUND", "no adapter's name"),
+    for name, parameters, code, message_words in (
+        ("nobody", None, "NOT_FOUND", "adapter 'nobody' does not exist"),
+        ("../sum", None, "NOT_FOUND", "not an adapter name"),
         ("broken", None, "FAILED_PRECONDITION", "broken"),
-        ("sum", "{}", "UNIMPLEMENTED", "as they lie on the server"),
+        ("sum", "{}", "UNIMPLEMENTED", "loaded unchanged from the server"),
     ):
-        with pytest.raises(InferenceServerException, match=words) as refused:
-            client.load_model(name, config=given)
-        assert refused.value.status() == f"StatusCode.{code}"
+        with pytest.raises(InferenceServerException, match=message_words) as caught:
+            client.load_model(name, config=parameters)
+        assert caught.value.status() == f"StatusCode.{code}"
     for name in ("new", "broken"):
-        (world.adapters / f"{name}.safetensors").unlink()
+        (deployment.adapters / f"{name}.safetensors").unlink()

@@ -1,7 +1,7 @@
-"""Chats by OpenAI's own client, on a server whose model came with a template.
+"""OpenAI chat completions, by OpenAI's client, on a model with a chat template.
 
-The oracle is `/v1/completions` with the ids that the template is known to make. At the end: what
-the process around a template forbids it.
+The oracle is `/v1/completions` with the token ids that the template renders to. The last tests are
+about the template's process.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ import preamble
 from checkpoints_tools.conversion.convert import write_native
 from gpt.errors import RequestError
 from gpt.formats.registry import open_checkpoint
-from gpt.tokenizers.chat_template import MARKS, ChatTemplate, find_template
+from gpt.tokenizers.chat_template import ESCAPE_MARKS, ChatTemplate, find_template
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from serving.admission.chat_prompt import Chat
+from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.admission.template_sandbox import SECONDS_MAX
 from serving.config import ServerConfig
-from serving.service.service import Found
+from serving.service.service import ServableCheckpoint
 from tests.support.chat_templates import CHATML
 from tests.support.models import lively
 from tests.support.servers import (
@@ -45,7 +45,7 @@ from tests.support.trained_tokenizers import sentencepiece_model
 pytestmark = pytest.mark.slow
 
 BASE = "checkpoint"
-# Short, so that its ids are known without a template's engine.
+# Short, so that its ids are known without a template engine.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content | trim }}"
     "{% if message.tool_calls is defined %}{{ message.tool_calls[0].function.arguments.a }}"
@@ -53,17 +53,18 @@ TEMPLATE = (
     "{{ raise_exception('nobody asks that') }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-ASKED = "twelve and thirty?"
-PROMPT = f"user: {ASKED}\nassistant:"
-USER: list[Any] = [{"role": "user", "content": ASKED}]
+QUESTION = "twelve and thirty?"
+PROMPT = f"user: {QUESTION}\nassistant:"
+USER: list[Any] = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
 
-class World:
+class ChatServer:
     """A server with an adapter, its client, and its tokenizer."""
 
     def __init__(self, server: Server, tokenizer: Tokenizer) -> None:
-        self.server, self.tokenizer = server, tokenizer
+        self.server = server
+        self.tokenizer = tokenizer
         self.client = openai.OpenAI(
             base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S
         )
@@ -73,13 +74,13 @@ class World:
         return f"http://{self.server.http_address}/v1"
 
     def chat(self, model: str = BASE, messages: Any = USER, **options: Any) -> ChatCompletion:
-        answer: ChatCompletion = self.client.chat.completions.create(
+        completion: ChatCompletion = self.client.chat.completions.create(
             model=model, messages=messages, **options
         )
-        return answer
+        return completion
 
     def ids(self, text: str) -> list[int]:
-        """Of what the template writes behind the token that begins texts."""
+        """The ids of the template's text after the bos token."""
         assert self.tokenizer.bos_id is not None
         return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
 
@@ -88,15 +89,15 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     folder = tmp_path_factory.mktemp("chat")
-    words = folder / "words"
-    words.mkdir()
+    folder_words = folder / "words"
+    folder_words.mkdir()
     model = sentencepiece_model(model_type="bpe", byte_fallback=True)
-    (words / "tokenizer.model").write_bytes(model)
-    (words / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder_words / "tokenizer.model").write_bytes(model)
+    (folder_words / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     checkpoint = folder / BASE
-    write_native(lively(CONFIG), checkpoint, tokenizer=words)
+    write_native(lively(CONFIG), checkpoint, tokenizer=folder_words)
     tokenizer = open_tokenizer(checkpoint / "tokenizer")
     adapters = folder / "adapters"
     adapters.mkdir()
@@ -105,11 +106,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     limits: dict[str, Any] = {"adapters": str(adapters), "messages_max": 40}
     limits["text_bytes_max"] = 20_000
     with serving(checkpoint, folder / "s.yaml", folder / "log", **limits) as server:
-        yield World(server, tokenizer)
+        yield ChatServer(server, tokenizer)
 
 
-def text_of(answer: ChatCompletion, place: int = 0) -> str:
-    content = answer.choices[place].message.content
+def text_of(completion: ChatCompletion, index: int = 0) -> str:
+    content = completion.choices[index].message.content
     assert content is not None
     return content
 
@@ -126,28 +127,30 @@ def text_of(answer: ChatCompletion, place: int = 0) -> str:
     ],
     ids=["greedy", "filtered", "biased", "guided", "beams"],
 )
-def test_a_chat_is_the_completion_of_what_the_template_makes(
-    world: World, model: str, options: dict[str, Any]
+def test_chats_equal_the_completion_of_the_rendered_template(
+    deployment: ChatServer, model: str, options: dict[str, Any]
 ) -> None:
-    plain = world.plain(model=model, **options)
-    chat = world.chat(model, **options)
+    completion = deployment.plain(model=model, **options)
+    chat = deployment.chat(model, **options)
 
-    assert [one.message.content for one in chat.choices] == [one.text for one in plain.choices]
-    assert [one.finish_reason for one in chat.choices] == [
-        one.finish_reason for one in plain.choices
+    assert [choice.message.content for choice in chat.choices] == [
+        choice.text for choice in completion.choices
     ]
-    assert [one.index for one in chat.choices] == list(range(len(plain.choices)))
-    assert {one.message.role for one in chat.choices} == {"assistant"}
+    assert [choice.finish_reason for choice in chat.choices] == [
+        choice.finish_reason for choice in completion.choices
+    ]
+    assert [choice.index for choice in chat.choices] == list(range(len(completion.choices)))
+    assert {choice.message.role for choice in chat.choices} == {"assistant"}
     assert chat.object == "chat.completion" and chat.id.startswith("chatcmpl-")
-    assert chat.model == plain.model
-    told = ("prompt_tokens", "completion_tokens", "total_tokens", "virtual_tokens")
-    usages: list[Any] = [answer.to_dict()["usage"] for answer in (chat, plain)]
-    assert [usages[0][name] for name in told] == [usages[1][name] for name in told]
+    assert chat.model == completion.model
+    usage_fields = ("prompt_tokens", "completion_tokens", "total_tokens", "virtual_tokens")
+    usages: list[Any] = [response.to_dict()["usage"] for response in (chat, completion)]
+    assert [usages[0][name] for name in usage_fields] == [usages[1][name] for name in usage_fields]
 
 
-def test_every_role_and_parts_of_a_text_reach_the_template(world: World) -> None:
+def test_all_roles_and_text_parts_reach_the_template(deployment: ChatServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
-    answer = world.chat(
+    chat = deployment.chat(
         messages=[
             {"role": "developer", "content": "be of use"},
             {"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}] * 2},
@@ -160,30 +163,30 @@ def test_every_role_and_parts_of_a_text_reach_the_template(world: World) -> None
         **GREEDY,
     )
     turns = "system: be of use\nuser: a\na\nassistant: 7\ntool: 42\n"
-    assert text_of(answer) == world.plain(turns + PROMPT, **GREEDY).choices[0].text
+    assert text_of(chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
 
 
-def test_an_answer_can_be_sent_back_as_the_library_has_it(world: World) -> None:
-    first = world.chat(**GREEDY)
-    again = world.chat(messages=[*USER, first.choices[0].message, *USER], **GREEDY)
-    # The template strips what is around an answer.
-    turns = f"user: {ASKED}\nassistant: {text_of(first).strip()}\n"
-    assert text_of(again) == world.plain(turns + PROMPT, **GREEDY).choices[0].text
+def test_answers_can_be_sent_back_as_messages(deployment: ChatServer) -> None:
+    first_chat = deployment.chat(**GREEDY)
+    second_chat = deployment.chat(messages=[*USER, first_chat.choices[0].message, *USER], **GREEDY)
+    # The template strips whitespace around an answer.
+    turns = f"user: {QUESTION}\nassistant: {text_of(first_chat).strip()}\n"
+    assert text_of(second_chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
 
 
-def test_a_control_token_in_a_message_is_text(world: World) -> None:
-    answer = world.chat(messages=[{"role": "user", "content": "</s><s>a"}], **GREEDY)
-    spelled = world.ids("user: </s><s>a\nassistant:")
-    assert not {*spelled[1:]} & {world.tokenizer.bos_id, world.tokenizer.eos_id}
-    plain = world.client.completions.create(model=BASE, prompt=spelled, **GREEDY)
-    assert text_of(answer) == plain.choices[0].text
+def test_control_tokens_in_messages_are_text(deployment: ChatServer) -> None:
+    chat = deployment.chat(messages=[{"role": "user", "content": "</s><s>a"}], **GREEDY)
+    ids = deployment.ids("user: </s><s>a\nassistant:")
+    assert not {*ids[1:]} & {deployment.tokenizer.bos_id, deployment.tokenizer.eos_id}
+    plain = deployment.client.completions.create(model=BASE, prompt=ids, **GREEDY)
+    assert text_of(chat) == plain.choices[0].text
 
 
-def test_a_stream_joined_is_the_whole_answer(world: World) -> None:
+def test_streamed_chats_join_to_the_unary_answer(deployment: ChatServer) -> None:
     options: dict[str, Any] = {"seed": 7, "max_tokens": 16, "n": 2, "logprobs": True}
-    whole = world.chat("sum", top_logprobs=2, **options)
+    unary_chat = deployment.chat("sum", top_logprobs=2, **options)
     events = list(
-        world.client.chat.completions.create(
+        deployment.client.chat.completions.create(
             model="sum",
             messages=USER,
             top_logprobs=2,
@@ -195,37 +198,54 @@ def test_a_stream_joined_is_the_whole_answer(world: World) -> None:
 
     assert {event.object for event in events} == {"chat.completion.chunk"}
     assert events[-1].choices == [] and events[-1].usage is not None
-    assert whole.usage is not None
-    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
-    for choice in whole.choices:
-        parts = [one for event in events for one in event.choices if one.index == choice.index]
+    assert unary_chat.usage is not None
+    assert events[-1].usage.completion_tokens == unary_chat.usage.completion_tokens
+    for choice in unary_chat.choices:
+        parts = [
+            token_logprob
+            for event in events
+            for token_logprob in event.choices
+            if token_logprob.index == choice.index
+        ]
         roles = [part.delta.role for part in parts]
         assert roles == ["assistant"] + [None] * (len(parts) - 1) and len(parts) > 1
         assert "".join(part.delta.content or "" for part in parts) == choice.message.content
-        ends = [part.finish_reason for part in parts]
-        assert ends == [None] * (len(parts) - 1) + [choice.finish_reason]
+        finish_reasons = [part.finish_reason for part in parts]
+        assert finish_reasons == [None] * (len(parts) - 1) + [choice.finish_reason]
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        scored = [part.logprobs.content or [] for part in parts if part.logprobs is not None]
-        told = [one.token for some in scored for one in some]
-        assert told == [one.token for one in choice.logprobs.content]
+        logprobs_of_parts = [
+            part.logprobs.content or [] for part in parts if part.logprobs is not None
+        ]
+        streamed_tokens = [
+            token_logprob.token
+            for token_logprobs in logprobs_of_parts
+            for token_logprob in token_logprobs
+        ]
+        assert streamed_tokens == [token_logprob.token for token_logprob in choice.logprobs.content]
 
 
-def test_logprobs_are_those_of_the_plain_completion_in_the_shape_of_chats(world: World) -> None:
-    plain = world.plain(logprobs=3, **GREEDY).choices[0].logprobs
-    (choice,) = world.chat(logprobs=True, top_logprobs=3, **GREEDY).choices
+def test_chat_logprobs_equal_those_of_the_completion(deployment: ChatServer) -> None:
+    plain = deployment.plain(logprobs=3, **GREEDY).choices[0].logprobs
+    (choice,) = deployment.chat(logprobs=True, top_logprobs=3, **GREEDY).choices
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    scored = choice.logprobs.content
+    token_logprobs = choice.logprobs.content
 
-    assert [one.logprob for one in scored] == pytest.approx(plain.token_logprobs)
-    text = b"".join(bytes(one.bytes) for one in scored if one.bytes is not None)
+    assert [token_logprob.logprob for token_logprob in token_logprobs] == pytest.approx(
+        plain.token_logprobs
+    )
+    text = b"".join(
+        bytes(token_logprob.bytes)
+        for token_logprob in token_logprobs
+        if token_logprob.bytes is not None
+    )
     assert text.decode(errors="replace").strip() == text_of_choice(choice).strip()
-    for one in scored:
-        assert one.top_logprobs[0].logprob == one.logprob
-        assert len(one.top_logprobs) == 3
-    bare = world.chat(logprobs=True, **GREEDY).choices[0].logprobs
+    for token_logprob in token_logprobs:
+        assert token_logprob.top_logprobs[0].logprob == token_logprob.logprob
+        assert len(token_logprob.top_logprobs) == 3
+    bare = deployment.chat(logprobs=True, **GREEDY).choices[0].logprobs
     assert bare is not None and bare.content is not None
-    assert all(one.top_logprobs == [] for one in bare.content)
-    assert world.chat(**GREEDY).choices[0].logprobs is None
+    assert all(token_logprob.top_logprobs == [] for token_logprob in bare.content)
+    assert deployment.chat(**GREEDY).choices[0].logprobs is None
 
 
 def text_of_choice(choice: Any) -> str:
@@ -233,55 +253,59 @@ def text_of_choice(choice: Any) -> str:
     return content
 
 
-def test_stops_lengths_and_formats(world: World) -> None:
-    text = text_of(world.chat(**GREEDY))
+def test_stop_strings_length_limits_and_formats(deployment: ChatServer) -> None:
+    text = text_of(deployment.chat(**GREEDY))
     stop = text[4:6]
-    cut = world.chat(stop=stop, **GREEDY).choices[0]
-    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
-    assert cut.to_dict()["stop_reason"] == stop
+    stopped = deployment.chat(stop=stop, **GREEDY).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+    assert stopped.to_dict()["stop_reason"] == stop
 
     extra = {"ignore_eos": True}
-    short = world.chat(max_completion_tokens=3, temperature=0, extra_body=extra)
-    assert short.usage is not None and short.usage.completion_tokens == 3
-    assert short.choices[0].finish_reason == "length"
-    own = world.chat("sum", temperature=0, extra_body=extra)
-    assert own.usage is not None and own.usage.completion_tokens == 128
-    # Nobody said how long, so it goes on to the end of the context.
-    unsaid = world.chat(messages=said("word " * 980)["messages"], temperature=0, extra_body=extra)
-    assert unsaid.usage is not None
-    assert unsaid.usage.total_tokens == CONFIG.max_position_embeddings
-    assert unsaid.usage.completion_tokens != 128
+    limited = deployment.chat(max_completion_tokens=3, temperature=0, extra_body=extra)
+    assert limited.usage is not None and limited.usage.completion_tokens == 3
+    assert limited.choices[0].finish_reason == "length"
+    with_adapter = deployment.chat("sum", temperature=0, extra_body=extra)
+    assert with_adapter.usage is not None and with_adapter.usage.completion_tokens == 128
+    # Without a limit it continues to the end of the context.
+    unlimited = deployment.chat(
+        messages=user_message("word " * 980)["messages"], temperature=0, extra_body=extra
+    )
+    assert unlimited.usage is not None
+    assert unlimited.usage.total_tokens == CONFIG.max_position_embeddings
+    assert unlimited.usage.completion_tokens != 128
 
     shape = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     strict = {"type": "json_schema", "json_schema": {"name": "a", "schema": shape, "strict": True}}
     for form in ({"type": "json_object"}, strict):
-        guided = world.chat(response_format=form, max_tokens=60, seed=1)
+        guided = deployment.chat(response_format=form, max_tokens=60, seed=1)
         assert text_of(guided).lstrip().startswith("{")
-    assert world.chat(response_format={"type": "text"}, **GREEDY).choices
+    assert deployment.chat(response_format={"type": "text"}, **GREEDY).choices
 
 
-def test_many_chats_at_once_answer_as_each_alone(world: World) -> None:
+def test_concurrent_chats_get_the_answers_of_separate_ones(deployment: ChatServer) -> None:
     async def work() -> list[str]:
         async with openai.AsyncOpenAI(
-            base_url=world.url, api_key="none", max_retries=0, timeout=WAIT_S
+            base_url=deployment.url, api_key="none", max_retries=0, timeout=WAIT_S
         ) as client:
 
-            async def one(number: int) -> str:
+            async def complete(number: int) -> str:
                 stream = await client.chat.completions.create(
                     model=BASE, messages=chat(number), stream=True, **GREEDY
                 )
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-            return await asyncio.gather(*map(one, range(12)))
+            return await asyncio.gather(*map(complete, range(12)))
 
     def chat(number: int) -> list[Any]:
-        return [{"role": "user", "content": f"{ASKED} {number}"}]
+        return [{"role": "user", "content": f"{QUESTION} {number}"}]
 
     texts = asyncio.run(work())
-    assert texts == [text_of(world.chat(messages=chat(one), **GREEDY)) for one in range(12)]
+    assert texts == [
+        text_of(deployment.chat(messages=chat(complete), **GREEDY)) for complete in range(12)
+    ]
 
 
-def said(content: Any, **fields: Any) -> dict[str, Any]:
+def user_message(content: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content, **fields}]}
 
 
@@ -294,26 +318,26 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
     [
         ({"messages": []}, "messages", "at least one"),
         ({"messages": "hello"}, "messages", "Expected `array | null`"),
-        (said(None), "messages", "messages[0] has no content"),
-        (said([IMAGE]), "messages", "messages[0].content[0] is of type 'image_url'"),
-        (said([{"type": "text"}]), "messages", "without a text"),
-        (said("x", weight=1), "messages", "weight"),
-        (said("x", tool_call_id="1"), "messages", "only a tool"),
-        (said("x", tool_calls=[TOOL]), "messages", "only an assistant"),
+        (user_message(None), "messages", "messages[0] has no content"),
+        (user_message([IMAGE]), "messages", "messages[0].content[0] has type 'image_url'"),
+        (user_message([{"type": "text"}]), "messages", "without text"),
+        (user_message("x", weight=1), "messages", "weight"),
+        (user_message("x", tool_call_id="1"), "messages", "the role must be tool"),
+        (user_message("x", tool_calls=[TOOL]), "messages", "the role must be assistant"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", "'king'"),
         ({"messages": USER * 41}, "messages", "messages_max"),
-        (said("a " * 10_000), "messages", "text_bytes_max"),
-        (said("word " * 3900), "messages", "shorten"),
-        (said("tell"), "messages", "refuses these messages: nobody asks that"),
-        (said("".join(MARKS)), "messages", "U+FDD0"),
-        ({"tools": [TOOL]}, "tools", "cannot be called"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot be called"),
-        ({"extra_body": {"functions": [{}]}}, "functions", "tool_choice none"),
+        (user_message("a " * 10_000), "messages", "text_bytes_max"),
+        (user_message("word " * 3900), "messages", "shorten"),
+        (user_message("tell"), "messages", "refuses these messages: nobody asks that"),
+        (user_message("".join(ESCAPE_MARKS)), "messages", "U+FDD0"),
+        ({"tools": [TOOL]}, "tools", "cannot call tools"),
+        ({"tool_choice": "required"}, "tool_choice", "cannot call tools"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "tool_choice 'none'"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "not from requests"),
         ({"extra_body": {"prompt": "a"}}, "prompt", "/v1/completions"),
         ({"extra_body": {"echo": True}}, "echo", "/v1/completions"),
         ({"extra_body": {"top_logprob": 1}}, "top_logprob", "did you mean 'top_logprobs'"),
-        ({"top_logprobs": 2}, "top_logprobs", "set that to true"),
+        ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "logprobs_max"),
         ({"logprobs": 5}, "logprobs", "bool"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "the same"),
@@ -324,66 +348,70 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
-        ({"store": True}, "store", "nothing is stored"),
+        ({"store": True}, "store", "stores no completions"),
         ({"stop": ["a"] * 100}, "stop", "at most"),
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_a_bad_field_is_told_by_the_name_that_it_has_here(
-    world: World, options: dict[str, Any], param: str, words: str
+def test_invalid_fields_are_reported_by_their_openai_names(
+    deployment: ChatServer, options: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        world.chat(**{"max_tokens": 4, **options} if "messages" in options else options)
+        deployment.chat(**{"max_tokens": 4, **options} if "messages" in options else options)
 
     error = caught.value
     assert words in str(error)
     assert (error.param, error.type) == (param, "invalid_request_error")
     assert error.code in ("INVALID_FIELD", "PROMPT_TOO_LONG")
-    assert not any(mark in str(error) for mark in MARKS)
+    assert not any(mark in str(error) for mark in ESCAPE_MARKS)
 
 
-def test_other_ends_are_those_of_every_endpoint(world: World) -> None:
+def test_deadlines_and_overload_fail_as_on_other_endpoints(deployment: ChatServer) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
-        world.chat("dog", **GREEDY)
+        deployment.chat("dog", **GREEDY)
     assert (unknown.value.code, unknown.value.param) == ("UNKNOWN_MODEL", "model")
-    with pytest.raises(openai.APIStatusError) as late:
-        world.chat(extra_body={"timeout": 0.05, "ignore_eos": True})
-    assert late.value.code == "DEADLINE_PASSED"
-    held = world.client.chat.completions.create(
+    with pytest.raises(openai.APIStatusError) as caught:
+        deployment.chat(extra_body={"timeout": 0.05, "ignore_eos": True})
+    assert caught.value.code == "DEADLINE_PASSED"
+    running_stream = deployment.client.chat.completions.create(
         model=BASE, messages=USER, stream=True, extra_body={"ignore_eos": True}
     )
-    next(iter(held))
-    held.close()
-    eventually(lambda: world.server.metric("preamble_scheduler_running_requests") == 0)
-    assert world.server.metric('preamble_requests_total{code="OK",method="chat",wire="openai"}')
+    next(iter(running_stream))
+    running_stream.close()
+    eventually(lambda: deployment.server.metric("preamble_scheduler_running_requests") == 0)
+    assert deployment.server.metric(
+        'preamble_requests_total{code="OK",method="chat",wire="openai"}'
+    )
 
 
-def test_a_model_without_a_template_says_how_to_give_one(tmp_path: Path) -> None:
+def test_chats_without_a_template_explain_the_flag(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path)
     with serving(checkpoint, tmp_path / "s.yaml") as server:
-        world = World(server, open_tokenizer(checkpoint / "tokenizer"))
+        deployment = ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
         with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as caught:
-            world.chat(**GREEDY)
+            deployment.chat(**GREEDY)
         assert caught.value.param == "messages"
-        assert world.plain(**GREEDY).choices[0].text
+        assert deployment.plain(**GREEDY).choices[0].text
 
-    given = tmp_path / "given.jinja"
-    given.write_text(CHATML)
-    found = Found.at(ServerConfig(str(checkpoint), chat_template=str(given)))
-    assert found.chat_template is not None and found.chat_template.text == CHATML
-    given.write_text("{% if %}")
-    done = subprocess.run(
-        command("serve", checkpoint, "--chat-template", given),
+    template_file = tmp_path / "given.jinja"
+    template_file.write_text(CHATML)
+    servable = ServableCheckpoint.from_config(
+        ServerConfig(str(checkpoint), chat_template=str(template_file))
+    )
+    assert servable.chat_template is not None and servable.chat_template.text == CHATML
+    template_file.write_text("{% if %}")
+    completed = subprocess.run(
+        command("serve", checkpoint, "--chat-template", template_file),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
-    assert done.returncode == 1
-    assert "given.jinja is none: line 1" in done.stderr
+    assert completed.returncode == 1
+    assert "given.jinja is invalid: line 1" in completed.stderr
 
 
-def test_a_template_goes_along_when_a_checkpoint_is_converted(world: World, tmp_path: Path) -> None:
+def test_conversion_keeps_the_chat_template(deployment: ChatServer, tmp_path: Path) -> None:
     source = tmp_path / "words"
     source.mkdir()
     (source / "tokenizer.model").write_bytes(sentencepiece_model(model_type="bpe"))
@@ -393,64 +421,69 @@ def test_a_template_goes_along_when_a_checkpoint_is_converted(world: World, tmp_
     for kind in ("hf", "megatron", "megatron-dist"):
         target = tmp_path / kind
         assert preamble.main(["convert", str(tmp_path / "native"), str(target), "--to", kind]) == 0
-        place = open_checkpoint(target).tokenizer
-        template = find_template(place, world.tokenizer)
+        tokenizer_folder = open_checkpoint(target).tokenizer
+        template = find_template(tokenizer_folder, deployment.tokenizer)
         assert template is not None and template.text == CHATML, kind
 
 
-# ---------------------------------------------------------------------- the process of a template
+# ---------------------------------------------------------------------------- the template process
 
 
-def shut(template: str, tokenizer: Tokenizer) -> Chat:
+def sandboxed_renderer(template: str, tokenizer: Tokenizer) -> ChatPromptRenderer:
     config = ServerConfig("m", text_bytes_max=10_000)
-    return Chat(ChatTemplate(template, {}, Path("x")), tokenizer, config)
+    return ChatPromptRenderer(
+        ChatTemplate(template, {}, Path("x")), tokenizer, config.model_config, config.limits_config
+    )
 
 
-def test_a_template_without_end_is_ended_and_the_next_chat_is_answered(world: World) -> None:
+def test_endless_templates_are_killed_and_later_chats_work(deployment: ChatServer) -> None:
     turns = "{% for b in range(99999) %}{% endfor %}"
     stuck = f"{{% if messages[0].content == 'stop' %}}{{% for a in range(99999) %}}{turns}"
-    chat = shut(stuck + "{% endfor %}{% endif %}x", world.tokenizer)
-    ids = chat.prompt(USER)
-    began = time.process_time()
-    with pytest.raises(RequestError, match=f"takes over {SECONDS_MAX} s"):
-        chat.prompt([{"role": "user", "content": "stop"}])
+    chat = sandboxed_renderer(stuck + "{% endfor %}{% endif %}x", deployment.tokenizer)
+    ids = chat.encode_blocking(USER)
+    start = time.process_time()
+    with pytest.raises(RequestError, match=f"needs more than {SECONDS_MAX} s"):
+        chat.encode_blocking([{"role": "user", "content": "stop"}])
 
-    assert time.process_time() - began < 1  # It was none of ours that it has used.
-    assert chat.prompt(USER) == ids
+    assert time.process_time() - start < 1  # The time was spent in the other process.
+    assert chat.encode_blocking(USER) == ids
     chat.close()
 
 
-def test_a_template_that_wants_all_memory_gets_none_of_the_servers(world: World) -> None:
-    for template, words in (
+def test_template_memory_is_limited(deployment: ChatServer) -> None:
+    for template, message_words in (
         ("{{ 'a' * 10 ** 10 }}", "memory"),
-        ("{% set n = namespace(x='a' * 99) %}{% for i in range(40) %}{% set n.x = n.x * 8 %}"
-         "{% endfor %}", "memory"),
-        ("{{ '%999999999s' | format(1) }}", "memory|text_bytes_max|takes over"),
-        ("{{ messages[0].nothing }}", "no text"),
-    ):  # fmt: skip
-        chat = shut(template, world.tokenizer)
-        with pytest.raises(RequestError, match=words):
-            chat.prompt(USER)
+        (
+            "{% set n = namespace(x='a' * 99) %}{% for i in range(40) %}{% set n.x = n.x * 8 %}"
+            "{% endfor %}",
+            "memory",
+        ),
+        ("{{ '%999999999s' | format(1) }}", "memory|text_bytes_max|needs more than"),
+        ("{{ messages[0].nothing }}", "empty text"),
+    ):
+        chat = sandboxed_renderer(template, deployment.tokenizer)
+        with pytest.raises(RequestError, match=message_words):
+            chat.encode_blocking(USER)
         chat.close()
 
 
-def test_the_process_comes_again_when_it_was_killed_and_goes_with_the_chats(world: World) -> None:
-    chat = shut("{{ messages[0].content }}", world.tokenizer)
-    ids = chat.prompt(USER)
-    process = chat._renderer._process
+def test_killed_template_processes_restart(deployment: ChatServer) -> None:
+    chat = sandboxed_renderer("{{ messages[0].content }}", deployment.tokenizer)
+    ids = chat.encode_blocking(USER)
+    process = chat._template_process._process
     assert process is not None
     process.kill()
     eventually(lambda: process.poll() is not None)
-    assert chat.prompt(USER) == ids
+    assert chat.encode_blocking(USER) == ids
     chat.close()
-    assert chat._renderer._process is not None
-    assert chat._renderer._process.returncode == -signal.SIGKILL
+    assert chat._template_process._process is not None
+    assert chat._template_process._process.returncode == -signal.SIGKILL
 
 
-def test_around_the_sandbox_is_a_process_that_can_open_no_file() -> None:
+def test_the_template_process_cannot_open_files() -> None:
     program = """
-from serving.admission.template_sandbox import _confine
-_confine()
+from serving.admission.template_sandbox import _set_resource_limits
+_set_resource_limits()
 for name, act in {
     "read": lambda: open("/etc/hostname"),
     "start": lambda: __import__("subprocess").run(["true"]),
@@ -463,7 +496,7 @@ for name, act in {
     except (OSError, MemoryError, ImportError):
         pass
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    completed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    assert (completed.stdout, completed.returncode) == ("", 0), completed.stderr

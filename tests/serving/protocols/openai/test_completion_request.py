@@ -1,6 +1,6 @@
-"""Bodies of completions: how much there is in a large one, and JSON that is handed on as it came.
+"""Completion request bodies: size limits, and JSON schemas that pass through unchanged.
 
-What is in one is counted without reading it, so it is held against what a reader finds. Knows no
+The parts of a body are counted without parsing it, and compared with a parser's count.
 server.
 """
 
@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.messages import Guide
-from serving.protocols.openai.completion_request import PARTS_MAX, Body, _parts, asks_of, parsed
+from serving.protocols.openai.completion_request import (
+    JSON_PARTS_MAX,
+    CompletionRequest,
+    _count_json_parts,
+    build_asks,
+    parse_request,
+)
 from serving.request import RefusedError
 
 TEXTS = st.text(st.sampled_from('"\\[]{},: aé\n'), max_size=8)
@@ -23,37 +29,39 @@ VALUES = st.recursive(
 )
 
 
-def counted(value: Any) -> int:
-    """Strings, lists and objects, by a reader."""
+def count_parts(value: Any) -> int:
+    """Strings, lists and objects, by a parser."""
     if isinstance(value, dict):
-        return 1 + len(value) + sum(map(counted, value.values()))
+        return 1 + len(value) + sum(map(count_parts, value.values()))
     if isinstance(value, list):
-        return 1 + sum(map(counted, value))
+        return 1 + sum(map(count_parts, value))
     return isinstance(value, str)
 
 
 @settings(deadline=None, derandomize=True)
 @given(VALUES, st.booleans())
-def test_what_is_in_a_body_is_counted_as_a_reader_finds_it(value: Any, ascii_only: bool) -> None:
-    assert _parts(json.dumps(value, ensure_ascii=ascii_only).encode()) == counted(value)
+def test_part_counts_equal_those_of_a_parser(value: Any, ascii_only: bool) -> None:
+    assert _count_json_parts(json.dumps(value, ensure_ascii=ascii_only).encode()) == count_parts(
+        value
+    )
 
 
-@pytest.mark.parametrize("many", ["[1],", '"",', "{},", '"a",'])
-def test_a_body_of_too_many_parts_is_refused_before_it_is_read(many: str) -> None:
-    data = '{"prompt": [' + many * PARTS_MAX + "1]}"
-    with pytest.raises(RefusedError, match="send several") as refused:
-        parsed(data.encode(), Body)
-    assert refused.value.reason == "BODY_TOO_LARGE"
+@pytest.mark.parametrize("repeated", ["[1],", '"",', "{},", '"a",'])
+def test_bodies_with_too_many_parts_are_refused_before_parsing(repeated: str) -> None:
+    payload = '{"prompt": [' + repeated * JSON_PARTS_MAX + "1]}"
+    with pytest.raises(RefusedError, match="send several") as caught:
+        parse_request(payload.encode(), CompletionRequest)
+    assert caught.value.reason == "BODY_TOO_LARGE"
 
 
-def test_what_looks_like_parts_inside_a_text_is_none() -> None:
-    text = '[{"\\' * PARTS_MAX
-    assert parsed(json.dumps({"prompt": text}).encode(), Body).prompt == text
+def test_brackets_inside_strings_are_not_counted() -> None:
+    text = '[{"\\' * JSON_PARTS_MAX
+    assert parse_request(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer", "enum": [1, 2]}, True, None])
-def test_a_schema_is_handed_on_as_it_came(schema: Any) -> None:
-    for said in (schema, None if schema is None else json.dumps(schema)):
-        data = json.dumps({"prompt": "a", "guided_json": said}).encode()
-        ask = asks_of(parsed(data, Body), ("m",), 1)[0]
+def test_json_schemas_pass_through_unchanged(schema: Any) -> None:
+    for schema_or_text in (schema, None if schema is None else json.dumps(schema)):
+        payload = json.dumps({"prompt": "a", "guided_json": schema_or_text}).encode()
+        ask = build_asks(parse_request(payload, CompletionRequest), ("m",), 1)[0]
         assert ask.guide == (None if schema is None else Guide("json", json.dumps(schema)))

@@ -1,7 +1,7 @@
-"""`preamble.v1.GenerationService` by its messages: each field arrives and does what it says.
+"""`preamble.v1.GenerationService`: each field of its messages arrives and has its effect.
 
-The server is a real one, and the oracle the same model, asked in this process. A case that answers
-as the base case does would prove little, so each has to answer otherwise.
+The server is real, and the oracle is the same model in this process. Each case must give another
+answer than the base case, else it would prove little.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,17 @@ import pytest
 
 from protos.preamble.v1 import generation_pb2 as pb
 from serving.messages import Guide
-from serving.protocols.preamble.generation import ask_of
+from serving.protocols.preamble.generation import build_ask
 from serving.request import Ask, Completion
-from tests.support.generation_service import INPUTS, NEW, NUMBERS, TEXT, Sets, World, wired
+from tests.support.generation_service import (
+    INPUTS,
+    NEW,
+    NUMBERS,
+    TEXT,
+    GenerationServer,
+    Sets,
+    generation_server,
+)
 
 pytestmark = pytest.mark.slow  # A server of its own: too long for the fast suite.
 
@@ -22,9 +30,9 @@ BASE = Ask(TEXT, max_new_tokens=NEW, temperature=1.0, seed=7)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with wired(tmp_path_factory.mktemp("wire")) as world:
-        yield world
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationServer]:
+    with generation_server(tmp_path_factory.mktemp("wire")) as deployment:
+        yield deployment
 
 
 # ------------------------------------------------------------------------- each field, by an oracle
@@ -32,11 +40,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 SCHEMA = '{"enum": ["one", "two"]}'
 
 
-def sampled(**fields: Any) -> Sets:
+def sampling_fields(**fields: Any) -> Sets:
     return {"sampling": pb.Sampling(**fields)}
 
 
-# What the message has besides, and what an ask has besides.
+# The fields of the message, and the fields of the ask, in addition to the base case.
 CASES: dict[str, tuple[Sets, Sets]] = {
     "token ids": ({"token_ids": pb.TokenIds(ids=[5, 6, 7])}, {"prompt": (5, 6, 7)}),
     "an adapter": ({"adapter": "sum"}, {"adapters": ("sum",)}),
@@ -55,29 +63,32 @@ CASES: dict[str, tuple[Sets, Sets]] = {
         {"adapters": ("sum", "late"), "answers": 2},
     ),
     "max_new_tokens": ({"max_new_tokens": 3}, {"max_new_tokens": 3}),
-    "temperature": (sampled(temperature=2.3), {"temperature": 2.3}),
-    "greedy": (sampled(temperature=0), {"temperature": 0.0}),
-    "top_k": (sampled(top_k=2), {"top_k": 2}),
-    "top_p": (sampled(top_p=0.3), {"top_p": 0.3}),
-    "min_p": (sampled(min_p=0.7), {"min_p": 0.7}),
-    "typical_p": (sampled(typical_p=0.2), {"typical_p": 0.2}),
-    "seed": (sampled(seed=8), {"seed": 8}),
-    "repetition_penalty": (sampled(repetition_penalty=9.9), {"repetition_penalty": 9.9}),
+    "temperature": (sampling_fields(temperature=2.3), {"temperature": 2.3}),
+    "greedy": (sampling_fields(temperature=0), {"temperature": 0.0}),
+    "top_k": (sampling_fields(top_k=2), {"top_k": 2}),
+    "top_p": (sampling_fields(top_p=0.3), {"top_p": 0.3}),
+    "min_p": (sampling_fields(min_p=0.7), {"min_p": 0.7}),
+    "typical_p": (sampling_fields(typical_p=0.2), {"typical_p": 0.2}),
+    "seed": (sampling_fields(seed=8), {"seed": 8}),
+    "repetition_penalty": (sampling_fields(repetition_penalty=9.9), {"repetition_penalty": 9.9}),
     "presence_penalty": (
-        sampled(presence_penalty=-2, logit_bias={9: 9.0}),
+        sampling_fields(presence_penalty=-2, logit_bias={9: 9.0}),
         {"presence_penalty": -2.0, "logit_bias": {9: 9.0}},
     ),
     "frequency_penalty": (
-        sampled(frequency_penalty=-1.7, logit_bias={9: 9.0}),
+        sampling_fields(frequency_penalty=-1.7, logit_bias={9: 9.0}),
         {"frequency_penalty": -1.7, "logit_bias": {9: 9.0}},
     ),
-    "logit_bias": (sampled(logit_bias={11: 12.5, 12: 12.3}), {"logit_bias": {11: 12.5, 12: 12.3}}),
+    "logit_bias": (
+        sampling_fields(logit_bias={11: 12.5, 12: 12.3}),
+        {"logit_bias": {11: 12.5, 12: 12.3}},
+    ),
     "allowed_token_ids": (
-        sampled(allowed_token_ids=[40, 41, 42]),
+        sampling_fields(allowed_token_ids=[40, 41, 42]),
         {"allowed_token_ids": (40, 41, 42)},
     ),
     "no_repeat_ngram_size": (
-        sampled(no_repeat_ngram_size=1, allowed_token_ids=[40, 41, 42]),
+        sampling_fields(no_repeat_ngram_size=1, allowed_token_ids=[40, 41, 42]),
         {"no_repeat_ngram_size": 1, "allowed_token_ids": (40, 41, 42)},
     ),
     "regex": ({"guide": pb.Guide(regex="[a-c]{4}")}, {"guide": Guide("regex", "[a-c]{4}")}),
@@ -91,20 +102,20 @@ CASES: dict[str, tuple[Sets, Sets]] = {
         {"guide": Guide("grammar", 'start: "x" | "y"')},
     ),
     "beams": (
-        {"beams": pb.Beams(width=3), "answers": 2, **sampled(temperature=0)},
+        {"beams": pb.Beams(width=3), "answers": 2, **sampling_fields(temperature=0)},
         {"beam_width": 3, "answers": 2, "temperature": 0.0},
     ),
     "beams of other rules": (
         {
             "beams": pb.Beams(width=3, length_penalty=2.5, early_stopping=pb.EARLY_STOPPING_FIRST),
-            **sampled(temperature=0),
+            **sampling_fields(temperature=0),
         },
         {"beam_width": 3, "length_penalty": 2.5, "early_stopping": True, "temperature": 0.0},
     ),
     "beams that never stop early": (
         {
             "beams": pb.Beams(width=2, early_stopping=pb.EARLY_STOPPING_NEVER),
-            **sampled(temperature=0),
+            **sampling_fields(temperature=0),
         },
         {"beam_width": 2, "early_stopping": "never", "temperature": 0.0},
     ),
@@ -123,48 +134,60 @@ CASES: dict[str, tuple[Sets, Sets]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_field_does_what_it_does_for_a_program(world: World, case: str) -> None:
-    fields, asked = CASES[case]
-    message = world.message(**fields)
+def test_fields_have_the_effect_that_they_have_in_python(
+    deployment: GenerationServer, case: str
+) -> None:
+    fields, ask_fields = CASES[case]
+    message = deployment.message(**fields)
 
-    wanted = world.oracle.generate([replace(BASE, **asked)])
-    answer, pieces = world.ask(message), world.pieces(message)
+    expected = deployment.oracle.generate([replace(BASE, **ask_fields)])
+    response = deployment.ask(message)
+    pieces = deployment.pieces(message)
 
-    assert len(answer.completions) == len(wanted)
-    for one, other in zip(answer.completions, wanted, strict=True):
-        agree(world, one, other)
-    agree(world, answer, wanted[0])
-    for index, other in enumerate(wanted):
-        agree(world, joined([piece for piece in pieces if piece.index == index]), other)
-    assert [one.SerializeToString(deterministic=True) for one in counted(answer)] != [
-        one.SerializeToString(deterministic=True) for one in counted(world.ask(world.message()))
+    assert len(response.completions) == len(expected)
+    for completion, expected_completion in zip(response.completions, expected, strict=True):
+        assert_equal(deployment, completion, expected_completion)
+    assert_equal(deployment, response, expected[0])
+    for index, expected_completion in enumerate(expected):
+        assert_equal(
+            deployment,
+            join_pieces([piece for piece in pieces if piece.index == index]),
+            expected_completion,
+        )
+    assert [
+        completion.SerializeToString(deterministic=True)
+        for completion in without_cache_counts(response)
+    ] != [
+        completion.SerializeToString(deterministic=True)
+        for completion in without_cache_counts(deployment.ask(deployment.message()))
     ]
 
 
-def counted(answer: pb.GenerateResponse) -> list[pb.Completion]:
-    """Without what another request before it changes."""
-    for one in answer.completions:
-        one.usage.cached_tokens = 0
-    return list(answer.completions)
+def without_cache_counts(response: pb.GenerateResponse) -> list[pb.Completion]:
+    """The response without the effects of earlier requests on the cache."""
+    for completion in response.completions:
+        completion.usage.cached_tokens = 0
+    return list(response.completions)
 
 
-def joined(pieces: list[pb.GenerateStreamResponse]) -> pb.Completion:
-    """What the pieces of one answer come to; only a last one has an end."""
+def join_pieces(pieces: list[pb.GenerateStreamResponse]) -> pb.Completion:
+    """One answer joined from its pieces; only the last piece has a finish reason."""
     assert not any(piece.finish_reason or piece.HasField("usage") for piece in pieces[:-1])
     assert not any(piece.seed or piece.adapter for piece in pieces[1:])
-    first, last = pieces[0], pieces[-1]
-    whole = pb.Completion(seed=first.seed, adapter=first.adapter)
-    whole.text = "".join(piece.text for piece in pieces)
+    first_piece = pieces[0]
+    last_piece = pieces[-1]
+    completion = pb.Completion(seed=first_piece.seed, adapter=first_piece.adapter)
+    completion.text = "".join(piece.text for piece in pieces)
     for piece in pieces:
-        whole.token_ids.extend(piece.token_ids)
-        whole.scores.extend(piece.scores)
-        whole.prompt_scores.extend(piece.prompt_scores)
-    whole.finish_reason = last.finish_reason
-    whole.usage.CopyFrom(last.usage)
+        completion.token_ids.extend(piece.token_ids)
+        completion.scores.extend(piece.scores)
+        completion.prompt_scores.extend(piece.prompt_scores)
+    completion.finish_reason = last_piece.finish_reason
+    completion.usage.CopyFrom(last_piece.usage)
     for name in ("stop_string", "stop_token_id", "beam_score"):
-        if last.HasField(name):
-            setattr(whole, name, getattr(last, name))
-    return whole
+        if last_piece.HasField(name):
+            setattr(completion, name, getattr(last_piece, name))
+    return completion
 
 
 ENDS = {
@@ -174,56 +197,67 @@ ENDS = {
 }
 
 
-def agree(world: World, one: Any, other: Completion) -> None:
-    """A completion, or the head of a response, is what the oracle says."""
-    assert other.finish is not None
-    assert (one.text, list(one.token_ids)) == (other.text, list(other.token_ids))
-    assert (one.finish_reason, one.seed, one.adapter) == (
-        *(ENDS[other.finish], other.seed, other.adapter),
+def assert_equal(deployment: GenerationServer, completion: Any, expected: Completion) -> None:
+    """A completion, or the head of a response, equals the oracle's."""
+    assert expected.finish is not None
+    assert (completion.text, list(completion.token_ids)) == (
+        expected.text,
+        list(expected.token_ids),
     )
-    usage = (other.prompt_tokens, other.virtual_tokens, len(other.token_ids))
+    assert (completion.finish_reason, completion.seed, completion.adapter) == (
+        *(ENDS[expected.finish], expected.seed, expected.adapter),
+    )
+    usage = (expected.prompt_tokens, expected.virtual_tokens, len(expected.token_ids))
     assert usage == (
-        one.usage.prompt_tokens,
-        one.usage.virtual_tokens,
-        one.usage.completion_tokens,
+        completion.usage.prompt_tokens,
+        completion.usage.virtual_tokens,
+        completion.usage.completion_tokens,
     )
-    if not isinstance(one, pb.Completion):
+    if not isinstance(completion, pb.Completion):
         return
-    stop = one.WhichOneof("stop")
-    assert (getattr(one, stop) if stop else None) == other.stop
-    assert one.HasField("beam_score") == (other.beam_score is not None)
-    assert one.beam_score == pytest.approx(other.beam_score or 0.0, abs=1e-6)
-    scored(one.scores, zip(other.token_ids, other.scores, strict=False))
-    vocabulary = world.oracle.checkpoint.config.vocab_size
-    scored(one.prompt_scores, zip(other.prompt, other.prompt_scores, strict=False))
-    virtual = [token >= vocabulary for token in other.prompt] if one.prompt_scores else []
-    assert [score.virtual for score in one.prompt_scores] == virtual
+    stop = completion.WhichOneof("stop")
+    assert (getattr(completion, stop) if stop else None) == expected.stop
+    assert completion.HasField("beam_score") == (expected.beam_score is not None)
+    assert completion.beam_score == pytest.approx(expected.beam_score or 0.0, abs=1e-6)
+    assert_scores_equal(completion.scores, zip(expected.token_ids, expected.scores, strict=False))
+    vocabulary = deployment.oracle.checkpoint.config.vocab_size
+    assert_scores_equal(
+        completion.prompt_scores, zip(expected.prompt, expected.prompt_scores, strict=False)
+    )
+    virtual = [token >= vocabulary for token in expected.prompt] if completion.prompt_scores else []
+    assert [score.virtual for score in completion.prompt_scores] == virtual
 
 
-def scored(scores: Any, wanted: Any) -> None:
-    pairs = list(wanted)
+def assert_scores_equal(scores: Any, expected_scores: Any) -> None:
+    pairs = list(expected_scores)
     assert len(scores) == len(pairs)
-    for one, (token, other) in zip(scores, pairs, strict=True):
-        assert one.token_id == (0 if one.virtual else token)
-        assert one.HasField("logprob") == (other is not None)
-        if other is None:
-            assert (one.rank, len(one.top_tokens)) == (0, 0)
+    for score, (token, expected_score) in zip(scores, pairs, strict=True):
+        assert score.token_id == (0 if score.virtual else token)
+        assert score.HasField("logprob") == (expected_score is not None)
+        if expected_score is None:
+            assert (score.rank, len(score.top_tokens)) == (0, 0)
             continue
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
-        assert one.rank == other.rank
-        assert [top.token_id for top in one.top_tokens] == [token for token, _ in other.tops]
-        logprobs = [top.logprob for top in one.top_tokens]
-        assert logprobs == pytest.approx([logprob for _, logprob in other.tops], abs=1e-6)
+        assert score.logprob == pytest.approx(expected_score.logprob, abs=1e-6)
+        assert score.rank == expected_score.rank
+        assert [top.token_id for top in score.top_tokens] == [
+            token for token, _ in expected_score.tops
+        ]
+        logprobs = [top.logprob for top in score.top_tokens]
+        assert logprobs == pytest.approx([logprob for _, logprob in expected_score.tops], abs=1e-6)
 
 
 def every_field(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths to all fields of a message that are no messages themselves, but lists of them."""
+    """Paths to all fields of a message that are no messages themselves, or lists of them."""
     for field in kind.DESCRIPTOR.fields:
-        inner = field.message_type
-        if inner is None or field.is_repeated or inner.name in ("TokenIds", "Inputs", "Choices"):
+        submessage_type = field.message_type
+        if (
+            submessage_type is None
+            or field.is_repeated
+            or submessage_type.name in ("TokenIds", "Inputs", "Choices")
+        ):
             yield (*path, field.name)
         else:
-            yield from every_field(getattr(pb, inner.name), (*path, field.name))
+            yield from every_field(getattr(pb, submessage_type.name), (*path, field.name))
 
 
 VALUES: dict[str, Any] = {
@@ -243,106 +277,125 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("path", list(every_field(pb.GenerateRequest)), ids=".".join)
-def test_no_field_is_forgotten_on_the_way_to_an_ask(path: tuple[str, ...]) -> None:
-    def asked(*, filled: bool) -> Ask:
+def test_every_field_reaches_the_ask(path: tuple[str, ...]) -> None:
+    def ask_with_field(*, filled: bool) -> Ask:
         message = pb.GenerateRequest()
         if path[0] == "beams":  # Which has to say how wide.
-            message.beams.width = 2
+            message.beams.width = 2  # A required field.
         if path[0] == "guide":
             message.guide.regex = "x"
-        inner: Any = message
+        submessage: Any = message
         for name in path[:-1]:
-            inner = getattr(inner, name)
-        name, field = path[-1], inner.DESCRIPTOR.fields_by_name[path[-1]]
+            submessage = getattr(submessage, name)
+        name = path[-1]
+        field = submessage.DESCRIPTOR.fields_by_name[path[-1]]
         if filled and field.message_type is None and not field.is_repeated:
-            setattr(inner, name, VALUES.get(name, "y" if field.type == field.TYPE_STRING else 3))
+            setattr(
+                submessage, name, VALUES.get(name, "y" if field.type == field.TYPE_STRING else 3)
+            )
         elif filled:
-            list_of = {"inputs": "fields", "choices": "texts"}
-            list_of |= {} if path[0] == "stops" else {"token_ids": "ids"}
-            part = getattr(inner, name)
-            part = getattr(part, list_of[name]) if name in list_of else part
+            list_fields = {"inputs": "fields", "choices": "texts"}
+            list_fields |= {} if path[0] == "stops" else {"token_ids": "ids"}
+            part = getattr(submessage, name)
+            part = getattr(part, list_fields[name]) if name in list_fields else part
             value = VALUES[name]
             part.update(value) if isinstance(value, dict) else part.extend(value)
-        return ask_of(message)
+        return build_ask(message)
 
-    assert asked(filled=True) != asked(filled=False)
-
-
-# ------------------------------------------------------------------------------ stops, and the time
+    assert ask_with_field(filled=True) != ask_with_field(filled=False)
 
 
-def test_stops_end_a_text_and_say_which_did(world: World) -> None:
-    base = world.ask(world.message())
+# --------------------------------------------------------------------- stops, and time limits
+
+
+def test_stops_end_the_text_and_are_reported(deployment: GenerationServer) -> None:
+    base = deployment.ask(deployment.message())
     assert len(base.text) > 8
-    word, token = base.text[4:7], base.token_ids[5]
+    stop_text = base.text[4:7]
+    token = base.token_ids[5]
 
-    for inside, text in ((False, base.text[:4]), (True, base.text[: base.text.index(word) + 3])):
-        stops = pb.Stops(strings=["never said", word], include_in_text=inside)
-        one = world.ask(world.message(stops=stops)).completions[0]
-        assert (one.text, one.stop_string) == (text, word)
-        assert one.finish_reason == pb.FINISH_REASON_STOP
-    one = world.ask(world.message(stops=pb.Stops(token_ids=[token]))).completions[0]
-    assert one.stop_token_id == token == one.token_ids[-1]
-    assert list(one.token_ids) == list(base.token_ids)[: len(one.token_ids)]
+    for include_stop, text in (
+        (False, base.text[:4]),
+        (True, base.text[: base.text.index(stop_text) + 3]),
+    ):
+        stops = pb.Stops(strings=["never said", stop_text], include_in_text=include_stop)
+        completion = deployment.ask(deployment.message(stops=stops)).completions[0]
+        assert (completion.text, completion.stop_string) == (text, stop_text)
+        assert completion.finish_reason == pb.FINISH_REASON_STOP
+    completion = deployment.ask(deployment.message(stops=pb.Stops(token_ids=[token]))).completions[
+        0
+    ]
+    assert completion.stop_token_id == token == completion.token_ids[-1]
+    assert list(completion.token_ids) == list(base.token_ids)[: len(completion.token_ids)]
 
 
-def test_the_models_own_end_can_be_held_off_or_ignored(world: World) -> None:
-    end = world.oracle.tokenizer.stop_ids[0]
-    ends = pb.Sampling(logit_bias={end: 100.0})
+def test_eos_can_be_delayed_or_ignored(deployment: GenerationServer) -> None:
+    end = deployment.oracle.tokenizer.stop_ids[0]
+    eos_bias = pb.Sampling(logit_bias={end: 100.0})
 
-    at_once = world.ask(world.message(sampling=ends))
-    assert (list(at_once.token_ids), at_once.text) == ([end], "")
-    assert at_once.completions[0].stop_token_id == end
-    later = world.ask(world.message(sampling=ends, min_new_tokens=4))
-    assert len(later.token_ids) == 5 and list(later.token_ids).index(end) == 4
-    never = world.ask(world.message(sampling=ends, stops=pb.Stops(ignore_model_ends=True)))
+    ended_at_once = deployment.ask(deployment.message(sampling=eos_bias))
+    assert (list(ended_at_once.token_ids), ended_at_once.text) == ([end], "")
+    assert ended_at_once.completions[0].stop_token_id == end
+    ended_later = deployment.ask(deployment.message(sampling=eos_bias, min_new_tokens=4))
+    assert len(ended_later.token_ids) == 5 and list(ended_later.token_ids).index(end) == 4
+    never = deployment.ask(
+        deployment.message(sampling=eos_bias, stops=pb.Stops(ignore_model_ends=True))
+    )
     assert list(never.token_ids) == [end] * NEW
     assert never.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-def test_a_bad_word_is_not_made_and_an_end_grows_likelier(world: World) -> None:
-    base = world.ask(world.message())
-    word = base.text.split()[1]
-    other = world.ask(world.message(sampling=pb.Sampling(bad_words=[word])))
-    assert word in base.text.split() and word not in other.text.split()
+def test_bad_words_are_excluded_and_length_decay_raises_eos(deployment: GenerationServer) -> None:
+    base = deployment.ask(deployment.message())
+    bad_word = base.text.split()[1]
+    without_bad_word = deployment.ask(
+        deployment.message(sampling=pb.Sampling(bad_words=[bad_word]))
+    )
+    assert bad_word in base.text.split() and bad_word not in without_bad_word.text.split()
 
-    end = world.oracle.tokenizer.stop_ids[0]
+    end = deployment.oracle.tokenizer.stop_ids[0]
     raised = pb.Sampling(
         temperature=0, logit_bias={end: 1.0}, length_decay=pb.LengthDecay(start=3, factor=10.0)
     )
     ask = replace(BASE, temperature=0.0, logit_bias={end: 1.0}, length_decay=(3, 10.0))
-    (wanted,) = world.oracle.generate([ask])
-    agree(world, world.ask(world.message(sampling=raised)).completions[0], wanted)
-    (plain,) = world.oracle.generate([replace(ask, length_decay=None)])
-    assert plain.token_ids != wanted.token_ids
+    (expected,) = deployment.oracle.generate([ask])
+    assert_equal(
+        deployment, deployment.ask(deployment.message(sampling=raised)).completions[0], expected
+    )
+    (plain,) = deployment.oracle.generate([replace(ask, length_decay=None)])
+    assert plain.token_ids != expected.token_ids
 
 
-def test_a_time_limit_ends_well_with_the_text_that_there_is(world: World) -> None:
-    # Nothing ends it otherwise for long.
-    message = world.message(
+def test_time_limits_return_the_partial_text(deployment: GenerationServer) -> None:
+    # No stop condition ends it earlier.
+    message = deployment.message(
         max_new_tokens=4000, time_limit_ms=1500, stops=pb.Stops(ignore_model_ends=True), answers=2
     )
-    for done in (
-        list(world.ask(message).completions),
-        [joined([p for p in world.pieces(message) if p.index == index]) for index in range(2)],
+    for completions in (
+        list(deployment.ask(message).completions),
+        [
+            join_pieces([p for p in deployment.pieces(message) if p.index == index])
+            for index in range(2)
+        ],
     ):
-        for one in done:
-            assert one.finish_reason == pb.FINISH_REASON_TIME_LIMIT
-            assert 0 < len(one.token_ids) == one.usage.completion_tokens < 4000
-            assert one.text
+        for completion in completions:
+            assert completion.finish_reason == pb.FINISH_REASON_TIME_LIMIT
+            assert 0 < len(completion.token_ids) == completion.usage.completion_tokens < 4000
+            assert completion.text
 
 
-def test_pieces_of_several_answers_come_between_one_another(world: World) -> None:
-    pieces = world.pieces(world.message(answers=3, max_new_tokens=400))
+def test_pieces_of_several_answers_are_interleaved(deployment: GenerationServer) -> None:
+    pieces = deployment.pieces(deployment.message(answers=3, max_new_tokens=400))
     order = [piece.index for piece in pieces]
     assert set(order) == {0, 1, 2}
     assert order != sorted(order), "one after the other"
 
 
-def test_what_was_computed_before_is_counted_as_cached(world: World) -> None:
+def test_cached_prompt_tokens_are_counted(deployment: GenerationServer) -> None:
     fresh = pb.GenerateRequest(text=f"{TEXT} no one has asked this yet " * 4, max_new_tokens=1)
-    first, again = world.ask(fresh).usage, world.ask(fresh).usage
-    assert first.cached_tokens == 0
-    assert again.cached_tokens == again.prompt_tokens - 1
-    (piece,) = [one for one in world.pieces(fresh) if one.HasField("usage")]
-    assert piece.usage.cached_tokens == again.cached_tokens
+    first_usage = deployment.ask(fresh).usage
+    second_usage = deployment.ask(fresh).usage
+    assert first_usage.cached_tokens == 0
+    assert second_usage.cached_tokens == second_usage.prompt_tokens - 1
+    (piece,) = [piece for piece in deployment.pieces(fresh) if piece.HasField("usage")]
+    assert piece.usage.cached_tokens == second_usage.cached_tokens

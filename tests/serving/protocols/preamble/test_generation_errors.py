@@ -1,7 +1,7 @@
-"""`preamble.v1.GenerationService`: what texts are worth, and how calls end badly.
+"""`preamble.v1.GenerationService`: scores of texts, and errors of calls.
 
-Scores are held against the plain loop; a bad end against what a program can branch on: the code,
-the reason, the field, and when to come again.
+Scores are compared with the reference loop; errors by what a program can branch on: the code, the
+reason, the field, and the retry time.
 """
 
 import math
@@ -22,7 +22,7 @@ import gpt
 from examples.grpc import ask
 from gpt.adapters.adapter_file import open_adapter
 from gpt.generation.generate import generate
-from gpt.sampling_params import Sampling
+from gpt.sampling_params import SamplingParams
 from protos.preamble.v1 import generation_pb2 as pb
 from serving.request import Ask
 from tests.support.generation_service import (
@@ -32,9 +32,9 @@ from tests.support.generation_service import (
     RUNNING,
     TEXT,
     WAIT_S,
+    GenerationServer,
     Sets,
-    World,
-    wired,
+    generation_server,
 )
 from tests.support.servers import ROOT, eventually
 
@@ -42,112 +42,132 @@ pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with wired(tmp_path_factory.mktemp("wire")) as world:
-        yield world
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationServer]:
+    with generation_server(tmp_path_factory.mktemp("wire")) as deployment:
+        yield deployment
 
 
-MOST = 2**32 - 1  # That a number of a message can be.
-nan, inf = math.nan, math.inf
+UINT32_MAX = 2**32 - 1  # The largest value of a uint32 field.
+nan = math.nan
+inf = math.inf
 
 
-def sampled(**fields: Any) -> Sets:
+def sampling_fields(**fields: Any) -> Sets:
     return {"sampling": pb.Sampling(**fields)}
 
 
-def decaying(factor: float) -> Sets:
-    return sampled(length_decay=pb.LengthDecay(start=1, factor=factor))
+def decay_fields(factor: float) -> Sets:
+    return sampling_fields(length_decay=pb.LengthDecay(start=1, factor=factor))
 
 
-greedy = sampled(temperature=0)
+greedy = sampling_fields(temperature=0)
 
 
 # ------------------------------------------------------------------------------------------- scores
 
 
-def test_a_prompts_score_is_the_sum_of_its_tokens_by_the_plain_loop(world: World) -> None:
+def test_prompt_scores_equal_the_reference_loop(
+    deployment: GenerationServer,
+) -> None:
     ids = [5, 6, 7, 9, 11]
-    model = gpt.load(world.checkpoint, dtype="float64")
-    (plain,) = generate(model, [ids], Sampling(0, prompt_logprobs=1))
+    model = gpt.load(deployment.checkpoint, dtype="float64")
+    (plain,) = generate(model, [ids], SamplingParams(0, prompt_logprobs=1))
     assert plain.prompt_scores is not None
-    known = [one for one in plain.prompt_scores if one is not None]
+    scores = [token_score for token_score in plain.prompt_scores if token_score is not None]
 
     request = pb.ScoreRequest(token_ids=pb.TokenIds(ids=ids), logprobs=1)
-    (score,) = world.stub.Score(request, timeout=WAIT_S).scores
+    (score,) = deployment.stub.Score(request, timeout=WAIT_S).scores
 
-    assert score.logprob == pytest.approx(sum(one.logprob for one in known), abs=1e-9)
+    assert score.logprob == pytest.approx(
+        sum(token_score.logprob for token_score in scores), abs=1e-9
+    )
     assert [token.token_id for token in score.tokens] == ids
-    assert [token.rank for token in score.tokens] == [0, *(one.rank for one in known)]
+    assert [token.rank for token in score.tokens] == [
+        0,
+        *(token_score.rank for token_score in scores),
+    ]
     assert not score.greedy
 
 
 @pytest.mark.parametrize("adapter", ["", "sum", "late"])
-def test_continuations_are_worth_what_they_are_worth_in_a_prompt(
-    world: World, adapter: str
+def test_continuation_scores_equal_their_prompt_logprobs(
+    deployment: GenerationServer, adapter: str
 ) -> None:
     prompt: Any = {"inputs": INPUTS} if adapter == "late" else {"text": TEXT}
     texts = [" the sum", "x", f"{TEXT} " * 6, "the lazy dog"]
-    encode = world.oracle.tokenizer.encode
+    encode = deployment.oracle.tokenizer.encode
 
     request = pb.ScoreRequest(adapter=adapter, continuations=texts, **prompt)
-    answer = world.stub.Score(request, timeout=WAIT_S)
+    response = deployment.stub.Score(request, timeout=WAIT_S)
 
     plain = pb.GenerateRequest(
         adapter=adapter, max_new_tokens=0, details=pb.Details(prompt_logprobs=0), **prompt
     )
-    before = world.ask(plain)
-    assert answer.usage.prompt_tokens == before.usage.prompt_tokens
-    assert answer.usage.virtual_tokens == before.usage.virtual_tokens
-    asked = Ask(
+    usage_before = deployment.ask(plain)
+    assert response.usage.prompt_tokens == usage_before.usage.prompt_tokens
+    assert response.usage.virtual_tokens == usage_before.usage.virtual_tokens
+    ask = Ask(
         NUMBERS if adapter == "late" else TEXT,
         adapters=(adapter,),
         continuations=tuple(texts),
         prompt_logprobs=0,
         max_new_tokens=0,
     )
-    prompts = [one.prompt for one in world.oracle.admission.admit(asked).answers]
-    model = gpt.load(world.checkpoint, dtype="float64")
-    for text, score, whole in zip(texts, answer.scores, prompts, strict=True):
-        ids = encode(text, started=True)
+    prompts = [
+        request_answer.prompt for request_answer in deployment.oracle.admission.admit(ask).answers
+    ]
+    model = gpt.load(deployment.checkpoint, dtype="float64")
+    for text, score, prompt_ids in zip(texts, response.scores, prompts, strict=True):
+        ids = encode(text, continues_text=True)
         assert [token.token_id for token in score.tokens] == ids
-        assert whole[-len(ids) :] == tuple(ids)
+        assert prompt_ids[-len(ids) :] == tuple(ids)
         table = None
         if adapter:
-            table = open_adapter(world.adapters / f"{adapter}.safetensors").table
-        rule = Sampling(0, prompt_logprobs=0)
-        (alone,) = generate(model, [list(whole)], rule, table=table)
-        assert alone.prompt_scores is not None
-        tail = [one for one in alone.prompt_scores[-len(ids) :] if one is not None]
-        assert score.logprob == pytest.approx(sum(one.logprob for one in tail), abs=1e-9)
-        assert score.greedy == all(one.rank == 1 for one in tail)
-    assert answer.usage.completion_tokens == sum(len(encode(t, started=True)) for t in texts)
+            table = open_adapter(deployment.adapters / f"{adapter}.safetensors").table
+        rule = SamplingParams(0, prompt_logprobs=0)
+        (reference,) = generate(model, [list(prompt_ids)], rule, adapter_table=table)
+        assert reference.prompt_scores is not None
+        continuation_scores = [
+            token_score
+            for token_score in reference.prompt_scores[-len(ids) :]
+            if token_score is not None
+        ]
+        assert score.logprob == pytest.approx(
+            sum(token_score.logprob for token_score in continuation_scores), abs=1e-9
+        )
+        assert score.greedy == all(token_score.rank == 1 for token_score in continuation_scores)
+    assert response.usage.completion_tokens == sum(
+        len(encode(t, continues_text=True)) for t in texts
+    )
 
 
-def test_the_likeliest_continuation_is_greedy_though_no_alternatives_are_told(
-    world: World,
+def test_the_likeliest_continuation_is_marked_greedy(
+    deployment: GenerationServer,
 ) -> None:
-    tokenizer = world.oracle.tokenizer
-    for start in range(30, 90):  # Until a choice is a text that is read as the token it was.
-        greedy = world.ask(
+    tokenizer = deployment.oracle.tokenizer
+    for start in range(30, 90):  # Until a continuation's text tokenizes to the token itself.
+        greedy = deployment.ask(
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, start]), max_new_tokens=1)
         )
-        if greedy.text and tokenizer.encode(greedy.text, started=True) == list(greedy.token_ids):
+        if greedy.text and tokenizer.encode(greedy.text, continues_text=True) == list(
+            greedy.token_ids
+        ):
             break
     else:
         pytest.fail("no text to try")
     request = pb.ScoreRequest(
         token_ids=pb.TokenIds(ids=[5, start]), continuations=[greedy.text, "the quick brown"]
     )
-    best, other = world.stub.Score(request, timeout=WAIT_S).scores
-    assert (best.greedy, other.greedy) == (True, False)
+    best, second = deployment.stub.Score(request, timeout=WAIT_S).scores
+    assert (best.greedy, second.greedy) == (True, False)
     assert [token.rank for token in best.tokens] == [1]
 
 
-# ----------------------------------------------------------------------------------------- bad ends
+# ------------------------------------------------------------------------------------- errors
 
 
-class Refusal(NamedTuple):
-    """How a call ended badly, with the details of google.rpc by their names."""
+class CallFailure(NamedTuple):
+    """A failed call, with the google.rpc details by name."""
 
     code: str
     text: str
@@ -162,51 +182,61 @@ class Refusal(NamedTuple):
     @property
     def fields(self) -> list[str]:
         violations = self.details["BadRequest"].field_violations
-        assert [one.description for one in violations] == [self.text]
-        return [one.field for one in violations]
+        assert [violation.description for violation in violations] == [self.text]
+        return [violation.field for violation in violations]
 
 
-def refusal(call: Callable[[], Any]) -> Refusal:
-    with pytest.raises(grpc.RpcError) as ended:
+def refusal(call: Callable[[], Any]) -> CallFailure:
+    with pytest.raises(grpc.RpcError) as caught:
         call()
-    error: Any = ended.value
+    error: Any = caught.value
     trailers = dict(error.trailing_metadata())
     status = Status.FromString(trailers["grpc-status-details-bin"])
     assert (status.code, status.message) == (error.code().value[0], error.details())
     details: dict[str, Any] = {}
     for detail in status.details:
         for kind in (ErrorInfo, BadRequest, RetryInfo):
-            one = kind()
-            if detail.Unpack(one):
-                details[kind.DESCRIPTOR.name] = one
-    return Refusal(error.code().name, error.details(), trailers, details)
+            unpacked = kind()
+            if detail.Unpack(unpacked):
+                details[kind.DESCRIPTOR.name] = unpacked
+    return CallFailure(error.code().name, error.details(), trailers, details)
 
 
-BAD: dict[str, tuple[Sets, str, str, str]] = {
+INVALID: dict[str, tuple[Sets, str, str, str]] = {
     "both adapters": ({"adapter": "sum", "adapters": ["late"]}, "", "adapters", "both set"),
     "unknown adapter": ({"adapter": "none"}, "UNKNOWN_ADAPTER", "adapter", "'none'"),
-    "temperature": (sampled(temperature=-1), "", "sampling.temperature", "temperature is -1.0"),
-    "top_p": (sampled(top_p=0), "", "sampling.top_p", "top_p is 0.0"),
-    "penalty": (sampled(repetition_penalty=0.001), "", "sampling.repetition_penalty", "is 0.001;"),
-    "bias": (sampled(logit_bias={640: 1}), "", "sampling.logit_bias", "logit_bias has 640"),
-    "bad words": (sampled(bad_words=[""]), "", "sampling.bad_words", "0 bytes"),
+    "temperature": (
+        sampling_fields(temperature=-1),
+        "",
+        "sampling.temperature",
+        "temperature is -1.0",
+    ),
+    "top_p": (sampling_fields(top_p=0), "", "sampling.top_p", "top_p is 0.0"),
+    "penalty": (
+        sampling_fields(repetition_penalty=0.001),
+        "",
+        "sampling.repetition_penalty",
+        "is 0.001;",
+    ),
+    "bias": (sampling_fields(logit_bias={640: 1}), "", "sampling.logit_bias", "logit_bias has 640"),
+    "bad words": (sampling_fields(bad_words=[""]), "", "sampling.bad_words", "0 bytes"),
     "stops": ({"stops": pb.Stops(strings=[""])}, "", "stops.strings", "0 bytes"),
     "logprobs": ({"details": pb.Details(logprobs=21)}, "", "details.logprobs", "from 0 to 20"),
     "beams": ({"beams": pb.Beams(width=1)}, "", "beams.width", "at least 2"),
     "wide beams": ({"beams": pb.Beams(width=17)}, "", "beams.width", "width is 17"),
     "beams that sample": ({"beams": pb.Beams(width=2)}, "", "sampling.temperature", "beams"),
-    "a guide of no kind": ({"guide": pb.Guide()}, "", "guide", "says nothing"),
+    "a guide of no kind": ({"guide": pb.Guide()}, "", "guide", "guide is empty"),
     "a guide that is none": ({"guide": pb.Guide(regex="(")}, "", "guide.regex", "regex"),
     "answers": ({"answers": 65}, "", "answers", "at most 64"),
     "priority": ({"priority": 101}, "", "priority", "from -100 to 100"),
-    "a class of the future": ({"service_class": 9}, "", "service_class", "does not know"),
+    "a class of the future": ({"service_class": 9}, "", "service_class", "is not a value of"),
     "stopping of the future": (
         {"beams": pb.Beams.FromString(bytes([8, 2, 24, 7]))},
-        *("", "beams.early_stopping", "does not know"),
+        *("", "beams.early_stopping", "is not a value of"),
     ),
     "a cut of inputs": (
         {"adapter": "fox", "inputs": INPUTS, "truncate_prompt_tokens": 3},
-        *("", "truncate_prompt_tokens", "truncate_prompt_tokens does not go"),
+        *("", "truncate_prompt_tokens", "truncate_prompt_tokens cannot be used"),
     ),
     "a long prompt": ({"text": "a " * 5000}, "PROMPT_TOO_LONG", "prompt", "shorten the prompt"),
     "long inputs": (
@@ -218,42 +248,72 @@ BAD: dict[str, tuple[Sets, str, str, str]] = {
     "a text of megabytes": ({"text": "a" * (2 << 20)}, "", "text", "text_bytes_max"),
     "no ids": ({"token_ids": pb.TokenIds()}, "", "token_ids", "token_ids is empty"),
     "an id too high": ({"token_ids": pb.TokenIds(ids=[5, 640])}, "", "token_ids", "has 640"),
-    "the highest id": ({"token_ids": pb.TokenIds(ids=[MOST])}, "", "token_ids", "from 0 to 639"),
-    "a hot temperature": (sampled(temperature=1e30), "", "sampling.temperature", "1e+30"),
-    "temperature NaN": (sampled(temperature=nan), "", "sampling.temperature", "is nan"),
-    "temperature inf": (sampled(temperature=inf), "", "sampling.temperature", "is inf"),
-    "top_p NaN": (sampled(top_p=nan), "", "sampling.top_p", "is nan"),
-    "top_p over": (sampled(top_p=1.5), "", "sampling.top_p", "in (0, 1]"),
-    "typical_p NaN": (sampled(typical_p=nan), "", "sampling.typical_p", "is nan"),
-    "typical_p 0": (sampled(typical_p=0), "", "sampling.typical_p", "in (0, 1]"),
-    "min_p": (sampled(min_p=2), "", "sampling.min_p", "from 0 (off) to 1"),
-    "min_p NaN": (sampled(min_p=nan), "", "sampling.min_p", "is nan"),
-    "a huge penalty": (sampled(repetition_penalty=1e9), "", "sampling.repetition_penalty", "to 10"),
-    "no penalty": (sampled(repetition_penalty=0), "", "sampling.repetition_penalty", "is 0.0"),
-    "presence": (sampled(presence_penalty=nan), "", "sampling.presence_penalty", "is nan"),
-    "frequency": (sampled(frequency_penalty=-3), "", "sampling.frequency_penalty", "from -2 to 2"),
-    "decay": (decaying(1e6), "", "sampling.length_decay", "a factor from 1 to 10"),
-    "decay NaN": (decaying(nan), "", "sampling.length_decay", "nan"),
-    "bias NaN": (sampled(logit_bias={5: nan}), "", "sampling.logit_bias", "-100 to 100"),
-    "bias 1e9": (sampled(logit_bias={5: 1e9}), "", "sampling.logit_bias", "-100 to 100"),
-    "allowed": (sampled(allowed_token_ids=[640]), "", "sampling.allowed_token_ids", "has 640"),
+    "the highest id": (
+        {"token_ids": pb.TokenIds(ids=[UINT32_MAX])},
+        "",
+        "token_ids",
+        "are 0 to 639",
+    ),
+    "a hot temperature": (sampling_fields(temperature=1e30), "", "sampling.temperature", "1e+30"),
+    "temperature NaN": (sampling_fields(temperature=nan), "", "sampling.temperature", "is nan"),
+    "temperature inf": (sampling_fields(temperature=inf), "", "sampling.temperature", "is inf"),
+    "top_p NaN": (sampling_fields(top_p=nan), "", "sampling.top_p", "is nan"),
+    "top_p over": (sampling_fields(top_p=1.5), "", "sampling.top_p", "in (0, 1]"),
+    "typical_p NaN": (sampling_fields(typical_p=nan), "", "sampling.typical_p", "is nan"),
+    "typical_p 0": (sampling_fields(typical_p=0), "", "sampling.typical_p", "in (0, 1]"),
+    "min_p": (sampling_fields(min_p=2), "", "sampling.min_p", "from 0 (off) to 1"),
+    "min_p NaN": (sampling_fields(min_p=nan), "", "sampling.min_p", "is nan"),
+    "a huge penalty": (
+        sampling_fields(repetition_penalty=1e9),
+        "",
+        "sampling.repetition_penalty",
+        "to 10",
+    ),
+    "no penalty": (
+        sampling_fields(repetition_penalty=0),
+        "",
+        "sampling.repetition_penalty",
+        "is 0.0",
+    ),
+    "presence": (sampling_fields(presence_penalty=nan), "", "sampling.presence_penalty", "is nan"),
+    "frequency": (
+        sampling_fields(frequency_penalty=-3),
+        "",
+        "sampling.frequency_penalty",
+        "from -2 to 2",
+    ),
+    "decay": (decay_fields(1e6), "", "sampling.length_decay", "a factor from 1 to 10"),
+    "decay NaN": (decay_fields(nan), "", "sampling.length_decay", "nan"),
+    "bias NaN": (sampling_fields(logit_bias={5: nan}), "", "sampling.logit_bias", "-100 to 100"),
+    "bias 1e9": (sampling_fields(logit_bias={5: 1e9}), "", "sampling.logit_bias", "-100 to 100"),
+    "allowed": (
+        sampling_fields(allowed_token_ids=[640]),
+        "",
+        "sampling.allowed_token_ids",
+        "has 640",
+    ),
     "all allowed": (
-        sampled(allowed_token_ids=[5] * 5000),
+        sampling_fields(allowed_token_ids=[5] * 5000),
         *("", "sampling.allowed_token_ids", "at most 4096"),
     ),
-    "long bad words": (sampled(bad_words=["a" * 300]), "", "sampling.bad_words", "300 bytes"),
+    "long bad words": (
+        sampling_fields(bad_words=["a" * 300]),
+        "",
+        "sampling.bad_words",
+        "300 bytes",
+    ),
     "n-grams": (
-        sampled(no_repeat_ngram_size=MOST),
+        sampling_fields(no_repeat_ngram_size=UINT32_MAX),
         *("", "sampling.no_repeat_ngram_size", "from 0 (off) to 100"),
     ),
-    "most answers": ({"answers": MOST}, "", "answers", "at most 64"),
-    "too many tasks": ({"adapters": ["sum"] * 65}, "", "adapters", "65 adapters x 1 answers"),
+    "most answers": ({"answers": UINT32_MAX}, "", "answers", "at most 64"),
+    "too many tasks": ({"adapters": ["sum"] * 65}, "", "adapters", "for each of 65 adapters"),
     "more answers than beams": (
         {"beams": pb.Beams(width=2), "answers": 3, **greedy},
-        *("", "answers", "at most as many"),
+        *("", "answers", "answers must be at most"),
     ),
     "min over max": ({"min_new_tokens": 13}, "", "min_new_tokens", "at most max_new_tokens, 12"),
-    "most new tokens": ({"max_new_tokens": MOST}, "", "max_new_tokens", "ask for at most"),
+    "most new tokens": ({"max_new_tokens": UINT32_MAX}, "", "max_new_tokens", "ask for at most"),
     "thousands of stops": ({"stops": pb.Stops(strings=["a"] * 9999)}, "", "stops.strings", "16"),
     "a stop of a megabyte": (
         {"stops": pb.Stops(strings=["a" * (1 << 20)])},
@@ -264,30 +324,35 @@ BAD: dict[str, tuple[Sets, str, str, str]] = {
         *("", "stops.token_ids", "has 640"),
     ),
     "prompt's alternatives": (
-        {"details": pb.Details(prompt_logprobs=MOST)},
+        {"details": pb.Details(prompt_logprobs=UINT32_MAX)},
         *("", "details.prompt_logprobs", "from 0 to 20"),
     ),
     "half a schema": (
         {"guide": pb.Guide(json_schema='{"type":')},
-        *("", "guide.json_schema", "json_schema cannot be followed"),
+        *("", "guide.json_schema", "json_schema is invalid or unsupported"),
     ),
     "a deep schema": (
         {"guide": pb.Guide(json_schema='{"not":' * 5000 + "{}" + "}" * 5000)},
-        *("", "guide.json_schema", "cannot be followed"),
+        *("", "guide.json_schema", "is invalid or unsupported"),
     ),
-    "no choices": ({"guide": pb.Guide(choices=pb.Choices())}, "", "guide.choices", "no text in"),
+    "no choices": (
+        {"guide": pb.Guide(choices=pb.Choices())},
+        "",
+        "guide.choices",
+        "the list is empty",
+    ),
     "a grammar of nothing": (
         {"guide": pb.Guide(grammar="start: nope")},
         *("", "guide.grammar", "unknown name"),
     ),
     "a large guide": ({"guide": pb.Guide(regex="a" * (1 << 20))}, "", "guide.regex", "bytes_max"),
-    "a way out": ({"adapter": "../sum"}, "", "adapter", "no adapter's name"),
-    "a path": ({"adapter": "/etc/passwd"}, "", "adapter", "no adapter's name"),
-    "a NUL": ({"adapter": "su\0m"}, "", "adapter", "no adapter's name"),
-    "a long name": ({"adapter": "a" * 10_000}, "", "adapter", "no adapter's name"),
-    "no version": ({"adapter": "sum@0"}, "", "adapter", "no adapter's name"),
+    "a way out": ({"adapter": "../sum"}, "", "adapter", "not an adapter name"),
+    "a path": ({"adapter": "/etc/passwd"}, "", "adapter", "not an adapter name"),
+    "a NUL": ({"adapter": "su\0m"}, "", "adapter", "not an adapter name"),
+    "a long name": ({"adapter": "a" * 10_000}, "", "adapter", "not an adapter name"),
+    "no version": ({"adapter": "sum@0"}, "", "adapter", "not an adapter name"),
     "another version": ({"adapter": "sum@9"}, "UNKNOWN_ADAPTER", "adapter", "'sum@9'"),
-    "inputs of nothing": ({"inputs": INPUTS}, "", "inputs", "no adapter is named"),
+    "inputs of nothing": ({"inputs": INPUTS}, "", "inputs", "the request names no adapter"),
     "inputs without a template": ({"adapter": "sum", "inputs": INPUTS}, "", "inputs", "template"),
     "an unknown input": (
         {"adapter": "fox", "inputs": pb.Inputs(fields={"number": "1"})},
@@ -304,31 +369,34 @@ BAD: dict[str, tuple[Sets, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_refused_says_the_code_the_reason_and_the_field(world: World, case: str) -> None:
-    fields, reason, field, words = BAD[case]
-    message = world.message(**fields)
-    refused, streamed = refusal(lambda: world.ask(message)), refusal(lambda: world.pieces(message))
-    assert (refused.code, refused.text) == (streamed.code, streamed.text)
-    assert refused.code == ("NOT_FOUND" if reason == "UNKNOWN_ADAPTER" else "INVALID_ARGUMENT")
-    assert refused.reason == (reason or "INVALID_FIELD")
-    assert refused.fields == [field]
-    assert words in refused.text
-    assert "RetryInfo" not in refused.details
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_requests_have_code_reason_and_field(
+    deployment: GenerationServer, case: str
+) -> None:
+    fields, reason, field, message_words = INVALID[case]
+    message = deployment.message(**fields)
+    error = refusal(lambda: deployment.ask(message))
+    streamed = refusal(lambda: deployment.pieces(message))
+    assert (error.code, error.text) == (streamed.code, streamed.text)
+    assert error.code == ("NOT_FOUND" if reason == "UNKNOWN_ADAPTER" else "INVALID_ARGUMENT")
+    assert error.reason == (reason or "INVALID_FIELD")
+    assert error.fields == [field]
+    assert message_words in error.text
+    assert "RetryInfo" not in error.details
 
 
-def test_what_no_stub_would_send_is_answered_too(world: World) -> None:
-    """A message of nothing, bytes that are none, ids for text, and one that is too large."""
+def test_malformed_messages_are_refused(deployment: GenerationServer) -> None:
+    """An empty message, malformed bytes, ids for text, and a message that is too large."""
     path = "/preamble.v1.GenerationService/"
-    with grpc.insecure_channel(world.server.address) as channel:
+    with grpc.insecure_channel(deployment.server.address) as channel:
         generate_: Any = channel.unary_unary(f"{path}Generate")
         tokenize: Any = channel.unary_unary(f"{path}Tokenize")
         detokenize: Any = channel.unary_unary(f"{path}Detokenize")
-        for call, sent, reason, words in (
+        for call, payload, reason, message_words in (
             (generate_, b"", "INVALID_FIELD", "prompt is not set"),
-            (generate_, b"\xff\xff\xff", "UNREADABLE", "3 bytes sent are no request of Generate"),
-            (generate_, b"\x0a\x02\xc3\x28", "UNREADABLE", "no request of Generate"),
-            (tokenize, b"\x0a\x03\xed\xa0\x80", "UNREADABLE", "no request of Tokenize"),
+            (generate_, b"\xff\xff\xff", "UNREADABLE", "3 bytes sent are not a valid request"),
+            (generate_, b"\x0a\x02\xc3\x28", "UNREADABLE", "not a valid request of Generate"),
+            (tokenize, b"\x0a\x03\xed\xa0\x80", "UNREADABLE", "not a valid request of Tokenize"),
             (
                 tokenize,
                 pb.TokenizeRequest(text="a" * (2 << 20)).SerializeToString(),
@@ -336,13 +404,13 @@ def test_what_no_stub_would_send_is_answered_too(world: World) -> None:
             ),
             (
                 detokenize,
-                pb.DetokenizeRequest(token_ids=[5, MOST]).SerializeToString(),
+                pb.DetokenizeRequest(token_ids=[5, UINT32_MAX]).SerializeToString(),
                 *("INVALID_FIELD", "token_ids has 4294967295"),
             ),
         ):
-            refused = refusal(partial(call, sent, timeout=WAIT_S))
-            assert (refused.code, refused.reason) == ("INVALID_ARGUMENT", reason)
-            assert words in refused.text
+            error = refusal(partial(call, payload, timeout=WAIT_S))
+            assert (error.code, error.reason) == ("INVALID_ARGUMENT", reason)
+            assert message_words in error.text
         with pytest.raises(grpc.RpcError) as large:
             generate_(bytes(64 << 20), timeout=WAIT_S)
         assert large.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -353,123 +421,139 @@ def test_what_no_stub_would_send_is_answered_too(world: World) -> None:
             with pytest.raises(grpc.RpcError) as large:
                 generate_(b"", timeout=WAIT_S, metadata=metadata)
             assert large.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        # A field that only a newer client knows is passed over, and the connection lives.
-        newer = world.message().SerializeToString() + b"\xca\x3e\x03abc"
-        told = pb.GenerateResponse.FromString(generate_(newer, timeout=WAIT_S))
-    assert told.token_ids == world.ask(world.message()).token_ids
+        # An unknown field of a newer client is skipped, and the connection continues.
+        newer = deployment.message().SerializeToString() + b"\xca\x3e\x03abc"
+        response = pb.GenerateResponse.FromString(generate_(newer, timeout=WAIT_S))
+    assert response.token_ids == deployment.ask(deployment.message()).token_ids
 
 
-def test_a_tiny_temperature_is_greedy_and_a_huge_top_k_is_none(world: World) -> None:
-    told = world.ask(world.message(**sampled(temperature=1e-30)))
-    assert told.token_ids == world.ask(world.message(**greedy)).token_ids
-    told = world.ask(world.message(**sampled(top_k=MOST)))
-    assert told.token_ids == world.ask(world.message()).token_ids
+def test_extreme_temperature_and_top_k(deployment: GenerationServer) -> None:
+    response = deployment.ask(deployment.message(**sampling_fields(temperature=1e-30)))
+    assert response.token_ids == deployment.ask(deployment.message(**greedy)).token_ids
+    response = deployment.ask(deployment.message(**sampling_fields(top_k=UINT32_MAX)))
+    assert response.token_ids == deployment.ask(deployment.message()).token_ids
 
 
-def test_a_deadline_that_has_passed_is_told_before_anything_runs(world: World) -> None:
-    eventually(lambda: world.server.metric("preamble_requests_in_flight") == 0)
-    before = world.server.metric("preamble_engine_prompt_tokens_total")
-    with pytest.raises(grpc.RpcError) as late:
-        world.stub.Generate(world.message(text="never heard of"), timeout=1e-6)
-    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert world.server.metric("preamble_engine_prompt_tokens_total") == before
+def test_expired_deadlines_are_refused_before_running(deployment: GenerationServer) -> None:
+    eventually(lambda: deployment.server.metric("preamble_requests_in_flight") == 0)
+    tokens_before = deployment.server.metric("preamble_engine_prompt_tokens_total")
+    with pytest.raises(grpc.RpcError) as caught:
+        deployment.stub.Generate(deployment.message(text="never heard of"), timeout=1e-6)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert deployment.server.metric("preamble_engine_prompt_tokens_total") == tokens_before
 
 
 SCORES: dict[str, tuple[Sets, str, str]] = {
     "alternatives": ({"logprobs": 21}, "logprobs", "logprobs is 21"),
     "an empty text": ({"continuations": ["a", ""]}, "continuations", "0 bytes"),
     "too many": ({"continuations": ["a"] * 65}, "answers", "at most 64"),
-    "a class of the future": ({"service_class": 9}, "service_class", "does not know"),
+    "a class of the future": ({"service_class": 9}, "service_class", "is not a value of"),
     "nothing": ({"text": ""}, "text", "empty"),
 }
 
 
 @pytest.mark.parametrize("case", SCORES)
-def test_a_score_that_cannot_be_is_refused_by_its_fields(world: World, case: str) -> None:
-    fields, field, words = SCORES[case]
+def test_invalid_score_requests_name_the_field(deployment: GenerationServer, case: str) -> None:
+    fields, field, message_words = SCORES[case]
     request = pb.ScoreRequest(**{"text": TEXT, **fields})
-    refused = refusal(lambda: world.stub.Score(request, timeout=WAIT_S))
-    assert (refused.code, refused.fields) == ("INVALID_ARGUMENT", [field])
-    assert words in refused.text
+    error = refusal(lambda: deployment.stub.Score(request, timeout=WAIT_S))
+    assert (error.code, error.fields) == ("INVALID_ARGUMENT", [field])
+    assert message_words in error.text
 
 
-def test_a_full_queue_says_when_to_come_again(world: World) -> None:
-    # As many answers as there are places, for as long as this takes.
-    long = world.message(
+def test_full_queues_give_a_retry_time(deployment: GenerationServer) -> None:
+    # As many answers as there are slots, for as long as this takes.
+    long_request = deployment.message(
         answers=RUNNING + QUEUED, max_new_tokens=4000, stops=pb.Stops(ignore_model_ends=True)
     )
-    streamed = pb.GenerateStreamRequest.FromString(long.SerializeToString())
-    holding = world.stub.GenerateStream(streamed, timeout=WAIT_S)
+    streamed = pb.GenerateStreamRequest.FromString(long_request.SerializeToString())
+    running_stream = deployment.stub.GenerateStream(streamed, timeout=WAIT_S)
     try:
-        next(holding)
-        refused = refusal(lambda: world.ask(world.message()))
+        next(running_stream)
+        error = refusal(lambda: deployment.ask(deployment.message()))
     finally:
-        holding.cancel()
-    kept = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
-    eventually(lambda: not any(world.server.metric(f"preamble_{name}") for name in kept))
-    assert (refused.code, refused.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-    said_ms = refused.details["RetryInfo"].retry_delay.ToMilliseconds()
-    assert said_ms > 0
-    assert refused.trailers["grpc-retry-pushback-ms"] == str(said_ms)
+        running_stream.cancel()
+    gauges = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
+    eventually(lambda: not any(deployment.server.metric(f"preamble_{name}") for name in gauges))
+    assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+    retry_ms = error.details["RetryInfo"].retry_delay.ToMilliseconds()
+    assert retry_ms > 0
+    assert error.trailers["grpc-retry-pushback-ms"] == str(retry_ms)
 
 
-def test_what_is_said_of_a_long_name_is_cut_before_it_is_too_much_metadata(world: World) -> None:
+def test_errors_with_long_names_are_truncated_to_the_metadata_limit(
+    deployment: GenerationServer,
+) -> None:
     for letter in "aé語":
-        request = world.message(adapter="fox", inputs=pb.Inputs(fields={letter * 20_000: "x"}))
-        refused = refusal(partial(world.ask, request))
-        assert refused.code == "INVALID_ARGUMENT"
-        assert 200 < len(refused.text.encode()) < 1010
+        request = deployment.message(adapter="fox", inputs=pb.Inputs(fields={letter * 20_000: "x"}))
+        error = refusal(partial(deployment.ask, request))
+        assert error.code == "INVALID_ARGUMENT"
+        assert 200 < len(error.text.encode()) < 1010
 
 
-def test_one_answer_can_fail_while_others_go_on(world: World) -> None:
-    (world.adapters / "doomed.safetensors").unlink()  # It is known, and was never read for a rank.
-    message = world.message(adapters=["sum", "doomed", ""])
+def test_failed_answers_do_not_affect_others(deployment: GenerationServer) -> None:
+    (
+        deployment.adapters / "doomed.safetensors"
+    ).unlink()  # It is registered, and no rank has read it.
+    message = deployment.message(adapters=["sum", "doomed", ""])
 
-    answer, pieces = world.ask(message), world.pieces(message)
+    response = deployment.ask(message)
+    pieces = deployment.pieces(message)
 
-    alone = [world.ask(world.message(adapter=name)).token_ids for name in ("sum", "")]
-    assert [list(answer.completions[place].token_ids) for place in (0, 2)] == alone
-    failed = answer.completions[1]
+    separate_tokens = [
+        deployment.ask(deployment.message(adapter=name)).token_ids for name in ("sum", "")
+    ]
+    assert [list(response.completions[index].token_ids) for index in (0, 2)] == separate_tokens
+    failed = response.completions[1]
     assert failed.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     assert failed.failure.reason == "ADAPTER_UNUSABLE" and "doomed" in failed.failure.message
-    assert [one.HasField("failure") for one in answer.completions] == [False, True, False]
-    (last,) = [piece for piece in pieces if piece.index == 1]
-    assert last.failure == failed.failure and last.HasField("usage")
-    # Of one that is asked for alone, it is the call's.
-    refused = refusal(lambda: world.ask(world.message(adapter="doomed")))
-    assert (refused.code, refused.reason) == ("FAILED_PRECONDITION", "ADAPTER_UNUSABLE")
+    assert [completion.HasField("failure") for completion in response.completions] == [
+        False,
+        True,
+        False,
+    ]
+    (failed_piece,) = [piece for piece in pieces if piece.index == 1]
+    assert failed_piece.failure == failed.failure and failed_piece.HasField("usage")
+    # If it is the only answer, the whole call fails.
+    error = refusal(lambda: deployment.ask(deployment.message(adapter="doomed")))
+    assert (error.code, error.reason) == ("FAILED_PRECONDITION", "ADAPTER_UNUSABLE")
 
 
-# ---------------------------------------------------------------------------- what is written of it
+# -------------------------------------------------------------------------------- the document
 
 DOCUMENT = (ROOT / "docs" / "grpc.md").read_text("utf-8")
-JOINED = re.sub(r"\\\n\s*", "", DOCUMENT)  # Lines that the shell would join.
+JOINED = re.sub(r"\\\n\s*", "", DOCUMENT)  # Continuation lines of the shell, joined.
 
 
-def test_the_programs_in_the_document_run(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_programs_run(
+    deployment: GenerationServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     programs = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
     assert len(programs) == 2
     for text in programs:
-        exec(text.replace("localhost:9000", world.server.address), {})
+        exec(text.replace("localhost:9000", deployment.server.address), {})
         assert capsys.readouterr().out
 
 
-def test_the_document_calls_every_method_and_says_what_each_takes() -> None:
+def test_the_document_covers_every_method() -> None:
     pool = descriptor_pool.Default()
-    shown = re.findall(r"^grpcurl -plaintext (.*?)\$P\.(\w+)/(\w+)$", JOINED, re.MULTILINE)
-    called = {(service, method) for _, service, method in shown}
+    examples = re.findall(r"^grpcurl -plaintext (.*?)\$P\.(\w+)/(\w+)$", JOINED, re.MULTILINE)
+    called = {(service, method) for _, service, method in examples}
     for name in ("Generation", "Adapter", "Admin"):
         service = pool.FindServiceByName(f"preamble.v1.{name}Service")
         for method in service.methods:
             assert (service.name, method.name) in called or method.name == "UploadAdapter"
-    for words, service, method in shown:
-        found = pool.FindMethodByName(f"preamble.v1.{service}.{method}")
-        data = re.search(r"-d '(.*)'", words)
-        Parse(data[1] if data else "{}", GetMessageClass(found.input_type)())
+    for flags, service, method in examples:
+        method_descriptor = pool.FindMethodByName(f"preamble.v1.{service}.{method}")
+        json_argument = re.search(r"-d '(.*)'", flags)
+        Parse(
+            json_argument[1] if json_argument else "{}",
+            GetMessageClass(method_descriptor.input_type)(),
+        )
 
 
-def test_the_example_runs(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask.main(world.server.address) == 0
+def test_the_example_runs(deployment: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask.main(deployment.server.address) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "seed 1" in lines[0] and [line for line in lines if line.startswith("sum@1: ")]
     assert [line[:7] for line in lines[-3:]] == ["seed 0:", "seed 1:", "seed 2:"]

@@ -1,0 +1,115 @@
+"""Swapped rank files: detects weight files that lie in the directory of another TP, PP or EP rank.
+
+Two facts show the rank of a file: the ranks that the training run recorded in the file's args, and
+the padding rows of the vocabulary, which only the last tensor rank has. The reader of the format
+(`gpt/formats/megatron/reader.py`) refuses stages that are swapped visibly in the names of their
+tensors.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from checkpoints_tools.inspection.finding import Finding
+from gpt.checkpoint.logical_tensor import Checkpoint
+from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD
+from gpt.formats.megatron.rank_files import RankCoordinates, RankFiles, open_rank_files
+
+
+def find_swapped_ranks(checkpoint: Checkpoint) -> list[Finding]:
+    """Find Megatron rank files whose content belongs in another rank's directory."""
+    if checkpoint.format != "megatron":
+        return []
+    return [
+        *_check_recorded_ranks(open_rank_files(checkpoint.path)),
+        *_check_padding_rows(checkpoint),
+    ]
+
+
+# Args in which older training runs recorded their rank, and the RankCoordinates field of each arg.
+RANK_ARGS = {
+    "tensor_model_parallel_rank": "tensor",
+    "pipeline_model_parallel_rank": "stage",
+    "expert_model_parallel_rank": "expert",
+}
+
+
+def _check_recorded_ranks(ranks: RankFiles) -> Iterator[Finding]:
+    """Compare each file's directory with the ranks recorded in the file's args.
+
+    `args.rank` is ignored if it is equal in all files, as in the output of converters.
+    """
+    global_ranks: dict[RankCoordinates, int] = {}
+    for position, rank_file in ranks.files.items():
+        args = rank_file.args or {}
+        for arg_name, field in RANK_ARGS.items():
+            recorded_rank = args.get(arg_name)
+            if type(recorded_rank) is int and recorded_rank != getattr(position, field):
+                message = (
+                    f"args.{arg_name} is {recorded_rank}, but the directory is rank "
+                    f"{getattr(position, field)}'s"
+                )
+                yield Finding(
+                    str(rank_file.path), f"{message}; rank files are swapped: rename them"
+                )
+        if type(args.get("rank")) is int:
+            global_ranks[position] = args["rank"]
+    if len(set(global_ranks.values())) < 2:
+        return
+    for position, rank in global_ranks.items():
+        # In every rank order of Megatron, the tensor rank varies fastest. With the other
+        # coordinates equal, a later stage has a larger global rank, and a later expert rank does
+        # not have a smaller one.
+        previous_stage = RankCoordinates(position.tensor, position.stage - 1, position.expert)
+        previous_expert = RankCoordinates(position.tensor, position.stage, position.expert - 1)
+        tensor_rank = rank % ranks.parallel_sizes.tp
+        reason = ""
+        if tensor_rank != position.tensor:
+            reason = (
+                f"which is tensor rank {tensor_rank}, but the directory is tensor rank "
+                f"{position.tensor}'s"
+            )
+        elif (
+            global_ranks.get(previous_stage, -1) >= rank
+            or global_ranks.get(previous_expert, -1) > rank
+        ):
+            neighbour = (
+                previous_stage if global_ranks.get(previous_stage, -1) >= rank else previous_expert
+            )
+            reason = (
+                f"but {ranks.files[neighbour].path.parent.name}, which is before it in rank order, "
+                f"was saved by rank {global_ranks[neighbour]}"
+            )
+        if reason:
+            message = f"it was saved by rank {rank}, {reason}"
+            yield Finding(
+                str(ranks.files[position].path), f"{message}; rank files are swapped: rename them"
+            )
+
+
+def _check_padding_rows(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find files that end with padding rows but are not the file of the last tensor rank.
+
+    All padding rows are equal, and only the last tensor rank has padding rows.
+    """
+    for name in (EMBEDDING, HEAD):
+        logical = checkpoint.tensors.get(name)
+        sources = [piece.source for piece in logical.slices] if logical else []
+        if len(sources) < 2 or len(sources) != checkpoint.split.get("tp") or not logical:
+            continue
+        source_rows = sources[0].shape[0]
+        padding_rows = min(source_rows, len(sources) * source_rows - logical.shape[0])
+        if padding_rows < 2 or _rows_are_equal(sources[-1].tensor()[-padding_rows:]):
+            continue
+        for source in sources[:-1]:
+            if _rows_are_equal(source.tensor()[-padding_rows:]):
+                message = (
+                    f"its last {padding_rows} rows are equal, like padding rows, but the last rows "
+                    "in the file of the last tensor rank are not; rank files are swapped: rename "
+                    "them"
+                )
+                yield Finding(source.location, message)
+
+
+def _rows_are_equal(rows: Tensor) -> bool:
+    return bool((rows == rows[:1]).all())

@@ -1,0 +1,161 @@
+"""Atomic files: a file or folder is written under another name, then renamed to its target.
+
+A reader sees the old content or the new one, never a part, even if the process is killed or the
+disk is full. (While a folder is replaced, it is absent for an instant.) A durable write also
+flushes the content and the folder's entries, so that it survives a power failure. The module
+imports only the standard library.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+DEFAULT_MODE = 0o666  # Before the umask, as for any new file.
+
+
+def write_atomic(
+    path: Path,
+    content: bytes,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+    mode: int = DEFAULT_MODE,
+    partial_path: Path | None = None,
+) -> Path:
+    """Write `content` to the file `path`, and return the path; options as for `open_atomic`."""
+    with open_atomic(
+        path, overwrite=overwrite, durable=durable, mode=mode, partial_path=partial_path
+    ) as file:
+        file.write(content)
+    return path
+
+
+@contextmanager
+def open_atomic(
+    path: Path,
+    *,
+    overwrite: bool = True,
+    durable: bool = True,
+    mode: int = DEFAULT_MODE,
+    partial_path: Path | None = None,
+) -> Iterator[BinaryIO]:
+    """Open a new file that is renamed to `path` if the `with` block ends without an error.
+
+    If not `overwrite`, an existing file raises FileExistsError, even if another process created it
+    meanwhile. `durable` flushes the file and its folder's entry to disk. `partial_path` is the name
+    until the rename, in the same folder; by default a new hidden name. A fixed name is for a file
+    that only one process writes: its next write replaces what a killed process has left.
+    """
+    partial = partial_path or _hidden_path(path, "part")
+    file = open(  # noqa: SIM115, closed by the `with` below.
+        partial,
+        "wb" if partial_path else "xb",
+        opener=lambda name, flags: os.open(name, flags, mode),
+    )
+    try:
+        with file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        _rename(partial, path, overwrite)
+        if durable:
+            fsync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def stage_folder(
+    folder: Path, *, overwrite: bool = False, partial_path: Path | None = None
+) -> Iterator[Path]:
+    """Yield an empty folder that is renamed to `folder` if the `with` block ends without an error.
+
+    The rename is durable. It fails if `folder` exists and is not empty. With `overwrite`, it
+    replaces such a folder; if the replacement fails, the old folder is restored. `partial_path` as
+    in `open_atomic`.
+    """
+    partial = partial_path or _hidden_path(folder, "part")
+    if partial_path is not None:
+        shutil.rmtree(partial_path, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _fsync_files(partial)
+        fsync_folders(partial)
+        if overwrite and folder.exists():
+            _replace_folder(partial, folder)
+        else:
+            rename_durable(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def rename_durable(source: Path, target: Path, *, overwrite: bool = True) -> None:
+    """Rename a file or folder within one file system, and flush the folder of `target`.
+
+    If not `overwrite`, an existing file raises FileExistsError, and folders are not supported.
+    """
+    _rename(source, target, overwrite)
+    fsync_folder(target.parent)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and flush it, in a folder that will be renamed; the write is not atomic."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's entries: a power failure can otherwise undo a rename in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_folders(root: Path) -> None:
+    """Flush `root` and all folders below it: a new file's name is durable only after that."""
+    for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
+        fsync_folder(folder)
+
+
+def _fsync_files(root: Path) -> None:
+    for path in root.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _replace_folder(partial: Path, folder: Path) -> None:
+    # A rename cannot replace a folder with content, so `folder` is absent for an instant.
+    backup = _hidden_path(folder, "old")
+    _rename(folder, backup)
+    try:
+        _rename(partial, folder)
+    except OSError:
+        _rename(backup, folder)
+        raise
+    fsync_folder(folder.parent)
+    shutil.rmtree(backup, ignore_errors=True)
+
+
+def _rename(source: Path, target: Path, overwrite: bool = True) -> None:
+    if overwrite:
+        os.replace(source, target)
+    else:
+        os.link(source, target)  # Unlike a rename, it fails if the target exists.
+        source.unlink()
+
+
+def _hidden_path(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")

@@ -1,0 +1,66 @@
+"""Activation memory of training: bytes of a layer, layers in flight, embedding and LM head.
+
+The formulas are those of arXiv 2205.05198, generalized to all widths of a GPTConfig and to training
+with frozen weights. The module does not import torch.
+"""
+
+from gpt.config import GPTConfig
+from gpt.costs.training import RecomputeMode, TrainingSetup, layer_widths
+
+
+def layer_activation_bytes(
+    config: GPTConfig, batch: int, sequence: int, recompute: RecomputeMode, setup: TrainingSetup
+) -> float:
+    """Return the activation bytes of one layer and micro-batch on one rank.
+
+    Values have 16 bits, and masks one byte. For the standard GPT layer the sum is
+    sbh (10 + 24/t + 5as/ht), or sbh/t (34 + 5as/h) with sequence parallelism, where s is the
+    sequence length, b the batch size, h the hidden size, a the number of heads and t the tensor
+    parallel size. Selective recomputation removes the last term; full recomputation keeps only
+    2sbh. A frozen linear keeps no input.
+    """
+    w, tokens = layer_widths(config), batch * sequence
+    t = setup.tp
+    sequence_shards = t if setup.sequence_parallel else 1
+    if recompute == "full":
+        return 2 * tokens * w.hidden / sequence_shards
+    is_frozen = setup.trainable == "adapter"
+    # Replicated on tensor ranks: the inputs of two norms, the masks of two dropouts, and the inputs
+    # of the QKV linear and of fc1.
+    replicated = (6 if setup.dropout else 4) * w.hidden + (0 if is_frozen else 4 * w.hidden)
+    # Sharded over tensor ranks: queries, keys and values, the input of the activation, and the
+    # inputs of proj and of fc2. Flash attention needs its own output in the backward pass.
+    sharded = 2 * (w.queries + 2 * w.keys) + 2 * w.fc1
+    sharded += 0 if is_frozen else 2 * w.queries + 2 * w.fc2
+    sharded += 2 * w.queries if is_frozen and setup.flash else 0
+    scores = 0.0
+    if recompute != "selective" and not setup.flash:
+        # Softmax output (2 bytes), dropout mask (1) and dropout output (2).
+        scores = 5.0 * w.heads * sequence
+    return tokens * (replicated / sequence_shards + (sharded + scores) / t)
+
+
+def layers_in_flight(
+    num_layers: int, pp: int, micro_batches: int, vpp: int = 1, stage: int = 0
+) -> float:
+    """Return the peak number of layers whose activations a stage keeps in a 1F1B schedule.
+
+    With vpp > 1 the schedule is interleaved.
+    """
+    if vpp == 1:
+        return -(-num_layers // pp) * min(pp - stage, micro_batches)
+    chunks = pp * vpp + pp - 1 - 2 * stage
+    return num_layers / (pp * vpp) * min(chunks, vpp * micro_batches)
+
+
+def edge_activation_bytes(
+    config: GPTConfig, batch: int, sequence: int, pp: int, setup: TrainingSetup
+) -> tuple[float, float]:
+    """Return the activation bytes of the embedding (first stage) and of the head (last stage)."""
+    tokens = batch * sequence
+    h = config.hidden_size
+    t = setup.tp
+    sequence_shards = t if setup.sequence_parallel else 1
+    first = tokens * h * pp / sequence_shards
+    last = 2 * 2 * tokens * h / sequence_shards + 4 * tokens * config.vocab_size / t
+    return first, last

@@ -1,0 +1,250 @@
+"""Fused CPU decoder: all layers of a step in one call of the C library.
+
+The decoder gives the same results as the layers of gpt/model. With few rows, the overhead of one
+call per GEMM would be larger than the time of the GEMMs. A layer range is a sequence of layers in
+one call. It ends at an MoE layer: the library computes the attention of this layer, and torch
+computes its experts. The decoder supports models with packed weights on one tensor rank, over a
+bf16 pool.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gpt.attention.kv_cache import KVPool
+from gpt.attention.paged import DECODE_TOKENS_MAX, AttentionShape, cached_plan
+from gpt.batch import Batch
+from gpt.config import GPTConfig
+from gpt.cpu.kernels import (
+    HEAD_DIM_MAX,
+    INT,
+    KEEP_GIL_ELEMENTS_MAX,
+    POINTER,
+    DecodeAttention,
+    PrefillAttention,
+    has_prefill_attention,
+    library,
+    library_keeping_gil,
+)
+from gpt.cpu.packed_linear import CpuNorm, NormArgs, PackedWeight, activation_code
+from gpt.linear.cpu_linear import CpuLinear, make_norm
+from gpt.model.activation import activation_name
+from gpt.model.attention_layer import ForwardContext, PrefixKV
+from gpt.model.decoder import DecoderLayer
+from gpt.model.gpt_model import GPT
+from gpt.model.linear import Linear
+from gpt.model.mlp import MLP
+from gpt.model.moe import MoELayer
+from gpt.model.rotary_embedding import compute_rotary_cos_sin
+
+
+class _LayerRecord(ctypes.Structure):
+    """As in gpt/cpu/src/decoder_layers.c."""
+
+    _fields_ = (
+        ("norm", NormArgs),
+        ("qkv", PackedWeight),
+        ("qkv_bias", POINTER),
+        ("q_norm", NormArgs),
+        ("k_norm", NormArgs),
+        ("proj", PackedWeight),
+        ("proj_bias", POINTER),
+        ("mlp_norm", NormArgs),
+        ("fc1", PackedWeight),
+        ("fc1_bias", POINTER),
+        ("fc2", PackedWeight),
+        ("fc2_bias", POINTER),
+        ("pool_layer", INT),
+    )
+
+
+class _LayerRangeRecord(ctypes.Structure):
+    """As in gpt/cpu/src/decoder_layers.c."""
+
+    _fields_ = (
+        *((name, INT) for name in ("layers", "hidden", "groups", "queries", "width", "ffn")),
+        *((name, INT) for name in ("activation", "parallel_residual", "rotary_dim", "interleaved")),
+        ("layer_array", POINTER),
+    )
+
+
+class _StepArgs(ctypes.Structure):
+    """As in gpt/cpu/src/decoder_layers.c."""
+
+    _fields_ = (
+        ("rows", INT),
+        ("threads", INT),
+        *((name, POINTER) for name in ("x", "memory", "cos", "sin", "blocks", "offsets")),
+        ("block_tokens", INT),
+        ("pool", POINTER),
+        ("layer_bytes", INT),
+        ("decode", POINTER),
+        ("prefill", POINTER),
+        ("output_rows", POINTER),
+        ("output_count", INT),
+    )
+
+
+class FusedDecoder:
+    """Runs all layers of a model with packed weights (`DecoderBackend`).
+
+    Batches that the library does not support, and batches without a KV pool, are computed by the
+    modules of the layers.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.config = model.config
+        self._layerwise = model.layerwise_decoder()
+        self._layers = model.layers
+        self._is_last_stage = model.is_last_stage
+        self._references: list[object] = []  # Tensors whose addresses the records contain.
+        self._scratch = torch.empty(0, dtype=torch.bfloat16)
+        self._weight_elements = 0  # Elements of all weights.
+        self._layer_ranges: list[tuple[_LayerRangeRecord, DecoderLayer | None]] = []
+        records: list[_LayerRecord] = []
+        for index, layer in enumerate(model.decoder_layers):
+            records.append(self._make_layer(layer, index))
+            is_moe = isinstance(layer.mlp, MoELayer)
+            if is_moe or index == len(model.decoder_layers) - 1:
+                self._layer_ranges.append(
+                    (self._make_layer_range(records), layer if is_moe else None)
+                )
+                records = []
+
+    @staticmethod
+    def supports_config(config: GPTConfig) -> bool:
+        """Return whether the library supports this model's layers with packed weights."""
+        unsupported_width = config.kv_channels % 2 or config.kv_channels > HEAD_DIM_MAX
+        # With a parallel residual the experts' input would already be overwritten.
+        parallel_moe = config.parallel_residual and config.num_experts
+        return not unsupported_width and not parallel_moe
+
+    def forward(
+        self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
+    ) -> Tensor:
+        """Return the hidden states (T, hidden) after all layers; the input `x` is overwritten."""
+        if kv is None or not self._supports_batch(batch):
+            return self._layerwise.forward(x, batch, kv, prefix)
+        assert prefix is None, "the KV pool holds the keys and values of a served prefix"
+        return self._run(x, batch, kv)
+
+    def _supports_batch(self, batch: Batch) -> bool:
+        """Return whether the library supports the batch: prefill attention needs AVX512-bf16."""
+        return has_prefill_attention() or max(batch.query_lengths) <= DECODE_TOKENS_MAX
+
+    def _run(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
+        config, x = self.config, x.contiguous()
+        first_layer_kv = kv.layer(self._layers[0])
+        layer_bytes = first_layer_kv.numel() * first_layer_kv.element_size()
+        assert first_layer_kv.dtype == x.dtype
+        assert kv.layer(self._layers[-1]).data_ptr() == first_layer_kv.data_ptr() + layer_bytes * (
+            len(self._layers) - 1
+        )
+        shape = AttentionShape(
+            config.num_attention_heads, config.num_query_groups, kv.block_tokens, config.window_size
+        )
+        plan = cached_plan(batch, shape, x[:, : config.kv_channels], first_layer_kv)
+        assert batch.slot_mapping is not None and not plan.groups
+        cos_sin = (
+            []
+            if not config.uses_rope
+            else compute_rotary_cos_sin(config, batch.positions, torch.float32)
+        )
+        lib = (
+            library_keeping_gil()
+            if self._weight_elements * batch.tokens <= KEEP_GIL_ELEMENTS_MAX
+            else library()
+        )
+        assert lib is not None
+        blocks, block_offsets = (tensor.contiguous() for tensor in batch.slot_mapping)
+        records = {
+            type(kernel): kernel.ctypes_args(config.num_attention_heads, first_layer_kv)
+            for kernel in plan.native
+        }
+        decode_record, prefill_record = (
+            records.get(kernel_type) for kernel_type in (DecodeAttention, PrefillAttention)
+        )
+        step_args = _StepArgs(
+            rows=batch.tokens,
+            threads=torch.get_num_threads(),
+            x=x.data_ptr(),
+            blocks=blocks.data_ptr(),
+            offsets=block_offsets.data_ptr(),
+            block_tokens=kv.block_tokens,
+            pool=first_layer_kv.data_ptr(),
+            layer_bytes=layer_bytes,
+            decode=None if decode_record is None else ctypes.addressof(decode_record),
+            prefill=None if prefill_record is None else ctypes.addressof(prefill_record),
+        )
+        if config.uses_rope:
+            step_args.cos, step_args.sin = (tensor.data_ptr() for tensor in cos_sin)
+        output_rows = batch.logit_rows if self._is_last_stage else None
+        for layer_range, moe_layer in self._layer_ranges:
+            is_last_range = moe_layer is None and layer_range is self._layer_ranges[-1][0]
+            if is_last_range and output_rows is not None and len(output_rows) < batch.tokens:
+                output_rows = output_rows.contiguous()
+                step_args.output_rows = output_rows.data_ptr()
+                step_args.output_count = len(output_rows)
+            step_args.memory = self._scratch_address(lib, layer_range, batch.tokens)
+            if lib.preamble_decoder_layers(ctypes.byref(layer_range), ctypes.byref(step_args)):
+                raise RuntimeError("the C library does not support the number of channels per head")
+            if moe_layer is not None:
+                x = moe_layer.forward_mlp(x, x, ForwardContext(batch, None)).contiguous()
+                step_args.x = x.data_ptr()
+        return x
+
+    def _scratch_address(self, lib: ctypes.CDLL, layer_range: _LayerRangeRecord, rows: int) -> int:
+        elements = lib.preamble_decoder_scratch_numel(ctypes.byref(layer_range), rows)
+        if len(self._scratch) < elements:
+            self._scratch = torch.empty(elements, dtype=torch.bfloat16)
+        return self._scratch.data_ptr()
+
+    def _make_layer_range(self, records: list[_LayerRecord]) -> _LayerRangeRecord:
+        config = self.config
+        record_array = (_LayerRecord * len(records))(*records)
+        self._references.append(record_array)
+        return _LayerRangeRecord(
+            layers=len(records),
+            hidden=config.hidden_size,
+            groups=config.num_query_groups,
+            queries=config.num_attention_heads // config.num_query_groups,
+            width=config.kv_channels,
+            ffn=config.ffn_hidden_size,
+            activation=activation_code(activation_name(config), gated=config.gated),
+            parallel_residual=config.parallel_residual,
+            rotary_dim=config.rotary_dim if config.uses_rope else 0,
+            interleaved=config.rotary_interleaved,
+            layer_array=ctypes.addressof(record_array),
+        )
+
+    def _make_layer(self, layer: DecoderLayer, index: int) -> _LayerRecord:
+        attention = layer.self_attention
+        record = _LayerRecord(pool_layer=index)
+        record.norm = self._norm_record(_packed_linear(attention.linear_qkv).norm)
+        record.qkv, record.qkv_bias = self._weight_record(attention.linear_qkv)
+        if self.config.qk_layernorm:
+            record.q_norm = self._norm_record(make_norm(attention.q_layernorm))
+            record.k_norm = self._norm_record(make_norm(attention.k_layernorm))
+        record.proj, record.proj_bias = self._weight_record(attention.linear_proj)
+        if isinstance(layer.mlp, MLP):
+            record.mlp_norm = self._norm_record(_packed_linear(layer.mlp.linear_fc1).norm)
+            record.fc1, record.fc1_bias = self._weight_record(layer.mlp.linear_fc1)
+            record.fc2, record.fc2_bias = self._weight_record(layer.mlp.linear_fc2)
+        return record
+
+    def _norm_record(self, norm: CpuNorm | None) -> NormArgs:
+        assert norm is not None, "the linear has no norm in front"
+        self._references.append(norm)
+        return norm.norm_args
+
+    def _weight_record(self, linear: Linear) -> tuple[PackedWeight, int | None]:
+        packed = _packed_linear(linear).packed
+        self._references.append(packed)
+        self._weight_elements += packed.numel
+        return packed.weight_args, None if linear.bias is None else linear.bias.data_ptr()
+
+
+def _packed_linear(linear: Linear) -> CpuLinear:
+    assert isinstance(linear.backend, CpuLinear), "the weights are not packed"
+    return linear.backend

@@ -1,0 +1,178 @@
+"""CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
+
+Packed weights make CPU inference faster. The C library, or else oneDNN, computes the matmul with a
+weight in its own layout and applies bias, activation and residual while the result is in registers.
+`pack_weights` replaces the weights of a loaded model one at a time, so that at most one weight
+exists twice. A tied embedding keeps its unpacked copy for lookups.
+"""
+
+import logging
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gpt.cpu import int8_linear, packed_linear
+from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
+from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.cpu.int8_linear import Int8PackedLinear
+from gpt.cpu.kernels import has_prefill_attention
+from gpt.cpu.packed_linear import CpuNorm, PackedLinear
+from gpt.cpu_inference.fused_decoder import FusedDecoder
+from gpt.linear.cpu_linear import CpuLinear, OneDnnLinear, make_input_norm, make_norm
+from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
+from gpt.model.gpt_model import GPT
+from gpt.model.linear import Linear, LinearBackend
+from gpt.model.mlp import MLP
+from gpt.model.norm import Norm
+
+log = logging.getLogger(__name__)
+
+# The dtypes in which packed matmuls were measured to be faster.
+PACKED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def pack_weights(model: GPT, *, int8: bool = False) -> None:
+    """Replace the weights of a loaded model by packed ones if supported; for inference only.
+
+    `int8` quantizes the weights without a quantization check; see `pack_int8_weights`.
+    """
+    if int8:
+        int8_linear.check_supported(model.mesh.device, model.dtype)
+    unsupported = _unsupported_reason(model)
+    if unsupported is not None and not int8:
+        log.info("event=weights_not_packed reason=%r", unsupported)
+        return
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    gated_linears = {m.linear_fc1 for m in model.modules() if isinstance(m, MLP) and m.config.gated}
+    # No list of the weights may outlive this statement, because it would keep them all in memory.
+    packer = _WeightPacker(
+        [model.head_weight] * model.is_last_stage,
+        [(linear.weight, linear in gated_linears) for linear in linears],
+        int8=int8,
+    )
+    # With one tensor rank there is no communication between a norm and its linear.
+    fuses_norms = packer.uses_panels and model.mesh.tp == 1
+    is_screened = False
+    if model.is_last_stage:
+        is_screened = _pack_head(model, packer, fuses_norms=fuses_norms, int8=int8)
+    for linear in linears:
+        norm = make_input_norm(linear) if fuses_norms else None
+        linear.use_backend(packer.pack(linear.weight, norm, gated=linear in gated_linears))
+    if fuses_norms and FusedDecoder.supports_config(model.config):
+        model.use_decoder_backend(FusedDecoder(model))
+    layout = "int8" if int8 else "panels" if packer.uses_panels else "onednn"
+    log.info("event=weights_packed form=%s shortlist=%s", layout, is_screened)
+
+
+def _pack_head(model: GPT, packer: "_WeightPacker", *, fuses_norms: bool, int8: bool) -> bool:
+    """Pack the LM head; returns whether its argmax is screened."""
+    final_norm = make_norm(cast(Norm, model.decoder.final_layernorm)) if fuses_norms else None
+    head = packer.pack(model.head_weight, final_norm, fp32_output=True)
+    screened: ScreenedArgmax | None = None
+    if isinstance(head, CpuLinear) and fuses_norms:
+        vocab_size = model.config.vocab_size
+        if not int8:  # With an int8 head, screening would not be faster.
+            screened = ScreenedArgmax.build(model.head_weight[:vocab_size], head.packed, final_norm)
+        model.use_greedy_head(CpuGreedyHead(head.packed, final_norm, vocab_size, screened))
+    model.use_head_backend(head)
+    return screened is not None
+
+
+def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Divergence | None:
+    """Pack the weights as int8, and raise ConfigError if the quantization check fails.
+
+    All ranks must call this together. The last stage returns the measured divergence.
+    """
+    int8_linear.check_supported(model.mesh.device, model.dtype)
+    probe = DivergenceProbe(model, divergence_max)
+    pack_weights(model, int8=True)
+    divergence = probe.measure(model)
+    enforce_limit(divergence, "weights int8")
+    return divergence
+
+
+def weight_bytes(model: GPT) -> int:
+    """Return the bytes of the weights, unpacked or in panels, without weights packed by oneDNN."""
+    backends = [module.backend for module in model.modules() if isinstance(module, Linear)]
+    packed_bytes = [
+        backend.packed.nbytes
+        for backend in (*backends, model.head_backend)
+        if isinstance(backend, CpuLinear)
+    ]
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(packed_bytes)
+
+
+def is_batch_invariant(model: GPT) -> bool:
+    """Return whether the results of a row are bit-identical in every batch.
+
+    They are if all matmuls use the panels of the C library and the model has no MoE layers, which
+    group the rows of a batch by expert.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    uses_panels = all(isinstance(linear.backend, CpuLinear) for linear in linears)
+    # Without the C prefill kernel, torch computes prefill attention for groups of sequences.
+    return uses_panels and model.config.num_experts == 0 and has_prefill_attention()
+
+
+class _WeightPacker:
+    """Packs weights into the panels of the C library if it supports all of them, else by oneDNN."""
+
+    def __init__(
+        self, heads: list[Tensor], linears: list[tuple[Tensor, bool]], *, int8: bool
+    ) -> None:
+        """`linears`: all weights to pack, each with whether its activation is gated."""
+        self._panels_type: type[PackedLinear] = Int8PackedLinear if int8 else PackedLinear
+        self._panel_size = int8_linear.packed_bytes if int8 else packed_linear.packed_numel
+        weights = [(head, False) for head in heads] + linears
+        self.uses_panels = int8 or all(
+            packed_linear.supports_weight(weight) for weight, _ in weights
+        )
+        element_count = sum(self._panel_size(weight, gated=gated) for weight, gated in weights)
+        # One allocation, so that huge pages can back it; untouched pages take no memory.
+        self._free_memory: Tensor | None = None
+        if self.uses_panels:
+            dtype = torch.uint8 if int8 else torch.bfloat16
+            self._free_memory = huge_page_zeros((element_count,), dtype, torch.device("cpu"))
+
+    def pack(
+        self,
+        weight: Tensor,
+        norm: CpuNorm | None,
+        *,
+        fp32_output: bool = False,
+        gated: bool = False,
+    ) -> LinearBackend:
+        """Pack one weight, with the norm in front of its linear.
+
+        `fp32_output`: the output may stay fp32, as for logits.
+        """
+        if self._free_memory is None:
+            assert norm is None, "oneDNN does not compute norms"
+            return OneDnnLinear(weight)
+        size = self._panel_size(weight, gated=gated)
+        panel_memory, self._free_memory = self._free_memory[:size], self._free_memory[size:]
+        packed = self._panels_type(weight, panel_memory, fp32_output=fp32_output, gated=gated)
+        return CpuLinear(packed, norm)
+
+
+def _unsupported_reason(model: GPT) -> str | None:
+    """Return why the weights of this model are not packed; None if they are."""
+    device, dtype = model.mesh.device.type, model.dtype
+    if device != "cpu":
+        return f"the device is {device}"
+    if dtype not in PACKED_DTYPES:
+        return f"the model's dtype is {dtype}"
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return "the model has trainable weights"
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return "this version of torch cannot pack weights"
+    weights = (module.weight for module in model.modules() if isinstance(module, Linear))
+    needs_onednn_bf16 = dtype == torch.bfloat16 and not all(
+        map(packed_linear.supports_weight, weights)
+    )
+    if needs_onednn_bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "neither oneDNN nor the C library supports bf16 matmuls on this CPU"
+    return None

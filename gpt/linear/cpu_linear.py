@@ -1,0 +1,67 @@
+"""CPU linear backends: the C library's packed weights (bf16, int8), and oneDNN's layout."""
+
+import torch
+from torch import Tensor
+
+from gpt.cpu.packed_linear import CpuNorm, PackedLinear
+from gpt.linear.norm_activation import NormParameters
+from gpt.model.activation import ACTIVATIONS
+from gpt.model.linear import Linear, LinearBackend
+from gpt.model.norm import Norm
+
+# oneDNN chooses the layout for this number of rows; the layout works for any number.
+LAYOUT_ROWS = 32
+# Activations that oneDNN fuses into a linear: its (activation, algorithm) names.
+FUSED_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+
+
+class CpuLinear(LinearBackend):
+    """The C library's GEMM with a packed weight, and the norm in front of it, if any."""
+
+    def __init__(self, packed: PackedLinear, norm: CpuNorm | None = None) -> None:
+        self.packed = packed
+        self.norm = norm
+        self.includes_norm = norm is not None
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
+    ) -> Tensor:
+        return self.packed(x, bias, activation, residual, norm=self.norm)
+
+
+class OneDnnLinear(LinearBackend):
+    """The matmul with a weight in oneDNN's layout."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed_weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach(), LAYOUT_ROWS
+        )
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
+    ) -> Tensor:
+        onednn_linear, packed_weight = torch.ops.mkldnn._linear_pointwise, self._packed_weight
+        y: Tensor
+        if residual is not None and activation is None:
+            y = onednn_linear.binary(x, residual, packed_weight, bias, "add")
+            return y
+        name, algorithm = FUSED_ACTIVATIONS.get(activation or "", ("none", ""))
+        y = onednn_linear(x, packed_weight, bias, name, [], algorithm)
+        if activation is not None and activation not in FUSED_ACTIVATIONS:
+            y = ACTIVATIONS[activation](y)
+        return y if residual is None else residual + y
+
+
+def make_input_norm(linear: Linear) -> CpuNorm | None:
+    """Return the norm in front of a linear for the C library; None if there is none."""
+    norm = NormParameters.before_linear(linear)
+    return None if norm is None else _make_cpu_norm(norm)
+
+
+def make_norm(norm: Norm) -> CpuNorm:
+    """Return the parameters of a norm module for the C library."""
+    return _make_cpu_norm(NormParameters.from_module(norm.weight, norm.bias, norm.config))
+
+
+def _make_cpu_norm(norm: NormParameters) -> CpuNorm:
+    return CpuNorm(norm.scale, norm.shift, norm.epsilon, rms=norm.is_rms)

@@ -1,0 +1,147 @@
+"""FP8 (e4m3) linear: per-channel weight scales, per-row activation scales, scaled matmul.
+
+On a GPU the tensor cores compute the fp8 matmul; elsewhere values are dequantized and multiplied in
+fp32, which is also the reference of the tests. Input rows are unquantized, or already e4m3 if the
+previous kernel quantized them. `fp8_layers` are the layers whose weights are quantized; the other
+layers stay in the model's dtype. gpt/linear/selector.py decides whether fp8 is used.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.linear.norm_activation import (
+    FP8_ALIGNMENT,
+    FP8_DTYPE,
+    Fp8Rows,
+    Rows,
+    quantize_e4m3,
+    quantize_rows,
+)
+from gpt.model.activation import ACTIVATIONS
+from gpt.model.gpt_model import GPT
+
+# In narrower layers, quantizing the rows takes longer than fp8 matmuls save.
+FP8_HIDDEN_MIN = 1025
+CAPABILITY_MIN = (8, 9)  # Ada; older GPUs have no e4m3 tensor cores.
+CHUNK_ROWS = 2048  # Weight rows that are converted to fp32 at once for quantization.
+
+
+def fp8_layers(model: GPT, hidden_min: int = FP8_HIDDEN_MIN) -> range:
+    """Return the layers of this stage to quantize to fp8 (also for Transformer Engine).
+
+    The first and the last layer of the model are excluded, because they lose the most accuracy.
+    """
+    if model.config.hidden_size < hidden_min:
+        return range(0)
+    last = model.config.num_layers - 1
+    return range(max(model.layers.start, 1), min(model.layers.stop, last))
+
+
+def has_fp8_layers(model: GPT) -> bool:
+    """Return whether any stage has fp8 layers; the same result on every rank."""
+    config = model.config
+    return config.hidden_size >= FP8_HIDDEN_MIN and config.num_layers > 2
+
+
+class Fp8Matmul:
+    """The matmul with a weight (columns, channels) in e4m3.
+
+    `deferred_activation` is not applied to the output; the next linear applies it to its input as
+    `input_activation`, in the same pass that quantizes the rows.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        input_activation: str | None = None,
+        deferred_activation: str | None = None,
+    ) -> None:
+        self.weight = quantize_weight(weight)
+        self._columns = weight.shape[0]
+        self._dtype = weight.dtype
+        self._input_activation = input_activation
+        self._deferred_activation = deferred_activation
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: Rows, bias: Tensor | None, activation: str | None) -> Tensor:
+        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x, self._input_activation)
+        y = scaled_matmul(rows, self.weight, bias, self._dtype)
+        if y.shape[1] != self._columns:
+            y = y[:, : self._columns].contiguous()
+        if activation is not None and activation != self._deferred_activation:
+            y = ACTIVATIONS[activation](y)
+        return y
+
+
+def quantize_weight(weight: Tensor) -> Fp8Rows:
+    """Return the weight in e4m3, with columns and channels padded to FP8_ALIGNMENT."""
+    columns, channels = (size + -size % FP8_ALIGNMENT for size in weight.shape)
+    values = weight.new_zeros(columns, channels, dtype=FP8_DTYPE)
+    scales = weight.new_ones(columns, 1, dtype=torch.float32)
+    for start in range(0, len(weight), CHUNK_ROWS):
+        chunk = quantize_e4m3(weight.detach()[start : start + CHUNK_ROWS].float())
+        values[start : start + len(chunk.values)] = chunk.values
+        scales[start : start + len(chunk.values)] = chunk.scales
+    return Fp8Rows(values, scales)
+
+
+def scaled_matmul(
+    rows: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the matmul of rows and the transposed weight, in `dtype`, with the padded columns."""
+    padding = 0 if bias is None else len(weight.values) - len(bias)
+    if bias is not None and padding:
+        bias = F.pad(bias, (0, padding))
+    if not rows.values.is_cuda:
+        return reference_matmul(rows, weight, bias, dtype)
+    return torch._scaled_mm(
+        rows.values,
+        weight.values.t(),
+        scale_a=rows.scales,
+        scale_b=weight.scales.t(),
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
+def reference_matmul(
+    rows: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Compute `scaled_matmul` from dequantized values, in fp32."""
+    y = (rows.values.float() @ weight.values.float().t()) * rows.scales * weight.scales.t()
+    return (y if bias is None else y + bias).to(dtype)
+
+
+@cache
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why fp8 matmuls are unsupported; None if a test matmul on the device is correct."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"the model's dtype is {dtype}; fp8 matmuls with row scales need bfloat16"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY_MIN:
+        actual, required = (".".join(map(str, version)) for version in (capability, CAPABILITY_MIN))
+        return f"the GPU's compute capability is {actual}; e4m3 needs {required}"
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 64, generator=generator).to(device, dtype) for rows in (3, 32))
+    rows = quantize_e4m3(x.float())
+    quantized_weight = quantize_weight(weight)
+    bias = weight[:, 0].contiguous()
+    try:
+        product = scaled_matmul(rows, quantized_weight, bias, dtype)
+    except RuntimeError as error:
+        return f"torch {torch.__version__} raised an error: {(str(error).splitlines() or [''])[0]}"
+    error_max = float(
+        (product - reference_matmul(rows, quantized_weight, bias, torch.float32)).abs().max()
+    )
+    # Sums of 64 products of about 1, in bf16: a larger error means wrong scales.
+    return None if error_max < 0.25 else f"a test matmul had an error of {error_max:.3g}"

@@ -1,0 +1,203 @@
+"""Fused GPU linears: matmul epilogues, and residual-add + norm between the matmuls of a layer.
+
+The backend runs inference on a GPU with as few kernels as possible. A matmul includes its bias and,
+where cuBLAS supports it, the activation. After the all-reduce of a row-parallel linear, one kernel
+adds bias and residual and applies the norm of the next linear, so a dense layer is four matmuls,
+attention, and two such kernels. In fp8 layers those kernels also quantize the rows.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.linear import norm_activation
+from gpt.linear.fp8_linear import Fp8Matmul
+from gpt.linear.norm_activation import Fp8Rows, NormParameters, Rows
+from gpt.model.activation import activation_name
+from gpt.model.decoder import DecoderLayer
+from gpt.model.gpt_model import GPT
+from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
+from gpt.model.mlp import MLP
+
+# The activation that torch._addmm_activation fuses into the matmul on a GPU (GELU by tanh).
+EPILOGUE_ACTIVATION = "gelu_tanh"
+
+
+class UnquantizedMatmul:
+    """The matmul with an unquantized weight in its stored layout."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        if activation == EPILOGUE_ACTIVATION and bias is not None and x.is_cuda:
+            y = torch._addmm_activation(bias, x, self._weight.t(), use_gelu=True)
+        else:
+            y = F.linear(x, self._weight, bias)
+            if activation is not None:
+                y = norm_activation.activate_rows(y, activation)
+        return y
+
+
+class PrenormedRows:
+    """Buffer that passes normed rows from a residual epilogue to the linear that reads them."""
+
+    def __init__(self) -> None:
+        self._source: Tensor | None = None
+        self._rows: Rows | None = None
+
+    def store(self, x: Tensor, rows: Rows) -> None:
+        self._source = x
+        self._rows = rows
+
+    def consume(self, x: Tensor) -> Rows | None:
+        """Return the normed rows of `x` (the same tensor object) once; None if none are stored.
+
+        The stored rows are dropped in either case.
+        """
+        rows = self._rows if self._source is x else None
+        self._source = self._rows = None
+        return rows
+
+
+class FusedLinear(LinearBackend):
+    """A linear whose matmul is between two kernels: the norm before it, the residual after it.
+
+    A row-parallel linear adds the residual, and also norms the sum for the next linear
+    (`next_norm`, in fp8 if `next_fp8`). It stores the normed rows in `prenormed`, from which the
+    next linear reads them.
+    """
+
+    def __init__(
+        self,
+        matmul: UnquantizedMatmul | Fp8Matmul,
+        prenormed: PrenormedRows,
+        norm: NormParameters | None,
+        *,
+        next_norm: NormParameters | None = None,
+        next_fp8: bool = False,
+    ) -> None:
+        self.matmul = matmul
+        self.includes_norm = norm is not None
+        self._prenormed = prenormed
+        self._norm = norm
+        self._next_norm = next_norm
+        self._next_fp8 = next_fp8
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
+    ) -> Tensor:
+        if residual is not None:
+            assert activation is None and self._norm is None, "a row-parallel linear has neither"
+            return self.add_residual(self.matmul(x, None, None), bias, residual)
+        if self._norm is None:
+            return self.matmul(x, bias, activation)
+        is_fp8 = isinstance(self.matmul, Fp8Matmul)
+        rows = self._prenormed.consume(x)
+        if rows is None:
+            rows = norm_activation.norm_rows(x, self._norm, fp8=is_fp8)
+        if isinstance(self.matmul, Fp8Matmul):
+            return self.matmul(rows, bias, activation)
+        assert not isinstance(rows, Fp8Rows), "fp8 rows were stored for a linear that is not fp8"
+        return self.matmul(rows, bias, activation)
+
+    def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        total, rows = norm_activation.add_norm(
+            y, bias, residual, self._next_norm, fp8=self._next_fp8
+        )
+        if rows is not None:
+            self._prenormed.store(total, rows)
+        return total
+
+
+def unsupported_reason(model: GPT) -> str | None:
+    """Return why the layers of this model cannot be fused; None if they can."""
+    if model.dtype not in norm_activation.KERNEL_DTYPES:
+        return f"the model's dtype is {model.dtype}"
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return "the model has trainable weights"
+    if model.mesh.sequence_parallel:
+        return "the model uses sequence parallelism"
+    return None
+
+
+def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
+    """Use fused linears in all layers, with fp8 weights in `fp8_layers`; return the bytes freed.
+
+    Each weight is freed before the next one is quantized.
+    """
+    freed_bytes = 0
+    prenormed = PrenormedRows()
+    layers = model.decoder_layers
+    for index, layer in enumerate(layers):
+        is_fp8 = layer.layer in fp8_layers
+        next_layer = layers[index + 1] if index + 1 < len(layers) else None
+        attention = layer.self_attention
+        freed_bytes += _fuse_linear(attention.linear_qkv, prenormed, fp8=is_fp8)
+        # The linear whose input norm follows attention; None with a parallel residual.
+        mlp_input = None
+        if isinstance(layer.mlp, MLP) and not layer.config.parallel_residual:
+            mlp_input = layer.mlp.linear_fc1
+        freed_bytes += _fuse_linear(
+            attention.linear_proj, prenormed, fp8=is_fp8, next_linear=mlp_input, next_fp8=is_fp8
+        )
+        # The outputs of experts are summed before the next layer's norm.
+        next_qkv = None
+        if next_layer is not None and isinstance(layer.mlp, MLP):
+            next_qkv = next_layer.self_attention.linear_qkv
+        next_fp8 = next_layer is not None and next_layer.layer in fp8_layers
+        for mlp in layer_mlps(layer):
+            activation = activation_name(mlp.config)
+            freed_bytes += _fuse_linear(
+                mlp.linear_fc1, prenormed, fp8=is_fp8, deferred_activation=activation
+            )
+            freed_bytes += _fuse_linear(
+                mlp.linear_fc2,
+                prenormed,
+                fp8=is_fp8,
+                input_activation=activation,
+                next_linear=next_qkv,
+                next_fp8=next_fp8,
+            )
+    return freed_bytes
+
+
+def layer_mlps(layer: DecoderLayer) -> list[MLP]:
+    """Return the MLPs of a layer: the dense MLP, or the MLPs of its experts."""
+    return [module for module in layer.mlp.modules() if isinstance(module, MLP)]
+
+
+def _fuse_linear(
+    linear: Linear,
+    prenormed: PrenormedRows,
+    *,
+    fp8: bool,
+    input_activation: str | None = None,
+    deferred_activation: str | None = None,
+    next_linear: ColumnParallelLinear | None = None,
+    next_fp8: bool = False,
+) -> int:
+    """Use a fused backend; return the bytes freed. The residual sum is normed for `next_linear`."""
+    weight_bytes = linear.weight.nbytes
+    matmul: UnquantizedMatmul | Fp8Matmul
+    if fp8:
+        matmul = Fp8Matmul(
+            linear.weight,
+            input_activation=input_activation,
+            deferred_activation=deferred_activation,
+        )
+        freed_bytes = weight_bytes - matmul.nbytes
+    else:
+        matmul = UnquantizedMatmul(linear.weight)
+        freed_bytes = 0
+    backend = FusedLinear(
+        matmul,
+        prenormed,
+        NormParameters.before_linear(linear),
+        next_norm=None if next_linear is None else NormParameters.before_linear(next_linear),
+        next_fp8=next_fp8,
+    )
+    linear.use_backend(backend, keep_weight=not fp8)
+    return freed_bytes

@@ -1,0 +1,161 @@
+"""Fused residual-add + norm + activation between two matmuls, with optional fp8 quantized output.
+
+Each operation is one pass over each row: a Triton kernel on a GPU with Triton
+(gpt/linear/triton_norm_activation.py), else torch, which is the reference. Output rows are
+optionally quantized to e4m3 with one scale per row, as input of fp8 matmuls. Intermediate values
+are at least fp32 and are rounded once. The module does not depend on weights, ranks or layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.cpu.packed_linear import GATED_PREFIX
+from gpt.model.activation import UNGATED_ACTIVATIONS
+from gpt.model.linear import ColumnParallelLinear, Linear
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0  # The largest e4m3 value.
+ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that zeros have a scale.
+FP8_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Supported by the kernels.
+NORM_WIDTH_MAX = 32768  # The norm kernel keeps a whole row in registers.
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows in e4m3; the real value is the stored value times the scale of its row."""
+
+    values: Tensor  # (T, channels), padded with zeros to a multiple of FP8_ALIGNMENT.
+    scales: Tensor  # (T, 1), fp32
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
+Rows = Tensor | Fp8Rows
+
+
+@dataclass(frozen=True)
+class NormParameters:
+    """The parameters of a LayerNorm or RMSNorm; a zero-centered gamma is already added to 1."""
+
+    scale: Tensor  # At least fp32, like the shift.
+    shift: Tensor | None
+    epsilon: float
+    is_rms: bool
+
+    @staticmethod
+    def from_module(scale: Tensor, shift: Tensor | None, config: GPTConfig) -> "NormParameters":
+        """Convert the parameters of a norm module, given the model's configuration."""
+        compute_dtype = torch.promote_types(scale.dtype, torch.float32)
+        scale = scale.detach().to(compute_dtype) + (
+            1 if config.layernorm_zero_centered_gamma else 0
+        )
+        is_rms = config.normalization == "RMSNorm"
+        wide_shift = None if is_rms or shift is None else shift.detach().to(compute_dtype)
+        return NormParameters(scale, wide_shift, config.layernorm_epsilon, is_rms)
+
+    @staticmethod
+    def before_linear(linear: Linear) -> "NormParameters | None":
+        """Return the parameters of the norm that a linear contains; None without a norm."""
+        if not isinstance(linear, ColumnParallelLinear) or linear.layer_norm_weight is None:
+            return None
+        return NormParameters.from_module(
+            linear.layer_norm_weight, linear.layer_norm_bias, linear.config
+        )
+
+
+def add_norm(
+    y: Tensor, bias: Tensor | None, x: Tensor, norm: NormParameters | None, *, fp8: bool = False
+) -> tuple[Tensor, Rows | None]:
+    """Return `x` + matmul output `y` + bias, and with `norm` also the normed sum."""
+    triton_module = _triton_module_for(x)
+    if triton_module is not None:
+        return triton_module.add_norm(y, bias, x, norm, fp8)  # type: ignore[no-any-return]
+    residual_sum = x.to(_compute_dtype(x)) + y
+    total = (residual_sum if bias is None else residual_sum + bias).to(x.dtype)
+    return total, None if norm is None else norm_rows(total, norm, fp8=fp8)
+
+
+def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
+    """Return the norm of each row."""
+    triton_module = _triton_module_for(x)
+    if triton_module is not None:
+        return triton_module.norm_rows(x, norm, fp8)  # type: ignore[no-any-return]
+    shape = (x.shape[-1],)
+    if norm.is_rms:
+        y = F.rms_norm(x.to(_compute_dtype(x)), shape, norm.scale, norm.epsilon)
+    else:
+        y = F.layer_norm(x.to(_compute_dtype(x)), shape, norm.scale, norm.shift, norm.epsilon)
+    return quantize_e4m3(y) if fp8 else y.to(x.dtype)
+
+
+def activate_rows(x: Tensor, activation: str) -> Tensor:
+    """Apply an activation to rows; a gated activation halves the width."""
+    triton_module = _triton_module_for(x)
+    if triton_module is not None:
+        return triton_module.activate_rows(x, activation)  # type: ignore[no-any-return]
+    return _activate_in_torch(x, activation).to(x.dtype)
+
+
+def quantize_rows(x: Tensor, activation: str | None = None) -> Fp8Rows:
+    """Quantize rows to e4m3, after an optional activation."""
+    triton_module = _triton_module_for(x)
+    if triton_module is not None:
+        return triton_module.quantize_rows(x, activation)  # type: ignore[no-any-return]
+    return quantize_e4m3(
+        x.to(_compute_dtype(x)) if activation is None else _activate_in_torch(x, activation)
+    )
+
+
+def quantize_e4m3(x: Tensor) -> Fp8Rows:
+    """Quantize rows by their absolute maximum, in torch; rows with NaN or inf stay non-finite."""
+    absmax = x.abs().amax(-1, keepdim=True).float().clamp_min(ABSMAX_MIN)
+    values = F.pad(x * (FP8_MAX / absmax), (0, -x.shape[-1] % FP8_ALIGNMENT)).to(FP8_DTYPE)
+    return Fp8Rows(values, absmax / FP8_MAX)
+
+
+def triton_unavailable_reason() -> str | None:
+    """Return why the Triton kernels are unavailable; None if they are available."""
+    imported = _import_triton_module()
+    return imported if isinstance(imported, str) else None
+
+
+def _activate_in_torch(x: Tensor, activation: str) -> Tensor:
+    x = x.to(_compute_dtype(x))
+    activation_function: Callable[[Tensor], Tensor] = UNGATED_ACTIVATIONS[
+        activation.removeprefix(GATED_PREFIX)
+    ]
+    if not activation.startswith(GATED_PREFIX):
+        return activation_function(x)
+    gate, up = x.chunk(2, dim=-1)
+    return activation_function(gate) * up
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _triton_module_for(x: Tensor) -> ModuleType | None:
+    """Return the module of the Triton kernels if they support rows like `x`, else None."""
+    if not x.is_cuda or x.dtype not in KERNEL_DTYPES or x.shape[-1] > NORM_WIDTH_MAX:
+        return None
+    imported = _import_triton_module()
+    return None if isinstance(imported, str) else imported
+
+
+@cache
+def _import_triton_module() -> ModuleType | str:
+    try:
+        from gpt.linear import triton_norm_activation
+    except Exception as error:  # A broken installation raises many kinds of exceptions.
+        return f"{type(error).__name__}: {error}"
+    return triton_norm_activation

@@ -1,0 +1,107 @@
+"""Quantization check: divergence of next-token distributions after weights are quantized.
+
+The check uses texts that the model itself samples before the quantization. On such texts the mean
+KL divergence is the logarithm of the perplexity increase, so one number describes the change. The
+module defines the limit and the error message; the callers quantize the weights.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt.batch import Batch
+from gpt.errors import ConfigError
+from gpt.generation.generate import generate
+from gpt.model import pipeline
+from gpt.model.gpt_model import GPT
+from gpt.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+PROBE_TEXTS = 8
+PROBE_TEXT_TOKENS = 32
+# Perplexity may grow by 0.5%, a loss that other engines accept without a check.
+DIVERGENCE_MAX = 0.005
+# If expert scores are nearly equal, rounding changes the chosen experts, which is not an error.
+MOE_DIVERGENCE_MAX = 0.05
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The change of next-token distributions by a quantization, over the positions of texts."""
+
+    positions: int
+    mean_kl_nats: float  # Mean KL divergence in nats; NaN if logits are no longer finite.
+    top1_agreement: float  # The fraction of positions with the same most likely token.
+    limit: float = DIVERGENCE_MAX  # The largest permitted mean_kl_nats.
+
+    @property
+    def is_within_limit(self) -> bool:
+        return self.mean_kl_nats <= self.limit
+
+
+class DivergenceProbe:
+    """The next-token distributions of a model on its own texts, to compare with later ones.
+
+    All ranks of a model must construct the probe together and call `measure` together. Only the
+    last stage gets a result.
+    """
+
+    def __init__(self, model: GPT, limit: float | None = None) -> None:
+        """`limit`: the largest mean divergence; None: the default (larger for MoE models)."""
+        config = model.config
+        default_limit = MOE_DIVERGENCE_MAX if config.num_experts else DIVERGENCE_MAX
+        self._limit = default_limit if limit is None else limit
+        generator = torch.Generator().manual_seed(0)
+        first_tokens = torch.randint(
+            config.vocab_size, (PROBE_TEXTS, 1), generator=generator
+        ).tolist()
+        new_tokens = min(PROBE_TEXT_TOKENS, config.max_position_embeddings) - 1
+        sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+        completions = generate(model, first_tokens, sampling)
+        self._probe_texts = [
+            first_token + [token for token in completion.token_ids if token >= 0]
+            for first_token, completion in zip(first_tokens, completions, strict=True)
+        ]
+        self._reference_logits = self._probe_logits(model)
+
+    def measure(self, model: GPT) -> Divergence | None:
+        """Return the divergence since the construction; None on stages without logits."""
+        logits = self._probe_logits(model)
+        if logits is None or self._reference_logits is None:
+            return None
+        reference_logprobs, logprobs = (x.log_softmax(-1) for x in (self._reference_logits, logits))
+        kl_divergence = (reference_logprobs.exp() * (reference_logprobs - logprobs)).sum(-1)
+        same_top1 = (reference_logprobs.argmax(-1) == logprobs.argmax(-1)).double()
+        means = (float(kl_divergence.double().mean()), float(same_top1.mean()))
+        return Divergence(len(reference_logprobs), *means, limit=self._limit)
+
+    @torch.inference_mode()
+    def _probe_logits(self, model: GPT) -> Tensor | None:
+        device = model.mesh.device
+        ids = torch.tensor([token for text in self._probe_texts for token in text], device=device)
+        lengths = [len(text) for text in self._probe_texts]
+        return pipeline.forward(model, ids, Batch.unpaged(lengths, device))
+
+
+def enforce_limit(divergence: Divergence | None, setting: str) -> None:
+    """Log the divergence that `setting` causes; raise ConfigError if it exceeds the limit."""
+    if divergence is None:
+        return
+    log.info(
+        "event=accuracy setting=%r divergence=%.3g limit=%g same_best=%.3f places=%d",
+        setting,
+        divergence.mean_kl_nats,
+        divergence.limit,
+        divergence.top1_agreement,
+        divergence.positions,
+    )
+    if not divergence.is_within_limit:
+        raise ConfigError(
+            f"with {setting} the model's next tokens diverge by {divergence.mean_kl_nats:.3g} nats "
+            f"over {divergence.positions} positions of its own texts "
+            f"({divergence.top1_agreement:.0%} have the same most likely token); the limit is "
+            f"{divergence.limit:g} nats: remove that setting, or raise the limit (divergence_max)"
+        )

@@ -1,0 +1,150 @@
+"""Linear backend selection: torch, fused, fp8 or Transformer Engine, chosen and logged once.
+
+"auto" selects among the available backends that change a model's output by rounding only. A
+requested backend that is unavailable raises an error that names its requirements. Quantized weights
+must pass a check: the next-token distributions on the model's own texts must stay close to those of
+the unquantized model.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from gpt.errors import ConfigError
+from gpt.linear import fp8_linear, fused_linear, norm_activation, te_linear
+from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
+from gpt.model.gpt_model import GPT
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "torch", "fp8", "te")
+
+
+def check_backend(backend: str, recipe: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError, before a model is loaded, if the backend does not support it."""
+    if backend == "fp8":
+        _raise_if_unavailable(
+            backend, fp8_linear.unsupported_reason(device, dtype), _fp8_remedy(device)
+        )
+    if backend == "te":
+        engine = te_linear.import_transformer_engine()
+        reason = engine if isinstance(engine, str) else None
+        if device.type != "cuda":
+            reason = f"the device is {device.type}"
+        _raise_if_unavailable(backend, reason, "install preamble[te], and run it on a CUDA device")
+    if recipe != "none" and backend != "te":
+        raise ConfigError(
+            f"te_recipe is {recipe!r}, a recipe of Transformer Engine, but linear_backend is "
+            f"{backend!r}: set linear_backend: te, or remove te_recipe"
+        )
+
+
+# The bytes freed, and the divergence caused by quantized weights (None except on the last stage).
+AppliedBackend = tuple[int, Divergence | None]
+
+
+def apply_backend(
+    model: GPT, backend: str, recipe: str = "none", divergence_max: float | None = None
+) -> AppliedBackend:
+    """Set the matmuls of a model on a GPU; all ranks must call this together.
+
+    On a CPU, gpt/cpu_inference/weight_packing.py packs the weights instead.
+    """
+    assert backend in BACKENDS, f"there is no linear backend {backend!r}"
+    if backend == "fp8":
+        return _apply_fp8(model, divergence_max)
+    if backend == "te":
+        return _apply_te(model, recipe, divergence_max)
+    if backend == "torch":
+        _log_backend("torch", "linear_backend is torch")
+        return 0, None
+    return _apply_fused(model, "matmuls include bias and activation")
+
+
+def _apply_fused(model: GPT, reason: str) -> AppliedBackend:
+    """Apply the fused backend without quantization, or torch where it is unsupported."""
+    unsupported = (
+        fused_linear.unsupported_reason(model) or norm_activation.triton_unavailable_reason()
+    )
+    if unsupported is not None:
+        _log_backend("torch", unsupported)
+        return 0, None
+    _log_backend("fused", reason)
+    return fused_linear.fuse_layers(model), None
+
+
+def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
+    reason = fp8_linear.unsupported_reason(
+        model.mesh.device, model.dtype
+    ) or fused_linear.unsupported_reason(model)
+    _raise_if_unavailable("fp8", reason, _fp8_remedy(model.mesh.device))
+    if not fp8_linear.has_fp8_layers(model):
+        return _apply_fused(model, f"fp8 is slower at hidden size {model.config.hidden_size}")
+    layers = fp8_linear.fp8_layers(model)
+    probe = DivergenceProbe(model, divergence_max)
+    applied = _apply_with_probe(
+        probe, model, "linear_backend fp8", lambda: fused_linear.fuse_layers(model, layers)
+    )
+    triton_reason = norm_activation.triton_unavailable_reason()
+    implementation = (
+        "in Triton"
+        if triton_reason is None
+        else f"in torch, because Triton is unavailable ({triton_reason})"
+    )
+    _log_backend(
+        "fp8", f"{_format_layers(layers)} are fp8, and rows are quantized {implementation}"
+    )
+    return applied
+
+
+def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedBackend:
+    engine = te_linear.import_transformer_engine()
+    reason = engine if isinstance(engine, str) else fused_linear.unsupported_reason(model)
+    _raise_if_unavailable("te", reason, "install preamble[te], and run it on a CUDA device")
+    assert not isinstance(engine, str)
+    layers = range(0) if recipe == "none" else fp8_linear.fp8_layers(model)
+
+    def swap() -> int:
+        return te_linear.replace_linears(model, engine, recipe, layers)
+
+    if recipe == "none" or not fp8_linear.has_fp8_layers(model):
+        layers = range(0)
+        applied: AppliedBackend = (swap(), None)
+    else:
+        applied = _apply_with_probe(
+            DivergenceProbe(model, divergence_max), model, f"te_recipe {recipe}", swap
+        )
+    _log_backend("te", f"Transformer Engine, recipe {recipe}: {_format_layers(layers)} are fp8")
+    return applied
+
+
+def _apply_with_probe(
+    probe: DivergenceProbe, model: GPT, setting: str, swap: Callable[[], int]
+) -> AppliedBackend:
+    freed_bytes = swap()
+    if model.mesh.device.type == "cuda":
+        torch.cuda.empty_cache()  # Return the freed memory to the device.
+    probe.measure(model)  # Delayed scaling needs one step before its scales are valid.
+    divergence = probe.measure(model)
+    enforce_limit(divergence, setting)
+    return freed_bytes, divergence
+
+
+def _format_layers(layers: range) -> str:
+    return f"layers {layers.start} to {layers.stop - 1}" if layers else "no layers"
+
+
+def _fp8_remedy(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "on a CPU, set weights: int8 instead"
+    return "remove it, or set dtype: bfloat16 if the dtype is the problem"
+
+
+def _raise_if_unavailable(backend: str, reason: str | None, remedy: str) -> None:
+    if reason is not None:
+        raise ConfigError(f"linear_backend {backend!r} is unavailable: {reason}; {remedy}")
+
+
+def _log_backend(backend: str, reason: str) -> None:
+    log.info("event=linears backend=%s reason=%r", backend, reason)

@@ -1,0 +1,134 @@
+"""Launchers of the Triton kernels for residual-add + norm and for activation, with fp8 output.
+
+The numbers of programs and warps per row depend only on the width of the row, never on the number
+of rows, so a row's result does not depend on the other rows. No launch synchronizes the device.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.linear import triton_row_kernels as kernels
+from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
+
+BLOCK_SIZE_MAX = 4096  # Largest block of a row that one program reads block by block.
+SPLIT_BLOCK_SIZE_MAX = 1024  # Largest block of a row with one program per block.
+ELEMENTS_PER_WARP = 512  # Elements of a row per warp.
+
+
+def add_norm(
+    y: Tensor, bias: Tensor | None, x: Tensor, norm: NormParameters | None, fp8: bool
+) -> tuple[Tensor, Rows | None]:
+    """As in gpt/linear/norm_activation.py."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed_rows = None if norm is None else _allocate_rows(x, x.shape[1], fp8)
+    _launch_add_norm(x, norm, normed_rows, (y.contiguous(), bias, total))
+    return total, normed_rows
+
+
+def norm_rows(x: Tensor, norm: NormParameters, fp8: bool) -> Rows:
+    """As in gpt/linear/norm_activation.py."""
+    out = _allocate_rows(x, x.shape[1], fp8)
+    _launch_add_norm(x, norm, out, None)
+    return out
+
+
+def activate_rows(x: Tensor, activation: str) -> Tensor:
+    """As in gpt/linear/norm_activation.py."""
+    out = _allocate_rows(x, x.shape[1] // (1 + activation.startswith(GATED_PREFIX)), fp8=False)
+    assert isinstance(out, Tensor)
+    _launch_activation(x, activation, out)
+    return out
+
+
+def quantize_rows(x: Tensor, activation: str | None) -> Fp8Rows:
+    """As in gpt/linear/norm_activation.py."""
+    out = _allocate_rows(
+        x, x.shape[1] // (1 + (activation or "").startswith(GATED_PREFIX)), fp8=True
+    )
+    assert isinstance(out, Fp8Rows)
+    _launch_activation(x, activation, out)
+    return out
+
+
+def _allocate_rows(x: Tensor, width: int, fp8: bool, dtype: torch.dtype = FP8_DTYPE) -> Rows:
+    if not fp8:
+        return x.new_empty(len(x), width)
+    values = x.new_empty(len(x), width + -width % FP8_ALIGNMENT, dtype=dtype)
+    return Fp8Rows(values, x.new_empty(len(x), 1, dtype=torch.float32))
+
+
+def _launch_add_norm(
+    x: Tensor,
+    norm: NormParameters | None,
+    out: Rows | None,
+    addition: tuple[Tensor, Tensor | None, Tensor] | None,
+) -> None:
+    """Launch the kernel; `addition`: the tensor to add to `x`, its bias, the output of the sum."""
+    x = x.contiguous()
+    y, bias, residual_sum = addition or (x, None, x)
+    scale = x if norm is None else norm.scale
+    shift = None if norm is None else norm.shift
+    values, scales = _output_pointers(out, x)
+    block_size = max(triton.next_power_of_2(values.shape[1]), 16)
+    with torch.cuda.device_of(x):
+        kernels.add_norm_row[(len(x),)](
+            x,
+            y,
+            x if bias is None else bias,
+            residual_sum,
+            scale,
+            x if shift is None else shift,
+            values,
+            scales,
+            x.shape[1],
+            values.shape[1],
+            0.0 if norm is None else norm.epsilon,
+            ADD_RESIDUAL=addition is not None,
+            HAS_BIAS=bias is not None,
+            HAS_NORM=norm is not None,
+            IS_RMS=norm is not None and norm.is_rms,
+            HAS_SHIFT=shift is not None,
+            QUANTIZE=isinstance(out, Fp8Rows),
+            BLOCK_SIZE=block_size,
+            num_warps=_warp_count(block_size),
+        )
+
+
+def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
+    x = x.contiguous()
+    gated = activation is not None and activation.startswith(GATED_PREFIX)
+    activation_id = ACTIVATIONS.index((activation or "").removeprefix(GATED_PREFIX) or None)
+    values, scales = _output_pointers(out, x)
+    is_fp8 = isinstance(out, Fp8Rows)
+    width = x.shape[1] // (1 + gated)
+    # With e4m3 output one program must read the whole row; otherwise there is a program per block.
+    block_size = min(
+        max(triton.next_power_of_2(width), 16), BLOCK_SIZE_MAX if is_fp8 else SPLIT_BLOCK_SIZE_MAX
+    )
+    blocks = 1 if is_fp8 else triton.cdiv(width, block_size)
+    with torch.cuda.device_of(x):
+        kernels.activate_row[(len(x), blocks)](
+            x,
+            values,
+            scales,
+            width,
+            values.shape[1],
+            ACTIVATION=activation_id,
+            GATED=gated,
+            QUANTIZE=is_fp8,
+            BLOCK_SIZE=block_size,
+            num_warps=_warp_count(block_size),
+        )
+
+
+def _output_pointers(out: Rows | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tensors of values and scales; `placeholder` for outputs that are not written."""
+    if out is None:
+        return placeholder, placeholder
+    return (out.values, out.scales) if isinstance(out, Fp8Rows) else (out, placeholder)
+
+
+def _warp_count(elements: int) -> int:
+    return min(max(elements // ELEMENTS_PER_WARP, 1), 16)

@@ -1,0 +1,151 @@
+"""Attention layer: QKV projection, rotary embedding, attention core, output projection.
+
+The attention backend (gpt/attention) computes the attention core and stores keys and values. In
+training with prefix tuning, learned keys and values replace those of the virtual tokens
+(`PrefixKV`). `ForwardContext` is what all layers of a forward pass share.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gpt.attention.paged import KV
+from gpt.attention.varlen import AttentionDropout, unfused_attention
+from gpt.batch import Batch
+from gpt.dropout import Dropout
+from gpt.model.activation_checkpointing import checkpointed
+from gpt.model.build_context import BuildContext
+from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
+from gpt.model.norm import Norm
+from gpt.model.residual_dropout import Residual
+from gpt.model.rotary_embedding import apply_rotary_embedding
+from gpt.parallel.weight_sharding import local_kv_heads
+
+
+@dataclass(frozen=True)
+class PrefixKV:
+    """Learned keys and values of virtual tokens (prefix tuning), for training only.
+
+    Attention uses these keys and values as stored, without norm and rotary embedding, like entries
+    of a KV cache. In serving they are not passed here: the KV pool contains them before the first
+    step of a sequence.
+    """
+
+    kv_by_layer: Mapping[int, Tensor]  # Layer: (virtual tokens, 2, G, D); G: this rank's KV heads.
+    batch_rows: Tensor  # Indices of the batch's rows that are virtual tokens.
+    prefix_rows: Tensor  # For each of batch_rows, the index of its virtual token.
+
+    def replace_kv(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        prefix_kv = self.kv_by_layer[layer].index_select(0, self.prefix_rows).to(k.dtype)
+        keys, values = prefix_kv.unbind(1)
+        return k.index_copy(0, self.batch_rows, keys), v.index_copy(0, self.batch_rows, values)
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """The data that all layers of one forward pass share."""
+
+    batch: Batch
+    rotary_cos_sin: tuple[Tensor, Tensor] | None  # cos and sin, (T, rotary channels / 2)
+    output_rows: Tensor | None = None  # Rows whose output the last layer computes; None: all.
+    prefix: PrefixKV | None = None
+
+
+class Attention(nn.Module):
+    """Self-attention over the heads of this rank."""
+
+    def __init__(self, build: BuildContext, layer: int) -> None:
+        super().__init__()
+        name = f"decoder.layers.{layer}.self_attention"
+        self.layer = layer
+        self.config = build.config
+        self.mesh = build.mesh
+        self.backend = build.attention_backend
+        self.recompute = build.recompute
+        self.groups = local_kv_heads(build.config, build.mesh.tp)
+        self.linear_qkv = ColumnParallelLinear(build, f"{name}.linear_qkv")
+        self.linear_proj = RowParallelLinear(build, f"{name}.linear_proj")
+        if build.config.qk_layernorm:
+            self.q_layernorm = Norm(build, f"{name}.q_layernorm")
+            self.k_layernorm = Norm(build, f"{name}.k_layernorm")
+
+    def forward(
+        self, x: Tensor, context: ForwardContext, kv: KV | None, residual: Residual | None = None
+    ) -> Tensor:
+        batch, d = context.batch, self.config.kv_channels
+        qkv = self.linear_qkv(x, batch.tokens)
+        grouped = qkv.view(batch.tokens, self.groups, -1, d)  # (T, G, queries + 2, D)
+        q, k, v = _split_qkv(grouped)
+        if self.config.qk_layernorm:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if context.rotary_cos_sin is not None:
+            q, k = (
+                apply_rotary_embedding(y, context.rotary_cos_sin, self.config.rotary_interleaved)
+                for y in (q, k)
+            )
+        if context.prefix is not None:
+            k, v = context.prefix.replace_kv(k, v, self.layer)
+        if kv is not None:
+            self.backend.store(k, v, batch, kv)
+        y = self._core_attention(q, k, v, batch, kv)
+        if context.output_rows is not None:
+            y = y.index_select(0, context.output_rows)
+        return cast(Tensor, self.linear_proj(y.flatten(1), residual))
+
+    def _core_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None
+    ) -> Tensor:
+        window, p = self.config.window_size, self.config.attention_dropout
+        attend = self.backend.attend
+        saves_only_inputs = self.backend.saves_only_inputs
+        if batch.dropout is not None and p:
+            saves_only_inputs = False
+            attend = partial(
+                unfused_attention,
+                dropout=AttentionDropout(p, partial(self._attention_dropout_mask, batch.dropout)),
+            )
+        if self.recompute.recomputes_core_attention and not saves_only_inputs:
+            return checkpointed(attend, q, k, v, batch, kv, window)
+        return attend(q, k, v, batch, kv, window)
+
+    def _attention_dropout_mask(
+        self, dropout: Dropout, sequence: int, shape: tuple[int, int], like: Tensor
+    ) -> Tensor:
+        """Return dropout masks (heads, queries, keys), seeded by the global number of each head."""
+        heads = self.config.num_attention_heads // self.mesh.tp
+        first_head = self.mesh.tp_rank * heads
+        p = self.config.attention_dropout
+        return torch.stack(
+            [
+                dropout.keep_mask(shape, p, (self.layer, 3, sequence, first_head + head), like)
+                for head in range(heads)
+            ]
+        )
+
+
+def _split_qkv(grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values; in training as copies, so that autograd can free each."""
+    if grouped.requires_grad and torch.is_grad_enabled():
+        qkv = _SplitQkv.apply(grouped)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Tensor, Tensor], qkv)
+    tokens, d = len(grouped), grouped.shape[-1]
+    return grouped[:, :, :-2].reshape(tokens, -1, d), grouped[:, :, -2], grouped[:, :, -1]
+
+
+class _SplitQkv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, d = len(grouped), grouped.shape[-1]
+        parts = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+        q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        return q.view(tokens, -1, d), k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        dq, dk, dv = grads
+        dq = dq.reshape(len(dk), dk.shape[1], -1, dk.shape[-1])
+        return torch.cat([dq, dk.unsqueeze(2), dv.unsqueeze(2)], dim=2)

@@ -1,0 +1,132 @@
+"""Decoder: the transformer layers of one pipeline stage, and the interface of decoder backends.
+
+`LayerwiseDecoder` runs the layers one after another. It is the default backend, and the reference
+to which tests compare every other `DecoderBackend`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from gpt.attention.kv_cache import KVPool
+from gpt.attention.paged import KV
+from gpt.batch import Batch
+from gpt.config import GPTConfig
+from gpt.model.activation_checkpointing import RecomputePolicy, checkpointed
+from gpt.model.attention_layer import Attention, ForwardContext, PrefixKV
+from gpt.model.build_context import BuildContext
+from gpt.model.mlp import MLP
+from gpt.model.moe import MoELayer
+from gpt.model.norm import Norm
+from gpt.model.residual_dropout import Residual, apply_hidden_dropout
+from gpt.model.rotary_embedding import compute_rotary_cos_sin
+from gpt.parallel.mesh import Mesh
+
+
+class DecoderBackend(Protocol):
+    """Runs all layers of a stage."""
+
+    def forward(
+        self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
+    ) -> Tensor:
+        """Return the hidden states after the layers; the input `x` may be overwritten.
+
+        The last layer may compute only the rows that the LM head reads (`logit_rows`): without a
+        KV pool only these rows are returned. With a pool all rows are returned, but the other rows
+        have passed through only part of the last layer, or through none of it.
+        """
+
+
+class DecoderLayer(nn.Module):
+    """Attention and an MLP (dense or mixture of experts), each with a residual connection."""
+
+    def __init__(self, build: BuildContext, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.config = build.config
+        self.mesh = build.mesh
+        self.self_attention = Attention(build, layer)
+        self.pre_mlp_layernorm: Norm | None = None
+        self.mlp: MLP | MoELayer
+        if build.config.moe_layers[layer]:
+            self.pre_mlp_layernorm = Norm(build, f"decoder.layers.{layer}.pre_mlp_layernorm")
+            self.mlp = MoELayer(build, layer)
+        else:
+            self.mlp = MLP(build, f"decoder.layers.{layer}.mlp")
+
+    def forward(self, x: Tensor, context: ForwardContext, kv: KV | None) -> Tensor:
+        residual = x if context.output_rows is None else x.index_select(0, context.output_rows)
+        after_attention = cast(
+            Tensor, self.self_attention(x, context, kv, self._residual(residual, context, 1))
+        )
+        return self.forward_mlp(
+            residual if self.config.parallel_residual else after_attention, after_attention, context
+        )
+
+    def forward_mlp(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
+        """Run the MLP sublayer: return the MLP output of `x`, added to `residual`."""
+        if self.pre_mlp_layernorm is not None:
+            x = self.pre_mlp_layernorm(x)
+        return cast(Tensor, self.mlp(x, context.batch.tokens, self._residual(residual, context, 2)))
+
+    def _residual(self, x: Tensor, context: ForwardContext, sublayer: int) -> Residual:
+        if context.batch.dropout is None:
+            return Residual(x, None)
+        site = (self.layer, sublayer)
+        return Residual(
+            x, lambda y: apply_hidden_dropout(y, self.config, self.mesh, context.batch, site)
+        )
+
+
+class LayerwiseDecoder:
+    """Runs the modules of the layers one after another, for training and inference."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        config: GPTConfig,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        recompute: RecomputePolicy,
+        *,
+        is_last_stage: bool,
+    ) -> None:
+        self._layers = layers
+        self._config = config
+        self._mesh = mesh
+        self._dtype = dtype
+        self._recompute = recompute
+        self._is_last_stage = is_last_stage
+
+    def forward(
+        self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
+    ) -> Tensor:
+        cos_sin = None
+        if self._config.uses_rope:
+            cos_sin = compute_rotary_cos_sin(self._config, batch.positions, self._dtype)
+        context = ForwardContext(batch, cos_sin, prefix=prefix)
+        for index, layer in enumerate(self._layers):
+            layer_kv = None if kv is None else kv.layer(layer.layer)
+            if index == len(self._layers) - 1 and self._selects_rows_early(batch, kv):
+                context = replace(context, output_rows=batch.logit_rows)
+            y = (
+                checkpointed(layer, x, context, layer_kv)
+                if self._recompute.recomputes_layer(index)
+                else layer(x, context, layer_kv)
+            )
+            keeps_other_rows = context.output_rows is not None and kv is not None
+            x = x.index_copy(0, cast(Tensor, context.output_rows), y) if keeps_other_rows else y
+        return x
+
+    def _selects_rows_early(self, batch: Batch, kv: KVPool | None) -> bool:
+        """Return whether the last layer computes only `logit_rows` after its attention core."""
+        # Sequence parallelism splits all rows, and dropout masks are drawn for all rows.
+        needs_all_rows = self._mesh.sequence_parallel or batch.dropout is not None
+        # fp16: the last layer's keys can overflow although its inputs are finite. So the output of
+        # every row is checked before other sequences can read the row's KV blocks.
+        may_overflow = kv is not None and self._dtype == torch.float16
+        is_subset = batch.logit_rows is not None and len(batch.logit_rows) < batch.tokens
+        return self._is_last_stage and is_subset and not needs_all_rows and not may_overflow

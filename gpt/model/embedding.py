@@ -1,0 +1,67 @@
+"""Embedding: word and position embeddings, and the embeddings of virtual tokens."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt.batch import Batch
+from gpt.model.build_context import BuildContext
+from gpt.model.residual_dropout import apply_hidden_dropout
+from gpt.parallel.sequence_parallel import scatter_to_sequence_parallel
+from gpt.parallel.tensor_parallel import all_reduce
+
+
+class Embedding(nn.Module):
+    """Converts token ids to hidden states.
+
+    Ids at or above the vocabulary size select embeddings of virtual tokens. No other module inserts
+    these embeddings. Virtual tokens have positions like other tokens.
+    """
+
+    def __init__(self, build: BuildContext, *, positions: bool) -> None:
+        super().__init__()
+        self.config = build.config
+        self.mesh = build.mesh
+        self.word_embeddings = nn.Module()
+        build.allocate_parameters(self.word_embeddings, "embedding.word_embeddings")
+        self.position_embeddings: nn.Module | None = None
+        if positions and self.config.has_learned_positions:
+            self.position_embeddings = nn.Module()
+            build.allocate_parameters(self.position_embeddings, "embedding.position_embeddings")
+
+    @property
+    def weight_shard(self) -> Tensor:
+        """Return this rank's rows of the embedding matrix; a tied LM head uses the same rows."""
+        return cast(Tensor, self.word_embeddings.weight)
+
+    def forward(self, ids: Tensor, batch: Batch, virtual_embeddings: Tensor | None) -> Tensor:
+        x = self.embed_tokens(ids, virtual_embeddings)
+        if self.position_embeddings is not None:
+            x = x + F.embedding(batch.positions, cast(Tensor, self.position_embeddings.weight))
+        x = scatter_to_sequence_parallel(x, self.mesh)
+        return apply_hidden_dropout(x, self.config, self.mesh, batch, (0, 0))
+
+    def embed_tokens(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
+        """Return the embeddings of all rows, without position embeddings."""
+        if virtual_embeddings is None and self.mesh.tp == 1:
+            return F.embedding(ids, self.weight_shard)
+        is_virtual = ids >= self.config.vocab_size
+        vocab_start = self.mesh.tp_rank * self.weight_shard.shape[0]
+        local_ids = ids - vocab_start
+        out_of_shard = (local_ids < 0) | (local_ids >= self.weight_shard.shape[0]) | is_virtual
+        x = F.embedding(local_ids.masked_fill(out_of_shard, 0), self.weight_shard)
+        x = all_reduce(x.masked_fill(out_of_shard.unsqueeze(-1), 0), self.mesh)
+        if virtual_embeddings is not None and torch.is_grad_enabled():
+            virtual_rows = is_virtual.nonzero().squeeze(-1)
+            x = x.index_put(
+                (virtual_rows,),
+                virtual_embeddings[ids[virtual_rows] - self.config.vocab_size].to(x.dtype),
+            )
+        elif virtual_embeddings is not None:  # nonzero() would synchronize the device.
+            replacements = virtual_embeddings.index_select(
+                0, (ids - self.config.vocab_size).clamp_min(0)
+            )
+            x = torch.where(is_virtual.unsqueeze(-1), replacements.to(x.dtype), x)
+        return x

@@ -1,0 +1,58 @@
+"""Norm: LayerNorm and RMSNorm, computed in at least fp32."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt.config import GPTConfig
+from gpt.model.activation_checkpointing import recompute_from_inputs
+from gpt.model.build_context import BuildContext
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm, computed in at least fp32."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, build: BuildContext, name: str) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.config = build.config
+        build.allocate_parameters(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalize(x, self.weight, self.bias, self.config)
+
+
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
+    """Return the LayerNorm or RMSNorm of `x`, in the dtype of `x`.
+
+    torch computes internally in fp32. A zero-centered gamma is converted first, because 1 + gamma
+    needs more digits than bf16 has.
+    """
+    if config.layernorm_zero_centered_gamma:
+        return recompute_from_inputs(
+            partial(_normalize_zero_centered, config=config), x, weight, bias
+        )
+    if config.normalization == "RMSNorm":
+        # Recompute, because autograd would save fp32 intermediates on a CPU.
+        return recompute_from_inputs(partial(_normalize, config=config), x, weight, bias)
+    return _normalize(x, weight, bias, config)
+
+
+def _normalize_zero_centered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig
+) -> Tensor:
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    shift = None if bias is None else bias.to(compute_dtype)
+    return _normalize(x.to(compute_dtype), weight.to(compute_dtype) + 1, shift, config).to(x.dtype)
+
+
+def _normalize(x: Tensor, scale: Tensor, shift: Tensor | None, config: GPTConfig) -> Tensor:
+    shape, epsilon = (x.shape[-1],), config.layernorm_epsilon
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(x, shape, scale, epsilon)
+    return F.layer_norm(x, shape, scale, shift, epsilon)

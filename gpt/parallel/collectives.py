@@ -1,0 +1,74 @@
+"""Collectives over the tensor parallel ranks, without gradients, and the barrier of all ranks.
+
+The collectives are the all-reduce, the all-gather of rows or columns, and the reduce-scatter of
+rows, with the padding of rows for it. The operations with a backward pass are in `tensor_parallel`
+and `sequence_parallel`. gloo reads only host memory, so GPU tensors are copied through host memory
+for it (`to_backend_memory`).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt.parallel.mesh import Mesh
+
+# torch 2.13 renamed these functions and warns about the old names; torch 2.11 has only old names.
+_all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce_no_grad(
+    x: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduce over the tensor ranks by `op`, without a backward pass."""
+    if mesh.tp == 1:
+        return x
+    if mesh.symmetric_all_reduce is not None and op == dist.ReduceOp.SUM:
+        fast_sum = mesh.symmetric_all_reduce(x.detach())
+        if fast_sum is not None:
+            return fast_sum
+    local = to_backend_memory(x, mesh)
+    y = local if mesh.stages_through_host else local.clone()
+    dist.all_reduce(y, op, group=mesh.tp_group)
+    return y.to(x.device)
+
+
+def all_gather_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the rows of all tensor ranks, padding included."""
+    local = to_backend_memory(x, mesh)
+    y = local.new_empty(mesh.tp * x.shape[0], *x.shape[1:])
+    _all_gather_into_tensor(y, local, group=mesh.tp_group)
+    return y.to(x.device)
+
+
+def all_gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the columns of all tensor ranks, in the order of the ranks."""
+    local = to_backend_memory(x, mesh)
+    shards = [torch.empty_like(local) for _ in range(mesh.tp)]
+    dist.all_gather(shards, local, group=mesh.tp_group)
+    return torch.cat(shards, dim=-1).to(x.device)
+
+
+def reduce_scatter_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    """Sum over the tensor ranks and return this rank's rows; `x` is padded with `pad_rows`."""
+    padded = to_backend_memory(pad_rows(x, mesh), mesh)
+    y = padded.new_empty(padded.shape[0] // mesh.tp, *x.shape[1:])
+    _reduce_scatter_tensor(y, padded, group=mesh.tp_group)
+    return y.to(x.device)
+
+
+def pad_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    """Pad `x` with zero rows to a multiple of the number of tensor ranks."""
+    padding = -x.shape[0] % mesh.tp
+    return torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) if padding else x
+
+
+def to_backend_memory(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return `x` in memory that the group's backend can read, which for gloo is host memory."""
+    return (x.detach().cpu() if mesh.stages_through_host else x.detach()).contiguous()
+
+
+def barrier(mesh: Mesh) -> None:
+    """Block until every rank of the mesh has called this function."""
+    if mesh.tp * mesh.dp * mesh.pp > 1:
+        dist.barrier()

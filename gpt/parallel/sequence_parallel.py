@@ -1,0 +1,106 @@
+"""Sequence parallelism: scatter, all-gather and reduce-scatter of rows, with gradients.
+
+With sequence parallelism each tensor rank has some of the rows (tokens) outside the tensor-parallel
+linears, so that norms, dropout and residuals are not computed for all rows on each rank. The
+all-gather before a column-parallel linear and the reduce-scatter after a row-parallel linear take
+the place of the copy and the all-reduce of `tensor_parallel`, which chooses between them. Hidden
+states have the shape (tokens, hidden). If the tokens do not divide evenly over the ranks, the rows
+are padded.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.parallel.collectives import all_gather_rows, pad_rows, reduce_scatter_rows
+from gpt.parallel.mesh import Mesh
+
+
+def scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return this rank's rows of a replicated tensor; all rows without sequence parallelism."""
+    if not mesh.sequence_parallel:
+        return x
+    return cast(Tensor, _ScatterToSequenceParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+def gather_from_sequence_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+    """All-gather the rows; the backward pass reduce-scatters the gradients."""
+    rows = _GatherFromSequenceParallel.apply(x, mesh, tokens)  # type: ignore[no-untyped-call]
+    return cast(Tensor, rows)
+
+
+def reduce_scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
+    """Sum over the tensor ranks, return this rank's rows; the backward pass is an all-gather."""
+    rows = _ReduceScatterToSequenceParallel.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return cast(Tensor, rows)
+
+
+def all_gather_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: Mesh, tokens: int
+) -> Tensor:
+    """Compute a column-parallel linear with sequence parallelism; save only this rank's rows.
+
+    The gradient of the weight needs all rows, so the backward pass gathers them again.
+    `ColumnParallelLinear` uses the function for trainable weights; for frozen weights it uses
+    `to_column_parallel`.
+    """
+    y = _AllGatherLinear.apply(x, weight, bias, mesh, tokens)  # type: ignore[no-untyped-call]
+    return cast(Tensor, y)
+
+
+class _ScatterToSequenceParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        ctx.tokens = x.shape[0]
+        # A copy, because a view would keep the memory of all rows allocated.
+        return pad_rows(x, mesh).chunk(mesh.tp)[mesh.tp_rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(grads[0], ctx.mesh)[: ctx.tokens], None
+
+
+class _GatherFromSequenceParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+        ctx.mesh = mesh
+        return all_gather_rows(x, mesh)[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_rows(grads[0], ctx.mesh), None, None
+
+
+class _ReduceScatterToSequenceParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        ctx.tokens = x.shape[0]
+        return reduce_scatter_rows(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(grads[0], ctx.mesh)[: ctx.tokens], None
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mesh: Mesh, tokens: int
+    ) -> Tensor:
+        ctx.mesh = mesh
+        ctx.tokens = tokens
+        ctx.save_for_backward(x, weight)
+        return F.linear(all_gather_rows(x, mesh)[:tokens], weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0]
+        dx = reduce_scatter_rows(dy @ weight, ctx.mesh) if ctx.needs_input_grad[0] else None
+        dweight = dy.T @ all_gather_rows(x, ctx.mesh)[: ctx.tokens]
+        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None

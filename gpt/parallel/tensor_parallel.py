@@ -1,0 +1,91 @@
+"""Tensor parallelism: the collectives before and after tensor-parallel linears, with gradients.
+
+`to_column_parallel` prepares the input of a column-parallel linear (copy, or all-gather of the rows
+with sequence parallelism), and `from_row_parallel` sums the outputs of a row-parallel linear
+(all-reduce, or reduce-scatter of the rows with sequence parallelism). The backward pass of each
+operation is the forward pass of the other. On one tensor rank all operations are no-ops.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gpt.parallel.collectives import all_gather_columns, all_reduce_no_grad
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.sequence_parallel import (
+    gather_from_sequence_parallel,
+    reduce_scatter_to_sequence_parallel,
+)
+
+
+def to_column_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
+    """Return the input of a column-parallel linear, with all rows.
+
+    The backward pass sums the gradients over the tensor ranks.
+    """
+    if mesh.tp == 1:
+        return x
+    if mesh.sequence_parallel:
+        return gather_from_sequence_parallel(x, mesh, tokens)
+    return cast(Tensor, _CopyToTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
+    """Sum the outputs of a row-parallel linear over the tensor ranks.
+
+    With sequence parallelism only this rank's rows of the sum are returned.
+    """
+    if mesh.tp == 1:
+        return x
+    if mesh.sequence_parallel:
+        return reduce_scatter_to_sequence_parallel(x, mesh)
+    return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+def all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
+    """Sum over the tensor ranks; return all rows. The backward pass does not change gradients."""
+    if mesh.tp == 1:
+        return x
+    return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
+    """Concatenate the columns of all tensor ranks, such as the logits of a sharded vocabulary."""
+    if mesh.tp == 1:
+        return x
+    return cast(Tensor, _GatherColumns.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+class _CopyToTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_no_grad(grads[0], ctx.mesh), None
+
+
+class _ReduceFromTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        return all_reduce_no_grad(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        ctx.columns = x.shape[-1]
+        return all_gather_columns(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        start = ctx.mesh.tp_rank * ctx.columns
+        return grads[0][..., start : start + ctx.columns].contiguous(), None

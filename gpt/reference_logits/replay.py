@@ -1,0 +1,186 @@
+"""Proof: reference logits of a checkpoint, computed and replayed to verify a converted model.
+
+A proof has a few rows of token ids with the logits that the source model computes for them. After
+a resharding, a change of dtype or an upgrade the proof is replayed: the same model gives the same
+logits, except for rounding. The logits are computed layer by layer, so the whole model is never in
+memory. A failed proof does not show where two models differ; a comparison of their tensors does.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from gpt.batch import Batch
+from gpt.checkpoint.digest import identify
+from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity, majority_dtype
+from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
+from gpt.model.loading import check_dtype, load_model
+from gpt.parallel.mesh import Mesh
+from gpt.reference_logits.proof_file import Proof, check_proof_fits
+
+PROOF_ROWS = 4
+PROOF_ROW_TOKENS = 32  # Fewer if the model has fewer positions.
+
+# By dtype: the largest difference of a logit that rounding may cause, in standard deviations of the
+# logits. A different parallel layout or batch changes fp32 logits by 1e-5. Measured against fp32,
+# for dense models of 4 to 48 layers with random weights: bfloat16 0.03 to 0.11, float16 0.003 to
+# 0.014; trained models have larger outliers. A wrong order of rows or a wrong rotary base changes
+# logits by 1 to 7.
+LOGIT_TOLERANCES: Mapping[str, float] = {
+    "float64": 1e-3,
+    "float32": 1e-3,
+    "float16": 0.05,
+    "bfloat16": 0.3,
+}
+# Rounding changes the choice between experts with nearly equal scores: 0.6 was measured, with 24
+# layers of 32 experts.
+MOE_LOGIT_TOLERANCE = 1.0
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """The difference between the logits of a replay and those of the proof."""
+
+    max_difference: float  # Largest of all logits, in standard deviations of the proof's logits.
+    limit: float
+    argmax_matches: int  # Positions with the same argmax id.
+    positions: int  # Positions compared.
+    dtype: str  # The dtype of the replay.
+
+    @property
+    def is_within_limit(self) -> bool:
+        return self.max_difference <= self.limit
+
+    @property
+    def summary(self) -> str:
+        comparison = "within" if self.is_within_limit else "over"
+        return (
+            f"in {self.dtype} the logits differ by {self.max_difference:.2g} of their standard "
+            f"deviation, {comparison} the limit of {self.limit:g}, and the most likely token is "
+            f"the same at {self.argmax_matches} of {self.positions} positions"
+        )
+
+
+def compute_proof(checkpoint: Checkpoint, identity: ModelIdentity | None = None) -> Proof:
+    """Return the proof of a checkpoint, computed in fp32 on the CPU.
+
+    Without `identity` all tensors are read to compute the digest.
+    """
+    config = checkpoint.config
+    ids = probe_token_ids(config.vocab_size, config.max_position_embeddings)
+    logits, best = _layerwise_logits(checkpoint, ids, torch.float32)
+    base = (identity or identify(checkpoint)).digest
+    return Proof(ids, best, logits, base, stored_dtype(checkpoint), _software_versions())
+
+
+def check_proof(checkpoint: Checkpoint, proof: Proof, dtype: str = "float32") -> LogitDifference:
+    """Replay the proof on the CPU, layer by layer. fp32 detects an error in a single head."""
+    check_dtype(dtype)
+    check_proof_fits(proof.logits.shape, proof.ids.shape, checkpoint.config, str(checkpoint.path))
+    logits, best = _layerwise_logits(checkpoint, proof.ids, FLOAT_DTYPES[dtype])
+    return _compare_logits(proof, logits, best, checkpoint, dtype)
+
+
+@torch.inference_mode()
+def replay_proof(
+    proof: Proof, compute_logits: Callable[[Tensor], Tensor], checkpoint: Checkpoint, dtype: str
+) -> LogitDifference:
+    """Replay the proof with `compute_logits`, which computes logits of the model in `dtype`.
+
+    `compute_logits` takes ids (n, s). It returns logits of the last positions, (n, vocabulary), or
+    of all positions, (n, s, vocabulary), like `GPT.logits`; then the argmax ids of all positions
+    are compared.
+    """
+    check_proof_fits(proof.logits.shape, proof.ids.shape, checkpoint.config, str(checkpoint.path))
+    logits = compute_logits(proof.ids)
+    best = logits.argmax(-1).cpu()
+    last_logits = logits[:, -1] if logits.dim() == 3 else logits
+    assert last_logits.shape == proof.logits.shape, (
+        f"compute_logits returned logits of the shape {tuple(last_logits.shape)}"
+    )
+    return _compare_logits(proof, last_logits.float().cpu(), best, checkpoint, dtype)
+
+
+def logit_tolerance(proof: Proof, checkpoint: Checkpoint, dtype: str) -> float:
+    """Return the limit of a replay in `dtype`; it is higher if the weights were rounded again."""
+    weights_dtype = stored_dtype(checkpoint)
+    is_lossless = (
+        torch.promote_types(FLOAT_DTYPES[weights_dtype], FLOAT_DTYPES[proof.dtype])
+        == FLOAT_DTYPES[weights_dtype]
+    )
+    limit = max(LOGIT_TOLERANCES[dtype], 0.0 if is_lossless else LOGIT_TOLERANCES[weights_dtype])
+    is_low_precision = limit > LOGIT_TOLERANCES["float32"]
+    return MOE_LOGIT_TOLERANCE if is_low_precision and any(checkpoint.config.moe_layers) else limit
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype of most stored values, before any conversion while reading."""
+    sources = (piece.source for tensor in checkpoint.tensors.values() for piece in tensor.slices)
+    return FLOAT_DTYPE_NAMES[majority_dtype(sources) or FLOAT_DTYPES[checkpoint.config.dtype]]
+
+
+def probe_token_ids(vocab_size: int, positions: int) -> Tensor:
+    """Return ids evenly spaced over the vocabulary, in a fixed pseudo-random order."""
+    columns = min(PROOF_ROW_TOKENS, positions)
+    count = PROOF_ROWS * columns
+    order = sorted(range(count), key=lambda index: hashlib.sha256(b"%d" % index).digest())
+    token_ids = [index * (vocab_size - 1) // (count - 1) for index in order]
+    return torch.tensor(token_ids).view(PROOF_ROWS, columns)
+
+
+@torch.inference_mode()
+def _layerwise_logits(
+    checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the logits of the last positions, and the argmax ids of all positions."""
+    mesh, layers = Mesh.single(), checkpoint.config.num_layers
+    lengths = (ids.shape[1],) * ids.shape[0]
+    batch = Batch.unpaged(lengths)
+    x = ids.flatten()
+    for layer in range(layers - 1):
+        # One layer as a pipeline stage; it is freed before the next one is allocated.
+        layer_range = range(layer, layer + 1)
+        x = load_model(checkpoint, mesh, dtype=dtype, layers=layer_range).forward_hidden(x, batch)
+    last_stage = load_model(checkpoint, mesh, dtype=dtype, layers=range(layers - 1, layers))
+    x = last_stage.forward_hidden(x, batch)
+    logits, best = [], []
+    for row_indices in torch.arange(len(x)).split(ids.shape[1]):  # Row by row, to limit memory.
+        row_logits = last_stage.compute_logits(x, Batch.unpaged(lengths, logit_rows=row_indices))
+        best.append(row_logits.argmax(-1))
+        logits.append(row_logits[-1].float())
+    return torch.stack(logits), torch.stack(best)
+
+
+def _compare_logits(
+    proof: Proof, logits: Tensor, best: Tensor, checkpoint: Checkpoint, dtype: str
+) -> LogitDifference:
+    scale = float(proof.logits.std(correction=0)) or 1.0
+    row_differences = (
+        (logits - proof.logits).abs().amax(1).div(scale).nan_to_num(math.inf, math.inf)
+    )
+    # With nearly equal expert scores, rounding may choose other experts, so single rows of a
+    # correct model differ. Nearly all rows of a wrong model differ, so with experts the median row
+    # decides.
+    deciding_row = (
+        (len(row_differences) - 1) // 2
+        if any(checkpoint.config.moe_layers)
+        else len(row_differences) - 1
+    )
+    max_difference = float(row_differences.sort().values[deciding_row])
+    expected = proof.best if best.dim() == 2 else proof.best[:, -1]
+    argmax_matches = int((best == expected).sum())
+    limit = logit_tolerance(proof, checkpoint, dtype)
+    return LogitDifference(max_difference, limit, argmax_matches, best.numel(), dtype)
+
+
+def _software_versions() -> str:
+    try:
+        preamble_version = version("preamble")
+    except PackageNotFoundError:
+        preamble_version = "0+checkout"  # The package is not installed.
+    return f"preamble {preamble_version}, torch {torch.__version__}"

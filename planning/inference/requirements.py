@@ -1,0 +1,222 @@
+"""Serving requirements (workload, limits, hardware, objective) and KV-cache memory capacity.
+
+The capacity is computed from bytes, with the memory ledger that all plans use, before any
+simulation. The search is in `planning.inference.search`. The module does not import torch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+from planning.hardware import Cluster
+from planning.inference.calibration_file import Calibration
+from planning.inference.estimate import (
+    ServingSplit,
+    Workload,
+    kv_token_capacity,
+    serving_memory,
+)
+from planning.inference.service_levels import OBJECTIVES, Objective, ServiceLimits
+from planning.memory_ledger import MemoryLedger, tight_share
+from planning.plan import Feasibility
+from serving.memory_budget import KV_BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class PrefillPreset:
+    """A pair of values for the two settings that limit the prefill tokens of a step."""
+
+    step_tokens_max: int
+    prefill_stall_ms_max: float
+
+
+# In this order: the preset for short inter-token latency, the server's defaults, and the preset for
+# high throughput.
+PREFILL_PRESETS = (PrefillPreset(256, 5.0), PrefillPreset(512, 15.0), PrefillPreset(2048, 1000.0))
+DEFAULT_PREFILL_PRESET = PREFILL_PRESETS[1]
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What the planner must satisfy: model, workload, limits, hardware and objective.
+
+    With `saturate`, the concurrency of each candidate is its `running_requests_max` times its
+    number of replicas; the load of `workload` is not used.
+    """
+
+    model: GPTConfig
+    dtype: str
+    workload: Workload
+    limits: ServiceLimits
+    cluster: Cluster
+    calibration: Calibration | None = None
+    objective: Objective = "throughput"
+    saturate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"objective is {self.objective!r}; choose one of: {', '.join(OBJECTIVES)}"
+            )
+        if self.saturate:
+            saturated_workload = replace(self.workload, request_rate=None, concurrency=1)
+            object.__setattr__(self, "workload", saturated_workload)
+        self.limits.check_workload(self.workload)
+        context = self.model.max_position_embeddings
+        if self.request_tokens_p95 > context:
+            raise ConfigError(
+                f"a request has up to {self.request_tokens_p95} tokens (virtual tokens and the "
+                "95th percentiles of input and output), and the model's context length is "
+                f"{context}; reduce the lengths to at most {context} together"
+            )
+
+    @property
+    def gpus(self) -> int:
+        return min(self.cluster.gpus, self.limits.gpus_max or self.cluster.gpus)
+
+    @property
+    def request_tokens_p95(self) -> int:
+        """Number of tokens of a long request: virtual tokens, and the p95 of input and output."""
+        workload = self.workload
+        return math.ceil(
+            workload.virtual_tokens + workload.input_tokens.p95 + workload.output_tokens.p95
+        )
+
+    @property
+    def request_tokens_mean(self) -> int:
+        """Number of tokens of an average request when the request finishes."""
+        workload = self.workload
+        return math.ceil(
+            workload.virtual_tokens + workload.input_tokens.mean + workload.output_tokens.mean
+        )
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.calibration is not None and self.calibration.kind == "cpu"
+
+    @property
+    def device(self) -> str:
+        """The value of the server's `device` setting."""
+        return "cpu" if self.on_cpu else "cuda"
+
+    @property
+    def is_closed_loop(self) -> bool:
+        return self.workload.request_rate is None
+
+    def workload_for(self, running_requests_max: int, replicas: int) -> Workload:
+        """Return the workload to simulate for a candidate.
+
+        With `saturate`, its concurrency is `running_requests_max` * `replicas`.
+        """
+        if not self.saturate:
+            return self.workload
+        return replace(
+            self.workload, request_rate=None, concurrency=running_requests_max * replicas
+        )
+
+
+@dataclass(frozen=True)
+class MemoryCapacity:
+    """The largest KV cache that fits in the memory of one replica."""
+
+    kv_tokens: int  # Number of tokens in the KV cache.
+    running_requests_max: int  # Number of requests of average length that fit in the KV cache.
+    feasibility: Feasibility = "fits"
+    memory: MemoryLedger | None = None  # Set only if not even one request fits.
+    reason: str = ""
+
+
+def memory_capacity(
+    requirements: Requirements, tp: int, pp: int, batch: int, preset: PrefillPreset
+) -> MemoryCapacity:
+    """Return the KV cache capacity of a replica.
+
+    A memory share above the usable share (feasibility "tight") is tried only if one request does
+    not fit within the usable share.
+    """
+    split = ServingSplit(tp, pp, 1, batch, max(batch, preset.step_tokens_max))
+    limits = requirements.limits
+    tight_fraction = tight_share(limits.memory_fraction)
+    memory_shares: tuple[tuple[float, Feasibility], ...] = (
+        (limits.usable_memory_share, "fits"),
+        (tight_fraction, "tight"),
+    )
+    kv_tokens = 0
+    for share, feasibility in memory_shares:
+        kv_tokens = _kv_tokens_within(requirements, split, share)
+        if kv_tokens >= requirements.request_tokens_p95:
+            return MemoryCapacity(
+                kv_tokens, max(1, kv_tokens // requirements.request_tokens_mean), feasibility
+            )
+    memory, _ = serving_memory(
+        requirements.model,
+        requirements.dtype,
+        replace(split, kv_tokens=0),
+        requirements.cluster,
+        on_cpu=requirements.on_cpu,
+    )
+    usable_bytes = limits.usable_memory_share * memory.capacity
+    fixed = memory.weights + memory.workspace
+    if fixed > usable_bytes:
+        reason = (
+            f"weights take {memory.weights / 1e9:.1f} GB and a step's workspace takes "
+            f"{memory.workspace / 1e9:.1f} GB, but only {usable_bytes / 1e9:.1f} GB per GPU are "
+            "usable"
+        )
+        return MemoryCapacity(0, 0, "rejected", memory, reason)
+    reason = (
+        f"beside {memory.weights / 1e9:.1f} GB of weights, the KV cache holds {kv_tokens} tokens, "
+        f"but a request has up to {requirements.request_tokens_p95} tokens"
+    )
+    return MemoryCapacity(0, 0, "rejected", memory, reason)
+
+
+def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: float) -> int:
+    """Return the largest number of KV cache tokens for which `share` of a device's memory suffices.
+
+    It is rounded down to whole blocks, and applies to the device that needs the most memory.
+    """
+
+    def ledger_with(tokens: int) -> tuple[MemoryLedger, int]:
+        sized_split = replace(split, kv_tokens=tokens)
+        return serving_memory(
+            requirements.model,
+            requirements.dtype,
+            sized_split,
+            requirements.cluster,
+            on_cpu=requirements.on_cpu,
+        )
+
+    empty, _ = ledger_with(0)
+    usable_bytes = share * empty.capacity
+    # The empty ledger contains one KV block: block 0, which no sequence uses.
+    bytes_per_token = max(1.0, empty.kv / KV_BLOCK_TOKENS)
+    tokens = int(max(0.0, usable_bytes - empty.total) / bytes_per_token)
+    # With the KV cache included, another device may need the most memory.
+    full_ledger, _ = ledger_with(tokens)
+    excess_bytes = max(0.0, full_ledger.total - usable_bytes)
+    tokens = max(
+        0, tokens - math.ceil(excess_bytes / max(1.0, full_ledger.kv / (tokens + KV_BLOCK_TOKENS)))
+    )
+    if requirements.on_cpu:  # On a CPU, the server's default KV cache is the upper bound.
+        tokens = min(
+            tokens,
+            kv_token_capacity(
+                requirements.model, requirements.dtype, split, requirements.cluster, on_cpu=True
+            ),
+        )
+    return tokens // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+
+
+def kv_tokens_needed(requirements: Requirements, capacity: MemoryCapacity, batch: int) -> int:
+    """Return the number of KV cache tokens to configure.
+
+    On a GPU this is the capacity. On a CPU, whose memory has other uses, it is only the number that
+    `batch` requests need.
+    """
+    if not requirements.on_cpu:
+        return capacity.kv_tokens
+    # Each request fills whole blocks, and one more block to grow into.
+    blocks = -(-requirements.request_tokens_p95 // KV_BLOCK_TOKENS) + 1
+    return min(capacity.kv_tokens, batch * blocks * KV_BLOCK_TOKENS)

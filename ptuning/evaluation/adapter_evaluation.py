@@ -1,0 +1,234 @@
+"""Adapter evaluation: scores a model with and without an adapter, for `tune --evaluate`.
+
+The adapter's card has the prompt template, the stop strings and the digest of the base model. The
+model answers the same records with and without the adapter's virtual tokens, so the scores show the
+gain of the adapter. The stop strings and length limits have the same effect as in serving.
+The measurements on held-out records during a run are in ptuning/run/validation.py.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter
+from gpt.checkpoint.digest import identify
+from gpt.errors import AdapterError, ConfigError
+from gpt.formats.overrides import open_with_overrides, read_overrides
+from gpt.generation.completions import NEW_TOKENS_DEFAULT, complete_prompts
+from gpt.model.gpt_model import GPT
+from gpt.model.loading import load_model, parse_device
+from gpt.model.pipeline import model_chunks
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.pipeline_communication import broadcast_from_last_stage
+from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
+from ptuning.config import TuneConfig
+from ptuning.data.dataset import Example, ExampleSet, read_examples
+from ptuning.data.micro_batch import build_micro_batch, split_into_micro_batches
+from ptuning.evaluation.answer_metrics import compute_metrics
+from ptuning.prompt.prefix_tuning import shard_prefix_table
+from ptuning.run_facts import ADAPTER, NO_PROMPT, Sample
+from ptuning.training.pipeline import PipelineChannels, run_passes
+from ptuning.training.pipeline_schedule import schedule_forward_only
+
+BATCH_TOKENS = 4096  # Token limit of a micro-batch when the loss is computed.
+SAMPLES_MAX = 12  # Number of sample answers in the JSON output.
+LINES_SHOWN = 3  # Number of sample answers and of reasons for dropped records in the text output.
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of the answers with the adapter, or of the answers without it."""
+
+    loss: float  # Mean loss over the tokens of the expected answers.
+    measures: Mapping[str, float]  # Metrics from 0 to 1.
+    answers_cut: int  # Number of generated answers that reached max_new_tokens.
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of evaluating an adapter on records."""
+
+    examples: int
+    truncated: int
+    dropped: Sequence[str]  # The reason for each dropped record.
+    scores: Mapping[str, Score]  # Keyed by ADAPTER and NO_PROMPT.
+    samples: Sequence[Sample]
+
+
+def evaluate(
+    model: GPT | Sequence[GPT], tokenizer: Tokenizer, adapter: Adapter, examples: ExampleSet
+) -> Evaluation:
+    """Score an adapter on examples that were rendered by the adapter's template.
+
+    All ranks must call this function.
+    """
+    vocab_size = model_chunks(model)[0].config.vocab_size
+    table = adapter.table.to(model_chunks(model)[0].mesh.device)
+    plain_examples = [_without_virtual_tokens(example, vocab_size) for example in examples.examples]
+    texts: dict[str, list[str]] = {}
+    cut: list[bool] = []
+    scores: dict[str, Score] = {}
+    for baseline, scored_examples, table_rows in (
+        (NO_PROMPT, plain_examples, None),
+        (ADAPTER, examples.examples, table),
+    ):
+        prompts = [list(example.ids[: example.answer_start]) for example in scored_examples]
+        answers = complete_prompts(
+            model,
+            tokenizer,
+            # A prompt needs at least one token. An empty prompt becomes the BOS token, or the EOS
+            # token if the tokenizer has no BOS token: it precedes texts in the training data.
+            [prompt or [tokenizer.bos_id or tokenizer.eos_id or 0] for prompt in prompts],
+            adapter_table=table_rows,
+            adapter_kind=adapter.card.kind,
+            max_new_tokens=adapter.card.max_new_tokens or NEW_TOKENS_DEFAULT,
+            stop_strings=adapter.card.stop,
+        )
+        texts[baseline] = [answer.text for answer in answers]
+        cut = [answer.is_truncated for answer in answers]
+        metrics = compute_metrics(texts[baseline], examples.answers)
+        scores[baseline] = Score(
+            answer_loss(model, scored_examples, table_rows, adapter.card.kind), metrics, sum(cut)
+        )
+    sample_columns = (examples.records, examples.answers, texts[NO_PROMPT], texts[ADAPTER], cut)
+    samples = [
+        Sample(*sample_values)
+        for sample_values, _ in zip(
+            zip(*sample_columns, strict=True), range(SAMPLES_MAX), strict=False
+        )
+    ]
+    return Evaluation(len(examples.examples), examples.truncated, examples.dropped, scores, samples)
+
+
+@torch.no_grad()
+def answer_loss(
+    model: GPT | Sequence[GPT],
+    examples: Sequence[Example],
+    table: Tensor | None,
+    kind: str = "rows",
+) -> float:
+    """Return the mean loss over the tokens that have a loss. All ranks must call this function."""
+    chunks = model_chunks(model)
+    mesh = chunks[0].mesh
+    # Examples of similar length share a micro-batch; the order does not change the sum.
+    ordered = sorted(examples, key=lambda example: len(example.ids))
+    micro_batches = [
+        build_micro_batch(group, mesh.device)
+        for group in split_into_micro_batches(
+            [example for example in ordered if example.loss_positions], None, BATCH_TOKENS
+        )
+        if group
+    ]
+    passes = schedule_forward_only(mesh.pp, len(micro_batches), len(chunks))
+    prefix = None
+    if table is not None and kind == "prefix":
+        prefix = shard_prefix_table(table, chunks)
+        table = None
+    total = run_passes(
+        chunks,
+        passes,
+        micro_batches,
+        PipelineChannels(mesh),
+        table=table,
+        prefix=prefix,
+        loss_scale=0.0,
+    )
+    tokens = sum(len(example.loss_positions) for example in examples)
+    return float(broadcast_from_last_stage(total, mesh)) / max(1, tokens)
+
+
+def _without_virtual_tokens(example: Example, vocab_size: int) -> Example:
+    """Return the same example without its virtual tokens."""
+    ids = [token for token in example.ids if token < vocab_size]
+    virtual_count = sum(token >= vocab_size for token in example.ids[: example.answer_start])
+    return Example(ids, example.answer_start - virtual_count, example.task_index)
+
+
+def evaluate_command(args: argparse.Namespace) -> int:
+    """Run `tune --evaluate ADAPTER FILE` with the model of `args.model` or of the config file."""
+    path, file = map(Path, args.evaluate)
+    config = _load_config(args)
+    overrides = read_overrides(config.config_json, config.true_vocab_size)
+    checkpoint = open_with_overrides(config.model, overrides, config.tokenizer)
+    adapter = open_adapter(path, base=checkpoint)
+    model_config = checkpoint.config
+    notes = check_adapter(
+        adapter,
+        model_config.with_fields(dtype=config.dtype or model_config.dtype),
+        identify(checkpoint),
+    )
+    tokenizer: Tokenizer = NullTokenizer(model_config.vocab_size)
+    if checkpoint.tokenizer is not None:
+        tokenizer = open_tokenizer(checkpoint.tokenizer)
+        check_tokenizer(tokenizer, model_config.vocab_size, checkpoint.tokenizer)
+    examples = _read_examples(
+        adapter, file, tokenizer, model_config.vocab_size, model_config.max_position_embeddings
+    )
+    mesh = Mesh.single(parse_device(config.device))
+    model = load_model(checkpoint, mesh, dtype=config.dtype).eval()
+    evaluation = evaluate(model, tokenizer, adapter, examples)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    if args.json:
+        record = {"adapter": str(path), "file": str(file), "notes": notes, **asdict(evaluation)}
+        sys.stdout.write(json.dumps(record) + "\n")
+    else:
+        sys.stdout.write(evaluation_text(evaluation, f"{path.name} on {file.name}"))
+    return 0
+
+
+def _load_config(args: argparse.Namespace) -> TuneConfig:
+    model = getattr(args, "model", None)
+    if args.config is not None:
+        config = TuneConfig.from_yaml(args.config)
+        return config if model is None else replace(config, model=model)
+    if model is None:
+        raise ConfigError(
+            "an adapter file does not contain the path of its model; give --model PATH, or the "
+            "CONFIG.yaml of its run"
+        )
+    return TuneConfig(model=model, name="evaluated", data="none")
+
+
+def _read_examples(
+    adapter: Adapter, file: Path, tokenizer: Tokenizer, vocab_size: int, context: int
+) -> ExampleSet:
+    card = adapter.card
+    if card.template is None or card.template.answer_field is None:
+        missing = "template" if card.template is None else "answer field in its template"
+        raise AdapterError(
+            f"the card of {card.name!r} has no {missing}, so the field of the expected answer is "
+            "unknown; evaluate an adapter written by `preamble tune`, or import the adapter with "
+            "a template that has an answer field"
+        )
+    limits = {"vocab_size": vocab_size, "tokens_max": context}
+    return read_examples(file, card.template, tokenizer, **limits, kind=card.kind)
+
+
+def evaluation_text(evaluation: Evaluation, title: str) -> str:
+    """Return the scores and some sample answers as text for the terminal."""
+    adapter_score, baseline_score = evaluation.scores[ADAPTER], evaluation.scores[NO_PROMPT]
+    lines = [
+        f"{title}: {evaluation.examples} records, {evaluation.truncated} truncated, "
+        f"{len(evaluation.dropped)} dropped"
+    ]
+    lines += [f"dropped: {reason}" for reason in evaluation.dropped[:LINES_SHOWN]]
+    lines.append(f"{'':14}{ADAPTER:>12}{NO_PROMPT:>12}")
+    lines.append(f"{'loss':14}{adapter_score.loss:12.4f}{baseline_score.loss:12.4f}")
+    for name, value in adapter_score.measures.items():
+        lines.append(
+            f"{name.replace('_', ' '):14}{value:12.1%}{baseline_score.measures[name]:12.1%}"
+        )
+    lines.append(f"{'answers cut':14}{adapter_score.answers_cut:12}{baseline_score.answers_cut:12}")
+    for sample in evaluation.samples[:LINES_SHOWN]:
+        lines.append(
+            f"expected {sample.expected.strip()!r}, {ADAPTER} {sample.after.strip()!r}, "
+            f"{NO_PROMPT} {sample.before.strip()!r}"
+        )
+    return "\n".join(lines) + "\n"

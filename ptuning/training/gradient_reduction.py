@@ -1,0 +1,204 @@
+"""Gradient reduction over ranks after a step's backward passes (Megatron's finalize_model_grads).
+
+The replication of a trainable tensor over the ranks determines the reductions of its gradient:
+
+- Replicas whose gradients cover only the rank's own tokens (sequence parallelism) or attention
+  heads are summed over the tensor-parallel ranks.
+- The keys and values of a KV head with replicas (fewer KV heads than tensor-parallel ranks) are
+  summed over the ranks of the KV head.
+- The word embedding that is tied to the output layer is summed over the first and the last pipeline
+  stage.
+- All gradients are summed over the data-parallel ranks.
+
+Only this module records how each tensor is replicated over the ranks. The gradient norm depends on
+it too: replicas count once.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.model.gpt_model import GPT
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.pipeline_communication import receive_from_stage, send_to_stage
+from gpt.parallel.weight_sharding import ShardRule, parameter_specs
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+# With sequence parallelism, a rank's gradient of these replicated parameters covers only the rank's
+# own tokens.
+SEQUENCE_PARALLEL_SUFFIXES = (
+    "norm_weight",
+    "norm_bias",
+    "layernorm.weight",
+    "layernorm.bias",
+    "linear_proj.bias",
+    "linear_fc2.bias",
+    "router.weight",
+    "gate_weight",
+)
+# A rank's gradient of these replicated parameters covers only the rank's own attention heads.
+HEAD_NORM_SUFFIXES = (
+    "q_layernorm.weight",
+    "q_layernorm.bias",
+    "k_layernorm.weight",
+    "k_layernorm.bias",
+)
+# Pre-training updates the expert bias by expert load, not by gradients, so it is not trained here.
+EXPERT_BIAS = "expert_bias"
+
+
+class Replication(Enum):
+    """How a tensor is distributed over the tensor-parallel ranks."""
+
+    SPLIT = "each rank has its own shard"
+    KV_GROUPS = "a QKV weight: sharded queries, replicated keys and values (fewer KV heads than tp)"
+    KV_HEADS = "keys and values only, replicated (fewer KV heads than tp)"
+    REPLICATED = "replicas with equal gradients"
+    PARTIAL = "replicas, each with the gradient of its own tokens or heads"
+
+
+@dataclass(frozen=True)
+class TrainableTensor:
+    """A trainable tensor as the forward pass reads it."""
+
+    name: str
+    value: Tensor
+    replication: Replication
+    # The last pipeline stage's copy of the tied embedding; the gradient norm counts only the first
+    # stage's copy.
+    is_tied_copy: bool = False
+
+
+def trainable_encoder_tensors(
+    named_parameters: Iterable[tuple[str, Tensor]], split_names: Iterable[str]
+) -> list[TrainableTensor]:
+    """Return a prompt encoder's parameters; `split_names` are sharded over the tensor ranks."""
+    split_set = set(split_names)
+    return [
+        TrainableTensor(
+            name, value, Replication.SPLIT if name in split_set else Replication.REPLICATED
+        )
+        for name, value in named_parameters
+    ]
+
+
+def trainable_prefix_tensors(
+    named_parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, mesh: Mesh
+) -> list[TrainableTensor]:
+    """Return a prefix's parameters: keys and values of this rank's layers and KV heads."""
+    replication = Replication.KV_HEADS if config.num_query_groups < mesh.tp else Replication.SPLIT
+    return [TrainableTensor(name, value, replication) for name, value in named_parameters]
+
+
+def trainable_model_tensors(chunks: Sequence[GPT]) -> list[TrainableTensor]:
+    """Return all model parameters of this rank, with requires_grad set on each."""
+    config, mesh = chunks[0].config, chunks[0].mesh
+    is_tied = mesh.pp > 1 and not config.untie_embeddings_and_output_weights
+    parameter_table, trainables = parameter_specs(config), []
+    for chunk in chunks:
+        for name, value in chunk.named_parameters():
+            if name.endswith(EXPERT_BIAS):
+                continue
+            value.requires_grad_()
+            is_tied_copy = is_tied and name == WORD_EMBEDDING and chunk.is_last_stage
+            replication = _replication(name, parameter_table[name].shard_rule, config, mesh)
+            trainables.append(TrainableTensor(name, value, replication, is_tied_copy))
+    return trainables
+
+
+def reduce_gradient(
+    trainable: TrainableTensor, grad: Tensor, model_config: GPTConfig, mesh: Mesh
+) -> None:
+    """Reduce `grad`, this rank's gradient of a trainable tensor, over the ranks in place.
+
+    All ranks that have the tensor must call it together.
+    """
+    if trainable.replication is Replication.PARTIAL and mesh.tp > 1:
+        _all_reduce(grad, mesh, mesh.tp_group)
+    if trainable.replication in (Replication.KV_GROUPS, Replication.KV_HEADS):
+        _sum_kv_replicas(_replicated_rows(trainable, grad, model_config), model_config, mesh)
+    if (
+        trainable.name == WORD_EMBEDDING
+        and mesh.pp > 1
+        and not model_config.untie_embeddings_and_output_weights
+    ):
+        _sum_tied_embedding(grad, mesh)
+    if mesh.dp > 1:
+        _all_reduce(grad, mesh, mesh.dp_group)
+
+
+def squared_norm_share(
+    trainable: TrainableTensor, grad: Tensor, model_config: GPTConfig, mesh: Mesh
+) -> float:
+    """Return this rank's share of the squared norm of a reduced gradient; replicas count once."""
+    if mesh.dp_rank or trainable.is_tied_copy:
+        return 0.0
+    if trainable.replication in (Replication.REPLICATED, Replication.PARTIAL) and mesh.tp_rank:
+        return 0.0
+    squares = float(grad.double().square().sum())
+    if trainable.replication in (Replication.KV_GROUPS, Replication.KV_HEADS):
+        replicated_squares = float(
+            _replicated_rows(trainable, grad, model_config).double().square().sum()
+        )
+        squares -= replicated_squares * (1 - model_config.num_query_groups / mesh.tp)
+    return squares
+
+
+def _replication(name: str, split: ShardRule, config: GPTConfig, mesh: Mesh) -> Replication:
+    if split is ShardRule.QKV and config.num_query_groups < mesh.tp:
+        return Replication.KV_GROUPS
+    if split is not ShardRule.REPLICATED:
+        return Replication.SPLIT
+    is_row_sharded = mesh.sequence_parallel and name.endswith(SEQUENCE_PARALLEL_SUFFIXES)
+    return (
+        Replication.PARTIAL
+        if is_row_sharded or name.endswith(HEAD_NORM_SUFFIXES)
+        else Replication.REPLICATED
+    )
+
+
+def _all_reduce(grad: Tensor, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+    buffer = grad.cpu() if mesh.stages_through_host else grad
+    dist.all_reduce(buffer, group=group)
+    if buffer is not grad:
+        grad.copy_(buffer)
+
+
+def _replicated_rows(trainable: TrainableTensor, grad: Tensor, model_config: GPTConfig) -> Tensor:
+    """Return the replicated keys and values of a gradient; in a QKV weight, the last rows."""
+    return (
+        grad
+        if trainable.replication is Replication.KV_HEADS
+        else grad[-2 * model_config.kv_channels :]
+    )
+
+
+def _sum_kv_replicas(grad: Tensor, model_config: GPTConfig, mesh: Mesh) -> None:
+    """Sum the gradients of a KV head over its replicas.
+
+    The gradient of a replica covers only the queries of its rank.
+    """
+    ranks_per_group = mesh.tp // model_config.num_query_groups
+    buffer = (grad.cpu() if mesh.stages_through_host else grad).contiguous()
+    gathered = [torch.empty_like(buffer) for _ in range(mesh.tp)]
+    dist.all_gather(gathered, buffer, group=mesh.tp_group)
+    first_rank = mesh.tp_rank // ranks_per_group * ranks_per_group
+    grad.copy_(torch.stack(gathered[first_rank : first_rank + ranks_per_group]).sum(0))
+
+
+def _sum_tied_embedding(grad: Tensor, mesh: Mesh) -> None:
+    """Sum the gradients of a tied embedding over the first and the last pipeline stage."""
+    other_stage = mesh.pp - 1 if mesh.pp_rank == 0 else 0
+    shape, dtype = tuple(grad.shape), grad.dtype
+    if mesh.pp_rank == 0:
+        send_to_stage(grad, mesh, other_stage)
+        grad += receive_from_stage(shape, dtype, mesh, other_stage)
+    else:
+        received = receive_from_stage(shape, dtype, mesh, other_stage)
+        send_to_stage(grad, mesh, other_stage)
+        grad += received

@@ -1,0 +1,103 @@
+"""Directory layout: file names in an adapter directory, and the alias record of each name.
+
+The files are versions, alias records, uploads and unloaded adapters. An alias record, the file
+`name.current`, holds the current version of a name. It is replaced by a rename, so that every
+server that reads the directory sees the old alias or the new one. Hidden files are unfinished
+uploads, and unloaded adapters that running requests may still use. This module does not open
+adapter files.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt.adapters.adapter_file import SUFFIX, AdapterName, parse_name
+from gpt.atomic_files import write_atomic
+from gpt.errors import ConfigError, RequestError
+
+ALIAS_SUFFIX = ".current"
+UPLOAD_PREFIX = ".upload-"
+UNLOADED_PREFIX = ".gone-"
+
+PREVIOUS_VERSIONS_MAX = 16  # Promotions that can be rolled back.
+ALIAS_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True)
+class AliasRecord:
+    """The current version of a name, and the history that rollback and uploads need."""
+
+    current: int | None = None  # None: the newest version.
+    previous: tuple[int, ...] = ()  # Formerly current versions, the latest first.
+    unloaded_max: int = 0  # Highest unloaded version; uploads do not use its number again.
+
+    def with_current(self, version: int, replaced: int) -> "AliasRecord":
+        if version == self.current:
+            return self
+        previous = self.previous if replaced == version else (replaced, *self.previous)
+        return AliasRecord(version, previous[:PREVIOUS_VERSIONS_MAX], self.unloaded_max)
+
+
+def alias_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}{ALIAS_SUFFIX}"
+
+
+def read_alias(folder: Path, name: str) -> AliasRecord:
+    """Read the alias record; return an empty record if the file does not exist."""
+    path = alias_path(folder, name)
+    try:
+        with open(path, "rb") as file:
+            record = json.loads(file.read(ALIAS_BYTES_MAX + 1))
+    except FileNotFoundError:
+        return AliasRecord()
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, Mapping):
+        raise _alias_error(path)
+    current, previous, unloaded_max = (record.get(key) for key in ("current", "before", "gone"))
+    versions = [*(previous if isinstance(previous, list) else [None]), unloaded_max, current or 0]
+    if not all(type(version) is int and version >= 0 for version in versions):
+        raise _alias_error(path)
+    return AliasRecord(current or None, tuple(versions[:-2]), versions[-2])
+
+
+def _alias_error(path: Path) -> ConfigError:
+    return ConfigError(f"{path.name} is not a valid alias record; promote a version again")
+
+
+def write_alias(folder: Path, name: str, alias: AliasRecord) -> None:
+    path = alias_path(folder, name)
+    record = {"current": alias.current, "before": list(alias.previous), "gone": alias.unloaded_max}
+    partial_path = folder / f"{UPLOAD_PREFIX}{secrets.token_hex(8)}{ALIAS_SUFFIX}"
+    write_atomic(path, json.dumps(record).encode(), partial_path=partial_path)
+
+
+def unloaded_path(file: Path) -> Path:
+    """Return the hidden path to which an unloaded adapter's file is moved, to be removed later."""
+    return file.with_name(f"{UNLOADED_PREFIX}{file.name}")
+
+
+def parse_file_name(file: str) -> AdapterName | None:
+    """Parse a file name; return adapter name and version, or None if it is not an adapter file."""
+    if not file.endswith(SUFFIX):
+        return None
+    try:
+        name, version = parse_name(file.removesuffix(SUFFIX))
+    except RequestError:
+        return None
+    return AdapterName(name, version or 1)
+
+
+def version_files(folder: Path, name: str) -> dict[int, Path]:
+    """Return the files of one adapter name by version, including files that cannot be used."""
+    files: dict[int, Path] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(name):
+                adapter_name = parse_file_name(entry.name)
+                if adapter_name is not None and adapter_name.name == name and adapter_name.version:
+                    files[adapter_name.version] = Path(entry.path)
+    return files

@@ -1,0 +1,177 @@
+"""Adapter cache: adapters' rows in host memory by digest, read by a thread, evicted LRU.
+
+A step must not wait for a disk, so a request whose adapter is not in the cache waits until the
+reader thread has read the adapter. Adapters of live requests are pinned. The others stay in the
+cache until it exceeds its limit in bytes; then the least recently used ones are evicted. The digest
+is checked when an adapter is read. Rows are embeddings, or the keys and values of prefix adapters.
+Their places on the device are assigned by the scheduler.
+"""
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gpt.adapters.adapter_file import open_adapter, table_width
+from gpt.config import GPTConfig
+from gpt.errors import AdapterError, PreambleError
+from serving.adapters.directory_layout import unloaded_path
+from serving.messages import AdapterRef
+
+log = logging.getLogger(__name__)
+
+# "here": the adapter is cached and now pinned. "coming": it is being read. "full": adapters that
+# are pinned or being read leave no space within the limit, so a request must end first.
+PinState = Literal["here", "coming", "full"]
+
+VALUE_BYTES = 4
+# Limit of the keys and values of prefix adapters in one step message. The messages of a few steps
+# must fit into a channel's outbox, so a large prefix is written in several steps.
+PREFIX_WRITE_BYTES_MAX = 16 << 20
+
+
+def prefix_write_tokens_max(model_config: GPTConfig) -> int:
+    """The number of prefix-adapter tokens that one step may write."""
+    return max(1, PREFIX_WRITE_BYTES_MAX // (model_config.prefix_width * VALUE_BYTES))
+
+
+@dataclass(frozen=True)
+class AdapterReadResult:
+    """The rows of an adapter, or the reason why they could not be read."""
+
+    adapter_ref: AdapterRef
+    data: bytes = b""  # The rows in fp32, contiguous.
+    reason: str = ""
+
+
+@dataclass
+class _CachedRows:
+    data: bytes
+    pins: int = 0
+
+
+class AdapterCache:
+    """Adapter rows by digest.
+
+    All methods are called from one thread; `on_read` is called from the reader thread.
+    """
+
+    def __init__(
+        self, model_config: GPTConfig, bytes_max: int, on_read: Callable[[AdapterReadResult], None]
+    ) -> None:
+        self._model_config = model_config
+        self._bytes_max = bytes_max
+        self._on_read = on_read
+        self._cache: OrderedDict[str, _CachedRows] = OrderedDict()  # Least recently used first.
+        self._cached_bytes = 0
+        self._pinned_bytes = 0
+        self._reading: set[AdapterRef] = set()
+        self._read_queue: queue.SimpleQueue[AdapterRef | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._read_loop, name="tables", daemon=True)
+
+    def pin(self, adapter_ref: AdapterRef) -> PinState:
+        """Pin an adapter for one request if it is cached, else queue it for reading."""
+        cached_rows = self._cache.get(adapter_ref.digest)
+        if cached_rows is not None:
+            if not cached_rows.pins:
+                self._pinned_bytes += len(cached_rows.data)
+            cached_rows.pins += 1
+            self._cache.move_to_end(adapter_ref.digest)
+            return "here"
+        if adapter_ref in self._reading:
+            return "coming"
+        # A single adapter may exceed the limit if no other is pinned or being read; otherwise its
+        # requests could never run.
+        claimed_bytes = self._pinned_bytes + sum(
+            self._size_bytes(pending) for pending in self._reading
+        )
+        if claimed_bytes and claimed_bytes + self._size_bytes(adapter_ref) > self._bytes_max:
+            return "full"
+        self._reading.add(adapter_ref)
+        self._read_queue.put(adapter_ref)
+        if not self._thread.is_alive():
+            self._thread.start()
+        return "coming"
+
+    def unpin(self, digest: str) -> None:
+        """Remove the pin of one request, which has ended."""
+        cached_rows = self._cache[digest]
+        cached_rows.pins -= 1
+        if not cached_rows.pins:
+            self._pinned_bytes -= len(cached_rows.data)
+            self._evict()
+
+    def insert(self, read_result: AdapterReadResult) -> None:
+        """Cache the rows that were read.
+
+        They are not pinned yet. The requests that wait for them must call `pin` next, because
+        other calls may evict them.
+        """
+        self._reading.discard(read_result.adapter_ref)
+        if read_result.reason or read_result.adapter_ref.digest in self._cache:
+            return
+        self._cache[read_result.adapter_ref.digest] = _CachedRows(read_result.data)
+        self._cached_bytes += len(read_result.data)
+        self._evict(protected_digest=read_result.adapter_ref.digest)
+
+    def pinned_rows(self, digest: str) -> bytes:
+        """The rows of a pinned adapter."""
+        return self._cache[digest].data
+
+    def pinned_prefix_rows(self, digest: str, start: int, count: int) -> bytes:
+        """`count` rows of a pinned prefix adapter, from row `start` on."""
+        row_bytes = table_width("prefix", self._model_config) * VALUE_BYTES
+        return self._cache[digest].data[start * row_bytes : (start + count) * row_bytes]
+
+    def close(self) -> None:
+        """Stop the reader thread after the adapters that are queued."""
+        self._read_queue.put(None)
+
+    def _size_bytes(self, adapter_ref: AdapterRef) -> int:
+        return (
+            adapter_ref.row_count * table_width(adapter_ref.kind, self._model_config) * VALUE_BYTES
+        )
+
+    def _evict(self, protected_digest: str = "") -> None:
+        """Evict unpinned adapters, least recently used first, until the limit is met."""
+        for digest in list(self._cache):
+            if self._cached_bytes <= self._bytes_max:
+                return
+            if not self._cache[digest].pins and digest != protected_digest:
+                self._cached_bytes -= len(self._cache.pop(digest).data)
+
+    def _read_loop(self) -> None:
+        while (adapter_ref := self._read_queue.get()) is not None:
+            try:
+                self._on_read(AdapterReadResult(adapter_ref, self._read(adapter_ref)))
+            except PreambleError as error:
+                # A client may see the file's name, which is the adapter's name, but not its folder.
+                reason = str(error).replace(f"{Path(adapter_ref.file).parent}/", "")
+                self._on_read(AdapterReadResult(adapter_ref, reason=reason))
+            except Exception:
+                log.exception("event=table_fault digest=%s", adapter_ref.digest[:12])
+                reason = "the adapter could not be read because of an internal error; try again"
+                self._on_read(AdapterReadResult(adapter_ref, reason=reason))
+
+    def _read(self, adapter_ref: AdapterRef) -> bytes:
+        file = Path(adapter_ref.file)
+        if not file.exists():  # The adapter was unloaded after the request was accepted.
+            file = unloaded_path(file)
+        adapter = open_adapter(file)
+        if adapter.digest != adapter_ref.digest:
+            raise AdapterError(
+                f"{adapter_ref.file} now has digest {adapter.digest[:12]}, but the request needs "
+                f"{adapter_ref.digest[:12]}; versions are immutable: save the changed adapter as a "
+                "new version"
+            )
+        expected_shape = adapter_ref.row_count, table_width(adapter_ref.kind, self._model_config)
+        if adapter.card.kind != adapter_ref.kind or adapter.table.shape != expected_shape:
+            raise AdapterError(
+                f"{adapter_ref.file} has a table of shape {tuple(adapter.table.shape)}, but "
+                f"{expected_shape} is needed; use an adapter of this model"
+            )
+        return adapter.table.numpy().tobytes()

@@ -1,0 +1,85 @@
+"""Warm-up: synthetic steps that allocate all memory, compile kernels and capture CUDA graphs.
+
+They are as large as any step that the scheduler will plan, so that no memory is allocated and no
+kernel compiled while requests run. From the time of the prefill step the watchdog learns its first
+step time-out. This module only builds the steps; the engine loop runs them.
+"""
+
+from gpt.sampling_params import SamplingParams
+from serving.config import SchedulerConfig
+from serving.messages import BlockTableUpdate, SlotInit, Step
+from serving.worker.model_runner import ModelRunner
+
+GREEDY = SamplingParams()
+
+
+def warmup_steps(
+    config: SchedulerConfig, block_tokens: int, model_runner: ModelRunner
+) -> list[Step]:
+    """Five steps: the largest prefill twice, a full decode batch sampled, the same greedy, a clear.
+
+    The first prefill step allocates memory, the second one is measured. The last step clears the
+    blocks that the others wrote, because later sequences reuse the slots and blocks.
+    """
+    context = model_runner.model.config.max_position_embeddings
+    sequences_max = min(config.running_requests_max, model_runner.slots)
+    lengths: list[int] = []
+    tokens_left, free_blocks = config.step_tokens_max, model_runner.blocks - 1
+    while tokens_left > 0 and free_blocks > 0 and len(lengths) < sequences_max:
+        lengths.append(min(tokens_left, context, free_blocks * block_tokens))
+        tokens_left -= lengths[-1]
+        free_blocks -= -(-lengths[-1] // block_tokens)
+    count = min(sequences_max, model_runner.blocks - 1)
+    prefill_step = _synthetic_step(lengths, 0, block_tokens)
+    past = min(block_tokens, context) - 1
+    greedy_step = _synthetic_step([1] * count, past, block_tokens)
+    sampled_step = _synthetic_step(
+        [1] * count, past, block_tokens, SamplingParams(temperature=1.0, top_p=0.9, top_k=50)
+    )
+    block_max = max(
+        table.blocks[-1]
+        for step in (prefill_step, greedy_step)
+        for table in step.block_table_updates
+    )
+    return [
+        prefill_step,
+        prefill_step,
+        sampled_step,
+        greedy_step,
+        Step(0, block_clears=list(range(1, block_max + 1))),
+    ]
+
+
+def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[Step]:
+    """A decode step for each graph size, largest first: smaller graphs reuse its memory."""
+    context = model_runner.model.config.max_position_embeddings
+    past = min(block_tokens, context) - 1
+    fitting_sizes = [size for size in model_runner.graph_sizes if size < model_runner.blocks]
+    return [_synthetic_step([1] * size, past, block_tokens) for size in reversed(fitting_sizes)]
+
+
+def _synthetic_step(
+    lengths: list[int], past: int, block_tokens: int, sampling: SamplingParams = GREEDY
+) -> Step:
+    """A step with a sequence for each of `lengths`, its number of new tokens after `past` others.
+
+    The sequences use consecutive blocks, and each samples a token.
+    """
+    block_table_updates: list[BlockTableUpdate] = []
+    first_block = 1
+    for slot, length in enumerate(lengths):
+        end_block = first_block + -(-(past + length) // block_tokens)
+        block_table_updates.append(BlockTableUpdate(slot, 0, list(range(first_block, end_block))))
+        first_block = end_block
+    count = len(lengths)
+    return Step(
+        0,
+        slots=list(range(count)),
+        past=[past] * count,
+        lengths=lengths,
+        token_ids=[0] * sum(lengths),
+        draws=[True] * count,
+        prompt_score_counts=[0] * count,
+        slot_inits=[SlotInit(slot, sampling, [0], []) for slot in range(count)],
+        block_table_updates=block_table_updates,
+    )

@@ -1,0 +1,101 @@
+"""Memory budget of a serving rank: the bytes of its KV cache and workspace, and its KV blocks.
+
+The model runner sizes its KV pool with these functions from the memory that is free after loading.
+The planner predicts the size with the same functions from the memory size of a device. Where the
+two pass different arguments, the reason is a comment at the call. The module does not import torch.
+"""
+
+from dataclasses import dataclass
+
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+
+# Default tokens per KV block. `gpt.attention.kv_cache.BLOCK_TOKENS` (32) is the block size of
+# generation and tuning without a server.
+KV_BLOCK_TOKENS = 16
+ADAPTER_ROWS_MAX = 4096  # Default size of the adapter row pool, in virtual tokens.
+# Logits for prompt scores are computed in parts of at most this many bytes.
+SCORED_BYTES_MAX = 64 << 20
+# Sampling and scoring hold up to this many fp32 copies of the logits.
+LOGITS_COPIES_MAX = 4
+# Share of a host's free memory for the KV pools of all its ranks. The rest is for the workspace,
+# the page cache and other processes.
+HOST_MEMORY_FRACTION = 0.25
+# Share of a device's memory for KV pools and reserved bytes together (see `kv_cache_bytes`).
+DEVICE_MEMORY_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class KVBlockLayout:
+    """The size of one rank's KV blocks. Every KV pool has a block 0, which no sequence uses."""
+
+    block_tokens: int
+    bytes_per_token: int  # Summed over the rank's layers and KV heads.
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.bytes_per_token
+
+    def pool_blocks(self, tokens: int) -> int:
+        """Return the number of blocks of a pool for `tokens` tokens, block 0 included."""
+        return -(-tokens // self.block_tokens) + 1
+
+    def blocks_within(self, kv_bytes: int) -> int:
+        """Return the number of blocks that fit into `kv_bytes` bytes."""
+        return kv_bytes // self.block_bytes
+
+    def token_capacity(self, blocks: int) -> int:
+        """Return the number of tokens that a pool of `blocks` blocks holds, block 0 included."""
+        return max(0, blocks - 1) * self.block_tokens
+
+
+def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> int:
+    """Return the bytes of a rank's default KV cache.
+
+    On a CPU: HOST_MEMORY_FRACTION of the memory that remains after `reserved_bytes`, because other
+    processes and the page cache need the rest. On a device: DEVICE_MEMORY_FRACTION of
+    `memory_bytes`, minus `reserved_bytes`.
+    """
+    if on_cpu:
+        return int(HOST_MEMORY_FRACTION * max(0, memory_bytes - reserved_bytes))
+    return max(0, int(DEVICE_MEMORY_FRACTION * memory_bytes) - reserved_bytes)
+
+
+def running_kv_tokens_max(running_requests_max: int, context_tokens: int, block_tokens: int) -> int:
+    """Return the KV tokens of all running requests with full contexts, in whole blocks.
+
+    The default KV cache on a CPU has at most this capacity: more blocks would only extend the
+    prefix cache, and take memory from the page cache.
+    """
+    return running_requests_max * -(-context_tokens // block_tokens) * block_tokens
+
+
+def workspace_bytes(
+    model_config: GPTConfig,
+    dtype_bytes: int,
+    *,
+    step_tokens_max: int,
+    logits_rows: int,
+    adapter_rows: int = 0,
+) -> int:
+    """Return the bytes of a step's temporary tensors and of `adapter_rows` adapter rows.
+
+    The temporary tensors are the hidden states of all tokens, the logits of `logits_rows` rows and
+    the logits of scored prompts. Attention may hold its scores in the same memory.
+    """
+    activation_width = 8 * model_config.hidden_size + 3 * model_config.ffn_hidden_size
+    activation_bytes = 2 * step_tokens_max * activation_width * dtype_bytes
+    logits_bytes = LOGITS_COPIES_MAX * 4 * logits_rows * model_config.vocab_size
+    scored_bytes = LOGITS_COPIES_MAX * SCORED_BYTES_MAX
+    adapter_bytes = adapter_rows * model_config.hidden_size * dtype_bytes
+    return activation_bytes + logits_bytes + scored_bytes + adapter_bytes
+
+
+def check_step_tokens(running_requests_max: int, step_tokens_max: int) -> None:
+    """Raise ConfigError if a step has fewer tokens than running requests."""
+    if running_requests_max > step_tokens_max:
+        raise ConfigError(
+            f"running_requests_max is {running_requests_max}, but a step has only "
+            f"{step_tokens_max} tokens (step_tokens_max) and each running request needs one; "
+            "raise step_tokens_max or lower running_requests_max"
+        )

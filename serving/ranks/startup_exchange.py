@@ -1,0 +1,99 @@
+"""Start-up exchange: all ranks end each start-up phase together, or all of them stop.
+
+A rank that continued after the failure of another rank would wait in a collective for ever. So each
+rank reports the end of a phase to rank 0. If all ranks have succeeded, rank 0 releases them;
+otherwise it sends the error to the front end. The control channels are used, not collectives,
+because the first phases run before the mesh exists.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from gpt.errors import PreambleError
+from serving.messages import Failed
+from serving.ranks.rank_channels import RankChannels
+from serving.ranks.rank_position import RankPosition
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PHASE_RELEASE = b"{}"  # From rank 0 to the others: all ranks have succeeded in the phase.
+
+
+class PhaseResult(msgspec.Struct, frozen=True):
+    """How a phase ended on one rank. `error` is empty if it succeeded."""
+
+    error: str = ""
+    is_permanent: bool = False  # Whether a new start would fail in the same way.
+
+
+class StartupFailedError(Exception):
+    """A rank failed to start, so all ranks stop. `Failed` was sent to the front end."""
+
+
+class StartupExchange:
+    """The exchange on one rank; all ranks must call the same methods in the same order.
+
+    `report_failure` is called on rank 0 with the error that ends the start-up. Rank 0 then raises
+    `StartupFailedError`; the other ranks wait until its exit closes their channels.
+    """
+
+    def __init__(
+        self,
+        channels: RankChannels,
+        position: RankPosition,
+        report_failure: Callable[[Failed], None],
+    ) -> None:
+        self._channels = channels
+        self._position = position
+        self._report_failure = report_failure
+
+    def run_phase(self, phase: Callable[[], T], /) -> T:
+        """Run `phase`, and return its value only if it succeeded on all ranks."""
+        try:
+            value = phase()
+        except PreambleError as error:
+            self._end_phase(PhaseResult(str(error), is_permanent=True))
+        except Exception as error:
+            log.exception("event=rank_failed")
+            self._end_phase(
+                PhaseResult(f"rank {self._position.rank}: {type(error).__name__}: {error}")
+            )
+        else:
+            self._end_phase(PhaseResult())
+            return value
+        raise AssertionError("no rank may continue after a failed phase")
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order; each is a bool or a struct, sent as JSON."""
+        kind = type(value)
+        if self._position.rank > 0:
+            self._channels.broadcast(msgspec.json.encode(value))
+            frame = self._channels.receive(0)
+            return [msgspec.convert(other, kind) for other in msgspec.json.decode(frame)]
+        values = self._receive_from_all(value)
+        self._channels.broadcast(msgspec.json.encode(values))
+        return values
+
+    def _end_phase(self, result: PhaseResult) -> None:
+        if self._position.rank > 0:
+            self._channels.broadcast(msgspec.json.encode(result))
+            self._channels.receive(0)
+            return
+        failures = [other for other in self._receive_from_all(result) if other.error]
+        if failures:
+            first_failure = min(failures, key=lambda failure: not failure.is_permanent)
+            self._report_failure(Failed(first_failure.error, first_failure.is_permanent))
+            raise StartupFailedError
+        self._channels.broadcast(PHASE_RELEASE)
+
+    def _receive_from_all(self, own: T) -> list[T]:
+        """On rank 0: its own value and those of the other ranks, in rank order."""
+        kind = type(own)
+        other_ranks = range(1, self._position.world_size)
+        frames = [self._channels.receive(rank) for rank in other_ranks]
+        return [own, *(msgspec.json.decode(frame, type=kind) for frame in frames)]

@@ -1,0 +1,144 @@
+"""Layout of the `Step` message: arrays of decodes, drafts and prefill chunks, and resource updates.
+
+The scheduler (`scheduler.py`) decides which sequences a step has, and with how many tokens; the
+builder of the message lays out its arrays. It owns the lists of the step that is being planned, and
+the unused part of its token budgets. It reads sequences, and does not change them.
+"""
+
+from serving.messages import PrefixKVWrite, SlotInit, Step
+from serving.scheduler.resource_allocator import ResourceUpdates
+from serving.scheduler.sequence import Sequence
+
+
+class StepMessageBuilder:
+    """The `Step` message that is being laid out.
+
+    `tokens_left` is the rest of the token budget, and `prefix_tokens_left` the number of prefix
+    adapter tokens that the step may still write. The sequences are in the order in which they were
+    added: first all decodes, then the prefill chunks.
+    """
+
+    def __init__(self, vocab_size: int, token_budget: int, prefix_write_tokens_max: int) -> None:
+        self._vocab_size = vocab_size
+        self.tokens_left = token_budget
+        self.prefix_tokens_left = prefix_write_tokens_max
+        self.prompt_tokens = 0  # Tokens of the prefill chunks.
+        # One entry per sequence, except in `_token_ids` (one per new token) and `_draft_counts`
+        # (one per decode, or empty).
+        self._sequences: list[Sequence] = []
+        self._slots: list[int] = []
+        self._past: list[int] = []
+        self._lengths: list[int] = []
+        self._token_ids: list[int] = []
+        self._draws: list[bool] = []
+        self._prompt_score_counts: list[int] = []
+        self._draft_counts: list[int] = []
+        self._slot_inits: list[SlotInit] = []
+        self._prefix_writes: list[PrefixKVWrite] = []
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of the step, in the step's order."""
+        return list(self._sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step has no work: no tokens, no slots to initialize, no prefix to write."""
+        return not (self._sequences or self._slot_inits or self._prefix_writes)
+
+    def init_slot(self, sequence: Sequence) -> None:
+        """Initialize the slot of an admitted sequence on the ranks."""
+        submission = sequence.submission
+        prompt = sequence.tokens[: sequence.prompt_tokens]
+        if sequence.virtual_end:
+            prompt = [token if token < self._vocab_size else -1 for token in prompt]
+        output_tokens = sequence.tokens[sequence.prompt_tokens :]
+        self._slot_inits.append(
+            SlotInit(sequence.slot, submission.sampling, prompt, output_tokens, submission.guide)
+        )
+
+    def add_decode(self, sequence: Sequence, *, is_token_available: bool = True) -> None:
+        """Add one decode of a sequence: its last token, after which a new token is sampled.
+
+        `is_token_available=False`: the last token is still being sampled by a step in flight.
+        """
+        self._sequences.append(sequence)
+        self._slots.append(sequence.slot)
+        self._past.append(sequence.planned_tokens)
+        self._lengths.append(1)
+        self._token_ids.append(sequence.tokens[-1] if is_token_available else -1)
+        self._draws.append(True)
+        self._prompt_score_counts.append(0)
+        self.tokens_left -= 1
+
+    def add_drafts(self, drafts: list[list[int]]) -> None:
+        """Add each decode's draft tokens; called after all decodes and before any prefill."""
+        token_ids = list[int]()
+        for last_id, draft in zip(self._token_ids, drafts, strict=True):
+            token_ids += [last_id, *draft]
+        self.tokens_left -= len(token_ids) - len(self._token_ids)
+        self._draft_counts = [len(draft) for draft in drafts]
+        self._lengths = [1 + count for count in self._draft_counts]
+        self._token_ids = token_ids
+
+    def add_prefix_write(self, sequence: Sequence, count: int) -> None:
+        """Write the next `count` tokens of the sequence's prefix adapter into its blocks."""
+        adapter_ref = sequence.submission.adapter_ref
+        assert adapter_ref is not None and sequence.unwritten_prefix_tokens >= count > 0, (
+            "the prefix write is empty or longer than the unwritten prefix"
+        )
+        start = sequence.planned_tokens
+        block_tokens = sequence.block_tokens
+        blocks = sequence.block_table[start // block_tokens : -(-(start + count) // block_tokens)]
+        self._prefix_writes.append(PrefixKVWrite(adapter_ref.digest, start, count, blocks))
+        self.prefix_tokens_left -= count
+
+    def add_prefill(self, sequence: Sequence, count: int) -> None:
+        """Add a prefill chunk: the next `count` tokens of a sequence."""
+        past = sequence.planned_tokens
+        end = past + count
+        ids = sequence.tokens[past:end]
+        if past < sequence.virtual_end and sequence.virtual_start < end:
+            vocab_size = self._vocab_size
+            row_start = sequence.adapter_row_start
+            assert row_start >= 0, "virtual tokens without adapter rows in the pool"
+            # vocab_size + row of the adapter becomes vocab_size + row of the adapter pool.
+            ids = [token if token < vocab_size else token + row_start for token in ids]
+        sampling = sequence.submission.sampling
+        assert not sequence.unwritten_prefix_tokens, "prefill before the prefix was written"
+        # A prompt token is scored by the logits of the token before it.
+        needs_scores = (
+            sequence.scored_tokens < sequence.prompt_tokens and sequence.scored_tokens <= end
+        )
+        self._sequences.append(sequence)
+        self._slots.append(sequence.slot)
+        self._past.append(past)
+        self._lengths.append(count)
+        self._token_ids.extend(ids)
+        self._draws.append(end == len(sequence.tokens) and sampling.max_new_tokens > 0)
+        self._prompt_score_counts.append(
+            max(0, min(end, sequence.prompt_tokens - 1) - past) if needs_scores else 0
+        )
+        self.tokens_left -= count
+        self.prompt_tokens += count
+
+    def build(self, step_id: int, updates: ResourceUpdates) -> Step:
+        """The complete step; `updates` are applied by the ranks before its forward pass."""
+        # Prefill chunks were added after the drafts, and have no drafts.
+        prefill_count = len(self._sequences) - len(self._draft_counts) if self._draft_counts else 0
+        return Step(
+            step_id,
+            self._slots,
+            self._past,
+            self._lengths,
+            self._token_ids,
+            self._draws,
+            self._prompt_score_counts,
+            self._slot_inits,
+            updates.block_table_updates,
+            updates.block_copies,
+            updates.block_clears,
+            updates.adapter_writes,
+            self._draft_counts + [0] * prefill_count,
+            self._prefix_writes,
+        )

@@ -1,0 +1,64 @@
+"""The fused CPU decoder equals the layer modules, row for row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.attention.kv_cache import KVPool
+from gpt.batch import Batch
+from gpt.cpu import kernels
+from tests.support.models import CONFIGS
+from tests.support.packed_models import MORE, STEPS, check_fused_decoder, packed_model, run_step
+
+pytestmark = pytest.mark.skipif(
+    kernels.isa_level() != kernels.ISA_LEVELS[-1],
+    reason="a machine without AVX512-bf16 uses the modules",
+)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+def test_skipping_unneeded_rows_does_not_change_other_rows(name: str, fused: bool) -> None:
+    model, (lengths, past) = packed_model((CONFIGS | MORE)[name]), STEPS["all kinds"]
+    all_logits, pool = run_step(model, lengths, past, fused=fused)
+    for needed in ([0, 13, 14, 16, 41], [41], [30, 2]):
+        rows = torch.tensor(needed)
+        logits, other_pool = run_step(model, lengths, past, fused=fused, rows=rows)
+        assert torch.equal(logits, all_logits[rows])
+        assert all(torch.equal(a, b) for a, b in zip(pool, other_pool, strict=True))
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+def test_fused_decoder_equals_the_modules(name: str, kind: str) -> None:
+    check_fused_decoder(name, kind)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", ["classic", "modern", "odd", "turned in pairs"])
+def test_rows_are_bit_identical_in_any_batch(name: str, int8: bool) -> None:
+    model = packed_model((CONFIGS | MORE)[name], int8=int8)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(model.config.vocab_size, (length,), generator=generator)
+        for length in (1, 6, 30, 2, 13)
+    ]
+
+    def last_logits(batched: list[int], chunk: int) -> list[Tensor]:
+        """Logits of the last token of each batched prompt, prefilled in chunks."""
+        kv = KVPool(model.config, model.layers, 25, block_tokens=8, dtype=torch.bfloat16)
+        tables = 1 + torch.arange(4 * len(batched)).view(-1, 4)
+        last: dict[int, Tensor] = {}
+        for start in range(0, 30, chunk):
+            rows = [row for row, prompt in enumerate(batched) if len(prompts[prompt]) > start]
+            pieces = [prompts[batched[row]][start : start + chunk] for row in rows]
+            lengths = [len(piece) for piece in pieces]
+            batch = Batch.paged(lengths, [start] * len(rows), tables[rows], 8)
+            logits = model(torch.cat(pieces), batch, kv).split(lengths)
+            last |= {row: piece_logits[-1] for row, piece_logits in zip(rows, logits, strict=True)}
+        return [last[row] for row in range(len(batched))]
+
+    for batched, chunk in (([2], 30), ([4, 2], 7), ([3, 1, 0, 4, 2], 1)):
+        together = last_logits([0, 1, 2, 3, 4], chunk)
+        for prompt, logits in zip(batched, last_logits(batched, chunk), strict=True):
+            assert torch.equal(logits, together[prompt]), (prompt, batched, chunk)

@@ -1,0 +1,170 @@
+"""Transformer Engine modules get our parameters, with a stand-in for the package."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt.linear import te_linear
+from gpt.linear.te_linear import TransformerEngine, import_transformer_engine, replace_linears
+from gpt.model.linear import ColumnParallelLinear, Linear
+from gpt.parallel.mesh import Mesh
+from tests.support import te_stub
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, ODD, build
+from tests.support.ranks import ranks
+
+IDS = torch.arange(2, 26).view(2, 12)
+EXACT = 1e-9
+ALIGNED = CLASSIC.with_fields(hidden_size=64, num_attention_heads=4)  # 16 divides all sizes.
+
+
+@pytest.fixture(autouse=True)
+def clear_import_cache() -> Iterator[None]:
+    """Clear the cached import before and after each test, and remove the imported modules."""
+    import_transformer_engine.cache_clear()
+    yield
+    import_transformer_engine.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]
+
+
+def install_stub(
+    patch: pytest.MonkeyPatch, *, old: bool = False
+) -> tuple[TransformerEngine, list[te_stub.Linear]]:
+    modules = te_stub.install(patch, old=old)
+    engine = import_transformer_engine()
+    assert isinstance(engine, TransformerEngine)
+    return engine, modules
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_te_modules_equal_our_linears(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS[name]
+    engine, modules = install_stub(monkeypatch)
+    model = build(config)
+    want = model.logits(IDS)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert replace_linears(model, engine, "none", range(0)) == 0
+    assert (model.logits(IDS) - want).abs().max() < EXACT
+    assert len(modules) == len(linears)
+    assert not any("linear" in name and ".weight" in name for name, _ in model.named_parameters())
+    for linear in linears:
+        module = linear.backend.module  # type: ignore[attr-defined]
+        column = isinstance(linear, ColumnParallelLinear)
+        assert module.arguments == {
+            "bias": column and linear.bias is not None,
+            "parallel_mode": None,
+            "params_dtype": torch.float64,
+        }
+        fused = column and linear.layer_norm_weight is not None
+        assert type(module) is (te_stub.LayerNormLinear if fused else te_stub.Linear)
+        if fused:
+            assert module.zero_centered_gamma == config.layernorm_zero_centered_gamma
+            assert module.normalization == config.normalization
+            assert module.eps == config.layernorm_epsilon
+        assert not module.training and not any(p.requires_grad for p in module.parameters())
+    assert set(model.state_dict())  # Must not read the extra state of Transformer Engine's modules.
+
+
+def check_tensor_parallel_models(_rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        engine, _ = install_stub(patch)
+        for config in (CLASSIC, MODERN, ODD, EXPERTS):
+            model = build(config, Mesh.create(2, 1))
+            replace_linears(model, engine, "none", range(0))
+            assert (model.logits(IDS) - build(config).logits(IDS)).abs().max() < EXACT
+
+
+def test_the_mesh_does_the_all_reduces_of_te_modules() -> None:
+    ranks(2, check_tensor_parallel_models)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("current", te_stub.Float8CurrentScaling),
+        ("block", te_stub.Float8BlockScaling),
+        ("delayed", te_stub.DelayedScaling),
+    ],
+)
+def test_fp8_matmuls_get_the_recipe_and_padded_shapes(
+    recipe: str, kind: type, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, modules = install_stub(monkeypatch, old=old)
+    model = build(ALIGNED)
+    want = model.logits(IDS[:, :5])
+    freed = replace_linears(model, engine, recipe, range(1, 4))
+    # 10 rows are padded to 16, and the output has 10 rows.
+    assert (model.logits(IDS[:, :5]) - want).abs().max() < EXACT
+    fp8_modules = modules[4:16]
+    other_modules = [*modules[:4], *modules[16:]]
+    assert all(type(call) is kind for module in fp8_modules for call in module.fp8_calls)
+    assert all(call is None for module in other_modules for call in module.fp8_calls)
+    # Delayed scaling computes its scales from unquantized weights during the steps.
+    delayed = recipe == "delayed"
+    assert all((type(module.fp8_parameters) is kind) != delayed for module in fp8_modules)
+    assert all(module.training == delayed for module in fp8_modules)
+    assert freed == 0, "freed bytes are counted for 16-bit weights only"
+
+
+def test_freed_bytes_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = install_stub(monkeypatch)
+    model = build(ALIGNED, dtype=torch.bfloat16)
+    elements = sum(
+        module.weight.numel()
+        for module in model.decoder_layers[1].modules()
+        if isinstance(module, Linear)
+    )
+    assert replace_linears(model, engine, "current", range(1, 2)) == elements
+
+
+def test_unaligned_shapes_are_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, modules = install_stub(monkeypatch)
+    model = build(MODERN)  # 48 queries, 12 keys and 12 values of 32 channels; an MLP of 44.
+    want = model.logits(IDS)
+    replace_linears(model, engine, "current", model.layers)
+    assert (model.logits(IDS) - want).abs().max() < EXACT
+    fp8_shapes = {
+        tuple(module.weight.shape) for module in modules if module.fp8_parameters is not None
+    }
+    assert all(size % 16 == 0 for shape in fp8_shapes for size in shape)
+    assert any(module.fp8_parameters is None for module in modules)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("import transformer_engine_absent", "ModuleNotFoundError: No module named"),
+        ("raise RuntimeError('found no torch extension')", "RuntimeError: found no torch"),
+        ("raise FileNotFoundError(2, 'no libtransformer_engine.so')", "FileNotFoundError: "),
+        ("raise OSError('libcudnn.so.9: cannot open')", "OSError: libcudnn.so.9: cannot open"),
+        ("assert False, 'versions 2.20 and 2.19 differ\\nhere'", "AssertionError: versions 2.20"),
+    ],
+)
+def test_any_import_error_is_the_reason(
+    line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "common").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    unavailable_reason = import_transformer_engine()
+    assert isinstance(unavailable_reason, str)
+    assert unavailable_reason.startswith(reason)
+    assert "\n" not in unavailable_reason
+
+
+def test_only_te_linear_imports_transformer_engine() -> None:
+    folder = Path(te_linear.__file__).parents[2]
+    importers = {
+        path.name
+        for name in ("gpt", "serving", "ptuning", "planning")
+        for path in (folder / name).rglob("*.py")
+        if "import transformer_engine" in path.read_text()
+        or 'import_module("transformer_engine' in path.read_text()
+    }
+    assert importers == {"te_linear.py"}

@@ -1,0 +1,91 @@
+"""Early stopping: the best validation, patience, and its part of a training state."""
+
+import math
+
+import pytest
+import torch
+
+from ptuning.prompt.prompt_encoder import encoder_tensors
+from ptuning.run.early_stopping import EarlyStopping
+from ptuning.run_facts import Validation
+from tests.support.models import CLASSIC, build
+from tests.support.trainers import trainer
+
+VALIDATED: dict[str, object] = {"validation": "v", "validate_every": 1}
+
+
+def early_stopping(**changes: object) -> EarlyStopping:
+    trainer_ = trainer(build(CLASSIC), **VALIDATED, **changes)
+    return EarlyStopping(trainer_.config, trainer_)
+
+
+def test_lowest_loss_is_the_best_and_patience_ends_the_run() -> None:
+    stopping = early_stopping(measure="loss", patience=2)
+    losses = [3.0, 2.0, math.nan, 2.0]
+    best_steps, stops = [], []
+    for step, loss in enumerate(losses, 1):
+        stopping.update(Validation(step, loss), torch.full((2, 3), float(step)))
+        best_steps.append(stopping.best_step)
+        stops.append(stopping.should_stop)
+    assert best_steps == [1, 2, 2, 2]
+    assert stops == [False, False, False, True]
+    assert stopping.best_table is not None
+    assert torch.equal(stopping.best_table, torch.full((2, 3), 2.0))
+
+
+def test_loss_decides_equal_scores_without_resetting_the_patience() -> None:
+    stopping = early_stopping(measure="exact_match", patience=2)
+    for step, (score, loss) in enumerate([(0.5, 3.0), (0.5, 2.0), (0.5, 4.0)], 1):
+        assert not stopping.should_stop
+        stopping.update(Validation(step, loss, {"exact_match": score}), torch.ones(2, 3))
+    assert stopping.best_step == 2
+    assert stopping.should_stop
+
+
+def test_without_patience_no_run_stops_early() -> None:
+    stopping = early_stopping(measure="loss")
+    for step in range(1, 50):
+        stopping.update(Validation(step, float(step)), torch.ones(2, 3))
+    assert stopping.best_step == 1
+    assert not stopping.should_stop
+
+
+def test_full_training_has_no_best_step() -> None:
+    stopping = early_stopping(method="full", measure="loss", patience=1)
+    stopping.update(Validation(1, 1.0), None)
+    assert stopping.best_step is None
+    assert stopping.state_tensors() == {}
+    assert stopping.state_facts()["best_step"] == 1
+    stopping.update(Validation(2, 1.0), None)
+    assert stopping.should_stop
+
+
+@pytest.mark.parametrize("method", ["prompt-tuning", "mlp"])
+def test_restored_state_is_equal(method: str) -> None:
+    trainer_ = trainer(build(CLASSIC), **VALIDATED, method=method, measure="loss", patience=3)
+    stopping = EarlyStopping(trainer_.config, trainer_)
+    assert trainer_.encoder is not None
+    best_encoder = {name: t.clone() for name, t in encoder_tensors(trainer_.encoder).items()}
+    stopping.update(Validation(4, 2.0), trainer_.current_table())
+    with torch.no_grad():
+        for parameter in trainer_.encoder.parameters():
+            parameter.zero_()
+    stopping.update(Validation(8, 2.5), trainer_.current_table())
+    assert list(stopping.state_facts().items()) == [
+        ("best_step", 4),
+        ("best", -2.0),
+        ("best_loss", 2.0),
+        ("waited", 1),
+    ]
+    assert stopping.state_tensors().keys() == {"table", *best_encoder}
+
+    restored = EarlyStopping(trainer_.config, trainer_)
+    restored.load_state(stopping.state_facts(), stopping.state_tensors())
+
+    assert restored.state_facts() == stopping.state_facts()
+    assert restored.best_step == 4
+    assert restored.best_table is not None and stopping.best_table is not None
+    assert torch.equal(restored.best_table, stopping.best_table)
+    assert restored.best_encoder.keys() == best_encoder.keys()
+    for name, tensor in best_encoder.items():
+        assert torch.equal(restored.best_encoder[name], tensor), name

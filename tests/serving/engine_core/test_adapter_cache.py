@@ -1,0 +1,171 @@
+"""Adapter cache: rows are read by a thread, kept within a limit of bytes, and checked."""
+
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt.adapters.adapter_file import Adapter, Card, build_adapter, save_adapter, table_width
+from gpt.config import GPTConfig
+from serving.engine_core.adapter_cache import (
+    PREFIX_WRITE_BYTES_MAX,
+    AdapterCache,
+    AdapterReadResult,
+    prefix_write_tokens_max,
+)
+from serving.messages import AdapterRef
+from tests.support.servers import WAIT_S
+
+WIDTH = 4
+NETWORK = GPTConfig(
+    num_layers=2, hidden_size=WIDTH, num_attention_heads=1, vocab_size=9, max_position_embeddings=16
+)
+ROWS = 3
+BYTES = ROWS * WIDTH * 4
+
+
+class CachedAdapters:
+    """Adapters on disk, and an adapter cache that reads them."""
+
+    def __init__(self, folder: Path, bytes_max: int) -> None:
+        self.folder = folder
+        self.read_results: queue.SimpleQueue[AdapterReadResult] = queue.SimpleQueue()
+        self.cache = AdapterCache(NETWORK, bytes_max, self.read_results.put)
+
+    def save(self, name: str, seed: int, kind: str = "rows") -> tuple[Adapter, AdapterRef]:
+        generator = torch.Generator().manual_seed(seed)
+        width = table_width(kind, NETWORK)
+        adapter = build_adapter(
+            Card(name, kind=kind), torch.randn(ROWS, width, generator=generator)
+        )
+        path = self.folder / f"{name}.safetensors"
+        save_adapter(adapter, path)
+        return adapter, AdapterRef(adapter.digest, ROWS, str(path), kind)
+
+    def take(self) -> AdapterReadResult:
+        read_result = self.read_results.get(timeout=WAIT_S)
+        self.cache.insert(read_result)
+        return read_result
+
+    def has(self, adapter_ref: AdapterRef) -> bool:
+        """Whether the cache has the adapter's rows; only rows that it has can be read."""
+        try:
+            self.cache.pinned_rows(adapter_ref.digest)
+        except KeyError:
+            return False
+        return True
+
+    def fetch(self, adapter_ref: AdapterRef) -> None:
+        """Read an adapter into the cache and pin it."""
+        assert self.cache.pin(adapter_ref) == "coming"
+        assert self.take().reason == ""
+        assert self.cache.pin(adapter_ref) == "here"
+
+
+def test_cached_rows_equal_the_saved_adapter(tmp_path: Path) -> None:
+    adapters = CachedAdapters(tmp_path, 10 * BYTES)
+    adapter, adapter_ref = adapters.save("one", 1)
+    adapters.fetch(adapter_ref)
+    cached_rows = torch.frombuffer(
+        bytearray(adapters.cache.pinned_rows(adapter_ref.digest)), dtype=torch.float32
+    )
+    assert torch.equal(cached_rows.view(ROWS, WIDTH), adapter.table)
+    adapters.cache.close()
+
+
+def test_an_adapter_requested_twice_is_read_once(tmp_path: Path) -> None:
+    adapters = CachedAdapters(tmp_path, 10 * BYTES)
+    _, adapter_ref = adapters.save("one", 1)
+    assert [adapters.cache.pin(adapter_ref) for _ in range(3)] == ["coming"] * 3
+    adapters.take()
+    assert adapters.cache.pin(adapter_ref) == "here"
+    assert adapters.read_results.empty()
+    adapters.cache.close()
+
+
+def test_eviction_is_lru_and_spares_pinned_adapters(tmp_path: Path) -> None:
+    adapters = CachedAdapters(tmp_path, 2 * BYTES)
+    adapter_refs = [adapters.save(name, seed)[1] for seed, name in enumerate("abc")]
+    for adapter_ref in adapter_refs[:2]:
+        adapters.fetch(adapter_ref)
+    adapters.cache.unpin(adapter_refs[1].digest)
+    adapters.fetch(adapter_refs[2])
+    assert [adapters.has(ref) for ref in adapter_refs] == [True, False, True]
+    assert adapters.cache.pin(adapter_refs[0]) == "here"  # Older than the evicted one, but pinned.
+    assert adapters.cache.pin(adapter_refs[1]) == "full"  # All of the cache is pinned now.
+    adapters.cache.unpin(adapter_refs[2].digest)
+    assert adapters.cache.pin(adapter_refs[1]) == "coming"
+    adapters.cache.close()
+
+
+def test_an_adapter_over_the_limit_is_cached_if_nothing_else_is_pinned(tmp_path: Path) -> None:
+    adapters = CachedAdapters(tmp_path, BYTES // 2)
+    _, first = adapters.save("one", 1)
+    _, second = adapters.save("two", 2)
+    adapters.fetch(first)
+    assert adapters.cache.pin(second) == "full"
+    adapters.cache.unpin(first.digest)
+    assert not adapters.has(first)
+    adapters.fetch(second)
+    adapters.cache.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("deleted", "does not exist"),
+        ("replaced", "versions are immutable"),
+        ("rows", "use an adapter of this model"),
+        ("kind", "use an adapter of this model"),
+        ("truncated", "one"),
+    ],
+)
+def test_an_unusable_adapter_file_gives_a_reason(fault: str, reason: str, tmp_path: Path) -> None:
+    adapters = CachedAdapters(tmp_path, 10 * BYTES)
+    _, adapter_ref = adapters.save("one", 1)
+    path = Path(adapter_ref.file)
+    if fault == "deleted":
+        path.unlink()
+    elif fault == "replaced":
+        adapters.save("one", 2)
+    elif fault == "rows":
+        adapter_ref = AdapterRef(adapter_ref.digest, ROWS + 1, adapter_ref.file)
+    elif fault == "kind":
+        adapter_ref = AdapterRef(adapter_ref.digest, ROWS, adapter_ref.file, "prefix")
+    else:
+        path.write_bytes(path.read_bytes()[:-5])
+    assert adapters.cache.pin(adapter_ref) == "coming"
+    read_result = adapters.take()
+    assert reason in read_result.reason
+    assert ";" in read_result.reason  # The reason, then the remedy.
+    # The next request reads the file again, which may be repaired.
+    assert adapters.cache.pin(adapter_ref) == "coming"
+    adapters.cache.close()
+
+
+def test_a_prefix_adapter_is_sized_by_its_width_and_read_in_parts(tmp_path: Path) -> None:
+    token_bytes = 4 * NETWORK.prefix_width
+    adapters = CachedAdapters(tmp_path, ROWS * token_bytes + BYTES)
+    adapter, prefix = adapters.save("prefix", 1, "prefix")
+    _, other = adapters.save("other", 2, "prefix")
+    _, adapter_ref = adapters.save("rows", 3)
+    adapters.fetch(prefix)
+    cached_bytes = len(adapters.cache.pinned_rows(prefix.digest))
+    assert cached_bytes == ROWS * token_bytes == ROWS * 2 * 2 * WIDTH * 4
+    assert adapters.cache.pin(other) == "full"
+    assert adapters.cache.pin(adapter_ref) == "coming"
+    prefix_bytes = adapter.table.numpy().tobytes()
+    assert adapters.cache.pinned_prefix_rows(prefix.digest, 0, ROWS) == prefix_bytes
+    assert (
+        adapters.cache.pinned_prefix_rows(prefix.digest, 1, 1)
+        == prefix_bytes[token_bytes : 2 * token_bytes]
+    )
+    adapters.cache.close()
+
+
+def test_prefix_tokens_per_step_are_bounded() -> None:
+    large = NETWORK.with_fields(num_layers=96, moe_layers=(), kv_channels=12288)
+    assert prefix_write_tokens_max(large) == PREFIX_WRITE_BYTES_MAX // (96 * 2 * 12288 * 4) == 1
+    assert prefix_write_tokens_max(large.with_fields(kv_channels=10**6)) == 1
+    assert prefix_write_tokens_max(NETWORK) == PREFIX_WRITE_BYTES_MAX // (2 * 2 * WIDTH * 4)

@@ -1,0 +1,98 @@
+"""Steps of a packed model on a CPU, by the fused decoder or by its modules."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from gpt.attention.kv_cache import KVPool
+from gpt.batch import Batch
+from gpt.config import GPTConfig
+from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
+from gpt.cpu_inference.fused_decoder import FusedDecoder
+from gpt.cpu_inference.weight_packing import pack_weights
+from gpt.linear.cpu_linear import CpuLinear
+from gpt.model.gpt_model import GPT
+from tests.support.models import CONFIGS, EXPERTS, MODERN, build
+
+MORE = {
+    "wide": MODERN.with_fields(kv_channels=64, hidden_size=96, window_size=None),
+    "turned in pairs": MODERN.with_fields(
+        kv_channels=80, rotary_percent=1.0, rotary_interleaved=True, qk_layernorm=False
+    ),
+    "biases": MODERN.with_fields(mlp_bias=True, proj_bias=True, activation="gelu_tanh"),
+    "experts last": EXPERTS.with_fields(moe_layers=(False, False, False, True)),
+    "experts and dense": EXPERTS.with_fields(moe_layers=(False, True, False, False)),
+}
+
+
+def packed_model(config: GPTConfig, *, int8: bool = False) -> GPT:
+    model = build(config, dtype=torch.bfloat16)
+    pack_weights(model, int8=int8)
+    assert isinstance(model.decoder_backend, FusedDecoder)
+    return model
+
+
+def screened_argmax(model: GPT) -> ScreenedArgmax | None:
+    """The screened argmax of a packed model."""
+    assert isinstance(model.greedy_head, CpuGreedyHead)
+    return model.greedy_head.screened
+
+
+def disable_screening(model: GPT) -> None:
+    """Compute greedy tokens of a packed model from all panels of its head."""
+    head = model.head_backend
+    assert isinstance(head, CpuLinear)
+    model.use_greedy_head(CpuGreedyHead(head.packed, head.norm, model.config.vocab_size))
+
+
+def run_step(
+    model: GPT, lengths: list[int], past: list[int], *, fused: bool, rows: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits of a step over a pool with past tokens, and the pool after the step."""
+    size = 8
+    config = model.config
+    draw = random.Random(1)
+    generator = torch.Generator().manual_seed(2)
+    needs = [-(-(n + p) // size) for n, p in zip(lengths, past, strict=True)]
+    blocks = draw.sample(range(1, sum(needs) + 1), sum(needs))
+    tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
+    for row, need in enumerate(needs):
+        tables[row, :need] = torch.tensor([blocks.pop() for _ in range(need)])
+    kv = KVPool(config, model.layers, sum(needs) + 1, block_tokens=size, dtype=model.dtype)
+    for layer in model.layers:
+        layer_kv = kv.layer(layer)
+        layer_kv.copy_(torch.randn(layer_kv.shape, generator=generator).bfloat16())
+    ids = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
+    backend = model.decoder_backend
+    if not fused:
+        model.use_decoder_backend(model.layerwise_decoder())
+    try:
+        logits = model(ids, Batch.paged(lengths, past, tables, size, logit_rows=rows), kv)
+    finally:
+        model.use_decoder_backend(backend)
+    return logits, [kv.layer(layer).clone() for layer in model.layers]
+
+
+STEPS = {
+    "one": ([1], [5]),
+    "several": ([1] * 9, [0, 3, 7, 8, 20, 1, 15, 16, 40]),
+    "a prompt": ([37], [0]),
+    "all kinds": ([1, 13, 1, 2, 25], [9, 0, 30, 4, 11]),
+}
+
+
+def check_fused_decoder(name: str, kind: str) -> None:
+    """The fused decoder's logits and KV cache equal those of the modules."""
+    model = packed_model((CONFIGS | MORE)[name])
+    got, pool = run_step(model, *STEPS[kind], fused=True)
+    want, plain_pool = run_step(model, *STEPS[kind], fused=False)
+    if not model.config.uses_rope and not model.config.qk_layernorm:
+        assert torch.equal(got, want)
+        assert all(torch.equal(a, b) for a, b in zip(pool, plain_pool, strict=True))
+        return
+    # Modules round the angles and each product of a rotation to bf16; the decoder rounds only once.
+    exact, _ = run_step(build(model.config, dtype=torch.float64), *STEPS[kind], fused=False)
+    # If two experts have nearly equal scores, rounding may select another expert.
+    share = 0.1 if model.config.num_experts else 0.02
+    assert (got - exact).std() < share * exact.std()
