@@ -9,6 +9,9 @@ const CHART_S = 180; // Time span of the chart.
 const PAGE_SIZE = 50; // Adapters listed at a time.
 const DEBOUNCE_MS = 150; // From the last keystroke to the search for adapters.
 const RATE_MIN_MS = 20; // Shorter spans give no meaningful token rate.
+// Interval at which new text is inserted. Each insertion lays out the whole answer again, so an
+// insertion per token would block the page during a long and fast answer.
+const REFRESH_MS = 50;
 const TOKEN_KEY = "preamble-token";
 
 const $ = (id) => document.getElementById(id);
@@ -431,6 +434,8 @@ class AnswerView {
     this.began = performance.now();
     this.first = this.last = this.count = this.firstCount = 0;
     this.reason = "";
+    this.newText = ""; // Received, but not yet inserted.
+    this.refreshTimer = 0;
     for (const id of ["answer", "end"]) $(id).textContent = "";
     for (const id of ["first-token", "made", "speed"]) $(id).textContent = "–";
     setText($("failure"), "");
@@ -440,24 +445,36 @@ class AnswerView {
   }
 
   append({ choices: [choice], usage }) {
-    const box = $("answer");
-    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    if (choice) box.append(choice.text);
-    if (atEnd) box.scrollTop = box.scrollHeight;
+    this.newText += choice?.text ?? "";
     this.reason = choice?.finish_reason ?? this.reason;
     const count = usage?.completion_tokens ?? this.count;
-    if (count === this.count) return;
-    this.last = performance.now();
-    if (!this.first) [this.first, this.firstCount] = [this.last, count];
-    this.count = count;
+    if (count !== this.count) {
+      this.last = performance.now();
+      if (!this.first) [this.first, this.firstCount] = [this.last, count];
+      this.count = count;
+    }
+    this.refreshTimer ||= setTimeout(() => this.refresh(), REFRESH_MS);
+  }
+
+  /** Inserts the new text and shows the timings so far. */
+  refresh() {
+    clearTimeout(this.refreshTimer);
+    this.refreshTimer = 0;
+    const box = $("answer");
+    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    if (this.newText) box.append(this.newText);
+    this.newText = "";
+    if (atEnd) box.scrollTop = box.scrollHeight;
+    if (!this.first) return;
     const ms = this.last - this.first;
     $("first-token").textContent = seconds(this.first - this.began);
-    $("made").textContent = integer(count);
-    const rate = (1000 * (count - this.firstCount)) / ms;
+    $("made").textContent = integer(this.count);
+    const rate = (1000 * (this.count - this.firstCount)) / ms;
     $("speed").textContent = ms >= RATE_MIN_MS ? compact(rate) : "–";
   }
 
   finish(outcome = "", failure = "") {
+    this.refresh();
     const reasons = { stop: "complete", length: "at max tokens" };
     $("answer").classList.remove("running");
     $("end").textContent = outcome || (reasons[this.reason] ?? this.reason);
