@@ -43,12 +43,6 @@ EXCEPTIONS_IN_TESTS = {
     "held_out_records": "a function of examples/demo, where held-out data is the field's term",
 }
 CLASS_EXCEPTIONS: dict[str, str] = {}
-# Tests that may still contain empty names.
-TESTS_WITHOUT_RULE = (
-    "tests/support/drawn_schedules.py",
-    "tests/support/fake_ranks.py",
-)
-
 Trees = dict[str, ast.Module]
 
 
@@ -127,10 +121,7 @@ def test_the_product_follows_the_rule(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES_OF_TESTS, ids=lambda rule: rule.__name__)
 def test_the_tests_follow_the_rule(rule: Rule) -> None:
-    trees = trees_of_tests()
-    breaches = rule(
-        {path: trees[path] for path in trees if not path.startswith(TESTS_WITHOUT_RULE)}
-    )
+    breaches = rule(trees_of_tests())
     assert not breaches, "\n" + "\n".join(breaches)
 
 
@@ -171,5 +162,3 @@ def test_every_exception_is_still_in_use() -> None:
     assert set(EXCEPTIONS) <= names
     names = {name for tree in trees_of_tests().values() for _, name in name_uses(tree)}
     assert set(EXCEPTIONS_IN_TESTS) <= names
-    for prefix in TESTS_WITHOUT_RULE:
-        assert any(path.startswith(prefix) for path in trees_of_tests()), prefix

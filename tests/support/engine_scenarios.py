@@ -57,7 +57,7 @@ class Scenario:
     settings: dict[str, Any]
     submissions: list[tuple[int, Submission]]
     cancels: list[tuple[int, int]] = field(default_factory=list)
-    fill_tokens_max: int = 256  # Limit of prefix tokens that are computed before a step.
+    prefix_write_tokens_max: int = 256  # Limit of prefix tokens that are computed before a step.
     recorded: bool = False  # Decode steps are captured, and replayed by running them again.
 
     @property
@@ -398,7 +398,7 @@ def lead(model: GPT, scenario: Scenario, address: str = "") -> ScenarioRun:
         cache_config=config.cache_config,
         context_tokens_max=model.config.max_position_embeddings,
         stages=mesh.pp,
-        prefix_write_tokens_max=scenario.fill_tokens_max,
+        prefix_write_tokens_max=scenario.prefix_write_tokens_max,
         async_scheduling=config.uses_async_scheduling("cpu"),
     )
     feeder = _Feeder(scenario)

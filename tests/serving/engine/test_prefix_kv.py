@@ -19,9 +19,10 @@ from gpt.sampling_params import SamplingParams
 from serving.messages import AdapterRef, Submission, TokenScore
 from tests.support import prefix_adapters
 from tests.support.engine_scenarios import Scenario, ScenarioRun, run_scenarios
-from tests.support.fake_ranks import Play, adapter, text, virtual
+from tests.support.fake_ranks import make_adapter_ref, text_ids, virtual_ids
 from tests.support.models import CONFIGS, build
 from tests.support.ranks import ranks
+from tests.support.scheduler_harness import SchedulerHarness
 
 V = 5  # Virtual tokens of the equally long adapters.
 V_LONG = 18
@@ -94,7 +95,7 @@ def mixed_adapters_scenario(name: str, adapters: list[AdapterRef], **settings: o
         "step_tokens_max": 6,
         "adapter_rows_max": 4,
     }
-    return Scenario(name, "float64", limits | settings, submissions, fill_tokens_max=7)
+    return Scenario(name, "float64", limits | settings, submissions, prefix_write_tokens_max=7)
 
 
 def check_answers(model: GPT, scenario: Scenario, scenario_run: ScenarioRun) -> None:
@@ -198,46 +199,48 @@ def test_equally_long_prefixes_share_no_blocks(
 
 @pytest.mark.parametrize("suffix", [[], [1, "virtual"], ["virtual"], [0]])
 def test_a_prompt_that_is_not_a_prefix_and_text_is_refused(suffix: list[object]) -> None:
-    play = Play()
+    harness = SchedulerHarness()
     ids = [50 if token == "virtual" else 3 for token in suffix]
-    adapter_ref = adapter("a", 2, "prefix")
-    number = play.submit([*virtual(2 if suffix != [0] else 1), *ids], adapter_ref=adapter_ref)
-    assert play.last_outputs[number].end == "refused"
-    assert "the prompt must begin with these tokens" in play.last_outputs[number].reason
+    adapter_ref = make_adapter_ref("a", 2, "prefix")
+    number = harness.submit(
+        [*virtual_ids(2 if suffix != [0] else 1), *ids], adapter_ref=adapter_ref
+    )
+    assert harness.last_outputs[number].end == "refused"
+    assert "the prompt must begin with these tokens" in harness.last_outputs[number].reason
 
 
 def test_a_large_prefix_is_written_once_over_several_steps() -> None:
-    play = Play(fill_tokens_max=3)
-    adapter_ref = adapter("a", 10, "prefix")
-    first = play.submit([*virtual(10), *text(5)], adapter_ref=adapter_ref)
+    harness = SchedulerHarness(prefix_write_tokens_max=3)
+    adapter_ref = make_adapter_ref("a", 10, "prefix")
+    first = harness.submit([*virtual_ids(10), *text_ids(5)], adapter_ref=adapter_ref)
     counts = []
-    while (step := play.plan()) is not None:
-        play.commit()
+    while (step := harness.plan()) is not None:
+        harness.commit()
         counts.append((sum(write.count for write in step.prefix_writes), len(step.token_ids)))
     assert counts[:4] == [(3, 0), (3, 0), (3, 0), (1, 5)]
-    second = play.submit([*virtual(10), *text(4, seed=1)], adapter_ref=adapter_ref)
-    play.finish()
-    assert play.ranks.filled == 10 and play.cached[second] == 10
-    assert play.ranks.computed[first] == 5 + 3
-    assert play.scheduler.stats.adapter_loads == 1
+    second = harness.submit([*virtual_ids(10), *text_ids(4, seed=1)], adapter_ref=adapter_ref)
+    harness.finish()
+    assert harness.ranks.prefix_tokens_written == 10 and harness.cached_tokens[second] == 10
+    assert harness.ranks.computed_tokens[first] == 5 + 3
+    assert harness.scheduler.stats.adapter_loads == 1
 
 
 def test_cached_blocks_of_a_prefix_are_not_written_again() -> None:
-    play = Play(blocks=6)
-    ids, adapter_ref = [*virtual(10), *text(2)], adapter("a", 10, "prefix")
-    play.submit(ids, new=2, adapter_ref=adapter_ref)
-    play.finish()
-    play.submit(text(8, seed=1), new=2)  # Evicts the prefix's blocks after the first two.
-    play.finish()
-    repeated = play.submit(ids, new=2, adapter_ref=adapter_ref)
-    play.finish()
-    assert play.cached[repeated] == 8
-    writes = [(write.start, write.count) for step in play.steps for write in step.prefix_writes]
+    harness = SchedulerHarness(blocks=6)
+    ids, adapter_ref = [*virtual_ids(10), *text_ids(2)], make_adapter_ref("a", 10, "prefix")
+    harness.submit(ids, new=2, adapter_ref=adapter_ref)
+    harness.finish()
+    harness.submit(text_ids(8, seed=1), new=2)  # Evicts the prefix's blocks after the first two.
+    harness.finish()
+    repeated = harness.submit(ids, new=2, adapter_ref=adapter_ref)
+    harness.finish()
+    assert harness.cached_tokens[repeated] == 8
+    writes = [(write.start, write.count) for step in harness.steps for write in step.prefix_writes]
     assert writes == [(0, 10), (8, 2)]
 
 
 def test_a_prefix_needs_no_rows_in_the_adapter_pool() -> None:
-    play = Play(adapter_rows_max=2)
-    number = play.submit([*virtual(8), 1], adapter_ref=adapter("a", 8, "prefix"))
-    play.finish()
-    assert play.last_outputs[number].end == "length"
+    harness = SchedulerHarness(adapter_rows_max=2)
+    number = harness.submit([*virtual_ids(8), 1], adapter_ref=make_adapter_ref("a", 8, "prefix"))
+    harness.finish()
+    assert harness.last_outputs[number].end == "length"

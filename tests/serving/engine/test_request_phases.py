@@ -33,9 +33,10 @@ from tests.support.engine_requests import (
     single_request,
     start_engine,
 )
-from tests.support.fake_ranks import Play, adapter, text, virtual
+from tests.support.fake_ranks import make_adapter_ref, text_ids, virtual_ids
 from tests.support.lossy_engine import LossyTransport, engine_with_lossy_transport
 from tests.support.models import CLASSIC, build
+from tests.support.scheduler_harness import SchedulerHarness
 
 LOST_S = 0.2
 
@@ -49,61 +50,69 @@ def model() -> GPT:
 
 
 def test_waiting_for_a_slot_counts_as_queue_time() -> None:
-    play = Play(running_requests_max=1)  # Steps take 10 ms.
-    first, second = play.submit(text(40), 5), play.submit(text(8, 1), 2)
-    play.finish()
-    assert play.phases[first].queue_s == 0.0
+    harness = SchedulerHarness(running_requests_max=1)  # Steps take 10 ms.
+    first, second = harness.submit(text_ids(40), 5), harness.submit(text_ids(8, 1), 2)
+    harness.finish()
+    assert harness.phases[first].queue_s == 0.0
     # The third step is committed at 20 ms.
-    assert play.phases[first].prefill_s == pytest.approx(0.02)
-    assert play.phases[second].queue_s == pytest.approx(0.07)
-    assert play.phases[second].prefill_s == 0.0  # Its only step has no duration on this clock.
+    assert harness.phases[first].prefill_s == pytest.approx(0.02)
+    assert harness.phases[second].queue_s == pytest.approx(0.07)
+    assert harness.phases[second].prefill_s == 0.0  # Its only step has no duration on this clock.
 
 
 def test_waiting_for_an_equal_prompt_or_adapter_rows_counts_as_queue_time() -> None:
-    play = Play(adapter_rows_max=6)
-    play.submit(text(64), 2)
-    repeated = play.submit(text(64), 2)
-    play.finish()
-    assert play.phases[repeated].queue_s >= 0.03 and play.phases[repeated].prefill_s < 0.03
-    deferred = play.submission([*virtual(6), 7], 2, adapter_ref=adapter("task", 6))
-    play.ranks.know(deferred)
-    play.scheduler.add_sequence(deferred, play.now, adapter_wait_s=0.5)
-    while (outputs := play.scheduler.commit(play.ranks.run(plan(play)), play.now)) == []:
+    harness = SchedulerHarness(adapter_rows_max=6)
+    harness.submit(text_ids(64), 2)
+    repeated = harness.submit(text_ids(64), 2)
+    harness.finish()
+    assert harness.phases[repeated].queue_s >= 0.03 and harness.phases[repeated].prefill_s < 0.03
+    deferred = harness.next_submission(
+        [*virtual_ids(6), 7], 2, adapter_ref=make_adapter_ref("task", 6)
+    )
+    harness.ranks.register(deferred)
+    harness.scheduler.add_sequence(deferred, harness.now, adapter_wait_s=0.5)
+    while (
+        outputs := harness.scheduler.commit(harness.ranks.run(plan(harness)), harness.now)
+    ) == []:
         pass
     assert outputs[0].phases is not None
     assert outputs[0].phases.queue_s == pytest.approx(0.5) and outputs[0].phases.prefill_s == 0
 
 
-def plan(play: Play) -> Step:
-    step = play.scheduler.plan(play.now)
+def plan(harness: SchedulerHarness) -> Step:
+    step = harness.scheduler.plan(harness.now)
     assert step is not None
     return step
 
 
 def test_preemption_before_the_first_token_counts_as_queue_time_and_later_as_decode() -> None:
-    play = Play(running_requests_max=1, blocks=200)
-    slow = play.submit(text(60), 4, service="throughput")
-    play.step()  # A chunk of 16 tokens.
-    quick = play.submit(text(8, 2), 3, service="latency")
-    play.finish()
-    assert play.scheduler.stats.preemptions == 1 and play.first_at[quick] < play.first_at[slow]
-    assert play.phases[slow].queue_s >= 0.03  # Waited while the other sequence had the slot.
-    assert play.phases[slow].prefill_s > 0
+    harness = SchedulerHarness(running_requests_max=1, blocks=200)
+    slow = harness.submit(text_ids(60), 4, service="throughput")
+    harness.step()  # A chunk of 16 tokens.
+    quick = harness.submit(text_ids(8, 2), 3, service="latency")
+    harness.finish()
+    assert (
+        harness.scheduler.stats.preemptions == 1
+        and harness.first_token_steps[quick] < harness.first_token_steps[slow]
+    )
+    assert harness.phases[slow].queue_s >= 0.03  # Waited while the other sequence had the slot.
+    assert harness.phases[slow].prefill_s > 0
 
-    late = play.submit(text(8, 3), 9, service="throughput")
-    play.step()
-    phases = play.phases[late]
-    play.submit(text(8, 4), 3, service="latency")
-    play.finish()
-    assert play.scheduler.stats.preemptions == 2 and play.phases[late] is phases
+    late = harness.submit(text_ids(8, 3), 9, service="throughput")
+    harness.step()
+    phases = harness.phases[late]
+    harness.submit(text_ids(8, 4), 3, service="latency")
+    harness.finish()
+    assert harness.scheduler.stats.preemptions == 2 and harness.phases[late] is phases
 
 
 def test_a_scored_prompt_reports_its_phases_at_its_end() -> None:
-    play = Play()
-    scored = play.submit(text(40), 0, prompt_logprobs=0)
-    play.finish()
+    harness = SchedulerHarness()
+    scored = harness.submit(text_ids(40), 0, prompt_logprobs=0)
+    harness.finish()
     assert (
-        play.last_outputs[scored].end == "scored" and play.last_outputs[scored].phases is not None
+        harness.last_outputs[scored].end == "scored"
+        and harness.last_outputs[scored].phases is not None
     )
 
 

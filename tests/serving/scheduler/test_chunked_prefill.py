@@ -5,7 +5,8 @@ from random import Random
 import pytest
 
 from serving.scheduler.chunked_prefill import PrefillCostModel, PrefillTokenBudget, chunk_end
-from tests.support.fake_ranks import Play, text
+from tests.support.fake_ranks import text_ids
+from tests.support.scheduler_harness import SchedulerHarness
 
 # ------------------------------------------------------------------------------- cost model
 
@@ -105,36 +106,36 @@ def test_a_chunk_ends_at_a_block_boundary_or_with_the_prefill(
 
 def test_prefill_does_not_delay_decodes_beyond_the_stall_limit() -> None:
     # The ranks take 0.1 ms for a token.
-    play = Play(blocks=2000, step_tokens_max=256, prefill_stall_ms_max=2.0)
-    play.submit(text(600, 1), 1, service="throughput")
-    play.submit(text(700, 1), 1, service="throughput")
-    play.finish()
-    assert max(sum(step.lengths) for step in play.steps) == 256
-    play.steps.clear()
-    play.submit(text(5, 2), 40, service="latency")
-    play.step()
-    play.submit(text(900, 3), 1, service="throughput")
-    while 2 not in play.ended_at:
-        play.step()
-    chunks = [sum(step.lengths) - 1 for step in play.steps if 1 in step.lengths]
+    harness = SchedulerHarness(blocks=2000, step_tokens_max=256, prefill_stall_ms_max=2.0)
+    harness.submit(text_ids(600, 1), 1, service="throughput")
+    harness.submit(text_ids(700, 1), 1, service="throughput")
+    harness.finish()
+    assert max(sum(step.lengths) for step in harness.steps) == 256
+    harness.steps.clear()
+    harness.submit(text_ids(5, 2), 40, service="latency")
+    harness.step()
+    harness.submit(text_ids(900, 3), 1, service="throughput")
+    while 2 not in harness.end_steps:
+        harness.step()
+    chunks = [sum(step.lengths) - 1 for step in harness.steps if 1 in step.lengths]
     assert len(chunks) > 30 and max(chunks) <= 24 and min(chunks[1:]) >= 16
-    play.finish()
-    assert len(play.steps[-1].token_ids) > 100  # No latency sequence decodes any more.
+    harness.finish()
+    assert len(harness.steps[-1].token_ids) > 100  # No latency sequence decodes any more.
 
 
 def test_decodes_come_before_prefill_and_chunks_end_at_block_boundaries() -> None:
-    play = Play(step_tokens_max=10)
-    play.submit(text(3), 20, service="throughput")
-    play.step()
-    play.submit(text(50, 1), 1, service="latency")
-    play.finish()
-    assert [step.lengths for step in play.steps[1:4]] == [[1, 8], [1, 8], [1, 8]]
+    harness = SchedulerHarness(step_tokens_max=10)
+    harness.submit(text_ids(3), 20, service="throughput")
+    harness.step()
+    harness.submit(text_ids(50, 1), 1, service="latency")
+    harness.finish()
+    assert [step.lengths for step in harness.steps[1:4]] == [[1, 8], [1, 8], [1, 8]]
 
 
 def test_chunks_of_a_long_prompt_fill_all_pipeline_stages() -> None:
-    play = Play(stages=3)
-    play.submit(text(64), 1)
-    while play.plan():
+    harness = SchedulerHarness(stages=3)
+    harness.submit(text_ids(64), 1)
+    while harness.plan():
         pass
-    assert [step.past for step in play.steps] == [[0], [16], [32]]
-    play.finish()
+    assert [step.past for step in harness.steps] == [[0], [16], [32]]
+    harness.finish()

@@ -19,7 +19,8 @@ from serving.scheduler.ngram_proposer import (
     PROBE_INTERVAL,
     NgramProposer,
 )
-from tests.support.fake_ranks import VOCAB_SIZE, Play, adapter, text, virtual
+from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref, text_ids, virtual_ids
+from tests.support.scheduler_harness import SchedulerHarness
 
 # ----------------------------------------------------------------------------------- one sequence
 
@@ -112,14 +113,17 @@ def draft_tokens_of(steps: list[Step]) -> list[int]:
 
 
 def test_drafts_save_steps_and_change_no_output() -> None:
-    play = Play(speculate_tokens_max=3, blocks=400)
-    play.submit(text(9), 300)
-    play.finish()  # Compares the output with that without drafts.
-    stats = play.scheduler.stats
+    harness = SchedulerHarness(speculate_tokens_max=3, blocks=400)
+    harness.submit(text_ids(9), 300)
+    harness.finish()  # Compares the output with that without drafts.
+    stats = harness.scheduler.stats
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    assert play.committed == 300 - stats.accepted_tokens + stats.steps - play.committed
-    assert play.committed < 200
-    assert (stats.drafted_tokens, stats.accepted_tokens) == (play.ranks.guessed, play.ranks.right)
+    assert harness.committed == 300 - stats.accepted_tokens + stats.steps - harness.committed
+    assert harness.committed < 200
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (
+        harness.ranks.draft_tokens,
+        harness.ranks.accepted_tokens,
+    )
 
 
 def test_speculate_tokens_max_0_disables_speculation_and_negative_is_refused() -> None:
@@ -131,10 +135,10 @@ def test_speculate_tokens_max_0_disables_speculation_and_negative_is_refused() -
 
 
 def test_speculation_is_off_by_default() -> None:
-    play = Play()
-    play.submit(text(9), 50)
-    play.finish()
-    assert all(step.draft_counts == [] for step in play.steps)
+    harness = SchedulerHarness()
+    harness.submit(text_ids(9), 50)
+    harness.finish()
+    assert all(step.draft_counts == [] for step in harness.steps)
 
 
 @pytest.mark.parametrize(
@@ -148,18 +152,18 @@ def test_speculation_is_off_by_default() -> None:
     ],
 )
 def test_stateful_sampling_is_not_speculated(options: dict[str, object]) -> None:
-    play = Play(speculate_tokens_max=3)
-    play.submit(text(9), 50, **options)
-    play.submit(text(9), 50, bad_words=((1,),), logprobs=2, temperature=0.5)
-    play.finish()
+    harness = SchedulerHarness(speculate_tokens_max=3)
+    harness.submit(text_ids(9), 50, **options)
+    harness.submit(text_ids(9), 50, bad_words=((1,),), logprobs=2, temperature=0.5)
+    harness.finish()
     slots = {
         slot_init.sampling.seed: slot_init.slot
-        for step in play.steps
+        for step in harness.steps
         for slot_init in step.slot_inits
     }
     slots_with_drafts = {
         slot
-        for step in play.steps
+        for step in harness.steps
         for slot, count in zip(step.slots, step.draft_counts, strict=False)
         if count
     }
@@ -167,40 +171,44 @@ def test_stateful_sampling_is_not_speculated(options: dict[str, object]) -> None
 
 
 def test_draft_rows_are_bounded_and_come_after_all_decodes() -> None:
-    play = Play(speculate_tokens_max=3, speculate_rows_max=6, blocks=600)
+    harness = SchedulerHarness(speculate_tokens_max=3, speculate_rows_max=6, blocks=600)
     for number in range(4):
-        play.submit(text(4, number), 20 + 80 * (number > 1))
-    play.finish()
-    full_steps = [step for step in play.steps if len(step.slots) == 4 and sum(step.draws) == 4]
+        harness.submit(text_ids(4, number), 20 + 80 * (number > 1))
+    harness.finish()
+    full_steps = [step for step in harness.steps if len(step.slots) == 4 and sum(step.draws) == 4]
     assert max(draft_tokens_of(full_steps)) == 2
-    assert max(draft_tokens_of(play.steps)) == 4
+    assert max(draft_tokens_of(harness.steps)) == 4
 
 
 def test_prefill_comes_before_drafts() -> None:
-    play = Play(speculate_tokens_max=5, speculate_rows_max=100, step_tokens_max=8, blocks=800)
+    harness = SchedulerHarness(
+        speculate_tokens_max=5, speculate_rows_max=100, step_tokens_max=8, blocks=800
+    )
     for number in range(3):
-        play.submit(text(4, number), 400)
+        harness.submit(text_ids(4, number), 400)
     for _ in range(60):
-        play.step()
-    late = play.submit(text(80, 9), 2)
-    first_step = play.committed
-    while late not in play.first_at:
-        play.step()
-    assert play.first_at[late] - first_step <= 22
-    assert max(draft_tokens_of(play.steps[first_step:])) > 0
-    play.finish()
+        harness.step()
+    late = harness.submit(text_ids(80, 9), 2)
+    first_step = harness.committed
+    while late not in harness.first_token_steps:
+        harness.step()
+    assert harness.first_token_steps[late] - first_step <= 22
+    assert max(draft_tokens_of(harness.steps[first_step:])) > 0
+    harness.finish()
 
 
 def test_drafts_leave_the_blocks_that_decodes_need_next() -> None:
-    play = Play(speculate_tokens_max=5, kv_block_tokens=1, blocks=1 + 80, prefix_cache=False)
+    harness = SchedulerHarness(
+        speculate_tokens_max=5, kv_block_tokens=1, blocks=1 + 80, prefix_cache=False
+    )
     for number in range(3):
-        play.submit(text(8, number), 40)
+        harness.submit(text_ids(8, number), 40)
     draft_blocks = 0
     short_steps = 0
-    while play.scheduler.has_unfinished:
-        step = play.plan()
+    while harness.scheduler.has_unfinished:
+        step = harness.plan()
         assert step is not None
-        stats = play.scheduler.stats
+        stats = harness.scheduler.stats
         blocks_left = stats.blocks - stats.blocks_held
         short_steps += blocks_left < stats.running
         for update in step.block_table_updates if all(step.draws) else ():
@@ -208,46 +216,46 @@ def test_drafts_leave_the_blocks_that_decodes_need_next() -> None:
             if update.start > step.past[step.slots.index(update.slot)]:
                 draft_blocks += 1
                 assert blocks_left >= stats.running
-        play.commit()
-    play.check_over()
-    assert draft_blocks and short_steps and play.scheduler.stats.preemptions > 0
+        harness.commit()
+    harness.check_finished()
+    assert draft_blocks and short_steps and harness.scheduler.stats.preemptions > 0
 
 
 def test_kv_of_rejected_drafts_is_not_published() -> None:
-    play = Play(speculate_tokens_max=5, kv_block_tokens=2, blocks=500)
-    play.submit(text(8), 60)
-    play.finish()
-    assert play.ranks.guessed > play.ranks.right
+    harness = SchedulerHarness(speculate_tokens_max=5, kv_block_tokens=2, blocks=500)
+    harness.submit(text_ids(8), 60)
+    harness.finish()
+    assert harness.ranks.draft_tokens > harness.ranks.accepted_tokens
     for cut in range(57, 8, -3):  # The first tokens, then possible draft tokens.
-        first = play.numbers
+        first = harness.submissions
         for token in (0, 1, 7):
-            play.submit([*text(8), *play.tokens[0][:cut], token], 2)
-        play.finish()  # The fake ranks compare KV reads with the prefix.
+            harness.submit([*text_ids(8), *harness.tokens[0][:cut], token], 2)
+        harness.finish()  # The fake ranks compare KV reads with the prefix.
         # All full blocks of accepted tokens are published.
-        assert play.cached[first] >= (8 + cut) // 2 * 2
+        assert harness.cached_tokens[first] >= (8 + cut) // 2 * 2
 
 
 def test_nan_caused_by_a_draft_does_not_fail_the_sequence() -> None:
     step: Step | None = None
-    play = Play(
+    harness = SchedulerHarness(
         speculate_tokens_max=3, breaks=lambda number: step is not None and any(step.draft_counts)
     )
-    run = play.ranks.run
+    run = harness.ranks.run
 
     def run_and_record(planned_step: Step) -> object:
         nonlocal step
         step = planned_step
         return run(planned_step)
 
-    play.ranks.run = run_and_record  # type: ignore[assignment, method-assign]
-    adapter_ref = adapter("task", 3)
-    play.submit([*virtual(3), *text(9)], 60, adapter_ref=adapter_ref)
-    play.finish()
-    assert play.last_outputs[0].end == "length"
+    harness.ranks.run = run_and_record  # type: ignore[assignment, method-assign]
+    adapter_ref = make_adapter_ref("task", 3)
+    harness.submit([*virtual_ids(3), *text_ids(9)], 60, adapter_ref=adapter_ref)
+    harness.finish()
+    assert harness.last_outputs[0].end == "length"
     # One step failed; then the sequence continued without drafts from its last valid token.
-    assert [count > 0 for count in draft_tokens_of(play.steps)].count(True) == 1
-    assert sum(len(step.slot_inits) for step in play.steps) == 2
-    play.submit(text(3), 1)
-    play.finish()  # No block is left to be cleared.
-    assert sum(bool(step.block_clears) for step in play.steps) == 1
-    assert play.scheduler.stats.preemptions == 0
+    assert [count > 0 for count in draft_tokens_of(harness.steps)].count(True) == 1
+    assert sum(len(step.slot_inits) for step in harness.steps) == 2
+    harness.submit(text_ids(3), 1)
+    harness.finish()  # No block is left to be cleared.
+    assert sum(bool(step.block_clears) for step in harness.steps) == 1
+    assert harness.scheduler.stats.preemptions == 0

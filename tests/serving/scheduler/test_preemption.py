@@ -6,7 +6,8 @@ from gpt.sampling_params import SamplingParams
 from serving.messages import ServiceClass, Submission
 from serving.scheduler.preemption import PreemptionPolicy
 from serving.scheduler.sequence import Sequence
-from tests.support.fake_ranks import VOCAB_SIZE, Play, text
+from tests.support.fake_ranks import VOCAB_SIZE, text_ids
+from tests.support.scheduler_harness import SchedulerHarness
 
 AGE_S = 10.0
 
@@ -18,7 +19,7 @@ def new_sequence(
     return Sequence.from_submission(
         Submission(
             sequence_id,
-            text(4, sequence_id),
+            text_ids(4, sequence_id),
             SamplingParams(max_new_tokens=8),
             service=service,
             priority=priority,
@@ -168,60 +169,60 @@ def test_growth_preempts_lower_priorities_and_later_arrivals() -> None:
 )
 def test_the_lowest_priority_is_preempted(sequences: list[tuple[str, int]], preempted: int) -> None:
     # The pool has blocks for three sequences of 12 tokens, and each sequence grows beyond that.
-    play = Play(blocks=1 + 9, step_tokens_max=64)
+    harness = SchedulerHarness(blocks=1 + 9, step_tokens_max=64)
     for number, (service, priority) in enumerate(sequences):
-        play.submit(text(8, number), 12, service=service, priority=priority)
-    while not play.scheduler.stats.preemptions:
-        assert play.scheduler.stats.running in (0, 3)
-        play.step()
+        harness.submit(text_ids(8, number), 12, service=service, priority=priority)
+    while not harness.scheduler.stats.preemptions:
+        assert harness.scheduler.stats.running in (0, 3)
+        harness.step()
     sequence_ids = {
         slot_init.slot: slot_init.sampling.seed
-        for step in play.steps
+        for step in harness.steps
         for slot_init in step.slot_inits
     }
-    assert {sequence_ids[slot] for slot in play.steps[-1].slots} == {0, 1, 2} - {preempted}
-    play.finish()
+    assert {sequence_ids[slot] for slot in harness.steps[-1].slots} == {0, 1, 2} - {preempted}
+    harness.finish()
 
 
 def test_two_sequences_that_do_not_fit_together_both_finish() -> None:
-    play = Play(blocks=1 + 10, prefix_cache=False)
-    play.submit(text(8, 0), 30)
-    play.submit(text(8, 1), 30)
-    play.finish()
-    assert play.scheduler.stats.preemptions > 0
-    assert play.ended_at[0] < play.ended_at[1]  # The first sequence was not preempted.
+    harness = SchedulerHarness(blocks=1 + 10, prefix_cache=False)
+    harness.submit(text_ids(8, 0), 30)
+    harness.submit(text_ids(8, 1), 30)
+    harness.finish()
+    assert harness.scheduler.stats.preemptions > 0
+    assert harness.end_steps[0] < harness.end_steps[1]  # The first sequence was not preempted.
 
 
 def test_a_latency_request_preempts_a_throughput_request() -> None:
-    play = Play(running_requests_max=2, blocks=200)
+    harness = SchedulerHarness(running_requests_max=2, blocks=200)
     for number in range(2):
-        play.submit(text(8, number), 50, service="throughput")
+        harness.submit(text_ids(8, number), 50, service="throughput")
     for _ in range(10):
-        play.step()
-    urgent = play.submit(text(8, 2), 3, service="latency")
-    play.step()
-    assert urgent in play.first_at
-    assert play.scheduler.stats.preemptions == 1
-    play.finish()
-    assert play.ended_at[0] < play.ended_at[1]  # The later sequence was preempted.
+        harness.step()
+    urgent = harness.submit(text_ids(8, 2), 3, service="latency")
+    harness.step()
+    assert urgent in harness.first_token_steps
+    assert harness.scheduler.stats.preemptions == 1
+    harness.finish()
+    assert harness.end_steps[0] < harness.end_steps[1]  # The later sequence was preempted.
 
 
 def test_prefill_preempts_decodes_of_lower_priority_when_blocks_run_short() -> None:
-    play = Play(blocks=1 + 24, step_tokens_max=5)
-    play.submit(text(4), 50, service="throughput")
+    harness = SchedulerHarness(blocks=1 + 24, step_tokens_max=5)
+    harness.submit(text_ids(4), 50, service="throughput")
     for _ in range(3):
-        play.step()
+        harness.step()
     # There are enough blocks at admission, but the other sequence grows during the prefill.
-    urgent = play.submit(text(80, 9), 2, service="latency")
-    first_step = play.committed
-    play.finish()
-    assert play.first_at[urgent] - first_step <= 22
-    assert play.scheduler.stats.preemptions > 0
+    urgent = harness.submit(text_ids(80, 9), 2, service="latency")
+    first_step = harness.committed
+    harness.finish()
+    assert harness.first_token_steps[urgent] - first_step <= 22
+    assert harness.scheduler.stats.preemptions > 0
 
 
 def test_equal_sequences_do_not_preempt_each_other() -> None:
-    play = Play(running_requests_max=2, priority_age_s=0.01)
+    harness = SchedulerHarness(running_requests_max=2, priority_age_s=0.01)
     for number in range(6):
-        play.submit(text(8, number), 10)
-    play.finish()
-    assert play.scheduler.stats.preemptions == 0
+        harness.submit(text_ids(8, number), 10)
+    harness.finish()
+    assert harness.scheduler.stats.preemptions == 0

@@ -7,7 +7,7 @@ from serving.messages import Submission
 from serving.scheduler.block_pool import BlockPool
 from serving.scheduler.prefix_cache import PrefixCache
 from serving.scheduler.sequence import Sequence
-from tests.support.fake_ranks import VOCAB_SIZE, adapter, text, virtual
+from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref, text_ids, virtual_ids
 
 BLOCK_TOKENS = 4
 
@@ -24,7 +24,7 @@ def sequence_with_keys(
         0,
         prompt,
         SamplingParams(max_new_tokens=max_new_tokens),
-        adapter_ref=adapter(name, 6) if name else None,
+        adapter_ref=make_adapter_ref(name, 6) if name else None,
         tenant=tenant,
     )
     sequence = Sequence.from_submission(
@@ -35,8 +35,8 @@ def sequence_with_keys(
 
 
 def test_keys_are_equal_until_prefixes_diverge() -> None:
-    first = sequence_with_keys(text(20))
-    second = sequence_with_keys([*text(13), *text(7, 5)])
+    first = sequence_with_keys(text_ids(20))
+    second = sequence_with_keys([*text_ids(13), *text_ids(7, 5)])
     assert first.block_keys[:3] == second.block_keys[:3]
     assert not set(first.block_keys[3:]) & set(second.block_keys)
 
@@ -44,37 +44,37 @@ def test_keys_are_equal_until_prefixes_diverge() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        sequence_with_keys(text(20), tenant="other"),
-        sequence_with_keys(text(20), digest="other"),
-        sequence_with_keys([text(20)[0] ^ 1, *text(20)[1:]]),
-        sequence_with_keys([*virtual(1), *text(20)[1:]], "task"),
+        sequence_with_keys(text_ids(20), tenant="other"),
+        sequence_with_keys(text_ids(20), digest="other"),
+        sequence_with_keys([text_ids(20)[0] ^ 1, *text_ids(20)[1:]]),
+        sequence_with_keys([*virtual_ids(1), *text_ids(20)[1:]], "task"),
     ],
     ids=["tenant", "model", "first token", "virtual token"],
 )
 def test_a_difference_at_the_start_changes_every_key(other: Sequence) -> None:
-    assert not set(sequence_with_keys(text(20)).block_keys) & set(other.block_keys)
+    assert not set(sequence_with_keys(text_ids(20)).block_keys) & set(other.block_keys)
 
 
 def test_keys_of_virtual_tokens_depend_on_the_adapter() -> None:
-    prompt = [*text(8), *virtual(3), *text(9, 1)]
+    prompt = [*text_ids(8), *virtual_ids(3), *text_ids(9, 1)]
     sequence = sequence_with_keys(prompt, "first")
     other = sequence_with_keys(prompt, "second")
     assert sequence.block_keys == sequence_with_keys(prompt, "first").block_keys
     # Only the keys of the text before the virtual tokens do not depend on the adapter.
     assert sequence.block_keys[:2] == other.block_keys[:2]
-    assert sequence.block_keys[:2] == sequence_with_keys(text(8)).block_keys
+    assert sequence.block_keys[:2] == sequence_with_keys(text_ids(8)).block_keys
     assert not set(sequence.block_keys[2:]) & set(other.block_keys[2:])
 
 
 def test_keys_of_different_adapter_rows_differ() -> None:
-    first = sequence_with_keys([VOCAB_SIZE, *text(7)], "task")
-    second = sequence_with_keys([VOCAB_SIZE + 1, *text(7)], "task")
+    first = sequence_with_keys([VOCAB_SIZE, *text_ids(7)], "task")
+    second = sequence_with_keys([VOCAB_SIZE + 1, *text_ids(7)], "task")
     assert not set(first.block_keys) & set(second.block_keys)
 
 
 def test_partial_blocks_have_keys_where_prompts_diverge() -> None:
     # Virtual tokens from 5 to 8, and the last token is 13.
-    sequence = sequence_with_keys([*text(5), *virtual(4), *text(5, 1)], "task")
+    sequence = sequence_with_keys([*text_ids(5), *virtual_ids(4), *text_ids(5, 1)], "task")
     positions = {
         block_index: [position for position, _ in partial_keys]
         for block_index, partial_keys in sequence.partial_keys.items()
@@ -85,13 +85,13 @@ def test_partial_blocks_have_keys_where_prompts_diverge() -> None:
 
 
 def test_a_boundary_at_a_block_end_needs_no_partial_key() -> None:
-    assert sequence_with_keys(text(9)).partial_keys == {}
-    assert sequence_with_keys([*virtual(4), *text(5)], "task").partial_keys == {}
+    assert sequence_with_keys(text_ids(9)).partial_keys == {}
+    assert sequence_with_keys([*virtual_ids(4), *text_ids(5)], "task").partial_keys == {}
 
 
 def test_a_sequence_of_a_single_new_token_has_a_key_at_its_prompt_end() -> None:
     def partial_positions(max_new_tokens: int) -> list[int]:
-        sequence = sequence_with_keys(text(15), max_new_tokens=max_new_tokens)
+        sequence = sequence_with_keys(text_ids(15), max_new_tokens=max_new_tokens)
         return [
             position
             for partial_keys in sequence.partial_keys.values()

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from tests.support.drawn_schedules import Drawn
+from tests.support.random_schedules import RandomSchedule
 
 CHUNKS = 20
 SCHEDULES_PER_CHUNK = 100
@@ -16,7 +16,7 @@ SCHEDULES_PER_CHUNK = 100
 def test_a_sequence_in_a_random_schedule_has_the_same_output_as_alone(chunk: int) -> None:
     for seed in range(chunk * SCHEDULES_PER_CHUNK, (chunk + 1) * SCHEDULES_PER_CHUNK):
         try:
-            Drawn(seed).run(arrivals=8)
+            RandomSchedule(seed).run(arrivals=8)
         except Exception as error:
             error.add_note(f"schedule {seed}")
             raise
@@ -32,21 +32,22 @@ SOAK_GROWTH_BYTES = 200_000
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(SOAK_SERVERS))
 def test_the_memory_of_a_long_running_scheduler_does_not_grow(seed: int) -> None:
-    drawn = Drawn(seed)
-    drawn.run(SOAK_ROUND_ARRIVALS)
-    drawn.play.forget()
+    schedule = RandomSchedule(seed)
+    schedule.run(SOAK_ROUND_ARRIVALS)
+    schedule.harness.discard_records()
     tracemalloc.start()
     try:
         sizes = list[int]()
         end = time.monotonic() + SOAK_SERVER_S
         while time.monotonic() < end:
-            drawn.run(SOAK_ROUND_ARRIVALS)
-            drawn.play.forget()
+            schedule.run(SOAK_ROUND_ARRIVALS)
+            schedule.harness.discard_records()
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     half = len(sizes) // 2
-    play = drawn.play
-    print(f"server {seed}: {play.numbers} sequences, {play.committed} steps, {sizes[-1]} bytes")
+    harness = schedule.harness
+    counts = f"{harness.submissions} sequences, {harness.committed} steps"
+    print(f"server {seed}: {counts}, {sizes[-1]} bytes")
     assert half and max(sizes[half:]) < max(sizes[:half]) + SOAK_GROWTH_BYTES

@@ -12,7 +12,7 @@ from serving.messages import (
 from serving.scheduler.resource_allocator import AdmissionResult, ResourceAllocator
 from serving.scheduler.sequence import Sequence
 from serving.scheduler.waiting_queue import TenantFairness, WaitingQueue
-from tests.support.fake_ranks import VOCAB_SIZE, adapter, text, virtual
+from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref, text_ids, virtual_ids
 
 BLOCK_TOKENS = 4
 
@@ -78,7 +78,7 @@ class Resources:
 
 def test_a_sequence_is_ready_to_decode_after_its_prefill() -> None:
     resources = Resources(8)
-    sequence = resources.new_sequence(text(6))
+    sequence = resources.new_sequence(text_ids(6))
     assert resources.admit(sequence) is AdmissionResult.ADMITTED
     assert resources.allocator.next_prefills(0.0) == [sequence]
     assert resources.allocator.prefill_backlog(latency_class=True) == 6
@@ -92,8 +92,8 @@ def test_a_sequence_is_ready_to_decode_after_its_prefill() -> None:
 
 def test_an_equal_prompt_is_parked_until_its_prefix_is_computed() -> None:
     resources = Resources(16)
-    first = resources.new_sequence(text(12))
-    second = resources.new_sequence(text(12))
+    first = resources.new_sequence(text_ids(12))
+    second = resources.new_sequence(text_ids(12))
     assert resources.admit(first) is AdmissionResult.ADMITTED
     assert resources.admit(second) is AdmissionResult.PARKED
     assert second.is_parked and len(resources.waiting) == 0
@@ -105,8 +105,8 @@ def test_an_equal_prompt_is_parked_until_its_prefix_is_computed() -> None:
 
 def test_a_sequence_is_not_admitted_without_blocks_for_its_prompt() -> None:
     resources = Resources(4)
-    first = resources.new_sequence(text(6))
-    second = resources.new_sequence(text(6, 1))
+    first = resources.new_sequence(text_ids(6))
+    second = resources.new_sequence(text_ids(6, 1))
     assert resources.admit(first) is AdmissionResult.ADMITTED
     assert resources.admit(second) is AdmissionResult.NO_SPACE
     assert second.is_waiting and not resources.allocator.can_preempt_for(second)
@@ -115,8 +115,8 @@ def test_a_sequence_is_not_admitted_without_blocks_for_its_prompt() -> None:
 
 def test_a_latency_sequence_preempts_a_throughput_sequence_at_admission() -> None:
     resources = Resources(4)
-    batch = resources.new_sequence(text(6), service="throughput")
-    urgent = resources.new_sequence(text(6, 1))
+    batch = resources.new_sequence(text_ids(6), service="throughput")
+    urgent = resources.new_sequence(text_ids(6, 1))
     assert resources.admit(batch) is AdmissionResult.ADMITTED
     resources.prefill(batch)
     assert resources.allocator.can_preempt_for(urgent)
@@ -128,8 +128,8 @@ def test_a_latency_sequence_preempts_a_throughput_sequence_at_admission() -> Non
 
 def test_growth_preempts_only_sequences_of_lower_priority() -> None:
     resources = Resources(6)
-    older = resources.new_sequence(text(4))
-    newer = resources.new_sequence(text(4, 1))
+    older = resources.new_sequence(text_ids(4))
+    newer = resources.new_sequence(text_ids(4, 1))
     for sequence in (older, newer):
         assert resources.admit(sequence) is AdmissionResult.ADMITTED
         resources.prefill(sequence)
@@ -142,8 +142,8 @@ def test_growth_preempts_only_sequences_of_lower_priority() -> None:
 
 def test_adapter_rows_are_pinned_only_if_they_fit_and_the_caller_permits_it() -> None:
     resources = Resources(16)
-    large = resources.new_sequence([*virtual(4), 1], adapter_ref=adapter("large", 4))
-    small = resources.new_sequence([*virtual(1), 2], adapter_ref=adapter("small", 1))
+    large = resources.new_sequence([*virtual_ids(4), 1], adapter_ref=make_adapter_ref("large", 4))
+    small = resources.new_sequence([*virtual_ids(1), 2], adapter_ref=make_adapter_ref("small", 1))
     assert resources.admit(large) is AdmissionResult.ADMITTED
     assert resources.admit(small) is AdmissionResult.NO_ADAPTER_ROWS
     resources.prefill(large)
@@ -156,7 +156,7 @@ def test_adapter_rows_are_pinned_only_if_they_fit_and_the_caller_permits_it() ->
 
 def test_updates_are_returned_once() -> None:
     resources = Resources(8)
-    sequence = resources.new_sequence(text(6))
+    sequence = resources.new_sequence(text_ids(6))
     resources.admit(sequence)
     assert resources.allocator.allocate_blocks(sequence, 6, 0.0)
     updates = resources.allocator.pop_updates()
@@ -166,7 +166,7 @@ def test_updates_are_returned_once() -> None:
 
 def test_blocks_with_nan_are_cleared_and_not_cached() -> None:
     resources = Resources(8)
-    sequence = resources.new_sequence(text(6))
+    sequence = resources.new_sequence(text_ids(6))
     resources.admit(sequence)
     assert resources.allocator.allocate_blocks(sequence, 6, 0.0)
     blocks = list(sequence.block_table)

@@ -9,7 +9,7 @@ import serving.scheduler
 from gpt.sampling_params import SamplingParams
 from serving.messages import Submission
 from serving.scheduler.sequence import Sequence
-from tests.support.fake_ranks import VOCAB_SIZE, adapter, text, virtual
+from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref, text_ids, virtual_ids
 
 BLOCK_TOKENS = 4
 
@@ -27,7 +27,7 @@ def new_sequence(prompt: list[int], max_new_tokens: int = 8, **options: object) 
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_kv() -> None:
-    sequence = new_sequence(text(5))
+    sequence = new_sequence(text_ids(5))
     sequence.start_running(slot=3, block_table=[1, 2], matched_tokens=0, now=2.0)
     sequence.plan_tokens(5, 2.0)
     sequence.complete_step()
@@ -37,7 +37,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_kv() -> None:
     sequence.stop_running()
     sequence.enqueue(3.0)
     assert sequence.is_waiting
-    assert sequence.tokens == [*text(5), 9]
+    assert sequence.tokens == [*text_ids(5), 9]
     assert (sequence.computed_tokens, sequence.block_table, sequence.kv_capacity) == (0, [], 0)
     sequence.start_running(slot=0, block_table=[4, 5], matched_tokens=4, now=6.0)
     # Waits of one and of three seconds; the generated token belongs to the prefill now.
@@ -46,7 +46,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_kv() -> None:
 
 
 def test_rejected_drafts_are_planned_again() -> None:
-    sequence = new_sequence(text(3))
+    sequence = new_sequence(text_ids(3))
     sequence.start_running(slot=0, block_table=[1, 2, 3], matched_tokens=3, now=1.0)
     sequence.plan_tokens(1, 1.0)
     sequence.plan_drafts([5, 6, 7])
@@ -57,7 +57,7 @@ def test_rejected_drafts_are_planned_again() -> None:
 
 
 def test_the_first_end_reason_is_reported() -> None:
-    sequence = new_sequence(text(3))
+    sequence = new_sequence(text_ids(3))
     sequence.end("fault", "not finite")
     sequence.end("cancelled")
     output = sequence.final_output()
@@ -65,7 +65,7 @@ def test_the_first_end_reason_is_reported() -> None:
 
 
 def test_only_the_first_output_has_the_phases() -> None:
-    sequence = new_sequence(text(3))
+    sequence = new_sequence(text_ids(3))
     sequence.start_running(slot=0, block_table=[1], matched_tokens=0, now=1.5)
     first = sequence.step_output([4], [], [], now=2.5)
     assert first.phases is not None
@@ -75,10 +75,11 @@ def test_only_the_first_output_has_the_phases() -> None:
 
 def test_the_virtual_range_covers_all_virtual_tokens() -> None:
     sequence = new_sequence(
-        [*text(2), *virtual(1), *text(3), VOCAB_SIZE + 1, 4], adapter_ref=adapter("task", 2)
+        [*text_ids(2), *virtual_ids(1), *text_ids(3), VOCAB_SIZE + 1, 4],
+        adapter_ref=make_adapter_ref("task", 2),
     )
     assert (sequence.virtual_start, sequence.virtual_end) == (2, 7)
-    plain = new_sequence(text(3))
+    plain = new_sequence(text_ids(3))
     assert (plain.virtual_start, plain.virtual_end) == (0, 0)
 
 

@@ -5,7 +5,7 @@ from serving.messages import PrefixKVWrite, SlotInit, Submission
 from serving.scheduler.resource_allocator import ResourceUpdates
 from serving.scheduler.sequence import Sequence
 from serving.scheduler.step_message import StepMessageBuilder
-from tests.support.fake_ranks import VOCAB_SIZE, adapter, text, virtual
+from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref, text_ids, virtual_ids
 
 
 def running_sequence(submission: Submission, *, slot: int, matched_tokens: int = 0) -> Sequence:
@@ -20,13 +20,13 @@ def running_sequence(submission: Submission, *, slot: int, matched_tokens: int =
 def test_a_step_has_decodes_with_drafts_then_prefill_chunks() -> None:
     decoding = [
         running_sequence(
-            Submission(number, text(5, number), SamplingParams(), output_tokens=[number]),
+            Submission(number, text_ids(5, number), SamplingParams(), output_tokens=[number]),
             slot=number,
             matched_tokens=5,
         )
         for number in range(2)
     ]
-    prefilling = running_sequence(Submission(2, text(8), SamplingParams()), slot=2)
+    prefilling = running_sequence(Submission(2, text_ids(8), SamplingParams()), slot=2)
     builder = StepMessageBuilder(VOCAB_SIZE, 16, 0)
     for sequence in decoding:
         builder.add_decode(sequence)
@@ -35,7 +35,7 @@ def test_a_step_has_decodes_with_drafts_then_prefill_chunks() -> None:
     step = builder.build(3, ResourceUpdates())
     assert step.step_id == 3
     assert (step.slots, step.past, step.lengths) == ([0, 1, 2], [5, 5, 0], [1, 3, 4])
-    assert step.token_ids == [0, 1, 7, 8, *text(8)[:4]]
+    assert step.token_ids == [0, 1, 7, 8, *text_ids(8)[:4]]
     assert step.draft_counts == [0, 2, 0]
     assert step.draws == [True, True, False]
     assert (builder.tokens_left, builder.prompt_tokens) == (8, 4)
@@ -45,7 +45,11 @@ def test_a_step_has_decodes_with_drafts_then_prefill_chunks() -> None:
 
 def test_virtual_tokens_become_rows_of_the_adapter_pool() -> None:
     submission = Submission(
-        0, [*virtual(2), 9], SamplingParams(), adapter_ref=adapter("task", 2), output_tokens=[4]
+        0,
+        [*virtual_ids(2), 9],
+        SamplingParams(),
+        adapter_ref=make_adapter_ref("task", 2),
+        output_tokens=[4],
     )
     sequence = running_sequence(submission, slot=0)
     sequence.pin_adapter_rows(30)
@@ -59,7 +63,7 @@ def test_virtual_tokens_become_rows_of_the_adapter_pool() -> None:
 
 def test_a_prefix_write_covers_the_blocks_of_its_tokens() -> None:
     submission = Submission(
-        0, [*virtual(6), 9], SamplingParams(), adapter_ref=adapter("task", 6, "prefix")
+        0, [*virtual_ids(6), 9], SamplingParams(), adapter_ref=make_adapter_ref("task", 6, "prefix")
     )
     sequence = running_sequence(submission, slot=0)
     sequence.plan_prefix_write(3)
