@@ -196,8 +196,8 @@ def rendezvous(
 ) -> tuple[str, list[WorkerInfo]]:
     """Return a new id for this round, and the workers' records in the order of torchrun's ranks.
 
-    All workers of the round must call it. The store may contain entries of earlier rounds, so
-    workers join in three steps:
+    All workers of the round must call it. The store may contain entries of earlier rounds; they
+    have other nonces and ids. Workers join in three steps:
 
     1. Each worker except worker 0 publishes a random nonce.
     2. Worker 0 answers each nonce with the id of this round.
