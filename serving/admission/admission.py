@@ -1,10 +1,10 @@
 """Admission: validates an `Ask` against the limits and turns it into an engine `Request`.
 
 Every error in a request's fields is raised here, before the request costs a step or joins a batch;
-each message names the field, its value and the limit. All protocols share this admission, so they
+each message names the field and what the field needs. All protocols share this admission, so they
 apply the same rules. Callers can send only token ids of the vocabulary; ids of virtual tokens come
-from the adapter. The module is independent of the protocols. Of the model it uses only the sizes
-and the tokenizer.
+from the adapter. The module is independent of the protocols, and uses only the sizes and the
+tokenizer of the model.
 """
 
 import secrets
@@ -27,7 +27,7 @@ from serving.worker.guided_decoding import check_guide
 # Random seeds stay below 2^53, so that JSON and JavaScript represent them exactly.
 SEED_BITS = 53
 
-# Priorities are -100 to 100. Each `priority_age_s` of waiting raises a request's priority by 1.
+# Priorities are -100 to 100. A waiting request gains 1 priority per `priority_age_s` seconds.
 PRIORITY_MAX = 100
 TENANT_BYTES_MAX = 256
 
@@ -198,31 +198,39 @@ class Admission:
                 return self._render_inputs(ask, inputs, adapter, max_new_tokens)
 
     def _truncate(self, ids: tuple[int, ...], ask: Ask) -> tuple[int, ...]:
-        """Keep the last `truncate_tokens` ids; a leading BOS token replaces the first of them."""
-        limit, head = ask.truncate_tokens, ids[:1]
+        """Return the last `truncate_tokens` ids; None: all ids.
+
+        If the tokenizer adds BOS and the ids begin with BOS, return BOS and the last
+        `truncate_tokens` - 1 ids.
+        """
+        limit = ask.truncate_tokens
         if limit is None or len(ids) <= limit:
             return ids
-        if head == (self.tokenizer.bos_id,) and self.tokenizer.adds_bos and limit > 1:
-            return (*head, *ids[1 - limit :])
+        bos_id = self.tokenizer.bos_id
+        if self.tokenizer.adds_bos and ids[:1] == (bos_id,) and limit > 1:
+            return (*ids[:1], *ids[1 - limit :])
         return ids[-limit:]
 
     def _prepend_virtual_tokens(
         self, ask: Ask, text: str, adapter: LoadedAdapter
     ) -> tuple[int, ...]:
-        """Put the adapter's virtual tokens before a text, and add the BOS token as in training."""
+        """Return the ids of a text after the adapter's virtual tokens, with BOS as in training."""
         virtual_ids = range(self.vocab_size, self.vocab_size + adapter.adapter_ref.row_count)
         template, bos_id = adapter.card.template, self.tokenizer.bos_id
         self._check_text_size({"text": text})
         ids = self._truncate(tuple(self.tokenizer.encode(text)), ask)
         # Adapters without a template come from HF PEFT or TGIS. Their virtual tokens precede BOS.
-        bos_position = template.bos if template else "text" if self.tokenizer.adds_bos else "none"
+        if template:
+            bos_position = template.bos
+        elif self.tokenizer.adds_bos:
+            bos_position = "text"
+        else:
+            bos_position = "none"
         if bos_position == "none" or bos_id is None:
             return (*virtual_ids, *ids)
-        return (
-            (bos_id, *virtual_ids, *ids)
-            if bos_position == "first"
-            else (*virtual_ids, bos_id, *ids)
-        )
+        if bos_position == "first":
+            return (bos_id, *virtual_ids, *ids)
+        return (*virtual_ids, bos_id, *ids)
 
     def _render_inputs(
         self,
@@ -245,11 +253,12 @@ class Admission:
         self._check_text_size(inputs)
         if len(ask.adapters) > 1:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
-        # Reserve the new tokens if the caller set their number, or if the template can truncate a
-        # field to make space. Otherwise the completion gets the rest of the context.
-        reserve_answer = ask.max_new_tokens is not None or template.truncate_field is not None
-        tokens_max = max(1, self.tokens_max - (max_new_tokens if reserve_answer else 1))
-        return self._render_template(template, inputs, tokens_max)
+        # All new tokens are reserved if the caller set their number, or if the template can
+        # truncate a field. Otherwise one new token is reserved, and the completion gets the rest of
+        # the context.
+        reserve_all = ask.max_new_tokens is not None or template.truncate_field is not None
+        reserved_tokens = max_new_tokens if reserve_all else 1
+        return self._render_template(template, inputs, max(1, self.tokens_max - reserved_tokens))
 
     def _check_input_fields(
         self, inputs: Mapping[str, str], adapters: Sequence[LoadedAdapter | None]
@@ -292,8 +301,9 @@ class Admission:
     ) -> int:
         """Return the number of new tokens that fit after the prompt, at most `max_new_tokens`.
 
-        If at least 1 but fewer than `max_new_tokens` fit, this is an error unless `max_new_tokens`
-        is a default or may be reduced (`fit_new_tokens`). If none fits, it is always an error.
+        If fewer than `max_new_tokens` fit, this number is returned if `max_new_tokens` is a default
+        or may be reduced (`fit_new_tokens`). Otherwise, and if no new token fits, an error is
+        raised.
         """
         limit = self.tokens_max
         tokens_left = limit - len(prompt)
@@ -342,10 +352,10 @@ class Admission:
         check_guide(guide, stop_token_ids)
 
     def _bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
-        """Return the token sequences of `word` at a text's start, inside a word, after a space.
+        """Return the token sequences of a word: at a text's start, inside a word, after a space.
 
-        Some of them may be equal. Other token sequences of the word are not banned, for example
-        with capital letters or other token boundaries.
+        Some sequences may be equal. Other token sequences of the word are not banned, for example
+        those with capital letters or with other token boundaries.
         """
         encode = self.tokenizer.encode
         variants = [
@@ -361,7 +371,7 @@ class Admission:
         return [tuple(variant) for variant in variants]
 
     def _check_text_size(self, texts: Mapping[str, str]) -> None:
-        # The byte limit bounds the cost of tokenization; the context length bounds the tokens.
+        # This limit bounds the cost of tokenization; the number of tokens is checked later.
         size = sum(len(text.encode(errors="replace")) for text in texts.values())
         if size > self.config.text_bytes_max:
             raise RequestError(
@@ -411,11 +421,11 @@ def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:
             "prompt_logprobs",
             "max_new_tokens",
         )
-    # SamplingParams checks its own bounds; unset fields get placeholder values here.
-    default_new_tokens = max(1, ask.min_new_tokens)
-    _base_sampling(
-        ask, default_new_tokens if ask.max_new_tokens is None else ask.max_new_tokens, ask.seed or 0
-    )
+    # SamplingParams checks the sampling fields. Placeholder values stand for unset fields.
+    max_new_tokens = ask.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = max(1, ask.min_new_tokens)
+    _base_sampling(ask, max_new_tokens, ask.seed or 0)
 
 
 def _check_counts(ask: Ask, config: LimitsConfig) -> None:
@@ -444,7 +454,10 @@ def _check_counts(ask: Ask, config: LimitsConfig) -> None:
 
 
 def _check_answer_count(ask: Ask, answers_max: int) -> None:
-    """Check the answers of all adapters together. A beam or a continuation counts as an answer."""
+    """Check the total number of answers, over all adapters.
+
+    A beam and a continuation count as an answer.
+    """
     tasks = len(ask.adapters) or 1
     answers_per_task = max(ask.answers, ask.beam_width, len(ask.continuations))
     if tasks * answers_per_task <= answers_max:

@@ -1,10 +1,10 @@
 """Authentication: maps bearer tokens to tenants, roles and rate limits, by the tokens file.
 
 The tokens file can hold SHA-256 digests in place of tokens, so that reading the file grants no
-access. Callers are looked up by digest, so the duration of a look-up reveals nothing about other
-tokens. Without a tokens file every caller has every role. The module is independent of the
-protocols: each protocol passes the credential of its call. No error message and no log line
-contains a token, valid or invalid.
+access. Callers are looked up by digest, so the duration of a look-up does not help to guess a
+token. Without a tokens file every caller has every role. The module is independent of the
+protocols: each protocol passes the credential of its call. Error messages and log lines contain no
+tokens, neither valid nor invalid ones.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 Role = Literal["generate", "adapters", "operator"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 
-# Lengths of a token. A shorter token could be guessed; the maximum bounds the cost of hashing.
+# Allowed lengths of a token. A shorter token could be guessed; the maximum bounds the cost of
+# hashing.
 TOKEN_CHARACTERS = range(16, 4097)
 # The name of a tenant is also the name of the folder that contains the tenant's adapters.
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -71,13 +72,16 @@ class Authenticator:
     def __init__(self, tokens_path: str | None = None) -> None:
         self._path = Path(tokens_path) if tokens_path else None
         self._last_stamp: tuple[int, ...] = ()
-        self._callers_by_digest: Mapping[bytes, Caller] = {}  # By the token's digest.
+        self._callers_by_digest: Mapping[bytes, Caller] = {}  # By the token's SHA-256 digest.
         if self._path is not None:
             self._last_stamp = _file_stamp(self._path)
             self._callers_by_digest = _read_tokens_file(self._path)
 
     def authenticate(self, credential: str | None) -> Caller:
-        """Return the caller of a credential (None: the call has none), or raise."""
+        """Return the caller of a credential, or raise UNAUTHENTICATED.
+
+        `credential`: the authorization header; None: the call has no such header.
+        """
         if self._path is None:
             return Caller()
         if credential is None:
@@ -101,17 +105,14 @@ class Authenticator:
         return caller
 
     def refresh(self) -> None:
-        """Reload the file if it has changed.
-
-        If the file is invalid, log the error and use the old tokens further.
-        """
+        """Reload the file if it has changed. If it is invalid, log an error and change nothing."""
         if self._path is None:
             return
         try:
             stamp = _file_stamp(self._path)
             if stamp == self._last_stamp:
                 return
-            self._last_stamp = stamp  # An invalid file is logged only once.
+            self._last_stamp = stamp  # Set before the read: an invalid file is logged only once.
             self._callers_by_digest = _read_tokens_file(self._path)
         except ConfigError as error:
             log.error("event=tokens_refused reason=%r", str(error))
@@ -120,6 +121,7 @@ class Authenticator:
 
 
 def _file_stamp(path: Path) -> tuple[int, ...]:
+    """Return the file's modification time, size, inode and mode."""
     try:
         status = path.stat()
     except OSError as error:
@@ -137,7 +139,7 @@ def _read_tokens_file(path: Path) -> dict[bytes, Caller]:
         if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
             raise ConfigError(
                 f"{location} is not a valid name; use at most 64 ASCII letters, digits, '.', '_' "
-                "and '-', of which the first is a letter or a digit"
+                "and '-', and begin with a letter or a digit"
             )
         if not isinstance(raw_settings, dict):
             raise ConfigError(f"{location} has no settings; add token_sha256, and roles if needed")
@@ -173,10 +175,10 @@ def _load_yaml(path: Path) -> dict[object, object]:
     """Read the file as a mapping. Error messages do not quote the file, which contains tokens."""
     try:
         with path.open("rb") as file:
-            raw = file.read(YAML_BYTES_MAX + 1)
-        if len(raw) > YAML_BYTES_MAX:
+            content = file.read(YAML_BYTES_MAX + 1)
+        if len(content) > YAML_BYTES_MAX:
             raise ConfigError(f"tokens: {path} is over {YAML_BYTES_MAX} bytes")
-        record = yaml.safe_load(raw)
+        record = yaml.safe_load(content)
     except OSError as error:
         raise ConfigError(f"tokens: {path} cannot be read: {error.strerror}") from None
     except ConfigError:
@@ -219,7 +221,7 @@ def _parse_tenant(
 
 
 def _parse_texts(value: object, location: str) -> tuple[str, ...]:
-    """Parse a text or a list of texts. The error quotes no value, since it could be a token."""
+    """Parse a text or a list of texts. The error does not quote the text, which may be a token."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in values):
         raise ConfigError(f"{location} must be a text, or a list of texts; put quotes around it")

@@ -52,7 +52,10 @@ NO_TEMPLATE = (
 
 
 class ChatPromptRenderer:
-    """Converts the chats of one model to prompt ids. `template`: None if the model has none."""
+    """Converts the chats of one model to prompt ids.
+
+    `template`: None if the model has no chat template.
+    """
 
     def __init__(
         self,
@@ -77,13 +80,13 @@ class ChatPromptRenderer:
                 self._template_process.start()
             except RequestError as error:
                 problem = str(error)
-        self._unusable_reason = (
-            problem and f"the chat template in {template.source} is invalid: {problem}"
-        )
-        if self._unusable_reason is not None:
-            if model_config.chat_template is not None:
-                raise ConfigError(f"{self._unusable_reason}; correct it, or remove chat_template")
-            log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
+        if problem is None:
+            self._unusable_reason = None
+            return
+        self._unusable_reason = f"the chat template in {template.source} is invalid: {problem}"
+        if model_config.chat_template is not None:
+            raise ConfigError(f"{self._unusable_reason}; correct it, or remove chat_template")
+        log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
     async def encode(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
         """Return the ids of the prompt for the assistant's next message."""
@@ -94,20 +97,20 @@ class ChatPromptRenderer:
         return await loop.run_in_executor(self._executor, partial(self.encode_blocking, messages))
 
     def encode_blocking(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Do the blocking part of `encode`, which follows the checks. Not thread-safe."""
+        """Return the ids of checked messages: the blocking part of `encode`. Not thread-safe."""
         try:
-            marked = self._chat_tokens.escape_messages(messages)
+            escaped_chat = self._chat_tokens.escape_messages(messages)
         except RecursionError:
             raise _nesting_error() from None
         try:
-            text = self._template_process.render(marked.messages)
+            text = self._template_process.render(escaped_chat.messages)
         except RecursionError:
             raise _nesting_error() from None
         except RequestError as error:
-            # `escape_messages` inserted a mark into control tokens. The error's text may quote a
-            # message that contains the mark.
-            raise RequestError(str(error).replace(marked.mark, ""), error.field) from None
-        ids = self._chat_tokens.encode_rendered(text, marked.mark)
+            # `escape_messages` has inserted a mark into control tokens of the messages. The error
+            # may quote a message with the mark.
+            raise RequestError(str(error).replace(escaped_chat.mark, ""), error.field) from None
+        ids = self._chat_tokens.encode_rendered(text, escaped_chat.mark)
         if not ids:
             raise RequestError(
                 "the chat template renders these messages to an empty text", "messages"
@@ -152,14 +155,15 @@ class _TemplateProcess:
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         if self._process is not None and self._process.poll() is not None:
-            self._reap(self._process)  # The process ended between two chats, so no chat caused it.
+            # The process ended between two chats, so this chat is not the cause.
+            self._reap(self._process)
             self._process = None
         process = self._process or self.start()
         request_line = msgspec.json.encode(RenderRequest(messages)).decode() + "\n"
         return self._exchange(process, request_line).text
 
     def start(self) -> ChildProcess:
-        """Start the process and send it the template. Raise if it cannot compile the template."""
+        """Start the process and send the template; raise RequestError if it does not compile."""
         process = self._process = self._spawn()
         try:
             self._exchange(process, self._setup_line)
@@ -202,7 +206,10 @@ class _TemplateProcess:
         return reply
 
     def _exit_error(self, process: ChildProcess) -> PreambleError:
-        """Return the error for a process that has ended. The next call starts a new process."""
+        """Return the error for a process that has ended; forget the process.
+
+        The next call of `render` starts a new process.
+        """
         exit_code = self._reap(process)
         self._process = None
         if exit_code == -signal.SIGPROF:
@@ -221,5 +228,6 @@ class _TemplateProcess:
         )
 
     def _reap(self, process: ChildProcess) -> int:
+        """Wait until the process has ended; return its exit code."""
         process.close_pipes()
         return process.wait_or_kill(EXIT_TIMEOUT_S)

@@ -2,10 +2,10 @@
 
 At admission a request is charged the most tokens that it can use: its prompt tokens and its maximum
 of new tokens. When the request ends, the new tokens that it did not generate are refunded. A burst
-of long requests is therefore refused before it runs. The capacity of a bucket is what the bucket
-gains in one second, but at least 1. A request that needs more than the capacity is admitted when
-the bucket is full; the level is then negative, which delays later requests. The module is
-independent of protocols and models.
+of long requests is therefore refused before it runs. The capacity of a bucket is its gain in one
+second, but at least 1. A request that needs more than the capacity is admitted when the bucket is
+full; this makes the level negative, which delays later requests. The module is independent of
+protocols and models.
 """
 
 import math
@@ -18,7 +18,8 @@ from gpt.errors import ConfigError
 from serving.request import RefusedError, Request
 
 RETRY_S_MAX = 3600.0  # Upper bound of retry delays.
-# Retry delay of a call over calls_max. It is fixed, because the end of a running call is not known.
+# Retry delay of a call over calls_max. It is fixed, because the time at which a running call will
+# end is unknown.
 CALL_RETRY_S = 1.0
 
 
@@ -95,10 +96,10 @@ class TenantQuota:
         self.limits = limits
 
     def acquire(self, *, count_request: bool = True, hold_slot: bool = True) -> None:
-        """Take one request from the bucket, and count one more concurrent call until `release`.
+        """Acquire quota, or raise RATE_LIMITED and acquire nothing.
 
-        `count_request` and `hold_slot` select which of the two is done. A refused request changes
-        neither count.
+        `count_request`: take one request from the bucket. `hold_slot`: hold one of the `calls_max`
+        slots for concurrent calls until `release`.
         """
         calls_max, now = self.limits.calls_max, self._clock()
         if hold_slot and calls_max is not None and self.calls >= calls_max:
@@ -120,21 +121,22 @@ class TenantQuota:
         self.calls += hold_slot
 
     def release(self) -> None:
+        """Release a slot for concurrent calls."""
         assert self.calls > 0, "release without acquire"
         self.calls -= 1
 
     def charge(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Charge a request's prompt tokens and largest number of new tokens, or raise."""
+        """Charge a request's prompt tokens and its maximum of new tokens, or raise RATE_LIMITED."""
         if self._tokens is None:
             return
         requested_tokens, now = prompt_tokens + new_tokens, self._clock()
         wait_s = self._tokens.wait_s(requested_tokens, now)
         if wait_s > 0:
-            available = math.floor(self._tokens.level(now))
+            tokens_left = math.floor(self._tokens.level(now))
             raise _rate_limited(
                 f"the request needs {requested_tokens} tokens ({prompt_tokens} prompt tokens and "
-                f"up to {new_tokens} new tokens), but tenant {self._tenant!r} has {available} left "
-                f"of its {self._tokens.rate:g} tokens per second (tokens_per_s); retry in "
+                f"up to {new_tokens} new tokens), but tenant {self._tenant!r} has {tokens_left} "
+                f"left of its {self._tokens.rate:g} tokens per second (tokens_per_s); retry in "
                 f"{_format_seconds(wait_s)} s",
                 wait_s,
             )
@@ -163,8 +165,8 @@ class TenantUsage:
     def begin_request(self) -> "RequestReservation":
         """Reserve quota for a request of this call.
 
-        A request uses the slot of the call if no other request runs on the call. The call's first
-        request was already taken from the bucket when the call began.
+        A request uses the slot of the call if no other request runs on the call; otherwise it takes
+        another slot. The call's first request was taken from the bucket when the call began.
         """
         hold_slot = self._requests_open > 0
         self._quota.acquire(count_request=self._requests_begun > 0, hold_slot=hold_slot)
@@ -212,12 +214,13 @@ class RequestReservation:
             return
         self._closed = True
         self._on_close()
-        refund = (
-            self._prompt_tokens + self._new_tokens
-            if rejected
-            else self._new_tokens - self.generated_tokens * self._sequences_per_answer
-        )
-        self._quota.refund(max(0, refund))
+        if rejected:
+            unused_tokens = self._prompt_tokens + self._new_tokens
+        else:
+            # Beam search runs `_sequences_per_answer` sequences for each answer that it returns.
+            used_tokens = self.generated_tokens * self._sequences_per_answer
+            unused_tokens = self._new_tokens - used_tokens
+        self._quota.refund(max(0, unused_tokens))
 
 
 class QuotaTable:
@@ -249,7 +252,7 @@ def count_request_tokens(request: Request) -> tuple[int, int]:
 
 
 def _rate_limited(message: str, wait_s: float) -> RefusedError:
-    # Responses give the delay in milliseconds. Round up, so that a retry after it succeeds.
+    # Responses state the delay in milliseconds. Rounding up lets a retry after the delay succeed.
     return RefusedError("RATE_LIMITED", message, retry_s=math.ceil(1000 * wait_s) / 1000)
 
 

@@ -21,11 +21,12 @@ import jinja2.ext
 import jinja2.sandbox
 import msgspec
 
-SECONDS_MAX = 2  # CPU time to compile the template, and for each rendering.
-MEMORY_BYTES_MAX = 1 << 30
+SECONDS_MAX = 2  # Limit of CPU time, for compiling the template and for each rendering.
+MEMORY_BYTES_MAX = 1 << 30  # Limit of the process's address space.
 OPEN_FILES_MAX = 3  # stdin, stdout and stderr.
 ERROR_CHARACTERS_MAX = 300
-# This template is rendered before the limits apply, so that Python imports all lazy modules.
+# This template is rendered before the limits apply, so that the modules that jinja2 and Python
+# import at first use are loaded.
 WARMUP_TEMPLATE = (
     r"""{{ 'é\n'|pprint }}{{ strftime_now('%d %b %Y') }}{{ [1]|tojson }}{{ [1]|random }}"""
 )
@@ -49,7 +50,7 @@ class RenderReply(msgspec.Struct):
 
 
 class TemplateRejectedError(jinja2.TemplateError):
-    """The template (by `raise_exception`) or the size limit refuses the messages."""
+    """The template refuses the messages (by `raise_exception`), or the text is over its limit."""
 
 
 def find_syntax_error(text: str) -> str | None:
@@ -99,6 +100,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
+    """jinja2's namespace without private attributes."""
+
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             raise jinja2.exceptions.SecurityError(
@@ -108,7 +111,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _sandbox_environment() -> jinja2.Environment:
-    """Create an environment with the globals, filters and whitespace of transformers' templates."""
+    """Create an environment with transformers' globals, filters and rules for whitespace."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -176,7 +179,8 @@ def _set_resource_limits() -> None:
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # The server handles them and closes the pipe.
+        # The server handles these signals, and ends this process by closing the pipe.
+        signal.signal(signum, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     decode_request = msgspec.json.Decoder(RenderRequest).decode
     setup = msgspec.json.decode(requests.readline(), type=TemplateSetup)
@@ -187,7 +191,7 @@ def main() -> None:
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()
 
-    # At this CPU time the kernel sends SIGPROF, which ends the process.
+    # After this CPU time, the kernel sends SIGPROF, which ends the process.
     signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
     try:
         renderer = TemplateRenderer(setup)

@@ -1,8 +1,8 @@
 """Front end: runs every call with authentication, quota, deadline, metrics and error reasons.
 
-A protocol converts its messages to an `Ask`, and pieces of output to its responses. The front end
-does everything in between, so that limits, metrics and error reasons are the same in every
-protocol. The module is independent of protocols and models.
+A protocol only converts its messages to an `Ask`, and pieces of output to its responses. The front
+end does the rest, so limits, metrics and error reasons are the same in every protocol. The module
+is independent of protocols and models.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 ServerState = Literal["loading", "serving", "draining"]
 
-# HTTP statuses of overload and server errors. Only calls that fail with these statuses are logged.
+# HTTP statuses of overload, rate limits and server errors. The end of a failed call is logged only
+# if it has one of these statuses.
 LOGGED_STATUSES = (429, 500, 503)
 
 
@@ -73,7 +74,7 @@ class Call:
         self._send_started: float | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self.has_accepted_request = False
-        self._reservations: dict[Stream, RequestReservation] = {}  # By open stream.
+        self._reservations: dict[Stream, RequestReservation] = {}  # Of the open streams.
         self._final_only_streams: set[Stream] = set()  # Streams that are sent as one response.
 
     @property
@@ -96,10 +97,14 @@ class Call:
         return origin.request_id, origin.trace_id if self.trace is None else self.trace.trace_id
 
     async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
-        """Admit and submit an ask, or raise. The end of this call closes the returned stream."""
+        """Admit an ask, submit it, and return its stream; raise if it is refused.
+
+        The stream is closed when this call ends.
+        """
         ask = replace(ask, tenant=self.caller.tenant)
         assert self.tenant_usage is not None, "the caller is not authenticated"
-        reservation, started_at = self.tenant_usage.begin_request(), time.monotonic()
+        reservation = self.tenant_usage.begin_request()
+        started_at = time.monotonic()
         try:
             stream = await self.service.start(
                 ask, self.deadline, final_only=final_only, charge=reservation.charge
@@ -138,7 +143,7 @@ class Call:
                 self.trace.add_request(self.service.name, stream, reservation.generated_tokens)
 
     async def send_part(self, write: Awaitable[object]) -> None:
-        """Await a write of the response; end the call if the write takes over `slow_reader_s`."""
+        """Await a write of the response; end the call if it takes longer than `slow_reader_s`."""
         self._send_started = time.monotonic()
         # One timer serves all writes of a call, since most writes finish immediately.
         if self._stall_timer is None:
@@ -151,7 +156,7 @@ class Call:
             self._send_started = None
 
     def _check_client(self) -> None:
-        """Timer callback: cancel the call if a write has waited for `slow_reader_s`."""
+        """Timer callback: cancel the call if a write has waited for at least `slow_reader_s`."""
         loop, timeout_s = asyncio.get_running_loop(), self.frontend.slow_reader_s
         waited_s = 0.0 if self._send_started is None else time.monotonic() - self._send_started
         if waited_s < timeout_s:
@@ -255,8 +260,8 @@ class Frontend:
     ) -> AsyncIterator[Call]:
         """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
-        `while_draining`: accept the call also while the server drains, and above `calls_max`.
-        `parent`: the call that contains this call, and has authenticated the caller.
+        `while_draining`: accept the call even while the server drains, or above `calls_max` calls.
+        `parent`: the call that contains this call; its caller is authenticated already.
         """
         call = Call(self, protocol, Caller(), deadline, origin)
         reason: Reason | None = None

@@ -8,16 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Headers with a caller's request id: TGIS uses the first, most other clients the second.
+# Headers with a caller's request id, by precedence. Clients of TGIS send the first header, most
+# other clients the second.
 REQUEST_ID_HEADERS = ("x-correlation-id", "x-request-id")
 REQUEST_ID_CHARACTERS_MAX = 100
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
-def printable_request_id(name: str) -> str:
+def printable_request_id(request_id: str) -> str:
     """Return the printable ASCII characters of a caller's request id, truncated."""
     return "".join(
-        character for character in name[:REQUEST_ID_CHARACTERS_MAX] if " " <= character <= "~"
+        character for character in request_id[:REQUEST_ID_CHARACTERS_MAX] if " " <= character <= "~"
     ).strip()
 
 
@@ -32,9 +33,10 @@ class CallOrigin:
     @property
     def request_id(self) -> str:
         """The caller's request id in printable form; empty if no id was sent."""
-        return printable_request_id(
-            next((header for name in REQUEST_ID_HEADERS if (header := self.headers.get(name))), "")
-        )
+        for name in REQUEST_ID_HEADERS:
+            if request_id := self.headers.get(name):
+                return printable_request_id(request_id)
+        return ""
 
     @property
     def trace_id(self) -> str:

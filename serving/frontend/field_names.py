@@ -1,7 +1,7 @@
 """Field names: translate admission errors to the field names of the caller's protocol.
 
 A field of an `Ask` may have another name in a protocol. A caller knows only the protocol's names,
-so the protocol's names replace the error's field and the field names in its message. Each protocol
+so these replace the error's `field` and the field names in the error's message. Each protocol
 passes its own names to this module.
 """
 
@@ -14,7 +14,10 @@ from serving.service.error_reasons import reason_of
 
 
 def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
-    """Return the error with the protocol's field names. `names` maps `Ask` fields to names."""
+    """Return the error with the protocol's field names.
+
+    `names` maps fields of `Ask` to the protocol's fields. An error of another field is unchanged.
+    """
     field = error.field or ""
     if field not in names:
         return error
@@ -38,5 +41,6 @@ def translate_message(text: str, field: str, protocol_field: str, names: Mapping
 
 
 def _replace_field(text: str, field: str, protocol_field: str, count: int = 0) -> str:
+    """Replace `field` where it is a whole word and not part of a path; `count` 0: everywhere."""
     leaf = protocol_field.rpartition(".")[2]
     return re.sub(rf"(?<![\w.]){re.escape(field)}(?!\.?\w)", lambda _: leaf, text, count=count)

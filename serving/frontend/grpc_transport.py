@@ -1,9 +1,9 @@
 """gRPC transport: builds handlers from method tables, and writes google.rpc errors in trailers.
 
-Each handler runs inside a call of the front end, with the deadline that the client set. Errors that
-the gRPC library would report itself (undecodable messages, internal errors) get a code, a reason
-and google.rpc details here. The module needs no generated service stubs: a method is a name, a
-message type and a function.
+Each handler runs inside a call of the front end, with the deadline that the client set. This module
+also gives a code, a reason and google.rpc details to the errors that the gRPC library would report
+itself (undecodable messages, internal errors). The module needs no generated service stubs: a
+method is a name, a message type and a function.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ WriteMessage = Callable[[Message], Awaitable[None]]
 Cardinality = Literal["unary", "out", "in", "both"]
 
 # Limits for the trailers, since clients and proxies may reject metadata over 8 KiB. The trailers
-# contain the message three times (one copy takes three bytes per non-ASCII byte). They contain the
-# field twice; a field can be text of the caller.
+# contain an error's message three times; one copy is percent-encoded, so that a non-ASCII byte
+# takes three bytes. They contain the error's field twice; a caller may have sent a long field name.
 ERROR_MESSAGE_BYTES_MAX = 1000
 ERROR_FIELD_BYTES_MAX = 200
 GRPC_LOGGER = "grpc._cython.cygrpc"  # Logger name of the gRPC library.
@@ -71,9 +71,9 @@ def build_handler(
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for a record with the stack trace of a lost client.
+    """Return False for a record that only says that a client disconnected.
 
-    The library logs one if a client disconnected before its successful call ended.
+    The library logs such a stack trace if the client disconnects before its successful call ends.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
@@ -82,9 +82,10 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
     name = f"{service}/{method.name}"
     attributes = {"rpc.system.name": "grpc", "rpc.method": name}
 
-    async def handle(raw: Any, context: Context) -> Message | None:
+    async def handle(encoded_request: Any, context: Context) -> Message | None:
         headers, deadline = _headers_of(context), _deadline_of(context)
-        credential, origin = headers.get("authorization"), CallOrigin(name, headers, attributes)
+        credential = headers.get("authorization")
+        origin = CallOrigin(name, headers, attributes)
         try:
             async with frontend.call(
                 protocol,
@@ -96,7 +97,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
             ) as call:
                 call.caller.require_role(method.role)
                 decode = _decode_stream if method.cardinality in ("in", "both") else _decode
-                request = decode(method, raw)
+                request = decode(method, encoded_request)
                 if method.cardinality in ("out", "both"):
                     return await method.handle(
                         request, call, lambda message: call.send_part(_write(context, message))
@@ -116,7 +117,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
 
 
 async def _write(context: Context, message: Message) -> None:
-    """Write a message. If that fails, the client is gone, so cancel the call."""
+    """Write a message; cancel the call if the client has disconnected."""
     try:
         await context.write(message)
     except grpc.aio.InternalError:
@@ -150,7 +151,7 @@ def _deadline_of(context: Context) -> float | None:
 
 
 def _headers_of(context: Context) -> dict[str, str]:
-    """Return the text metadata; a repeated key has its first value."""
+    """Return the text metadata of a call; for a repeated key, its first value."""
     headers: dict[str, str] = {}
     for key, value in context.invocation_metadata() or ():
         if isinstance(value, str):
@@ -159,10 +160,11 @@ def _headers_of(context: Context) -> dict[str, str]:
 
 
 async def abort(context: Context, error: CallFailure) -> None:
-    """End a call with an error status; if the client is gone, cancel the call instead."""
+    """End a call with an error status; cancel it instead if the status cannot be sent."""
     is_slow_reader = error.reason.name == "SLOW_READER"
     try:
-        # The status follows messages that a slow reader has not read, so it may never be sent.
+        # The status is sent after messages that a slow reader has not read, so the wait for it has
+        # a limit.
         async with asyncio.timeout(ABORT_TIMEOUT_S if is_slow_reader else None):
             await context.abort(error.reason.code, _error_text(error), error_trailers(error))
     except (grpc.aio.InternalError, TimeoutError):
@@ -182,13 +184,13 @@ def error_trailers(error: CallFailure) -> tuple[tuple[str, str | bytes], ...]:
         retry_delay = Duration()
         retry_delay.FromMilliseconds(round(1000 * error.retry_s))
         details.append(RetryInfo(retry_delay=retry_delay))
-        # A gRPC client with a retry policy waits for this time before its retry.
+        # gRPC's retry policy: the client waits for this time before its retry.
         trailing_metadata.append(("grpc-retry-pushback-ms", str(round(1000 * error.retry_s))))
     status = Status(code=error.reason.code.value[0], message=_error_text(error))
     for detail in details:
-        packed = Packed()
-        packed.Pack(detail)
-        status.details.append(packed)
+        packed_detail = Packed()
+        packed_detail.Pack(detail)
+        status.details.append(packed_detail)
     return (*trailing_metadata, ("grpc-status-details-bin", status.SerializeToString()))
 
 

@@ -1,8 +1,8 @@
 """gRPC health checking and server reflection.
 
 This module adds the method `List` to the gRPC library's health service. It registers the library's
-reflection service also under the v1 name that some clients require. The server passes the names of
-its services.
+reflection service under two names: v1alpha, and v1, which some clients require. The server passes
+the names of its services.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class HealthService:
 
 
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Enable server reflection for these services, and for health and reflection."""
+    """Enable server reflection for these services and for the health and reflection services."""
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1]
     pool: Any = _MethodAwarePool(described(names))
     reflection.enable_server_reflection(names, server, pool=pool)

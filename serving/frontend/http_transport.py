@@ -1,8 +1,8 @@
 """HTTP/1.1 transport on aiohttp: routes, body limits, server-sent events and JSON errors.
 
-The transport runs on the server's event loop; a route maps a path and a method to a handler. HTTP
-errors (unknown path, oversized body) are reported here. All errors on this port have OpenAI's error
-format, which OpenAI's clients parse. The module is independent of models and prompts.
+The transport runs on the server's event loop; a route maps a path and a method to a handler. This
+module reports HTTP errors itself (unknown path, oversized body). Every error response has OpenAI's
+error format, which OpenAI's clients parse. The module is independent of models and prompts.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ Routes = Mapping[str, Mapping[str, Handler]]
 JSON_TYPE = "application/json"
 # When the server closes its connections, running responses may take this long to end.
 SHUTDOWN_TIMEOUT_S = 1.0
-# Error messages and trace attributes contain at most this many characters of a path.
+# Error messages and trace attributes contain at most this number of characters of a path.
 PATH_CHARACTERS_MAX = 100
-BACKLOG = 1024
+BACKLOG = 1024  # Connections that may wait until the server accepts them.
 HEADERS = {"Server": "preamble"}  # aiohttp's default would reveal its version.
 REQUEST_ID_HEADER = "X-Request-Id"  # Copied from the request to the response.
 NO_HEADERS: Mapping[str, str] = {}
@@ -48,7 +48,7 @@ HTTP_VERSIONS = (HttpVersion10, HttpVersion11)
 
 @dataclass(frozen=True)
 class TextPage:
-    """A complete response in plain text."""
+    """A complete response with a body of text."""
 
     status: int
     body: bytes
@@ -59,8 +59,9 @@ def page_handlers(render: Callable[[], TextPage | Awaitable[TextPage]]) -> Mappi
     """Return GET and HEAD handlers of a page; `render` is called for each request."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        rendered = render()
-        page = rendered if isinstance(rendered, TextPage) else await rendered
+        page = render()
+        if not isinstance(page, TextPage):
+            page = await page
         headers = {**HEADERS, "Content-Type": page.content_type, "Cache-Control": "no-store"}
         return web.Response(status=page.status, body=page.body, headers=headers)
 
@@ -122,7 +123,7 @@ def json_response(
 
 
 async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) -> bytes:
-    """Read the body within a time limit.
+    """Read and return the body; raise CallFailure if it is too large or does not arrive in time.
 
     `bytes_max` limits both Content-Length and the size after decompression.
     """
@@ -161,7 +162,10 @@ async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) 
 def call_origin(
     request: web.BaseRequest, route: str, extra: Mapping[str, str] = NO_HEADERS
 ) -> CallOrigin:
-    """Return the origin of a request. `route`: the path without variable parts."""
+    """Return the origin of a request.
+
+    `route`: the path without variable parts. `extra`: more span attributes.
+    """
     attributes = {
         **extra,
         "http.request.method": request.method,
@@ -211,7 +215,7 @@ class EventStream:
         return self._response
 
     def abort(self) -> None:
-        """Abort the connection, which is how a started response reports an error."""
+        """Abort the connection, the only way in which a started response can report an error."""
         transport = self._request.transport
         if transport is not None:
             transport.abort()
@@ -247,7 +251,7 @@ class _HttpConnection(web.RequestHandler):
         self._connections_max = connections_max
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The limit is checked here and not at accept, since aiohttp counts a connection only here.
+        # The limit is checked here and not at accept, since aiohttp counts connections here.
         if len(self._server.connections) < self._connections_max:
             return super().connection_made(transport)
         assert isinstance(transport, asyncio.Transport)
@@ -301,7 +305,11 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         setting: str = "http_port",
     ) -> None:
-        """`address` is `host` and `http_port` by default. `setting`: the port's name in errors."""
+        """Bind the port.
+
+        `address`: host and port; default: `host` and `http_port` of the settings. `setting`: the
+        name of the port's setting, for errors.
+        """
         host, port = address or (config.host, config.http_port)
         self._config = config
         self._routes = routes
@@ -342,7 +350,8 @@ class HttpServer:
         trace: TracebackType | None,
     ) -> None:
         self._asyncio_server.close()
-        # Close idle connections now, and the other connections after their responses.
+        # Idle connections are closed now, the other ones after their responses, at the latest after
+        # SHUTDOWN_TIMEOUT_S.
         self._aiohttp_server.pre_shutdown()
         await self._aiohttp_server.shutdown(SHUTDOWN_TIMEOUT_S)
 

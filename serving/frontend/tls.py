@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _PemFiles:
-    """The contents of the files, all read at the same time."""
+    """The contents of the certificate, key and client CA files."""
 
     cert: bytes
     key: bytes
@@ -39,23 +39,24 @@ class TlsCertificates:
         self._client_ca = client_ca
         self._stamp = self._read_stamps()
         self._files = self._read_files()
-        # The time at which the certificate expires, as Unix time.
+        # Unix time at which the certificate expires.
         self.expires_at = _verify_by_handshake(self._build_context(), self._files.cert, cert)
         self.context = self._build_context()  # For the HTTP ports.
 
     @classmethod
     def from_config(cls, config: SecurityConfig) -> "TlsCertificates | None":
-        """Load and verify the configured files; None if TLS is not configured."""
+        """Load and verify the configured files; return None if TLS is not configured."""
         if config.tls_cert is None or config.tls_key is None:
             return None
         client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
         return cls(Path(config.tls_cert), Path(config.tls_key), client_ca)
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials for gRPC, which calls `fetch` at each handshake for new files."""
+        """Return the credentials for gRPC, which calls `fetch` at each handshake."""
         current_files = self._files
 
         def fetch() -> Any:
+            """Return the new certificate; None: the certificate has not changed."""
             nonlocal current_files
             if current_files is self._files:
                 return None
@@ -73,7 +74,7 @@ class TlsCertificates:
             stamp = self._read_stamps()
             if stamp == self._stamp:
                 return
-            self._stamp = stamp  # Invalid files are logged only once.
+            self._stamp = stamp  # Set before the check, so that invalid files are logged only once.
             files = self._read_files()
             expires_at = _verify_by_handshake(self._build_context(), files.cert, self._cert)
             # The HTTP ports use this context: new connections get the certificate loaded into it.
@@ -87,6 +88,7 @@ class TlsCertificates:
         log.info("event=certificate_read left_days=%.1f", days_left)
 
     def _read_stamps(self) -> tuple[tuple[int, ...], ...]:
+        """Return the modification time, size and inode of each file."""
         stamps = []
         for name, path in self._paths().items():
             try:

@@ -1,9 +1,10 @@
 """Tracing: OpenTelemetry spans of calls and their queue, prefill and decode phases.
 
 Each call has a span, with child spans for the phases of its completions. If the call has a trace
-context, its span is a child of the caller's span. A thread exports the spans. If its queue is full,
-spans are dropped and counted; calls never wait. Attributes contain names and numbers, never prompts
-or other text. The module needs the extra `traces` of the package.
+context, its span is a child of the caller's span. A thread exports the spans. If the queue of this
+thread is full, spans are dropped and counted; calls never wait. Attributes contain names and
+numbers, never prompts or completions. The module needs the optional dependencies
+`preamble[traces]`.
 """
 
 import logging
@@ -36,7 +37,7 @@ EXPORT_INTERVAL_S = 1.0  # An incomplete batch is exported after this time.
 EXPORT_TIMEOUT_S = 5.0  # Time limit of a batch's export, retries included.
 SHUTDOWN_TIMEOUT_S = 2.0  # Time limit of the last export when the server stops.
 LOG_INTERVAL_S = 60.0  # Minimum time between two log lines about failed exports.
-ANSWERS_TRACED_MAX = 8  # Answers per call that get phase spans.
+ANSWERS_TRACED_MAX = 8  # Only this number of answers per call get phase spans.
 
 
 class CallTrace:
@@ -64,21 +65,21 @@ class CallTrace:
         if not self.span.is_recording():
             return
         answers, timings = stream.request.answers, stream.timings
-        # The prompt tokens of several answers to a prompt count once, in the first answer.
-        first_of_prompt: dict[tuple[str, tuple[int, ...]], int] = {}
+        # If several answers have the same prompt, its tokens count once, in the first answer.
+        first_index_by_prompt: dict[tuple[str, tuple[int, ...]], int] = {}
         for index, answer in enumerate(answers):
-            first_of_prompt.setdefault((answer.adapter, answer.prompt), index)
-        counted_answers = set(first_of_prompt.values())
-        prompts = [answers[index] for index in first_of_prompt.values()]
+            first_index_by_prompt.setdefault((answer.adapter, answer.prompt), index)
+        first_indices = set(first_index_by_prompt.values())
+        first_answers = [answers[index] for index in first_index_by_prompt.values()]
         cached_tokens = sum(
-            timing.cached_tokens for timing in timings if timing.index in counted_answers
+            timing.cached_tokens for timing in timings if timing.index in first_indices
         )
         for name, count in (
             ("gen_ai.request.choice.count", len(answers)),
-            ("gen_ai.usage.input_tokens", sum(answer.prompt_tokens for answer in prompts)),
+            ("gen_ai.usage.input_tokens", sum(answer.prompt_tokens for answer in first_answers)),
             ("gen_ai.usage.output_tokens", output_tokens),
             ("gen_ai.usage.cache_read.input_tokens", cached_tokens),
-            ("preamble.virtual_tokens", sum(answer.virtual_tokens for answer in prompts)),
+            ("preamble.virtual_tokens", sum(answer.virtual_tokens for answer in first_answers)),
         ):
             self._attributes[name] = self._attributes.get(name, 0) + count
         sampling = answers[0].sampling
@@ -139,9 +140,8 @@ class CallTrace:
     ) -> None:
         """Add a child span of the call's span; times are on the monotonic clock."""
         if self.span.is_recording():
-            start_ns, end_ns = (
-                self._clock_offset_ns + round(1e9 * seconds) for seconds in (started_at, ended_at)
-            )
+            start_ns = self._clock_offset_ns + round(1e9 * started_at)
+            end_ns = self._clock_offset_ns + round(1e9 * ended_at)
             self._tracer.start_child_span(self.span, name, attributes, start_ns).end(end_ns)
 
 
@@ -149,7 +149,10 @@ class CallTracer:
     """Creates and exports the spans of calls. `close` tries to export the remaining spans."""
 
     def __init__(self, endpoint: str, sample_ratio: float, version: str) -> None:
-        """`sample_ratio` applies to calls without a trace context; else the context decides."""
+        """`sample_ratio`: the share of traced calls, for calls without a trace context.
+
+        A trace context contains the caller's decision, which is followed.
+        """
         _silence_library_log()
         self.processor = SpanBatchExporter(
             OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint
@@ -233,15 +236,15 @@ class SpanBatchExporter(SpanProcessor):
         count = min(BATCH_SPANS_MAX, len(self._queue))
         batch = [self._queue.popleft() for _ in range(count)]
         try:
-            exported = self._exporter.export(batch) is SpanExportResult.SUCCESS
+            is_exported = self._exporter.export(batch) is SpanExportResult.SUCCESS
         except Exception as error:  # For example, the channel was closed by `shutdown`.
             log.debug("event=traces_not_sent reason=%r", error)
-            exported = False
-        if exported:
+            is_exported = False
+        if is_exported:
             self.exported += count
         else:
             self._drop(count, "the receiver does not accept them")
-        return exported
+        return is_exported
 
     def _drop(self, count: int, reason: str) -> None:
         with self._drop_lock:
@@ -258,7 +261,7 @@ class SpanBatchExporter(SpanProcessor):
 
 
 def _silence_library_log() -> None:
-    """Silence the library's log: it has a line for each failed batch or invalid trace context."""
+    """Silence the library's log: one line for each failed batch and invalid trace context."""
     logger = logging.getLogger("opentelemetry")
     logger.propagate = False
     logger.addHandler(logging.NullHandler())

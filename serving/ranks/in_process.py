@@ -1,9 +1,9 @@
 """In-process transport: the engine loop and its only rank in a thread of this process.
 
-For programs that have already loaded a model: `preamble generate`, the Python API, tests. It is an
-`EngineTransport` (serving/engine/transport.py) with one exception to the protocol: it does not
-restart a lost rank, because it cannot load the caller's model again. The supervisors have several
-ranks and restart them.
+It serves programs that have already loaded a model: `preamble generate`, the Python API, tests. It
+is an `EngineTransport` (serving/engine/transport.py) with one exception to the protocol: it does
+not restart a lost rank, because it cannot load the caller's model again. The transports that run
+ranks as processes are in `supervisor` and `torchrun_supervisor`.
 """
 
 import logging
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class InProcessTransport:
     """Transport to a model that runs on one rank in this process.
 
-    `tokenizer` is needed for guided decoding; `report` is that of the worker's start-up, if the
-    caller has run it.
+    `tokenizer` is needed for guided decoding. `report`: the report of the worker's start-up; None:
+    the model is measured here.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class InProcessTransport:
     def start(self, receiver: Receiver) -> None:
         """Start the engine loop's thread; returns at once."""
         self._receiver = receiver
-        # The OpenMP threads of this thread loaded the model; another thread will run it.
+        # OpenMP gives each calling thread its own workers. This thread has loaded the model, and
+        # does not need its workers any more: the engine loop's thread runs the model.
         kernels.release_openmp_threads()
         self._thread.start()
 
     def send(self, message: ToEngineLoop) -> None:
-        """Send messages without waiting for a step (thread-safe); drop them after a loss."""
+        """Send a message without waiting for a step; drop it after a loss. Thread-safe."""
         if not self._is_lost:
             self._engine_loop.put_message(message)
 
@@ -91,7 +92,7 @@ class InProcessTransport:
             log.exception("event=not_ready")
             self._report_loss(f"{type(error).__name__}: {error}")
             return
-        if self._engine_loop.run() is None:  # After a failure it has sent `Failed`.
+        if self._engine_loop.run() is None:  # After a failure, the engine loop has sent `Failed`.
             self._report_loss("the engine was closed")
 
     def _on_message(self, message: FromEngineLoop) -> None:
@@ -106,7 +107,7 @@ class InProcessTransport:
 
     def _report_loss(self, reason: str) -> None:
         self._is_lost = True
-        # Also after a plain `close`: the engine loop cannot be started again.
+        # Even `close` is permanent: the engine loop cannot be started again.
         self.refusal = PreambleError(f"the engine has stopped ({reason}); create a new engine")
         assert self._receiver is not None
         self._receiver.ranks_lost(reason)

@@ -1,6 +1,6 @@
 """Rank launcher: selects the transport, a local supervisor or the supervisor of torchrun's ranks.
 
-Two environment variables select it; a torchrun worker sets them for the front end that it starts.
+The environment variables below select the supervisor of torchrun's ranks.
 """
 
 import os
@@ -15,7 +15,10 @@ FOLDER_VARIABLE, AGENT_VARIABLE = "PREAMBLE_RANKS_FOLDER", "PREAMBLE_RANKS_AGENT
 
 
 def open_transport(config: ServerConfig) -> RankSupervisor:
-    """The transport, not started; raises ConfigError if it cannot run on this machine."""
+    """Return the transport, not yet started.
+
+    Raise ConfigError if the socket for torchrun's ranks cannot be created.
+    """
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None:
         return TorchrunSupervisor(config, Path(folder), int(os.environ[AGENT_VARIABLE]))

@@ -1,9 +1,9 @@
 """Message socket (Channel): length-prefixed messages over a stream socket; sending never blocks.
 
 The processes at both ends may stop or exit at any time. Bytes that the socket does not accept at
-once are buffered and written by a thread. If the buffer exceeds its limit, the peer does not read,
-and the connection is closed. `receive` returns `None` after the channel has ended for any reason.
-This module does not interpret the messages.
+once go into an outbox, which a thread writes to the socket. A full outbox means that the peer has
+stopped reading, so the connection is closed. `receive` returns `None` after the channel has ended
+for any reason. This module does not interpret the messages.
 """
 
 import logging
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 FRAME_BYTES_MAX = 1 << 30
 OUTBOX_BYTES_MAX = 1 << 28
 READ_CHUNK_BYTES = 1 << 18
-# If another thread closes the channel during poll(), another file may reuse the descriptor. So each
-# wait is short, and begins by reading the descriptor again.
+# While a thread waits in poll(), another thread may close the channel, and a new file may get the
+# same descriptor. So each wait is limited, and the next one reads the channel's descriptor again.
 POLL_MS_MAX = 1000
 
 _LENGTH_HEADER = struct.Struct("<I")
@@ -59,14 +59,14 @@ class Channel:
         return cls(own_socket), peer_socket
 
     def fileno(self) -> int:
-        """Descriptor for poll(2); -1 after the channel is closed.
+        """Return the descriptor for poll(2); -1 after the channel is closed.
 
-        Frames that are already in the receive buffer do not make it readable: call `poll` first.
+        poll(2) does not report frames that are already in the receive buffer: call `poll` first.
         """
         return self._sock.fileno()
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame, or buffer it. False: the channel has ended and the frame is lost."""
+        """Send or buffer a frame. Return False if the channel has ended and the frame is lost."""
         assert len(frame) <= self._frame_bytes_max, f"a frame of {len(frame)} bytes"
         with self._send_lock:
             if self._is_closed:
@@ -85,7 +85,10 @@ class Channel:
         return not self._is_closed
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next frame, or None if the channel has ended; may raise TimeoutError."""
+        """Return the next frame, or None if the channel has ended.
+
+        Raise TimeoutError if no frame arrives within `timeout_s` (None: no limit).
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.poll():
             if not self._wait_for_events(select.POLLIN, deadline):
@@ -100,7 +103,7 @@ class Channel:
         return frame
 
     def poll(self) -> bool:
-        """Whether `receive` would return at once. Does not block."""
+        """Read available bytes; return whether `receive` would return at once. Never blocks."""
         while True:
             length = self._frame_length()
             if length is not None and length > self._frame_bytes_max:
@@ -123,7 +126,7 @@ class Channel:
             self._receive_buffer += received_bytes
 
     def close(self) -> None:
-        """Close the connection. The peer can still read what was written to the socket."""
+        """Close the connection and discard the outbox."""
         with self._send_lock:
             self._shut_down()
 
@@ -134,7 +137,7 @@ class Channel:
         return length
 
     def _flush(self) -> bool:
-        """Write what the socket accepts; True if bytes remain in the outbox."""
+        """Write what the socket accepts; return whether bytes remain in the outbox."""
         try:
             while self._outbox:
                 frame = self._outbox[0]
@@ -159,7 +162,7 @@ class Channel:
                     return
 
     def _wait_for_events(self, events: int, deadline: float | None) -> bool:
-        """Wait until the socket is ready or closed; False if the deadline passed first."""
+        """Wait until the socket is ready or closed; return False if the deadline passes first."""
         while not self._is_closed:
             left_ms = POLL_MS_MAX if deadline is None else (deadline - time.monotonic()) * 1000
             if left_ms <= 0:

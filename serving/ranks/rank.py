@@ -1,9 +1,9 @@
 """Rank: a worker process that joins the mesh, starts up its worker, runs steps and handles losses.
 
 Rank 0 also runs the engine loop, which plans the steps; the other ranks run the steps that they
-receive. A rank exits as soon as it detects that another rank has exited: from the kernel, from a
-closed control channel or from a failed collective. Then all ranks are started again. This module is
-independent of how a rank's process is started.
+receive. A rank exits when one of its control channels closes, when a collective fails, or when the
+front end exits. After the loss of one rank, all ranks are started again. This module is independent
+of how a rank's process is started.
 """
 
 import gc
@@ -54,16 +54,16 @@ from serving.worker.startup import (
 log = logging.getLogger(__name__)
 
 PACKED_HALT = encode(Halt())
-# After a failed collective, a rank waits this long for the report that another rank has exited.
+# After a failed collective, a rank waits this long for a control channel to close.
 COLLECTIVE_FAILURE_GRACE_S = 0.3
 DRAIN_S = 5.0  # Rank 0 waits this long for the other ranks to exit after the last step.
 
 
 class Rank:
-    """One rank: `run` starts it up and serves until it is stopped.
+    """One rank: `run` loads its shard of the model and runs steps until the rank is stopped.
 
     `host`: rank 0's address. `frontend`: rank 0's channel to the front end; None on other ranks.
-    `on_drain` is called on rank 0 when any rank receives a request to drain.
+    `on_drain` is called on rank 0 after a call of `request_drain` on any rank.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class Rank:
         except StartupFailedError:
             return 1
         gc.collect()
-        # The objects of the start-up live until the end. Without this, the garbage collector would
-        # scan them again, which delays a step by 0.1 s.
+        # The objects of the start-up live until the process ends. If they were not frozen, the
+        # garbage collector would scan them again, which would delay a step by 0.1 s.
         gc.freeze()
         model_runner.prefault_kv_pool()  # Returns at once: a background thread does the work.
         if self._position.rank > 0:
             return self._run_follower(model_runner)
         assert self._engine_loop is not None
-        if self._engine_loop.run() is not None:  # It has sent `Failed`.
+        if self._engine_loop.run() is not None:  # The engine loop failed, and has sent `Failed`.
             return 1
         self._is_stopping = True
         self._channels.drain(DRAIN_S)
         return 0
 
     def request_drain(self) -> None:
-        """Ask the front end to drain; thread-safe, on any rank."""
+        """Ask the front end to drain. Thread-safe; any rank may call it."""
         if self._position.rank == 0:
             self._on_drain()
         else:
@@ -127,11 +127,13 @@ class Rank:
     # ------------------------------------------------------------------------------------ start-up
 
     def _start_up(self) -> ModelRunner:
-        """Join the mesh, load and prove this rank's shard, and start the engine loop on rank 0.
+        """Join the mesh, load and prove this rank's shard, and return its model runner.
 
-        The mesh join, the model runner and the warm-up are not phases: after an error in one of
-        them, other ranks may wait in a collective and cannot take part in an exchange. The error
-        ends this process, its reason is in the log, and the ranks are restarted.
+        Rank 0 also creates and warms up the engine loop. Most of the start-up runs in phases, which
+        end on all ranks together (`StartupExchange`). Joining the mesh, creating the model runner
+        and the warm-up are not phases: after an error in one of them, other ranks may wait in a
+        collective and cannot take part in an exchange. The error is logged and ends this process;
+        then all ranks are restarted.
         """
         config, position = self._config, self._position
         exchange = StartupExchange(self._channels, position, self._send_to_frontend)
@@ -166,8 +168,8 @@ class Rank:
     def _join_mesh(self, device: torch.device, *, shares_device: bool) -> Mesh:
         """Join the mesh of all ranks.
 
-        `shares_device`: some ranks run on the same GPU, which NCCL does not support; so they use
-        gloo.
+        `shares_device`: whether ranks run on the same GPU. NCCL does not support that, so all ranks
+        then use gloo.
         """
         config, position = self._config.parallel_config, self._position
         backend = "nccl" if device.type == "cuda" and not shares_device else "gloo"
@@ -186,7 +188,7 @@ class Rank:
     def _start_engine_loop(self, model_runner: ModelRunner, report: WorkerReport) -> None:
         """Create the engine loop, warm it up, and tell the front end that the ranks are ready."""
         config = self._config
-        # Only the first tensor rank of the last stage has outcomes (`ModelRunner.run_step`).
+        # Only the first tensor rank of the last stage returns outcomes (`ModelRunner.run_step`).
         last_stage_rank = self._position.world_size - config.parallel_config.tp
         self._engine_loop = build_engine_loop(
             model_runner,
@@ -199,8 +201,8 @@ class Rank:
         )
         self._send_to_frontend(WarmingUp())
         prefill_s_per_token = self._engine_loop.warm_up()
-        # The watchdog learns its first step time from the warm-up: the seconds that a step of
-        # step_tokens_max tokens takes.
+        # The watchdog's first step time: the duration of a step of step_tokens_max tokens, at the
+        # seconds per token that the warm-up has measured.
         tokens = config.scheduler_config.step_tokens_max
         largest_step = StepTime(tokens, 0, prefill_s_per_token * tokens)
         self._send_to_frontend(Update([], EngineStats(), completed_steps=[largest_step]))
@@ -209,7 +211,7 @@ class Rank:
     # ---------------------------------------------------------------------------------------- steps
 
     def _run_follower(self, model_runner: ModelRunner) -> int:
-        """Run the steps that rank 0 sends, until `Halt`; returns the exit code."""
+        """Run the steps that rank 0 sends until it sends `Halt`; return the exit code."""
         while True:
             step = decode_to_rank(self._channels.receive(0))
             if isinstance(step, Halt):
@@ -218,17 +220,18 @@ class Rank:
             try:
                 outcome = model_runner.run_step(step)
             except RuntimeError:
-                # If a collective failed because another rank exited, the channel's reader thread
-                # logs that rank and ends this process within the grace time, without a traceback:
-                # tracebacks of all ranks would hide the cause. Any other error is raised.
+                # If a collective failed because another rank exited, a control channel closes
+                # within the grace time. Its reader thread then logs the lost rank and ends this
+                # process without a traceback: tracebacks of all ranks would hide the cause. Any
+                # other error is raised.
                 time.sleep(COLLECTIVE_FAILURE_GRACE_S)
                 raise
             if outcome is not None:
                 self._channels.broadcast(encode(outcome))
 
     def _broadcast_step(self, frame: bytes) -> None:
-        # The engine loop sends `Halt` at its end, also after a failure. It is not forwarded then:
-        # ranks would exit with code 0, and torchrun would regard this as success.
+        # The engine loop also sends `Halt` when it ends with a failure. Then `Halt` is not
+        # forwarded: the ranks would exit with code 0, which torchrun would regard as success.
         if self._is_stopping or frame != PACKED_HALT:
             self._channels.broadcast(frame)
 
@@ -253,11 +256,12 @@ class Rank:
     def _on_rank_lost(self, rank: int) -> None:
         """Exit because another rank has exited; the main thread may be blocked in a collective.
 
-        On rank 0 a failed collective may end the engine loop first. Both send `Failed`; the
-        watchdog uses the first one, and adds how the ranks' processes exited.
+        On rank 0, a failed collective may end the engine loop at the same time. Then the engine
+        loop and this method both send `Failed`. The watchdog uses the first `Failed`, and adds how
+        each rank's process exited.
         """
         if self._is_stopping:
-            return  # If the main thread waits for this rank, the supervisor's kill ends it.
+            return  # If the main thread still waits for the lost rank, this process is killed.
         if self._position.rank == 0:
             reason = f"rank {rank} has exited"
             if self._engine_loop is not None:
@@ -273,10 +277,10 @@ class Rank:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit without clean-up.
+    """Exit without clean-up, because torch's clean-up waits for other ranks.
 
-    Threads may be blocked in collectives, and torch's clean-up waits for other ranks. Messages that
-    a socket has not accepted yet are lost; the watchdog then reports the exit without their reason.
+    Messages in a channel's outbox are lost. If `Failed` is one of them, the watchdog reports the
+    exit without this reason.
     """
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
 """Control channels between rank 0 and every other rank: steps, start-up agreement, liveness.
 
-They are separate from torch's collectives: rank 0 never waits for a busy rank, and every rank
-detects at once that another one has exited, even while its main thread is blocked in a collective.
-The ranks authenticate with a secret that rank 0 writes into the rendezvous store.
+The channels are separate from torch's collectives. So rank 0 sends a step without waiting for busy
+ranks, and a rank detects at once that its peer has exited, even while its main thread is blocked in
+a collective. The ranks authenticate with a secret that rank 0 writes into the rendezvous store.
 """
 
 import hmac
@@ -25,7 +25,7 @@ from serving.ranks.rank_position import RankPosition
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = 10.0  # A new connection must send its `_Hello` within this time.
 _DRAIN_REQUEST = b""  # Unambiguous: no other frame is empty.
 _ADDRESS_KEY = "preamble/rank_zero_address"  # In the rendezvous store.
 
@@ -58,8 +58,8 @@ _decode_hello = msgspec.json.Decoder(_Hello).decode
 class RankChannels:
     """Rank 0's channels to all other ranks, or another rank's channel to rank 0.
 
-    One thread reads all channels and calls both callbacks: `on_ended(rank)` after the last frame of
-    a channel that has closed, and `on_drain_requested()` when another rank calls `request_drain`.
+    One thread reads all channels and calls the callbacks: `on_ended(rank)` after the last frame of
+    a closed channel, and on rank 0 `on_drain_requested()` when another rank calls `request_drain`.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class RankChannels:
         on_ended: Callable[[int], None],
         on_drain_requested: Callable[[], None],
     ) -> "RankChannels":
-        """Connect the ranks; every rank must call this. `host`: rank 0's address."""
+        """Connect the ranks, and return this rank's channels. Every rank must call this.
+
+        `host`: rank 0's address. `timeout_s`: the time in which all ranks must connect.
+        """
         if position.rank == 0:
             return cls(
                 _accept_ranks(store, host, position.world_size, timeout_s),
@@ -107,13 +110,14 @@ class RankChannels:
             channel.send(frame)
 
     def request_drain(self) -> None:
-        """Ask rank 0 to drain and stop."""
+        """Ask rank 0 for a drain of the server; not for calls on rank 0 itself."""
         self.broadcast(_DRAIN_REQUEST)
 
     def receive(self, rank: int, timeout_s: float | None = None) -> bytes:
-        """The next frame from `rank`; may raise TimeoutError.
+        """Return the next frame from `rank`; raise TimeoutError after `timeout_s` (None: no limit).
 
-        Without a time-out it waits for ever if the channel closes: `on_ended` must end the process.
+        Without a limit, the call waits for ever if the channel closes, so `on_ended` must end the
+        process.
         """
         try:
             return self._inboxes[rank].get(timeout=timeout_s)
@@ -121,7 +125,7 @@ class RankChannels:
             raise TimeoutError(f"rank {rank} sent nothing for {timeout_s:g} s") from None
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the other ranks have closed their channels and all frames are read."""
+        """Wait until the peers have closed all channels, but at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._open_ranks and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -144,9 +148,8 @@ def start_reader(
 ) -> None:
     """Start a thread that reads the channels until all of them are closed.
 
-    The process exits if this thread fails, because it could receive no more messages.
+    If the thread fails, the process exits, because it would receive no more messages.
     """
-
     keys_by_descriptor = {channel.fileno(): key for key, channel in channels.items()}
     poll = select.poll()
 
@@ -165,8 +168,8 @@ def start_reader(
         try:
             for descriptor in list(keys_by_descriptor):
                 poll.register(descriptor, select.POLLIN)
-                # Authentication may have read later frames into the receive buffer, for which
-                # poll() reports nothing.
+                # Authentication may have left frames in the receive buffer, which poll() does not
+                # report.
                 read_frames(descriptor)
             while keys_by_descriptor:
                 for descriptor, _ in poll.poll():
@@ -200,9 +203,10 @@ def _accept_ranks(store: Store, host: str, world_size: int, timeout_s: float) ->
 
 
 def _open_server_socket(host: str, backlog: int) -> socket.socket:
-    """Listen on all addresses, or only on loopback if `host` is a loopback address.
+    """Return a server socket on `host` if it is a loopback address, else on all addresses.
 
-    `host` itself is not bound: on its own node, a host name may resolve to another address.
+    Another `host` is not bound itself: on its own node, its name may resolve to an address at which
+    other nodes cannot connect.
     """
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -214,7 +218,7 @@ def _open_server_socket(host: str, backlog: int) -> socket.socket:
 
 
 def _authenticate(channel: Channel, secret: str) -> int | None:
-    """The peer's rank, or None if the peer does not send the secret in time."""
+    """Return the peer's rank, or None if the peer does not send the right secret in time."""
     try:
         frame = channel.receive(HELLO_TIMEOUT_S)
         if frame is None:

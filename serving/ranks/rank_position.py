@@ -1,7 +1,7 @@
 """Rank position (rank, world size, local rank), and the spec that a rank's process starts with.
 
-This module must be fast to import: a rank process reads its spec before it imports torch, because
-the spec has the process id of the parent, which the rank must not outlive.
+This module must not import torch. A rank process reads its spec before the slow import of torch,
+because the spec contains the ID of the parent process, and the rank must end with its parent.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,10 @@ class RankPosition:
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Start-up data that a rank process reads from stdin; descriptors are valid in that process."""
+    """Start-up data that a rank process reads from stdin.
+
+    The rank process inherits both descriptors under the same numbers.
+    """
 
     position: RankPosition
     parent_pid: int  # The rank process ends when this process ends.

@@ -1,8 +1,8 @@
 """Rank process: entry point of a rank that the supervisor starts; reads its spec from stdin.
 
-It runs as `python -m serving.ranks.rank_process`. First it asks the kernel to end it together with
-its parent: the import of torch takes seconds, in which the parent may exit. The kernel does so when
-the parent's thread that started the rank ends: the supervisor's thread, which outlives its ranks.
+It runs as `python -m serving.ranks.rank_process`. Before it imports torch, which takes seconds, it
+asks the kernel to kill it when its parent exits. To the kernel, the parent is the thread that
+started the process: the supervisor's thread, which runs until its ranks have ended.
 """
 
 import logging
@@ -27,7 +27,7 @@ def main() -> int:
     die_with_parent(spec.parent_pid)
     config = ServerConfig(**spec.config)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        # The front end handles these signals, and sends a message to the ranks.
+        # The front end handles these signals, and sends messages to the ranks.
         signal.signal(signal_number, signal.SIG_IGN)
     log_to_stderr(config.observability_config.log_format, spec.position.rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""Rank resources: the device and the CPU threads of its node that a rank uses.
+"""Rank resources: the device and the number of CPU threads that a rank uses.
 
 Ranks on one node share its cores, its memory and, if it has fewer devices than ranks, its devices.
 """
@@ -15,15 +15,20 @@ from serving.ranks.rank_position import RankPosition
 
 @dataclass(frozen=True)
 class RankDevice:
-    """A rank's device, and what it shares with other ranks."""
+    """A rank's device, and the number of ranks with which it shares memory."""
 
     device: torch.device
-    ranks_sharing_memory: int  # Number of ranks that share this rank's memory, including itself.
-    is_shared: bool = False  # Another rank runs on the same GPU.
+    # Number of ranks that use the memory of this device (on a CPU: of this node), this rank
+    # included.
+    ranks_sharing_memory: int
+    is_shared: bool = False  # Another rank uses the same GPU.
 
 
 def select_rank_device(name: str, position: RankPosition) -> RankDevice:
-    """The device of a rank for the configured name; also sets torch's current CUDA device."""
+    """Return the device of a rank for the configured name.
+
+    For "cuda" without an index, also make the selected GPU torch's current device.
+    """
     device = parse_device(name)
     local_ranks = position.local_world_size
     if device.type == "cpu":
@@ -33,17 +38,18 @@ def select_rank_device(name: str, position: RankPosition) -> RankDevice:
     count = torch.cuda.device_count()
     own_device = torch.device("cuda", position.local_rank % count)
     torch.cuda.set_device(own_device)
-    return RankDevice(own_device, -(-local_ranks // count), is_shared=local_ranks > count)
+    ranks_per_device = -(-local_ranks // count)  # Rounded up.
+    return RankDevice(own_device, ranks_per_device, is_shared=local_ranks > count)
 
 
 def set_thread_count(position: RankPosition, *, respect_environment: bool) -> None:
-    """Set torch's number of threads to this rank's share of the node's CPU cores.
+    """Set torch's number of threads to the node's usable CPU cores, divided by its ranks.
 
     `respect_environment`: use OMP_NUM_THREADS instead, if it is set.
     """
     environment_threads = os.environ.get("OMP_NUM_THREADS", "") if respect_environment else ""
-    torch.set_num_threads(
-        int(environment_threads)
-        if environment_threads.isdecimal()
-        else max(1, usable_cores() // position.local_world_size)
-    )
+    if environment_threads.isdecimal():
+        threads = int(environment_threads)
+    else:
+        threads = max(1, usable_cores() // position.local_world_size)
+    torch.set_num_threads(threads)

@@ -2,8 +2,8 @@
 
 A rank that continued after the failure of another rank would wait in a collective for ever. So each
 rank reports the end of a phase to rank 0. If all ranks have succeeded, rank 0 releases them;
-otherwise it sends the error to the front end. The control channels are used, not collectives,
-because the first phases run before the mesh exists.
+otherwise it reports the error and stops, which stops the other ranks. The exchange uses the control
+channels, not collectives, because the first phases run before the mesh exists.
 """
 
 import logging
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PHASE_RELEASE = b"{}"  # From rank 0 to the others: all ranks have succeeded in the phase.
+PHASE_RELEASE = b"{}"  # From rank 0 to the other ranks: the phase succeeded on all ranks.
 
 
 class PhaseResult(msgspec.Struct, frozen=True):
-    """How a phase ended on one rank. `error` is empty if it succeeded."""
+    """How a phase ended on one rank."""
 
-    error: str = ""
+    error: str = ""  # Empty if the phase succeeded.
     is_permanent: bool = False  # Whether a new start would fail in the same way.
 
 
@@ -69,12 +69,15 @@ class StartupExchange:
         raise AssertionError("no rank may continue after a failed phase")
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order; each is a bool or a struct, sent as JSON."""
-        kind = type(value)
+        """Return the values of all ranks, in rank order.
+
+        A value is a bool or a struct, and is sent as JSON.
+        """
+        value_type = type(value)
         if self._position.rank > 0:
             self._channels.broadcast(msgspec.json.encode(value))
             frame = self._channels.receive(0)
-            return [msgspec.convert(other, kind) for other in msgspec.json.decode(frame)]
+            return [msgspec.convert(other, value_type) for other in msgspec.json.decode(frame)]
         values = self._receive_from_all(value)
         self._channels.broadcast(msgspec.json.encode(values))
         return values
@@ -84,16 +87,19 @@ class StartupExchange:
             self._channels.broadcast(msgspec.json.encode(result))
             self._channels.receive(0)
             return
-        failures = [other for other in self._receive_from_all(result) if other.error]
+        failures = [
+            rank_result for rank_result in self._receive_from_all(result) if rank_result.error
+        ]
         if failures:
-            first_failure = min(failures, key=lambda failure: not failure.is_permanent)
-            self._report_failure(Failed(first_failure.error, first_failure.is_permanent))
+            # The first permanent failure, or the first failure if no failure is permanent.
+            failure = min(failures, key=lambda failure: not failure.is_permanent)
+            self._report_failure(Failed(failure.error, failure.is_permanent))
             raise StartupFailedError
         self._channels.broadcast(PHASE_RELEASE)
 
-    def _receive_from_all(self, own: T) -> list[T]:
-        """On rank 0: its own value and those of the other ranks, in rank order."""
-        kind = type(own)
+    def _receive_from_all(self, own_value: T) -> list[T]:
+        """On rank 0: return the values of all ranks, in rank order."""
+        value_type = type(own_value)
         other_ranks = range(1, self._position.world_size)
         frames = [self._channels.receive(rank) for rank in other_ranks]
-        return [own, *(msgspec.json.decode(frame, type=kind) for frame in frames)]
+        return [own_value, *(msgspec.json.decode(frame, type=value_type) for frame in frames)]

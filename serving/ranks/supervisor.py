@@ -1,9 +1,9 @@
 """Rank supervisor: starts this node's rank processes, watches them and restarts them.
 
-`RankSupervisor` is the base of all transports to rank processes: it forwards messages, reports each
-loss at once, and has the error if the ranks cannot be started at all (the refusal).
-`LocalSupervisor` starts the processes itself. They inherit their sockets and files as descriptors,
-and the kernel kills them when this process exits for any reason.
+`RankSupervisor` is the base of all transports to rank processes. It forwards messages and reports
+each loss at once. If the ranks must not be started again, it sets `refusal`, the error of the
+permanent failure. `LocalSupervisor` starts the processes itself. They inherit their sockets and
+files as descriptors, and the kernel kills them when this process exits for any reason.
 """
 
 import logging
@@ -38,8 +38,9 @@ from serving.ranks.watchdog import (
 
 log = logging.getLogger(__name__)
 
-BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # Before a restart, by consecutive losses.
-HEALTHY_RESET_S = 60.0  # Ranks that were ready for this time begin a new count of losses.
+# The wait before a restart after 1, 2, 3, ... consecutive losses; more losses: the last wait.
+BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+HEALTHY_RESET_S = 60.0  # If the ranks were ready for this time, the count of losses starts again.
 FAILED_STARTS_MAX = 3  # Number of losses that end the engine if the ranks were never ready.
 DUMP_TIMEOUT_S = 0.5  # Rank 0 has this time to write its flight recorder after a loss.
 KILL_TIMEOUT_S = 10.0  # Killed ranks have this time to exit.
@@ -82,7 +83,10 @@ class RankSupervisor(ABC):
 
     @abstractmethod
     def _start_ranks(self) -> RankSet | None:
-        """Start or accept a set of ranks; None: none will start any more, and none are lost."""
+        """Start a set of ranks, or accept one that torchrun started.
+
+        Return None if no ranks will start any more.
+        """
 
     @abstractmethod
     def _kill_ranks(self, rank_set: RankSet) -> None:
@@ -90,7 +94,7 @@ class RankSupervisor(ABC):
 
     @abstractmethod
     def _wait_before_restart(self, loss: RankLoss) -> bool:
-        """Wait before the ranks are restarted; False: do not restart them."""
+        """Wait before a restart of the ranks; return False if they must not be restarted."""
 
     def _run(self) -> None:
         assert self._receiver is not None
@@ -111,7 +115,9 @@ class RankSupervisor(ABC):
                     return
         except Exception as error:
             log.exception("event=link_failed")
-            self._set_refusal(f"the ranks could not be started ({error}); see the server log")
+            self._set_refusal(
+                f"the supervisor of the ranks has failed ({error}); see the server log"
+            )
             self._receiver.ranks_lost(str(self.refusal))
         finally:
             self._channel = None
@@ -127,7 +133,7 @@ class RankSupervisor(ABC):
         was_ready = self._channel is not None
         self._channel = None
         if loss.kind == "closed":
-            if was_ready:  # Loading ranks have no engine loop that handles `Close`: killed below.
+            if was_ready:  # Only ready ranks can handle `Close`; other ranks are killed below.
                 rank_set.channel.send(encode(Close()))
                 wait_for_exit(rank_set.descriptors, self._close_timeout_s)
             self._receiver.ranks_lost("the engine was closed")
@@ -136,7 +142,7 @@ class RankSupervisor(ABC):
             self._record_loss(loss)
             self._receiver.ranks_lost(loss.reason)
             if was_ready:
-                self._request_dump(rank_set, loss)
+                self._wait_for_flight_recorder(rank_set, loss)
         self._kill_ranks(rank_set)
         rank_set.channel.close()
 
@@ -148,11 +154,15 @@ class RankSupervisor(ABC):
         """
 
     def _set_refusal(self, reason: str) -> None:
-        # `Failed` carries no class of error. Callers treat every PreambleError in the same way.
+        # `Failed` does not contain the class of the error. Any PreambleError serves: callers treat
+        # all of them in the same way.
         self.refusal = CheckpointError(reason)
 
-    def _request_dump(self, rank_set: RankSet, loss: RankLoss) -> None:
-        """Wait until rank 0 has written its flight recorder: after a hang, request it first."""
+    def _wait_for_flight_recorder(self, rank_set: RankSet, loss: RankLoss) -> None:
+        """Wait until rank 0 has written its flight recorder.
+
+        Rank 0 writes it before it exits; after a hang, the dump is requested.
+        """
         rank_0 = {
             rank: descriptor for rank, descriptor in rank_set.descriptors.items() if rank == 0
         }
@@ -222,8 +232,8 @@ class LocalSupervisor(RankSupervisor):
 
     def _record_loss(self, loss: RankLoss) -> None:
         self._losses = 1 if loss.healthy_s >= HEALTHY_RESET_S else self._losses + 1
-        if self._has_been_ready:  # Then every loss is retried, also a permanent `Failed`.
-            return
+        if self._has_been_ready:
+            return  # After the first `Ready`, even a permanent `Failed` leads to a restart.
         if loss.kind == "refused":
             self._set_refusal(loss.reason)
         elif self._losses >= FAILED_STARTS_MAX:
@@ -265,7 +275,10 @@ class LocalSupervisor(RankSupervisor):
 
 
 def _start_rank(spec: WorkerSpec) -> ChildProcess:
-    """Start a rank process; its spec goes to its standard input, as command lines are public."""
+    """Start a rank process.
+
+    Its spec goes to its standard input, because all users of the machine can read command lines.
+    """
     own_socket, peer_socket = socket.socketpair()
     with own_socket, peer_socket:
         inherited = [spec.store_fd]
@@ -274,7 +287,7 @@ def _start_rank(spec: WorkerSpec) -> ChildProcess:
         process = ChildProcess(
             [sys.executable, "-m", "serving.ranks.rank_process"],
             stdin=peer_socket.fileno(),
-            stdout=2,  # Libraries may print to stdout, which is reserved for the server's results.
+            stdout=2,  # Output of libraries goes to stderr; stdout has only the server's results.
             inherited=inherited,
         )
         own_socket.sendall(msgspec.json.encode(spec))

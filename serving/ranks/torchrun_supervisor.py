@@ -1,9 +1,9 @@
-"""Torchrun supervisor: the front end's side of ranks that torchrun starts and restarts.
+"""Torchrun supervisor: the front end's transport to ranks that torchrun starts and restarts.
 
 The front end runs as long as torchrun's agent on its node, so it outlives the workers. It listens
-on a Unix socket in a private directory of its user; a file in the same directory has a secret,
-which mesh rank 0 must send first. If the ranks hang, the supervisor kills those of this node; the
-other ranks detect that and exit, and torchrun starts all of them again.
+on a Unix socket in a private directory of its user. A file in the same directory has a secret,
+which mesh rank 0 must send first. If the ranks hang, the supervisor kills the ranks of this node.
+The ranks of other nodes detect this loss and exit, and torchrun starts all ranks again.
 """
 
 import hmac
@@ -36,14 +36,14 @@ ADDRESS_FILE = "address"
 
 
 class RankZeroHello(msgspec.Struct, frozen=True):
-    """The first message of rank 0. `pids`: the process IDs of the ranks of its node, by rank."""
+    """The first message of mesh rank 0."""
 
     secret: str
-    pids: dict[int, int]
+    pids: dict[int, int]  # Process IDs of the ranks on rank 0's node, by mesh rank.
 
 
 class FrontendAddress(msgspec.Struct, frozen=True):
-    """The file beside the socket: the front end's process, and the secret to connect with."""
+    """The content of the file beside the socket: the front end's process, and the secret."""
 
     pid: int
     secret: str
@@ -51,14 +51,14 @@ class FrontendAddress(msgspec.Struct, frozen=True):
 
 
 def frontend_folder(run_id: str, port: int, agent: int) -> Path:
-    """The private directory of the front end of this run, port and torchrun agent."""
+    """Return the private directory of the front end of this run, port and torchrun agent."""
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     name = blake2b(f"{run_id} {port}".encode(), digest_size=8).hexdigest()
     return Path(runtime_folder) / f"preamble-{os.getuid()}" / f"{name}-{agent}"
 
 
 def read_frontend_address(folder: Path) -> FrontendAddress | None:
-    """The address file of the front end in this directory; None if no such process runs."""
+    """Read the address file in a front end's directory; return None if no front end runs."""
     try:
         _check_private(folder.parent)
         address = msgspec.json.decode((folder / ADDRESS_FILE).read_bytes(), type=FrontendAddress)
@@ -69,7 +69,7 @@ def read_frontend_address(folder: Path) -> FrontendAddress | None:
 
 
 def connect_to_frontend(folder: Path, address: FrontendAddress, pids: dict[int, int]) -> Channel:
-    """Rank 0's channel to the front end at `address`."""
+    """Return rank 0's channel to the front end at `address`."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(str(folder / "socket"))
     channel = Channel(sock)
@@ -78,7 +78,7 @@ def connect_to_frontend(folder: Path, address: FrontendAddress, pids: dict[int, 
 
 
 class TorchrunSupervisor(RankSupervisor):
-    """Waits at a socket in `folder` for the ranks that torchrun starts, while its agent lives."""
+    """Accepts the ranks that torchrun starts, at a socket in `folder`, until its agent exits."""
 
     def __init__(self, config: ServerConfig, folder: Path, agent_pid: int) -> None:
         super().__init__(config)
@@ -98,10 +98,11 @@ class TorchrunSupervisor(RankSupervisor):
             ) from None
 
     def close(self, timeout_s: float = 10.0) -> None:
-        if self._is_closing:  # A second call would close descriptors that were reused.
+        if self._is_closing:  # A second call could close descriptors that other files reuse.
             return
         super().close(timeout_s)
-        # Once it closes, the thread waits for no ranks any more, even if it still runs.
+        # If the supervisor's thread still runs, it no longer accepts ranks, so it does not use
+        # these descriptors.
         self._close_descriptors()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -151,7 +152,7 @@ class TorchrunSupervisor(RankSupervisor):
         try:
             for rank, pid in hello.pids.items():
                 descriptors[rank] = os.pidfd_open(pid)
-        except OSError:  # A rank has exited already, so all others exit, too.
+        except OSError:  # One rank has exited already, so the other ranks exit, too.
             close_descriptors(descriptors)
             return None
         pids = ",".join(map(str, hello.pids.values()))
@@ -162,13 +163,15 @@ class TorchrunSupervisor(RankSupervisor):
         """Stop serving: without torchrun's agent, ranks are not started again."""
         assert self._receiver is not None
         log.error("event=agent_ended")
-        self._set_refusal("torchrun's agent on this node has exited, and its ranks with it")
+        self._set_refusal(
+            "torchrun's agent on this node has exited with its ranks; run torchrun again"
+        )
         self._receiver.ranks_lost(str(self.refusal))
         os.kill(os.getpid(), signal.SIGTERM)  # The server's signal handler drains, then exits.
 
     def _record_loss(self, loss: RankLoss) -> None:
-        # Final, also after `Ready`. At the first start the front end then exits. Later it answers
-        # that it is not live, and accepts none of the ranks that torchrun still starts.
+        # A permanent failure is final, even after the first `Ready`. During the first start, the
+        # front end then exits. Later, its liveness check fails, and it accepts no more ranks.
         if loss.kind == "refused":
             self._set_refusal(loss.reason)
 
@@ -185,7 +188,7 @@ class TorchrunSupervisor(RankSupervisor):
 
 
 def _start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks since boot; raises OSError if it has exited."""
+    """Return a process's start time in clock ticks since boot; raise OSError if it has exited."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[19])  # Field 22, starttime: the first of `fields` is field 3.
 

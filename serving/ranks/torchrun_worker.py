@@ -2,9 +2,9 @@
 
 Torchrun starts all workers again after a loss; each start is a round. In the rendezvous the workers
 of a round exchange their addresses through torchrun's own store, which may still contain entries of
-earlier rounds. Mesh rank 0 must be on the front end's node, so mesh ranks are torchrun's ranks,
-rotated. A worker that receives SIGTERM sends it to the front end, and exits when the front end has
-drained.
+earlier rounds. Mesh rank 0 must be on the front end's node: if torchrun's rank r becomes mesh rank
+0, a worker's mesh rank is (its torchrun rank - r) mod world size. If a worker receives SIGTERM,
+mesh rank 0 sends SIGTERM to the front end, which drains and then ends the ranks.
 """
 
 import json
@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 RENDEZVOUS_TIMEOUT_S = 300.0
 FRONTEND_START_S = 60.0
 POLL_S = 0.02
-# Torchrun also sends SIGTERM to the workers that it restarts after a rank was lost. Such a worker
-# exits within this delay because of the lost rank, and so does not ask the front end to drain.
+# A worker waits this long before it forwards a signal. Torchrun also sends SIGTERM to the workers
+# that it restarts after the loss of a rank. Such a worker exits within this delay because of the
+# lost rank, so it does not ask the front end to drain.
 STOP_DELAY_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # torch 2.13 publishes the address of the shared store in the first round only
@@ -63,8 +64,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     node: int
     pid: int
-    host: str  # The address at which the other workers reach it.
-    has_frontend: bool  # A front end of this run already runs on its node.
+    host: str  # The address at which other workers reach this worker.
+    has_frontend: bool  # A front end of this run already runs on this worker's node.
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,17 @@ class TorchrunEnv:
 
 def run_worker(config: ServerConfig, flags: list[str]) -> NoReturn:
     """Run this worker as a rank, then exit. `flags`: the arguments after `preamble serve`."""
-    env, agent_pid = TorchrunEnv.from_environment(), os.getppid()
+    env = TorchrunEnv.from_environment()
+    agent_pid = os.getppid()
     die_with_parent(agent_pid)
     parallel = config.parallel_config
     if parallel.ranks != env.world_size:
         raise ConfigError(
-            f"--tp {parallel.tp} and --pp {parallel.pp} need {parallel.ranks} workers, torchrun "
-            f"has started {env.world_size}; set nnodes x nproc-per-node to tp x pp"
+            f"--tp {parallel.tp} and --pp {parallel.pp} need {parallel.ranks} workers, but "
+            f"torchrun has started {env.world_size}; set nnodes x nproc-per-node to tp x pp"
         )
-    # Blocked before any thread starts, because threads inherit the mask: only sigwait receives the
-    # signals then.
+    # The signals are blocked before any thread starts, because threads inherit the mask. So only
+    # `sigwait` receives them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     stop_signals = _StopSignals()
     try:
@@ -178,7 +180,10 @@ def _run_rank(
 
 
 def first_rank(workers: list[WorkerInfo]) -> int:
-    """The worker that becomes mesh rank 0: the first on a node with a front end, else worker 0."""
+    """Return the torchrun rank of the worker that becomes mesh rank 0.
+
+    It is the first worker whose node has a front end; without a front end, it is worker 0.
+    """
     return next((rank for rank, worker in enumerate(workers) if worker.has_frontend), 0)
 
 
@@ -189,11 +194,14 @@ def rendezvous(
     own_worker: WorkerInfo,
     timeout_s: float = RENDEZVOUS_TIMEOUT_S,
 ) -> tuple[str, list[WorkerInfo]]:
-    """A new id of this round, and its workers by rank; all workers of the round must call it.
+    """Return a new id for this round, and the workers' records in the order of torchrun's ranks.
 
-    The store may contain entries of earlier rounds. So each worker publishes a random nonce, worker
-    0 answers each nonce with the round's id, and only workers that then publish their record under
-    this id have joined.
+    All workers of the round must call it. The store may contain entries of earlier rounds; they
+    have other nonces and ids. Workers join in three steps:
+
+    1. Each worker except worker 0 publishes a random nonce.
+    2. Worker 0 answers each nonce with the id of this round.
+    3. The worker publishes its record under this id. Worker 0 then publishes all records together.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -233,9 +241,9 @@ def rendezvous(
 
 
 def _own_host(env: TorchrunEnv) -> str:
-    """An address of this node that the other workers can reach."""
+    """Return an address at which the other workers can reach this node."""
     if env.node == 0:
-        return env.master_host  # All workers reach the store of this node by this address.
+        return env.master_host  # All workers reach the store at this address, on node 0.
     addrinfo = socket.getaddrinfo(env.master_host, env.master_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(addrinfo[0], addrinfo[1]) as probe:
         probe.connect(addrinfo[4])  # UDP: sends no packet, only selects the source address.
@@ -246,12 +254,12 @@ def _own_host(env: TorchrunEnv) -> str:
 def _connect_frontend(
     folder: Path, agent_pid: int, flags: list[str], pids: dict[int, int], *, starts: bool
 ) -> Channel:
-    """A channel to this node's front end; `starts`: start the front end first."""
+    """Return a channel to this node's front end; `starts`: start the front end first."""
     process = _start_frontend(folder, agent_pid, flags) if starts else None
     deadline = time.monotonic() + FRONTEND_START_S
     while (address := read_frontend_address(folder)) is None:
         if process is None or process.poll() is not None:
-            raise ConfigError("the front end has exited; its own error message says why")
+            raise ConfigError("the front end has exited; see its error message in the log")
         if time.monotonic() > deadline:
             process.kill()
             raise TimeoutError(f"the front end did not listen within {FRONTEND_START_S:g} s")
@@ -299,7 +307,7 @@ class _StopSignals:
         threading.Thread(target=self._wait_for_signal, name="signals", daemon=True).start()
 
     def set_handler(self, handler: Callable[[], None]) -> None:
-        """Call `handler` for each signal from now on; until then a signal ends the process."""
+        """From now on, a signal calls `handler`. Before, a signal ends the process."""
         self._handler = handler
 
     def _wait_for_signal(self) -> None:

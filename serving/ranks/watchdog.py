@@ -1,14 +1,15 @@
 """Watchdog: detects dead and hung ranks, and the step time-out that it learns from step times.
 
-One thread waits for three things at once: rank 0's channel, the exit of each rank process, and a
-time limit. A rank is dead if its process exited without being asked to. The ranks are hung if rank
-0 sends nothing for longer than the limit of its phase: loading, warming up, or running (a step, or
-the heartbeat of an idle engine loop). The messages that rank 0 sends are forwarded to the receiver.
+One thread waits for three events at once: a message of rank 0, the exit of a rank process, and the
+end of a time limit. A rank is dead if its process exits before the supervisor closes. The ranks are
+hung if rank 0 sends no message for longer than the limit of its phase: loading, warming up, or
+running (a step, or the heartbeat of an idle engine loop). The watchdog forwards `Ready` and updates
+of rank 0 to the receiver.
 
 The limit of a step (`StepTimeout`) is learned: a long prefill step may take 10 s on slow hardware,
 but a decode step of 10 s means that a rank hangs. The limit is therefore the largest of three
-times: a minimum, 10 times the p99 of the recent step times, and 10 times the longest time that a
-step in flight would take at the measured seconds per token.
+times: a minimum, 10 times the p99 of the recent step times, and 10 times the longest expected time
+of a step in flight, from the measured seconds per token.
 
 This module is independent of how ranks are started and of what happens after a loss.
 """
@@ -40,10 +41,11 @@ from serving.ranks.message_socket import Channel
 
 log = logging.getLogger(__name__)
 
-# A poll() that returns this much later than its time-out means that this process itself was stopped
-# or starved of CPU, perhaps together with the ranks: the excess is not counted as their silence.
+# If poll() returns later than its time-out by more than this, this process itself was stopped or
+# starved of CPU, perhaps together with the ranks. The delay is then not counted as silence.
 LATE_WAKEUP_S = 0.5
-# The channel of a rank closes shortly before its process exits; the exit is awaited this long.
+# Rank 0's channel closes shortly before its process exits. The watchdog waits this long for the
+# exit.
 EXIT_WAIT_S = 0.5
 
 # The learned limit of a step: its minimum, the factor over the measured and expected step times,
@@ -59,7 +61,8 @@ class RankSet:
 
     channel: Channel
     descriptors: Mapping[int, int]  # pidfd by rank.
-    # How a rank's process exited, as the end of a sentence. None: it runs, or the cause is unknown.
+    # How a rank's process exited, such as "exited with code 1". None: the process still runs, or
+    # the exit code is unknown.
     describe_exit: Callable[[int], str | None]
 
 
@@ -68,9 +71,9 @@ class RankLoss:
     """Why the ranks were lost, or must be stopped."""
 
     reason: str
-    # "dead": a process exited. "hung": silence beyond the limit. "failed": rank 0 sent `Failed` or
-    # an invalid message. "refused": rank 0 sent a permanent `Failed`. "closed": the supervisor
-    # closes.
+    # "dead": a rank process exited. "hung": rank 0 was silent beyond the limit.
+    # "failed": rank 0 sent a `Failed` that is not permanent, or an invalid message.
+    # "refused": rank 0 sent a permanent `Failed`. "closed": the supervisor closes.
     kind: str
     healthy_s: float = 0.0  # Seconds from `Ready` to the loss; 0 if they were never ready.
 
@@ -88,7 +91,7 @@ class Waker:
         os.eventfd_write(self._descriptor, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for `wake`; True at once if `wake` was called before."""
+        """Wait up to `timeout_s` for a call of `wake`; return whether it was ever called."""
         return bool(select.select([self._descriptor], [], [], timeout_s)[0])
 
     def close(self) -> None:
@@ -122,8 +125,12 @@ class Watchdog:
     def watch_until_lost(self) -> RankLoss:
         """Forward rank 0's messages until the ranks are lost or the waker is woken."""
         poll = select.poll()
-        ranks = {descriptor: rank for rank, descriptor in self._rank_set.descriptors.items()}
-        for descriptor in (self._waker.fileno(), self._rank_set.channel.fileno(), *ranks):
+        rank_by_descriptor = {
+            descriptor: rank for rank, descriptor in self._rank_set.descriptors.items()
+        }
+        waker_descriptor = self._waker.fileno()
+        channel_descriptor = self._rank_set.channel.fileno()
+        for descriptor in (waker_descriptor, channel_descriptor, *rank_by_descriptor):
             poll.register(descriptor, select.POLLIN)
         while True:
             wait_s = max(0.0, self._wait_limit_s() - (time.monotonic() - self._last_message_at))
@@ -132,13 +139,15 @@ class Watchdog:
             late_s = time.monotonic() - wait_started - wait_s
             if late_s > LATE_WAKEUP_S:
                 self._last_message_at += late_s
-            if self._waker.fileno() in readable:
-                return self._new_loss("it was closed", "closed")
+            if waker_descriptor in readable:
+                return self._new_loss("the supervisor was closed", "closed")
             # Rank 0's last messages may contain the reason of an exit, so they are read first.
             loss = self._read_messages()
-            ended = sorted(ranks[descriptor] for descriptor in readable if descriptor in ranks)
-            if loss is None and ended:
-                loss = self._new_loss(self._exit_reason(ended[0]), "dead")
+            exited_ranks = sorted(
+                rank for descriptor, rank in rank_by_descriptor.items() if descriptor in readable
+            )
+            if loss is None and exited_ranks:
+                loss = self._new_loss(self._exit_reason(exited_ranks[0]), "dead")
             if loss is None and not readable:
                 loss = self._check_silence()
             if loss is not None:
@@ -165,10 +174,11 @@ class Watchdog:
         silent_s = time.monotonic() - self._last_message_at
         if silent_s < limit_s:
             return None
-        description = (
-            f"sent no message for {silent_s:.1f} s while {self._phase} (limit {limit_s:.1f} s)"
+        return self._new_loss(
+            f"the ranks sent no message for {silent_s:.1f} s while {self._phase} "
+            f"(limit {limit_s:.1f} s)",
+            "hung",
         )
-        return self._new_loss(f"the ranks {description}", "hung")
 
     def _read_messages(self) -> RankLoss | None:
         """Handle every message that rank 0 has sent; return the loss that a message reports."""
@@ -181,7 +191,7 @@ class Watchdog:
                     for rank, descriptor in self._rank_set.descriptors.items()
                     if rank == 0
                 }
-                wait_for_exit(rank_zero, EXIT_WAIT_S)  # The channel closes just before the exit.
+                wait_for_exit(rank_zero, EXIT_WAIT_S)
                 return self._new_loss(self._exit_reason(0), "dead")
             try:
                 loss = self._handle_frame(frame)
@@ -197,7 +207,7 @@ class Watchdog:
         match message:
             case Update():
                 self._step_timeout.record_steps(message.completed_steps, message.steps_in_flight)
-                # The update before `Ready` only carries the time of a warm-up step.
+                # An update before `Ready` has a step time from the warm-up, and no outputs.
                 if self._phase == "running":
                     self._receiver.update(message)
             case WarmingUp():
@@ -217,7 +227,7 @@ class Watchdog:
         return "; ".join(self._exit_reasons()) or f"rank {rank} exited"
 
     def _exit_reasons(self) -> list[str]:
-        """How each exited rank exited: the first exit that was seen may not be the cause."""
+        """Describe the exits of all rank processes; the first one noticed may not be the cause."""
         exits = {rank: self._rank_set.describe_exit(rank) for rank in self._rank_set.descriptors}
         return [
             f"rank {rank} {description}"
@@ -233,8 +243,9 @@ class Watchdog:
 class StepTimeout:
     """Time limit of a step: the ranks count as hung when a step takes longer.
 
-    It is learned from the last `RECENT_STEPS` steps. `first_step_s`: the limit before any step time
-    is known. `fixed_s`: if set, this limit (`step_timeout_s`) replaces the learned one.
+    The limit is learned from the last `RECENT_STEPS` steps. `first_step_s`: the limit while no step
+    time is known. `fixed_s`: the setting `step_timeout_s`, which replaces the learned limit; None:
+    the limit is learned.
     """
 
     def __init__(self, fixed_s: float | None, first_step_s: float) -> None:
@@ -246,13 +257,13 @@ class StepTimeout:
     def record_steps(
         self, completed_steps: Iterable[StepTime], steps_in_flight: Sequence[StepSize]
     ) -> None:
-        """Record the steps that were completed since the last call, and all steps in flight."""
+        """Record the steps completed since the last call, and replace the steps in flight."""
         self._recent.extend(completed_steps)
         self._in_flight = steps_in_flight
 
     @property
     def limit_min_s(self) -> float:
-        """Lower bound of `limit_s()`, which is costly: no need to compute it before this time."""
+        """Lower bound of `limit_s()`, which is costly: a shorter silence need not be checked."""
         return TIMEOUT_MIN_S if self._fixed_s is None else self._fixed_s
 
     def limit_s(self) -> float:
@@ -269,38 +280,40 @@ class StepTimeout:
         return max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * p99_s, TIMEOUT_FACTOR * expected_s) + idle_s
 
     def _expected_s(self, size: StepSize) -> float:
-        """Expected seconds of a step: the time of its new tokens plus that of its context."""
-        by_tokens = _expected_seconds(
+        """Expected seconds of a step: the time of its new tokens plus the time of its context."""
+        new_tokens_s = _expected_seconds(
             ((step_time.tokens, step_time.seconds) for step_time in self._recent), size.tokens
         )
-        by_context = _expected_seconds(
+        context_s = _expected_seconds(
             ((step_time.context_tokens, step_time.seconds) for step_time in self._recent),
             size.context_tokens,
         )
-        if size.context_tokens and not by_context:
+        if size.context_tokens and not context_s:
+            # No recent step had context tokens. The limit of this step becomes `first_step_s`.
             return self._first_step_s / TIMEOUT_FACTOR
-        return by_tokens + by_context
+        return new_tokens_s + context_s
 
 
-def _expected_seconds(pairs: Iterable[tuple[int, float]], count: int) -> float:
-    """Seconds of `count` tokens at the largest seconds per token of the steps of about this size.
+def _expected_seconds(measurements: Iterable[tuple[int, float]], count: int) -> float:
+    """Return `count` times the largest seconds per token of the steps of similar or larger size.
 
-    `pairs`: (tokens, seconds) of each step; those of at least `count` / 2 tokens are used. If all
-    steps were smaller, the largest of them is used: its seconds per token overestimate those of a
-    larger step. Never below the seconds of a step of `count` tokens; 0 without steps.
+    `measurements`: (tokens, seconds) of each step. Steps of at least `count` / 2 tokens are used.
+    If all steps are smaller, the largest steps are used; a step of `count` tokens then takes fewer
+    seconds per token. The estimate is 0 if no step has tokens.
     """
-    measured_pairs = [(tokens, seconds) for tokens, seconds in pairs if tokens > 0]
-    if not measured_pairs:
+    measured_steps = [(tokens, seconds) for tokens, seconds in measurements if tokens > 0]
+    if not measured_steps:
         return 0.0
-    tokens_min = min(count / 2, max(tokens for tokens, _ in measured_pairs))
-    # The quotient comes first: it is exactly 1 for a step of `count` tokens.
+    tokens_min = min(count / 2, max(tokens for tokens, _ in measured_steps))
+    # count / tokens comes first: it is exactly 1 for a step of `count` tokens, so the estimate is
+    # not below the measured seconds of that step.
     return max(
-        seconds * (count / tokens) for tokens, seconds in measured_pairs if tokens >= tokens_min
+        seconds * (count / tokens) for tokens, seconds in measured_steps if tokens >= tokens_min
     )
 
 
 def wait_for_exit(descriptors: Mapping[int, int], timeout_s: float) -> bool:
-    """Wait until all processes have exited; False if some still run after `timeout_s`."""
+    """Wait until all processes have exited; return False if some still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     open_descriptors = set(descriptors.values())
     while open_descriptors:

@@ -74,8 +74,8 @@ REASONS = {
     )
 }
 
-# Reasons of error classes without a reason name, in order: the first matching class decides. An
-# error of another class is a bug.
+# Reasons of error classes that do not contain a reason name. The first matching class decides; an
+# error of any other class is a bug.
 _REASON_BY_ERROR: tuple[tuple[type[PreambleError], str], ...] = (
     (UnknownAdapterError, "UNKNOWN_ADAPTER"),
     (PromptTooLongError, "PROMPT_TOO_LONG"),
@@ -89,9 +89,10 @@ _REASON_BY_ERROR: tuple[tuple[type[PreambleError], str], ...] = (
 
 
 def reason_of(error: PreambleError) -> Reason:
-    """Return the reason of an error; INTERNAL if no class above matches."""
+    """Return the reason of an error; INTERNAL if its class is not in the table."""
     if isinstance(error, RefusedError | UnavailableError):
         return REASONS[error.reason]
-    return REASONS[
-        next((name for kind, name in _REASON_BY_ERROR if isinstance(error, kind)), "INTERNAL")
-    ]
+    for error_class, name in _REASON_BY_ERROR:
+        if isinstance(error, error_class):
+            return REASONS[name]
+    return REASONS["INTERNAL"]

@@ -1,9 +1,9 @@
 """Golden-example checks: replay the golden examples of adapters on the running engine.
 
-A background task checks each adapter once, at the server's start or when the adapter is new. The
+A background task checks each adapter once: at the server's start, or when the adapter is new. The
 examples run as requests of the lowest priority, a few at a time, and only while the engine has
 spare capacity. The verdicts go to the log and the metrics. With `golden: strict`, an adapter that
-has examples is served only after all its examples have passed; until then it also cannot become
+has examples is served only after all its examples have passed. Until then, it also cannot become
 the current version of its name.
 """
 
@@ -35,7 +35,7 @@ from serving.request import Ask, EngineFaultError, RefusedError
 
 log = logging.getLogger(__name__)
 
-EXAMPLES_IN_PARALLEL = 4  # Examples of one adapter that run at once.
+EXAMPLES_IN_PARALLEL = 4  # The most examples of one adapter that run at once.
 RETRY_S = 1.0  # Retry delay sent to callers of an adapter that is not checked yet.
 
 
@@ -67,14 +67,14 @@ class GoldenChecker:
         self._half_capacity = capacity // 2
         self._parallel = min(EXAMPLES_IN_PARALLEL, self._half_capacity)
         self._replays: dict[LoadedAdapter, GoldenReplay] = {}
-        # False until `start`. Without `start` no check runs, and a strict mode would refuse every
-        # adapter with examples.
+        # Set by `start`. Before `start` no check runs, so strict mode would refuse every adapter
+        # with examples.
         self._strict = False
 
     def is_eligible(self, adapter: LoadedAdapter) -> bool:
-        """Return whether the adapter may be served.
+        """Return whether the adapter may be served now.
 
-        The adapter may be served if the mode is not strict, if it has no examples, or if all its
+        This is the case if the mode is not strict, if the adapter has no examples, or if all its
         examples passed.
         """
         if not self._strict or not adapter.card.golden:
@@ -133,8 +133,8 @@ class GoldenChecker:
                 try:
                     replay = await self._replay_adapter(adapter, admission, engine)
                 except Exception as error:
-                    # For example, the engine or the adapter file is unavailable. The next pass
-                    # tries again.
+                    # For example, the engine or the adapter file is unavailable. The next
+                    # iteration of the outer loop tries again.
                     log.info(
                         "event=adapter_golden_put_off adapter=%s reason=%r", adapter.key, error
                     )
@@ -170,10 +170,10 @@ class GoldenChecker:
         return GoldenReplay(tuple(outcomes), tolerance)
 
     async def _wait_for_capacity(self, engine: Engine) -> None:
-        """Wait until the engine is up, and has no work or capacity to spare.
+        """Wait until the engine is up, and is idle or has spare capacity.
 
-        The examples then use at most half of the capacity together with the engine's other
-        sequences, so that no caller is refused.
+        It has spare capacity if its sequences and the examples together use at most half of its
+        capacity. The other half remains for callers.
         """
         while not engine.up or (
             engine.unfinished_sequences
@@ -204,12 +204,14 @@ class GoldenChecker:
             priority=-PRIORITY_MAX,
             tenant=adapter.tenant,
         )
-        prompt_args = (card, self._tokenizer, example.inputs, self._vocab_size, 1 << 62)
+        no_limit = 1 << 62
+        prompt_args = (card, self._tokenizer, example.inputs, self._vocab_size, no_limit)
         try:
-            # In a thread, since tokenizing a long text would block the event loop.
+            # In threads, since tokenizing a long text would block the event loop.
             request = await asyncio.to_thread(admission.admit, ask)
-            prompt = await asyncio.to_thread(render_golden_prompt, *prompt_args)
-            if request.answers[0].prompt != tuple(prompt):
+            full_prompt = await asyncio.to_thread(render_golden_prompt, *prompt_args)
+            # Admission truncates a prompt that does not fit the context.
+            if request.answers[0].prompt != tuple(full_prompt):
                 return ExampleReplay("different", reason="its prompt does not fit the context")
             (completion,) = await collect_completions(engine.submit(request, final_only=True))
             if completion.error is not None:

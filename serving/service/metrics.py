@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed
+from importlib.metadata import version as installed_version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -146,9 +146,9 @@ OVERLOAD_REASONS = (
 def version() -> str:
     """Return the installed version of Preamble."""
     try:
-        return installed("preamble")
+        return installed_version("preamble")
     except PackageNotFoundError:
-        return "0+checkout"  # Run from a checkout that was never installed.
+        return "0+checkout"  # The code runs from a checkout that was never installed.
 
 
 @dataclass(frozen=True)
@@ -173,19 +173,17 @@ class _StateGauge(Collector):
     read: Callable[[], str]
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        family, current = (
-            GaugeMetricFamily(self.name, self.help_text, labels=["state"]),
-            self.read(),
-        )
+        family = GaugeMetricFamily(self.name, self.help_text, labels=["state"])
+        current_state = self.read()
         for state in self.states:
-            family.add_metric([state], float(state == current))
+            family.add_metric([state], float(state == current_state))
         yield family
 
 
 class BulkHistogram(Collector):
-    """A histogram without labels that records many equal values in one call.
+    """A histogram without labels that records many equal observations in one call.
 
-    prometheus_client's histogram would need one call per token.
+    prometheus_client's histogram needs one call per observation, here one per token.
     """
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
@@ -205,10 +203,10 @@ class BulkHistogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         with self._lock:
             counts, total = list(self._counts), self._sum
-        cumulative, buckets = 0, []
+        cumulative_count, buckets = 0, []
         for bound, count in zip(self._bounds, counts, strict=True):
-            cumulative += count
-            buckets.append(("+Inf" if bound == math.inf else str(bound), cumulative))
+            cumulative_count += count
+            buckets.append(("+Inf" if bound == math.inf else str(bound), cumulative_count))
         yield HistogramMetricFamily(self._name, self._help_text, buckets=buckets, sum_value=total)
 
 
@@ -311,7 +309,7 @@ class Metrics:
         self.last_step_at = time.time()
 
     def record_call_error(self, reason: Reason, *, accepted: bool) -> None:
-        """Count a failed call; `accepted`: whether a request of the call was accepted before."""
+        """Count a failed call; `accepted`: the call had an accepted request before it failed."""
         self.errors.labels(reason.name).inc()
         if not accepted and reason.name in OVERLOAD_REASONS:
             self.rejections.labels(reason.name).inc()
@@ -323,9 +321,9 @@ class Metrics:
     def record_accepted(self, answers: Iterable[AnswerSpec]) -> None:
         """Count an accepted request, once for each of its adapter names.
 
-        The first ADAPTER_LABELS_MAX adapter names get a series each. All other names are counted as
-        OTHER_ADAPTERS, which bounds the number of series. A tenant's private adapters are
-        counted as OTHER_ADAPTERS too, because other tenants may read the metrics.
+        Each of the first ADAPTER_LABELS_MAX adapter names gets a series. All other names are
+        counted as OTHER_ADAPTERS, which bounds the number of series. A tenant's private adapters
+        are counted as OTHER_ADAPTERS too, because other tenants may read the metrics.
         """
         names = {
             OTHER_ADAPTERS if answer.is_private else answer.adapter.partition("@")[0]
@@ -370,7 +368,7 @@ class Metrics:
 
     def set_build_info(self, **labels: str) -> None:
         """Add the build information: labels of a series whose value is always 1."""
-        labels |= {"python": platform.python_version(), "torch": installed("torch")}
+        labels |= {"python": platform.python_version(), "torch": installed_version("torch")}
         gauge = self._gauge(
             "build_info", "Version, model and dtype of this server, as labels.", sorted(labels)
         )

@@ -1,9 +1,9 @@
 """Service: a model with its tokenizer, adapters, admission and engine, ready to answer.
 
-A `ServableCheckpoint` is read from a checkpoint's headers in less than a second. An open `Service`
-has an engine. The engine's transport connects the engine with the ranks, which have the model's
-weights: in this process or in rank processes. The gRPC server, the in-process command and the
-Python API all use a `Service`.
+A `ServableCheckpoint` is read from a checkpoint's headers, without its weights. An open `Service`
+has an engine. The engine's transport connects it with the ranks, which have the model's weights.
+The ranks run in this process or in processes of their own. The server, the in-process command and
+the Python API all use a `Service`.
 """
 
 import asyncio
@@ -64,16 +64,15 @@ class ServableCheckpoint(WorkerCheckpoint):
             raise ConfigError(
                 f"adapters: {adapters} is not a directory; create it, or name another directory"
             )
-        opened = open_for_serving(config, device)
+        worker_checkpoint = open_for_serving(config, device)
+        checkpoint, tokenizer = worker_checkpoint.checkpoint, worker_checkpoint.tokenizer
         return cls(
-            opened.checkpoint,
-            opened.tokenizer,
-            opened.proof,
+            checkpoint,
+            tokenizer,
+            worker_checkpoint.proof,
             config,
             device,
-            find_template(
-                opened.checkpoint.tokenizer, opened.tokenizer, config.model_config.chat_template
-            ),
+            find_template(checkpoint.tokenizer, tokenizer, config.model_config.chat_template),
         )
 
 
@@ -93,7 +92,7 @@ class Service:
         self._engine: Engine | None = None
         self._identity: ModelIdentity | None = None
         self._identity_lock = threading.Lock()
-        self._pending_admissions = 0  # Asks in admission, not yet submitted to the engine.
+        self._pending_admissions = 0  # Number of asks in admission.
         config = self.checkpoint.config
         self.golden_checker = GoldenChecker(
             self.config.adapter_config,
@@ -150,7 +149,7 @@ class Service:
         final_only: bool = False,
         charge: Callable[[Request], object] = lambda request: None,
     ) -> Stream:
-        """Admit an ask and submit it to the engine, or raise.
+        """Admit an ask, submit it to the engine, and return its stream; raise if it is refused.
 
         `deadline` is on the monotonic clock. `charge` is called with the admitted request before
         the request is submitted, and may raise to refuse the request.
@@ -175,7 +174,10 @@ class Service:
             self._pending_admissions -= 1
 
     def generate(self, asks: Iterable[Ask]) -> list[Completion]:
-        """Return the completions of all asks, in order. If an ask is invalid, raise; none runs."""
+        """Return the completions of all asks, in order.
+
+        If an ask is invalid, an error is raised and no ask runs.
+        """
         return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
     @cached_property
@@ -252,21 +254,23 @@ class Service:
             identity = self._identity or lookup_identity(self.checkpoint)
             needs_digest = card.base_digest and card.base_fingerprint != identity.fingerprint
             if needs_digest and not identity.digest:
-                # This may read the whole checkpoint, so do it only if the fingerprints differ.
+                # The digest is read only if the fingerprints differ, because `identify` may read
+                # the whole checkpoint.
                 identity = identify(self.checkpoint)
             self._identity = identity
         config = self.checkpoint.config.with_fields(dtype=self.dtype)
         rows_max = config.max_position_embeddings // 2
-        if card.kind == "rows":  # All rows must fit on the device at once.
+        if card.kind == "rows":  # All rows of the adapter must fit on the device at once.
             rows_max = min(rows_max, self.config.cache_config.adapter_rows_max)
         for note in check_adapter(adapter, config, identity, rows_max=rows_max):
             log.warning("event=adapter_unchecked note=%r", note)
 
 
 def _resolve_device(name: str) -> torch.device:
-    """Return the device, or raise if it does not exist.
+    """Return the device of this name; raise ConfigError if the machine has no such kind of device.
 
-    This does not initialize CUDA, since the front end needs no GPU memory.
+    This does not initialize CUDA, because CUDA would take GPU memory that the front end does not
+    need.
     """
     if name.startswith("cuda") and torch.cuda.device_count():
         with suppress(RuntimeError):

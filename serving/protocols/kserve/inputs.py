@@ -49,6 +49,8 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class _Parameter:
+    """A parsed setting of a request."""
+
     name: str  # As the caller spelled it.
     value: Any
 
@@ -83,10 +85,11 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferReques
 
 
 def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
-    spelled = {name: parameter.name for name, parameter in parameters.items()}
-    names = {field: spelled.get(name, name) for field, name in FIELD_NAMES.items()}
+    """Return the caller's name for each field of the `Ask`."""
+    spellings = {name: parameter.name for name, parameter in parameters.items()}
+    names = {field: spellings.get(name, name) for field, name in FIELD_NAMES.items()}
     if "input_ids" in parameters:
-        names["prompt"] = spelled["input_ids"]
+        names["prompt"] = spellings["input_ids"]
     return names
 
 
@@ -94,7 +97,7 @@ def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
 
 
 def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Parameter]:
-    """Return the parsed settings of a request: from its tensors, parameters and nested JSON."""
+    """Return the settings of a request by name: from its tensors, parameters and nested JSON."""
     parameters: dict[str, _Parameter] = {}
 
     def add_parameter(spelling: str, value: Any) -> None:
@@ -131,9 +134,9 @@ def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Paramet
             add_parameter(
                 name, getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
             )
-    nested = parameters.pop("sampling_parameters", None)
-    if nested is not None:
-        for name, value in nested.value.items():
+    nested_json = parameters.pop("sampling_parameters", None)
+    if nested_json is not None:
+        for name, value in nested_json.value.items():
             if name == "sampling_parameters":
                 raise RequestError(f"{name} contains {name}; remove the inner one", name)
             add_parameter(name, value)
@@ -233,7 +236,8 @@ def _parse_flag(value: Any) -> bool:
 def _parse_object(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         text, value = value, json.loads(value)
-        if "\\u" in text:  # An escaped lone surrogate cannot be encoded as UTF-8; raise here.
+        if "\\u" in text:
+            # The text may escape a lone surrogate, which UTF-8 cannot encode; raise the error here.
             json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, dict):
         raise TypeError
@@ -300,14 +304,15 @@ def _read_adapters(settings: Mapping[str, Any], adapter: str) -> tuple[str, ...]
             f"{short_repr(adapter)}; name only one of them",
             "adapter_id",
         )
-    return (adapter or adapter_id,) if adapter or adapter_id else ()
+    name = adapter or adapter_id
+    return (name,) if name else ()
 
 
 def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values whose meaning in Triton's backends differs from that in an `Ask`."""
+    """Convert the values that have another meaning in Triton's backends than in an `Ask`."""
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
-    # TensorRT-LLM clients send top_p 0 if it is unset; without top_k the decoding is then greedy.
+    # Clients of TensorRT-LLM send 0 for an unset top_p. If top_k is unset too, decoding is greedy.
     if sampling.get("top_p") == 0:
         del sampling["top_p"]
         if not sampling.get("top_k"):
@@ -346,18 +351,22 @@ def _read_guide(settings: Mapping[str, Any]) -> Guide | None:
         "grammar": "grammar",
         "ebnf_grammar": "grammar",
     }
-    nested = {k: v for k, v in settings.get("guided_decoding", {}).items() if v is not None}
+    guides = {
+        name: pattern
+        for name, pattern in settings.get("guided_decoding", {}).items()
+        if pattern is not None
+    }
     kind, text = settings.get("guided_decoding_guide_type"), settings.get("guided_decoding_guide")
     if kind is not None and text is not None:
-        nested[kind] = text
+        guides[kind] = text
     elif kind or text:
-        nested[kind or ""] = None
-    if not nested:
+        guides[kind or ""] = None  # The kind or the pattern is missing: an error below.
+    if not guides:
         return None
-    name, pattern = next(iter(nested.items()))
-    if len(nested) > 1 or name not in guide_kinds or pattern is None:
+    name, pattern = next(iter(guides.items()))
+    if len(guides) > 1 or name not in guide_kinds or pattern is None:
         raise RequestError(
-            f"guided_decoding is {short_repr(nested)}; it must have exactly one of "
+            f"guided_decoding is {short_repr(guides)}; it must have exactly one of "
             f"{', '.join(guide_kinds)}, with the pattern that the text must match",
             "guided_decoding",
         )
@@ -365,15 +374,18 @@ def _read_guide(settings: Mapping[str, Any]) -> Guide | None:
 
 
 def _prompt_prefix(settings: Mapping[str, Any], prompt: object, stream: bool) -> str:
-    """Return the prompt if it must precede the text of a unary response, as in the vLLM backend."""
-    excluded = settings.get("exclude_input_in_output")
-    if stream and excluded is False:
+    """Return the prompt if it must precede the text of the response, else an empty text.
+
+    As in the vLLM backend, it precedes the text of a unary response, unless the caller excludes it.
+    """
+    exclude_prompt = settings.get("exclude_input_in_output")
+    if stream and exclude_prompt is False:
         raise RequestError(
             "exclude_input_in_output is false and stream is true, but stream responses never "
             "repeat the prompt; remove one of them",
             "exclude_input_in_output",
         )
-    return prompt if isinstance(prompt, str) and not stream and not excluded else ""
+    return prompt if isinstance(prompt, str) and not stream and not exclude_prompt else ""
 
 
 def _check_output(output: Any) -> str:
@@ -396,7 +408,7 @@ def _check_output(output: Any) -> str:
 # ------------------------------------------------------------------------------ reserved parameters
 
 
-def _reserved_parameter(message: Any, name: str, number_max: int) -> int:
+def _read_reserved_number(message: Any, name: str, number_max: int) -> int:
     """Return a numeric reserved parameter; 0 if it is unset."""
     if name not in message.parameters:
         return 0
@@ -409,12 +421,12 @@ def _reserved_parameter(message: Any, name: str, number_max: int) -> int:
 
 
 def _read_priority(message: Any) -> int:
-    level = _reserved_parameter(message, "priority", PRIORITY_LEVEL_MAX)
+    level = _read_reserved_number(message, "priority", PRIORITY_LEVEL_MAX)
     return PRIORITY_LEVEL_DEFAULT - (level or PRIORITY_LEVEL_DEFAULT)
 
 
 def _read_timeout_s(message: Any) -> float | None:
-    return _reserved_parameter(message, "timeout", TIMEOUT_US_MAX) / 1e6 or None
+    return _read_reserved_number(message, "timeout", TIMEOUT_US_MAX) / 1e6 or None
 
 
 def _check_sequence_id(message: Any) -> None:

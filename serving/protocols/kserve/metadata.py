@@ -14,7 +14,7 @@ from serving.request import RefusedError
 
 InputKind = Literal["text", "texts", "integer", "integers", "number", "flag", "object", "early"]
 
-# An error quotes this many characters of an unknown name, since gRPC trailers have limited size.
+# Errors quote at most this number of characters of a name, since gRPC trailers have limited size.
 NAME_CHARACTERS_MAX = 80
 # Request parameters that are not inputs. Names that begin with `triton_` are reserved as well.
 RESERVED_PARAMETERS = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
@@ -46,7 +46,7 @@ SAMPLING_INPUTS: Mapping[str, tuple[InputKind, str]] = {
     "length_penalty": ("number", "length_penalty"),
     "early_stopping": ("early", "early_stopping"),
 }
-# Inputs that are converted, not copied, into an `Ask` or the response.
+# Inputs that are not copied into one field of an `Ask`: they are converted, or select outputs.
 _OTHER_INPUTS: Mapping[str, InputKind] = {
     "text_input": "text",
     "input_ids": "integers",
@@ -112,7 +112,7 @@ _UNSUPPORTED_INPUTS: Mapping[str, str] = {
     "image": "this model accepts text only",
 }
 
-# Datatype of each output, and the flag that requests it if a request lists no outputs.
+# Datatype of each output, and the flag that requests the output if a request lists no outputs.
 OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "text_output": (BYTES, None),
     "finish_reason": (BYTES, "return_finish_reason"),
@@ -129,7 +129,7 @@ OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "seed": ("UINT64", None),
     "adapter": (BYTES, None),
 }
-# This protocol's name for each `Ask` field; errors of the admission are translated to these names.
+# This protocol's name for each field of an `Ask`, for errors of the admission.
 FIELD_NAMES: Mapping[str, str] = {
     **{field: name for name, (_, field) in SAMPLING_INPUTS.items()},
     "text": "text_input",

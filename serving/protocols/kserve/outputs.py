@@ -1,9 +1,9 @@
 """KServe v2 outputs: converts completions and stream pieces to response tensors.
 
 The outputs are those of Triton's vLLM and TensorRT-LLM backends; only requested outputs are built.
-A unary response has a row for each completion; a stream piece is one row, and `sequence_index` is
-the index of its completion. This module starts no streams; of the service, it uses only the
-tokenizer.
+A unary response has one row per completion. A stream response has one row, for one piece; the
+output `sequence_index` is the index of the piece's completion. The module starts no streams, and
+uses only the tokenizer of the service.
 """
 
 import json
@@ -26,7 +26,8 @@ FINISH_REASONS: Mapping[FinishReason | None, str] = {
     "time": "time_limit",
 }
 LOGPROB_MIN = -9999.0  # Replaces minus infinity, which JSON cannot represent.
-# 2-D outputs, with a list of values for each completion. The other outputs have one value each.
+# 2-D outputs: a list of values for each completion. The other outputs have one value for each
+# completion.
 ROW_OUTPUTS = ("output_ids", "output_log_probs")
 
 
@@ -46,7 +47,7 @@ class _OutputRow:
 
 
 class InferResponseBuilder:
-    """Builds the response messages of one request. All have the fields of `template`."""
+    """Builds the response messages of one request: each is a copy of `template` with outputs."""
 
     def __init__(self, template: Any, request: InferRequest, call: Call) -> None:
         self._template = template
@@ -122,7 +123,7 @@ def _logprobs_json(row: _OutputRow, decode: DecodeToken) -> str:
     """Return log-probabilities as the vLLM backend's JSON: for each token, a map by token id."""
     positions: list[dict[str, dict[str, object]]] = []
     for token, score in zip(row.token_ids, row.scores, strict=False):
-        # The sampled token may be outside the top tokens; add it with its own rank.
+        # The sampled token may be outside the top tokens, so it is added with its rank.
         ranked = {
             top_token: (logprob, rank) for rank, (top_token, logprob) in enumerate(score.tops, 1)
         }

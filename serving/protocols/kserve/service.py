@@ -1,9 +1,9 @@
 """KServe v2 gRPC service: model metadata, unary inference and Triton's bidirectional streams.
 
-Implements `inference.GRPCInferenceService`. The base model and each adapter are KServe models,
-identified by name and version. A stream carries many concurrent requests, each measured as a
-separate call; a request that fails sends an error message, and the stream stays open. The meaning
-of each tensor is in `inputs` and `outputs`.
+The service is `inference.GRPCInferenceService`. The base model and each adapter are KServe models,
+identified by name and version. The requests of a stream run concurrently, and each is measured as a
+separate call. If a request fails, the client gets an error message, and the stream stays open. The
+meaning of each tensor is in `inputs` and `outputs`.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ PLATFORM = "preamble"
 VERSION = "1"  # Version of the base model. Each adapter has versions of its own.
 EXTENSIONS = ("binary_tensor_data", "parameters", "model_configuration")
 FINAL_RESPONSE = "triton_final_response"
-# Methods of Triton that this server does not support. They are registered so that a call gets an
-# error message with a next step, which gRPC's own UNIMPLEMENTED does not have.
+# Methods of Triton that this server does not support. They are registered so that the caller gets
+# an error with advice; gRPC's own UNIMPLEMENTED error has none.
 UNSUPPORTED_METHODS = (
     "ModelStatistics",
     "RepositoryModelUnload",
@@ -230,11 +230,11 @@ def _unknown_model_error(message: str, field: str = "model_name") -> RefusedErro
 def _input_specs() -> list[tuple[str, str, int]]:
     """Return name, datatype and element count of each input; -1 means any count."""
     kinds = {**INPUT_KINDS, **{alias: INPUT_KINDS[name] for alias, name in INPUT_ALIASES.items()}}
-    specs = [
-        (name, KIND_DATATYPES[kind], -1 if kind in ("texts", "integers") else 1)
-        for name, kind in kinds.items()
-    ]
-    return [(name, "UINT64" if name == "seed" else kind, size) for name, kind, size in specs]
+    specs = []
+    for name, kind in kinds.items():
+        datatype = "UINT64" if name == "seed" else KIND_DATATYPES[kind]
+        specs.append((name, datatype, -1 if kind in ("texts", "integers") else 1))
+    return specs
 
 
 def _triton_type(datatype: str) -> int:
@@ -390,13 +390,13 @@ class _InferStream:
             await self._send_response(response, final=unfinished == 0)
 
     async def _send_response(self, response: Any, *, final: bool) -> None:
-        # The last data message carries the final flag, so no empty final message follows it.
+        # The final flag is set in the last message with data; no empty final message follows.
         response.parameters[FINAL_RESPONSE].bool_param = final
         async with self._write_lock:
             await self._write(pb.ModelStreamInferResponse(infer_response=response))
 
     async def _send_error(self, message: Any, error: CallFailure) -> None:
-        """Send the error that ended a request; its code and details are response parameters."""
+        """Send the error that ended a request, with its code and details as response parameters."""
         stream_response = pb.ModelStreamInferResponse(error_message=str(error))
         response = stream_response.infer_response
         response.id = message.id

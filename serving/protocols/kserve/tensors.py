@@ -1,8 +1,8 @@
 """KServe v2 tensors: converts raw bytes or typed contents to Python values, and values to bytes.
 
-A request states the number of elements in two or three ways (shape, bytes, contents). The counts
-are compared before any Python value is built, and each error names the tensor. The meaning of each
-tensor is in `inputs` and `outputs`.
+A request states a tensor's number of elements twice: by the shape, and by the raw bytes or typed
+contents. Different numbers are an error. Each error names the tensor. The meaning of each tensor is
+in `inputs` and `outputs`.
 """
 
 import math
@@ -16,7 +16,8 @@ from gpt.settings import short_repr, suggest_nearest
 from serving.request import RefusedError
 
 DIMS_MAX = 8
-# Elements of a tensor. Each becomes a Python object, which is far larger than a 1-byte element.
+# The most elements of a tensor. An element becomes a Python object, which is far larger than an
+# encoded element (1 byte or more).
 ELEMENTS_MAX = 1 << 20
 # Triton's parameter for tensors in shared memory, which this server does not support.
 SHARED_MEMORY = "shared_memory_region"
@@ -63,11 +64,11 @@ class InputTensor:
 
 def read_tensors(message: Any) -> dict[str, InputTensor]:
     """Return the input tensors of a request, by name."""
-    raw = message.raw_input_contents
-    if raw and len(raw) != len(message.inputs):
+    raw_contents = message.raw_input_contents
+    if raw_contents and len(raw_contents) != len(message.inputs):
         raise RequestError(
-            f"raw_input_contents has {len(raw)} entries and inputs has {len(message.inputs)}; send "
-            "one entry for each input, in the same order, or none",
+            f"raw_input_contents has {len(raw_contents)} entries and inputs has "
+            f"{len(message.inputs)}; send one entry for each input, in the same order, or none",
             "raw_input_contents",
         )
     tensors: dict[str, InputTensor] = {}
@@ -84,7 +85,9 @@ def read_tensors(message: Any) -> dict[str, InputTensor]:
                 "supported; send its values in the request",
                 input_tensor.name,
             )
-        tensors[input_tensor.name] = _read_tensor(input_tensor, raw[index] if raw else None)
+        tensors[input_tensor.name] = _read_tensor(
+            input_tensor, raw_contents[index] if raw_contents else None
+        )
     return tensors
 
 

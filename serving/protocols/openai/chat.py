@@ -1,8 +1,8 @@
 """OpenAI chat completions: request fields, conversion of messages to a prompt, and choices.
 
-`completion_request` holds the fields shared with plain completions. The chat template comes from
-the model or the operator, never from a request. The models generate no tool calls; earlier tool
-calls in the messages are accepted as part of the conversation.
+`completion_request` has the fields that chats share with plain completions. The chat template comes
+from the model or the operator, never from a request. The models generate no tool calls, but
+messages may contain earlier tool calls as part of the conversation.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class ChatMessage(RequestPart):
     name: str | None = None  # Ignored, as by OpenAI.
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # OpenAI's client sends these fields of an earlier answer back. They are ignored, because this
-    # server's answers never set them.
+    # OpenAI's client sends an earlier answer back with these fields. They are ignored, because this
+    # server's answers leave them empty.
     refusal: str | None = None
     annotations: list[msgspec.Raw] | None = None
     audio: None = None
@@ -141,7 +141,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
 async def build_ask(
     body: ChatCompletionRequest, template_messages: list[JsonObject], call: Call
 ) -> Ask:
-    """Build the `Ask` of a chat. `template_messages`: the chat template's input."""
+    """Build the `Ask` of a chat. `template_messages`: the input of the chat template."""
     service = call.service
     try:
         with service.admission_slot():
@@ -154,10 +154,9 @@ async def build_ask(
     if body.max_completion_tokens is not None:
         fields["max_new_tokens"] = body.max_completion_tokens
     tokens_left = service.admission.tokens_max - len(ids)
+    # The default is the rest of the context. An adapter has its own default.
     if "max_new_tokens" not in fields and not adapters and tokens_left > 0:
-        fields["max_new_tokens"] = (
-            tokens_left  # The rest of the context; an adapter has its own default.
-        )
+        fields["max_new_tokens"] = tokens_left
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     return Ask(ids, adapters=adapters, **fields)
@@ -215,13 +214,17 @@ def _content_text(path: str, content: str | list[ContentPart] | None) -> str | N
 
 
 def _template_tool_call(tool_call: ToolCall) -> JsonObject:
-    """Convert a tool call to a template's input: the arguments become an object, not a string."""
+    """Convert a tool call to the input of a template.
+
+    Arguments that are the text of a JSON object become an object; other arguments stay a text.
+    """
     arguments: Any = tool_call.function.arguments
     try:
-        decoded = msgspec.json.decode(arguments)
+        parsed_arguments = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
-        decoded = None
-    arguments = decoded if isinstance(decoded, dict) else arguments
+        parsed_arguments = None
+    if isinstance(parsed_arguments, dict):
+        arguments = parsed_arguments
     function = {"name": tool_call.function.name, "arguments": arguments}
     return {**drop_none(id=tool_call.id), "type": "function", "function": function}
 
@@ -243,6 +246,7 @@ class ChatChoice:
         self._started = False
 
     def render(self, piece: Piece) -> JsonObject | None:
+        """Return this choice's chunk for one piece; None if the piece adds nothing."""
         self.generated_tokens += len(piece.token_ids)
         self.cached_tokens += piece.cached_tokens
         if not (piece.token_ids or piece.text or piece.finish):
@@ -267,16 +271,19 @@ class ChatChoice:
         pairs = zip(piece.token_ids, piece.scores, strict=True)
         return {"content": [self._token_logprob(*pair) for pair in pairs], "refusal": None}
 
-    def _token_logprob(self, token: int, scored: TokenScore) -> JsonObject:
-        alternatives = [self._token_json(*top) for top in scored.tops[: self._top_logprobs]]
-        return self._token_json(token, scored.logprob) | {"top_logprobs": alternatives}
+    def _token_logprob(self, token: int, score: TokenScore) -> JsonObject:
+        alternatives = [
+            self._token_json(top_token, logprob)
+            for top_token, logprob in score.tops[: self._top_logprobs]
+        ]
+        return self._token_json(token, score.logprob) | {"top_logprobs": alternatives}
 
     def _token_json(self, token: int, logprob: float) -> JsonObject:
-        raw = self._tokenizer.token_bytes(token)
+        token_bytes = self._tokenizer.token_bytes(token)
         return {
             "token": format_token(self._tokenizer, token),
             "logprob": max(logprob, LOGPROB_MIN),
-            "bytes": None if raw is None else list(raw),
+            "bytes": None if token_bytes is None else list(token_bytes),
         }
 
 
@@ -298,7 +305,7 @@ def _merge_chunks(choice: JsonObject, chunk: JsonObject) -> JsonObject:
 
 
 def _final_choice(choice: JsonObject) -> JsonObject:
-    """Build the choice of a final response: the joined deltas become the message."""
+    """Build the choice of a final response: the merged delta becomes the message."""
     fields = {name: value for name, value in choice.items() if name != "delta"}
     return {**fields, "message": {**choice["delta"], "refusal": None}}
 

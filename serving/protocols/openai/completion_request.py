@@ -1,9 +1,9 @@
 """OpenAI completion requests: validates OpenAI's fields and vLLM's extensions, and builds `Ask`s.
 
-OpenAI's own fields come first, then vLLM's extensions under vLLM's names; `BaseCompletionRequest`
-has the fields that plain completions and chats share. An unknown field is an error, because
-ignoring a misspelt field would change completions silently. This module checks types and
-combinations of fields; the admission checks the ranges of values.
+OpenAI's own fields come first, then vLLM's extensions under vLLM's names, then Preamble's.
+`BaseCompletionRequest` has the fields that plain completions and chats share. An unknown field is
+an error, because ignoring a misspelled field would change completions silently. This module checks
+types and combinations of fields; the admission checks the ranges of values.
 """
 
 import json
@@ -86,7 +86,7 @@ class ResponseFormat(RequestPart):
 class BaseCompletionRequest(RequestPart):
     """The fields that plain completions and chats share. None (JSON null) means unset."""
 
-    # Hints for error messages, by name of a field that this endpoint does not have.
+    # Advice in errors, by the name of a field that this endpoint does not have.
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
@@ -158,7 +158,9 @@ class BaseCompletionRequest(RequestPart):
             )
         for name, required_flag in FIXED_FLAGS.items():
             if getattr(self, name, None) not in (None, required_flag):
-                raise RequestError(f"{name} can only be {str(required_flag).lower()} here", name)
+                raise RequestError(
+                    f"{name} can only be {str(required_flag).lower()} here; remove it", name
+                )
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError(
                 f"timeout is {self.timeout}; it must be more than 0 seconds, or unset", "timeout"
@@ -220,7 +222,7 @@ JSON_PARTS_MAX = 100_000
 
 
 def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
-    """Parse and check a request body. Run it in a thread if the body is large."""
+    """Parse and check a request body. This may take long if the body is large."""
     if len(data) > LARGE_BODY_BYTES and _count_json_parts(data) > JSON_PARTS_MAX:
         raise RefusedError(
             "BODY_TOO_LARGE",
@@ -242,18 +244,21 @@ def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
 
 
 def _count_json_parts(data: bytes) -> int:
-    """Count the strings, lists and objects of a JSON text. Above the limit, count only strings."""
-    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = unescaped.count(b'"') // 2
+    """Count the strings, lists and objects of a JSON text.
+
+    If the strings alone are over the limit, the lists and objects are not counted.
+    """
+    text_without_escapes = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = text_without_escapes.count(b'"') // 2
     if strings > JSON_PARTS_MAX:
         return strings
-    unquoted = unescaped.split(b'"')[::2]
-    return strings + sum(text.count(b"[") + text.count(b"{") for text in unquoted)
+    texts_outside_strings = text_without_escapes.split(b'"')[::2]
+    return strings + sum(text.count(b"[") + text.count(b"{") for text in texts_outside_strings)
 
 
 def _validation_error(message: str, request_type: type[BaseCompletionRequest]) -> RequestError:
     """Convert msgspec's message to a RequestError. The message ends with a path from `$`."""
-    if len(message) > 4 * QUOTED_CHARACTERS_MAX:  # The message quotes a caller's long field name.
+    if len(message) > 4 * QUOTED_CHARACTERS_MAX:  # The message quotes a long field name.
         message = message[: 2 * QUOTED_CHARACTERS_MAX] + message[-2 * QUOTED_CHARACTERS_MAX :]
     path_match = _PATH.search(message)
     description = message[: path_match.start()] if path_match else message
@@ -289,7 +294,7 @@ def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: 
         prompt_logprobs=_prompt_logprobs(body),
         truncate_tokens=body.truncate_prompt_tokens,
     )
-    # Without max_tokens, the default of the adapter applies, if there is an adapter.
+    # An adapter has a default of its own, which the admission applies.
     if body.max_tokens is None and not adapters:
         fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
     return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
@@ -412,8 +417,9 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
         counts.append(body.logprobs)
     if body.max_tokens == 0:
         counts.append(0)  # No new token is requested, so the prompt must be scored.
-    # A negative count must reach the admission, which refuses it; max() would hide it.
-    return min(counts) if counts and min(counts) < 0 else max(counts, default=None)
+    if counts and min(counts) < 0:
+        return min(counts)  # The admission refuses a negative count; max() would hide it.
+    return max(counts, default=None)
 
 
 def _read_guide(body: BaseCompletionRequest) -> Guide | None:
@@ -426,16 +432,17 @@ def _read_guide(body: BaseCompletionRequest) -> Guide | None:
         guides["guided_choice"] = Guide("choice", json.dumps(body.guided_choice))
     if body.guided_grammar is not None:
         guides["guided_grammar"] = Guide("grammar", body.guided_grammar)
-    if (structured := body.structured_outputs) is not None:
+    outputs = body.structured_outputs
+    if outputs is not None:
         field = "structured_outputs"
-        if structured.json != JSON_NULL:
-            guides[f"{field}.json"] = Guide("json", _schema_text(structured.json, field))
-        if structured.regex is not None:
-            guides[f"{field}.regex"] = Guide("regex", structured.regex)
-        if structured.choice is not None:
-            guides[f"{field}.choice"] = Guide("choice", json.dumps(structured.choice))
-        if structured.grammar is not None:
-            guides[f"{field}.grammar"] = Guide("grammar", structured.grammar)
+        if outputs.json != JSON_NULL:
+            guides[f"{field}.json"] = Guide("json", _schema_text(outputs.json, field))
+        if outputs.regex is not None:
+            guides[f"{field}.regex"] = Guide("regex", outputs.regex)
+        if outputs.choice is not None:
+            guides[f"{field}.choice"] = Guide("choice", json.dumps(outputs.choice))
+        if outputs.grammar is not None:
+            guides[f"{field}.grammar"] = Guide("grammar", outputs.grammar)
     if body.response_format is not None and body.response_format.type != "text":
         guides["response_format"] = Guide("json", _response_schema(body.response_format))
     if len(guides) > 1:
@@ -455,7 +462,7 @@ def _response_schema(response_format: ResponseFormat) -> str:
 
 
 def _schema_text(schema: msgspec.Raw, field: str) -> str:
-    """Return the text of a JSON schema; the field may be an object, or a string of JSON."""
+    """Return the text of a JSON schema; the field contains an object, or a string of JSON."""
     try:
         text = bytes(schema).decode()
     except UnicodeDecodeError:

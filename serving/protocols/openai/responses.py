@@ -55,8 +55,8 @@ class Choice(Protocol):
 class CompletionFormat:
     """The response format of an endpoint: plain completions or chats.
 
-    `build_choices` returns the choices of each stream, `merge_chunks` joins consecutive chunks of a
-    choice, and `finalize` converts the joined chunks to a choice of a final response.
+    `build_choices` returns the choices of each stream, `merge_chunks` merges two consecutive chunks
+    of a choice, and `finalize` converts the merged chunks to a choice of a final response.
     """
 
     id_prefix: str
@@ -85,15 +85,15 @@ def _build_choices(
 
 
 def _merge_chunks(choice: dict[str, Any], chunk: dict[str, Any]) -> dict[str, Any]:
-    """Join two consecutive chunks of a choice."""
-    merged = {**choice, **chunk, "text": choice["text"] + chunk["text"]}
+    """Merge a chunk into the merged earlier chunks of its choice."""
+    merged_choice = {**choice, **chunk, "text": choice["text"] + chunk["text"]}
     if choice["logprobs"] is not None and chunk["logprobs"] is not None:
-        merged["logprobs"] = {
+        merged_choice["logprobs"] = {
             name: values + chunk["logprobs"][name] for name, values in choice["logprobs"].items()
         }
     if "prompt_logprobs" in choice:
-        merged["prompt_logprobs"] = choice["prompt_logprobs"]
-    return merged
+        merged_choice["prompt_logprobs"] = choice["prompt_logprobs"]
+    return merged_choice
 
 
 class TextChoice:
@@ -152,7 +152,7 @@ class TextChoice:
 
     @property
     def _prompt_positions(self) -> list[tuple[int, int]]:
-        """Return position and id of each prompt token, without virtual tokens."""
+        """Position and id of each prompt token, without virtual tokens."""
         virtual_tokens = self.answer.virtual_tokens
         prompt = enumerate(self.answer.prompt)
         return [
@@ -175,12 +175,12 @@ class TextChoice:
         self._text_offset = len(text)
         return text
 
-    def _render_prompt_logprobs(self, tops: int) -> list[dict[str, Any] | None]:
+    def _render_prompt_logprobs(self, top_count: int) -> list[dict[str, Any] | None]:
         """Build vLLM's `prompt_logprobs`: for each prompt token, a map by token id."""
         logprobs: list[dict[str, Any] | None] = []
         for position, token in self._prompt_positions:
-            scored = self._prompt_scores[position]
-            if scored is None:
+            score = self._prompt_scores[position]
+            if score is None:
                 logprobs.append(None)
                 continue
             alternatives = {
@@ -189,14 +189,12 @@ class TextChoice:
                     "rank": rank,
                     "decoded_token": format_token(self._tokenizer, top_token),
                 }
-                for rank, (top_token, logprob) in enumerate(scored.tops[:tops], 1)
+                for rank, (top_token, logprob) in enumerate(score.tops[:top_count], 1)
             }
-            token_logprob = {
-                "logprob": max(scored.logprob, LOGPROB_MIN),
-                "rank": scored.rank or None,
-            }
-            alternatives[str(token)] = token_logprob | {
-                "decoded_token": format_token(self._tokenizer, token)
+            alternatives[str(token)] = {
+                "logprob": max(score.logprob, LOGPROB_MIN),
+                "rank": score.rank or None,
+                "decoded_token": format_token(self._tokenizer, token),
             }
             logprobs.append(alternatives)
         return logprobs
@@ -205,8 +203,8 @@ class TextChoice:
 class _TokenLogprobs:
     """OpenAI's log-probabilities: lists of equal length with one entry per token."""
 
-    def __init__(self, tops: int | None, tokenizer: Tokenizer) -> None:
-        self._top_count = tops or 0
+    def __init__(self, top_count: int | None, tokenizer: Tokenizer) -> None:
+        self._top_count = top_count or 0
         self._tokenizer = tokenizer
         self._token_texts: list[str] = []
         self._logprobs: list[float | None] = []
@@ -221,28 +219,29 @@ class _TokenLogprobs:
         offset: int,
     ) -> int:
         """Add tokens whose text begins at `offset`; return the offset of the next token."""
-        for token, scored in zip(ids, scores, strict=True):
+        for token, score in zip(ids, scores, strict=True):
             self._offsets.append(offset)
             text, token_text = detokenizer.push(token), format_token(self._tokenizer, token)
             offset += len(text)
             if text and token_text.endswith(text):
                 token_text = text  # The detokenizer strips the space at the start of a text.
             self._token_texts.append(token_text)
-            self._logprobs.append(None if scored is None else max(scored.logprob, LOGPROB_MIN))
+            self._logprobs.append(None if score is None else max(score.logprob, LOGPROB_MIN))
             self._top_logprobs.append(
-                None if scored is None else self._top_alternatives(token, token_text, scored)
+                None if score is None else self._top_alternatives(token, token_text, score)
             )
         return offset
 
-    def _top_alternatives(
-        self, token: int, token_text: str, scored: TokenScore
-    ) -> dict[str, float]:
-        """Return logprobs by text of the top tokens and of `token`; of equal texts, the first."""
+    def _top_alternatives(self, token: int, token_text: str, score: TokenScore) -> dict[str, float]:
+        """Return the logprobs of the top tokens and of `token`, by text.
+
+        If tokens have equal texts, the first of them is returned.
+        """
         logprobs: dict[str, float] = {}
-        for top_token, logprob in scored.tops[: self._top_count]:
+        for top_token, logprob in score.tops[: self._top_count]:
             text = token_text if top_token == token else format_token(self._tokenizer, top_token)
             logprobs.setdefault(text, max(logprob, LOGPROB_MIN))
-        logprobs.setdefault(token_text, max(scored.logprob, LOGPROB_MIN))
+        logprobs.setdefault(token_text, max(score.logprob, LOGPROB_MIN))
         return logprobs
 
     def to_json(self) -> dict[str, list[Any]]:
@@ -255,14 +254,17 @@ class _TokenLogprobs:
 
 
 def format_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token in OpenAI's notation: its text, or else its bytes, or else its id."""
-    raw = tokenizer.token_bytes(token)
-    if raw is None:
+    """Return a token in OpenAI's notation.
+
+    This is its text; its bytes, if they are not UTF-8; or its id, if the token has no bytes.
+    """
+    token_bytes = tokenizer.token_bytes(token)
+    if token_bytes is None:
         return f"token_id:{token}"
     try:
-        return raw.decode()
+        return token_bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 TEXT_FORMAT = CompletionFormat(

@@ -1,10 +1,13 @@
 """OpenAI HTTP routes: /v1/completions, /v1/chat/completions and /v1/models.
 
 The base model and each adapter are models. Each prompt of a request body becomes an `Ask`, and the
-pieces of its stream become choices, in one response or in server-sent events. The meaning of
-request fields is in `completion_request` and `chat`, the format of choices in `responses` and
-`chat`, the chunks of a stream in `streaming`, and the HTTP transport in
-`serving.frontend.http_transport`.
+pieces of its stream become choices, in one response or in server-sent events. Other modules define
+the details:
+
+- `completion_request` and `chat`: the meaning of request fields
+- `responses` and `chat`: the format of choices
+- `streaming`: the chunks of a stream
+- `serving.frontend.http_transport`: the HTTP transport
 """
 
 import asyncio
@@ -91,7 +94,7 @@ class _OpenAIHandlers:
                         models[name] = self._model_record(name, base_name, None)
             if not model_id:
                 return json_response({"object": "list", "data": list(models.values())})
-            # The list has one name of the base model; GET /v1/models/NAME also accepts the other.
+            # The list has one name of the base model; GET /v1/models/NAME accepts all its names.
             if model_id in call.service.base_names:
                 models[model_id] = {**models[base_name], "id": model_id}
             if model_id not in models:
@@ -204,8 +207,8 @@ def _credential(request: web.BaseRequest) -> str | None:
 
 async def _read_json_body(request: web.BaseRequest, call: Call) -> bytes:
     limits = call.service.config.limits_config
-    # Browsers send requests with some other content types across origins without a CORS preflight.
-    # Refuse these types, so that a web page of another origin cannot post here.
+    # Only JSON is accepted. With some other content types, browsers send requests across origins
+    # without a CORS preflight, so a web page of another origin could send requests to this server.
     if request.content_type != JSON_TYPE or "Content-Type" not in request.headers:
         content_type = ascii(request.headers.get("Content-Type", ""))[:100]
         raise RefusedError("UNREADABLE", f"the content type is {content_type}; send {JSON_TYPE}")
@@ -213,14 +216,14 @@ async def _read_json_body(request: web.BaseRequest, call: Call) -> bytes:
 
 
 async def _maybe_in_thread(data: bytes, function: Callable[..., T], *args: object) -> T:
-    """Call `function`; in a thread if the body is large, to keep the event loop responsive."""
+    """Call `function`, in a thread if the body is large, so that the event loop is not blocked."""
     if len(data) <= LARGE_BODY_BYTES:
         return function(*args)
     return await asyncio.to_thread(function, *args)
 
 
 def _with_request_field(error: CallFailure, body: BaseCompletionRequest | None) -> CallFailure:
-    """Return the error with OpenAI's field names in place of the names in an `Ask`."""
+    """Return the error with OpenAI's field names in place of the field names of `Ask`."""
     if body is None or error.field is None:
         return error  # Parsing errors have OpenAI's names already.
     name = body.field_names.get(error.field, error.field)

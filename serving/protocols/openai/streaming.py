@@ -1,9 +1,9 @@
 """OpenAI streaming: the chunks of a call, as server-sent events or merged into one response.
 
-A call has a stream of text pieces for each prompt. Each piece becomes a chunk of one choice: with
-`stream`, each chunk is the JSON of one event; without it, the chunks of each choice are merged and
-returned as one response. The format of the chunks is a `CompletionFormat` (in `responses` and
-`chat`). The events are sent by `EventStream` of `serving.frontend.http_transport`.
+A call has a stream of text pieces for each prompt. Each piece becomes a chunk of one choice. If the
+request sets `stream`, each chunk is the JSON of one event. Otherwise, the chunks of each choice are
+merged and returned as one response. The format of the chunks is a `CompletionFormat` (in
+`responses` and `chat`). The events are sent by `EventStream` of `serving.frontend.http_transport`.
 """
 
 import asyncio
@@ -41,11 +41,12 @@ class CompletionRun:
         service = call.service
         self._choices = completion_format.build_choices(body, streams, service)
         self._format = completion_format
-        self._head = {
+        object_type = completion_format.final_object
+        if body.stream:
+            object_type = completion_format.chunk_object
+        self._common_fields = {
             "id": f"{completion_format.id_prefix}-{secrets.token_hex(12)}",
-            "object": completion_format.chunk_object
-            if body.stream
-            else completion_format.final_object,
+            "object": object_type,
             "created": int(time.time()),
             "model": streams[0].request.answers[0].adapter or service.name,
         }
@@ -58,7 +59,7 @@ class CompletionRun:
         call: Call,
         completion_format: CompletionFormat,
     ) -> "CompletionRun":
-        """Submit the `Ask` of each prompt to the engine; raise if one of them is refused."""
+        """Submit the `Ask` of each prompt to the engine; raise if an `Ask` is refused."""
         streams = []
         try:
             for ask in asks:
@@ -77,37 +78,38 @@ class CompletionRun:
                 chunk = choice.render(piece)
                 if chunk is not None:
                     index = choice.index
-                    merge = self._format.merge_chunks
-                    choices_by_index[index] = (
-                        merge(choices_by_index[index], chunk)
-                        if index in choices_by_index
-                        else chunk
-                    )
+                    if index in choices_by_index:
+                        chunk = self._format.merge_chunks(choices_by_index[index], chunk)
+                    choices_by_index[index] = chunk
         choices = [
             self._format.finalize(choices_by_index[index]) for index in sorted(choices_by_index)
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._common_fields, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the JSON text of each chunk, for a request with `stream`."""
-        head = {**self._head, "usage": None} if self._include_usage else self._head
+        fields = self._common_fields
+        if self._include_usage:
+            fields = {**fields, "usage": None}
         async with aclosing(self._pieces()) as pieces:
             async for choice, piece in pieces:
                 chunk = choice.render(piece)
                 if chunk is not None:
                     if self._usage_per_chunk and self._include_usage:
-                        head["usage"] = self._usage()
-                    yield msgspec.json.encode({**head, "choices": [chunk]})
+                        fields["usage"] = self._usage()
+                    yield msgspec.json.encode({**fields, "choices": [chunk]})
         if self._include_usage:
-            yield msgspec.json.encode({**self._head, "choices": [], "usage": self._usage()})
+            yield msgspec.json.encode(
+                {**self._common_fields, "choices": [], "usage": self._usage()}
+            )
 
     async def _pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Yield the pieces of all streams, with their choices, in order of arrival.
 
         The first error ends the whole call, because OpenAI's protocol has no error per choice.
         """
-        async with aclosing(_merge_streams(self._call, self._streams)) as merged:
-            async for index, piece in merged:
+        async with aclosing(_merge_streams(self._call, self._streams)) as pieces:
+            async for index, piece in pieces:
                 if piece.error is not None:
                     raise piece.error
                 yield self._choices[index][piece.index], piece
@@ -135,25 +137,25 @@ async def _merge_streams(
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yield the pieces of all streams in order of arrival, each with the index of its stream."""
     if len(streams) == 1:
-        async for only in call.pieces(streams[0]):
-            yield 0, only
+        async for first_stream_piece in call.pieces(streams[0]):
+            yield 0, first_stream_piece
         return
     sources = [call.pieces(stream) for stream in streams]
 
     def start_next(index: int) -> "asyncio.Task[Piece | None]":
         return asyncio.ensure_future(anext(sources[index], None))
 
-    waiting = {start_next(index): index for index in range(len(sources))}
+    pending_tasks = {start_next(index): index for index in range(len(sources))}
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        while pending_tasks:
+            done, _ = await asyncio.wait(pending_tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                index = waiting.pop(task)
+                index = pending_tasks.pop(task)
                 piece = task.result()
                 if piece is not None:
                     yield index, piece
-                    waiting[start_next(index)] = index
+                    pending_tasks[start_next(index)] = index
     finally:
-        for task in waiting:
+        for task in pending_tasks:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*pending_tasks, return_exceptions=True)

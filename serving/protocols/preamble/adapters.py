@@ -1,6 +1,7 @@
 """preamble.v1.AdapterService: list, get, upload, load, unload, promote and roll back adapters.
 
-A caller can see its tenant's adapters and the shared adapters, and change its tenant's adapters.
+A caller can see the adapters of its tenant and the shared adapters. It can change the adapters of
+its tenant.
 `serving.adapters.store` validates changes and makes them durable; this module translates messages,
 and runs file I/O in threads.
 """
@@ -98,12 +99,12 @@ async def upload_adapter(
 async def _receive_upload(
     messages: AsyncIterator[pb.UploadAdapterRequest], call: Call
 ) -> LoadedAdapter:
-    first = await anext(messages, None)
-    if first is None or first.WhichOneof("part") != "name":
+    first_message = await anext(messages, None)
+    if first_message is None or first_message.WhichOneof("part") != "name":
         raise RequestError(
             "the first message has no name; send the name first, then the data", "name"
         )
-    upload = call.service.store.start_upload(first.name, call.caller.tenant)
+    upload = call.service.store.start_upload(first_message.name, call.caller.tenant)
     try:
         await _run_in_thread(upload.create_file)
         async for message in messages:
@@ -128,7 +129,7 @@ async def _run_in_thread(function: Callable[..., T], *args: object) -> T:
     try:
         return await asyncio.to_thread(function, *args)
     except UnknownAdapterError as error:
-        error.field = "name"  # The field's name in these messages.
+        error.field = "name"  # In these messages, the field `name` contains the adapter's name.
         raise
 
 

@@ -1,7 +1,7 @@
 """preamble.v1.GenerationService: generate, stream, score, tokenize and detokenize.
 
-A request message becomes an `Ask`, and the pieces become response messages. An unset optional field
-without a neutral value stays None, so that the admission alone chooses the default.
+A request message becomes an `Ask`, and the pieces become response messages. If an optional field
+without a neutral value is unset, it stays None in the `Ask`, and the admission chooses the default.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
     pb.EARLY_STOPPING_NEVER: "never",
 }
 
-# Path in the request message for each `Ask` field with a different path; errors show the path.
+# Path in the request message for each field of an `Ask` with a different path, for errors.
 FIELD_PATHS: Mapping[str, str] = {
     **{field.name: f"sampling.{field.name}" for field in pb.Sampling.DESCRIPTOR.fields},
     **{field.name: f"details.{field.name}" for field in pb.Details.DESCRIPTOR.fields},
@@ -68,14 +68,14 @@ async def generate(message: pb.GenerateRequest, call: Call) -> pb.GenerateRespon
         _completion_message(completion, call)
         for completion in await _collect_completions(stream, call)
     ]
-    first = completions[0]
+    first_completion = completions[0]
     return pb.GenerateResponse(
-        text=first.text,
-        token_ids=first.token_ids,
-        finish_reason=first.finish_reason,
-        usage=first.usage,
-        seed=first.seed,
-        adapter=first.adapter,
+        text=first_completion.text,
+        token_ids=first_completion.token_ids,
+        finish_reason=first_completion.finish_reason,
+        usage=first_completion.usage,
+        seed=first_completion.seed,
+        adapter=first_completion.adapter,
         completions=completions,
     )
 
@@ -84,9 +84,9 @@ async def generate_stream(
     message: pb.GenerateStreamRequest, call: Call, write: WriteMessage
 ) -> None:
     stream = await _start_stream(call, build_ask(message), FIELD_PATHS)
-    writers = [_ChunkBuilder(answer, call) for answer in stream.request.answers]
+    builders = [_ChunkBuilder(answer, call) for answer in stream.request.answers]
     async for piece in call.pieces(stream):
-        await write(writers[piece.index].build(piece))
+        await write(builders[piece.index].build(piece))
 
 
 async def score(message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
@@ -105,19 +105,19 @@ async def score(message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
     for completion in completions:
         if completion.error is not None:
             raise completion.error
-    first = answers[0]
+    first_answer = answers[0]
     return pb.ScoreResponse(
         scores=[
             _text_score(answer, completion, call)
             for answer, completion in zip(answers, completions, strict=True)
         ],
         usage=pb.Usage(
-            prompt_tokens=first.prompt_tokens - first.continuation_tokens,
-            virtual_tokens=first.virtual_tokens,
+            prompt_tokens=first_answer.prompt_tokens - first_answer.continuation_tokens,
+            virtual_tokens=first_answer.virtual_tokens,
             completion_tokens=sum(answer.continuation_tokens for answer in answers),
             cached_tokens=completions[0].cached_tokens,
         ),
-        adapter=first.adapter,
+        adapter=first_answer.adapter,
     )
 
 
@@ -138,7 +138,7 @@ async def detokenize(message: pb.DetokenizeRequest, call: Call) -> pb.Detokenize
 async def _start_stream(
     call: Call, ask: Ask, names: Mapping[str, str], *, final_only: bool = False
 ) -> Stream:
-    """Start the stream; errors of the admission get the field names of the request message."""
+    """Start a stream; errors of the admission get the field names of the request message."""
     try:
         return await call.start(ask, final_only=final_only)
     except RequestError as error:
@@ -230,16 +230,16 @@ def _optional_field(message: Any, field: str, default: Any = None) -> Any:
 
 
 def _round_float32(value: float) -> float:
-    """Return the decimal number (at most 7 digits) of which `value` is the float32.
+    """Return the value of a float32 field, rounded to 7 significant digits.
 
-    0.7 is a float32 in this protocol's messages, and a float64 in the other protocols. The rounding
-    makes the completions of all protocols equal.
+    The caller's 0.7 is a float32 in this protocol's messages, and a float64 in JSON. The rounding
+    makes both values equal, so that all protocols generate the same completions.
     """
     return float(f"{value:.7g}")
 
 
 def _enum_value(values: Mapping[int, Any], value: int, field: str) -> Any:
-    """Return the value of an enum number. An unknown number (from a newer client) is an error."""
+    """Return the value for an enum number; raise if the number is unknown to this server."""
     if value not in values:
         raise RequestError(
             f"{field} is {value}, which is not a value of this server's version", field
@@ -251,7 +251,7 @@ def _enum_value(values: Mapping[int, Any], value: int, field: str) -> Any:
 
 
 async def _collect_completions(stream: Stream, call: Call) -> list[Completion]:
-    """Return all completions of a stream. If there is only one and it failed, raise its error."""
+    """Return all completions of a stream; raise an error that ends the whole request."""
     pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
     async for piece in call.pieces(stream):
         pieces[piece.index].append(piece)
@@ -302,12 +302,10 @@ class _ChunkBuilder:
         if piece.scores:
             message.scores.extend(_token_scores(piece.token_ids, piece.scores))
         if piece.prompt_scores:
-            scores_sent, self._prompt_scores_sent = (
-                self._prompt_scores_sent,
-                self._prompt_scores_sent + len(piece.prompt_scores),
-            )
+            start = self._prompt_scores_sent
+            self._prompt_scores_sent += len(piece.prompt_scores)
             message.prompt_scores.extend(
-                _prompt_token_scores(answer.prompt, scores_sent, piece.prompt_scores, self._call)
+                _prompt_token_scores(answer.prompt, start, piece.prompt_scores, self._call)
             )
         if not self._started:
             message.seed = answer.sampling.seed
@@ -343,18 +341,18 @@ def _set_end(
 
 
 def _token_scores(ids: Sequence[int], scores: Iterable[TokenScore]) -> list[pb.TokenScore]:
-    return [_token_score(token, scored) for token, scored in zip(ids, scores, strict=False)]
+    return [_token_score(token, score) for token, score in zip(ids, scores, strict=False)]
 
 
-def _token_score(token: int, scored: TokenScore | None) -> pb.TokenScore:
-    if scored is None:
+def _token_score(token: int, score: TokenScore | None) -> pb.TokenScore:
+    if score is None:
         return pb.TokenScore(token_id=token)
     return pb.TokenScore(
         token_id=token,
-        logprob=scored.logprob,
-        rank=scored.rank,
+        logprob=score.logprob,
+        rank=score.rank,
         top_tokens=[
-            pb.TopToken(token_id=top_token, logprob=logprob) for top_token, logprob in scored.tops
+            pb.TopToken(token_id=top_token, logprob=logprob) for top_token, logprob in score.tops
         ],
     )
 
@@ -362,16 +360,16 @@ def _token_score(token: int, scored: TokenScore | None) -> pb.TokenScore:
 def _prompt_token_scores(
     prompt: Sequence[int], start: int, scores: Sequence[TokenScore | None], call: Call
 ) -> list[pb.TokenScore]:
-    """Return the scores of the prompt's tokens from `start` on.
+    """Return the messages of `scores`, the scores of the prompt's tokens from index `start` on.
 
     The message of a virtual token has `token_id` 0 and `virtual` true.
     """
     vocab_size = call.service.checkpoint.config.vocab_size
     messages = []
-    for token, scored in zip(prompt[start : start + len(scores)], scores, strict=True):
-        virtual = token >= vocab_size
-        message = _token_score(0 if virtual else token, scored)
-        message.virtual = virtual
+    for token, score in zip(prompt[start : start + len(scores)], scores, strict=True):
+        is_virtual = token >= vocab_size
+        message = _token_score(0 if is_virtual else token, score)
+        message.virtual = is_virtual
         messages.append(message)
     return messages
 
@@ -379,9 +377,9 @@ def _prompt_token_scores(
 def _text_score(answer: AnswerSpec, completion: Completion, call: Call) -> pb.TextScore:
     """Return the score of the continuation, or of the whole prompt if there is no continuation."""
     start = len(answer.prompt) - answer.continuation_tokens if answer.continuation_tokens else 0
-    scored_tokens = [scored for scored in completion.prompt_scores if scored is not None]
+    token_scores = [score for score in completion.prompt_scores if score is not None]
     return pb.TextScore(
-        logprob=sum(scored.logprob for scored in scored_tokens),
-        greedy=all(scored.rank == 1 for scored in scored_tokens),
+        logprob=sum(score.logprob for score in token_scores),
+        greedy=all(score.rank == 1 for score in token_scores),
         tokens=_prompt_token_scores(answer.prompt, start, completion.prompt_scores, call),
     )

@@ -1,9 +1,9 @@
 """Web page at `/` and its read-only JSON routes: server info, load, adapters.
 
-The files of the page are served unchanged from the folder `page` to every caller, and contain no
-data of this server. A JSON route needs the credential, role and quota of the `preamble.v1` method
-that it calls (`READ_ROUTES`). The Content-Security-Policy forbids everything that the page does not
-need. This module generates no HTML.
+The files of the page are served unchanged from the folder `page`, also to callers without a token,
+because they contain no data of this server. A JSON route needs the credential, role and quota of
+the `preamble.v1` method that it calls (`READ_ROUTES`). The Content-Security-Policy forbids
+everything that the page does not need. This module generates no HTML.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # Browsers revalidate with the ETag at every load.
+    "Cache-Control": "no-cache",  # Browsers validate their copy with the ETag at every load.
 }
 
 
@@ -57,10 +57,10 @@ def routes(frontend: Frontend, *, page: bool) -> Routes:
     for path, (name, methods) in READ_ROUTES.items():
         method = next(method for method in methods if method.name == name)
         rpc_routes[path] = _get_and_head(_rpc_handler(frontend, method))
-    files = (
-        {path: _get_and_head(_file_handler(*file)) for path, file in FILES.items()} if page else {}
-    )
-    return {**files, **rpc_routes}
+    if not page:
+        return rpc_routes
+    file_routes = {path: _get_and_head(_file_handler(*file)) for path, file in FILES.items()}
+    return {**file_routes, **rpc_routes}
 
 
 def _get_and_head(handler: Handler) -> Mapping[str, Handler]:
@@ -92,7 +92,9 @@ def _rpc_handler(frontend: Frontend, method: RpcMethod) -> Handler:
 
 
 def _parse_query(request: web.BaseRequest, method: RpcMethod) -> Message:
-    message, fields = method.request_type(), method.request_type.DESCRIPTOR.fields_by_name
+    """Return the request message of a method with the fields of the query string."""
+    message = method.request_type()
+    fields = method.request_type.DESCRIPTOR.fields_by_name
     for name, value in request.query.items():
         quoted_name = ascii(name)[:QUOTED_CHARACTERS_MAX]
         if name not in fields:

@@ -1,7 +1,8 @@
 """TGIS requests: checks parameters against TGIS's limits and builds an `Ask`.
 
-A number without field presence is unset if it is 0, so such a 0 becomes None or the neutral value.
-The admission does all other checks; its errors are translated to this protocol's field names.
+If a numeric field has no field presence in TGIS's messages, 0 means unset: it becomes None or the
+neutral value of the `Ask`. The admission does all other checks; its errors are translated to this
+protocol's field names.
 """
 
 import json
@@ -19,14 +20,14 @@ from serving.request import Ask, UnknownAdapterError
 
 pb = package("tgis")
 
-SEED_BITS = 32  # Size of a seed that this server draws if the request has none.
+SEED_BITS = 32  # Size of the seed that is drawn for a request without a seed.
 STOPS_MAX = 6
 STOP_BYTES_MAX = 240
 TOP_TOKENS_MAX = 10
 TEMPERATURE_MIN = 0.05  # Smallest temperature other than 0.
 DECODING_METHODS = ("GREEDY", "SAMPLE")
 
-# This protocol's path for each `Ask` field, for errors of the admission.
+# This protocol's path for each field of an `Ask`, for errors of the admission.
 FIELD_PATHS = {
     "text": "request.text",
     "prompt": "request.text",
@@ -47,7 +48,7 @@ FIELD_PATHS = {
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Convert errors of the admission to this protocol's field names."""
     try:
         yield
@@ -61,7 +62,8 @@ def translated_errors() -> Iterator[None]:
 def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) -> Ask:
     """Build the `Ask` for one text.
 
-    `message` has the parameters; `tokens_max` limits the prompt and completion together.
+    `message`: the request with the parameters. `tokens_max`: limit of prompt and new tokens
+    together.
     """
     params = message.params
     _check_parameters(params, config, tokens_max)
@@ -71,8 +73,7 @@ def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) ->
     response_options = params.response
     top_tokens = response_options.top_n_tokens if wants_token_details(response_options) else None
     stops = tuple(stopping.stop_sequences)
-    # By default the text includes the matched stop sequence if the request sets stop sequences, and
-    # not if they come from the adapter.
+    # Default: stop sequences of the request are included in the text, those of the adapter are not.
     include_stop = bool(stops)
     if stopping.HasField("include_stop_sequence"):
         include_stop = stopping.include_stop_sequence
@@ -112,8 +113,8 @@ def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) ->
 def is_sampling(params: Any) -> bool:
     """Return whether tokens are sampled. An explicit temperature of 0 is greedy."""
     sampling = params.sampling
-    greedy = sampling.HasField("temperature") and sampling.temperature == 0
-    return params.method == DECODING_METHODS.index("SAMPLE") and not greedy
+    is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
+    return params.method == DECODING_METHODS.index("SAMPLE") and not is_greedy
 
 
 def wants_token_details(response_options: Any) -> bool:
@@ -147,10 +148,8 @@ def _check_parameters(params: Any, config: LimitsConfig, tokens_max: int) -> Non
     decay_factor = (
         decoding.length_penalty.decay_factor if decoding.HasField("length_penalty") else 1.0
     )
-    min_new_tokens, max_new_tokens = (
-        stopping.min_new_tokens,
-        stopping.max_new_tokens or new_tokens_max,
-    )
+    min_new_tokens = stopping.min_new_tokens
+    max_new_tokens = stopping.max_new_tokens or new_tokens_max
     for field, value, is_valid, requirement in (
         (
             "method",

@@ -1,9 +1,9 @@
 """TGIS gRPC service (`fmaas.GenerationService`): batched generation, streaming and tokenization.
 
-This is the protocol of IBM's TGIS and of vllm-tgis-adapter. A unary call has many prompts; a stream
-has one prompt, and its first response describes the input. `request` reads the parameters; this
-module turns pieces into messages. `model_id` is ignored, as in vllm-tgis-adapter, because a server
-has one model; `prefix_id` and `adapter_id` name an adapter.
+This is the protocol of IBM's TGIS and of vllm-tgis-adapter. A unary call has one or more prompts. A
+stream has one prompt, and its first response describes the input. `request` reads the parameters;
+this module turns pieces into messages. `model_id` is ignored, as in vllm-tgis-adapter, because a
+server has one model. `prefix_id` and `adapter_id` both name an adapter.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from serving.protocols.tgis.request import (
     build_ask,
     is_sampling,
     requested_adapters,
-    translated_errors,
+    translate_errors,
     wants_token_details,
 )
 from serving.request import AnswerSpec, Ask, Completion, FinishReason, Piece
@@ -31,7 +31,7 @@ from serving.request import AnswerSpec, Ask, Completion, FinishReason, Piece
 SERVICE = "fmaas.GenerationService"
 pb = package("tgis")
 STOP_REASONS = pb.file.enum_types_by_name["StopReason"].values_by_name
-# If a token's text does not directly follow the previous token, this distance is searched for it.
+# If the text does not continue with a token, the token is searched for within this distance.
 TOKEN_GAP_BYTES_MAX = 64
 
 
@@ -45,19 +45,19 @@ def methods() -> list[RpcMethod]:
 
 
 async def generate(message: Any, call: Call) -> Any:
-    """Return a response per prompt, in order. If a prompt is invalid, none of them is run."""
+    """Return a response per prompt, in order. If one prompt is invalid, no prompt is run."""
     _check_batch(message, call)
-    with translated_errors():
-        asks = [_build_ask(message, single.text, call) for single in message.requests]
+    with translate_errors():
+        asks = [_build_ask(message, request.text, call) for request in message.requests]
         if len(asks) > 1:
             await asyncio.to_thread(_admit_all, asks, call)
         streams = [await _start_stream(ask, call) for ask in asks]
         responses = []
-        for single, stream in zip(message.requests, streams, strict=True):
+        for request, stream in zip(message.requests, streams, strict=True):
             # The streams run concurrently; each buffers its pieces until it is read here.
             pieces = [piece async for piece in call.pieces(stream)]
             completion = build_completion(0, stream.request.answers[0], pieces)
-            builder = _GenerationResponseBuilder(message.params, single.text, stream, call)
+            builder = _GenerationResponseBuilder(message.params, request.text, stream, call)
             response = builder.build(completion, len(completion.token_ids))
             builder.add_input(response, completion.prompt_scores)
             responses.append(response)
@@ -66,18 +66,20 @@ async def generate(message: Any, call: Call) -> Any:
 
 async def generate_stream(message: Any, call: Call, write: WriteMessage) -> None:
     """Stream one completion. The first response describes the input."""
-    with translated_errors():
+    with translate_errors():
         text = message.request.text
         stream = await call.start(_build_ask(message, text, call))
         builder = _GenerationResponseBuilder(message.params, text, stream, call)
-        started, generated_tokens = False, 0
+        input_sent = False
+        generated_tokens = 0
         prompt_scores: list[TokenScore | None] = []
         async for piece in call.pieces(stream):
             prompt_scores += piece.prompt_scores
             if not (piece.token_ids or piece.finish):
-                continue  # The input response needs all prompt scores; wait for the first token.
-            if not started:
-                started, input_response = True, pb.GenerationResponse()
+                continue  # The prompt scores are complete when the first token arrives.
+            if not input_sent:
+                input_sent = True
+                input_response = pb.GenerationResponse()
                 builder.add_input(input_response, prompt_scores)
                 await write(input_response)
             generated_tokens += len(piece.token_ids)
@@ -89,14 +91,14 @@ async def generate_stream(message: Any, call: Call, write: WriteMessage) -> None
 async def tokenize(message: Any, call: Call) -> Any:
     _check_batch(message, call)
     limits = call.service.config.limits_config
-    size = sum(len(single.text.encode()) for single in message.requests)
+    size = sum(len(request.text.encode()) for request in message.requests)
     if size > limits.text_bytes_max:
         raise RequestError(
             f"the texts are {size} bytes in total; this server accepts at most "
             f"{limits.text_bytes_max} (text_bytes_max) in a call",
             "requests",
         )
-    with translated_errors():
+    with translate_errors():
         return await asyncio.to_thread(_tokenize_batch, message, call)
 
 
@@ -109,10 +111,8 @@ async def model_info(message: Any, call: Call) -> Any:
 
 
 def _check_batch(message: Any, call: Call) -> None:
-    count, requests_max = (
-        len(message.requests),
-        call.service.config.scheduler_config.queue_requests_max,
-    )
+    count = len(message.requests)
+    requests_max = call.service.config.scheduler_config.queue_requests_max
     if count > requests_max:
         raise RequestError(
             f"requests has {count} entries; a call may have at most {requests_max} "
@@ -137,7 +137,7 @@ async def _start_stream(ask: Ask, call: Call) -> Stream:
 
 
 def _admit_all(asks: Sequence[Ask], call: Call) -> None:
-    """Admit all prompts. Raise the first error, with the prompt's index in the error's field."""
+    """Validate all prompts. Raise the first error, with the prompt's index in the error's field."""
     for index, ask in enumerate(asks):
         try:
             call.service.admission.admit(replace(ask, tenant=call.caller.tenant))
@@ -172,31 +172,28 @@ class _GenerationResponseBuilder:
         return self.call.service.tokenizer
 
     def add_input(self, response: Any, scores: Sequence[TokenScore | None]) -> None:
-        """Add the input's token count, text, tokens and the seed to a response."""
+        """Add the token count of the input, and its text, tokens and seed as far as requested."""
         answer, response_options = self._answer, self.params.response
         response.input_token_count = answer.prompt_tokens
         if is_sampling(self.params):
             response.seed = answer.sampling.seed
         vocab_size = self.call.service.checkpoint.config.vocab_size
-        # Omit virtual tokens, whose ids are not below the vocabulary size.
+        # Virtual tokens are omitted; their ids are at or above the vocabulary size.
         text_tokens = [
-            (token, scored)
-            for token, scored in zip_longest(answer.prompt, scores[: len(answer.prompt)])
+            (token, score)
+            for token, score in zip_longest(answer.prompt, scores[: len(answer.prompt)])
             if token < vocab_size
         ]
         if response_options.input_text:
-            truncated = self.params.truncate_input_tokens
-            text = (
-                self._tokenizer.decode(token for token, _ in text_tokens)
-                if truncated
-                else self.text
-            )
+            text = self.text
+            if self.params.truncate_input_tokens:
+                text = self._tokenizer.decode(token for token, _ in text_tokens)
             response.text = text + response.text
         if response_options.input_tokens:
             response.input_tokens.extend(self._token_infos(text_tokens))
 
     def build(self, output: Piece | Completion, generated_tokens: int) -> Any:
-        """Build a response with `output`; `generated_tokens` is the completion's count so far."""
+        """Build a response with `output`; `generated_tokens`: the completion's tokens so far."""
         response = pb.GenerationResponse(
             text=output.text,
             generated_token_count=generated_tokens,
@@ -223,30 +220,32 @@ class _GenerationResponseBuilder:
 
     @property
     def _limited_by_context(self) -> bool:
-        """Return whether the model's context, not `max_new_tokens`, set the token limit."""
-        answer, requested = self._answer, self.params.stopping.max_new_tokens
+        """Whether the context or the KV cache, not `max_new_tokens`, set the token limit."""
+        answer = self._answer
+        requested_tokens = self.params.stopping.max_new_tokens
         limit = answer.sampling.max_new_tokens
-        if requested:
-            return bool(limit < requested)
+        if requested_tokens:
+            return bool(limit < requested_tokens)
         return len(answer.prompt) + limit >= self.call.service.admission.tokens_max
 
     def _token_infos(self, tokens: Iterable[tuple[int, TokenScore | None]]) -> list[Any]:
-        response_options, spelling = self.params.response, self._tokenizer.id_to_token
-        infos = []
-        for token, scored in tokens:
-            info = pb.TokenInfo(text=spelling(token))
-            infos.append(info)
-            if scored is None or not wants_token_details(response_options):
+        response_options, id_to_token = self.params.response, self._tokenizer.id_to_token
+        token_infos = []
+        for token, score in tokens:
+            token_info = pb.TokenInfo(text=id_to_token(token))
+            token_infos.append(token_info)
+            if score is None or not wants_token_details(response_options):
                 continue
             if response_options.token_logprobs:
-                info.logprob = scored.logprob
+                token_info.logprob = score.logprob
             if response_options.token_ranks:
-                info.rank = scored.rank
-            for top, logprob in scored.tops[: response_options.top_n_tokens]:
-                info.top_tokens.add(
-                    text=spelling(top), logprob=logprob if response_options.token_logprobs else 0.0
+                token_info.rank = score.rank
+            for top_token, logprob in score.tops[: response_options.top_n_tokens]:
+                token_info.top_tokens.add(
+                    text=id_to_token(top_token),
+                    logprob=logprob if response_options.token_logprobs else 0.0,
                 )
-        return infos
+        return token_infos
 
 
 # ------------------------------------------------------------------------------------- tokenization
@@ -255,16 +254,19 @@ class _GenerationResponseBuilder:
 def _tokenize_batch(message: Any, call: Call) -> Any:
     admission, tokenizer = call.service.admission, call.service.tokenizer
     response = pb.BatchedTokenizeResponse()
-    for single in message.requests:
-        full_ask = Ask(single.text, adapters=requested_adapters(message), tenant=call.caller.tenant)
+    for request in message.requests:
+        full_ask = Ask(
+            request.text, adapters=requested_adapters(message), tenant=call.caller.tenant
+        )
         truncated_ask = replace(full_ask, truncate_tokens=message.truncate_input_tokens or None)
         ids = admission.text_ids(truncated_ask)
         text_response = response.responses.add(token_count=len(ids))
         if message.return_tokens:
             text_response.tokens.extend(map(tokenizer.id_to_token, ids))
         if message.return_offsets:
-            offsets = _token_offsets(admission.text_ids(full_ask), single.text, tokenizer)
+            offsets = _token_offsets(admission.text_ids(full_ask), request.text, tokenizer)
             if len(ids) < len(offsets):
+                # Truncation removed tokens at the start of the text, but may have kept BOS.
                 keeps_bos = len(ids) > 1 and ids[0] == tokenizer.bos_id
                 tail = offsets[len(offsets) - len(ids) + keeps_bos :]
                 offsets = [*offsets[:keeps_bos], *tail]
@@ -276,8 +278,9 @@ def _tokenize_batch(message: Any, call: Call) -> Any:
 def _token_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Return start and end (exclusive) of each token in the text, in characters.
 
-    A token that is part of a character gets the whole character. Where the tokenizer changed the
-    text, the token is searched for near the previous token; if not found, its range is empty.
+    A token that is part of a character gets the range of the whole character. If the tokenizer has
+    changed the text, a token is searched for after the previous token; its range is empty if the
+    text does not contain it there.
     """
     data = text.encode()
     # Character index of each byte.
@@ -291,23 +294,16 @@ def _token_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[
         if token_bytes is None:
             offsets.append((0, 0))  # A control token has no text.
             continue
-        start, stripped = offset, token_bytes.lstrip(b" ")
+        start = end = offset
         if data.startswith(token_bytes, offset):
             end = offset + len(token_bytes)
-        elif (
-            stripped
-            and (
-                match_at := data.find(
-                    stripped, offset, offset + len(token_bytes) + TOKEN_GAP_BYTES_MAX
-                )
-            )
-            >= 0
-        ):
-            # The tokenizer added or removed a space before the token.
-            end = match_at + len(stripped)
-            start = match_at if data[offset:match_at].strip() else offset
-        else:
-            end = offset
+        elif stripped_bytes := token_bytes.lstrip(b" "):
+            search_end = offset + len(token_bytes) + TOKEN_GAP_BYTES_MAX
+            match_start = data.find(stripped_bytes, offset, search_end)
+            if match_start >= 0:
+                end = match_start + len(stripped_bytes)
+                # If only whitespace was skipped, it belongs to the token.
+                start = match_start if data[offset:match_start].strip() else offset
         end_character = byte_characters[end - 1] + 1 if end > start else byte_characters[start]
         offsets.append((byte_characters[start], end_character))
         offset = end
