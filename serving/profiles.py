@@ -23,8 +23,8 @@ PROFILES = ("latency", "throughput")
 # The same relative path in a checkout and in an installation.
 PRESETS_FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "config"
 
-# The settings that a plan contains. The KV cache capacity is not planned: the server measures the
-# free memory at each start, since it may differ.
+# The settings that a plan contains. The KV cache capacity is not planned: the server derives it
+# from the free memory, which may differ at each start.
 PLANNED_SETTINGS = (
     "tp",
     "pp",
@@ -41,8 +41,8 @@ DEFAULT_SPLIT = {"tp": 1, "pp": 1}
 class Profile:
     """The settings of a profile, and where they come from."""
 
-    values: Mapping[str, Any]
-    note: str  # Log line that names the source of the values.
+    settings: Mapping[str, Any]
+    note: str  # Log line that names the source of the settings.
 
 
 def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
@@ -103,7 +103,7 @@ def plan_file(config: GPTConfig, dtype: str, device: str, name: str) -> Path:
 
 
 def describe_machine(device: str) -> str:
-    """Return a text with this machine's GPUs or CPU cores; machines with equal text share plans."""
+    """Return a text that names this machine's GPUs or CPU cores; it is a part of a plan's key."""
     if device.startswith("cuda"):
         import torch
 
