@@ -121,8 +121,8 @@ class Scheduler:
         self._in_flight = InFlightSteps(stages, async_scheduling=async_scheduling)
         self._ended_outputs: list[SequenceOutput] = []
         # Admission is blocked when a waiting sequence finds too few slots or blocks, and no running
-        # sequence that it may preempt. It is tried again as soon as `_change_counts()` differs from
-        # `_blocked_counts`, and at `_blocked_until` at the latest.
+        # sequence that it may preempt. The next admission is tried when `_change_counts()` differs
+        # from `_blocked_counts`, and at `_blocked_until` at the latest.
         self._blocked_counts = (0, 0)
         self._blocked_until = 0.0
         self._arrival_count = 0
