@@ -160,7 +160,9 @@ class AdapterConfig:
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
     upload_s: float = 600.0  # Time limit of an upload.
-    row_norm_max: float = 1e4  # Largest L2 norm of a virtual token of an uploaded adapter.
+    # Limit of an uploaded adapter: the L2 norm of a virtual token's row, or the absolute value of a
+    # prefix's element.
+    row_norm_max: float = 1e4
     # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
     # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
     golden: str = "warn"
@@ -345,7 +347,7 @@ class ServerConfig(ComposedSettings):
 
     def _check_step_sizes(self) -> None:
         config = self.scheduler_config
-        # Prefill chunks are whole blocks, so a smaller step could never start a prompt.
+        # A step must be able to prefill one whole block.
         _check_holds_block(
             "step_tokens_max", config.step_tokens_max, self.cache_config.kv_block_tokens
         )

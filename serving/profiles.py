@@ -66,11 +66,11 @@ def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
         reason = f"{plan_path} cannot be read; {plan_command} replaces it"
         return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
     planned = {key: plan_settings[key] for key in PLANNED_SETTINGS if key in plan_settings}
-    split_conflicts = [
-        f"{key} {value}"
-        for key, default in DEFAULT_SPLIT.items()
-        if (value := settings.get(key)) not in (None, planned.get(key, default))
-    ]
+    split_conflicts = []
+    for key, default in DEFAULT_SPLIT.items():
+        ranks = settings.get(key)
+        if ranks is not None and ranks != planned.get(key, default):
+            split_conflicts.append(f"{key} {ranks}")
     if split_conflicts:
         reason = f"the saved plan is for another split than {' and '.join(split_conflicts)}"
         return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")

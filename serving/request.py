@@ -91,8 +91,8 @@ class AnswerSpec:
     is_private: bool = False  # Whether other tenants must not see the adapter's name.
     adapter_ref: AdapterRef | None = None
     virtual_tokens: int = 0  # Number of virtual tokens in `prompt`.
-    # Number of tokens at the end of the prompt that are a continuation; if not 0, only they are
-    # scored.
+    # Number of tokens at the end of the prompt that are a continuation; only these are scored.
+    # 0: no continuation.
     continuation_tokens: int = 0
 
     @property

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 SERVICES = [protocol.service for protocol in all_services()]
 
-# Names that health probes, such as those of Kubernetes, request besides the names of services.
+# Names that health probes (for example of Kubernetes) may request besides the service names.
 LIVENESS, READINESS = "liveness", "readiness"
 
 # Seconds for open connections to close after the last call has ended.

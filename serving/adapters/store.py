@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 VERSION_MAX = 999_999  # A version in a name has at most six digits.
 UPLOAD_LOCK_DELAY_MAX_S = 1.0  # Largest delay between creating and locking an upload's file.
-# Time after which the file of an unloaded adapter is deleted. It is assumed that requests that were
-# accepted before the adapter was unloaded have ended by then.
+# Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
+# the adapter was unloaded are expected to end within this time.
 UNLOADED_KEEP_S = 3600.0
 
 

@@ -76,7 +76,7 @@ class Job:
         return sum(widths.values()) - len(unfinished) if widths else 0
 
     def start_beam_round(self, search: BeamSearch) -> list[TrackedSequence]:
-        """Replace the sequences of a search by those of its next round, and return the new ones.
+        """Replace the sequences of a search by the sequences of its next round, and return these.
 
         From the second round on, the sequences have the request's priority plus 1. Without this,
         each round would wait in the queue behind requests of the same priority.

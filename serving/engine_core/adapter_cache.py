@@ -4,7 +4,7 @@ A step must not wait for a disk, so a request whose adapter is not in the cache 
 reader thread has read the adapter. Adapters of live requests are pinned. The other adapters stay in
 the cache until it exceeds its limit in bytes; then the least recently used ones are evicted. The
 digest is checked when an adapter is read. Rows are embeddings, or the keys and values of prefix
-adapters. This module does not know where rows are on the device: the scheduler assigns that.
+adapters. The scheduler, not this module, assigns adapter pool rows and KV blocks to them.
 """
 
 import logging

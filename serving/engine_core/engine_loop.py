@@ -64,7 +64,7 @@ CAPTURE_BUDGET_S = 20.0  # The time that start-up may spend on CUDA graph captur
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step in flight. `pending`: reads its outcome, if this rank is also the last stage."""
+    """A step in flight. `pending` waits for its outcome; None: another rank is the last stage."""
 
     step: Step
     size: StepSize
@@ -76,7 +76,7 @@ class _LiveSequence:
     """The engine loop's record of a sequence, from its submission to its end."""
 
     arrived_at: float
-    adapter_digest: str = ""  # The adapter that it pins in the adapter cache; empty: none.
+    adapter_digest: str = ""  # The adapter that the sequence pins in the adapter cache, if any.
 
 
 class EngineLoop:

@@ -7,8 +7,8 @@ and pushes them to the waiting queue (`ResourceAllocator.requeue`).
 
 Two events preempt: the admission of a waiting sequence, and the growth of a running one beyond its
 blocks. The sequence of the lowest scheduling priority is preempted first, and no sequence preempts
-one of higher priority, so the sequence of the highest priority always finishes. A sequence in a
-step in flight is no victim, because the step writes into its blocks.
+one of higher priority, so the sequence of the highest priority always finishes. A sequence that a
+step in flight contains cannot be a victim, because the step writes into its blocks.
 """
 
 from collections.abc import Callable, Iterable
@@ -70,13 +70,12 @@ class PreemptionPolicy:
         victim.
         """
         own_priority = self._scheduling_priority(growing)
-        candidates = [
-            (priority, other)
-            for other in running
-            if other.steps_in_flight == 0
-            and other.end_reason is None
-            and (priority := self._scheduling_priority(other)) < own_priority
-        ]
+        candidates = list[tuple[SchedulingPriority, Sequence]]()
+        for other in running:
+            if other.steps_in_flight == 0 and other.end_reason is None:
+                priority = self._scheduling_priority(other)
+                if priority < own_priority:
+                    candidates.append((priority, other))
         candidates.sort()  # Priorities are unique.
         return [candidate for _, candidate in candidates]
 

@@ -133,8 +133,8 @@ class PrefixCache:
     ) -> tuple[int, int]:
         """The longest published partial block that continues a match of `block_index` full blocks.
 
-        Returns the position where the match with the partial block ends, and the block. If no
-        partial block matches, these are the end of the full blocks and 0.
+        Returns the position where the match ends, and the partial block. If no partial block
+        matches, the position is the end of the full blocks, and the block is 0.
         """
         full_block_tokens = block_index * self._block_tokens
         if tokens_max <= full_block_tokens:

@@ -240,7 +240,7 @@ class Scheduler:
         return self._dispatch(builder)
 
     def idle_step(self) -> Step:
-        """A step without sequences (a heartbeat); it is run and committed like the others."""
+        """A step without sequences (a heartbeat); it is run and committed like other steps."""
         return self._dispatch(self._new_builder())
 
     def _new_builder(self) -> StepMessageBuilder:
@@ -378,11 +378,11 @@ class Scheduler:
         if drafts_left <= 0:
             return
         drafts = [list[int]() for _ in sequences]
-        candidates = [
-            (-acceptance_rate, index)
-            for index, sequence in enumerate(sequences)
-            if (acceptance_rate := sequence.draft_acceptance_rate) is not None
-        ]
+        candidates = list[tuple[float, int]]()
+        for index, sequence in enumerate(sequences):
+            acceptance_rate = sequence.draft_acceptance_rate
+            if acceptance_rate is not None:
+                candidates.append((-acceptance_rate, index))
         for _, index in sorted(candidates):
             sequence = sequences[index]
             past = sequence.planned_tokens

@@ -143,7 +143,7 @@ class CudaGraphRunner:
         self._recorder = recorder or _CudaGraphRecorder(device)
 
     def supports(self, step: Step) -> bool:
-        """Whether the step has sequences, is decode-only, scores no prompt and fits a size."""
+        """Whether the step is decode-only, scores no prompt, and has 1 to `sizes[-1]` sequences."""
         return (
             0 < len(step.slots) <= self.sizes[-1]
             and len(step.token_ids) == len(step.slots)

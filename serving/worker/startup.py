@@ -58,7 +58,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     kv_blocks: int  # KV blocks that fit into the rank's memory, block 0 included.
     weight_bytes: int
     # The numbers of `Ready.proof` and `Ready.divergence`. None: this rank is not on the last
-    # pipeline stage, or the check did not run (no proof, or weights that are not quantized).
+    # pipeline stage, or the check did not run (there is no proof, or weights are not quantized).
     proof: list[float] | None = None
     divergence: list[float] | None = None
 

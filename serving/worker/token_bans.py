@@ -74,7 +74,10 @@ class TokenBans:
         return self._mask(last_words) if last_words else None
 
     def repeats_mask(self) -> TokenMask | None:
-        if self._repeats is None or not len(repeated_tokens := self._repeats.repeated_tokens()):
+        if self._repeats is None:
+            return None
+        repeated_tokens = self._repeats.repeated_tokens()
+        if not len(repeated_tokens):
             return None
         mask = self._mask(())
         mask[repeated_tokens] = True
