@@ -57,7 +57,8 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile",
         choices=PROFILES,
-        help="settings for low latency or high throughput; the file and flags override them",
+        help="settings for low latency or high throughput; the --config file and the flags "
+        "override them",
     )
     _add_model_flags(parser)
     parser.add_argument(
@@ -74,10 +75,12 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attention-backend",
         metavar="B",
-        help="on a CUDA device: triton, flashinfer or torch (default: auto)",
+        help="attention backend on a CUDA device: triton, flashinfer or torch (default: auto)",
     )
     parser.add_argument(
-        "--kv-dtype", metavar="D", help="KV cache dtype; fp8: 8 bits (default: auto)"
+        "--kv-dtype",
+        metavar="D",
+        help="KV cache dtype: fp8 (8 bits), or auto for the compute dtype (default: auto)",
     )
     parser.add_argument(
         "--linear-backend",
@@ -86,14 +89,17 @@ def serve_parser() -> argparse.ArgumentParser:
         "(default: auto)",
     )
     parser.add_argument(
-        "--weights", metavar="W", help="int8: 8-bit weights, on a CPU (default: auto)"
+        "--weights",
+        metavar="W",
+        help="weight format: int8 (8 bits, on a CPU), or auto for the compute dtype "
+        "(default: auto)",
     )
     parser.add_argument(
         "--no-prove",
         dest="prove",
         action="store_false",
         default=None,
-        help="start without comparing the model with the checkpoint's proof",
+        help="start without comparing the model's logits with the checkpoint's proof file",
     )
     parser.add_argument(
         "--strict",
@@ -135,7 +141,7 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags for settings that a checkpoint may lack; error messages refer to these flags."""
+    """Add flags for what a checkpoint may lack; error messages name these flags."""
     add = parser.add_argument
     add("--tokenizer", metavar="PATH", help="file or directory (default: beside the weights)")
     add("--true-vocab-size", metavar="N", type=int, help="vocabulary size without padding rows")
@@ -149,7 +155,7 @@ def _serve(argv: list[str]) -> int:
     notes = list[str]()
     config = ServerConfig.read(config_path, flags, profile=profile, on_note=notes.append)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Started by torchrun: this process is a rank, and one rank starts the front end.
+        # Torchrun started this process, so it becomes a rank. One rank starts the front end.
         from serving.ranks.torchrun_worker import run_worker
 
         run_worker(config, argv)
@@ -173,7 +179,7 @@ def _generate(argv: list[str]) -> int:
         adapters=args.adapters,
         device=args.device,
         dtype=args.dtype,
-        prove=False,  # The comparison with the proof would take longer than the completion.
+        prove=False,  # Comparing the logits with the proof would take longer than the completion.
     )
     from serving.request import Ask
 

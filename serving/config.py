@@ -1,9 +1,9 @@
 """ServerConfig: every setting and limit of a server, with unit and default, in parts.
 
-A package receives only the parts that it reads. A check of settings of several parts is a method of
-`ServerConfig`; every other check is in the part. The configuration is built once at start, from a
-YAML file and the flags that override the file. The model's shape (layers, hidden size) is not a
-setting: it comes from the checkpoint.
+A part is a dataclass such as `CacheConfig`; a package receives only the parts that it reads. A
+check that involves several parts is a method of `ServerConfig`; every other check is in its part.
+The configuration is built once at start, from a YAML file and the flags that override the file. The
+model's shape (layers, hidden size) is not a setting: it comes from the checkpoint.
 """
 
 import re
@@ -40,7 +40,8 @@ class ModelConfig:
     chat_template: str | None = None  # Jinja2 file; None: the template beside the tokenizer.
     device: str = "cpu"
     dtype: str | None = None  # Compute dtype; None: the checkpoint's dtype.
-    # Attention backend on a CUDA device: triton, flashinfer or torch; auto: the first available.
+    # Attention backend on a CUDA device: triton, flashinfer or torch; auto: triton if it is
+    # available, else torch.
     attention_backend: str = "auto"
     # Backend of the linear layers: fp8 (8-bit weights, CUDA only), te (Transformer Engine) or
     # torch; auto: the fastest backend that does not quantize the weights.
@@ -48,9 +49,9 @@ class ModelConfig:
     te_recipe: str = "none"  # FP8 scaling recipe of Transformer Engine; none: no FP8.
     weights: str = "auto"  # int8: 8-bit weights, on a CPU with dtype bfloat16; auto: same as dtype.
     # Largest divergence of the next-token distribution that quantized weights may cause, in nats.
-    # None: 0.005, and 0.05 for mixture-of-experts models.
+    # None: 0.005, or 0.05 for mixture-of-experts models.
     divergence_max: float | None = None
-    prove: bool = True  # At start, compare the model's logits with the checkpoint's proof, if any.
+    prove: bool = True  # At start, compare the logits with the checkpoint's proof, if it has one.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -66,7 +67,7 @@ class ModelConfig:
 
     @property
     def quantizes_weights(self) -> bool:
-        """Whether weights are quantized; the proof is then verified before quantization."""
+        """Whether weights are quantized. If so, the proof is verified before the quantization."""
         eight_bits = self.linear_backend == "fp8" or self.weights == "int8"
         return eight_bits or self.te_recipe != "none"
 
@@ -79,8 +80,8 @@ class ParallelConfig:
     pp: int = 1  # Pipeline-parallel stages.
     load_s: float = 1800.0  # Time limit for the ranks to load the model.
     warmup_s: float = 300.0  # Time limit for the ranks to run their warm-up steps.
-    # A step that takes longer counts as hung. None: 10 times the duration of recent similar steps,
-    # at least 2 s.
+    # A step that takes longer counts as hung. None: the limit is learned from the steps (10 times
+    # their duration, at least 2 s).
     step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -99,14 +100,14 @@ class CacheConfig:
     """Settings of the KV cache and of the adapter cache."""
 
     kv_dtype: str = "auto"  # KV cache dtype. fp8: on a CUDA device only; auto: same as dtype.
-    kv_tokens_max: int | None = None  # KV cache capacity in tokens; None: as memory permits.
+    kv_tokens_max: int | None = None  # KV cache capacity in tokens; None: from the free memory.
     kv_block_tokens: int = KV_BLOCK_TOKENS
     prefix_cache: bool = True  # Reuse KV blocks between prompts with a common prefix.
     # Also reuse KV blocks across tenants. Tenants can then detect each other's prompts by timing.
     shared_prefix_cache: bool = False
-    # Adapter rows (virtual tokens) on the device at once.
+    # Size of the adapter pool on the device, in rows (virtual tokens).
     adapter_rows_max: int = ADAPTER_ROWS_MAX
-    adapter_bytes_max: int = 1 << 30  # Adapters cached in host memory; others are read from disk.
+    adapter_bytes_max: int = 1 << 30  # Bytes of the adapters that are cached in host memory.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -116,26 +117,28 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes of steps and queues, speculative decoding, asynchronous steps and CUDA graphs."""
+    """Sizes of steps and queues, speculative decoding, asynchronous scheduling, CUDA graphs."""
 
-    running_requests_max: int = 64  # Running sequences, over all pipeline stages.
-    queue_requests_max: int = 1024  # Waiting sequences.
+    running_requests_max: int = 64  # Maximum number of running sequences.
+    queue_requests_max: int = 1024  # Maximum number of waiting sequences.
     step_tokens_max: int = 512  # Token budget of a step; longer prompts are prefilled in chunks.
-    # Extra time of a step for prefill while sequences of the latency class decode. The limit is
-    # this value times the number of sequences of that class that wait for their first token.
+    # Time that prefill may add to a step in which latency-class sequences decode. The limit is this
+    # value times max(1, number of latency-class sequences that wait for their first token).
     prefill_stall_ms_max: float = 15.0
-    # Tokens to propose per decoding sequence and step (n-gram speculative decoding); 0: off.
-    # Greedy and seeded answers do not change. On a CPU, each token over 3 takes more time per step.
+    # Draft tokens per decoding sequence and step (n-gram speculative decoding); 0: off. Greedy and
+    # seeded answers do not change. On a CPU, each draft token beyond the third lengthens the step.
     speculate_tokens_max: int = 0
-    # Speculate only if the step has at most this many decode rows, proposed tokens included.
+    # Maximum number of decode and draft tokens together in a step that has draft tokens.
     speculate_rows_max: int = 8
-    cuda_graphs: str = "auto"  # Run decode-only steps as CUDA graphs. auto: on a CUDA device.
+    # Run decode-only steps as CUDA graphs. auto: on a CUDA device, if the model permits it.
+    cuda_graphs: str = "auto"
     cuda_graph_rows_max: int = 256  # Maximum number of sequences of a CUDA graph.
     # Asynchronous scheduling: launch a step before the tokens of the previous step are known.
-    # auto: on a CUDA device.
+    # auto: only on a CUDA device.
     step_ahead: str = "auto"
     priority_age_s: float = 10.0  # A waiting request gains one priority level per this time.
-    gather_ms: float = 0.0  # Minimum interval between two messages of a stream.
+    # Minimum interval between two messages of a stream; first tokens and ends are sent at once.
+    gather_ms: float = 0.0
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -157,7 +160,9 @@ class AdapterConfig:
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
     upload_s: float = 600.0  # Time limit of an upload.
-    row_norm_max: float = 1e4  # Largest L2 norm of a virtual token of an uploaded adapter.
+    # Limit of an uploaded adapter: the L2 norm of a virtual token's row, or the absolute value of a
+    # prefix's element.
+    row_norm_max: float = 1e4
     # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
     # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
     golden: str = "warn"
@@ -174,14 +179,14 @@ class LimitsConfig:
     new_tokens_default: int = 128
     text_bytes_max: int = 1 << 20  # Bytes of a prompt's text, all input fields together.
     message_bytes_max: int = 16 << 20  # Bytes of a gRPC message or an HTTP body.
-    stops_max: int = 16  # Stop strings of a request; the same limit for stop token ids.
+    stops_max: int = 16  # Stop strings of a request; also the limit of its stop token ids.
     stop_bytes_max: int = 256  # Bytes of one stop string or one bad word.
     prompts_max: int = 128  # Prompts of a request that has a list of prompts.
     messages_max: int = 1024  # Messages of a chat.
     answers_max: int = 64  # Answers of a request: answers per adapter times adapters.
     stream_requests_max: int = 128  # Concurrent requests on one ModelStreamInfer stream.
     stream_idle_s: float = 900.0  # A ModelStreamInfer stream without requests ends after this.
-    beam_width_max: int = 16  # Beams per adapter; every limit counts a beam as an answer.
+    beam_width_max: int = 16  # Beams per adapter. Other limits count each beam as an answer.
     bias_max: int = 1024  # Logit-bias entries of a request.
     allowed_max: int = 4096  # Allowed token ids of a request.
     bad_words_max: int = 128
@@ -311,7 +316,7 @@ class ServerConfig(ComposedSettings):
         self._check_exposure()
 
     def uses_async_scheduling(self, device: str) -> bool:
-        """Return whether steps on this device start before the previous step's tokens are known.
+        """Return whether a step may be launched before the previous step's tokens are known.
 
         False with several ranks, and with speculative decoding, which needs the previous tokens.
         """
@@ -330,19 +335,19 @@ class ServerConfig(ComposedSettings):
     ) -> Self:
         """Build the settings. Precedence: flags, YAML file, profile, defaults.
 
-        `on_note` receives a log line with the source of the profile.
+        `on_note` receives a log line that names the source of the profile's settings.
         """
         flags_set = {name: value for name, value in flags.items() if value is not None}
         values = {**(read_yaml(Path(path)) if path else {}), **flags_set}
         if profile:
             profile_settings = find_profile(profile, values)
             on_note(profile_settings.note)
-            values = {**profile_settings.values, **values}
+            values = {**profile_settings.settings, **values}
         return parse_settings(cls, values, path or "the flags")
 
     def _check_step_sizes(self) -> None:
         config = self.scheduler_config
-        # Prefill chunks are whole blocks, so a smaller step could never start a prompt.
+        # A step must be able to prefill one whole block.
         _check_holds_block(
             "step_tokens_max", config.step_tokens_max, self.cache_config.kv_block_tokens
         )
@@ -380,12 +385,12 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_bounds(part: Any) -> None:
-    """Raise if a limit, default or time of a part is not positive and finite."""
+    """Raise ConfigError if a limit, default or time of a part is not positive and finite."""
     for field in fields(part):
         value = getattr(part, field.name)
-        bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
-        bounded &= field.name != "speculate_tokens_max"  # 0 turns speculation off.
-        if bounded and value is not None and not 0 < value < float("inf"):
+        is_bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
+        is_bounded &= field.name != "speculate_tokens_max"  # 0 turns speculation off.
+        if is_bounded and value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{field.name} is {value}; it must be more than 0, and finite")
 
 
@@ -395,10 +400,10 @@ def _check_choice(part: Any, name: str, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name} is {getattr(part, name)!r}; choose one of: {choices_text}")
 
 
-def _check_requires(part: Any, name: str, other: str) -> None:
-    """Raise if the setting `name` is set without the setting `other`."""
-    if getattr(part, name) is not None and getattr(part, other) is None:
-        raise ConfigError(f"{name} is set, but {other} is not; set both or neither")
+def _check_requires(part: Any, name: str, required: str) -> None:
+    """Raise ConfigError if the setting `name` is set and the setting `required` is not."""
+    if getattr(part, name) is not None and getattr(part, required) is None:
+        raise ConfigError(f"{name} is set, but {required} is not; set {required}, or remove {name}")
 
 
 def _check_holds_block(name: str, tokens: int | None, kv_block_tokens: int) -> None:

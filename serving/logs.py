@@ -2,7 +2,7 @@
 
 A message is `event=NAME key=value ...`. The JSON formatter parses this text into fields, so that
 one log call serves both formats. No line contains a prompt or a completion. An event that can occur
-a thousand times a second is logged once a second, with the number of suppressed lines.
+a thousand times a second is logged at most once a second, with the number of suppressed lines.
 """
 
 import json
@@ -20,7 +20,7 @@ _FIELD_PATTERN = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\S+)"
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line; times are UTC, since logs of several machines are compared."""
+    """One JSON object per line. Times are UTC, because logs of several machines are compared."""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ def log_to_stderr(log_format: str, rank: int | None = None) -> None:
 
 @dataclass
 class LogThrottle:
-    """Rate limit for log lines: one line of each kind per `period_s`."""
+    """Rate limit for log lines: at most one line of each kind in `period_s` seconds."""
 
     period_s: float = 1.0
     _last_logged_at: dict[str, float] = field(default_factory=dict)  # Time, by kind.
     _suppressed_counts: dict[str, int] = field(default_factory=dict)
 
     def claim_line(self, kind: str) -> int | None:
-        """Return the number of lines suppressed since the last one; None: suppress this line."""
+        """Return how many lines were suppressed since the last line; None: suppress this line."""
         now = time.monotonic()
         if now - self._last_logged_at.get(kind, -self.period_s) < self.period_s:
             self._suppressed_counts[kind] = self._suppressed_counts.get(kind, 0) + 1

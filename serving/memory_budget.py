@@ -1,8 +1,9 @@
 """Memory budget of a serving rank: the bytes of its KV cache and workspace, and its KV blocks.
 
 The model runner sizes its KV pool with these functions from the memory that is free after loading.
-The planner predicts the size with the same functions from the memory size of a device. Where the
-two pass different arguments, the reason is a comment at the call. The module does not import torch.
+The planner predicts the size with the same functions from the memory size of a device. If the model
+runner and the planner pass different arguments, a comment at the call gives the reason. The module
+does not import torch.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class KVBlockLayout:
         return self.block_tokens * self.bytes_per_token
 
     def pool_blocks(self, tokens: int) -> int:
-        """Return the number of blocks of a pool for `tokens` tokens, block 0 included."""
+        """Return the number of blocks, block 0 included, of a pool for `tokens` tokens."""
         return -(-tokens // self.block_tokens) + 1
 
     def blocks_within(self, kv_bytes: int) -> int:
@@ -45,16 +46,16 @@ class KVBlockLayout:
         return kv_bytes // self.block_bytes
 
     def token_capacity(self, blocks: int) -> int:
-        """Return the number of tokens that a pool of `blocks` blocks holds, block 0 included."""
+        """Return the number of tokens that fit into a pool. `blocks` includes block 0."""
         return max(0, blocks - 1) * self.block_tokens
 
 
 def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> int:
     """Return the bytes of a rank's default KV cache.
 
-    On a CPU: HOST_MEMORY_FRACTION of the memory that remains after `reserved_bytes`, because other
-    processes and the page cache need the rest. On a device: DEVICE_MEMORY_FRACTION of
-    `memory_bytes`, minus `reserved_bytes`.
+    - On a CPU: HOST_MEMORY_FRACTION * (memory_bytes - reserved_bytes), because other processes and
+      the page cache need the rest.
+    - On a device: DEVICE_MEMORY_FRACTION * memory_bytes - reserved_bytes.
     """
     if on_cpu:
         return int(HOST_MEMORY_FRACTION * max(0, memory_bytes - reserved_bytes))
@@ -92,7 +93,7 @@ def workspace_bytes(
 
 
 def check_step_tokens(running_requests_max: int, step_tokens_max: int) -> None:
-    """Raise ConfigError if a step has fewer tokens than running requests."""
+    """Raise ConfigError if a step's token budget is less than the number of running requests."""
     if running_requests_max > step_tokens_max:
         raise ConfigError(
             f"running_requests_max is {running_requests_max}, but a step has only "

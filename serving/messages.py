@@ -18,8 +18,9 @@ ServiceClass = Literal["latency", "throughput"]
 # "adapter": the adapter is unusable; "full": the queue is at its limit, and a later attempt may
 # succeed.
 RejectionReason = Literal["refused", "adapter", "full"]
-# Why a sequence ended. "cancelled": a `Cancel` named the sequence; "fault": its logits or KV were
-# not finite; "stuck": its guide allows no next token.
+# Why a sequence ended. "scored": its prompt was scored, and it generates no tokens; "cancelled": a
+# `Cancel` named the sequence; "fault": its hidden states or logits were not finite; "stuck": its
+# guide allows no next token.
 EndReason = (
     Literal["stop", "length", "scored", "deadline", "cancelled", "fault", "stuck"] | RejectionReason
 )
@@ -57,14 +58,14 @@ class AdapterRef(_Part, frozen=True):
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the rows are keys and values for KV blocks instead of adapter pool rows."""
+        """Whether the rows are keys and values, which KV blocks store, not the adapter pool."""
         return self.kind == "prefix"
 
 
 class Submission(_Message, frozen=True):
     """One sequence to complete. A request for several answers or tasks is several submissions."""
 
-    sequence_id: int  # Chosen by the sender; never reused.
+    sequence_id: int  # The sender chooses it, and does not reuse it.
     prompt: list[int]  # An id >= vocabulary size is a virtual token: vocabulary size + adapter row.
     sampling: SamplingParams
     adapter_ref: AdapterRef | None = None
@@ -130,13 +131,13 @@ class SequenceOutput(_Part, frozen=True):
     sequence_id: int
     tokens: list[int] = []
     scores: list[TokenScore] = []  # One per token, if logprobs were requested.
-    # Scores of the prompt's tokens from `Submission.unscored` on, in order, each sent once. None
-    # for a token without a score: the prompt's first token and virtual tokens.
+    # Scores of the prompt's tokens from index `Submission.unscored_tokens` on, in order, each sent
+    # once. None for a token without a score: the prompt's first token and virtual tokens.
     prompt_scores: list[TokenScore | None] = []
     end: EndReason | None = None
     reason: str = ""  # For a rejection, "fault" or "stuck": a sentence for the caller.
     cached_tokens: int = 0  # With the first token: prompt tokens found in the prefix cache.
-    phases: Phases | None = None  # With the first token, or with the end if there is no token.
+    phases: Phases | None = None  # With the first token, or with the end "scored".
 
 
 def merge_outputs(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
@@ -164,14 +165,14 @@ class EngineStats(_Part, frozen=True):
     # All counts from here on are totals since the start of the ranks, except `adapters_resident`.
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    made_tokens: int = 0
+    made_tokens: int = 0  # Generated tokens.
     preemptions: int = 0
     steps: int = 0
     adapters_resident: int = 0  # Adapters on the device now.
     adapter_loads: int = 0  # Copies of adapters onto the device.
     drafted_tokens: int = 0  # Draft tokens that were verified.
     accepted_tokens: int = 0  # Draft tokens that were accepted.
-    replayed_steps: int = 0  # Steps that replayed a CUDA graph.
+    replayed_steps: int = 0  # Steps that ran in the CUDA graph runner.
     early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
 
 
@@ -192,7 +193,7 @@ class Ready(_Message, frozen=True):
 
 
 class StepSize(_Part, frozen=True):
-    """The size of a step: its new tokens, and the context tokens of its sequences."""
+    """The size of a step: its new tokens, and the tokens before them in its sequences."""
 
     tokens: int = 0
     context_tokens: int = 0
@@ -207,19 +208,19 @@ class StepTime(_Part, frozen=True):
 
 
 class Update(_Message, frozen=True):
-    """Outputs and statistics, and the steps that were completed and that are in flight.
+    """Outputs and statistics, the steps that were completed, and the steps that are in flight.
 
-    Both lists are in the order of the launches and leave out steps without new tokens (heartbeats).
+    The two lists of steps are in launch order, without steps that have no new tokens (heartbeats).
     """
 
     outputs: list[SequenceOutput]
     stats: EngineStats
     completed_steps: list[StepTime] = []  # Since the last update.
-    steps_in_flight: list[StepSize] = []  # With the step that is launched next, if any.
+    steps_in_flight: list[StepSize] = []  # Includes the step that is launched next, if any.
 
 
 class WarmingUp(_Message, frozen=True):
-    """The ranks have loaded the weights and run warm-up steps."""
+    """The ranks have loaded the weights, and are running warm-up steps."""
 
 
 class Failed(_Message, frozen=True):
@@ -253,15 +254,15 @@ class BlockTableUpdate(_Part, frozen=True):
 
 
 class AdapterRowsWrite(_Part, frozen=True):
-    """Copy an adapter's rows into the device's adapter pool: fp32, contiguous."""
+    """Copy an adapter's rows into the adapter pool on the device."""
 
     start: int  # First row of the pool to write.
     digest: str
-    data: bytes = b""  # The rows, which the engine loop reads from the adapter file.
+    data: bytes = b""  # The rows, fp32, contiguous. The engine loop sets them before the launch.
 
 
 class PrefixKVWrite(_Part, frozen=True):
-    """Copy `count` rows of a prefix adapter's keys and values into KV blocks: fp32, contiguous.
+    """Copy `count` rows of a prefix adapter's keys and values into KV blocks.
 
     Each rank writes the part of its own layers and KV heads.
     """
@@ -270,7 +271,7 @@ class PrefixKVWrite(_Part, frozen=True):
     start: int  # First row; row i of a prefix adapter has position i in the sequence.
     count: int
     blocks: list[int]  # The sequence's blocks, from the block of position `start` on.
-    data: bytes = b""  # The rows, which the engine loop reads from the adapter file.
+    data: bytes = b""  # The rows, fp32, contiguous. The engine loop sets them before the launch.
 
 
 class Step(_Message, frozen=True):
@@ -278,9 +279,11 @@ class Step(_Message, frozen=True):
 
     `slots`, `past`, `lengths`, `draws`, `prompt_score_counts` and a non-empty `draft_counts` have
     one entry per sequence. Before the forward pass, ranks apply `block_clears`, `block_copies`,
-    `adapter_writes`, `prefix_writes`, `slot_inits` and `block_table_updates`, in this order: a
-    cleared block may be the target of a copy, the source of a copy may be a block to write, and
-    `slot_inits` empty the block tables of their slots.
+    `adapter_writes`, `prefix_writes`, `slot_inits` and `block_table_updates`. This order matters:
+
+    - A copy may have a cleared block as its target.
+    - A prefix write may overwrite the source block of a copy.
+    - A slot init empties the block table of its slot, which an update then fills.
 
     A token id >= the vocabulary size is vocabulary size + row of the adapter pool; -1 is the token
     that the slot sampled last. A step without sequences is a heartbeat; it has an `Outcome` too.
@@ -291,11 +294,11 @@ class Step(_Message, frozen=True):
     past: list[int] = []  # For each sequence, the number of its tokens in the KV cache.
     lengths: list[int] = []  # For each sequence, the number of its new tokens.
     token_ids: list[int] = []  # All new tokens, concatenated in sequence order.
-    # For each sequence, whether a token is sampled after its last new token. If so, a token is also
-    # sampled before each of its draft tokens (`draft_counts`).
+    # For each sequence, whether tokens are sampled: one after its last new token before the draft
+    # tokens (`draft_counts`), and one after each draft token.
     draws: list[bool] = []
-    # For each sequence, the number of its first new tokens whose logits score the prompt token that
-    # follows them (taken from `SlotInit.prompt`). 0: no scores.
+    # For each sequence, the number of leading new tokens whose logits score the next prompt token,
+    # which is in `SlotInit.prompt`. 0: no scores.
     prompt_score_counts: list[int] = []
     slot_inits: list[SlotInit] = []
     block_table_updates: list[BlockTableUpdate] = []
@@ -303,8 +306,8 @@ class Step(_Message, frozen=True):
     block_copies: list[tuple[int, int]] = []
     block_clears: list[int] = []  # Blocks to zero, because they may hold NaN or infinity.
     adapter_writes: list[AdapterRowsWrite] = []
-    # For each sequence, how many of its last new tokens are draft tokens. A token is sampled after
-    # each draft token, and after the token before the first. Empty: no sequence has draft tokens.
+    # For each sequence, how many of its last new tokens are draft tokens. Empty: no sequence has
+    # draft tokens.
     draft_counts: list[int] = []
     prefix_writes: list[PrefixKVWrite] = []
 
@@ -326,10 +329,12 @@ class Outcome(_Message, frozen=True):
     scores: list[TokenScore] = []  # One per token, if any sequence of the step requested logprobs.
     # One list for each sequence whose `prompt_score_counts` is not 0, in order.
     prompt_scores: list[list[TokenScore]] = []
-    faults: list[int] = []  # Sequences (indices in the step) with NaN or infinite logits or KV.
-    seconds: float = 0.0  # From the step's arrival to its end on the last stage.
+    faults: list[int] = []  # Sequences (indices in the step) whose computed values are not finite.
+    # Duration on the last stage, from the step's arrival, or from the end of the previous step if
+    # that is later.
+    seconds: float = 0.0
     stuck: list[int] = []  # Sequences (indices in the step) whose guide allows no next token.
-    replayed: bool = False  # The step replayed a CUDA graph.
+    replayed: bool = False  # The step ran in the CUDA graph runner.
 
 
 encode = msgspec.msgpack.Encoder().encode

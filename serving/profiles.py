@@ -23,8 +23,8 @@ PROFILES = ("latency", "throughput")
 # The same relative path in a checkout and in an installation.
 PRESETS_FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "config"
 
-# The settings that a plan contains. The KV cache capacity is not planned: the server measures the
-# free memory at each start, since it may differ.
+# The settings that a plan contains. The KV cache capacity is not planned: the server derives it
+# from the free memory, which may differ at each start.
 PLANNED_SETTINGS = (
     "tp",
     "pp",
@@ -41,8 +41,8 @@ DEFAULT_SPLIT = {"tp": 1, "pp": 1}
 class Profile:
     """The settings of a profile, and where they come from."""
 
-    values: Mapping[str, Any]
-    note: str  # Log line that names the source of the values.
+    settings: Mapping[str, Any]
+    note: str  # Log line that names the source of the settings.
 
 
 def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
@@ -66,11 +66,11 @@ def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
         reason = f"{plan_path} cannot be read; {plan_command} replaces it"
         return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
     planned = {key: plan_settings[key] for key in PLANNED_SETTINGS if key in plan_settings}
-    split_conflicts = [
-        f"{key} {value}"
-        for key, default in DEFAULT_SPLIT.items()
-        if (value := settings.get(key)) not in (None, planned.get(key, default))
-    ]
+    split_conflicts = []
+    for key, default in DEFAULT_SPLIT.items():
+        ranks = settings.get(key)
+        if ranks is not None and ranks != planned.get(key, default):
+            split_conflicts.append(f"{key} {ranks}")
     if split_conflicts:
         reason = f"the saved plan is for another split than {' and '.join(split_conflicts)}"
         return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
@@ -103,7 +103,7 @@ def plan_file(config: GPTConfig, dtype: str, device: str, name: str) -> Path:
 
 
 def describe_machine(device: str) -> str:
-    """Return a text with this machine's GPUs or CPU cores; machines with equal text share plans."""
+    """Return a text that names this machine's GPUs or CPU cores; it is a part of a plan's key."""
     if device.startswith("cuda"):
         import torch
 

@@ -17,8 +17,8 @@ from serving.messages import AdapterRef, Guide, ServiceClass, TokenScore
 # "scored": only prompt scores were requested, and no new token. "time": `time_limit_s` of the
 # request was reached.
 FinishReason = Literal["stop", "length", "scored", "time"]
-# True: beam search ends as soon as it has enough hypotheses. False: it ends when a heuristic finds
-# no likely improvement. "never": it ends only when no live beam can improve the result.
+# When beam search ends. True: as soon as it has `beam_width` hypotheses. False: when a heuristic
+# finds no likely improvement. "never": when no live beam can improve the hypotheses.
 EarlyStopping = bool | Literal["never"]
 
 
@@ -59,7 +59,7 @@ class Ask:
     guide: Guide | None = None
     ignore_ends: bool = False  # Do not stop at the model's end-of-text tokens.
     stop_in_text: bool = False  # Include the matched stop string in the answer's text.
-    truncate_tokens: int | None = None  # Keep the last tokens of the prompt, at most this many.
+    truncate_tokens: int | None = None  # Keep at most this number of tokens, from the prompt's end.
     time_limit_s: float | None = None  # After this time the answer ends without an error.
     beam_width: int = 1  # 1: no beam search; more: the answers are the best beams, best first.
     length_penalty: float = 1.0  # A beam's score is its log-probability / length ** this value.
@@ -91,8 +91,8 @@ class AnswerSpec:
     is_private: bool = False  # Whether other tenants must not see the adapter's name.
     adapter_ref: AdapterRef | None = None
     virtual_tokens: int = 0  # Number of virtual tokens in `prompt`.
-    # Number of tokens at the end of the prompt that are a continuation; if not 0, only they are
-    # scored.
+    # Number of tokens at the end of the prompt that are a continuation; only these are scored.
+    # 0: no continuation.
     continuation_tokens: int = 0
 
     @property
@@ -102,7 +102,7 @@ class AnswerSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """A validated request for the engine. Answers are identified by index, in order of tasks."""
+    """A validated request. An answer is identified by its index; a task's answers are adjacent."""
 
     answers: tuple[AnswerSpec, ...]
     guide: Guide | None = None
@@ -122,14 +122,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stream: new tokens of one answer, and the new text that cannot change later."""
+    """New output of a stream: tokens of one answer, and the text that cannot change any more."""
 
     token_ids: tuple[int, ...]
     text: str
-    finish: FinishReason | None
+    finish: FinishReason | None  # None: the answer continues, or it failed (`error`).
     index: int = 0
     scores: tuple[TokenScore, ...] = ()  # One per token, if logprobs were requested.
-    # Scores of the prompt's (or the continuation's) tokens, in order; None: a token has no score.
+    # Scores of the prompt's (or the continuation's) tokens, in order. None: the token has no score.
     prompt_scores: tuple[TokenScore | None, ...] = ()
     cached_tokens: int = 0  # Prompt tokens from the prefix cache; only with the first token.
     beam_score: float | None = None  # Beam search only, with the last piece.

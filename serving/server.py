@@ -1,8 +1,8 @@
 """Server lifecycle: checks settings, binds ports, loads the model, serves, reports health, drains.
 
-Health is NOT_SERVING until the model is loaded, while ranks are lost, and from the first SIGTERM
-on. The first SIGTERM starts the drain: the server refuses new calls and finishes accepted ones. A
-second signal ends the process at once.
+Health is NOT_SERVING until the model is loaded, while ranks are lost, and during the drain. The
+first SIGTERM or SIGINT starts the drain: the server refuses new calls and finishes accepted ones. A
+second signal ends the drain at once. A signal while the model is being loaded stops the server.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 SERVICES = [protocol.service for protocol in all_services()]
 
-# Names that health probes, such as those of Kubernetes, request besides the names of services.
+# Names that health probes (for example of Kubernetes) may request besides the service names.
 LIVENESS, READINESS = "liveness", "readiness"
 
-# Time for open connections to close after the last call has ended.
+# Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
 
 # Largest share of a thread's time that scans of the adapter directory may take.
@@ -90,18 +90,18 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     tls_context = None if tls is None else tls.context
     http = HttpServer(network, _http_routes(network, frontend), tls=tls_context)
     async with _tracing(config.observability_config, frontend), http, metrics_server:
-        link = open_transport(config)
+        transport = open_transport(config)
         await server.start()
         stop_now = _install_signal_handlers(frontend)
         try:
-            loading = _load_in_thread(service, link)
+            loading = _load_in_thread(service, transport)
             if not await _finishes_first(loading, frontend.stop_requested):
                 loading.cancel()
                 log.info("event=stopped while=loading")
                 return 0
             loading.result()
             gc.collect()
-            # A garbage collection that visits all long-lived objects takes 0.1 s; exclude them.
+            # A collection of all long-lived objects takes 0.1 s; exclude these objects from it.
             gc.freeze()
             _watch_engine(metrics, service)
             frontend.attach_service(service)
@@ -126,7 +126,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
             await _drain(server, frontend, health, stop_now)
         finally:
             await asyncio.to_thread(service.close)
-            await asyncio.to_thread(link.close)
+            await asyncio.to_thread(transport.close)
             await server.stop(0)
     return 0
 
@@ -144,18 +144,18 @@ async def _tracing(config: ObservabilityConfig, frontend: Frontend) -> AsyncIter
             f"traces is {config.traces}, but {error.name or 'a package'} is not installed; "
             "run pip install 'preamble[traces]', or remove traces"
         ) from None
-    traces = CallTracer(config.traces, config.traces_share, version())
-    outbox, watch = traces.processor, frontend.metrics.watch_counter
-    watch("trace_spans_sent", "Trace spans exported.", lambda: outbox.exported)
-    watch("trace_spans_dropped", "Trace spans dropped.", lambda: outbox.dropped)
-    frontend.tracer = traces
+    tracer = CallTracer(config.traces, config.traces_share, version())
+    processor, watch_counter = tracer.processor, frontend.metrics.watch_counter
+    watch_counter("trace_spans_sent", "Trace spans exported.", lambda: processor.exported)
+    watch_counter("trace_spans_dropped", "Trace spans dropped.", lambda: processor.dropped)
+    frontend.tracer = tracer
     try:
         yield
     finally:
-        await asyncio.to_thread(traces.close)
+        await asyncio.to_thread(tracer.close)
 
 
-def _load_in_thread(service: Service, link: EngineTransport) -> "asyncio.Future[None]":
+def _load_in_thread(service: Service, transport: EngineTransport) -> "asyncio.Future[None]":
     """Load the model in a daemon thread, so that a signal can end the process during the load."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[None] = loop.create_future()
@@ -163,10 +163,10 @@ def _load_in_thread(service: Service, link: EngineTransport) -> "asyncio.Future[
     def open_service() -> None:
         failure = None
         try:
-            service.open(link)
+            service.open(transport)
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # The loop is closed already if a signal came first.
+        with suppress(RuntimeError):  # If a signal came first, the loop is closed.
             loop.call_soon_threadsafe(resolve_future, failure)
 
     def resolve_future(failure: BaseException | None) -> None:
@@ -225,7 +225,7 @@ def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str
 
 
 def _install_signal_handlers(frontend: Frontend) -> asyncio.Event:
-    """Handle SIGTERM and SIGINT: the first drains, the second sets the returned event.
+    """Handle SIGTERM and SIGINT: the first starts the drain, the second sets the returned event.
 
     SIGUSR2 writes the flight recorder to a file.
     """
@@ -286,7 +286,7 @@ async def _poll_adapters(service: Service) -> None:
         started = time.monotonic()
         try:
             await asyncio.to_thread(service.adapters.scan)
-        except Exception:  # For example, a network file system is away; the next scan retries.
+        except Exception:  # For example, a network file system is away. The next scan retries.
             log.exception("event=adapters_not_scanned")
         scan_s = time.monotonic() - started
 
@@ -353,9 +353,11 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
     scrape_executor = ThreadPoolExecutor(1, "scrape")
 
     def liveness() -> TextPage:
-        # While lost ranks are restarted, the liveness probe still passes.
-        is_gone = frontend.service is not None and frontend.service.engine.has_failed
-        return TextPage(503, b"the engine has stopped\n") if is_gone else TextPage(200, b"live\n")
+        # The probe passes while lost ranks are restarted. It fails after a permanent failure.
+        has_failed = frontend.service is not None and frontend.service.engine.has_failed
+        if has_failed:
+            return TextPage(503, b"the engine has stopped\n")
+        return TextPage(200, b"live\n")
 
     def readiness() -> TextPage:
         if frontend.state != "serving" or frontend.service is None:
@@ -403,7 +405,7 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         ("adapters_resident", "Adapters on the device.", lambda: engine.stats.adapters_resident),
         ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
-        ("engine_up", "1 if the ranks answer, else 0.", lambda: engine.up),
+        ("engine_up", "1 if the ranks are ready, else 0.", lambda: engine.up),
         (
             "kv_usage_ratio",
             "Fraction of KV cache blocks held by requests.",
@@ -430,7 +432,7 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         (
             "engine_preemptions",
-            "Requests preempted for lack of KV blocks.",
+            "Preemptions of running sequences.",
             lambda: engine.stats.preemptions,
         ),
         (

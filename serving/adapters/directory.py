@@ -3,9 +3,9 @@
 An adapter version is a file `name@version.safetensors`, or `name.safetensors` for version 1; its
 content never changes. `name` without a version means the version in the name's alias record, or the
 newest version if there is no record. A file that cannot be used is logged once and skipped. Only
-the cards stay in memory, since few of ten thousand adapters are in use at a time; the workers read
-the tables. One `AdapterDirectory` has the adapters of one tenant, or the adapters that all tenants
-share.
+the cards stay in memory, because few of ten thousand adapters are in use at a time; the engine loop
+reads the tables. One `AdapterDirectory` has the adapters of one tenant, or the adapters that all
+tenants share.
 """
 
 import logging
@@ -44,8 +44,9 @@ class LoadedAdapter:
 class _Snapshot:
     """The result of a scan. Immutable, so that readers need no lock."""
 
-    adapters: Mapping[str, LoadedAdapter] = field(default_factory=dict)
-    current: Mapping[str, LoadedAdapter] = field(default_factory=dict)
+    adapters: Mapping[str, LoadedAdapter] = field(default_factory=dict)  # By `name@version`.
+    current: Mapping[str, LoadedAdapter] = field(default_factory=dict)  # By name.
+    # All adapters, sorted by name and version, each with a flag for the current version.
     listing: Sequence[tuple[LoadedAdapter, bool]] = ()
 
 
@@ -80,7 +81,7 @@ class AdapterDirectory:
         self._rejection_reasons: dict[str, str] = {}  # By file name.
         self._snapshot = _Snapshot()
         self.folders: tuple[str, ...] = ()  # Subdirectories at the last scan.
-        # Rejected files; a file that is rejected again after a change counts again.
+        # Number of rejected files; a file that is rejected again after a change counts again.
         self.failures = 0
 
     def __len__(self) -> int:
@@ -88,7 +89,7 @@ class AdapterDirectory:
 
     @property
     def listing(self) -> Sequence[tuple[LoadedAdapter, bool]]:
-        """Return all adapters, sorted by name and version; the flag marks the current version."""
+        """All adapters, sorted by name and version, each with a flag for the current version."""
         return self._snapshot.listing
 
     def find(self, name: str) -> LoadedAdapter | None:
@@ -103,7 +104,7 @@ class AdapterDirectory:
         return self._snapshot.current.get(adapter.name) is adapter
 
     def rejection_reason(self, name: AdapterName) -> str | None:
-        """Return why the file of a version cannot be used, or None.
+        """Return why the file of a version cannot be used; None: the file is not rejected.
 
         Without a version, `name` means the newest rejected version.
         """
@@ -120,9 +121,9 @@ class AdapterDirectory:
     def is_stale(self) -> bool:
         """Return whether the directory may contain files that the last scan did not see.
 
-        This costs one `stat`, so that requests with unknown names stay cheap. The result is also
-        True if the directory changed shortly before the scan, because a later change may have left
-        its coarse mtime equal.
+        This costs one `stat`, so that requests with unknown names stay cheap. The answer is also
+        True if the directory changed shortly before the scan, because a change after the scan may
+        have the same coarse mtime.
         """
         mtime_ns = os.stat(self.directory).st_mtime_ns
         return (
@@ -157,8 +158,8 @@ class AdapterDirectory:
         adapters: dict[str, LoadedAdapter] = {}
         # Loaded adapters stay loaded; new files fill the remaining capacity in name order.
         for file in sorted(file_stamps, key=lambda name: (name not in loaded_files, name)):
-            unchanged = previous_stamps.get(file) == file_stamps[file]
-            self._load_file(self.directory / file, unchanged, adapters)
+            is_unchanged = previous_stamps.get(file) == file_stamps[file]
+            self._load_file(self.directory / file, is_unchanged, adapters)
         self._publish(adapters)
 
     def _read_aliases(self, stamps: dict[str, tuple[int, int]]) -> None:
@@ -177,8 +178,10 @@ class AdapterDirectory:
         self._alias_stamps = stamps
         self._aliases = aliases
 
-    def _load_file(self, file: Path, unchanged: bool, adapters: dict[str, LoadedAdapter]) -> None:
-        """Add the adapter of a file to `adapters`; reuse it if it is loaded already."""
+    def _load_file(
+        self, file: Path, is_unchanged: bool, adapters: dict[str, LoadedAdapter]
+    ) -> None:
+        """Add the adapter of a file to `adapters`; read the file only if it is not loaded yet."""
         try:
             name, version = parse_name(file.name.removesuffix(SUFFIX))
             key = f"{name}@{version or 1}"
@@ -190,10 +193,10 @@ class AdapterDirectory:
                 loaded_adapter = None  # The loaded adapter is from another file.
             is_duplicate = key in adapters
             is_full = loaded_adapter is None and len(adapters) >= self._adapters_max
-            if loaded_adapter is None and unchanged:
+            if loaded_adapter is None and is_unchanged:
                 if is_duplicate or is_full or file.name not in self._skipped_files:
                     return  # The file was rejected before, and has not changed.
-                unchanged = False  # There is capacity for the file now.
+                is_unchanged = False  # There is capacity for the file now.
             self._skipped_files.discard(file.name)
             if is_duplicate or is_full:
                 self._skipped_files.add(file.name)
@@ -209,20 +212,20 @@ class AdapterDirectory:
             adapters[key] = loaded_adapter or self._read_adapter(
                 file, AdapterName(name, version or 1)
             )
-            if loaded_adapter is not None and not unchanged:
+            if loaded_adapter is not None and not is_unchanged:
                 raise ConfigError(
                     "the file changed after it was loaded, so the old content is served while it "
                     "is in memory; write a new version instead"
                 )
         except PreambleError as error:
-            if not unchanged:
+            if not is_unchanged:
                 self._reject(file, str(error))
         except Exception:  # A bug that one file triggers must not affect the other files.
             log.exception("event=adapter_fault file=%s", file.name)
             self._reject(file, "internal error while reading the file; see the server log")
 
     def _read_adapter(self, file: Path, name: AdapterName) -> LoadedAdapter:
-        # Reads the whole file to verify its digest, so that every listed adapter is usable.
+        # This reads the whole file to verify its digest, so that every listed adapter is usable.
         adapter = open_adapter(file)
         self._check(adapter)
         path = str(file.absolute())
@@ -269,7 +272,7 @@ class AdapterDirectory:
                 )
         for key in self._snapshot.adapters.keys() - adapters.keys():
             log.info("event=adapter_dropped adapter=%s", key)
-        ordered = sorted(adapters.values(), key=lambda r: (r.name, r.version))
+        ordered = sorted(adapters.values(), key=lambda adapter: (adapter.name, adapter.version))
         listing = [(adapter, current[adapter.name] is adapter) for adapter in ordered]
         self._snapshot = _Snapshot(adapters, current, listing)
 
@@ -278,9 +281,9 @@ _Listing = tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], tuple[s
 
 
 def _list_directory(directory: Path) -> _Listing:
-    """List adapter files and alias files with their stamps, and subdirectories, in one pass.
+    """Return the stamps of adapter files, the stamps of alias files, and the subdirectories.
 
-    The stamp of a file differs after the file has changed.
+    A file's stamp changes when the file changes.
     """
     file_stamps: dict[str, tuple[int, int]] = {}
     alias_stamps: dict[str, tuple[int, int]] = {}
@@ -297,8 +300,8 @@ def _list_directory(directory: Path) -> _Listing:
                     file_stamps[entry.name] = (status.st_mtime_ns, status.st_size)
                 elif entry.name.endswith(ALIAS_SUFFIX):
                     status = entry.stat()
-                    # A rename replaces an alias file, often by a file of equal size. For this
-                    # reason the inode is compared, not the size.
+                    # A rename replaces an alias file, often by a file of equal size. Therefore the
+                    # inode is compared, not the size.
                     alias_stamps[entry.name] = (status.st_mtime_ns, status.st_ino)
             except OSError:  # The file was removed after it was listed.
                 continue

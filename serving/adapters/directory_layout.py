@@ -28,11 +28,11 @@ ALIAS_BYTES_MAX = 4096
 
 @dataclass(frozen=True)
 class AliasRecord:
-    """The current version of a name, and the history that rollback and uploads need."""
+    """The current version of a name, the versions to roll back to, and the used version numbers."""
 
     current: int | None = None  # None: the newest version.
     previous: tuple[int, ...] = ()  # Formerly current versions, the latest first.
-    unloaded_max: int = 0  # Highest unloaded version; uploads do not use its number again.
+    unloaded_max: int = 0  # Highest unloaded version; uploads get higher numbers.
 
     def with_current(self, version: int, replaced: int) -> "AliasRecord":
         if version == self.current:
@@ -65,7 +65,7 @@ def read_alias(folder: Path, name: str) -> AliasRecord:
 
 
 def _alias_error(path: Path) -> ConfigError:
-    return ConfigError(f"{path.name} is not a valid alias record; promote a version again")
+    return ConfigError(f"{path.name} is not a valid alias record; repair or remove the file")
 
 
 def write_alias(folder: Path, name: str, alias: AliasRecord) -> None:
@@ -76,7 +76,7 @@ def write_alias(folder: Path, name: str, alias: AliasRecord) -> None:
 
 
 def unloaded_path(file: Path) -> Path:
-    """Return the hidden path to which an unloaded adapter's file is moved, to be removed later."""
+    """Return the hidden path to which an unloaded adapter's file is renamed until its removal."""
     return file.with_name(f"{UNLOADED_PREFIX}{file.name}")
 
 

@@ -57,7 +57,7 @@ class AdapterRegistry:
 
     @property
     def failures(self) -> int:
-        """Count of rejected files; a file that is rejected again after a change counts again."""
+        """Number of rejected files; a file that is rejected again after a change counts again."""
         return self._removed_failures + sum(
             directory.failures for directory in self._directories.values()
         )
@@ -65,7 +65,8 @@ class AdapterRegistry:
     def resolve(self, name: str, tenant: str = "") -> LoadedAdapter:
         """Return the adapter `name` or `name@version`.
 
-        If it is unknown and a directory may have changed, the tenant's directories are scanned.
+        If the name is unknown and a directory may have changed, the directories in which the tenant
+        looks up names are scanned.
         """
         base_name, _ = parse_name(name)  # Rejects invalid names before any disk access.
         adapter = self._find(base_name, name, tenant)
@@ -73,7 +74,7 @@ class AdapterRegistry:
             try:
                 if any(directory.is_stale() for directory in self._directories_of(tenant)):
                     self.scan(tenant)
-            except OSError:  # For example, a network file system is temporarily away.
+            except OSError:  # For example, a network file system is unavailable.
                 log.exception("event=adapters_not_scanned")
             adapter = self._find(base_name, name, tenant)
         if adapter is None:
@@ -84,9 +85,9 @@ class AdapterRegistry:
         return adapter
 
     def list_visible(self, tenant: str = "") -> list[tuple[LoadedAdapter, bool]]:
-        """Return the adapters that a tenant can see, each with a flag for the current version.
+        """Return the adapters that a tenant can see, sorted by name and version.
 
-        They are sorted by name and version.
+        Each has a flag for the current version.
         """
         if not self._directories:
             return []
@@ -114,7 +115,7 @@ class AdapterRegistry:
         return directory is not None and directory.is_current(adapter)
 
     def rejection_reason(self, name: AdapterName, tenant: str) -> str | None:
-        """Return why a file of that name in the tenant's own directory cannot be used, or None."""
+        """Return why the file of `name` in the tenant's own directory cannot be used, or None."""
         directory = self._directories.get(tenant)
         return None if directory is None else directory.rejection_reason(name)
 
@@ -146,7 +147,7 @@ class AdapterRegistry:
         directory.scan(self.adapters_max - (len(self) - len(directory)))
 
     def _update_tenant_directories(self, shared_directory: AdapterDirectory) -> None:
-        """Add and remove directories so that each folder with a valid tenant name has one."""
+        """Add and remove `AdapterDirectory`s, one for each folder with a valid tenant name."""
         tenants = [name for name in shared_directory.folders if NAME_PATTERN.fullmatch(name)]
         directories, previous = {"": shared_directory}, self._directories
         for name in tenants:
@@ -163,7 +164,7 @@ class AdapterRegistry:
         return [directories[owner] for owner in dict.fromkeys((tenant, "")) if owner in directories]
 
     def _find(self, base_name: str, name: str, tenant: str) -> LoadedAdapter | None:
-        """Look up a name. If the tenant's directory has any version, shared versions are hidden."""
+        """Look up a name in the tenant's directory, or in the shared one if the tenant has none."""
         directory = next(
             (directory for directory in self._directories_of(tenant) if directory.has(base_name)),
             None,

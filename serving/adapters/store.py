@@ -1,8 +1,8 @@
 """Adapter store: uploads, loads, unloads, promotes and rolls back adapter versions on disk.
 
-Each change is one rename or link, and therefore atomic for every server that reads the directory.
-A caller changes only its own tenant's folder. The registry scans the directory immediately after
-each change. All functions do blocking file I/O: call them in a thread.
+Each file appears, changes or is hidden by one rename or link, which is atomic for every server that
+reads the directory. A caller changes only its own tenant's folder. The registry scans the directory
+immediately after each change. Functions that access files block: call them in a thread.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 VERSION_MAX = 999_999  # A version in a name has at most six digits.
 UPLOAD_LOCK_DELAY_MAX_S = 1.0  # Largest delay between creating and locking an upload's file.
 # Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
-# the adapter was unloaded have ended by then.
+# the adapter was unloaded are expected to end within this time.
 UNLOADED_KEEP_S = 3600.0
 
 
@@ -53,7 +53,7 @@ class AdapterStore:
         self._active_uploads = 0
 
     def start_upload(self, name: str, tenant: str) -> "AdapterUpload":
-        """Reserve an upload slot, which `AdapterUpload.discard` releases; access no files."""
+        """Reserve an upload slot, which `AdapterUpload.discard` releases; no file is accessed."""
         adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
         with self.change_lock:
             if self._active_uploads >= self.config.uploads_max:
@@ -72,7 +72,7 @@ class AdapterStore:
         return self.adapters.resolve(name, tenant)
 
     def load(self, name: str, tenant: str) -> LoadedAdapter:
-        """Scan now and return the adapter; if its file is unusable, raise with the reason."""
+        """Scan now and return the adapter; if its file is unusable, the error has the reason."""
         adapter_name = self._parse_name(name, "name")
         with _reraise_os_errors():
             self.adapters.scan(tenant)
@@ -87,7 +87,8 @@ class AdapterStore:
     def unload(self, name: str, tenant: str) -> None:
         """Remove a version.
 
-        Its file is hidden, and deleted after UNLOADED_KEEP_S, because requests may still use it.
+        Requests may still use its file, so the file gets a hidden name, and is deleted after
+        UNLOADED_KEEP_S.
         """
         adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
         with self.change_lock, _reraise_os_errors():
@@ -100,7 +101,7 @@ class AdapterStore:
                 raise self._not_own_error(name, tenant)
             alias = _read_alias(folder, adapter_name.name)
             unloaded_max = max(alias.unloaded_max, adapter_name.version or 1)
-            # The record is written before the rename, so that the version number is never free.
+            # The record is written before the rename, so that no upload gets this version number.
             write_alias(
                 folder, adapter_name.name, AliasRecord(alias.current, alias.previous, unloaded_max)
             )
@@ -157,7 +158,7 @@ class AdapterStore:
         with suppress(OSError):
             folders = [directory, *(child for child in directory.iterdir() if child.is_dir())]
             for folder in folders if tenant is None else [self._tenant_folder(tenant)]:
-                with suppress(OSError):  # Without write permission, this server has no such files.
+                with suppress(OSError):  # A server without write permission made no such files.
                     _sweep_folder(folder)
 
     def _parse_name(self, name: str, field: str) -> AdapterName:
@@ -301,8 +302,8 @@ class AdapterUpload:
             ) from None
 
     def _check_adapter(self, adapter: Adapter) -> None:
-        # A prefix row holds the keys and values of all layers, so its numbers are compared one by
-        # one with the limit that applies to the norm of a virtual-token row.
+        # `row_norm_max` limits the norm of a virtual token's row. A prefix row has the keys and
+        # values of all layers, so each of its elements is compared with the limit instead.
         is_prefix = adapter.card.kind == "prefix"
         magnitude = float((adapter.table.abs() if is_prefix else adapter.table.norm(dim=1)).max())
         limit = self._store.config.row_norm_max
@@ -357,7 +358,7 @@ class AdapterUpload:
             while True:
                 key = f"{self._name.name}@{self._choose_version()}"
                 try:
-                    # Fails if another server has published the same version meanwhile.
+                    # This fails if another server has published the same version meanwhile.
                     rename_durable(
                         self._partial_path, self._folder / f"{key}{SUFFIX}", overwrite=False
                     )
@@ -370,7 +371,7 @@ def _read_alias(folder: Path, name: str) -> AliasRecord:
     try:
         return read_alias(folder, name)
     except ConfigError as error:
-        # Overwriting the record would allow unloaded version numbers to be used again.
+        # Overwriting an invalid record would allow unloaded version numbers to be used again.
         raise RefusedError(
             "NOT_POSSIBLE_NOW",
             f"{alias_path(folder, name).name} in the server's adapter directory is not a valid "
@@ -409,7 +410,7 @@ def _sweep_folder(folder: Path) -> None:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Return whether no process has locked the file, for example because its writer was killed."""
+    """Return whether no process has locked an upload's file, because its writer has ended."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """Beam search: live beams, finished hypotheses, and the rounds of one-token answers.
 
-`BeamSearchScorer` is the algorithm alone: `advance` extends its `live` beams by the most likely
-tokens after each of them. `BeamSearch` turns each round into ordinary answers of one token. From
-the second round on, the prefix cache normally holds each prompt except its last few tokens. Options
+`BeamSearchScorer` is the algorithm alone: `advance` extends the `live` beams by their most likely
+next tokens. `BeamSearch` turns each round into ordinary answers of one token. From the second round
+on, the prefix cache normally holds each prompt except its last few tokens. Options
 that beam search does not support are refused here by name. The module is independent of transport,
 clock and model.
 """
@@ -36,8 +36,8 @@ _COMPATIBLE_FIELDS = (
 _BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 _FIELD_ALIASES = {"stop_strings": "stops.strings"}  # Names that errors use for a field.
 _DEFAULT_ASK = Ask(None)
-# Explicit values that are accepted, because an unset field means the same with beam search:
-# temperature 0 (no sampling) and top_p 1 (all tokens).
+# Values of other fields that are accepted because they change nothing in beam search: temperature 0
+# (no sampling) and top_p 1 (all tokens).
 _NEUTRAL_VALUES = {"temperature": 0.0, "top_p": 1.0}
 
 TopLogprobs = Sequence[tuple[int, float]]  # Token ids and log-probabilities, best first.
@@ -102,7 +102,7 @@ class BeamSearchScorer:
 
     @property
     def candidates_max(self) -> int:
-        """Number of top tokens per beam, so that `width` of them are not stop tokens."""
+        """Number of top tokens per beam, so that at least `width` of them are not stop tokens."""
         return self._rule.width + len(self._stop_token_ids)
 
     @property
@@ -114,13 +114,13 @@ class BeamSearchScorer:
         return self._rule.early_stopping is True or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
-        """Whether the score of the best live beam is at most that of the worst hypothesis.
+        """Whether the best live beam scores no better than the worst hypothesis.
 
-        The length in the score of the live beam is its present length; with early_stopping "never"
-        and a positive length penalty, it is the maximum length.
+        The live beam is scored with its present length; with early_stopping "never" and a positive
+        length penalty, it is scored with the maximum length.
         """
-        allow_full_length = self._rule.early_stopping == "never" and self._rule.length_penalty > 0
-        length = self._tokens_max if allow_full_length else self._length
+        uses_maximum = self._rule.early_stopping == "never" and self._rule.length_penalty > 0
+        length = self._tokens_max if uses_maximum else self._length
         return self._score(self.live[0].sum_logprobs, length) <= self.hypotheses[-1].score
 
     def _score(self, sum_logprobs: float, length: int) -> float:
@@ -169,8 +169,8 @@ class BeamSearchScorer:
 class BeamSearch:
     """The beam search for one task of a request: a prompt, and an adapter if there is one.
 
-    It makes rounds of one-token answers, which the engine submits. `indices` are the indices of the
-    request's answers that the search produces.
+    The search makes rounds of one-token answers, which the engine submits. `indices` are the
+    indices of the request's answers that the search produces.
     """
 
     def __init__(
@@ -187,10 +187,11 @@ class BeamSearch:
         self._logprobs = sampling.logprobs
         logprobs = max(self._beams.candidates_max, self._logprobs or 0)
         self._single_token_sampling = SamplingParams(max_new_tokens=1, logprobs=logprobs)
+        # The top tokens after each beam of the round; None: not received yet.
         self._round_tops: list[TopLogprobs | None] = [None]
         self._cached_tokens: int | None = None
         self._first_phases: Phases | None = None  # Phases of the first round.
-        # Time of the completed rounds after the first, and of the slowest beam of this round.
+        # Seconds of the completed rounds after the first, and of this round's slowest beam so far.
         self._later_rounds_s = self._round_s = 0.0
         self.outputs: list[SequenceOutput] = []  # When done: one output for each of `indices`.
 
@@ -214,7 +215,7 @@ class BeamSearch:
         ]
 
     def record_output(self, beam_index: int, output: SequenceOutput) -> bool:
-        """Record the output of one beam of the round; returns whether another round must start.
+        """Record the output of one beam of the round; returns whether the next round must start.
 
         A failed output ends the search and becomes the output of all answers of the search.
         """
@@ -230,7 +231,7 @@ class BeamSearch:
         tops = [beam_tops for beam_tops in self._round_tops if beam_tops is not None]
         if len(tops) < len(self._round_tops):
             return False
-        self._later_rounds_s = self._later_rounds_s + self._round_s
+        self._later_rounds_s += self._round_s
         self._round_s = 0.0
         self._beams.advance(tops, self._logprobs or 0)
         if self._beams.is_done:
@@ -290,22 +291,20 @@ def check_beams(ask: Ask, width_max: int) -> None:
             "(beam_width_max)",
             "beam_width",
         )
-    for name in _BEAM_FIELDS if width == 1 else ():
-        if getattr(ask, name) != getattr(_DEFAULT_ASK, name):
-            raise RequestError(
-                f"{name} is for beam search only, and beam_width is 1; set beam_width to 2 or "
-                f"more, or remove {name}",
-                name,
-            )
     if width == 1:
+        for name in _BEAM_FIELDS:
+            if getattr(ask, name) != getattr(_DEFAULT_ASK, name):
+                raise RequestError(
+                    f"{name} is for beam search only, and beam_width is 1; set beam_width to 2 or "
+                    f"more, or remove {name}",
+                    name,
+                )
         return
-    for name in [
-        field.name
-        for field in fields(ask)
-        if field.name not in (*_COMPATIBLE_FIELDS, *_BEAM_FIELDS)
-    ]:
-        value, field_name = getattr(ask, name), _FIELD_ALIASES.get(name, name)
-        if value not in (getattr(_DEFAULT_ASK, name), _NEUTRAL_VALUES.get(name)):
+    for name in [field.name for field in fields(ask)]:
+        if name in _COMPATIBLE_FIELDS or name in _BEAM_FIELDS:
+            continue
+        field_name = _FIELD_ALIASES.get(name, name)
+        if getattr(ask, name) not in (getattr(_DEFAULT_ASK, name), _NEUTRAL_VALUES.get(name)):
             raise RequestError(
                 f"{field_name} is not supported with beam search (beam_width is {width}): beams "
                 "are ranked by the model's unmodified log-probabilities and end only at stop "
@@ -334,8 +333,8 @@ def check_beams(ask: Ask, width_max: int) -> None:
 def check_beam_stops(answer: AnswerSpec, width: int, vocab_size: int) -> None:
     """Refuse beam search if the adapter's card has stop strings, or if `width` is too large.
 
-    A step returns at most `LOGPROBS_MAX` top tokens. Beam search needs `width` of them besides the
-    stop tokens.
+    Beam search needs `width` + (number of stop tokens) top tokens per step; a step returns at most
+    `LOGPROBS_MAX`.
     """
     if any(answer.stop_strings):
         raise RequestError(

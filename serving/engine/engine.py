@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_S = 0.01  # A request of `generate` is submitted again after this time if the engine is full.
+RETRY_S = 0.01  # If the engine is full, `generate` submits a request again after this time.
 # A message to a client costs the front end about 100 us, independent of its size. The more streams
 # get output from a step, the longer each stream gathers tokens before it sends a message, so that
 # messages take at most MESSAGE_CPU_SHARE_MAX of a core.
@@ -57,7 +57,8 @@ MESSAGE_CPU_SHARE_MAX = 0.4
 # If the caller reads only complete answers, tokens are delivered at this interval: a wake-up for
 # each token would take 100 us from the caller and from a model in the same process.
 FINAL_ONLY_FLUSH_S = 0.2
-RANK_LOSSES_MAX = 1  # Rank losses a request survives before it is assumed to be the cause.
+# A request ends with an error after more rank losses than this, because it may be their cause.
+RANK_LOSSES_MAX = 1
 STOPPED_MESSAGE = "the engine stopped before the answer was finished; try again"
 
 
@@ -77,7 +78,7 @@ class Engine:
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
         self._observability_config = observability_config
-        self._lock = threading.Lock()  # Guards the fields below; held only briefly.
+        self._lock = threading.Lock()  # Guards the private fields below, for short times.
         # Sequences that were submitted and have not ended, by sequence id.
         self._sequences: dict[int, TrackedSequence] = {}
         self._awaiting_ranks: list[Job] = []  # To be submitted when new ranks are ready.
@@ -88,8 +89,8 @@ class Engine:
         self._last_sequence_id = 0
         self._closed = False
         self._up = False  # The ranks are ready.
-        # Set when the ranks become ready for the first time, the engine fails permanently, or it is
-        # closed.
+        # Set when the ranks become ready for the first time, and when the engine fails permanently
+        # or is closed.
         self._startup_settled = threading.Event()
         self._recovery_timer: threading.Timer | None = None
         self.down_reason = ""  # Why the engine is not up.
@@ -159,7 +160,7 @@ class Engine:
     def check_capacity(self, pending: int = 0) -> None:
         """Raise the error that `submit` would raise for a request with one answer.
 
-        `pending` further answers, which are not submitted yet, are counted too.
+        `pending`: the number of answers to count in addition, which are not submitted yet.
         """
         with self._lock:
             self._check_capacity(1, pending)
@@ -197,7 +198,7 @@ class Engine:
         ]
 
     def dump(self) -> str:
-        """Ask the engine loop to write its flight recorder to a file; returns the file's path."""
+        """Send the command to write the flight recorder to a file; returns the file's path."""
         path = str(crash_path(self._observability_config.flight_dir))
         self._transport.send(DumpFlightRecorder(path, self._observability_config.flight_ids))
         return path
@@ -305,7 +306,8 @@ class Engine:
                 "fewer",
                 "answers",
             )
-        if (unfinished := self._count_unfinished() + pending) + new_sequences > self._capacity:
+        unfinished = self._count_unfinished() + pending
+        if unfinished + new_sequences > self._capacity:
             raise OverloadedError(
                 f"{unfinished} answers are running or waiting, and this server can run and queue "
                 f"{self._capacity} (running_requests_max + queue_requests_max); try again later"
@@ -346,7 +348,7 @@ class Engine:
         """Record the output of a sequence; return the events for the streams.
 
         After a loss of ranks, the new ranks repeat prompt scores and the number of cached tokens.
-        What was already recorded is removed from `output`, so that it is not delivered twice.
+        The repeated scores and number are removed from `output`, so that each is delivered once.
         """
         job = sequence.job
         if output.end is not None:
@@ -376,7 +378,7 @@ class Engine:
     def _record_beam_output(
         self, beam: TrackedSequence, output: SequenceOutput
     ) -> list[StreamEvent]:
-        """Record a beam's token; the last one of a round starts a new round or ends the search."""
+        """Record a beam's token. The last beam of a round starts a new round or ends the search."""
         job = beam.job
         search = beam.search
         beam.finished = True
@@ -393,7 +395,7 @@ class Engine:
         ]
 
     def _abandon(self, job: Job, sequences: Iterable[TrackedSequence]) -> None:
-        """Mark sequences whose output is no longer needed as finished, to be cancelled."""
+        """Finish sequences whose output is no longer needed; `_send_cancels` cancels them."""
         for sequence in sequences:
             sequence.finished = True
             self._to_cancel.append(sequence.sequence_id)
@@ -467,7 +469,7 @@ class Engine:
         self._deliver([(job, 0, error) for job in jobs])
 
     def _cancel_answers(self, job: Job, indices: Iterable[int]) -> None:
-        """Cancel answers; the cancels of one iteration of an event loop are sent in one message."""
+        """Cancel answers. All cancels of one event-loop iteration are sent in one message."""
         with self._lock:
             is_first = not self._to_cancel
             cancelled = set(indices)
@@ -490,7 +492,10 @@ class Engine:
             self._send_cancels()
 
     def _deliver(self, events: Sequence[StreamEvent]) -> None:
-        """Deliver events to their streams, with one wake-up per event loop; defer what can wait."""
+        """Deliver events to their streams, with one wake-up per event loop, or defer all of them.
+
+        Deferred events are delivered together with later events.
+        """
         now = time.monotonic()
         with self._lock:
             self._deferred_events += events
@@ -523,7 +528,7 @@ def _push_events(events: Sequence[StreamEvent], gather_s: float) -> None:
 
 
 def _add_lost_time(sequence: TrackedSequence, phases: Phases) -> Phases | None:
-    """Count the time that was spent on lost ranks as queue time.
+    """Add the time before the latest submission, which the lost ranks took, to the queue time.
 
     None: the lost ranks had delivered the first token, so the phases have been reported already.
     """
@@ -556,7 +561,7 @@ def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return completion.result()
     except BaseException:
-        # Ctrl-C in the caller cancels the coroutine, too. If the coroutine itself failed, its loop
+        # Ctrl-C in the caller also cancels the coroutine. If the coroutine itself failed, its loop
         # is closed already.
         with suppress(RuntimeError):
             assert task is not None

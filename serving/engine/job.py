@@ -29,8 +29,8 @@ class TrackedSequence:
     sequence_id: int = -1  # Id in the engine loop; -1: not submitted.
     output_tokens: list[int] = field(default_factory=list)
     prompt_scores_received: int = 0  # Prompt tokens whose scores were received.
-    # Scores that were received already and arrive again, because the sequence was submitted again
-    # after a loss of ranks.
+    # Scores that were received before a loss of ranks and will be received again, because the
+    # sequence was submitted again.
     prompt_scores_to_skip: int = 0
     submitted_at: float | None = None  # First submission, on the monotonic clock.
     resubmit_delay_s: float = 0.0  # Time from `submitted_at` to the latest submission.
@@ -76,11 +76,10 @@ class Job:
         return sum(widths.values()) - len(unfinished) if widths else 0
 
     def start_beam_round(self, search: BeamSearch) -> list[TrackedSequence]:
-        """Replace the sequences of a search by those of its next round, and return the new ones.
+        """Replace the sequences of a search by the sequences of its next round, and return these.
 
-        From the second round on, the priority of the sequences is that of the request plus 1, as
-        if they had stayed in the batch; otherwise each round would wait in the queue again behind
-        requests of the same priority.
+        From the second round on, the sequences have the request's priority plus 1. Without this,
+        each round would wait in the queue behind requests of the same priority.
         """
         priority_boost = int(search.has_begun)
         beams = [
@@ -93,15 +92,19 @@ class Job:
         return beams
 
 
-# (job, answer index, output of that answer or error that ends the whole request).
+# (job, answer index, output of this answer or error that ends the whole request).
 StreamEvent = tuple[Job, int, SequenceOutput | PreambleError]
 
 
 def is_deferrable(event: StreamEvent) -> bool:
     """Whether delivery may wait for later events of the same answer.
 
-    This is so if the caller uses only the final answer, the event is neither a first token nor an
-    end, and neither a stop string nor a time limit can end the answer before the engine loop does.
+    It may wait if all of these conditions hold:
+
+    - The caller uses only the final answer.
+    - The event is not an error, a first token or an end.
+    - The answer has no stop string, deadline or time limit, which could end it before the engine
+      loop does.
     """
     job, index, payload = event
     if isinstance(payload, PreambleError) or payload.end is not None or payload.phases is not None:

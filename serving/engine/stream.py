@@ -39,7 +39,7 @@ DEADLINE_MESSAGE = "the deadline passed before the answer was finished"
 
 @dataclass(frozen=True, slots=True)
 class AnswerTiming:
-    """Timing of an answer that has received its first token, or has ended without a token."""
+    """Timing of an answer that has its first token, or whose prompt was only scored."""
 
     index: int
     phases: Phases
@@ -55,7 +55,7 @@ class AnswerTiming:
 
 @dataclass
 class _AnswerState:
-    """State of an answer: the output that was not read yet, and how the answer ended."""
+    """State of an answer: its unread output, and how it ended."""
 
     detokenizer: StopStringDetokenizer
     token_ids: list[int] = field(default_factory=list)
@@ -69,8 +69,9 @@ class _AnswerState:
     error: PreambleError | None = None
     finished: bool = False
     started: bool = False  # Whether a piece was read.
-    # The next three are set at the first token. `first_cached_tokens` is the number of prompt
-    # tokens from the prefix cache; unlike `cached_tokens`, it is not reset when a piece is read.
+    # The next three fields are set at the first output with phases. `first_cached_tokens` is the
+    # number of prompt tokens from the prefix cache. Unlike `cached_tokens`, it is not reset when a
+    # piece is read.
     phases: Phases | None = None
     first_token_at: float = 0.0
     first_cached_tokens: int = 0
@@ -160,7 +161,7 @@ class Stream:
             for answer in request.answers
         ]
         self._ready_indices: dict[int, None] = {}  # Answers with unread output, in order.
-        # Whether the caller may read unread output now; False while output is gathered (`pause_s`).
+        # Whether unread output may be read now; False while output is gathered (`pause_s`).
         self._can_deliver = False
         self._delivered_at = float("-inf")  # When the last piece was read, on the monotonic clock.
         self._pause_timer: asyncio.TimerHandle | None = None
@@ -205,7 +206,7 @@ class Stream:
 
     @property
     def timings(self) -> list[AnswerTiming]:
-        """The timing of each answer that has received its first token, or has ended without one."""
+        """The timing of each answer that has its first token, or whose prompt was only scored."""
         now = time.monotonic()
         return [
             AnswerTiming(
@@ -227,7 +228,7 @@ class Stream:
         self._timers.append(loop.call_later(seconds, self.fail, error))
 
     def finish_at_time_limit(self) -> None:
-        """End all unfinished answers with their present text, without an error (`time_limit_s`)."""
+        """End all unfinished answers with their present text and the finish reason "time"."""
         if self._is_finished:
             return
         unfinished = [index for index, state in enumerate(self._states) if not state.finished]
@@ -253,7 +254,8 @@ class Stream:
             self._ready_indices[index] = None
             self._schedule_delivery(0.0 if state.finished or not state.started else pause_s)
         if state.finished and output.end is None:
-            # A stop string ended the answer. The engine loop sees only tokens and would continue.
+            # A stop string ended the answer. The engine loop does not know stop strings, and would
+            # continue.
             self._cancel([index])
         if state.finished or output.end is None:
             return
@@ -273,10 +275,13 @@ class Stream:
             self._schedule_delivery()
 
     def _schedule_delivery(self, pause_s: float = 0.0) -> None:
-        """Wake the reader now, or `pause_s` seconds after the previous piece."""
+        """Wake the reader now, or `pause_s` seconds after the previous piece.
+
+        If `pause_s` is infinite, only a later call wakes the reader.
+        """
         if pause_s and self._pause_timer is not None:
             return
-        wait_s = pause_s and self._delivered_at + pause_s - time.monotonic()
+        wait_s = self._delivered_at + pause_s - time.monotonic() if pause_s else 0.0
         if wait_s <= 0:
             if self._pause_timer is not None:
                 self._pause_timer.cancel()
@@ -340,7 +345,7 @@ async def collect_completions(stream: Stream) -> list[Completion]:
 
 
 def failed_completions(request: Request, error: PreambleError) -> list[Completion]:
-    """The completions of a request that was refused: each has the error."""
+    """Return completions with this error, one for each answer of a request that was refused."""
     answers = enumerate(request.answers)
     return [build_completion(index, answer, (), error) for index, answer in answers]
 

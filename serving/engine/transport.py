@@ -17,10 +17,10 @@ class Receiver(Protocol):
         """Called when the ranks accept submissions: after the start and after each recovery."""
 
     def update(self, update: Update) -> None:
-        """Outputs and statistics of a step."""
+        """Called with outputs of steps and with statistics, after steps and heartbeats."""
 
     def ranks_lost(self, reason: str) -> None:
-        """The ranks were lost, with everything that was sent to them.
+        """Called when the ranks were lost, with everything that was sent to them.
 
         `ready` follows when new ranks have started, unless the transport was closed or has failed
         permanently (see `EngineTransport.refusal`).

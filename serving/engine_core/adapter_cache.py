@@ -1,10 +1,10 @@
 """Adapter cache: adapters' rows in host memory by digest, read by a thread, evicted LRU.
 
 A step must not wait for a disk, so a request whose adapter is not in the cache waits until the
-reader thread has read the adapter. Adapters of live requests are pinned. The others stay in the
-cache until it exceeds its limit in bytes; then the least recently used ones are evicted. The digest
-is checked when an adapter is read. Rows are embeddings, or the keys and values of prefix adapters.
-Their places on the device are assigned by the scheduler.
+reader thread has read the adapter. Adapters of live requests are pinned. The other adapters stay in
+the cache until it exceeds its limit in bytes; then the least recently used ones are evicted. The
+digest is checked when an adapter is read. Rows are embeddings, or the keys and values of prefix
+adapters. The scheduler, not this module, assigns adapter pool rows and KV blocks to them.
 """
 
 import logging
@@ -24,11 +24,12 @@ from serving.messages import AdapterRef
 
 log = logging.getLogger(__name__)
 
-# "here": the adapter is cached and now pinned. "coming": it is being read. "full": adapters that
-# are pinned or being read leave no space within the limit, so a request must end first.
-PinState = Literal["here", "coming", "full"]
+# "pinned": the adapter is cached, and pinned now. "reading": it is being read. "full": it would
+# exceed the limit together with the adapters that are pinned or being read, so a request must end
+# first.
+PinState = Literal["pinned", "reading", "full"]
 
-VALUE_BYTES = 4
+VALUE_BYTES = 4  # Rows are fp32.
 # Limit of the keys and values of prefix adapters in one step message. The messages of a few steps
 # must fit into a channel's outbox, so a large prefix is written in several steps.
 PREFIX_WRITE_BYTES_MAX = 16 << 20
@@ -74,18 +75,18 @@ class AdapterCache:
         self._thread = threading.Thread(target=self._read_loop, name="tables", daemon=True)
 
     def pin(self, adapter_ref: AdapterRef) -> PinState:
-        """Pin an adapter for one request if it is cached, else queue it for reading."""
+        """Pin an adapter for one request if it is cached, else queue it for reading if it fits."""
         cached_rows = self._cache.get(adapter_ref.digest)
         if cached_rows is not None:
             if not cached_rows.pins:
                 self._pinned_bytes += len(cached_rows.data)
             cached_rows.pins += 1
             self._cache.move_to_end(adapter_ref.digest)
-            return "here"
+            return "pinned"
         if adapter_ref in self._reading:
-            return "coming"
-        # A single adapter may exceed the limit if no other is pinned or being read; otherwise its
-        # requests could never run.
+            return "reading"
+        # A single adapter may exceed the limit if no other adapter is pinned or being read.
+        # Otherwise its requests could not run at all.
         claimed_bytes = self._pinned_bytes + sum(
             self._size_bytes(pending) for pending in self._reading
         )
@@ -95,7 +96,7 @@ class AdapterCache:
         self._read_queue.put(adapter_ref)
         if not self._thread.is_alive():
             self._thread.start()
-        return "coming"
+        return "reading"
 
     def unpin(self, digest: str) -> None:
         """Remove the pin of one request, which has ended."""
@@ -108,8 +109,8 @@ class AdapterCache:
     def insert(self, read_result: AdapterReadResult) -> None:
         """Cache the rows that were read.
 
-        They are not pinned yet. The requests that wait for them must call `pin` next, because
-        other calls may evict them.
+        The rows are not pinned yet. The requests that wait for them must call `pin` before any
+        other call, which may evict the rows.
         """
         self._reading.discard(read_result.adapter_ref)
         if read_result.reason or read_result.adapter_ref.digest in self._cache:
@@ -128,7 +129,7 @@ class AdapterCache:
         return self._cache[digest].data[start * row_bytes : (start + count) * row_bytes]
 
     def close(self) -> None:
-        """Stop the reader thread after the adapters that are queued."""
+        """Let the reader thread end after it has read the queued adapters."""
         self._read_queue.put(None)
 
     def _size_bytes(self, adapter_ref: AdapterRef) -> int:

@@ -1,10 +1,10 @@
 """Engine loop: plans, launches and commits steps, publishes outputs, sends idle heartbeats.
 
-It runs on rank 0, between the front end and the ranks, and makes no decision itself: the scheduler
-chooses the sequences, and the model runner computes them. One step per pipeline stage is in flight,
-and one more with asynchronous scheduling. The outputs of a step are published before the next step
-is launched. An idle engine loop runs a step without sequences each second (a heartbeat), and sends
-an update after it. This module is independent of sockets and processes.
+The loop runs on rank 0, between the front end and the ranks. It has no policy: the scheduler
+chooses the sequences, and the model runner computes them. At most one step per pipeline stage is in
+flight, and one more with asynchronous scheduling. The outputs of a step are published before the
+next step is launched. An idle engine loop runs a step without sequences each second (a heartbeat),
+and sends an update after it. This module is independent of sockets and processes.
 """
 
 import logging
@@ -55,7 +55,7 @@ from serving.worker.startup import WorkerReport
 
 log = logging.getLogger(__name__)
 
-# If sequences wait and none can run, the loop plans again after this time.
+# If sequences wait and no sequence can run, the loop plans again after this time.
 STALL_RETRY_S = 0.01
 # After this time without a step the engine fails, so that waiting requests end with an error.
 STALL_LIMIT_S = 10.0
@@ -64,7 +64,7 @@ CAPTURE_BUDGET_S = 20.0  # The time that start-up may spend on CUDA graph captur
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step in flight. `pending`: reads its outcome, if this rank is also the last stage."""
+    """A step in flight. `pending` waits for its outcome; None: another rank is the last stage."""
 
     step: Step
     size: StepSize
@@ -76,7 +76,7 @@ class _LiveSequence:
     """The engine loop's record of a sequence, from its submission to its end."""
 
     arrived_at: float
-    adapter_digest: str = ""  # The adapter that it pins in the adapter cache; empty: none.
+    adapter_digest: str = ""  # The adapter that the sequence pins in the adapter cache, if any.
 
 
 class EngineLoop:
@@ -85,8 +85,8 @@ class EngineLoop:
     `put_message` may be called from any thread. `send_to_frontend` is called from the thread of
     `run` and must return quickly. `send_step` sends an encoded step to every other rank without
     waiting; it is None if there is no other rank. `receive_outcome` waits for the next encoded
-    outcome; it is None if this rank is the last pipeline stage. Both raise an exception if ranks
-    are lost.
+    outcome; it is None if this rank is the last pipeline stage. `send_step` and `receive_outcome`
+    raise an exception if ranks are lost.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class EngineLoop:
             model_config, cache_config.adapter_bytes_max, self._inbox.put
         )
         self._live: dict[int, _LiveSequence] = {}  # Sequences that have not ended, by id.
-        # By id: sequences that the scheduler does not have yet; their adapter is not cached.
+        # By id: sequences that are not in the scheduler yet, because their adapter is not cached.
         self._waiting_for_adapter: dict[int, Submission] = {}
         self._live_max = scheduler_config.queue_requests_max + scheduler_config.running_requests_max
         self._in_flight: deque[_LaunchedStep] = deque()
@@ -136,7 +136,7 @@ class EngineLoop:
         self._inbox.put(message)
 
     def run(self) -> str | None:
-        """Run until `Close` arrives, or until an error: sends it as `Failed` and returns it."""
+        """Run until `Close` arrives, then return None; after an error, send and return a reason."""
         reason = None
         try:
             while not self._closed:
@@ -151,7 +151,7 @@ class EngineLoop:
         if reason is not None:
             try:
                 self._send_to_frontend(Failed(reason))
-            except Exception:  # The connection to the front end is lost; this may be the cause.
+            except Exception:  # The front end is not connected, which may also be the error itself.
                 log.warning("event=failure_not_given reason=%r", reason)
         return reason
 
@@ -184,7 +184,7 @@ class EngineLoop:
             self._inbox_wait_s = self._idle_wait_s(now)
 
     def _idle_wait_s(self, now: float) -> float:
-        """Seconds that the loop may block if no message arrives."""
+        """Return the seconds that the loop may block if no message arrives."""
         if self._scheduler.has_unfinished:
             if now - self._last_progress_at > STALL_LIMIT_S:
                 raise RuntimeError(
@@ -252,8 +252,8 @@ class EngineLoop:
             step_outcome = decode_outcome(self._receive_outcome())
         if step_outcome.step_id != launched_step.step.step_id:
             raise RuntimeError(
-                f"expected the outcome of step {launched_step.step.step_id}, received that of step "
-                f"{step_outcome.step_id}"
+                f"expected the outcome of step {launched_step.step.step_id}, but received the "
+                f"outcome of step {step_outcome.step_id}"
             )
         self.flight_recorder.record_outcome(step_outcome)
         self._replayed_steps += step_outcome.replayed
@@ -261,7 +261,7 @@ class EngineLoop:
         return step_outcome
 
     def _publish(self, next_size: StepSize | None = None) -> None:
-        """Send outputs, statistics, the times of completed steps and the sizes of those in flight.
+        """Send an `Update`: outputs, statistics, the completed steps and the steps in flight.
 
         `next_size`: the size of the step that is launched next, if any.
         """
@@ -322,12 +322,12 @@ class EngineLoop:
         self._admit(submission)
 
     def _admit(self, submission: Submission) -> None:
-        """Add a sequence to the scheduler if its adapter is cached; else it waits for it."""
+        """Add a sequence to the scheduler; if its adapter is not cached, the sequence waits."""
         adapter_ref = submission.adapter_ref
         live = self._live[submission.sequence_id]
         now = time.monotonic()
         if adapter_ref is not None:
-            if self._adapter_cache.pin(adapter_ref) != "here":
+            if self._adapter_cache.pin(adapter_ref) != "pinned":
                 return
             live.adapter_digest = adapter_ref.digest
         del self._waiting_for_adapter[submission.sequence_id]
@@ -345,25 +345,29 @@ class EngineLoop:
             ]
             self._end_waiting(
                 failed_ids,
-                lambda number: SequenceOutput(number, end="adapter", reason=read_result.reason),
+                lambda sequence_id: SequenceOutput(
+                    sequence_id, end="adapter", reason=read_result.reason
+                ),
             )
         self._retry_waiting()
 
     def _retry_waiting(self) -> None:
         for submission in list(self._waiting_for_adapter.values()):
-            # `_admit` may reject a sequence, which unpins its adapter and calls this method again;
-            # that call may have admitted sequences of this list already.
+            # If `_admit` rejects a sequence, it unpins the adapter and calls this method again. The
+            # inner call may admit sequences of this list.
             if submission.sequence_id in self._waiting_for_adapter:
                 self._admit(submission)
 
     def _end_expired(self, now: float) -> None:
-        """End the sequences that wait for an adapter and whose deadline has passed."""
+        """End the sequences whose deadline has passed while they wait for an adapter."""
         expired_ids = [
             sequence_id
             for sequence_id, submission in self._waiting_for_adapter.items()
             if submission.deadline is not None and now >= submission.deadline
         ]
-        self._end_waiting(expired_ids, lambda number: SequenceOutput(number, end="deadline"))
+        self._end_waiting(
+            expired_ids, lambda sequence_id: SequenceOutput(sequence_id, end="deadline")
+        )
 
     def _end_waiting(
         self, sequence_ids: Sequence[int], make_output: Callable[[int], SequenceOutput]
@@ -391,8 +395,8 @@ class EngineLoop:
         """Run the largest prefill chunk and full decode batches, and capture CUDA graphs.
 
         All ranks take part. Afterwards memory is allocated, kernels are compiled, and the KV blocks
-        that were written are cleared. Returns the seconds per token of the prefill chunk, measured
-        the second time it ran, when all memory was allocated.
+        that were written are cleared. Returns the seconds per token of the prefill chunk. They are
+        measured in its second run, when all memory is allocated.
         """
         *steps, clear_step = warmup_steps(self._scheduler_config, self._block_tokens, self._runner)
         durations_s = [self._run_warmup_step(step) for step in steps]
@@ -405,7 +409,7 @@ class EngineLoop:
         return durations_s[1] / sum(steps[1].lengths)
 
     def ready_message(self, report: WorkerReport) -> Ready:
-        """The message that the engine accepts submissions. `report`: that of all ranks together."""
+        """Return the `Ready` message. `report`: the combined report of all ranks."""
         return Ready(
             kv_tokens=(self._runner.blocks - 1) * self._block_tokens,
             weight_bytes=report.weight_bytes,
@@ -420,7 +424,7 @@ class EngineLoop:
         return self._next_outcome().seconds
 
     def write_flight(self, path: str | Path, reason: str, *, with_token_ids: bool) -> None:
-        """Write the flight recorder to a file; thread-safe, even if the loop hangs or failed."""
+        """Write the flight recorder to a file; thread-safe, works if the loop hangs or failed."""
         try:
             stats = self._scheduler.stats
         except Exception:  # The failure may be in the scheduler itself.
@@ -431,8 +435,9 @@ class EngineLoop:
     def write_crash_dump(self, reason: str) -> None:
         """Write the flight recorder to a new file in `flight_dir`, once per process.
 
-        Two threads detect the exit of a rank: as a closed channel and as a failed collective. The
-        first one writes the dump; the second one waits for it, because it then exits the process.
+        Two threads may detect the exit of a rank: one by a closed channel, the other by a failed
+        collective. The first of them writes the dump. The other waits until the dump is written,
+        because it ends the process afterwards.
         """
         with self._crash_lock:
             if self._is_crash_written:
@@ -466,7 +471,7 @@ def build_engine_loop(
     send_step: Callable[[bytes], None] | None = None,
     receive_outcome: Callable[[], bytes] | None = None,
 ) -> EngineLoop:
-    """The engine loop of a model runner, with a scheduler for its KV blocks and its model."""
+    """Return an engine loop for a model runner, with a scheduler for its KV blocks."""
     model_config, mesh = runner.model.config, runner.model.mesh
     scheduler = Scheduler(
         vocab_size=model_config.vocab_size,

@@ -1,7 +1,7 @@
 """Flight recorder: ring buffer of recent steps, dumped on a crash or on SIGUSR2.
 
-Steps and outcomes are kept in encoded form, up to a number of steps and a number of bytes, and are
-written as JSON lines. Token ids, and other values that reveal a prompt, are written only if
+The buffer stores steps and outcomes in encoded form, and is limited in steps and in bytes. A dump
+has one JSON line per step. Token ids, and other values that reveal a prompt, are written only if
 configured. An error while writing is logged and not raised, so it cannot stop the engine loop.
 """
 
@@ -33,15 +33,15 @@ from serving.messages import (
 
 log = logging.getLogger(__name__)
 
-# Steps with long prompts are large, so the ring buffer is limited in bytes, too.
+# Steps with long prompts are large, so the ring buffer is also limited in bytes.
 RING_BYTES_MAX = 64 << 20
 
 # Only the newest crash dumps are kept, so that ranks that crash repeatedly do not fill the disk.
 CRASH_FILES_PATTERN, CRASH_FILES_MAX = "preamble-flight-*.jsonl", 20
 
-# Sampling parameters whose values are written: they contain no token ids. Of the parameters in
-# _SAMPLING_COUNTED, only the length is written unless token ids are configured. Other parameters
-# are not written.
+# Sampling parameters whose values are written, besides the seed: they contain no token ids. The
+# parameters in _SAMPLING_COUNTED contain token ids: their values are written if token ids are
+# configured, otherwise only their lengths. Other parameters are not written.
 _SAMPLING_SHOWN = (
     "max_new_tokens",
     "min_new_tokens",
@@ -68,8 +68,8 @@ class RecordedStep:
     step_id: int
     step: bytes
     started_at: float  # Wall-clock time, as in the logs.
-    adapter_write_bytes: list[int]  # Size of each adapter write, whose data is not kept.
-    prefix_write_bytes: list[int]  # Size of each prefix write, whose data is not kept.
+    adapter_write_bytes: list[int]  # Size of each adapter write; `step` is without its data.
+    prefix_write_bytes: list[int]  # Size of each prefix write; `step` is without its data.
     outcome: bytes | None = None
     ended_at: float | None = None
 
@@ -114,7 +114,8 @@ class FlightRecorder:
                 break
 
     def record_outcome(self, outcome: Outcome) -> None:
-        """Record the outcome of a step; the search begins at the end, where steps in flight are."""
+        """Record the outcome of a step, if the step is still in the buffer."""
+        # The search begins at the end, because steps in flight are the newest ones.
         for recorded_step in reversed(self._steps):
             if recorded_step.step_id == outcome.step_id and recorded_step.outcome is None:
                 recorded_step.outcome = encode(outcome)
@@ -154,7 +155,7 @@ def crash_path(folder: str | None) -> Path:
 
 
 def _step_record(recorded_step: RecordedStep, with_token_ids: bool) -> dict[str, Any]:
-    """A step as one JSON record; token ids only with `with_token_ids`."""
+    """A step as one JSON record, with token ids only if `with_token_ids`."""
     step = decode_to_rank(recorded_step.step)
     assert isinstance(step, Step)
     record: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Warm-up: synthetic steps that allocate all memory, compile kernels and capture CUDA graphs.
 
-They are as large as any step that the scheduler will plan, so that no memory is allocated and no
-kernel compiled while requests run. From the time of the prefill step the watchdog learns its first
-step time-out. This module only builds the steps; the engine loop runs them.
+The steps are as large as any step that the scheduler will plan, so that no memory is allocated and
+no kernel compiled while requests run. The watchdog derives its first step time-out from the time of
+the prefill step. This module only builds the steps; the engine loop runs them.
 """
 
 from gpt.sampling_params import SamplingParams
@@ -16,10 +16,12 @@ GREEDY = SamplingParams()
 def warmup_steps(
     config: SchedulerConfig, block_tokens: int, model_runner: ModelRunner
 ) -> list[Step]:
-    """Five steps: the largest prefill twice, a full decode batch sampled, the same greedy, a clear.
+    """The five warm-up steps.
 
-    The first prefill step allocates memory, the second one is measured. The last step clears the
-    blocks that the others wrote, because later sequences reuse the slots and blocks.
+    - The largest prefill, twice: the first run allocates memory, the second one is measured.
+    - A full decode batch with random sampling.
+    - A full decode batch with greedy sampling.
+    - A step that clears the blocks that the other steps wrote, because sequences will use them.
     """
     context = model_runner.model.config.max_position_embeddings
     sequences_max = min(config.running_requests_max, model_runner.slots)
@@ -51,7 +53,7 @@ def warmup_steps(
 
 
 def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[Step]:
-    """A decode step for each graph size, largest first: smaller graphs reuse its memory."""
+    """A decode step for each graph size, largest first: smaller graphs reuse that memory."""
     context = model_runner.model.config.max_position_embeddings
     past = min(block_tokens, context) - 1
     fitting_sizes = [size for size in model_runner.graph_sizes if size < model_runner.blocks]
@@ -61,9 +63,10 @@ def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[St
 def _synthetic_step(
     lengths: list[int], past: int, block_tokens: int, sampling: SamplingParams = GREEDY
 ) -> Step:
-    """A step with a sequence for each of `lengths`, its number of new tokens after `past` others.
+    """A step with one sequence for each entry of `lengths`, its number of new tokens.
 
-    The sequences use consecutive blocks, and each samples a token.
+    Each sequence has `past` tokens in the KV cache, and samples a token. The sequences use
+    consecutive blocks.
     """
     block_table_updates: list[BlockTableUpdate] = []
     first_block = 1

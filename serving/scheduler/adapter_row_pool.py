@@ -23,7 +23,7 @@ class AdapterRowPool:
 
     def __init__(self, count: int) -> None:
         self.row_count = count
-        self.loads = 0  # Adapters whose rows had to be written, since the start.
+        self.loads = 0  # Number of times that an adapter's rows had to be written to the pool.
         # By digest, the least recently used adapter first.
         self._ranges: OrderedDict[str, _RowRange] = OrderedDict()
 
@@ -41,7 +41,7 @@ class AdapterRowPool:
     def pin(self, digest: str, count: int) -> tuple[int, bool]:
         """Pin an adapter for one more sequence; the caller has checked that it `fits`.
 
-        Returns the adapter's first row, and whether its rows must be written first.
+        Returns the adapter's first row, and whether its rows must be written to the pool.
         """
         row_range = self._ranges.get(digest)
         if row_range is not None:

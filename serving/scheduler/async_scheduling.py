@@ -2,11 +2,11 @@
 
 A step is in flight from its plan to its outcome. Each pipeline stage runs one step. Asynchronous
 scheduling plans one more step (an early step) while these run, before the tokens of the last step
-are known. This requires that these tokens cannot change the plan: each sequence of the last step
-that has not ended samples a token in it, as a decode or as the last chunk of a prefill, and has no
-sampling rule that depends on earlier output. If a sequence ends with the last step, the token that
-the early step samples for the sequence is discarded. All other work waits for the outcome of the
-last step.
+are known. This requires that these tokens cannot change the plan. Two conditions must therefore
+hold for each sequence of the last step that has not ended. It samples a token in that step, as a
+decode or as the last chunk of a prefill; and it has no sampling rule that depends on earlier
+output. If a sequence ends with the last step, the token that the early step samples for the
+sequence is discarded. All other work waits for the outcome of the last step.
 
 Asynchronous scheduling and speculative decoding exclude each other, for two reasons. Drafts are
 proposed from the last token, which is not known yet; and the token positions of the next step
@@ -66,10 +66,10 @@ class InFlightSteps:
     def early_decodes(self) -> list[Sequence]:
         """The sequences that decode in an early step, after the last planned step.
 
-        These are the sequences of the last step, except the ones that have ended or will end with
-        its token because of their length limit. Empty if this list is empty, or if a sequence that
-        has not ended samples no token in the last step or has a sampling rule that depends on
-        earlier output.
+        These are the sequences of the last step, except the ones that have ended or reach their
+        length limit with its token. The list is empty, because no early step can be planned, if any
+        sequence that has not ended samples no token in the last step, or has a sampling rule that
+        depends on earlier output.
         """
         last = self._steps[-1]
         continuing = list[Sequence]()

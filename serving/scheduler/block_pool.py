@@ -69,9 +69,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrease the reference count of each block of a block table.
 
-        The last block is released first, so that the blocks at the end of a prefix are evicted
-        before those at its start: the start of a prefix is useful without its end, but not the
-        reverse.
+        The last block is released first, so that the end of a prefix is evicted before its start:
+        the blocks at the end can be matched only after the blocks at the start.
         """
         for block in reversed(blocks):
             ref_count = self._ref_counts[block] - 1
@@ -114,10 +113,10 @@ class BlockPool:
         )
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that each block is in one state, and that its count equals its table entries.
+        """Assert that each block is either free, cached or in use, with the right reference count.
 
-        The states are free, cached and in use. The count is the reference count; the entries are
-        those of `tables`, the block tables of all running sequences.
+        `tables` are the block tables of all running sequences. The reference count of a block is
+        its number of entries in them.
         """
         counts = [0] * (self.capacity + 1)
         for table in tables:
@@ -128,10 +127,10 @@ class BlockPool:
         assert len(free) == len(self._free) and not free & self._cached.keys(), (
             "a block was released twice"
         )
-        idle = {block for block, count in enumerate(counts) if block and not count}
-        assert free | self._cached.keys() == idle, "a block is lost, or is both free and in use"
-        assert self._cached.keys() == self._keys_by_block.keys() & idle, (
-            "a cached block has no key, or an idle block with a key is not cached"
+        unused = {block for block, count in enumerate(counts) if block and not count}
+        assert free | self._cached.keys() == unused, "a block is lost, or is both free and in use"
+        assert self._cached.keys() == self._keys_by_block.keys() & unused, (
+            "a cached block has no key, or an unused block with a key is not cached"
         )
         blocks_by_key = {key: block for block, keys in self._keys_by_block.items() for key in keys}
         assert blocks_by_key == self._blocks_by_key, "the two maps of keys and blocks differ"

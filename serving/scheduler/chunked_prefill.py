@@ -2,10 +2,9 @@
 
 A prompt is computed over several steps, so that it does not stall the sequences that decode in the
 same steps. `PrefillTokenBudget` bounds the time that the prefill tokens of a step add to the step.
-`PrefillCostModel` learns this time: it fits a least-squares line of seconds over prompt tokens
-to the recent steps. The slope is the time that one prefill token adds; the intercept is the step's
-time without prefill. The scheduler chooses the sequences; this module is independent of sequences,
-models and devices.
+`PrefillCostModel` estimates this time. It fits a line, seconds = intercept + slope * prompt tokens,
+to the recent steps by least squares: the slope is the time that one prefill token adds. The
+scheduler chooses the sequences; this module is independent of sequences, models and devices.
 """
 
 # Weight of a step relative to the next one: about the last fifty steps determine the fit.
@@ -38,8 +37,8 @@ class PrefillCostModel:
         quotient = self._seconds / self._tokens
         variance = self._steps * self._squares - self._tokens**2
         if variance <= 1e-6 * self._tokens**2:
-            # All steps have nearly the same token count, so no slope can be fitted. The time of the
-            # steps is attributed completely to the tokens, which overestimates the cost.
+            # All steps have nearly the same token count, so no slope can be fitted. The whole time
+            # of the steps is attributed to their prompt tokens, which overestimates the cost.
             return self._products / self._squares
         slope = (self._steps * self._products - self._tokens * self._seconds) / variance
         return min(max(slope, SLOPE_RATIO_MIN * quotient), quotient)
@@ -73,7 +72,7 @@ class PrefillTokenBudget:
         self._cost.record_step(prompt_tokens, seconds)
 
     def limit_tokens(self, tokens: int, first_tokens_pending: int) -> int:
-        """The part of `tokens` for prefill that keeps the decode stall within its limit.
+        """How many of `tokens` prefill may use, so that the decode stall stays within its limit.
 
         `first_tokens_pending`: the number of sequences that need their first token; the limit is
         multiplied by this number.

@@ -1,9 +1,9 @@
 """Live sequences: the sequences that wait or run, by id, and their deadlines, earliest first.
 
 A deadline applies to waiting and to running sequences. A sequence that has ended stays live while a
-step in flight contains it. The deadline of a removed sequence stays in the heap of deadlines until
-it passes, or until the heap has more than twice the number of live sequences, plus 64, entries;
-then `pop_expired` removes all such deadlines together. The scheduler ends the sequences; this
+step in flight contains it. The deadline of a removed sequence stays in the heap until it passes, or
+until the heap has more than 2 * (live sequences) + 64 entries. `pop_expired` then removes the
+deadlines of all removed sequences together. The scheduler ends the sequences; this
 module only finds them.
 """
 

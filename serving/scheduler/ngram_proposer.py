@@ -12,7 +12,7 @@ from array import array
 NGRAM_MIN, NGRAM_MAX = 2, 4
 # Number of earlier positions that are compared for the longest match, the latest first.
 CANDIDATES_MAX = 8
-# Tokens indexed per proposal. A long prompt is indexed over several steps, to delay none much.
+# Tokens indexed per proposal. A long prompt is indexed over several steps, so that no step is slow.
 INDEXED_TOKENS_MAX = 1024
 # A draft token is proposed if its acceptance probability is at least ACCEPTANCE_MIN. After
 # PROBE_INTERVAL matches without a proposal, one token is proposed to measure the rate again.
@@ -35,7 +35,7 @@ class NgramProposer:
         self._last_position: dict[int, int] = {}
         # By end position of a bigram: the end position of its previous occurrence; 0: none.
         self._previous_position = array("q")
-        self._skips_left = PROBE_INTERVAL
+        self._skips_left = PROBE_INTERVAL  # Matches until one token is proposed as a probe.
         # Share of the verified draft tokens that were accepted, as a moving average.
         self.acceptance_rate = ACCEPTANCE_START
 
@@ -64,7 +64,11 @@ class NgramProposer:
             self.acceptance_rate -= ACCEPTANCE_STEP * self.acceptance_rate
 
     def _draft_length(self, tokens_max: int) -> int:
-        """The longest draft whose last token is accepted with probability >= ACCEPTANCE_MIN."""
+        """The length of the longest draft that is likely enough to be accepted.
+
+        Its last token is accepted with a probability of at least ACCEPTANCE_MIN. If there is no
+        such draft, the length is 0, except 1 at every PROBE_INTERVAL-th of these matches.
+        """
         count, probability = 0, self.acceptance_rate
         while count < tokens_max and probability >= ACCEPTANCE_MIN:
             count, probability = count + 1, probability * self.acceptance_rate
@@ -75,7 +79,7 @@ class NgramProposer:
         return count
 
     def _index_tokens(self) -> bool:
-        """Index tokens that have a successor; returns whether all of them are indexed."""
+        """Index more of the tokens that have a successor; returns whether all are indexed now."""
         tokens = self._tokens
         last_position = self._last_position
         previous_position = self._previous_position

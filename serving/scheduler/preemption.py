@@ -7,8 +7,8 @@ and pushes them to the waiting queue (`ResourceAllocator.requeue`).
 
 Two events preempt: the admission of a waiting sequence, and the growth of a running one beyond its
 blocks. The sequence of the lowest scheduling priority is preempted first, and no sequence preempts
-one of higher priority, so the sequence of the highest priority always finishes. A sequence in a
-step in flight is no victim, because the step writes into its blocks.
+one of higher priority, so the sequence of the highest priority always finishes. A sequence that a
+step in flight contains cannot be a victim, because the step writes into its blocks.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from serving.scheduler.sequence import SchedulingPriority, Sequence
 
 
 class PreemptionPolicy:
-    """Chooses victims among running sequences; each `age_s` seconds of waiting add one priority."""
+    """Chooses victims among running sequences; `age_s` seconds of waiting add 1 to the priority."""
 
     def __init__(self, age_s: float) -> None:
         self._age_s = age_s
@@ -27,7 +27,7 @@ class PreemptionPolicy:
 
         The original class and priority of the waiting sequence are compared with the aged class and
         priority of the running ones: aging protects a sequence from preemption, but gives no right
-        to preempt. For this reason two sequences cannot preempt each other in turn.
+        to preempt. For this reason two sequences cannot preempt each other alternately.
         """
         own_priority = (waiting.is_latency_class, waiting.submission.priority)
         return [
@@ -46,10 +46,9 @@ class PreemptionPolicy:
     ) -> list[Sequence]:
         """The victims whose preemption lets a waiting sequence run, lowest priority first.
 
-        To be called only if a slot or blocks are lacking; if `blocks_missing` <= 0, only a slot is.
-        Returns at least one victim, or an empty list if there is no candidate, or if all candidates
-        together free too few blocks. `blocks_gained`: the number of blocks that become available if
-        a sequence is preempted.
+        To be called only if no slot is free, or if `blocks_missing` > 0. The list is empty if there
+        is no candidate, or if all candidates together free too few blocks. `blocks_gained`: the
+        number of blocks that become available if a sequence is preempted.
         """
         candidates = [
             other for other in self.preemptible_by(waiting, running) if other.steps_in_flight == 0
@@ -71,13 +70,12 @@ class PreemptionPolicy:
         victim.
         """
         own_priority = self._scheduling_priority(growing)
-        candidates = [
-            (priority, other)
-            for other in running
-            if other.steps_in_flight == 0
-            and other.end_reason is None
-            and (priority := self._scheduling_priority(other)) < own_priority
-        ]
+        candidates = list[tuple[SchedulingPriority, Sequence]]()
+        for other in running:
+            if other.steps_in_flight == 0 and other.end_reason is None:
+                priority = self._scheduling_priority(other)
+                if priority < own_priority:
+                    candidates.append((priority, other))
         candidates.sort()  # Priorities are unique.
         return [candidate for _, candidate in candidates]
 

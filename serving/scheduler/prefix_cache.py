@@ -20,7 +20,7 @@ NO_ADAPTER_KEY = bytes(KEY_BYTES)
 
 
 def hash_strings(*strings: str) -> bytes:
-    """A key for a list of strings; each string's length is hashed, so boundaries matter."""
+    """A key for a list of strings. Each string's length is hashed too, so boundaries matter."""
     encoded_bytes = b"".join(
         len(string.encode()).to_bytes(8, "little") + string.encode() for string in strings
     )
@@ -60,9 +60,9 @@ class PrefixCache:
         self._model_digest = model_digest
         self._enabled = enabled
         self._shares_tenants = shared
-        # By key that will be published: the prefilling sequence that computes its block, and the
-        # sequences that are parked for it.
+        # By pending key (not published yet): the prefilling sequence that computes its block.
         self._pending: dict[bytes, Sequence] = {}
+        # By pending key: the sequences that are parked until it is published.
         self._parked_by_key: dict[bytes, list[Sequence]] = {}
         # By published partial block: the sequence that still writes the rest of the block.
         self._writers: dict[int, Sequence] = {}
@@ -133,8 +133,8 @@ class PrefixCache:
     ) -> tuple[int, int]:
         """The longest published partial block that continues a match of `block_index` full blocks.
 
-        Returns the position where the match with the partial block ends, and the block. If no
-        partial block matches, these are the end of the full blocks and 0.
+        Returns the position where the match ends, and the partial block. If no partial block
+        matches, the position is the end of the full blocks, and the block is 0.
         """
         full_block_tokens = block_index * self._block_tokens
         if tokens_max <= full_block_tokens:
@@ -158,9 +158,9 @@ class PrefixCache:
         return full_block_tokens, 0
 
     def has_write_in_flight(self, block: int) -> bool:
-        """Whether a step in flight writes into a published block; the block is then not copied yet.
+        """Whether a step in flight writes into a published block.
 
-        The written values may be NaN or infinity, and the copy would contain them.
+        If so, the block must not be copied yet: the written values may be NaN or infinity.
         """
         writer = self._writers.get(block)
         if writer is None or writer.steps_in_flight == 0:
@@ -238,7 +238,7 @@ class PrefixCache:
         return keys
 
     def park_if_pending(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Park a sequence if a running sequence computes its next blocks; returns whether it did.
+        """Park a sequence if a running sequence computes its next blocks; True: it is parked now.
 
         A parked sequence is not in the waiting queue; it waits for a pending key.
         """
@@ -250,10 +250,10 @@ class PrefixCache:
         return True
 
     def _pending_key(self, sequence: Sequence, match: PrefixMatch) -> bytes | None:
-        """The last pending key of the sequence's prompt, if the wait saves at least one block.
+        """The last pending key of the sequence's prompt; None: the sequence does not wait.
 
-        None: no key is pending, the wait saves less, or a latency-class sequence would wait for a
-        throughput-class sequence, which may be delayed.
+        A sequence waits only if this saves at least one block of prefill. A latency-class sequence
+        does not wait for a throughput-class sequence, which may be delayed.
         """
         tokens_max = sequence.cache_match_max
         block_tokens = self._block_tokens

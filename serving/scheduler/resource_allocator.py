@@ -2,8 +2,8 @@
 
 The allocator owns the resources of running sequences, the set of all running sequences, and two
 subsets: the sequences with unplanned prefill tokens, and the sequences that can decode now. It
-lists each subset in the order in which the scheduler plans its sequences; the scheduler decides how
-many of their tokens a step has. The changes that the ranks must apply are collected in
+lists the sequences of each subset in the order in which the scheduler plans them; the scheduler
+decides how many of their tokens a step has. The changes that the ranks must apply are collected in
 `ResourceUpdates` for the next step.
 
 Blocks are allocated as sequences grow. If the block pool has too few blocks, `PreemptionPolicy`
@@ -139,7 +139,7 @@ class ResourceAllocator:
 
     @property
     def decoding_count(self) -> int:
-        """Running sequences whose prefill is completely planned."""
+        """Number of running sequences whose prefill is completely planned."""
         return len(self._running) - len(self._prefilling)
 
     @property
@@ -152,7 +152,7 @@ class ResourceAllocator:
 
     @property
     def ready_count(self) -> int:
-        """Sequences that can decode now."""
+        """Number of sequences that can decode now."""
         return len(self._ready[True]) + len(self._ready[False])
 
     @property
@@ -170,9 +170,11 @@ class ResourceAllocator:
     # ------------------------------------------------------------------ order of running sequences
 
     def next_decodes(self, now: float) -> list[Sequence]:
-        """Sequences that can decode now, in order: starved ones, latency class, throughput class.
+        """The sequences that can decode now, in order.
 
-        If fewer blocks than sequences are available, all are in order of scheduling priority.
+        Starved sequences of the throughput class come first, then the latency class, then the rest
+        of the throughput class. If fewer blocks than sequences are available, all sequences are
+        ordered by scheduling priority instead.
         """
         sequences = list(self._ready[True].values())
         if self._ready[False]:
@@ -189,9 +191,10 @@ class ResourceAllocator:
         return sequences
 
     def next_prefills(self, now: float) -> list[Sequence]:
-        """Sequences with unplanned prefill tokens: starved ones and the latency class first.
+        """The sequences with unplanned prefill tokens that have not ended, in order.
 
-        Both parts are in order of scheduling priority.
+        Starved sequences and the latency class come first, together, then the other sequences. Each
+        of these two groups is in order of scheduling priority.
         """
 
         def prefill_priority(sequence: Sequence) -> tuple[bool, SchedulingPriority]:
@@ -261,9 +264,12 @@ class ResourceAllocator:
     ) -> AdmissionResult:
         """Give a waiting sequence a slot, its cached blocks and its adapter rows, if it can run.
 
-        It can run if a slot is free and if, besides the blocks reserved for running sequences,
-        there are enough blocks for all of its tokens plus one block (for at most `kv_tokens_max`
-        tokens). Sequences of lower priority are preempted if necessary.
+        It can run if a slot is free and the pool has enough blocks:
+
+            blocks for min(its tokens + block_tokens, kv_tokens_max), minus its cached blocks
+            + blocks reserved for running sequences <= available blocks
+
+        Sequences of lower priority are preempted if necessary.
         """
         prefix_match = self._prefix_cache.match_prefix(sequence)
         if self._prefix_cache.park_if_pending(sequence, prefix_match):
@@ -274,7 +280,7 @@ class ResourceAllocator:
         partial_block = prefix_match.partial_block
         if partial_block and self._prefix_cache.has_write_in_flight(partial_block):
             return AdmissionResult.BLOCK_COPY_IN_FLIGHT
-        # The matching blocks are retained first, or the cached ones would count as available.
+        # The matching blocks are retained first, so that they do not count as available.
         self._block_pool.retain(prefix_match.blocks)
         if not self._preempt_to_fit(sequence, len(prefix_match.blocks), now):
             self._block_pool.release(prefix_match.blocks)
@@ -305,8 +311,7 @@ class ResourceAllocator:
     def _preempt_to_fit(self, sequence: Sequence, matched_blocks: int, now: float) -> bool:
         """Make a slot and enough blocks available for a waiting sequence; return whether they are.
 
-        Preempts running sequences of lower priority, but only if the resources that these free are
-        sufficient.
+        Running sequences of lower priority are preempted, but only if this frees enough resources.
         """
         if self._reserved_total is None:
             self._reserved_total = sum(
@@ -321,7 +326,7 @@ class ResourceAllocator:
             sequence,
             self._running.values(),
             blocks_missing=blocks_missing,
-            blocks_gained=self._blocks_gained_without,
+            blocks_gained=self._blocks_freed_by_preempting,
         )
         if not victims:
             return False
@@ -331,11 +336,11 @@ class ResourceAllocator:
         return True
 
     def can_preempt_for(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may preempt a running one, now or after its step in flight."""
+        """Whether a waiting sequence may preempt a running one, now or when no step contains it."""
         return bool(self._preemption_policy.preemptible_by(sequence, self._running.values()))
 
-    def _blocks_gained_without(self, sequence: Sequence) -> int:
-        """Blocks that become available if a running sequence is preempted.
+    def _blocks_freed_by_preempting(self, sequence: Sequence) -> int:
+        """Number of blocks that become available if a running sequence is preempted.
 
         These are the blocks reserved for the sequence, and the blocks in its block table that no
         other sequence shares.
@@ -345,7 +350,7 @@ class ResourceAllocator:
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
-        """Blocks to keep free for a running sequence: the rest of its prefill plus one block."""
+        """Number of blocks to reserve for a running sequence: for its prefill, and one more."""
         tokens_needed = min(
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
             sequence.kv_tokens_max,
@@ -403,7 +408,7 @@ class ResourceAllocator:
         return sequence.kv_capacity + self._block_pool.available * self._block_tokens
 
     def kv_tokens_spare(self, sequence: Sequence) -> int:
-        """Like `kv_tokens_available`, but one block stays available for each running sequence.
+        """Like `kv_tokens_available`, minus one available block for each running sequence.
 
         Each running sequence may need a block in the next step.
         """
@@ -460,7 +465,7 @@ class ResourceAllocator:
         sequence.stop_running()
 
     def _clear_nonfinite_blocks(self, sequence: Sequence) -> None:
-        """Let the ranks zero the blocks that may contain NaN or infinity, and unpublish them."""
+        """Unpublish the blocks that may contain NaN or infinity, and let the ranks zero them."""
         nonfinite_blocks = sequence.block_table[sequence.computed_tokens // self._block_tokens :]
         for block in nonfinite_blocks:
             assert self._block_pool.ref_count(block) == 1, "a block with NaN or infinity is shared"
@@ -468,7 +473,7 @@ class ResourceAllocator:
         self._updates.block_clears += nonfinite_blocks
 
     def _wake(self, sequences: list[Sequence]) -> None:
-        """Queue parked sequences again that have not ended.
+        """Move parked sequences to the waiting queue, except the ones that have ended.
 
         The KV for which they waited is cached now, or its computation has stopped.
         """
@@ -478,7 +483,7 @@ class ResourceAllocator:
                 self._waiting.push(sequence)
 
     def pop_updates(self) -> ResourceUpdates:
-        """The updates since the last call, for the step that is being built."""
+        """Return and clear the updates since the last call, for the step that is being built."""
         updates = self._updates
         self._updates = ResourceUpdates()
         return updates

@@ -1,9 +1,10 @@
 """Continuous-batching scheduler: plans decodes and chunked prefills within a token budget.
 
-Continuous batching: sequences join and leave the batch between steps. Each plan fills one token
-budget with decodes, then with chunked prefill, the latency class before the throughput class;
-waiting sequences are admitted while there are slots and blocks. The outcome of a step advances its
-sequences, publishes the blocks that they filled, and ends finished sequences.
+Continuous batching: sequences join and leave the batch between steps. Each plan first admits
+waiting sequences while there are slots and blocks. It then fills one token budget with decodes, and
+the rest of the budget with chunked prefill. The latency class precedes the throughput class. The
+outcome of a step advances its sequences, publishes the blocks that they filled, and ends finished
+sequences.
 
 The scheduler has the policy: which sequences are in a step, with how many tokens. Parts of the
 policy are in `chunked_prefill` and `preemption`. The state has other owners: `WaitingQueue`
@@ -49,8 +50,8 @@ NONFINITE_MESSAGE = (
     "the model computed values for this sequence that are not finite (NaN or infinity); the "
     "weights or the adapter's rows are damaged, or their range is too large for the dtype"
 )
-# Waiting sequences that one plan may skip because adapter rows or the block to copy are not
-# available.
+# Maximum number of waiting sequences that one plan skips because their adapter rows, or the block
+# that they copy, are not available.
 SKIPPED_MAX = 32
 
 
@@ -74,8 +75,8 @@ class Scheduler:
 
     Steps must run in the order in which they were planned, and be committed in that order. With
     `async_scheduling` one more step may be in flight: the next decodes of the last step's
-    sequences, planned before its tokens are known. Speculative decoding excludes it; the reasons
-    are in `async_scheduling.py`.
+    sequences, planned before its tokens are known. Asynchronous scheduling and speculative decoding
+    exclude each other; `async_scheduling.py` gives the reasons.
     """
 
     def __init__(
@@ -103,8 +104,7 @@ class Scheduler:
         # order.
         self._admission_retry_s = scheduler_config.priority_age_s / 20
         self._draft_tokens_max = scheduler_config.speculate_tokens_max  # Per sequence and step.
-        # Drafts are added while the decode tokens and draft tokens of a step together do not exceed
-        # this number.
+        # Maximum number of decode and draft tokens together in a step that has draft tokens.
         self._speculation_tokens_max = scheduler_config.speculate_rows_max
         self._stall_budget = PrefillTokenBudget(
             scheduler_config.prefill_stall_ms_max / 1000, cache_config.kv_block_tokens
@@ -120,9 +120,9 @@ class Scheduler:
         self._live = LiveSequences()
         self._in_flight = InFlightSteps(stages, async_scheduling=async_scheduling)
         self._ended_outputs: list[SequenceOutput] = []
-        # Set when a waiting sequence finds too few slots or blocks and cannot preempt a running
-        # sequence: `_change_counts()` at that time, and the end of the interval in which admission
-        # is tried again only if these counts have changed.
+        # Admission is blocked when a waiting sequence finds too few slots or blocks, and no running
+        # sequence that it may preempt. The next admission is tried when `_change_counts()` differs
+        # from `_blocked_counts`, and at `_blocked_until` at the latest.
         self._blocked_counts = (0, 0)
         self._blocked_until = 0.0
         self._arrival_count = 0
@@ -240,7 +240,7 @@ class Scheduler:
         return self._dispatch(builder)
 
     def idle_step(self) -> Step:
-        """A step without sequences (a heartbeat); it is run and committed like the others."""
+        """A step without sequences (a heartbeat); it is run and committed like other steps."""
         return self._dispatch(self._new_builder())
 
     def _new_builder(self) -> StepMessageBuilder:
@@ -255,7 +255,7 @@ class Scheduler:
         return step
 
     def _prefill_budget(self, tokens: int) -> int:
-        """The part of `tokens` for prefill; the stall limit protects only latency-class decodes."""
+        """How many of `tokens` prefill may use; without latency-class decodes, all of them."""
         if not self._allocator.latency_decoding_count:
             return tokens
         first_tokens_pending = (
@@ -266,7 +266,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- admission
 
     def _is_admission_blocked(self, now: float) -> bool:
-        """Whether admission is skipped, because it failed and nothing has changed since then."""
+        """Whether to skip admission: it failed, and no count has changed since then."""
         return now < self._blocked_until and self._change_counts() == self._blocked_counts
 
     def _block_admission(self, now: float) -> None:
@@ -310,7 +310,7 @@ class Scheduler:
                 case AdmissionResult.PARKED:
                     pass
                 case AdmissionResult.NO_ADAPTER_ROWS:
-                    # No later sequence may take adapter rows, or this one could starve.
+                    # Later sequences must not take the adapter rows for which this one waits.
                     may_pin_adapter_rows = False
                     skipped_sequences.append(sequence)
                 case AdmissionResult.BLOCK_COPY_IN_FLIGHT:
@@ -365,9 +365,9 @@ class Scheduler:
     def _plan_drafts(self, builder: StepMessageBuilder, now: float) -> None:
         """Add draft tokens to the planned decodes, within the limit `speculate_rows_max`.
 
-        Decode and draft tokens together do not exceed this limit. It is small enough that a step
-        with drafts takes about as long as a step without drafts. One block of prefill has
-        precedence over drafts, and drafts never cause a preemption.
+        The limit applies to decode and draft tokens together; it bounds the time that drafts add to
+        a step. If prefills are waiting, drafts leave the tokens of one block to them. Drafts do not
+        cause preemptions.
         """
         allocator = self._allocator
         sequences = builder.sequences
@@ -378,11 +378,11 @@ class Scheduler:
         if drafts_left <= 0:
             return
         drafts = [list[int]() for _ in sequences]
-        candidates = [
-            (-acceptance_rate, index)
-            for index, sequence in enumerate(sequences)
-            if (acceptance_rate := sequence.draft_acceptance_rate) is not None
-        ]
+        candidates = list[tuple[float, int]]()
+        for index, sequence in enumerate(sequences):
+            acceptance_rate = sequence.draft_acceptance_rate
+            if acceptance_rate is not None:
+                candidates.append((-acceptance_rate, index))
         for _, index in sorted(candidates):
             sequence = sequences[index]
             past = sequence.planned_tokens
@@ -450,7 +450,7 @@ class Scheduler:
             self._stall_budget.record_step(in_flight.prompt_tokens, outcome.seconds)
         prompt_scores = iter(outcome.prompt_scores)
         outputs = []
-        # End of the current sequence's entries in `outcome.tokens` and `outcome.scores`.
+        # Index after the current sequence's entries in `outcome.tokens` and `outcome.scores`.
         sampled_end = 0
         for index, sequence in enumerate(in_flight.sequences):
             sampled_start = sampled_end
@@ -514,9 +514,9 @@ class Scheduler:
         return output
 
     def _handle_nonfinite(self, sequence: Sequence, now: float) -> None:
-        """End a sequence with NaN or infinity, or requeue it if its step had draft tokens.
+        """End a sequence with NaN or infinity; if its step had draft tokens, requeue it instead.
 
-        A draft token may be the cause, so the sequence computes its uncached KV again, and
+        A draft token may be the cause. The requeued sequence computes its uncached KV again, and
         continues without drafts.
         """
         if sequence.draft_tokens and sequence.end_reason is None:
@@ -530,7 +530,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are sequences that wait or run."""
+        """Whether any sequence waits or runs."""
         return len(self._live) > 0
 
     @property

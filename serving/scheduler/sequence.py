@@ -36,7 +36,7 @@ class Sequence:
     queued_at: float
     waited_s: float = 0.0  # Total of all completed waits.
     arrived_at: float = 0.0  # When the engine loop received the submission.
-    # Time from `arrived_at` until it was first queued, in which its adapter was read.
+    # Time from `arrived_at` until the sequence was first queued, in which its adapter was read.
     adapter_wait_s: float = 0.0
 
     # Positions of virtual tokens: the first one, and the one after the last.
@@ -52,7 +52,7 @@ class Sequence:
     is_parked: bool = False  # Waiting for KV that another sequence computes.
     block_table: list[int] = field(default_factory=list)
     kv_capacity: int = 0  # Tokens whose keys and values fit into the blocks of `block_table`.
-    # Length of `tokens` at admission. The sequence is prefilling until all of these are planned.
+    # Length of `tokens` at admission. The sequence is prefilling until these tokens are planned.
     prefill_target: int = 0
     # Tokens whose keys and values are computed, or will be computed by the steps in flight.
     planned_tokens: int = 0
@@ -74,7 +74,7 @@ class Sequence:
     # If set, the sequence has ended; it is released when no step in flight contains it.
     end_reason: EndReason | None = None
     end_message: str = ""
-    # Whether a step output has reported the end. Steps that are still in flight must then not
+    # Whether a step output has reported the end. If so, steps that are still in flight must not
     # report it again.
     is_end_reported: bool = False
     has_nonfinite_kv: bool = False  # KV from `computed_tokens` on may contain NaN or infinity.
@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def draft_tokens_max(self) -> int:
-        """The largest number of draft tokens that leaves room for the token sampled after them."""
+        """The largest number of draft tokens, if one more token is sampled after them."""
         return self.tokens_max - len(self.tokens) - 1
 
     @property
@@ -189,11 +189,12 @@ class Sequence:
     def prefix_boundaries(self, vocab_size: int) -> Iterator[int]:
         """Positions where other prompts are likely to diverge from this one.
 
-        These are the start and the end of each run of virtual tokens, and the position of the last
-        prompt token. If the first prompt tokens need no scores, the last one of these is yielded
-        too, because its logits score the next token. If exactly one token is generated, the
-        position after the prompt is yielded too, because the next round of a beam search continues
-        there.
+        - The start and the end of each run of virtual tokens.
+        - If the first prompt tokens need no scores: the last of these tokens, because its logits
+          score the next token.
+        - The last prompt token.
+        - If exactly one token is generated: the position after the prompt, because the next round
+          of a beam search continues there.
         """
         last = self.prompt_tokens - 1
         if self.virtual_end:
@@ -364,10 +365,10 @@ class Sequence:
     def new_prompt_scores(
         self, step_scores: list[TokenScore], length: int, vocab_size: int
     ) -> list[TokenScore | None]:
-        """Prompt scores that were not reported yet, after a completed step of `length` tokens.
+        """The prompt scores that a completed step of `length` tokens adds; they count as reported.
 
         Entry i of `step_scores` is the score of the token after the step's token i. The first token
-        and virtual tokens have no score. The tokens of a prefix adapter are not computed, so the
+        and virtual tokens have no score. No step computes the tokens of a prefix adapter, so the
         token after them has no score either.
         """
         past = self.computed_tokens - length
@@ -426,17 +427,17 @@ class Sequence:
         return Phases(queue_s, max(0.0, now - self.arrived_at - queue_s))
 
     def final_output(self) -> SequenceOutput:
-        """The output that reports the end, if no step output has reported it.
+        """The output that reports an end without new tokens.
 
-        This is the case after a cancel, a deadline, a fault or a stuck guide.
+        It is needed after a cancel, a deadline, a fault or a stuck guide.
         """
         return SequenceOutput(self.sequence_id, end=self.end_reason, reason=self.end_message)
 
     def check(self) -> None:
         """Assert that the counts of a running sequence are consistent."""
         # Each step in flight except the oldest was planned for a token that is not in `tokens` yet.
-        # For an ended sequence this can apply to the oldest one too, because tokens sampled after
-        # the end are never appended.
+        # If the sequence has ended, this can apply to the oldest step too, because tokens sampled
+        # after the end are not appended.
         has_ended = self.end_reason is not None
         unsampled_tokens = max(0, self.steps_in_flight - (not has_ended))
         unknown_tokens = len(self.draft_tokens) + unsampled_tokens

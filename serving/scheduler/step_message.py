@@ -72,7 +72,7 @@ class StepMessageBuilder:
         self.tokens_left -= 1
 
     def add_drafts(self, drafts: list[list[int]]) -> None:
-        """Add each decode's draft tokens; called after all decodes and before any prefill."""
+        """Add the draft tokens of each decode, after all decodes and before any prefill."""
         token_ids = list[int]()
         for last_id, draft in zip(self._token_ids, drafts, strict=True):
             token_ids += [last_id, *draft]

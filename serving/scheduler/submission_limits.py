@@ -1,4 +1,4 @@
-"""Submission limits: reject a submission that could not run even on an idle engine.
+"""Submission limits: rejection of submissions that could not run even on an idle engine.
 
 The limits are constants of the engine: vocabulary, context length, KV cache and adapter pool. A
 submission within them runs as soon as resources are free; free resources are not checked here.
@@ -51,14 +51,14 @@ class SubmissionLimits:
                 return _reject(
                     submission,
                     f"token id {token} is outside the vocabulary of {self.vocab_size} tokens and "
-                    f"the adapter's {row_count} rows",
+                    f"the adapter's {row_count} rows; use ids from 0 to {ids_end - 1}",
                 )
         for token in submission.output_tokens:
             if not 0 <= token < self.vocab_size:
                 return _reject(
                     submission,
                     f"token id {token} of the output is outside the vocabulary of "
-                    f"{self.vocab_size} tokens",
+                    f"{self.vocab_size} tokens; use ids from 0 to {self.vocab_size - 1}",
                 )
         return None
 

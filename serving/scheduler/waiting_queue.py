@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from serving.messages import ServiceClass
 from serving.scheduler.sequence import LEVELS_TO_LATENCY, Sequence
 
-# Number of tenants without live sequences whose served tokens are stored. Beyond this number, the
-# tenants that became active longest ago are removed.
+# Maximum number of tenants without live sequences whose served tokens are stored. If there are
+# more, the tenants that became active longest ago are removed.
 TENANTS_MAX = 10_000
 
 # (treated as throughput class, -(priority + aging level), tenant's served tokens, arrival order);
@@ -74,9 +74,9 @@ class WaitingQueue:
         self._age_s = age_s
         # One heap per class, priority and tenant; within a heap the earliest arrival is first.
         self._queues: dict[_QueueKey, _Queue] = {}
-        self._ended_count = 0  # Ended sequences that are still in a heap.
+        self._ended_count = 0  # Number of ended sequences that are still in a heap.
         self._count = 0
-        self.latency_count = 0  # Waiting sequences whose own class is latency.
+        self.latency_count = 0  # Number of waiting latency-class sequences, without aging.
         self.change_count = 0  # Number of pushes and discards; admissions (pops) do not count.
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class AdmissionOrder:
     def pop_next(self, *, latency_only: bool) -> Sequence | None:
         """Remove and return the next sequence, or None.
 
-        `latency_only`: None if the next sequence is not treated as latency class.
+        `latency_only`: return None also if the next sequence is not treated as latency class.
         """
         fronts = self._fronts
         while fronts:

@@ -4,8 +4,8 @@ Decode steps of one size run the same kernels and differ only in their inputs. T
 are packed into one array, padded to one of a few batch sizes, and copied into a fixed buffer; a
 CUDA graph replays the kernels on that buffer. The block tables are also on the device, and only
 their changes are copied. Each sequence is one row of the batch; padding rows write to a scratch
-block. The graph computes the logits and the greedy token of each row; all other sampling is the
-sampler's.
+block. The graph computes the logits and the greedy token of each row; the sampler does all other
+sampling.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Work = Callable[[], object]
 Recorder = Callable[[Work], Work]  # Captures the work; returns a function that replays it.
 
-# Memory reserved for each graph in addition to its outputs: its share of the graph memory pool, and
+# Bytes reserved for each graph in addition to its outputs: its part of the graph memory pool, and
 # the recorded kernel launches.
 GRAPH_BYTES = 32 << 20
 GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32))
@@ -69,7 +69,7 @@ class _GraphBuffers:
 
 
 def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
-    """The reason why no step is captured as a CUDA graph; None: decode steps are captured."""
+    """The reason why steps are not captured as CUDA graphs; None: decode steps are captured."""
     if config.cuda_graphs == "off":
         return "cuda_graphs is off"
     if model.mesh.device.type != "cuda":
@@ -86,10 +86,7 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
-    """The batch sizes to capture, in rows.
-
-    There are few sizes, but a batch needs little padding up to the next size.
-    """
+    """The batch sizes to capture, in rows: few sizes, but little padding for any batch."""
     size_max = min(config.running_requests_max, config.cuda_graph_rows_max)
     return (*(size for size in GRAPH_SIZES if size < size_max), size_max)
 
@@ -146,7 +143,7 @@ class CudaGraphRunner:
         self._recorder = recorder or _CudaGraphRecorder(device)
 
     def supports(self, step: Step) -> bool:
-        """Whether the step has sequences, is decode-only, scores no prompt and fits a size."""
+        """Whether the step is decode-only, scores no prompt, and has 1 to `sizes[-1]` sequences."""
         return (
             0 < len(step.slots) <= self.sizes[-1]
             and len(step.token_ids) == len(step.slots)
@@ -159,7 +156,7 @@ class CudaGraphRunner:
         self._changed_entries[slot] = min(low, start), max(high, end)
 
     def run(self, step: Step, x: Tensor | None) -> GraphOutput:
-        """Launch the step without waiting for it, except that a new size is captured first.
+        """Launch the step without waiting for it. A batch size that is new is captured first.
 
         `x`: the hidden states from the previous pipeline stage; None on the first stage.
         """
@@ -202,9 +199,9 @@ class CudaGraphRunner:
         return host_inputs
 
     def _changed_cells(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """Return the changed cells of these slots, and forget them.
+        """Return the changed cells of these slots, and mark them as unchanged.
 
-        They are flat indices into the array of all block tables.
+        Cells are flat indices into the array of all block tables.
         """
         spans = [
             np.arange(*self._changed_entries.pop(slot)) + slot * self._width

@@ -24,8 +24,8 @@ from serving.messages import Guide
 if TYPE_CHECKING:
     import llguidance
 
-# Limits of a guide's text and of the work to parse and match it. Even for a hostile guide, they
-# limit the check, the start of a sequence and the slowest token to about 0.3 s each.
+# Limits of a guide's text and of the work to parse and match it. With these limits, the check, the
+# start of a sequence and the slowest token take at most about 0.3 s each, even for a hostile guide.
 GUIDE_BYTES_MAX = 1 << 16
 _SYMBOLS_MAX = {"json": 50_000, "choice": 50_000, "regex": 20_000, "grammar": 20_000}
 _ITEMS_MAX = 20_000  # Earley items for one token; the library computes about 100 per millisecond.
@@ -77,7 +77,7 @@ class GuideMatchers:
         self._slot_matchers: dict[int, _SlotMatcher] = {}
         self._compiled: OrderedDict[Guide, llguidance.LLMatcher] = OrderedDict()
         if tokenizer is not None:
-            # Built now, because it takes about 0.2 s and would delay a step.
+            # The tokenizer of llguidance is built now: this takes 0.2 s and would delay a step.
             with suppress(RequestError):
                 assert self._ll_tokenizer
 
@@ -125,8 +125,7 @@ class GuideMatchers:
     def accept_token(self, slot: int, token: int) -> bool:
         """Advance a slot's matcher by a sampled token; False: the guide does not allow the token.
 
-        `allowed_mask` excludes such tokens, so the sampler can draw one only if the guide allows no
-        token at all.
+        `allowed_mask` excludes such tokens, so this happens only if the guide allows no token.
         """
         return self._slot_matchers[slot].accept_token(token)
 
@@ -159,7 +158,7 @@ class _SlotMatcher:
     is_finished: bool = False  # A stop token was sampled.
 
     def fill_mask(self, bits: NDArray[np.uint32]) -> bool:
-        """Write the bits of the allowed tokens: one for each token, and one for the end token.
+        """Write one bit for each token of the vocabulary and one for the end token; 1: allowed.
 
         False: no token is allowed, because the guide is invalid or needs text that no token has.
         """
@@ -266,7 +265,7 @@ def _ll_grammar(guide: Guide) -> str:
 
 
 def _check_patterns(schema: Any) -> None:
-    """Raise ValueError if any regular expression of a JSON schema is too long to compile."""
+    """Raise ValueError if a regular expression in a JSON schema is too long."""
     pending = [schema]
     while pending:
         node = pending.pop()

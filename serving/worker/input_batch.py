@@ -1,7 +1,8 @@
 """Input batch: a step as flat token ids, positions, block tables and rows that need logits.
 
-The host computes all indices, and one copy transfers them to the device. Decode-only steps are the
-most frequent ones and have a shorter path: every sequence has one new token and samples the next.
+The host computes all indices and packs them, so that few copies to the device are needed.
+Decode-only steps are the most frequent ones and have a shorter path: every sequence has one new
+token and samples the next.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def build_input_batch(
 
     `block_tables`: the block numbers of each slot. `last_tokens`: each slot's last sampled token,
     on the model's device. With asynchronous scheduling a step may be planned before the host knows
-    this token; then the step has the id -1 in its place, which is replaced here.
+    this token. The step then has the id -1 instead, which this function replaces by the token.
     """
     slots, ids = np.array(step.slots), np.array(step.token_ids, np.int64)
     is_decode_only = (
@@ -82,7 +83,15 @@ def _decode_batch(
         block_tables=tables_tensor.view(block_tables.shape),
     )
     return InputBatch(
-        ids_tensor, int(ids.max()), batch, rows_tensor, rows, rows, past + 1, NO_ROWS, True
+        ids_tensor,
+        int(ids.max()),
+        batch,
+        logits_rows=rows_tensor,
+        row_sequences=rows,
+        sampled_sequences=rows,
+        positions=past + 1,
+        scored_rows=NO_ROWS,
+        samples_every_row=True,
     )
 
 
@@ -96,7 +105,7 @@ def _mixed_batch(
     if any(step.prompt_score_counts):
         pairs = zip(ends - lengths, step.prompt_score_counts, strict=True)
         scored_rows = np.concatenate([np.arange(start, start + count) for start, count in pairs])
-    # A sequence samples from its last row, and from one more row before it for each draft token.
+    # A sequence with n draft tokens samples from its last n + 1 rows.
     sampled_counts = (
         1 + np.array(step.draft_counts)[sampled_sequences]
         if step.draft_counts
@@ -114,10 +123,14 @@ def _mixed_batch(
     batch = Batch.paged(
         step.lengths, step.past, tables_tensor.view(block_tables.shape), block_tokens
     )
-    sequence, positions = (
-        np.repeat(np.arange(len(lengths)), lengths),
-        contexts[sampled_sequences] - rows_before_last,
+    return InputBatch(
+        ids_tensor,
+        int(ids.max()),
+        batch,
+        logits_rows=rows_tensor,
+        row_sequences=np.repeat(np.arange(len(lengths)), lengths),
+        sampled_sequences=sampled_sequences,
+        positions=contexts[sampled_sequences] - rows_before_last,
+        scored_rows=scored_rows,
+        samples_every_row=len(sampled_sequences) == len(rows) == len(ids),
     )
-    samples_every_row = len(sampled_sequences) == len(rows) == len(ids)
-    sampling_layout = (sequence, sampled_sequences, positions, scored_rows, samples_every_row)
-    return InputBatch(ids_tensor, int(ids.max()), batch, rows_tensor, *sampling_layout)

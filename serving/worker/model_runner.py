@@ -1,11 +1,11 @@
 """Model runner: applies a step to the KV pool, runs the model and samples; sizes the KV pool.
 
-A step contains every decision: the sequences that run, their KV blocks, and the rows of the adapter
-pool that an adapter has. Therefore the model runner has no policy. Token ids and block tables are
-copied to the device as one packed array. The last pipeline stage checks that each sequence's hidden
-states and logits are finite, and its first tensor rank samples the tokens. A step that replays a
-CUDA graph runs asynchronously, and reading its outcome waits. Without a graph, the last stage waits
-for the tokens inside `launch`.
+A step contains every decision: the sequences that run, their KV blocks, and the adapter pool rows
+of each adapter. Therefore the model runner has no policy. Token ids and block tables are copied to
+the device as one packed array. The last pipeline stage checks that each sequence's hidden states
+and logits are finite, and its first tensor rank samples the tokens. A step that replays a CUDA
+graph is only launched, and reading its outcome waits for the device. Without a graph, the last
+stage waits for the tokens inside `launch`.
 
 In this package a row without a qualifier is one new token in the batch: a row of the hidden states
 or of the logits. The rows of adapters are called adapter rows or prefix rows.
@@ -156,7 +156,8 @@ class ModelRunner:
     def _wait(self, pending: PendingOutcome, started: float) -> Outcome:
         outcome = pending()
         # A step cannot begin before the previous step has ended.
-        start, self._last_step_end = max(started, self._last_step_end), time.perf_counter()
+        start = max(started, self._last_step_end)
+        self._last_step_end = time.perf_counter()
         return msgspec.structs.replace(outcome, seconds=self._last_step_end - start)
 
     def _apply_updates(self, step: Step) -> None:
@@ -188,7 +189,7 @@ class ModelRunner:
             return
         adapter_rows = torch.frombuffer(bytearray(adapter_write.data), dtype=torch.float32)
         adapter_rows = adapter_rows.view(-1, self.model.config.hidden_size)
-        # A value may overflow in the model's dtype; then only this adapter's sequences fail.
+        # If a value overflows in the model's dtype, only the sequences of this adapter fail.
         end = adapter_write.start + len(adapter_rows)
         self._adapter_rows[adapter_write.start : end] = adapter_rows.to(self._adapter_rows.dtype)
 
@@ -202,7 +203,7 @@ class ModelRunner:
         except Exception as error:
             if slot_init.guide is None:
                 raise
-            # A guide is a request's input to a third-party library. If the library fails on a guide
+            # A request's guide is input of a third-party library. If the library fails on a guide
             # that passed admission, only the sequence of this request ends with an error.
             log.warning(
                 "event=guide_failed slot=%d reason=%r", slot_init.slot, type(error).__name__
@@ -249,11 +250,12 @@ class ModelRunner:
     ) -> Outcome:
         """Wait for a step of the CUDA graph runner, and return its outcome.
 
-        `indices`: the indices in the step of the sequences that sample a token. `replayed` is also
-        true for a batch size that could not be captured and runs without a graph.
+        `indices`: the indices in the step of the sequences that sample a token. The outcome counts
+        as replayed even if the batch size could not be captured and ran without a graph.
         """
         assert self._sampler is not None and graph_output.argmax_and_faults is not None
         argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()
+        # Logits matter only for the sequences that sample a token.
         fault_indices = set(np.flatnonzero(faults & BAD_HIDDEN).tolist())
         fault_indices |= set(indices[faults[indices] != 0].tolist())
         stuck_indices = self._failed_guide_indices(step)
@@ -274,10 +276,8 @@ class ModelRunner:
 
     def _run_model(self, step: Step) -> PendingOutcome:
         """Run the forward pass without a graph, and sample; only the sampler's rank has tokens."""
-        inputs, model = (
-            build_input_batch(step, self._block_tables, self._block_tokens, self._last_tokens),
-            self.model,
-        )
+        model = self.model
+        inputs = build_input_batch(step, self._block_tables, self._block_tokens, self._last_tokens)
         batch = inputs.batch
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
@@ -304,9 +304,14 @@ class ModelRunner:
             # The hidden states are checked last, because the check waits for the device. The
             # scheduler discards the tokens of sequences with a fault.
             _record_nonfinite(x, inputs.row_sequences, fault_indices)
-        outcome_fields = (tokens, scores, prompt_scores, sorted(fault_indices))
         return partial(
-            Outcome, step.step_id, *outcome_fields, stuck=sorted(stuck_indices - fault_indices)
+            Outcome,
+            step.step_id,
+            tokens,
+            scores,
+            prompt_scores,
+            sorted(fault_indices),
+            stuck=sorted(stuck_indices - fault_indices),
         )
 
     def _failed_guide_indices(self, step: Step) -> set[int]:
@@ -325,8 +330,9 @@ class ModelRunner:
     ) -> tuple[list[int], list[TokenScore]]:
         """Return the sampled tokens and their scores, in row order, on the rank with a sampler.
 
-        Add sequences with a fault or a failed guide to the two sets. All tensor ranks of the stage
-        must call this, because each of them computes a part of the logits.
+        Sequences with a fault are added to `fault_indices`, and sequences with a failed guide to
+        `stuck_indices`. All tensor ranks of the stage must call this, because each of them computes
+        a part of the logits.
         """
         count = len(inputs.sampled_sequences)
         if not count:
@@ -356,7 +362,7 @@ class ModelRunner:
     def _score_prompts(
         self, step: Step, inputs: InputBatch, x: Tensor, fault_indices: set[int]
     ) -> list[list[TokenScore]]:
-        """Return the scores of prompt tokens, a list for each sequence that needs them.
+        """Return the scores of prompt tokens: one list for each sequence that needs scores.
 
         At most `SCORED_BYTES_MAX` bytes of logits exist at a time.
         """
@@ -406,11 +412,11 @@ def _select_logits_rows(x: Tensor, inputs: InputBatch, start: int, count: int) -
 def _record_nonfinite(x: Tensor, indices: IntArray, fault_indices: set[int]) -> None:
     """Add the sequences of rows with NaN or infinity to `fault_indices`.
 
-    `indices`: the index of each row's sequence. One pass over `x` suffices if all rows are finite.
+    `indices`: the index of each row's sequence.
     """
     if bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()):
         return
-    # Large finite values may also sum to infinity, so each row is checked.
+    # The sum of large finite values may be infinite too, so each row is checked.
     fault_indices |= set(indices[(~x.isfinite().all(-1)).cpu().numpy()].tolist())
 
 
@@ -424,7 +430,7 @@ def available_kv_blocks(
     """Return the number of KV blocks that fit into this rank's memory, block 0 included.
 
     `ranks_sharing_memory`: the number of ranks that share this host's or device's memory, this rank
-    included. All ranks must use the smallest of these numbers.
+    included. The ranks may get different numbers; all of them must use the smallest one.
     """
     block_tokens, model_config = cache_config.kv_block_tokens, model.config
     dtype = cache_config.kv_dtype
@@ -463,11 +469,11 @@ def available_kv_blocks(
 def _kv_budget_bytes(model: GPT, scheduler_config: SchedulerConfig, free_bytes: int) -> int:
     """Return the bytes of the KV pool, out of the memory that is free after loading."""
     if model.mesh.device.type == "cpu":
-        # Nothing is reserved: the KV cache takes only HOST_MEMORY_FRACTION of the free memory, and
-        # the workspace uses the rest.
+        # No bytes are reserved for the workspace: the KV cache takes only HOST_MEMORY_FRACTION of
+        # the free memory, and the workspace uses the rest.
         return kv_cache_bytes(free_bytes, 0, on_cpu=True)
-    # Nothing is reserved for the adapter rows: they are allocated after the KV pool, from the
-    # memory beyond DEVICE_MEMORY_FRACTION.
+    # No bytes are reserved for the adapter rows: they are allocated after the KV pool, from the
+    # memory that DEVICE_MEMORY_FRACTION leaves.
     reserved_bytes = workspace_bytes(
         model.config,
         model.dtype.itemsize,

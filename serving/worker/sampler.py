@@ -1,8 +1,8 @@
 """Batched sampler: penalties, bans, guides, temperature, top-k, top-p, min-p, log-probabilities.
 
 The sampler chooses the tokens of all rows of the logits at once; `gpt.generation.reference_sampler`
-is the slow reference for one row. The sampling parameters of all slots are one array, from which
-the parameters of the sampled slots are gathered per step: each parameter costs a few operations for
+is the slow reference for one row. The sampling parameters of all slots are one array. Each step
+gathers the parameters of its slots from this array, so each parameter costs a few operations for
 the whole batch, and a row's token does not depend on the other rows. Penalties, bans, guides and
 scores are computed only for the rows that need them. This module is independent of steps, blocks
 and models.
@@ -54,7 +54,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """A token for each row, and a score for each row if any row needs one (else an empty list).
+    """A token for each row. If any row needs a score, a score for each row, else no scores.
 
     Rows that need no score have a placeholder. `failed_guide_rows`: rows whose guide allows no
     token; their tokens are invalid.
@@ -108,8 +108,8 @@ class Sampler:
         )
         self._seeds[slot] = sampling.seed
         self._top_counts[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        # A slot with min_new_tokens alone is greedy: only rows whose argmax is a stop token that
-        # comes too early are computed again (`_rows_ending_early`).
+        # Greedy slots may have min_new_tokens: a row is computed again only if its argmax is a stop
+        # token that comes too early (`_rows_ending_early`).
         self._is_greedy[slot] = (
             replace(sampling, min_new_tokens=0).is_plain_greedy and slot_init.guide is None
         )
@@ -140,9 +140,10 @@ class Sampler:
         needs_argmax_only = (
             self._is_greedy[slot] and sampling.logprobs is None and slot not in self._bans
         )
-        (self._slots_beyond_argmax.discard if needs_argmax_only else self._slots_beyond_argmax.add)(
-            slot
-        )
+        if needs_argmax_only:
+            self._slots_beyond_argmax.discard(slot)
+        else:
+            self._slots_beyond_argmax.add(slot)
         if slot_init.guide is not None:
             self._guide_matchers.init_slot(
                 slot, slot_init.guide, sampling.stop_token_ids, slot_init.output_tokens
@@ -169,10 +170,8 @@ class Sampler:
         self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]
     ) -> SampledTokens:
         """Launch the sampling; the device may still compute when this returns."""
-        slot_ids, position_ids = (
-            np.asarray(slots, dtype=np.int64),
-            np.asarray(positions, dtype=np.int64),
-        )
+        slot_ids = np.asarray(slots, dtype=np.int64)
+        position_ids = np.asarray(positions, dtype=np.int64)
         # Rows whose logits are processed (penalties, bans, guides, temperature) before a token is
         # chosen. All other rows need only the argmax.
         processed_rows = np.flatnonzero(~self._is_greedy[slot_ids])
@@ -205,15 +204,16 @@ class Sampler:
         """
         slots = sampled_tokens.slots
         ids, scores = _unpack_sampled(sampled_tokens)
-        for slot, token in zip(slots, ids, strict=True) if self._bans else ():
-            if slot in self._bans:
-                self._bans[slot].append(token)
+        if self._bans:
+            for slot, token in zip(slots, ids, strict=True):
+                if slot in self._bans:
+                    self._bans[slot].append(token)
         failed_guide_rows = []
-        for row, slot in enumerate(slots) if self._guide_matchers else ():
-            if slot in self._guide_matchers and not self._guide_matchers.accept_token(
-                slot, ids[row]
-            ):
-                failed_guide_rows.append(row)
+        matchers = self._guide_matchers
+        if matchers:
+            for row, slot in enumerate(slots):
+                if slot in matchers and not matchers.accept_token(slot, ids[row]):
+                    failed_guide_rows.append(row)
         return SamplerOutput(ids, scores, failed_guide_rows)
 
     def score_targets(
@@ -229,11 +229,13 @@ class Sampler:
 
     def _rows_ending_early(self, tokens: Tensor, slots: IntArray) -> IntArray:
         """Return the greedy rows whose argmax is a stop token before min_new_tokens is reached."""
-        rows = (
-            [row for row, slot in enumerate(slots) if slot in self._bans and self._is_greedy[slot]]
-            if self._bans
-            else []
-        )
+        rows: list[int] = []
+        if self._bans:
+            rows = [
+                row
+                for row, slot in enumerate(slots)
+                if slot in self._bans and self._is_greedy[slot]
+            ]
         if not rows:  # Return early, because reading the tokens waits for the device.
             return np.zeros(0, dtype=np.int64)
         ids = tokens.tolist()
@@ -245,14 +247,16 @@ class Sampler:
         parameters = self._parameters[slots]
         parameters[:, _UNIFORM] = uniforms(self._seeds[slots], positions)
         device_parameters = to_device(parameters, x.device)
-        for row, slot in enumerate(slots) if self._biases else ():
-            if slot in self._biases:
-                tokens, bias = self._biases[slot]
-                x[row, tokens] += bias
+        if self._biases:
+            for row, slot in enumerate(slots):
+                if slot in self._biases:
+                    tokens, bias = self._biases[slot]
+                    x[row, tokens] += bias
         self._history.apply_penalties(x, slots, device_parameters)
-        for row, slot in enumerate(slots) if self._decays else ():
-            if slot in self._decays:
-                self._decays[slot].apply(x[row], int(positions[row]))
+        if self._decays:
+            for row, slot in enumerate(slots):
+                if slot in self._decays:
+                    self._decays[slot].apply(x[row], int(positions[row]))
         self._apply_bans(x, slots)
         sampled_rows = np.flatnonzero(parameters[:, _TEMPERATURE] > 0)
         if len(sampled_rows) == len(slots):
@@ -332,8 +336,8 @@ def sample_tokens(x: Tensor, parameters: FloatArray, device_parameters: Tensor) 
     """Sample a token for each row of logits `x` (R, V), with a temperature above 0.
 
     `x` is overwritten with unnormalized probabilities (weights). Penalties and bans are already
-    applied. `parameters`: the sampling parameters of the rows on the host; `device_parameters`: the
-    same on the device.
+    applied. `parameters` are the sampling parameters of the rows on the host, `device_parameters`
+    their copy on the device.
     """
     x.sub_(x.amax(-1, keepdim=True)).div_(device_parameters[:, _TEMPERATURE, None]).exp_()
     floor = device_parameters[:, _MIN_P].clone()
@@ -367,12 +371,13 @@ def _weight_floor(
     """For each row of `weights` (R, V), return the smallest weight that top-k and top-p keep: (R,).
 
     On a CPU only the `sizes[0]` largest weights of a row are examined. Rows that need more are
-    computed again with the next size, so a row's floor does not depend on the other rows. Without
-    further sizes, and on a GPU, all weights are examined. `has_top_k`: at least one row has a
+    computed again with the next size, so a row's floor does not depend on the other rows. If
+    `sizes` is empty, and on a GPU, all weights are examined. `has_top_k`: at least one row has a
     top-k. The top-p of such a row applies to the weights that its top-k keeps.
     """
     vocabulary = weights.shape[-1]
-    # Whether a row needs more is read on the host, which stalls a GPU; so a GPU sorts all weights.
+    # The host reads whether a row needs more weights. This would stall a GPU, so a GPU sorts all
+    # weights.
     size = min(vocabulary, sizes[0] if sizes and weights.device.type == "cpu" else vocabulary)
     top_weights = weights.topk(size).values
     k, p = device_parameters[:, _TOP_K, None].long(), device_parameters[:, _TOP_P, None]
@@ -418,7 +423,7 @@ def _atypical_mask(weights: Tensor, typical_p: Tensor) -> Tensor:
 def _typical_distance(
     distance: Tensor, p: Tensor, typical_p: Tensor, sizes: Sequence[int]
 ) -> Tensor:
-    """Return the smallest distance (R, 1) within which the tokens sum to at least `typical_p`.
+    """Return the smallest distance (R, 1) whose tokens have a total probability >= `typical_p`.
 
     On a CPU only the `sizes[0]` nearest tokens are examined first, as in `_weight_floor`.
     """
@@ -446,9 +451,9 @@ def _mask_logits(x: Tensor, rows: Sequence[int], banned: NDArray[np.bool_]) -> N
 
 
 def _score_rows(logits: Tensor, tokens: Tensor, top_count: int) -> Tensor:
-    """Return a row of numbers for the token of each row of `logits`.
+    """Return the scores of one token per row of `logits`, as a tensor (N, 2 + 2 * top_count).
 
-    The numbers are the token's log-probability, its rank, the ids of the `top_count` best tokens,
+    Its columns are the token's log-probability, its rank, the ids of the `top_count` best tokens,
     and their log-probabilities.
     """
     chunks = []
@@ -473,7 +478,8 @@ def _top_ids(logits: Tensor, top_count: int) -> Tensor:
 
     Of equal logits, the token with the lower id comes first.
     """
-    if logits.device.type != "cpu":  # The check for ties below reads a value, which stalls a GPU.
+    # The host reads whether there are ties. This would stall a GPU, so a GPU sorts all logits.
+    if logits.device.type != "cpu":
         return logits.sort(stable=True, descending=True, dim=-1).indices[:, :top_count]
     # `topk` breaks ties arbitrarily. One more value shows whether the last token to return is tied
     # with the next one.
@@ -513,8 +519,8 @@ class _PenaltyHistory:
     """The tokens of sequences with penalties, on the device: a history row for each sequence.
 
     Penalties change only the logits of tokens in the sequence. The tokens are stored in order, with
-    duplicates: all duplicates write the same new logit. History rows are allocated when they are
-    first needed; their numbers are independent of the rows of the logits.
+    duplicates, which are harmless because each writes the same new logit. History rows are
+    allocated when they are first needed; their numbers are independent of the rows of the logits.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
@@ -582,7 +588,7 @@ class _PenaltyHistory:
         self._lengths[rows] += 1
 
     def _rows_with_history(self, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """The indices in `slots` of the slots with penalties, and their history rows."""
+        """Return the indices in `slots` of the slots with penalties, and their history rows."""
         rows = self._slot_rows[slots]
         indices = np.flatnonzero(rows >= 0)
         return indices, rows[indices]

@@ -1,9 +1,9 @@
 """Worker start-up: opens a checkpoint, loads a rank's shard, checks it and counts its KV blocks.
 
-The order is the same for every worker, whether it is the only rank or one of many: refuse faults
-that the checkpoint's headers show, load, pack the weights, compare the logits with the reference
-logits in the checkpoint's proof file, quantize if configured, and count the KV blocks that fit into
-the remaining memory. This module is independent of how a worker's process is started, and plans no
+The order is the same for every worker, whether it is the only rank or one of many: reject a
+checkpoint with faulty headers, load, pack the weights, compare the logits with the reference logits
+in the checkpoint's proof file, quantize if configured, and count the KV blocks that fit into the
+remaining memory. This module is independent of how a worker's process is started, and plans no
 steps.
 """
 
@@ -58,7 +58,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     kv_blocks: int  # KV blocks that fit into the rank's memory, block 0 included.
     weight_bytes: int
     # The numbers of `Ready.proof` and `Ready.divergence`. None: this rank is not on the last
-    # pipeline stage, or the check did not run (no proof, or weights that are not quantized).
+    # pipeline stage, or the check did not run (there is no proof, or weights are not quantized).
     proof: list[float] | None = None
     divergence: list[float] | None = None
 
@@ -78,7 +78,7 @@ class PhaseRunner(Protocol):
 
 
 def open_for_serving(config: ServerConfig, device: torch.device) -> WorkerCheckpoint:
-    """Open the checkpoint; raise an error for each fault that its headers and the config show."""
+    """Open the checkpoint; raise an error if its headers or the config have a fault."""
     model_config, parallel_config = config.model_config, config.parallel_config
     overrides = read_overrides(model_config.config_json, model_config.true_vocab_size)
     checkpoint = open_with_overrides(model_config.model, overrides, model_config.tokenizer)
@@ -117,10 +117,10 @@ def build_worker(
 ) -> Worker:
     """Load this rank's shard, prepare its weights, verify its logits, and count its KV blocks.
 
-    All ranks must call this together. The comparison with the proof and the measurement of
-    quantized weights run collectives, so they form a second phase, which begins only after all
-    ranks have loaded. `ranks_sharing_memory`: the number of ranks that share the memory of this
-    rank's host or device, this rank included.
+    All ranks must call this together. The first phase loads and packs. The second phase begins
+    after all ranks have loaded, because it runs collectives: it compares the logits with the proof
+    and measures the effect of quantization. `ranks_sharing_memory`: the number of ranks that share
+    the memory of this rank's host or device, this rank included.
     """
     model, loaded_bytes = run_phase(lambda: _load_and_pack(opened.checkpoint, mesh, config))
 
@@ -193,7 +193,7 @@ def load_worker_model(
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    """The memory that packing or quantizing the weights freed, and its effect on the logits."""
+    """The memory that preparing the weights freed, and the effect of quantization on the logits."""
 
     freed_bytes: int = 0
     divergence: Divergence | None = None  # Set on the last stage if weights were quantized.
@@ -230,7 +230,8 @@ def prepare_weights(model: GPT, config: ModelConfig) -> PreparedWeights:
 def verify_proof(model: GPT, checkpoint: Checkpoint, proof: Proof) -> list[float] | None:
     """Raise CheckpointError if the model's logits differ from the proof's reference logits.
 
-    All stages run; only the last one compares, and returns the numbers of the comparison.
+    All stages run the forward pass. The last stage compares, and returns the numbers of
+    `Ready.proof`; the other stages return None.
     """
     mesh = model.mesh
 
@@ -259,8 +260,7 @@ def verify_proof(model: GPT, checkpoint: Checkpoint, proof: Proof) -> list[float
         raise CheckpointError(
             f"the logits of {path} differ from the reference logits in its proof file, which were "
             f"computed from its source: {comparison.summary}; find the tensors that differ with "
-            f"`preamble verify SOURCE "
-            f"{path}`, or skip the check with --no-prove (prove: false)"
+            f"`preamble verify SOURCE {path}`, or skip the check with --no-prove (prove: false)"
         )
     return [
         comparison.max_difference,

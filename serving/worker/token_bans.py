@@ -74,7 +74,10 @@ class TokenBans:
         return self._mask(last_words) if last_words else None
 
     def repeats_mask(self) -> TokenMask | None:
-        if self._repeats is None or not len(repeated_tokens := self._repeats.repeated_tokens()):
+        if self._repeats is None:
+            return None
+        repeated_tokens = self._repeats.repeated_tokens()
+        if not len(repeated_tokens):
             return None
         mask = self._mask(())
         mask[repeated_tokens] = True
@@ -96,9 +99,9 @@ class TokenBans:
 class _RepeatedNgrams:
     """Finds the tokens that would repeat an n-gram of `size` tokens in a growing sequence.
 
-    It scans the sequence at each step. A table of n-grams would have `size` times the tokens of the
-    sequence, and the scan is cheap: after one comparison few candidate positions remain. Virtual
-    tokens have the id -1, and are in no n-gram.
+    It scans the sequence at each step. The scan is cheap, because few candidate positions remain
+    after one comparison; a table of n-grams would need `size` times the memory of the sequence.
+    Virtual tokens have the id -1, and are in no n-gram.
     """
 
     def __init__(self, size: int, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -122,7 +125,7 @@ class _RepeatedNgrams:
         if self._length < self._size or tokens[-prefix_size:].min() < 0:
             return tokens[:0]
         # Candidates are the positions after a token that equals the sequence's last token. Each
-        # pass keeps the candidates for which one more preceding token matches.
+        # iteration keeps the candidates for which one more preceding token matches.
         positions = prefix_size + np.flatnonzero(tokens[prefix_size - 1 : -1] == tokens[-1])
         for distance in range(2, self._size):
             positions = positions[tokens[positions - distance] == tokens[-distance]]

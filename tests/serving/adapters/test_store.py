@@ -231,7 +231,7 @@ def test_waiting_sequences_can_read_an_unloaded_adapter(
 
     results: queue.SimpleQueue[AdapterReadResult] = queue.SimpleQueue()
     tables = AdapterCache(CLASSIC.with_fields(hidden_size=8), 1 << 20, results.put)
-    assert tables.pin(rows) == "coming"
+    assert tables.pin(rows) == "reading"
     loaded = results.get(timeout=WAIT_S)
     tables.close()
 

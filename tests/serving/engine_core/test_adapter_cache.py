@@ -58,9 +58,9 @@ class CachedAdapters:
 
     def fetch(self, adapter_ref: AdapterRef) -> None:
         """Read an adapter into the cache and pin it."""
-        assert self.cache.pin(adapter_ref) == "coming"
+        assert self.cache.pin(adapter_ref) == "reading"
         assert self.take().reason == ""
-        assert self.cache.pin(adapter_ref) == "here"
+        assert self.cache.pin(adapter_ref) == "pinned"
 
 
 def test_cached_rows_equal_the_saved_adapter(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_cached_rows_equal_the_saved_adapter(tmp_path: Path) -> None:
 def test_an_adapter_requested_twice_is_read_once(tmp_path: Path) -> None:
     adapters = CachedAdapters(tmp_path, 10 * BYTES)
     _, adapter_ref = adapters.save("one", 1)
-    assert [adapters.cache.pin(adapter_ref) for _ in range(3)] == ["coming"] * 3
+    assert [adapters.cache.pin(adapter_ref) for _ in range(3)] == ["reading"] * 3
     adapters.take()
-    assert adapters.cache.pin(adapter_ref) == "here"
+    assert adapters.cache.pin(adapter_ref) == "pinned"
     assert adapters.read_results.empty()
     adapters.cache.close()
 
@@ -92,10 +92,10 @@ def test_eviction_is_lru_and_spares_pinned_adapters(tmp_path: Path) -> None:
     adapters.cache.unpin(adapter_refs[1].digest)
     adapters.fetch(adapter_refs[2])
     assert [adapters.has(ref) for ref in adapter_refs] == [True, False, True]
-    assert adapters.cache.pin(adapter_refs[0]) == "here"  # Older than the evicted one, but pinned.
+    assert adapters.cache.pin(adapter_refs[0]) == "pinned"  # Older than the evicted adapter.
     assert adapters.cache.pin(adapter_refs[1]) == "full"  # All of the cache is pinned now.
     adapters.cache.unpin(adapter_refs[2].digest)
-    assert adapters.cache.pin(adapter_refs[1]) == "coming"
+    assert adapters.cache.pin(adapter_refs[1]) == "reading"
     adapters.cache.close()
 
 
@@ -135,12 +135,12 @@ def test_an_unusable_adapter_file_gives_a_reason(fault: str, reason: str, tmp_pa
         adapter_ref = AdapterRef(adapter_ref.digest, ROWS, adapter_ref.file, "prefix")
     else:
         path.write_bytes(path.read_bytes()[:-5])
-    assert adapters.cache.pin(adapter_ref) == "coming"
+    assert adapters.cache.pin(adapter_ref) == "reading"
     read_result = adapters.take()
     assert reason in read_result.reason
     assert ";" in read_result.reason  # The reason, then the remedy.
     # The next request reads the file again, which may be repaired.
-    assert adapters.cache.pin(adapter_ref) == "coming"
+    assert adapters.cache.pin(adapter_ref) == "reading"
     adapters.cache.close()
 
 
@@ -154,7 +154,7 @@ def test_a_prefix_adapter_is_sized_by_its_width_and_read_in_parts(tmp_path: Path
     cached_bytes = len(adapters.cache.pinned_rows(prefix.digest))
     assert cached_bytes == ROWS * token_bytes == ROWS * 2 * 2 * WIDTH * 4
     assert adapters.cache.pin(other) == "full"
-    assert adapters.cache.pin(adapter_ref) == "coming"
+    assert adapters.cache.pin(adapter_ref) == "reading"
     prefix_bytes = adapter.table.numpy().tobytes()
     assert adapters.cache.pinned_prefix_rows(prefix.digest, 0, ROWS) == prefix_bytes
     assert (
