@@ -275,7 +275,7 @@ def _start_rank(spec: WorkerSpec) -> ChildProcess:
             [sys.executable, "-m", "serving.ranks.rank_process"],
             stdin=peer_socket.fileno(),
             stdout=2,  # Libraries may print to stdout, which is reserved for the server's results.
-            inherited=inherited,
+            pass_fds=inherited,
         )
         own_socket.sendall(msgspec.json.encode(spec))
     return process
