@@ -264,7 +264,7 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
         lambda x: isinstance(x, tuple) and all(isinstance(y, bool) for y in x),
         "a list of true and false",
     ),
-    RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a table or null"),
+    RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a mapping or null"),
 }
 
 
@@ -272,7 +272,7 @@ def _check_types(config: Any) -> None:
     """Raise ConfigError if a field's value has the wrong type: it comes from an untrusted file."""
     for name, annotation in get_type_hints(type(config)).items():
         is_valid, requirement = _TYPE_CHECKS.get(
-            annotation, (lambda x: isinstance(x, str), "a word")
+            annotation, (lambda x: isinstance(x, str), "a text")
         )
         value = getattr(config, name)
         if not is_valid(value):

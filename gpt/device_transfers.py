@@ -1,4 +1,4 @@
-"""Non-blocking copies between host and device.
+"""Non-blocking copies of tensors between host memory and GPU memory.
 
 A copy is queued on the CUDA stream behind the work launched earlier, and the caller continues. Only
 `PendingHostCopy.wait` blocks, until its own copy is complete.

@@ -1,10 +1,10 @@
 """Fused CPU decoder: all layers of a step in one call of the C library.
 
 With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A layer range
-is the sequence of layers of one call. In a model with MoE layers, each range ends at an MoE layer:
-the library computes the attention of this layer, and torch computes its experts. The decoder
-supports models with packed weights on one tensor rank, with a bf16 KV pool. The layers of gpt/model
-are its reference.
+is the sequence of layers of one call. A range ends at each MoE layer and at the last layer: of an
+MoE layer, the library computes the attention, and torch computes the experts. The decoder supports
+models with packed weights on one tensor rank, with a bf16 KV pool. The layers of gpt/model are its
+reference.
 """
 
 import ctypes

@@ -1,10 +1,9 @@
 """GPT model: embedding, decoder layers and LM head of one pipeline stage and tensor rank.
 
-Layers are keyed by their global number: `decoder.layers.7` is layer 7 of the model on whatever
-stage it is, and a parameter has the same name in the model and in the logical checkpoint. The KV
-pool and the batch are arguments, so training, prefill and decode use the same forward pass. The
-linears, the decoder, the LM head and the greedy tokens are computed by backends, by default in
-torch.
+Layers are keyed by their global number: on every stage, `decoder.layers.7` is layer 7 of the model,
+and a parameter has the same name in the model and in the logical checkpoint. The KV pool and the
+batch are arguments, so training, prefill and decode use the same forward pass. Backends compute the
+linears, the decoder, the LM head and the greedy tokens; the default backends use torch.
 """
 
 from typing import Protocol, cast
