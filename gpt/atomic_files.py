@@ -1,9 +1,9 @@
 """Atomic files: a file or folder is written under another name, then renamed to its target.
 
-A reader sees the old content or the new one, never a part, even if the process is killed or the
-disk is full. (While a folder is replaced, it is absent for an instant.) A durable write also
-flushes the content and the folder's entries, so that it survives a power failure. The module
-imports only the standard library.
+A reader sees either the complete old content or the complete new content, even if the process is
+killed or the disk is full. The one exception: a folder that is replaced is absent for an instant. A
+durable write also flushes the content and the folder's entries to disk, so that it survives a power
+failure. The module imports only the standard library.
 """
 
 import os
@@ -26,7 +26,7 @@ def write_atomic(
     mode: int = DEFAULT_MODE,
     partial_path: Path | None = None,
 ) -> Path:
-    """Write `content` to the file `path`, and return the path; options as for `open_atomic`."""
+    """Write `content` to the file `path`, and return `path`. `open_atomic` explains the options."""
     with open_atomic(
         path, overwrite=overwrite, durable=durable, mode=mode, partial_path=partial_path
     ) as file:
@@ -45,10 +45,14 @@ def open_atomic(
 ) -> Iterator[BinaryIO]:
     """Open a new file that is renamed to `path` if the `with` block ends without an error.
 
-    If not `overwrite`, an existing file raises FileExistsError, even if another process created it
-    meanwhile. `durable` flushes the file and its folder's entry to disk. `partial_path` is the name
-    until the rename, in the same folder; by default a new hidden name. A fixed name is for a file
-    that only one process writes: its next write replaces what a killed process has left.
+    Args:
+        overwrite: Replace an existing file. False: FileExistsError is raised if `path` exists at
+            the time of the rename.
+        durable: Flush the file and the entries of its folder to disk.
+        mode: The permissions of a new file, before the umask.
+        partial_path: The path of the file until the rename, in the same folder. The default is a
+            new hidden name. A fixed path is for files that only one process writes; the next write
+            then replaces the partial file of a killed process.
     """
     partial = partial_path or _hidden_path(path, "part")
     file = open(  # noqa: SIM115, closed by the `with` below.
@@ -77,9 +81,10 @@ def stage_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` if the `with` block ends without an error.
 
-    The rename is durable. It fails if `folder` exists and is not empty. With `overwrite`, it
-    replaces such a folder; if the replacement fails, the old folder is restored. `partial_path` as
-    in `open_atomic`.
+    The rename is durable. If `folder` exists and is not empty, it is replaced with
+    `overwrite=True`; otherwise an OSError is raised. If a replacement fails, the old folder is
+    restored. `partial_path` is the path of the new folder until the rename; a folder that exists
+    there is deleted first.
     """
     partial = partial_path or _hidden_path(folder, "part")
     if partial_path is not None:
@@ -98,16 +103,17 @@ def stage_folder(
 
 
 def rename_durable(source: Path, target: Path, *, overwrite: bool = True) -> None:
-    """Rename a file or folder within one file system, and flush the folder of `target`.
+    """Rename a file or folder within one file system, and flush the folder of `target` to disk.
 
-    If not `overwrite`, an existing file raises FileExistsError, and folders are not supported.
+    With `overwrite=False`, FileExistsError is raised if `target` exists, and `source` must be a
+    file.
     """
     _rename(source, target, overwrite)
     fsync_folder(target.parent)
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and flush it, in a folder that will be renamed; the write is not atomic."""
+    """Write a file and flush it to disk, not atomically: for files in a folder renamed later."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -115,7 +121,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries: a power failure can otherwise undo a rename in it."""
+    """Flush a folder's entries to disk, so that a power failure cannot undo a rename in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,7 +130,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_folders(root: Path) -> None:
-    """Flush `root` and all folders below it: a new file's name is durable only after that."""
+    """Flush the entries of `root` and of all folders below it, so that new names are durable."""
     for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
         fsync_folder(folder)
 
@@ -153,7 +159,7 @@ def _rename(source: Path, target: Path, overwrite: bool = True) -> None:
     if overwrite:
         os.replace(source, target)
     else:
-        os.link(source, target)  # Unlike a rename, it fails if the target exists.
+        os.link(source, target)  # A link fails if the target exists; a rename would replace it.
         source.unlink()
 
 

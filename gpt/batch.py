@@ -1,9 +1,9 @@
 """Flat, unpadded batch of tokens from several sequences, with their block tables in the KV cache.
 
-The tokens of all sequences are concatenated without padding: the model uses only the layout
-(tokens, ...), for prefill, decode and training. The keys and values of a sequence's earlier tokens
-may be in the KV cache, in the blocks that the sequence's row of the block table lists. A batch only
-describes one step; the module contains no scheduling policy and no weights.
+The tokens of all sequences are concatenated: the model uses only the layout (tokens, ...), for
+prefill, decode and training. In inference the block table has one row per sequence, which lists the
+KV-cache blocks of the sequence. A batch describes one step; the module contains no scheduling
+policy and no weights.
 """
 
 from collections.abc import Sequence
@@ -23,23 +23,28 @@ class Batch:
     """The tokens of one step: T new tokens of B sequences."""
 
     query_lengths: tuple[int, ...]  # Number of new tokens of each sequence.
-    # Number of earlier tokens of each sequence, which are in the KV pool or in the parent.
+    # Number of earlier tokens of each sequence; their KV is in the KV pool, or in training in the
+    # parent sequence.
     past_lengths: tuple[int, ...]
     positions: Tensor  # (T,) position of each token in its sequence, virtual tokens included.
-    # Two (T,) tensors: the KV pool block, and the offset in it, where each token's KV is written.
+    # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
+    # without a KV pool.
     slot_mapping: tuple[Tensor, Tensor] | None = None
-    block_tables: Tensor | None = None  # (B, blocks) block numbers of each sequence, in order.
-    logit_rows: Tensor | None = None  # Flat rows of the tokens that need logits; None means all.
-    # (B,) int32 context lengths if only the device has them, as in serving/worker/cuda_graphs.py.
-    # Then `past_lengths` is an upper bound, and all query lengths are 1.
+    # (B, blocks) block numbers of each sequence, in order. None without a KV pool.
+    block_tables: Tensor | None = None
+    # Flat indices of the tokens whose logits are computed. None: all tokens.
+    logit_rows: Tensor | None = None
+    # (B,) int32 context lengths on the device, for CUDA graphs (serving/worker/cuda_graphs.py): the
+    # host does not know the exact lengths, so `past_lengths` is an upper bound. All query lengths
+    # are 1. None: the host knows the lengths.
     device_context_lengths: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
-    # Training only: for each sequence, the index of its parent or None. A parent is an earlier
-    # sequence whose tokens precede the sequence's own tokens; it has no parent itself. Empty: no
-    # sequence has a parent.
+    # Training only: for each sequence, the index of its parent, or None. A parent is an earlier
+    # sequence of the batch, and its tokens precede the sequence's own tokens. A parent has no
+    # parent. An empty tuple: no sequence has a parent.
     parents: tuple[int | None, ...] = ()
-    # Cache of attention metadata, which the first layer computes and later layers reuse (see
-    # gpt/attention/paged.py).
+    # Cache of attention metadata (gpt/attention/paged.py): the first layer computes it, and the
+    # later layers reuse it.
     attention_metadata: dict[object, object] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -56,9 +61,15 @@ class Batch:
     ) -> "Batch":
         """Make a batch of whole sequences without a KV pool."""
         assert not parents or dropout is None, "dropout does not support shared parent sequences"
-        past_lengths = tuple(0 if p is None else lengths[p] for p in parents) or (0,) * len(lengths)
-        past_and_lengths = zip(past_lengths, lengths, strict=True)
-        positions = torch.cat([torch.arange(p, p + n) for p, n in past_and_lengths]).to(device)
+        past_lengths = (0,) * len(lengths)
+        if parents:
+            past_lengths = tuple(0 if parent is None else lengths[parent] for parent in parents)
+        positions = torch.cat(
+            [
+                torch.arange(past, past + length)
+                for past, length in zip(past_lengths, lengths, strict=True)
+            ]
+        ).to(device)
         return cls(
             tuple(lengths),
             past_lengths,
@@ -78,19 +89,27 @@ class Batch:
         *,
         logit_rows: Tensor | None = None,
     ) -> "Batch":
-        """Make a batch of new tokens; the sequences' KV is in blocks of `block_tokens` tokens."""
-        # The host has the lengths, so it computes the indices, and one copy sends them to the
-        # device.
+        """Make a batch of new tokens; KV is stored in pool blocks of `block_tokens` tokens."""
+        # The host computes all indices from the lengths, and one copy sends them to the device.
         counts = np.array(query_lengths)
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        positions = (
-            np.arange(len(sequence)) + (np.array(past_lengths) - counts.cumsum() + counts)[sequence]
+        query_starts = counts.cumsum() - counts
+        token_sequences = np.repeat(np.arange(len(counts)), counts)
+        token_positions = (
+            np.arange(len(token_sequences))
+            + (np.array(past_lengths) - query_starts)[token_sequences]
         )
         indices = np.stack(
-            [positions, sequence, positions // block_tokens, positions % block_tokens]
+            [
+                token_positions,
+                token_sequences,
+                token_positions // block_tokens,
+                token_positions % block_tokens,
+            ]
         )
-        positions, sequence, block, offset = torch.from_numpy(indices).to(block_tables.device)
-        slot_mapping = block_tables[sequence, block], offset
+        positions, sequences, block_indices, offsets = torch.from_numpy(indices).to(
+            block_tables.device
+        )
+        slot_mapping = block_tables[sequences, block_indices], offsets
         return cls(
             tuple(query_lengths),
             tuple(past_lengths),
@@ -107,7 +126,9 @@ class Batch:
     @cached_property
     def context_lengths(self) -> tuple[int, ...]:
         """The number of tokens of each sequence after this step."""
-        return tuple(p + n for p, n in zip(self.past_lengths, self.query_lengths, strict=True))
+        return tuple(
+            past + new for past, new in zip(self.past_lengths, self.query_lengths, strict=True)
+        )
 
     @cached_property
     def query_starts(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Child processes: start, time-outs, termination with all descendants, and with the parent.
+"""Child processes: start, waits with time-outs, termination of the child's process group.
 
 A child runs in a session of its own, so Ctrl-C reaches only the parent, which then decides how the
-child ends. The module imports only the standard library, so that a child can call `die_with_parent`
-before any slow import.
+child ends. A child that `module_command` starts is killed when its parent ends. The module imports
+only the standard library, so that a child can call `die_with_parent` before any slow import.
 """
 
 import ctypes
@@ -28,10 +28,11 @@ BOOTSTRAP_CODE = (
 
 
 class ChildProcess(subprocess.Popen[str]):
-    """A running child process with text pipes. Each wait raises TimeoutExpired after its time-out.
+    """A running child process with text pipes.
 
-    `environment` replaces the default, `child_environment` of this process. `inherited` are file
-    descriptors that stay open in the child.
+    `environment` is the child's environment; None means `child_environment(os.environ)`. `pass_fds`
+    are file descriptors that stay open in the child. `wait` and `read_line` raise TimeoutExpired
+    after their time-out.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ChildProcess(subprocess.Popen[str]):
         stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         stderr: int | IO[str] | None = None,
-        inherited: Sequence[int] = (),
+        pass_fds: Sequence[int] = (),
     ) -> None:
         super().__init__(
             [str(word) for word in command],
@@ -52,17 +53,17 @@ class ChildProcess(subprocess.Popen[str]):
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=inherited,
+            pass_fds=pass_fds,
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
         )
 
     def read_line(self, timeout_s: float) -> str:
-        """Wait for the next line of stdout; it is empty if the child has closed its stdout.
+        """Wait for the next line of stdout, and return it; "" if the child has closed its stdout.
 
-        The wait does not detect a line that an earlier read has already moved into the buffer of
-        `stdout`, so the child should write one line for each call.
+        An earlier read may move a second line into the buffer of `stdout`, where this method does
+        not detect it. So the child should write only one line for each call.
         """
         assert self.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -72,7 +73,7 @@ class ChildProcess(subprocess.Popen[str]):
         return self.stdout.readline()
 
     def wait_or_kill(self, timeout_s: float) -> int:
-        """Wait for the end of the child, and kill it after the time-out; return its exit code."""
+        """Wait for the child to end, or kill it after the time-out; return its exit code."""
         try:
             return self.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -80,7 +81,7 @@ class ChildProcess(subprocess.Popen[str]):
             return self.wait()
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and after the time-out SIGKILL; kill the process group; close the pipes."""
+        """Send SIGTERM, wait up to `timeout_s`, kill the process group, and close the pipes."""
         with suppress(ProcessLookupError):
             if self.poll() is None:
                 self.terminate()
@@ -91,7 +92,7 @@ class ChildProcess(subprocess.Popen[str]):
         self.wait()
 
     def close_pipes(self) -> None:
-        """Close the pipes on this side; unsent input is lost if the child has closed its stdin."""
+        """Close this process's ends of the pipes. Input is lost if the child closed its stdin."""
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 with suppress(OSError):
@@ -107,17 +108,17 @@ def module_command(module_args: Sequence[str | Path]) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with the folder of this package added to PYTHONPATH if necessary.
+    """Return `environment` with PYTHONPATH and PYTHONSAFEPATH set for a child process.
 
-    A child process can then import the package in any working directory. It imports no modules from
-    that directory.
+    With them the child can import our packages in any working directory, and imports no modules
+    from the working directory itself.
     """
     variables = dict(environment)
     root = str(Path(__file__).resolve().parent.parent)
     if root not in site.getsitepackages():
         paths = [root, *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(paths)
-    # Without this variable, `-m` searches the working directory first, which may be a model's
+    # Without this variable, `-m` and `-c` search the working directory first. It may be a model's
     # directory with untrusted files.
     variables["PYTHONSAFEPATH"] = "1"
     return variables
@@ -128,12 +129,12 @@ def die_with_parent(parent_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG is unavailable")
-    if os.getppid() != parent_pid:  # The parent ended before the call to prctl.
+    if os.getppid() != parent_pid:  # The parent had already ended when prctl was called.
         os._exit(1)
 
 
 def read_log_tail(log: Path, bytes_max: int = TAIL_BYTES) -> str:
-    """Return the last `bytes_max` bytes of a child's log as text; empty if it cannot be read."""
+    """Return the last `bytes_max` bytes of a log file as text; "" if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - bytes_max))

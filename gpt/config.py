@@ -1,8 +1,8 @@
 """GPTConfig: the model configuration that comes with a checkpoint, in Megatron-Core's names.
 
-The configuration is read from the checkpoint, never from flags. Checkpoint readers convert the
-names of other formats to these names. GPTConfig refuses values that the model does not support, so
-later code does not check values again.
+The configuration is read from the checkpoint. Checkpoint readers convert the names of other formats
+to these names. The constructor of GPTConfig refuses values that the model does not support, so
+other modules do not check them again.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +20,8 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-
-# Limit of layers, and of experts per layer. A larger number means a damaged file, and would make
-# the parameter table too large.
+# The largest number of layers, and of experts per layer. A larger number means a damaged file, and
+# the table of all parameters would not fit in memory.
 LAYERS_OR_EXPERTS_MAX = 65535
 
 
@@ -30,8 +29,12 @@ LAYERS_OR_EXPERTS_MAX = 65535
 class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than the training context.
 
-    `linear` divides positions by `factor`. `llama3` does so for low frequencies, partly for the
-    frequencies between the two limits, and not for high frequencies.
+    `linear` divides all frequencies by `factor`. `llama3` compares the number of rotations r within
+    `original_max_position_embeddings` positions with two limits:
+
+    - r <= low_freq_factor: the frequency is divided by `factor`.
+    - r >= high_freq_factor: the frequency is unchanged.
+    - Between the limits: linear interpolation of both.
     """
 
     kind: Literal["linear", "llama3"]
@@ -54,15 +57,20 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The configuration of a GPT. Some fields, if 0 or empty, are derived from other fields."""
+    """The configuration of a GPT.
+
+    The constructor replaces a 0 or an empty tuple by a default from other fields, where a comment
+    says so.
+    """
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    vocab_size: int  # Without the padding rows that files or a rank's memory may contain.
+    vocab_size: int  # Without vocabulary padding.
     max_position_embeddings: int
 
-    # Width of the MLP; a gated fc1 has twice as many rows. 0: 4 x hidden_size.
+    # Width of the MLP. fc1 has this number of rows, or twice the number if gated.
+    # 0: 4 x hidden_size.
     ffn_hidden_size: int = 0
     num_query_groups: int = 0  # 0: one group per head (multi-head attention).
     kv_channels: int = 0  # Width of a head. 0: hidden_size / num_attention_heads.
@@ -87,33 +95,35 @@ class GPTConfig:
     window_size: int | None = None  # Number of tokens that a token attends to, itself included.
 
     num_experts: int = 0
-    # Whether each layer has experts. Empty: all layers have experts if num_experts > 0.
+    # For each layer, whether it has experts. Empty: all layers have experts if num_experts > 0.
     moe_layers: tuple[bool, ...] = ()
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int = 0  # 0: ffn_hidden_size.
     # True: softmax over all experts before top-k. False: softmax over the top-k experts.
     moe_router_pre_softmax: bool = False
     moe_router_score_function: ScoreFunction = "softmax"
-    # Whether a bias is added to the scores for the choice of experts; expert weights exclude it.
+    # Whether a bias is added to the scores that choose the experts. The experts' weights are
+    # computed without it.
     moe_router_expert_bias: bool = False
     moe_router_topk_scaling_factor: float = 1.0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
 
-    hidden_dropout: float = 0.0  # Only training uses the dropout fields.
+    # Only training uses the dropout probabilities.
+    hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     dtype: DType = "float32"  # The dtype of the stored weights.
 
     def __post_init__(self) -> None:
         _check_types(self)
-        derived = {
+        defaults = {
             "ffn_hidden_size": 4 * self.hidden_size,
             "num_query_groups": self.num_attention_heads,
             "kv_channels": self.hidden_size // max(1, self.num_attention_heads),
         }
-        for name, value in derived.items():
+        for name, default in defaults.items():
             if not getattr(self, name):
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, default)
         if not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
         self._check_values()
@@ -188,7 +198,10 @@ class GPTConfig:
 
     @property
     def prefix_width(self) -> int:
-        """The number of key and value elements of one token, summed over all layers."""
+        """The number of key and value elements of one token in all layers.
+
+        It is the width of a prefix adapter's table.
+        """
         return self.num_layers * 2 * self.num_query_groups * self.kv_channels
 
     def with_fields(self, **changes: Any) -> Self:
@@ -199,7 +212,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Parse the output of `to_dict`; an unknown key is an error."""
+        """Build a configuration from the output of `to_dict`; an unknown key raises ConfigError."""
         field_names = {field.name for field in fields(cls)}
         unknown = sorted(set(record) - field_names)
         if unknown:
@@ -240,8 +253,8 @@ _POSITIVE_FIELDS = (
     "kv_channels",
 )
 
-# For each field type: a check of the value, and the text of the requirement for the error message.
-# A whole number of 2^31 or more means a damaged file.
+# For each field type, a function that checks a value, and the requirement as the error message
+# states it. A whole number of 2^31 or more means a damaged file.
 _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "true or false"),
     int: (lambda x: type(x) is int and 0 <= x < 2**31, "a whole number of at least 0"),
@@ -251,15 +264,15 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
         lambda x: isinstance(x, tuple) and all(isinstance(y, bool) for y in x),
         "a list of true and false",
     ),
-    RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a table or null"),
+    RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a mapping or null"),
 }
 
 
 def _check_types(config: Any) -> None:
-    """Check every field against its annotation, because the values are from an untrusted file."""
+    """Raise ConfigError if a field's value has the wrong type: it comes from an untrusted file."""
     for name, annotation in get_type_hints(type(config)).items():
         is_valid, requirement = _TYPE_CHECKS.get(
-            annotation, (lambda x: isinstance(x, str), "a word")
+            annotation, (lambda x: isinstance(x, str), "a text")
         )
         value = getattr(config, name)
         if not is_valid(value):

@@ -1,8 +1,7 @@
-"""Non-blocking copies between host and device; only PendingHostCopy.wait blocks.
+"""Non-blocking copies of tensors between host memory and GPU memory.
 
-A copy is queued on the CUDA stream after the work that was launched earlier, and the caller
-continues. PendingHostCopy.wait blocks only until its own copy is complete. On a CPU, `to_device`
-shares the array's memory.
+A copy is queued on the CUDA stream behind the work launched earlier, and the caller continues. Only
+`PendingHostCopy.wait` blocks, until its own copy is complete.
 """
 
 from typing import Any
@@ -13,20 +12,23 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array as a tensor on the device; on a CPU it shares the array's memory.
+    """Return the array as a tensor on the device. On a CPU the tensor shares the array's memory.
 
-    The CUDA driver stages unpinned memory before the call returns, so the caller may change an
-    unpinned array afterwards.
+    For a GPU the array must be in unpinned memory: the CUDA driver stages such an array before the
+    call returns, so the caller may change it afterwards.
     """
     x = torch.from_numpy(array)
     return x if device.type == "cpu" else x.to(device, non_blocking=True)
 
 
 class PendingHostCopy:
-    """A pending copy of a tensor to the host. Work that is launched later may overwrite `x`."""
+    """A copy of the tensor `x` to the host, which may be pending.
+
+    Work that is launched after the constructor may overwrite `x`.
+    """
 
     def __init__(self, x: Tensor) -> None:
-        # A host tensor is cloned too, because the caller may change `x` while the copy is in use.
+        # A host tensor is cloned, because the caller may change `x` while the copy is in use.
         self._host_tensor = x.to("cpu", non_blocking=True) if x.is_cuda else x.clone()
         self._copy_event: torch.cuda.Event | None = None
         if x.is_cuda:
@@ -34,6 +36,7 @@ class PendingHostCopy:
             self._copy_event.record(torch.cuda.current_stream(x.device))
 
     def wait(self) -> Tensor:
+        """Block until the copy is complete, and return the host tensor."""
         if self._copy_event is not None:
             self._copy_event.synchronize()
         return self._host_tensor

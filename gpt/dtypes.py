@@ -1,7 +1,7 @@
 """Floating-point dtypes of weights and KV cache, by the names that configs and flags use.
 
-There is one table, so that checkpoints, flags and messages use the same name for a dtype. Integer
-and fp8 dtypes are defined in the modules that use them. `is_finite` checks the values of a tensor.
+Checkpoints, flags and messages all use the names of this table. Integer and fp8 dtypes are defined
+in the modules that use them. `is_finite` checks the values of a tensor.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,7 @@ FLOAT_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in FLOAT_
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all elements are finite: min and max are NaN if any element is NaN.
-
-    `aminmax` runs at memory speed and allocates nothing.
-    """
+    """Return whether all elements are finite."""
+    # min and max are NaN if any element is NaN. `aminmax` runs at memory speed, and unlike
+    # `isfinite` it allocates no tensor of the size of `x`.
     return x.numel() == 0 or all(bool(extreme.isfinite()) for extreme in x.aminmax())

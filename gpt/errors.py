@@ -1,16 +1,16 @@
 """Exceptions that a user can act on: checkpoint, adapter, configuration and request errors.
 
 Each message is one sentence: what was found, what is needed, what to do next. A command prints the
-message and exits with status 1; a server maps the class to a status code. Any other exception is a
-bug and may crash.
+message and exits with status 1; a server maps the class to a status code. Any other exception means
+a bug.
 """
 
 
 class PreambleError(Exception):
     """The base class of all errors whose message is written for a user.
 
-    A message may contain names from untrusted files, so characters that are not printable (line
-    breaks, terminal control sequences) are shown as escapes.
+    A message may contain names from untrusted files. `str` therefore escapes characters that are
+    not printable, such as line breaks and terminal control sequences.
     """
 
     def __str__(self) -> str:
@@ -19,19 +19,19 @@ class PreambleError(Exception):
 
 
 class CheckpointError(PreambleError):
-    """Checkpoint files are damaged, missing, of an unknown format, or contradict one another."""
+    """Checkpoint files are missing, damaged, inconsistent, or of an unknown format."""
 
 
 class AdapterError(PreambleError):
-    """An adapter is damaged, or was trained on another base model."""
+    """An adapter is damaged, or does not fit the base model."""
 
 
 class ConfigError(PreambleError):
-    """An invalid flag, key of a configuration file, or parallel split."""
+    """A flag, a key of a configuration file or a parallel split is invalid."""
 
 
 class RequestError(PreambleError):
-    """An invalid request; `field` names the request field that the caller must change."""
+    """A request is invalid; `field` names the request field to change, if there is one."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -39,4 +39,4 @@ class RequestError(PreambleError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt has more tokens than its limit, so the context has no position for a new token."""
+    """The prompt has more tokens than its limit."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 
 def nonfinite_to_none(value: object) -> object:
-    """Replace infinite and NaN values, which JSON cannot represent, by None at any depth.
+    """Return `value` with None in place of infinite and NaN numbers, at any depth of nesting.
 
     Tuples become lists.
     """

@@ -1,9 +1,9 @@
-"""Sampling parameters of a request, and the counter-based random draw.
+"""Sampling parameters of a request with its logit bias, and the counter-based random draw.
 
-The draw has no state: a uniform number is computed from (seed, position). So a seed gives the same
-tokens in any batch and after a restart. Two modules apply the logits processors (penalties, logit
-bias, temperature, top-k, top-p): `gpt.generation.reference_sampler`, one row at a time, and the
-engine's sampler, a batch at a time. The module does not import torch.
+The draw is stateless: a uniform number is computed from (seed, position). So a seed gives the same
+tokens in any batch and after a restart. Two modules apply the parameters to logits:
+`gpt.generation.reference_sampler` processes one row at a time, and `serving.worker.sampler` a batch
+at a time. The module does not import torch.
 """
 
 from dataclasses import dataclass, fields
@@ -11,38 +11,44 @@ from math import isfinite, log10
 
 from gpt.errors import RequestError
 
-# Limit of the number of alternative tokens per position that a request can ask for.
+# Largest number of alternative tokens per position that a request can ask for.
 LOGPROBS_MAX = 100
-# Token counts are sent between processes as unsigned 32-bit integers and converted to floats.
+# Token counts are sent between processes as unsigned 32-bit integers.
 TOKEN_COUNT_MAX = 2**32 - 1
-# Limit of no_repeat_ngram_size. For each token, the search for repeated n-grams compares the whole
-# text up to this number of times.
+# Largest no_repeat_ngram_size. For each new token, the search for repeated n-grams makes at most
+# (length of the text) x (n-gram size) comparisons.
 NGRAM_MAX = 100
-# Limit of the decimal exponent of `stop_logit_growth`: the factor makes any positive logit the
-# largest, and the product is finite.
-_LOGIT_GROWTH_DIGITS_MAX = 30
+# Largest decimal exponent of `stop_logit_growth`. A growth of 1e30 makes any positive stop logit
+# the largest logit, and the increased logit is still finite.
+_LOGIT_GROWTH_EXPONENT_MAX = 30
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. A temperature of 0 means greedy decoding.
+    """The rules that choose a request's tokens and end its completion.
 
-    The logits processors run in the order of transformers: logit bias; repetition, frequency and
-    presence penalty; length decay; bans. If decoding is not greedy, then temperature, top-k, top-p,
-    min-p and typical-p follow, each applied to the tokens that the previous filter kept. Penalties
-    and bans apply only to tokens of the vocabulary, never to virtual tokens. Bans are applied in
-    this order: allowed ids, bad words, repeated n-grams, `min_new_tokens`. A ban that would exclude
-    every remaining token is ignored.
+    The logits are processed in this order, which is that of transformers:
+
+    1. logit bias;
+    2. repetition, frequency and presence penalty;
+    3. length decay;
+    4. bans: `allowed_token_ids`, `bad_words`, `no_repeat_ngram_size`, `min_new_tokens`. A ban that
+       would exclude all remaining tokens is ignored;
+    5. unless decoding is greedy: temperature, top-k, top-p, min-p, typical-p. Each filter applies
+       to the tokens that the previous filter kept.
+
+    Penalties and bans ignore virtual tokens.
     """
 
     max_new_tokens: int = 128  # 0: no tokens are generated, and the prompt is only scored.
     min_new_tokens: int = 0  # Stop tokens are banned until this number of new tokens is reached.
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: greedy decoding.
     top_k: int = 0  # 0 keeps all tokens.
     top_p: float = 1.0
-    min_p: float = 0.0  # Relative to the most likely token's probability; 0 keeps all tokens.
-    # Keeps the tokens whose information content is nearest to the entropy, up to this probability
-    # mass; 1 keeps all tokens.
+    # Removes tokens with a probability below min_p times the largest one. 0 keeps all tokens.
+    min_p: float = 0.0
+    # Keeps the tokens whose surprisal, -log p, is nearest to the entropy, up to this probability
+    # mass. 1 keeps all tokens.
     typical_p: float = 1.0
     repetition_penalty: float = 1.0  # Applied to tokens of the prompt and of the completion.
     presence_penalty: float = 0.0  # Applied once to each token that the completion contains.
@@ -54,13 +60,14 @@ class SamplingParams:
     # Token sequences that no new token may complete, even if they begin in the prompt.
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    # (start, factor): after `start` new tokens, the logits of the stop tokens are increased
-    # exponentially, by `factor` for each further token.
+    # (start, factor): after n > start new tokens, each stop token's logit x is increased by
+    # (factor ** (n - start) - 1) * |x|. None: off.
     length_decay: tuple[int, float] | None = None
     seed: int = 0
-    # Number of alternatives to return per new token; None: no log-probabilities.
+    # Number of alternatives to return with each new token. None: no log-probabilities.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # The same for the tokens of the prompt.
+    # Number of alternatives to return with each prompt token. None: no log-probabilities.
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k"):
@@ -91,7 +98,7 @@ class SamplingParams:
             ("presence_penalty", -2, 2, "from -2 to 2"),
             ("frequency_penalty", -2, 2, "from -2 to 2"),
         ):
-            if not low <= getattr(self, name) <= high:  # True for NaN too.
+            if not low <= getattr(self, name) <= high:  # NaN is refused too.
                 raise _range_error(self, name, requirement)
         for name in ("top_p", "typical_p"):
             if not 0 < getattr(self, name) <= 1:
@@ -106,25 +113,25 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the choice is the argmax of the unprocessed logits: the common, fast case."""
+        """Whether the token is the argmax of the unprocessed logits: the common, fast case."""
         return self.temperature == 0 and all(
             getattr(self, field.name) == field.default for field in _LOGIT_FIELDS
         )
 
     def stop_logit_growth(self, new_tokens: int) -> float:
-        """Return the growth g after `new_tokens` tokens; each stop logit x becomes x + g|x|."""
+        """Return the growth g of `length_decay`: the logit x of a stop token becomes x + g |x|."""
         start, factor = self.length_decay or (new_tokens, 1.0)
         excess = max(0, new_tokens - start)
-        if excess * log10(factor) > _LOGIT_GROWTH_DIGITS_MAX:
-            return 10.0**_LOGIT_GROWTH_DIGITS_MAX
+        if excess * log10(factor) > _LOGIT_GROWTH_EXPONENT_MAX:
+            return 10.0**_LOGIT_GROWTH_EXPONENT_MAX
         return float(factor**excess - 1)
 
     @property
     def is_stateless(self) -> bool:
-        """Whether a choice depends only on the logits, the seed and the position.
+        """Whether a token depends on the earlier tokens only through the logits.
 
-        Then the tokens of several positions can be chosen at once, before it is known which of them
-        are accepted.
+        If so, draft verification can sample the tokens of several positions at once, before it is
+        known which draft tokens are accepted.
         """
         return all(getattr(self, field.name) == field.default for field in _HISTORY_FIELDS) and all(
             len(word) == 1 for word in self.bad_words
@@ -135,8 +142,8 @@ def _range_error(params: SamplingParams, name: str, requirement: str) -> Request
     return RequestError(f"{name} is {getattr(params, name)}; it must be {requirement}", name)
 
 
-# The fields that change the logits in greedy decoding too. top-k, top-p, min-p and typical-p only
-# restrict the random draw, so they are not included.
+# The fields that can change a greedy token. top-k, top-p, min-p and typical-p only restrict the
+# random draw.
 _LOGIT_FIELDS = [
     field
     for field in fields(SamplingParams)
@@ -171,7 +178,7 @@ _HISTORY_FIELDS = [
 
 
 def uniform_draw(seed: int, position: int) -> float:
-    """Compute the uniform number in [0, 1) of (seed, position) by SplitMix64."""
+    """Return the uniform number in [0, 1) of (seed, position), computed by SplitMix64."""
     mask = 2**64 - 1
     state = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & mask

@@ -1,8 +1,8 @@
 """Settings files: one YAML mapping, type-checked and converted into a frozen dataclass.
 
-The dataclass is the schema: its field names are the keys, values are checked against the field
-types, and missing keys get the fields' defaults. The error for an unknown key names the nearest
-valid key. The dataclass itself checks the meaning and range of values.
+The dataclass is the schema: its field names are the keys, its field types are the types of the
+values, and a missing key gets the field's default. The error for an unknown key names the most
+similar valid key. The dataclass itself checks the ranges of values.
 """
 
 import difflib
@@ -22,14 +22,15 @@ S = TypeVar("S")
 YAML_BYTES_MAX = 1 << 20
 REPR_CHARACTERS_MAX = 80
 
-# Values from a file can have any size and depth, and YAML aliases can expand when printed.
+# Limits the printed size and depth of values, which come from a file. YAML aliases can make a value
+# of a short file huge when it is printed.
 _repr = reprlib.Repr()
 _repr.maxlevel = 2
 _repr.maxstring = _repr.maxother = REPR_CHARACTERS_MAX
 
 
 def suggest_nearest(name: str, choices: Iterable[str]) -> str:
-    """Return the end of an error message: the choice most similar to `name`, else all choices."""
+    """Return the end of an error message: the choice most similar to `name`, or all choices."""
     names = sorted(choices)
     matches = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {matches[0]!r}?" if matches else "choose one of: " + ", ".join(names)
@@ -39,7 +40,7 @@ def short_repr(value: object) -> str:
     """Format a value for an error message, as one line of limited length."""
     try:
         text = _repr.repr(value)
-    except ValueError:  # Python refuses to print numbers with thousands of digits.
+    except ValueError:  # Python refuses to print an integer with thousands of digits.
         text = "a value with too many digits"
     return text if len(text) <= REPR_CHARACTERS_MAX else text[:REPR_CHARACTERS_MAX] + "..."
 
@@ -62,7 +63,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; each line must be `key: value`") from None
     except Exception as error:
-        # PyYAML does not catch the various exceptions that Python raises for bad dates or numbers.
+        # PyYAML does not convert the exceptions that Python raises for invalid dates and numbers.
         raise ConfigError(
             f"{path} has an invalid value ({' '.join(str(error).split())[:100]}); "
             "put quotes around the value if it is text"
@@ -75,9 +76,11 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 class ComposedSettings:
-    """Base of a frozen dataclass of parts, whose constructor takes the keys of one settings file.
+    """Base class of settings whose keys are divided over several dataclasses, the parts.
 
-    The parts are frozen dataclasses. Each key is the name of a field of exactly one part.
+    A subclass declares one field per part; its type is a frozen dataclass. All parts are in one
+    settings file: the constructor takes the keys of all parts. Each key is the name of a field of
+    exactly one part.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -96,12 +99,12 @@ class ComposedSettings:
         return {key: getattr(part, key) for part in parts for key in setting_fields(type(part))}
 
     def with_fields(self, **settings: Any) -> Self:
-        """Return the settings with changes; they are checked again."""
+        """Return a copy with changed settings; the constructors check all values again."""
         return type(self)(**{**self.to_dict(), **settings})
 
 
 def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
-    """Return the field of each key of a settings dataclass; `ComposedSettings`: of all parts."""
+    """Return each key's dataclass field; for `ComposedSettings`, of the keys of all parts."""
     if issubclass(settings_type, ComposedSettings):
         return {
             key: field
@@ -112,7 +115,7 @@ def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
 
 
 def setting_types(settings_type: type[Any]) -> dict[str, Any]:
-    """Return the type of each key of a settings dataclass; `ComposedSettings`: of all parts."""
+    """Return each key's type; for `ComposedSettings`, of the keys of all parts."""
     if issubclass(settings_type, ComposedSettings):
         return {
             key: key_type
@@ -127,7 +130,10 @@ def _part_types(settings_type: type[ComposedSettings]) -> dict[str, type[Any]]:
 
 
 def parse_settings(settings_type: type[S], values: Mapping[str, object], source: str) -> S:
-    """Build `settings_type` from `values`; error messages begin with `source`."""
+    """Build an instance of `settings_type` from `values`.
+
+    `source`, for example the path of the file, is the beginning of each error message.
+    """
     fields_by_name = setting_fields(settings_type)
     for key in values:
         if key not in fields_by_name:
@@ -145,6 +151,7 @@ def parse_settings(settings_type: type[S], values: Mapping[str, object], source:
 
 
 def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
+    """Return `value` converted to the type `hint`; raise ConfigError if it has another type."""
     if get_origin(hint) in (Union, types.UnionType):
         union_types = get_args(hint)
         if value is None and type(None) in union_types:

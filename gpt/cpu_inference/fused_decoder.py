@@ -1,10 +1,10 @@
 """Fused CPU decoder: all layers of a step in one call of the C library.
 
-The decoder gives the same results as the layers of gpt/model. With few rows, the overhead of one
-call per GEMM would be larger than the time of the GEMMs. A layer range is a sequence of layers in
-one call. It ends at an MoE layer: the library computes the attention of this layer, and torch
-computes its experts. The decoder supports models with packed weights on one tensor rank, over a
-bf16 pool.
+With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A layer range
+is the sequence of layers of one call. A range ends at each MoE layer and at the last layer: of an
+MoE layer, the library computes the attention, and torch computes the experts. The decoder supports
+models with packed weights on one tensor rank, with a bf16 KV pool. The layers of gpt/model are its
+reference.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ from gpt.model.rotary_embedding import compute_rotary_cos_sin
 
 
 class _LayerRecord(ctypes.Structure):
-    """As in gpt/cpu/src/decoder_layers.c."""
+    """The struct DecoderLayer of gpt/cpu/src/decoder_layers.c."""
 
     _fields_ = (
         ("norm", NormArgs),
@@ -60,7 +60,7 @@ class _LayerRecord(ctypes.Structure):
 
 
 class _LayerRangeRecord(ctypes.Structure):
-    """As in gpt/cpu/src/decoder_layers.c."""
+    """The struct LayerRange of gpt/cpu/src/decoder_layers.c."""
 
     _fields_ = (
         *((name, INT) for name in ("layers", "hidden", "groups", "queries", "width", "ffn")),
@@ -70,7 +70,7 @@ class _LayerRangeRecord(ctypes.Structure):
 
 
 class _StepArgs(ctypes.Structure):
-    """As in gpt/cpu/src/decoder_layers.c."""
+    """The struct StepArgs of gpt/cpu/src/decoder_layers.c."""
 
     _fields_ = (
         ("rows", INT),
@@ -87,10 +87,10 @@ class _StepArgs(ctypes.Structure):
 
 
 class FusedDecoder:
-    """Runs all layers of a model with packed weights (`DecoderBackend`).
+    """Decoder backend that runs all layers of a model with packed weights in the C library.
 
-    Batches that the library does not support, and batches without a KV pool, are computed by the
-    modules of the layers.
+    `LayerwiseDecoder` runs batches without a KV pool, and batches that the library does not
+    support.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -98,9 +98,11 @@ class FusedDecoder:
         self._layerwise = model.layerwise_decoder()
         self._layers = model.layers
         self._is_last_stage = model.is_last_stage
-        self._references: list[object] = []  # Tensors whose addresses the records contain.
+        # The objects whose addresses the records contain; a reference keeps their memory allocated.
+        self._references: list[object] = []
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
-        self._weight_elements = 0  # Elements of all weights.
+        self._weight_elements = 0  # Number of elements of all packed weights.
+        # Each range, with the MoE layer at its end. None: the range has no MoE layer.
         self._layer_ranges: list[tuple[_LayerRangeRecord, DecoderLayer | None]] = []
         records: list[_LayerRecord] = []
         for index, layer in enumerate(model.decoder_layers):
@@ -114,23 +116,28 @@ class FusedDecoder:
 
     @staticmethod
     def supports_config(config: GPTConfig) -> bool:
-        """Return whether the library supports this model's layers with packed weights."""
+        """Return whether the library supports the layers of a model with this configuration."""
         unsupported_width = config.kv_channels % 2 or config.kv_channels > HEAD_DIM_MAX
-        # With a parallel residual the experts' input would already be overwritten.
+        # With a parallel residual, the experts' input is the layer's input, which the library has
+        # overwritten with the sum after attention.
         parallel_moe = config.parallel_residual and config.num_experts
         return not unsupported_width and not parallel_moe
 
     def forward(
         self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
     ) -> Tensor:
-        """Return the hidden states (T, hidden) after all layers; the input `x` is overwritten."""
+        """Return the hidden states (T, hidden) after the layers; the input `x` is overwritten.
+
+        `DecoderBackend.forward` says which rows are valid.
+        """
         if kv is None or not self._supports_batch(batch):
             return self._layerwise.forward(x, batch, kv, prefix)
         assert prefix is None, "the KV pool holds the keys and values of a served prefix"
         return self._run(x, batch, kv)
 
     def _supports_batch(self, batch: Batch) -> bool:
-        """Return whether the library supports the batch: prefill attention needs AVX512-bf16."""
+        """Return whether the library has the attention kernel for the batch's query lengths."""
+        # The prefill kernel needs AVX512-bf16. The decode kernel supports few new tokens.
         return has_prefill_attention() or max(batch.query_lengths) <= DECODE_TOKENS_MAX
 
     def _run(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
@@ -138,6 +145,8 @@ class FusedDecoder:
         first_layer_kv = kv.layer(self._layers[0])
         layer_bytes = first_layer_kv.numel() * first_layer_kv.element_size()
         assert first_layer_kv.dtype == x.dtype
+        # The library computes the address of a layer's KV blocks from its index, so the layers must
+        # be adjacent in the pool.
         assert kv.layer(self._layers[-1]).data_ptr() == first_layer_kv.data_ptr() + layer_bytes * (
             len(self._layers) - 1
         )

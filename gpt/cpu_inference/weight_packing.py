@@ -1,9 +1,10 @@
 """CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
 
-Packed weights make CPU inference faster. The C library, or else oneDNN, computes the matmul with a
-weight in its own layout and applies bias, activation and residual while the result is in registers.
-`pack_weights` replaces the weights of a loaded model one at a time, so that at most one weight
-exists twice. A tied embedding keeps its unpacked copy for lookups.
+Packed weights make CPU inference faster. The C library, or oneDNN where the library does not
+support the weights, multiplies with a weight in its own layout, and applies bias, activation and
+residual while the product is in registers. `pack_weights` replaces the weights of a loaded model
+one at a time, so at most one weight is in memory twice. A tied embedding also stays unpacked, for
+lookups.
 """
 
 import logging
@@ -33,9 +34,10 @@ PACKED_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def pack_weights(model: GPT, *, int8: bool = False) -> None:
-    """Replace the weights of a loaded model by packed ones if supported; for inference only.
+    """Pack the weights of a loaded model, for inference only.
 
-    `int8` quantizes the weights without a quantization check; see `pack_int8_weights`.
+    If packing is unsupported, the model is unchanged and the reason is logged. `int8` quantizes the
+    weights, without the quantization check of `pack_int8_weights`.
     """
     if int8:
         int8_linear.check_supported(model.mesh.device, model.dtype)
@@ -45,13 +47,14 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         return
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     gated_linears = {m.linear_fc1 for m in model.modules() if isinstance(m, MLP) and m.config.gated}
-    # No list of the weights may outlive this statement, because it would keep them all in memory.
+    # The lists of weights must not be stored in variables, because a reference to the unpacked
+    # weights would keep all of them in memory.
     packer = _WeightPacker(
         [model.head_weight] * model.is_last_stage,
         [(linear.weight, linear in gated_linears) for linear in linears],
         int8=int8,
     )
-    # With one tensor rank there is no communication between a norm and its linear.
+    # With several tensor ranks there may be communication between a norm and its linear.
     fuses_norms = packer.uses_panels and model.mesh.tp == 1
     is_screened = False
     if model.is_last_stage:
@@ -66,7 +69,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
 
 
 def _pack_head(model: GPT, packer: "_WeightPacker", *, fuses_norms: bool, int8: bool) -> bool:
-    """Pack the LM head; returns whether its argmax is screened."""
+    """Pack the LM head; return whether its argmax is screened (gpt/cpu/exact_argmax.py)."""
     final_norm = make_norm(cast(Norm, model.decoder.final_layernorm)) if fuses_norms else None
     head = packer.pack(model.head_weight, final_norm, fp32_output=True)
     screened: ScreenedArgmax | None = None
@@ -82,7 +85,8 @@ def _pack_head(model: GPT, packer: "_WeightPacker", *, fuses_norms: bool, int8: 
 def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Divergence | None:
     """Pack the weights as int8, and raise ConfigError if the quantization check fails.
 
-    All ranks must call this together. The last stage returns the measured divergence.
+    All ranks must call this together. The last stage returns the measured divergence, the other
+    stages None.
     """
     int8_linear.check_supported(model.mesh.device, model.dtype)
     probe = DivergenceProbe(model, divergence_max)
@@ -93,7 +97,7 @@ def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Diverg
 
 
 def weight_bytes(model: GPT) -> int:
-    """Return the bytes of the weights, unpacked or in panels, without weights packed by oneDNN."""
+    """Return the bytes of unpacked weights and of panels; weights packed by oneDNN do not count."""
     backends = [module.backend for module in model.modules() if isinstance(module, Linear)]
     packed_bytes = [
         backend.packed.nbytes
@@ -104,10 +108,10 @@ def weight_bytes(model: GPT) -> int:
 
 
 def is_batch_invariant(model: GPT) -> bool:
-    """Return whether the results of a row are bit-identical in every batch.
+    """Return whether a row's results are bit-identical in every batch.
 
-    They are if all matmuls use the panels of the C library and the model has no MoE layers, which
-    group the rows of a batch by expert.
+    This needs the C library: panels for all matmuls, and its prefill attention. MoE layers are not
+    batch-invariant, because they group the rows of a batch by expert.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     uses_panels = all(isinstance(linear.backend, CpuLinear) for linear in linears)
@@ -116,12 +120,12 @@ def is_batch_invariant(model: GPT) -> bool:
 
 
 class _WeightPacker:
-    """Packs weights into the panels of the C library if it supports all of them, else by oneDNN."""
+    """Packs all weights into panels of the C library, or all by oneDNN if one is unsupported."""
 
     def __init__(
         self, heads: list[Tensor], linears: list[tuple[Tensor, bool]], *, int8: bool
     ) -> None:
-        """`linears`: all weights to pack, each with whether its activation is gated."""
+        """`heads` and `linears`: all weights to pack. The bool: a gated activation follows."""
         self._panels_type: type[PackedLinear] = Int8PackedLinear if int8 else PackedLinear
         self._panel_size = int8_linear.packed_bytes if int8 else packed_linear.packed_numel
         weights = [(head, False) for head in heads] + linears
@@ -129,7 +133,8 @@ class _WeightPacker:
             packed_linear.supports_weight(weight) for weight, _ in weights
         )
         element_count = sum(self._panel_size(weight, gated=gated) for weight, gated in weights)
-        # One allocation, so that huge pages can back it; untouched pages take no memory.
+        # One allocation for all panels, so that it can have huge pages. Memory is not used until
+        # a panel is written.
         self._free_memory: Tensor | None = None
         if self.uses_panels:
             dtype = torch.uint8 if int8 else torch.bfloat16
@@ -143,9 +148,9 @@ class _WeightPacker:
         fp32_output: bool = False,
         gated: bool = False,
     ) -> LinearBackend:
-        """Pack one weight, with the norm in front of its linear.
+        """Return a backend with `weight` packed, and with the norm in front of the linear.
 
-        `fp32_output`: the output may stay fp32, as for logits.
+        `fp32_output`: the backend may return fp32, as for logits.
         """
         if self._free_memory is None:
             assert norm is None, "oneDNN does not compute norms"
@@ -157,7 +162,7 @@ class _WeightPacker:
 
 
 def _unsupported_reason(model: GPT) -> str | None:
-    """Return why the weights of this model are not packed; None if they are."""
+    """Return why the weights of this model cannot be packed; None if they can."""
     device, dtype = model.mesh.device.type, model.dtype
     if device != "cpu":
         return f"the device is {device}"

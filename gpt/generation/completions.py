@@ -1,10 +1,10 @@
 """Batched greedy completion of many prompts in process, with stop strings and a token budget.
 
-Prompts run in batches of bounded size, so memory is bounded. It works at any parallel split: all
-ranks make the same call and get all completions. A text ends at a stop token or a stop string,
-which the same `StopStringDetokenizer` finds as in the server. The module opens no adapter files:
-the caller passes the adapter's table and its kind, and prompt ids at or above the vocabulary size
-are rows of the table.
+The size of each batch is limited, so the memory of the KV pool is limited too. At any parallel
+split, all ranks make the same call and get all completions. A text ends at a stop token or a stop
+string; `StopStringDetokenizer` finds the stop strings, as in the server. The module opens no
+adapter files: the caller passes the adapter's table and its kind, and prompt ids at or above the
+vocabulary size are rows of the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,20 +22,21 @@ from gpt.tokenizers.tokenizer import Tokenizer
 
 # max_new_tokens if neither an adapter's card nor the settings define it, as in the server.
 NEW_TOKENS_DEFAULT = 128
-# Limit of the sum of prompt lengths and max_new_tokens in a batch.
+# Largest sum of prompt lengths and max_new_tokens in a batch of several prompts.
 BATCH_TOKENS_MAX = 8192
 
 
 @dataclass
 class TextCompletion:
-    """One greedy completion; `token_ids` include the stop token, if any."""
+    """The greedy completion of one prompt."""
 
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)  # If requested: one per token, with top two.
+    text: str = ""  # Without the stop token or the stop string.
+    token_ids: list[int] = field(default_factory=list)  # Including the stop token, if any.
+    # With `with_scores`: the score of each token, including the two most likely tokens.
+    scores: list[Score] = field(default_factory=list)
     logprob: float = 0.0  # Sum of the tokens' log-probabilities.
     is_truncated: bool = False  # Whether max_new_tokens ended the completion.
-    has_fault: bool = False  # Whether the model's logits were not finite.
+    has_fault: bool = False  # Whether logits that are not finite ended the completion.
 
 
 def complete_prompts(
@@ -50,17 +51,21 @@ def complete_prompts(
     with_scores: bool = False,
     tokens_max: int = BATCH_TOKENS_MAX,
 ) -> list[TextCompletion]:
-    """Complete each prompt; reduce max_new_tokens if the model's context would be exceeded."""
-    new_tokens = max_new_tokens
-    limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
-    context = model_chunks(model)[0].config.max_position_embeddings
+    """Return the greedy completion of each prompt, in the order of the prompts.
+
+    `max_new_tokens` is one limit, or one per prompt; it is reduced where the completion would
+    exceed the model's context. `tokens_max` limits the size of a batch, like BATCH_TOKENS_MAX.
+    """
+    if isinstance(max_new_tokens, int):
+        max_new_tokens = [max_new_tokens] * len(prompts)
+    context_max = model_chunks(model)[0].config.max_position_embeddings
     samplings = [
         SamplingParams(
-            max_new_tokens=max(1, min(limit, context - len(prompt))),
+            max_new_tokens=max(1, min(new_tokens_max, context_max - len(prompt))),
             stop_token_ids=tokenizer.stop_ids,
             logprobs=2 if with_scores else None,
         )
-        for prompt, limit in zip(prompts, limits, strict=True)
+        for prompt, new_tokens_max in zip(prompts, max_new_tokens, strict=True)
     ]
     completions = [TextCompletion() for _ in prompts]
     sizes = [
@@ -70,10 +75,10 @@ def complete_prompts(
     for indices in _length_sorted_batches(sizes, tokens_max):
         detokenizers = [StopStringDetokenizer(tokenizer, stop_strings) for _ in indices]
         finished_rows: set[int] = set()
-        batch = [prompts[index] for index in indices], [samplings[index] for index in indices]
         for outputs in generate_steps(
             model,
-            *batch,
+            [prompts[index] for index in indices],
+            [samplings[index] for index in indices],
             adapter_table=adapter_table,
             adapter_kind=adapter_kind,
             dropped_rows=finished_rows,
@@ -82,13 +87,15 @@ def complete_prompts(
                 completion, detokenizer = completions[indices[output.row]], detokenizers[output.row]
                 completion.token_ids.append(output.token_id)
                 completion.logprob += output.logprob
-                completion.scores += [output.score] if output.score else []
+                if output.score is not None:
+                    completion.scores.append(output.score)
                 completion.has_fault |= output.finish_reason == "fault"
                 if output.finish_reason != "stop":
                     completion.text += detokenizer.push(output.token_id)
                 if detokenizer.is_stopped:
                     finished_rows.add(output.row)
                 elif output.finish_reason is not None:
+                    # The remaining text may contain a stop string.
                     completion.text += detokenizer.finish()
                     completion.is_truncated = (
                         output.finish_reason == "length" and not detokenizer.is_stopped
@@ -97,7 +104,11 @@ def complete_prompts(
 
 
 def _length_sorted_batches(sizes: Sequence[int], tokens_max: int) -> Iterator[list[int]]:
-    """Yield batches of indices, longest first, so that the lengths in a batch are similar."""
+    """Yield batches of indices of `sizes`, each with at most `tokens_max` tokens.
+
+    A larger size is a batch of its own. The sizes are sorted in descending order, so that a batch
+    has similar sizes.
+    """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     batch: list[int] = []
     tokens_left = tokens_max

@@ -1,8 +1,9 @@
 """Reference generation loop: all prompts in one ragged batch over a paged KV pool, step by step.
 
-The loop has no queue and no scheduling policy. It runs at any parallel split, if all ranks make the
-same call. It is the reference in the tests of the server's engine, and offline programs use it to
-run a list of prompts.
+The loop has no queue and no scheduling policy: the first step is the prefill of all prompts, and
+each later step decodes one token per unfinished prompt. At any parallel split, all ranks must make
+the same call. The tests of the server's engine use the loop as reference, and offline programs use
+it to complete a list of prompts.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -22,25 +23,27 @@ from gpt.model.gpt_model import GPT
 from gpt.parallel.pipeline_communication import broadcast_from_last_stage
 from gpt.sampling_params import SamplingParams
 
-# "scored": max_new_tokens is 0, so only the prompt was scored. "fault": the logits were not finite,
-# so there is no next token.
+# - "stop": the last token is a stop token.
+# - "length": the completion has max_new_tokens tokens.
+# - "scored": max_new_tokens is 0, so only the prompt was scored.
+# - "fault": the logits were not finite, so there is no next token.
 FinishReason = Literal["stop", "length", "scored", "fault"]
 
-# A score is broadcast as numbers: log-probability and rank of the token (these two fields), then id
-# and log-probability of each of the most likely tokens.
+# A score is broadcast as a row of numbers: the token's log-probability and rank (2 numbers), then
+# the id and log-probability of each of the most likely tokens.
 _SCORE_FIELDS = 2
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One new token of one prompt; `finish_reason` is set if it is the last token."""
+    """One new token of one prompt; `finish_reason` is None if more tokens follow."""
 
     row: int  # Index of the prompt.
     token_id: int  # -1 if `finish_reason` is "scored".
-    logprob: float
+    logprob: float  # NaN if `finish_reason` is "fault".
     finish_reason: FinishReason | None
     score: Score | None = None  # Only if `logprobs` is requested.
-    # As in `Completion`; only in the first output of a prompt.
+    # The `prompt_scores` of `Completion`; empty in all outputs of a prompt but the first.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -52,8 +55,8 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
     scores: list[Score] = field(default_factory=list)  # Only if `logprobs` is requested.
-    # Only if `prompt_logprobs` is requested: one entry per prompt token. The entry is None for the
-    # first token, for virtual tokens, and for the first token after an adapter prefix.
+    # One entry per prompt token if `prompt_logprobs` is requested, else empty. The entry is None
+    # for the first token, for virtual tokens, and for the first token after an adapter's prefix.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -65,11 +68,11 @@ def generate(
     adapter_table: Tensor | None = None,
     adapter_kind: str = "rows",
 ) -> list[Completion]:
-    """Complete each prompt. Ids at or above the vocabulary size are rows of `adapter_table`.
+    """Return the completion of each prompt.
 
-    `model` is this rank's part: one pipeline chunk, or several chunks in the order of their layers.
-    `adapter_kind` is the kind of the table, "rows" (input embeddings of virtual tokens) or "prefix"
-    (keys and values).
+    `model` is this rank's part of the model: one chunk, or several in the order of their layers.
+    Prompt ids at or above the vocabulary size are rows of `adapter_table`. `adapter_kind` is "rows"
+    for a table of input embeddings, or "prefix" for a table of keys and values.
     """
     completions = [Completion() for _ in prompts]
     for outputs in generate_steps(
@@ -97,10 +100,10 @@ def generate_steps(
     adapter_kind: str = "rows",
     dropped_rows: Container[int] = (),
 ) -> Iterator[list[TokenOutput]]:
-    """Complete each prompt like `generate`, and yield one output per unfinished prompt and step.
+    """Complete the prompts like `generate`; yield after each step one output per unfinished prompt.
 
-    A caller may add the numbers of prompts that it no longer needs to `dropped_rows`; later steps
-    skip these prompts.
+    The caller may add the index of a prompt to `dropped_rows` between two steps; the later steps
+    then skip this prompt.
     """
     if not prompts:
         return
@@ -108,7 +111,7 @@ def generate_steps(
         [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     )
     chunks = pipeline.model_chunks(model)
-    model = chunks[-1]  # On the last stage, the last chunk computes the logits.
+    model = chunks[-1]  # The chunk that computes the logits, if this is the last stage.
     virtual_tokens = 0 if adapter_table is None else len(adapter_table)
     check_prompts(model, prompts, samplings, virtual_tokens)
     device = model.mesh.device
@@ -121,8 +124,8 @@ def generate_steps(
         adapter_table = None
     pending_ids = [list(prompt[start:]) for prompt, start in zip(prompts, kv_lengths, strict=True)]
     output_ids: list[list[int]] = [[] for _ in prompts]
-    # Prompt scores need the logits of all prompt positions, in the first step only.
-    needs_prompt_logits = any(rule.prompt_logprobs is not None for rule in samplings)
+    # For prompt scores, the first step computes the logits of all prompt positions.
+    needs_prompt_logits = any(params.prompt_logprobs is not None for params in samplings)
     while rows:
         batch = Batch.paged(
             [len(pending_ids[row]) for row in rows],
@@ -130,7 +133,8 @@ def generate_steps(
             block_tables[rows],
             BLOCK_TOKENS,
         )
-        batch = batch if needs_prompt_logits else replace(batch, logit_rows=batch.last_rows)
+        if not needs_prompt_logits:
+            batch = replace(batch, logit_rows=batch.last_rows)
         flat_ids = torch.tensor(
             [token for row in rows for token in pending_ids[row]], device=device
         )
@@ -168,7 +172,11 @@ def generate_steps(
                 )
             )
         yield outputs
-        rows = [p.row for p in outputs if p.finish_reason is None and p.row not in dropped_rows]
+        rows = [
+            output.row
+            for output in outputs
+            if output.finish_reason is None and output.row not in dropped_rows
+        ]
 
 
 def check_prompts(
@@ -177,19 +185,18 @@ def check_prompts(
     samplings: Sequence[SamplingParams],
     virtual_tokens: int,
 ) -> None:
-    """Refuse prompts that are empty, too long, or have ids outside vocabulary and adapter."""
-    context_max, id_limit = (
-        model.config.max_position_embeddings,
-        model.config.vocab_size + virtual_tokens,
-    )
+    """Raise RequestError if a prompt is empty, is too long, or has an invalid token id."""
+    context_max = model.config.max_position_embeddings
+    ids_end = model.config.vocab_size + virtual_tokens
     for prompt, sampling in zip(prompts, samplings, strict=True):
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        invalid_id = next((token for token in prompt if not 0 <= token < id_limit), None)
+        invalid_id = next((token for token in prompt if not 0 <= token < ids_end), None)
         if invalid_id is not None:
             raise RequestError(
                 f"token id {invalid_id} is outside the vocabulary of {model.config.vocab_size}"
-                + (f" and the adapter's {virtual_tokens} virtual tokens" if virtual_tokens else ""),
+                + (f" and the adapter's {virtual_tokens} virtual tokens" if virtual_tokens else "")
+                + f"; use ids from 0 to {ids_end - 1}",
                 "token_ids",
             )
         if len(prompt) + sampling.max_new_tokens > context_max:
@@ -210,9 +217,9 @@ def check_prompts(
 def prefix_lengths(
     prompts: Sequence[Sequence[int]], vocab_size: int, virtual_tokens: int
 ) -> list[int]:
-    """Return, for each prompt, the length of the prefix at its beginning.
+    """Return, for each prompt, the number of prefix tokens at its beginning.
 
-    The length is `virtual_tokens`, or 0 if the prompt does not use the prefix.
+    The number is `virtual_tokens`, or 0 if the prompt has no virtual tokens.
     """
     lengths = []
     for prompt in prompts:
@@ -239,7 +246,7 @@ def _write_prefix_kv(
     kv_lengths: Sequence[int],
     adapter_table: Tensor,
 ) -> None:
-    """Write a prefix's keys and values to the KV cache of each prompt that uses the prefix."""
+    """Write the prefix's keys and values to the KV blocks of each prompt that uses the prefix."""
     mesh, layers = chunks[0].mesh, [layer for chunk in chunks for layer in chunk.layers]
     prefix_kv = prefix_shard(adapter_table, chunks[0].config, layers, mesh.tp_rank, mesh.tp)
     for row, length in enumerate(kv_lengths):
@@ -250,7 +257,7 @@ def _write_prefix_kv(
 def _allocate_kv_pool(
     chunks: Sequence[GPT], prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
 ) -> tuple[KVPool, Tensor]:
-    """Allocate a KV pool for all prompts at their maximum length; also return the block tables."""
+    """Return a KV pool for all prompts with max_new_tokens new tokens, and their block tables."""
     block_counts = [
         -(-(len(prompt) + sampling.max_new_tokens) // BLOCK_TOKENS)
         for prompt, sampling in zip(prompts, samplings, strict=True)
@@ -268,7 +275,7 @@ def _allocate_kv_pool(
 
 @dataclass(frozen=True)
 class _SamplingInput:
-    """The inputs for sampling a row's next token, in addition to the logits."""
+    """What the sampling of a row's next token needs besides the logits."""
 
     sampling: SamplingParams
     prompt: Sequence[int]
@@ -278,24 +285,24 @@ class _SamplingInput:
 def _sample_tokens(
     model: GPT, logits: Tensor | None, inputs: Sequence[_SamplingInput]
 ) -> list[tuple[int, Score | None]]:
-    """Sample tokens on the last stage, and return them with their scores on all ranks.
+    """Sample one token per row on the last stage; return tokens and scores on all ranks.
 
     A score is None if the row's logits are not finite.
     """
-    sampled = torch.zeros(len(inputs), dtype=torch.long, device=model.mesh.device)
+    next_ids = torch.zeros(len(inputs), dtype=torch.long, device=model.mesh.device)
     if logits is not None:
-        sampled = logits.argmax(-1)
+        next_ids = logits.argmax(-1)
         for row, row_input in enumerate(inputs):
             if not row_input.sampling.is_plain_greedy:
                 position = len(row_input.prompt) + len(row_input.output_ids)
-                sampled[row] = sample_token(
+                next_ids[row] = sample_token(
                     logits[row],
                     row_input.sampling,
                     row_input.prompt,
                     row_input.output_ids,
                     position,
                 )
-    tokens = broadcast_from_last_stage(sampled, model.mesh).tolist()
+    tokens = broadcast_from_last_stage(next_ids, model.mesh).tolist()
     top_counts = [row_input.sampling.logprobs or 0 for row_input in inputs]
     return list(zip(tokens, _score_tokens(model, logits, tokens, top_counts), strict=True))
 
@@ -309,15 +316,17 @@ def _prompt_scores(
 ) -> dict[int, list[Score | None]]:
     """Return the prompt scores by row, for the prompts that request them.
 
-    `logits` has a row for each prompt position after the prefix, whose length is in `kv_lengths`.
+    `logits` has the logits of all prompts' positions, concatenated, without the positions of the
+    prefix (the first `kv_lengths[row]` of each prompt).
     """
     scores_by_row: dict[int, list[Score | None]] = {}
-    start = 0
+    start = 0  # The logits of position p of the current prompt are in logits[start + p].
     for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         start -= kv_lengths[row]
         if sampling.prompt_logprobs is not None:
             positions = range(kv_lengths[row] + 1, len(prompt))
             scored_positions = [p for p in positions if prompt[p] < model.config.vocab_size]
+            # The logits of position p - 1 are those of the token at position p.
             previous_logits = (
                 None if logits is None else logits[[start + p - 1 for p in scored_positions]]
             )
@@ -335,12 +344,12 @@ def _prompt_scores(
 def _score_tokens(
     model: GPT, logits: Tensor | None, tokens: Sequence[int], top_counts: Sequence[int]
 ) -> list[Score | None]:
-    """Compute scores on the last stage, and return them on all ranks.
+    """Compute the score of each token on the last stage, and return the scores on all ranks.
 
     A score is None if the row's logits are not finite.
     """
     top_max = max(top_counts, default=0)
-    packed = torch.zeros(len(tokens), _SCORE_FIELDS + 2 * top_max, dtype=torch.float64)
+    score_table = torch.zeros(len(tokens), _SCORE_FIELDS + 2 * top_max, dtype=torch.float64)
     if logits is not None:
         for row, token_score in enumerate(score_tokens(logits, tokens, top_counts)):
             numbers = [
@@ -348,19 +357,22 @@ def _score_tokens(
                 token_score.rank,
                 *(number for top in token_score.tops for number in top),
             ]
-            packed[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        packed[~logits.isfinite().all(-1).cpu(), 0] = float("nan")
+            score_table[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        # A NaN log-probability stands for the score None.
+        score_table[~logits.isfinite().all(-1).cpu(), 0] = float("nan")
     # fp64 represents ids up to 2^53 exactly, so one broadcast can send all numbers.
-    shared = broadcast_from_last_stage(packed.to(model.mesh.device), model.mesh).tolist()
+    score_rows = broadcast_from_last_stage(score_table.to(model.mesh.device), model.mesh).tolist()
     counts = [min(count, model.config.vocab_size) for count in top_counts]
-    return [_unpack_score(numbers, count) for numbers, count in zip(shared, counts, strict=True)]
+    return [
+        _unpack_score(numbers, count) for numbers, count in zip(score_rows, counts, strict=True)
+    ]
 
 
-def _unpack_score(numbers: Sequence[float], count: int) -> Score | None:
+def _unpack_score(numbers: Sequence[float], top_count: int) -> Score | None:
     logprob, rank, *alternatives = numbers
     if not isfinite(logprob):
         return None
-    tops = tuple((int(alternatives[2 * i]), alternatives[2 * i + 1]) for i in range(count))
+    tops = tuple((int(alternatives[2 * i]), alternatives[2 * i + 1]) for i in range(top_count))
     return Score(logprob, int(rank), tops)
 
 

@@ -1,9 +1,9 @@
 """Reference sampler: logits processors and the seeded draw, one row at a time.
 
-The logits processors and their order are those of `gpt.sampling_params.SamplingParams`. The draw is
-one uniform number computed from (seed, position), looked up in the cumulative weights. All
-arithmetic is fp64. Filters such as top-k compare values rather than ranks, so tokens with equal
-logits are all kept or all removed.
+The logits processors and their order are those of `gpt.sampling_params.SamplingParams`. A token is
+drawn by a search of one uniform number, computed from (seed, position), in the cumulative weights.
+All arithmetic is fp64. Filters such as top-k compare logits with a threshold, so of several tokens
+with equal logits, either all remain or none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,18 +31,18 @@ def sample_token(
     output_ids: Sequence[int],
     position: int,
 ) -> int:
-    """Sample the token at `position`, which follows `prompt` and `output_ids`.
+    """Return the sampled token at `position`, which follows `prompt` and `output_ids`.
 
-    Ids outside the vocabulary are virtual tokens, which logits processors ignore.
+    Ids outside the vocabulary are virtual tokens, which the logits processors ignore.
     """
     if sampling.is_plain_greedy or not logits.isfinite().all():
         return int(logits.argmax())
-    processed = process_logits(logits, sampling, prompt, output_ids)
+    processed_logits = process_logits(logits, sampling, prompt, output_ids)
     if sampling.temperature == 0:
-        return int(processed.argmax())
-    cumulative = sampling_weights(processed, sampling).cumsum(0)
-    target = uniform_draw(sampling.seed, position) * cumulative[-1]
-    return int(torch.searchsorted(cumulative, target, right=True))
+        return int(processed_logits.argmax())
+    cumulative_weights = sampling_weights(processed_logits, sampling).cumsum(0)
+    target = uniform_draw(sampling.seed, position) * cumulative_weights[-1]
+    return int(torch.searchsorted(cumulative_weights, target, right=True))
 
 
 def process_logits(
@@ -64,43 +64,47 @@ def process_logits(
         if 0 <= token < vocab_size:
             x[token] += x[token].abs() * sampling.stop_logit_growth(len(output_ids))
     for ban_mask in _ban_masks(sampling, prompt, output_ids, vocab_size):
-        allowed = x.masked_fill(ban_mask, float("-inf"))
-        # Ignore a ban that would leave no token.
-        x = allowed if allowed.amax() > float("-inf") else x
+        masked_logits = x.masked_fill(ban_mask, float("-inf"))
+        if masked_logits.amax() > float("-inf"):  # Otherwise the ban would leave no token.
+            x = masked_logits
     return x
 
 
 def sampling_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return unnormalized sampling weights (V,): 1 for the best token, 0 for filtered tokens."""
-    # Subtract the maximum first, so that a tiny temperature overflows to -inf, never to +inf.
+    """Return unnormalized probabilities (V,): 1 for the most likely token, 0 for removed tokens."""
+    # The maximum is subtracted first, so that a tiny temperature overflows to -inf, not to +inf.
     weights = ((logits - logits.amax()) / sampling.temperature).exp()
-    descending = weights.sort(descending=True).values
-    if 0 < sampling.top_k < len(descending):
-        descending = descending[descending >= descending[sampling.top_k - 1]]
+    # The weights of the remaining tokens, in descending order.
+    sorted_weights = weights.sort(descending=True).values
+    if 0 < sampling.top_k < len(sorted_weights):
+        sorted_weights = sorted_weights[sorted_weights >= sorted_weights[sampling.top_k - 1]]
     if sampling.top_p < 1:
-        # Keep a token if the mass before it is below top_p, so the first is always kept.
-        mass_before = torch.cat([descending.new_zeros(1), descending.cumsum(0)[:-1]])
-        descending = descending[mass_before < sampling.top_p * descending.sum()]
-    weight_min = max(float(descending[-1]), sampling.min_p)
+        # A token remains if the mass before it is below top_p; this is true for the first token.
+        mass_before = torch.cat([sorted_weights.new_zeros(1), sorted_weights.cumsum(0)[:-1]])
+        sorted_weights = sorted_weights[mass_before < sampling.top_p * sorted_weights.sum()]
+    weight_min = max(float(sorted_weights[-1]), sampling.min_p)
     weights = weights.masked_fill(weights < weight_min, 0)
     return _apply_typical_p(weights, sampling.typical_p) if sampling.typical_p < 1 else weights
 
 
 def _apply_typical_p(weights: Tensor, typical_p: float) -> Tensor:
-    """Keep the tokens whose surprisal is nearest to the entropy, up to a mass of `typical_p`."""
+    """Return `weights` with 0 for the tokens that typical-p removes.
+
+    The tokens whose surprisal is nearest to the entropy remain, up to a mass of `typical_p`.
+    """
     p = weights / weights.sum()
-    surprise = -p.log()
-    expected = (p * surprise)[p > 0].sum()
-    distance = (surprise - expected).abs()
-    by_distance = distance.sort()
-    cutoff = (p[by_distance.indices].cumsum(0) < typical_p).sum().clamp(max=len(p) - 1)
-    return weights.masked_fill(distance > by_distance.values[cutoff], 0)
+    surprisal = -p.log()
+    entropy = (p * surprisal)[p > 0].sum()
+    distance = (surprisal - entropy).abs()
+    sorted_distance = distance.sort()
+    cutoff = (p[sorted_distance.indices].cumsum(0) < typical_p).sum().clamp(max=len(p) - 1)
+    return weights.masked_fill(distance > sorted_distance.values[cutoff], 0)
 
 
 def _ban_masks(
     sampling: SamplingParams, prompt: Sequence[int], output_ids: Sequence[int], vocab_size: int
 ) -> Iterator[Tensor]:
-    """Yield masks (V,) of banned tokens in order of priority; earlier masks have precedence."""
+    """Yield one mask (V,) of banned tokens per kind of ban, in the order of application."""
 
     def token_mask(tokens: Sequence[int]) -> Tensor:
         vocab_ids = [token for token in tokens if 0 <= token < vocab_size]
@@ -126,18 +130,18 @@ def _ban_masks(
 
 
 def _repeated_ngram_ends(token_ids: Sequence[int], size: int, vocab_size: int) -> list[int]:
-    """Return the tokens that would repeat an n-gram of `size` tokens in `token_ids`."""
+    """Return the tokens that would complete an n-gram of `size` tokens already in `token_ids`."""
     ngrams = [tuple(token_ids[start : start + size]) for start in range(len(token_ids) - size + 1)]
     ngram_prefix = tuple(token_ids[len(token_ids) - size + 1 :])
     if not all(0 <= token < vocab_size for token in ngram_prefix):
-        return []  # An n-gram with virtual tokens never counts as repeated.
+        return []  # Repetition of an n-gram with virtual tokens is allowed.
     return [ngram[-1] for ngram in ngrams if ngram[:-1] == ngram_prefix]
 
 
 def score_tokens(logits: Tensor, tokens: Sequence[int], top_counts: Sequence[int]) -> list[Score]:
     """Return the score of each token in its row of `logits` (N, V).
 
-    A score includes the row's most likely tokens, as many as `top_counts` states. Of equally likely
+    `top_counts` is, for each row, the number of most likely tokens in the score. Of equally likely
     tokens, the lower id is first.
     """
     token_column = torch.tensor(tokens, device=logits.device).unsqueeze(-1)

@@ -1,8 +1,8 @@
 """Stop strings: incremental detokenizer that withholds text until no stop string can match it.
 
-It withholds incomplete characters, and text that may be the beginning of a stop string. A stop
-string is found across token boundaries, and is not part of the output unless requested. Server
-streams and the evaluation of trained adapters both use this code.
+Withheld are incomplete characters, and text at the end that may be the beginning of a stop string.
+Stop strings are found across token boundaries. The server's streams and the evaluation of trained
+adapters use the same class.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,10 @@ from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class StopStringDetokenizer:
-    """Call `push` for each token, then `finish`; concatenate the returned texts.
+    """Incremental detokenizer: call `push` for each token, then `finish`; join the returned texts.
 
-    The text ends at the stop string that is complete first, independently of token boundaries;
-    `matched_stop` is this stop string. The text of the first `unsearched_tokens` tokens is not
-    searched.
+    The text ends at the stop string that is complete first, which is then `matched_stop`. The text
+    of the first `unsearched_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -26,7 +25,7 @@ class StopStringDetokenizer:
         *,
         include_stop: bool = False,
     ) -> None:
-        """Prepare the search; with `include_stop` the matched stop string is part of the text."""
+        """`include_stop`: whether the matched stop string is part of the returned text."""
         self._unsearched_tokens = unsearched_tokens
         self._include_stop = include_stop
         # The completion continues the prompt, so its leading space is kept.
@@ -48,8 +47,9 @@ class StopStringDetokenizer:
         text = self._cut_at_stop(self._detokenizer.push(token_id))
         if self.is_stopped:
             return text
+        # The matched beginning of a stop string at the end of the text is withheld.
         safe_length = len(text) - max(
-            (search.matched_length for search in self._matchers), default=0
+            (matcher.matched_length for matcher in self._matchers), default=0
         )
         self._pending_text = text[safe_length:]
         return text[:safe_length]
@@ -60,41 +60,44 @@ class StopStringDetokenizer:
 
     def _cut_at_stop(self, new_text: str) -> str:
         """Return the pending text and `new_text`, up to the first stop string, if any."""
-        matches = [(end, search) for search in self._matchers if (end := search.push(new_text))]
+        matches = []
+        for matcher in self._matchers:
+            end = matcher.push(new_text)
+            if end is not None:
+                matches.append((end, matcher.stop_string))
         text = self._pending_text + new_text
         if not matches:
             return text
         first_end = min(end for end, _ in matches)
-        self.matched_stop = max(
-            (search.stop_string for end, search in matches if end == first_end), key=len
-        )
-        return text[
-            : len(self._pending_text)
-            + first_end
-            - (0 if self._include_stop else len(self.matched_stop))
-        ]
+        self.matched_stop = max((stop for end, stop in matches if end == first_end), key=len)
+        text_end = len(self._pending_text) + first_end
+        if not self._include_stop:
+            text_end -= len(self.matched_stop)
+        return text[:text_end]
 
 
 class _StopStringMatcher:
     """Incremental Knuth-Morris-Pratt search for one stop string.
 
-    The search runs on an event loop, so its cost must be linear in the text for any stop string.
+    The server searches on its event loop, so the cost must be linear in the length of the text for
+    any stop string.
     """
 
     def __init__(self, stop_string: str) -> None:
         assert stop_string
         self.stop_string = stop_string
-        self.matched_length = 0  # Length of the longest stop-string prefix that ends the text.
-        # KMP failure function: for each prefix of the stop string, the length of the longest proper
-        # prefix that is also its suffix (border).
+        # Length of the longest beginning of the stop string that is an end of the text so far.
+        self.matched_length = 0
+        # The KMP failure function. A border of a string is a proper prefix that is also a suffix.
+        # For each prefix of the stop string: the length of its longest border.
         self._border_lengths = [0]
         for character in stop_string[1:]:
             self._border_lengths.append(self._advance(self._border_lengths[-1], character))
 
     def push(self, text: str) -> int | None:
-        """Search further text; return the index in `text` where the stop string ends, else None.
+        """Search the next text; return the end of the stop string in `text`, None without a match.
 
-        After a match, `push` must not be called again.
+        `push` must not be called again after a match.
         """
         for end, character in enumerate(text, 1):
             self.matched_length = self._advance(self.matched_length, character)

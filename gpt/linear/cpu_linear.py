@@ -9,9 +9,9 @@ from gpt.model.activation import ACTIVATIONS
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.norm import Norm
 
-# oneDNN chooses the layout for this number of rows; the layout works for any number.
+# oneDNN selects the weight layout that is best for this number of rows. It works for any number.
 LAYOUT_ROWS = 32
-# Activations that oneDNN fuses into a linear: its (activation, algorithm) names.
+# The activations that oneDNN fuses into a linear, with oneDNN's names (activation, algorithm).
 FUSED_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
@@ -30,7 +30,7 @@ class CpuLinear(LinearBackend):
 
 
 class OneDnnLinear(LinearBackend):
-    """The matmul with a weight in oneDNN's layout."""
+    """A matmul by oneDNN, with a weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed_weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(
@@ -53,13 +53,13 @@ class OneDnnLinear(LinearBackend):
 
 
 def make_input_norm(linear: Linear) -> CpuNorm | None:
-    """Return the norm in front of a linear for the C library; None if there is none."""
+    """Return the norm that `linear` contains, in the C library's form; None without a norm."""
     norm = NormParameters.before_linear(linear)
     return None if norm is None else _make_cpu_norm(norm)
 
 
 def make_norm(norm: Norm) -> CpuNorm:
-    """Return the parameters of a norm module for the C library."""
+    """Return a norm module's parameters in the C library's form."""
     return _make_cpu_norm(NormParameters.from_module(norm.weight, norm.bias, norm.config))
 
 

@@ -1,9 +1,9 @@
 """FP8 (e4m3) linear: per-channel weight scales, per-row activation scales, scaled matmul.
 
-On a GPU the tensor cores compute the fp8 matmul; elsewhere values are dequantized and multiplied in
-fp32, which is also the reference of the tests. Input rows are unquantized, or already e4m3 if the
-previous kernel quantized them. `fp8_layers` are the layers whose weights are quantized; the other
-layers stay in the model's dtype. gpt/linear/selector.py decides whether fp8 is used.
+On a GPU the tensor cores compute the fp8 matmul. On other devices the values are dequantized and
+multiplied in fp32, which is also the reference of the tests. Input rows are unquantized, or e4m3 if
+the previous kernel quantized them. `fp8_layers` selects the layers whose weights are quantized; the
+other layers stay in the model's dtype. gpt/linear/selector.py decides whether fp8 is used.
 """
 
 from functools import cache
@@ -23,16 +23,17 @@ from gpt.linear.norm_activation import (
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.gpt_model import GPT
 
-# In narrower layers, quantizing the rows takes longer than fp8 matmuls save.
+# Smallest hidden size. In narrower layers, the quantization of rows takes longer than fp8 saves.
 FP8_HIDDEN_MIN = 1025
 CAPABILITY_MIN = (8, 9)  # Ada; older GPUs have no e4m3 tensor cores.
-CHUNK_ROWS = 2048  # Weight rows that are converted to fp32 at once for quantization.
+CHUNK_ROWS = 2048  # Number of weight rows that are quantized at once, with an fp32 copy.
 
 
 def fp8_layers(model: GPT, hidden_min: int = FP8_HIDDEN_MIN) -> range:
-    """Return the layers of this stage to quantize to fp8 (also for Transformer Engine).
+    """Return the layers of this stage to quantize, for our fp8 and for Transformer Engine.
 
-    The first and the last layer of the model are excluded, because they lose the most accuracy.
+    The range excludes the first and the last layer of the model, whose quantization costs the most
+    accuracy. It is empty if the hidden size is below `hidden_min`.
     """
     if model.config.hidden_size < hidden_min:
         return range(0)
@@ -41,16 +42,17 @@ def fp8_layers(model: GPT, hidden_min: int = FP8_HIDDEN_MIN) -> range:
 
 
 def has_fp8_layers(model: GPT) -> bool:
-    """Return whether any stage has fp8 layers; the same result on every rank."""
+    """Return whether any stage of the model has fp8 layers, equal on all ranks."""
     config = model.config
     return config.hidden_size >= FP8_HIDDEN_MIN and config.num_layers > 2
 
 
 class Fp8Matmul:
-    """The matmul with a weight (columns, channels) in e4m3.
+    """A matmul with a weight (columns, channels) in e4m3.
 
-    `deferred_activation` is not applied to the output; the next linear applies it to its input as
-    `input_activation`, in the same pass that quantizes the rows.
+    The activation between fc1 and fc2 is computed in the kernel that quantizes the input rows of
+    fc2. So it is the `deferred_activation` of fc1, which does not apply it, and the
+    `input_activation` of fc2, which applies it to its input.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ def quantize_weight(weight: Tensor) -> Fp8Rows:
 def scaled_matmul(
     rows: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the matmul of rows and the transposed weight, in `dtype`, with the padded columns."""
+    """Return rows @ weight.T + bias in `dtype`, including the padding columns of the weight."""
     padding = 0 if bias is None else len(weight.values) - len(bias)
     if bias is not None and padding:
         bias = F.pad(bias, (0, padding))

@@ -1,9 +1,9 @@
 """Fused GPU linears: matmul epilogues, and residual-add + norm between the matmuls of a layer.
 
-The backend runs inference on a GPU with as few kernels as possible. A matmul includes its bias and,
-where cuBLAS supports it, the activation. After the all-reduce of a row-parallel linear, one kernel
-adds bias and residual and applies the norm of the next linear, so a dense layer is four matmuls,
-attention, and two such kernels. In fp8 layers those kernels also quantize the rows.
+The backend runs inference on a GPU with few kernels: a dense layer is four matmuls, attention, and
+two kernels between the matmuls. A matmul includes its bias and, where cuBLAS supports it, the
+activation. After a row-parallel linear and its all-reduce, one kernel adds bias and residual, and
+applies the norm of the next linear. In fp8 layers this kernel also quantizes the rows.
 """
 
 from collections.abc import Collection
@@ -21,12 +21,12 @@ from gpt.model.gpt_model import GPT
 from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 from gpt.model.mlp import MLP
 
-# The activation that torch._addmm_activation fuses into the matmul on a GPU (GELU by tanh).
+# The activation that torch._addmm_activation fuses into a matmul with bias on a GPU.
 EPILOGUE_ACTIVATION = "gelu_tanh"
 
 
 class UnquantizedMatmul:
-    """The matmul with an unquantized weight in its stored layout."""
+    """A matmul with an unquantized weight."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -42,7 +42,7 @@ class UnquantizedMatmul:
 
 
 class PrenormedRows:
-    """Buffer that passes normed rows from a residual epilogue to the linear that reads them."""
+    """Passes normed rows from the linear whose epilogue computes them to the next linear."""
 
     def __init__(self) -> None:
         self._source: Tensor | None = None
@@ -53,9 +53,9 @@ class PrenormedRows:
         self._rows = rows
 
     def consume(self, x: Tensor) -> Rows | None:
-        """Return the normed rows of `x` (the same tensor object) once; None if none are stored.
+        """Return the rows that were stored for `x` (the same tensor object); None without them.
 
-        The stored rows are dropped in either case.
+        The stored rows are removed, even if they were stored for another tensor.
         """
         rows = self._rows if self._source is x else None
         self._source = self._rows = None
@@ -63,11 +63,11 @@ class PrenormedRows:
 
 
 class FusedLinear(LinearBackend):
-    """A linear whose matmul is between two kernels: the norm before it, the residual after it.
+    """A linear with the norm before its matmul, or with the residual sum after its matmul.
 
-    A row-parallel linear adds the residual, and also norms the sum for the next linear
-    (`next_norm`, in fp8 if `next_fp8`). It stores the normed rows in `prenormed`, from which the
-    next linear reads them.
+    A row-parallel linear adds the residual and, in the same kernel, applies `next_norm` to the sum,
+    in fp8 if `next_fp8`. It stores the normed rows in `prenormed`, where the next linear reads
+    them. `next_norm` is None if the next operation is not a linear with a norm.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class FusedLinear(LinearBackend):
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
     ) -> Tensor:
         if residual is not None:
-            assert activation is None and self._norm is None, "a row-parallel linear has neither"
+            assert activation is None, "a row-parallel linear has no activation"
+            assert self._norm is None, "a row-parallel linear has no norm"
             return self.add_residual(self.matmul(x, None, None), bias, residual)
         if self._norm is None:
             return self.matmul(x, bias, activation)
@@ -104,12 +105,12 @@ class FusedLinear(LinearBackend):
         return self.matmul(rows, bias, activation)
 
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        total, rows = norm_activation.add_norm(
+        residual_sum, rows = norm_activation.add_norm(
             y, bias, residual, self._next_norm, fp8=self._next_fp8
         )
         if rows is not None:
-            self._prenormed.store(total, rows)
-        return total
+            self._prenormed.store(residual_sum, rows)
+        return residual_sum
 
 
 def unsupported_reason(model: GPT) -> str | None:
@@ -136,14 +137,16 @@ def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
         next_layer = layers[index + 1] if index + 1 < len(layers) else None
         attention = layer.self_attention
         freed_bytes += _fuse_linear(attention.linear_qkv, prenormed, fp8=is_fp8)
-        # The linear whose input norm follows attention; None with a parallel residual.
+        # The linear that norms the residual sum after attention. None for an MoE layer, whose norm
+        # is a module of its own, and with a parallel residual, where the MLP does not read the sum.
         mlp_input = None
         if isinstance(layer.mlp, MLP) and not layer.config.parallel_residual:
             mlp_input = layer.mlp.linear_fc1
         freed_bytes += _fuse_linear(
             attention.linear_proj, prenormed, fp8=is_fp8, next_linear=mlp_input, next_fp8=is_fp8
         )
-        # The outputs of experts are summed before the next layer's norm.
+        # The linear that norms the residual sum after the MLP. None for an MoE layer, which sums
+        # the outputs of its experts before it adds the residual.
         next_qkv = None
         if next_layer is not None and isinstance(layer.mlp, MLP):
             next_qkv = next_layer.self_attention.linear_qkv
@@ -179,7 +182,10 @@ def _fuse_linear(
     next_linear: ColumnParallelLinear | None = None,
     next_fp8: bool = False,
 ) -> int:
-    """Use a fused backend; return the bytes freed. The residual sum is normed for `next_linear`."""
+    """Make a fused backend compute `linear`; return the bytes freed.
+
+    With `next_linear`, the epilogue applies the norm of that linear to the residual sum.
+    """
     weight_bytes = linear.weight.nbytes
     matmul: UnquantizedMatmul | Fp8Matmul
     if fp8:

@@ -22,15 +22,17 @@ from gpt.model.linear import ColumnParallelLinear, Linear
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # The largest e4m3 value.
-ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that zeros have a scale.
+ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that no scale is 0.
 FP8_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels.
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Supported by the kernels.
-NORM_WIDTH_MAX = 32768  # The norm kernel keeps a whole row in registers.
+# The dtypes and the largest width that the Triton kernels support. The norm kernel has a whole row
+# in registers.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NORM_WIDTH_MAX = 32768
 
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows in e4m3; the real value is the stored value times the scale of its row."""
+    """Rows in e4m3: the real numbers are `values * scales`."""
 
     values: Tensor  # (T, channels), padded with zeros to a multiple of FP8_ALIGNMENT.
     scales: Tensor  # (T, 1), fp32
@@ -45,10 +47,10 @@ Rows = Tensor | Fp8Rows
 
 @dataclass(frozen=True)
 class NormParameters:
-    """The parameters of a LayerNorm or RMSNorm; a zero-centered gamma is already added to 1."""
+    """The parameters of a LayerNorm or RMSNorm, in at least fp32."""
 
-    scale: Tensor  # At least fp32, like the shift.
-    shift: Tensor | None
+    scale: Tensor  # gamma; for a zero-centered gamma, the stored weight + 1.
+    shift: Tensor | None  # beta; None for RMSNorm.
     epsilon: float
     is_rms: bool
 
@@ -65,7 +67,7 @@ class NormParameters:
 
     @staticmethod
     def before_linear(linear: Linear) -> "NormParameters | None":
-        """Return the parameters of the norm that a linear contains; None without a norm."""
+        """Return the parameters of the norm that `linear` contains; None without a norm."""
         if not isinstance(linear, ColumnParallelLinear) or linear.layer_norm_weight is None:
             return None
         return NormParameters.from_module(
@@ -76,17 +78,22 @@ class NormParameters:
 def add_norm(
     y: Tensor, bias: Tensor | None, x: Tensor, norm: NormParameters | None, *, fp8: bool = False
 ) -> tuple[Tensor, Rows | None]:
-    """Return `x` + matmul output `y` + bias, and with `norm` also the normed sum."""
+    """Return the sum x + y + bias, and its norm, or None if `norm` is None.
+
+    `x` is the residual, and `y` the output of a matmul. With `fp8` the norm is in e4m3.
+    """
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.add_norm(y, bias, x, norm, fp8)  # type: ignore[no-any-return]
-    residual_sum = x.to(_compute_dtype(x)) + y
-    total = (residual_sum if bias is None else residual_sum + bias).to(x.dtype)
-    return total, None if norm is None else norm_rows(total, norm, fp8=fp8)
+    wide_sum = x.to(_compute_dtype(x)) + y
+    if bias is not None:
+        wide_sum = wide_sum + bias
+    residual_sum = wide_sum.to(x.dtype)
+    return residual_sum, None if norm is None else norm_rows(residual_sum, norm, fp8=fp8)
 
 
 def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
-    """Return the norm of each row."""
+    """Return the LayerNorm or RMSNorm of each row, with `fp8` in e4m3."""
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.norm_rows(x, norm, fp8)  # type: ignore[no-any-return]
@@ -99,7 +106,7 @@ def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
 
 
 def activate_rows(x: Tensor, activation: str) -> Tensor:
-    """Apply an activation to rows; a gated activation halves the width."""
+    """Return the activation of each row; a gated activation halves the width."""
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.activate_rows(x, activation)  # type: ignore[no-any-return]
@@ -107,7 +114,7 @@ def activate_rows(x: Tensor, activation: str) -> Tensor:
 
 
 def quantize_rows(x: Tensor, activation: str | None = None) -> Fp8Rows:
-    """Quantize rows to e4m3, after an optional activation."""
+    """Return the rows in e4m3, after an optional activation."""
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.quantize_rows(x, activation)  # type: ignore[no-any-return]
@@ -117,7 +124,10 @@ def quantize_rows(x: Tensor, activation: str | None = None) -> Fp8Rows:
 
 
 def quantize_e4m3(x: Tensor) -> Fp8Rows:
-    """Quantize rows by their absolute maximum, in torch; rows with NaN or inf stay non-finite."""
+    """Return the rows in e4m3, scaled by their absolute maximum, in torch.
+
+    A row with NaN or inf has values that are not finite in the result too.
+    """
     absmax = x.abs().amax(-1, keepdim=True).float().clamp_min(ABSMAX_MIN)
     values = F.pad(x * (FP8_MAX / absmax), (0, -x.shape[-1] % FP8_ALIGNMENT)).to(FP8_DTYPE)
     return Fp8Rows(values, absmax / FP8_MAX)
@@ -125,8 +135,8 @@ def quantize_e4m3(x: Tensor) -> Fp8Rows:
 
 def triton_unavailable_reason() -> str | None:
     """Return why the Triton kernels are unavailable; None if they are available."""
-    imported = _import_triton_module()
-    return imported if isinstance(imported, str) else None
+    module_or_reason = _import_triton_module()
+    return module_or_reason if isinstance(module_or_reason, str) else None
 
 
 def _activate_in_torch(x: Tensor, activation: str) -> Tensor:
@@ -145,15 +155,16 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _triton_module_for(x: Tensor) -> ModuleType | None:
-    """Return the module of the Triton kernels if they support rows like `x`, else None."""
+    """Return the module that launches the Triton kernels; None if they do not support `x`."""
     if not x.is_cuda or x.dtype not in KERNEL_DTYPES or x.shape[-1] > NORM_WIDTH_MAX:
         return None
-    imported = _import_triton_module()
-    return None if isinstance(imported, str) else imported
+    module_or_reason = _import_triton_module()
+    return None if isinstance(module_or_reason, str) else module_or_reason
 
 
 @cache
 def _import_triton_module() -> ModuleType | str:
+    """Return the module that launches the Triton kernels, or why it cannot be imported."""
     try:
         from gpt.linear import triton_norm_activation
     except Exception as error:  # A broken installation raises many kinds of exceptions.

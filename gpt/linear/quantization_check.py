@@ -1,8 +1,8 @@
 """Quantization check: divergence of next-token distributions after weights are quantized.
 
-The check uses texts that the model itself samples before the quantization. On such texts the mean
-KL divergence is the logarithm of the perplexity increase, so one number describes the change. The
-module defines the limit and the error message; the callers quantize the weights.
+The check uses texts that the model samples before the quantization. On such texts the mean KL
+divergence equals the increase of log(perplexity), so one number describes the change. The module
+defines the limit and the error message; the callers quantize the weights.
 """
 
 import logging
@@ -22,18 +22,19 @@ log = logging.getLogger(__name__)
 
 PROBE_TEXTS = 8
 PROBE_TEXT_TOKENS = 32
-# Perplexity may grow by 0.5%, a loss that other engines accept without a check.
+# The largest mean divergence in nats: perplexity grows by 0.5%, which other engines accept without
+# a check.
 DIVERGENCE_MAX = 0.005
-# If expert scores are nearly equal, rounding changes the chosen experts, which is not an error.
+# With experts, rounding may also change the choice between experts with nearly equal scores.
 MOE_DIVERGENCE_MAX = 0.05
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The change of next-token distributions by a quantization, over the positions of texts."""
+    """The change of the next-token distributions by a quantization."""
 
-    positions: int
-    mean_kl_nats: float  # Mean KL divergence in nats; NaN if logits are no longer finite.
+    positions: int  # The number of text positions that were compared.
+    mean_kl_nats: float  # Mean KL divergence in nats; NaN if a logit is not finite.
     top1_agreement: float  # The fraction of positions with the same most likely token.
     limit: float = DIVERGENCE_MAX  # The largest permitted mean_kl_nats.
 
@@ -43,14 +44,14 @@ class Divergence:
 
 
 class DivergenceProbe:
-    """The next-token distributions of a model on its own texts, to compare with later ones.
+    """Measures how far a model's next-token distributions change after the construction.
 
-    All ranks of a model must construct the probe together and call `measure` together. Only the
-    last stage gets a result.
+    The constructor samples texts and computes the reference distributions. All ranks of a model
+    must construct the probe together and call `measure` together.
     """
 
     def __init__(self, model: GPT, limit: float | None = None) -> None:
-        """`limit`: the largest mean divergence; None: the default (larger for MoE models)."""
+        """`limit` is the largest mean divergence in nats; None: the default for the model."""
         config = model.config
         default_limit = MOE_DIVERGENCE_MAX if config.num_experts else DIVERGENCE_MAX
         self._limit = default_limit if limit is None else limit
@@ -68,7 +69,7 @@ class DivergenceProbe:
         self._reference_logits = self._probe_logits(model)
 
     def measure(self, model: GPT) -> Divergence | None:
-        """Return the divergence since the construction; None on stages without logits."""
+        """Return the divergence from the reference distributions; None unless on the last stage."""
         logits = self._probe_logits(model)
         if logits is None or self._reference_logits is None:
             return None

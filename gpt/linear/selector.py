@@ -1,9 +1,9 @@
 """Linear backend selection: torch, fused, fp8 or Transformer Engine, chosen and logged once.
 
-"auto" selects among the available backends that change a model's output by rounding only. A
-requested backend that is unavailable raises an error that names its requirements. Quantized weights
-must pass a check: the next-token distributions on the model's own texts must stay close to those of
-the unquantized model.
+"auto" selects the fused backend, or torch where the fused backend is unsupported: both give the
+same output except for rounding. A requested backend that is unavailable raises ConfigError with the
+reason. Quantized weights must pass the check of gpt/linear/quantization_check.py: the next-token
+distributions must be close to those of the unquantized model.
 """
 
 import logging
@@ -22,7 +22,10 @@ BACKENDS = ("auto", "torch", "fp8", "te")
 
 
 def check_backend(backend: str, recipe: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError, before a model is loaded, if the backend does not support it."""
+    """Raise ConfigError if the backend does not support the device, the dtype or the recipe.
+
+    The function needs no model, so it is called before the model is loaded.
+    """
     if backend == "fp8":
         _raise_if_unavailable(
             backend, fp8_linear.unsupported_reason(device, dtype), _fp8_remedy(device)
@@ -40,16 +43,18 @@ def check_backend(backend: str, recipe: str, device: torch.device, dtype: torch.
         )
 
 
-# The bytes freed, and the divergence caused by quantized weights (None except on the last stage).
+# The bytes freed, and the divergence that quantized weights cause. The divergence is None without
+# quantized weights, and on all stages but the last.
 AppliedBackend = tuple[int, Divergence | None]
 
 
 def apply_backend(
     model: GPT, backend: str, recipe: str = "none", divergence_max: float | None = None
 ) -> AppliedBackend:
-    """Set the matmuls of a model on a GPU; all ranks must call this together.
+    """Make `backend` compute the linears of a model on a GPU; all ranks must call this together.
 
-    On a CPU, gpt/cpu_inference/weight_packing.py packs the weights instead.
+    `recipe` is a key of `te_linear.RECIPES`. `divergence_max` is the limit of `DivergenceProbe`. On
+    a CPU, gpt/cpu_inference/weight_packing.py packs the weights instead.
     """
     assert backend in BACKENDS, f"there is no linear backend {backend!r}"
     if backend == "fp8":
@@ -83,7 +88,7 @@ def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
         return _apply_fused(model, f"fp8 is slower at hidden size {model.config.hidden_size}")
     layers = fp8_linear.fp8_layers(model)
     probe = DivergenceProbe(model, divergence_max)
-    applied = _apply_with_probe(
+    applied_backend = _apply_with_probe(
         probe, model, "linear_backend fp8", lambda: fused_linear.fuse_layers(model, layers)
     )
     triton_reason = norm_activation.triton_unavailable_reason()
@@ -95,7 +100,7 @@ def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
     _log_backend(
         "fp8", f"{_format_layers(layers)} are fp8, and rows are quantized {implementation}"
     )
-    return applied
+    return applied_backend
 
 
 def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedBackend:
@@ -105,24 +110,26 @@ def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedB
     assert not isinstance(engine, str)
     layers = range(0) if recipe == "none" else fp8_linear.fp8_layers(model)
 
-    def swap() -> int:
+    def replace_linears() -> int:
         return te_linear.replace_linears(model, engine, recipe, layers)
 
+    applied_backend: AppliedBackend
     if recipe == "none" or not fp8_linear.has_fp8_layers(model):
         layers = range(0)
-        applied: AppliedBackend = (swap(), None)
+        applied_backend = (replace_linears(), None)
     else:
-        applied = _apply_with_probe(
-            DivergenceProbe(model, divergence_max), model, f"te_recipe {recipe}", swap
+        applied_backend = _apply_with_probe(
+            DivergenceProbe(model, divergence_max), model, f"te_recipe {recipe}", replace_linears
         )
     _log_backend("te", f"Transformer Engine, recipe {recipe}: {_format_layers(layers)} are fp8")
-    return applied
+    return applied_backend
 
 
 def _apply_with_probe(
-    probe: DivergenceProbe, model: GPT, setting: str, swap: Callable[[], int]
+    probe: DivergenceProbe, model: GPT, setting: str, replace_linears: Callable[[], int]
 ) -> AppliedBackend:
-    freed_bytes = swap()
+    """Call `replace_linears`, which returns the bytes freed; then check the divergence."""
+    freed_bytes = replace_linears()
     if model.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # Return the freed memory to the device.
     probe.measure(model)  # Delayed scaling needs one step before its scales are valid.

@@ -1,9 +1,9 @@
 """Transformer Engine backend: replaces the linears of a loaded model, with their norms.
 
 Only this module imports Transformer Engine, and only on request. The Transformer Engine modules get
-no tensor-parallel group; gpt/parallel does the all-reduces. Parameters are copied from the
-linears of the model, never by load_state_dict, so the extra state that Transformer Engine stores in
-checkpoints as a pickle is never read.
+no tensor-parallel group, because gpt/parallel does the all-reduces. The parameters are copied from
+the model's linears one by one. `load_state_dict` is not used: it would read Transformer Engine's
+extra state, which is a pickle.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -27,7 +27,7 @@ from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 RECIPES: dict[str, str | None] = {
     "none": None,  # No quantization: matmuls in the model's dtype.
     "current": "Float8CurrentScaling",  # One scale per tensor, from the current step.
-    "delayed": "DelayedScaling",  # One scale from earlier steps; outputs depend on these steps.
+    "delayed": "DelayedScaling",  # One scale per tensor, from earlier steps.
     "block": "Float8BlockScaling",  # One scale per 128 elements of a row.
 }
 FP8_ROW_ALIGNMENT = 8  # fp8 matmuls need a multiple of this number of rows.
@@ -46,9 +46,9 @@ class TransformerEngine:
 def import_transformer_engine() -> TransformerEngine | str:
     """Return the package, or the reason why it is unavailable.
 
-    The import raises not only ImportError, but also RuntimeError (only the meta package is
-    installed, or a CUDA library is missing), OSError (its own library) and AssertionError
-    (versions that do not match).
+    The import can raise more than ImportError: RuntimeError if only the meta package is installed
+    or a CUDA library is missing, OSError if its own library cannot be loaded, and AssertionError if
+    versions do not match.
     """
     try:
         pytorch = import_module("transformer_engine.pytorch")
@@ -76,7 +76,7 @@ def replace_linears(
 
 
 class _LinearBuilder:
-    """Builds Transformer Engine modules for one recipe."""
+    """Builds the backends of a model's linears, for one recipe."""
 
     def __init__(self, engine: TransformerEngine, recipe: str) -> None:
         self._te_pytorch, name = engine.pytorch, RECIPES[recipe]
@@ -84,11 +84,15 @@ class _LinearBuilder:
         self._is_delayed = recipe == "delayed"
 
     def replace_linear(self, linear: Linear, *, fp8: bool) -> int:
+        """Make a Transformer Engine module compute `linear`; return the bytes freed.
+
+        The linear stays unquantized if its sizes are not aligned or the recipe is "none".
+        """
         weight = linear.weight
         is_aligned = all(size % FP8_CHANNEL_ALIGNMENT == 0 for size in weight.shape)
         fp8 = fp8 and is_aligned and self._recipe is not None
         module = self._make_module(linear, fp8=fp8)
-        size = weight.nbytes
+        weight_bytes = weight.nbytes
         backend = TransformerEngineLinear(
             module,
             self._fp8_autocast if fp8 else nullcontext,
@@ -97,12 +101,14 @@ class _LinearBuilder:
             fp8=fp8,
         )
         linear.use_backend(backend)
-        return size // 2 if fp8 and not self._is_delayed and size == 2 * weight.numel() else 0
+        # fp8 halves a 16-bit weight. Delayed scaling keeps the unquantized weight.
+        is_halved = fp8 and not self._is_delayed and weight_bytes == 2 * weight.numel()
+        return weight_bytes // 2 if is_halved else 0
 
     def _make_module(self, linear: Linear, *, fp8: bool) -> Any:
         """Return a Transformer Engine module with the parameters of `linear`.
 
-        The bias of a row-parallel linear is left out; it is added after the all-reduce.
+        The module has no bias for a row-parallel linear, whose bias is added after the all-reduce.
         """
         is_column = isinstance(linear, ColumnParallelLinear)
         weight, bias = linear.weight, linear.bias if is_column else None
@@ -124,7 +130,7 @@ class _LinearBuilder:
             }
             parameters["layer_norm_weight"] = linear.layer_norm_weight
             parameters["layer_norm_bias"] = linear.layer_norm_bias
-        # Delayed scaling computes its scales from unquantized weights, so these are kept.
+        # Delayed scaling computes its scales from the unquantized weights, so it keeps them.
         with self._fp8_parameters() if fp8 and not self._is_delayed else nullcontext():
             module = module_type(channels, columns, **options)
         with torch.no_grad():
@@ -174,7 +180,8 @@ class TransformerEngineLinear(LinearBackend):
     ) -> Tensor:
         y = self._run_padded(x)
         if residual is not None:
-            assert activation is None and not self._has_bias, "a row-parallel linear has neither"
+            assert activation is None, "a row-parallel linear has no activation"
+            assert not self._has_bias, "the module of a row-parallel linear has no bias"
             return self.add_residual(y, bias, residual)
         if bias is not None and not self._has_bias:
             y = y + bias

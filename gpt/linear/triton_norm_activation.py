@@ -1,7 +1,7 @@
 """Launchers of the Triton kernels for residual-add + norm and for activation, with fp8 output.
 
-The numbers of programs and warps per row depend only on the width of the row, never on the number
-of rows, so a row's result does not depend on the other rows. No launch synchronizes the device.
+The numbers of programs and warps per row depend on the width of the row, but not on the number of
+rows, so a row's result does not depend on the other rows. No launch synchronizes the device.
 """
 
 import torch
@@ -12,30 +12,31 @@ from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.linear import triton_row_kernels as kernels
 from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
 
-BLOCK_SIZE_MAX = 4096  # Largest block of a row that one program reads block by block.
-SPLIT_BLOCK_SIZE_MAX = 1024  # Largest block of a row with one program per block.
-ELEMENTS_PER_WARP = 512  # Elements of a row per warp.
+# Largest blocks of the activation kernel, in elements.
+BLOCK_SIZE_MAX = 4096  # If one program reads the row block by block (e4m3 output).
+SPLIT_BLOCK_SIZE_MAX = 1024  # If there is one program per block.
+ELEMENTS_PER_WARP = 512  # Elements of a block per warp.
 
 
 def add_norm(
     y: Tensor, bias: Tensor | None, x: Tensor, norm: NormParameters | None, fp8: bool
 ) -> tuple[Tensor, Rows | None]:
-    """As in gpt/linear/norm_activation.py."""
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    """Compute `norm_activation.add_norm` in Triton."""
+    residual_sum = torch.empty_like(x, memory_format=torch.contiguous_format)
     normed_rows = None if norm is None else _allocate_rows(x, x.shape[1], fp8)
-    _launch_add_norm(x, norm, normed_rows, (y.contiguous(), bias, total))
-    return total, normed_rows
+    _launch_add_norm(x, norm, normed_rows, (y.contiguous(), bias, residual_sum))
+    return residual_sum, normed_rows
 
 
 def norm_rows(x: Tensor, norm: NormParameters, fp8: bool) -> Rows:
-    """As in gpt/linear/norm_activation.py."""
+    """Compute `norm_activation.norm_rows` in Triton."""
     out = _allocate_rows(x, x.shape[1], fp8)
     _launch_add_norm(x, norm, out, None)
     return out
 
 
 def activate_rows(x: Tensor, activation: str) -> Tensor:
-    """As in gpt/linear/norm_activation.py."""
+    """Compute `norm_activation.activate_rows` in Triton."""
     out = _allocate_rows(x, x.shape[1] // (1 + activation.startswith(GATED_PREFIX)), fp8=False)
     assert isinstance(out, Tensor)
     _launch_activation(x, activation, out)
@@ -43,7 +44,7 @@ def activate_rows(x: Tensor, activation: str) -> Tensor:
 
 
 def quantize_rows(x: Tensor, activation: str | None) -> Fp8Rows:
-    """As in gpt/linear/norm_activation.py."""
+    """Compute `norm_activation.quantize_rows` in Triton."""
     out = _allocate_rows(
         x, x.shape[1] // (1 + (activation or "").startswith(GATED_PREFIX)), fp8=True
     )
@@ -65,8 +66,12 @@ def _launch_add_norm(
     out: Rows | None,
     addition: tuple[Tensor, Tensor | None, Tensor] | None,
 ) -> None:
-    """Launch the kernel; `addition`: the tensor to add to `x`, its bias, the output of the sum."""
+    """Launch the norm kernel; `out` gets the norm, None: no norm.
+
+    `addition` is (tensor to add to `x`, bias, output of the sum); None: nothing is added.
+    """
     x = x.contiguous()
+    # A kernel argument that the kernel does not use is `x`, as a placeholder.
     y, bias, residual_sum = addition or (x, None, x)
     scale = x if norm is None else norm.scale
     shift = None if norm is None else norm.shift
@@ -103,7 +108,7 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
     values, scales = _output_pointers(out, x)
     is_fp8 = isinstance(out, Fp8Rows)
     width = x.shape[1] // (1 + gated)
-    # With e4m3 output one program must read the whole row; otherwise there is a program per block.
+    # With e4m3 output, one program reads the whole row; otherwise there is one program per block.
     block_size = min(
         max(triton.next_power_of_2(width), 16), BLOCK_SIZE_MAX if is_fp8 else SPLIT_BLOCK_SIZE_MAX
     )
@@ -124,7 +129,7 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
 
 
 def _output_pointers(out: Rows | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors of values and scales; `placeholder` for outputs that are not written."""
+    """Return the output tensors of values and scales; `placeholder` for an unused output."""
     if out is None:
         return placeholder, placeholder
     return (out.values, out.scales) if isinstance(out, Fp8Rows) else (out, placeholder)

@@ -1,9 +1,9 @@
 """Triton kernels over rows: residual-add + norm and activation, optionally quantized to fp8.
 
-gpt/linear/triton_norm_activation.py launches the kernels. A program processes one row. The norm
-kernel keeps the row in registers. The activation kernel reads the row block by block; with fp8
-output it reads the row twice, because the absolute maximum is needed first. The kernels are
-memory-bound. NaN values stay NaN, so that later checks find them.
+gpt/linear/triton_norm_activation.py launches the kernels. In the norm kernel, a program processes
+one row, which it keeps in registers. In the activation kernel, a program processes one block of a
+row; with fp8 output it processes a whole row, and reads it twice, because the absolute maximum is
+needed first. The kernels are memory-bound. NaN values stay NaN, so that later checks find them.
 """
 
 import triton
@@ -36,7 +36,10 @@ def add_norm_row(
     QUANTIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Add the residual to one row and norm it, with optional e4m3 output."""
+    """Add matmul output and bias to one row of the residual, and apply the norm to the sum.
+
+    The sum and the norm are both optional. The norm may be stored in e4m3.
+    """
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_SIZE)
     mask = offsets < width
@@ -76,7 +79,7 @@ def activate_row(
     QUANTIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Apply the activation to one row, or to one block of a row, with optional e4m3 output."""
+    """Apply the activation to one block of a row, or with e4m3 output to a whole row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = x_ptr + row * width * (2 if GATED else 1)
     if QUANTIZE:
@@ -103,12 +106,15 @@ def activate_row(
 
 @triton.jit
 def apply_activation(row_ptr, offsets, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """Apply the activation; ACTIVATION is an index of ACTIVATIONS in gpt.cpu.packed_linear."""
+    """Return the activation of some elements of a row, in fp32.
+
+    ACTIVATION is an index of ACTIVATIONS in gpt.cpu.packed_linear.
+    """
     mask = offsets < width
     x = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == 1:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == 2:  # x (1 + tanh u) / 2 is x sigmoid(2 u).
+    elif ACTIVATION == 2:  # GELU by tanh: x (1 + tanh u) / 2 = x sigmoid(2 u).
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACTIVATION == 3:
         x = x * tl.sigmoid(x)

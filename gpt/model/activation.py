@@ -23,8 +23,8 @@ def _gated_activation(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tens
     return activation(gate) * up
 
 
-# The activations that may follow a linear. A gated one multiplies activation(gate) by up, where
-# gate and up are the two halves of the columns.
+# The activations that may follow a linear. A gated activation returns activation(gate) * up; gate
+# is the first half of the columns, up the second half.
 ACTIVATIONS = UNGATED_ACTIVATIONS | {
     f"{GATED_PREFIX}{name}": partial(recompute_from_inputs, partial(_gated_activation, activation))
     for name, activation in UNGATED_ACTIVATIONS.items()
@@ -32,5 +32,5 @@ ACTIVATIONS = UNGATED_ACTIVATIONS | {
 
 
 def activation_name(config: GPTConfig) -> str:
-    """Return the key in ACTIVATIONS of the activation after fc1."""
+    """Return the name in ACTIVATIONS of the model's activation after fc1."""
     return f"{GATED_PREFIX}{config.activation}" if config.gated else config.activation

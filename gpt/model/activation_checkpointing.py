@@ -1,9 +1,10 @@
 """Activation checkpointing (selective, block, full): activations recomputed in the backward pass.
 
 `RecomputePolicy` selects what is recomputed: all layers (full), some layers (block), or the
-attention core (selective). Norms and gated activations are always recomputed from their inputs
-(`recompute_from_inputs`). Activation checkpointing saves no random state, because dropout is
-counter-based and a recomputation gives equal masks. The module does not depend on the layers.
+attention core (selective). Independently of the policy, `recompute_from_inputs` recomputes gated
+activations, RMSNorms and norms with a zero-centered gamma. No random state is saved, because
+dropout is counter-based: a recomputation draws equal masks. The module does not depend on the
+layers.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 class RecomputePolicy:
     """What the backward pass recomputes.
 
-    none: nothing; selective: the attention core; block: the first `layers` layers of a stage; full:
-    all layers.
+    - none: nothing.
+    - selective: the attention core of each layer.
+    - block: the first `layers` layers of a stage.
+    - full: all layers.
     """
 
     kind: Literal["none", "selective", "block", "full"] = "none"
@@ -39,7 +42,10 @@ NO_RECOMPUTE = RecomputePolicy()
 
 
 def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Return `function(*arguments)`; save only the arguments, recompute in the backward pass."""
+    """Return `function(*arguments)`; autograd saves only the arguments.
+
+    The backward pass recomputes the function.
+    """
     if not torch.is_grad_enabled():
         return function(*arguments)
     output = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -47,7 +53,10 @@ def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
 
 
 def recompute_from_inputs(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Return `function(*tensors)`; save only these tensors, recompute in the backward pass."""
+    """Return `function(*tensors)`; autograd saves only these tensors.
+
+    The backward pass recomputes the function.
+    """
     if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors):
         return function(*tensors)
     return cast(Tensor, _RecomputeFromInputs.apply(function, *tensors))  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Attention layer: QKV projection, rotary embedding, attention core, output projection.
 
 The attention backend (gpt/attention) computes the attention core and stores keys and values. In
-training with prefix tuning, learned keys and values replace those of the virtual tokens
-(`PrefixKV`). `ForwardContext` is what all layers of a forward pass share.
+training with prefix tuning, learned keys and values replace the keys and values that the layer
+computes for virtual tokens (`PrefixKV`).
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,15 @@ from gpt.parallel.weight_sharding import local_kv_heads
 class PrefixKV:
     """Learned keys and values of virtual tokens (prefix tuning), for training only.
 
-    Attention uses these keys and values as stored, without norm and rotary embedding, like entries
-    of a KV cache. In serving they are not passed here: the KV pool contains them before the first
-    step of a sequence.
+    Attention uses these keys and values unchanged, without norm and rotary embedding, like entries
+    of a KV cache. A server does not use this class: it writes the keys and values to the KV pool
+    before the first step of a sequence.
     """
 
-    kv_by_layer: Mapping[int, Tensor]  # Layer: (virtual tokens, 2, G, D); G: this rank's KV heads.
-    batch_rows: Tensor  # Indices of the batch's rows that are virtual tokens.
-    prefix_rows: Tensor  # For each of batch_rows, the index of its virtual token.
+    # By global layer number: (virtual tokens, 2, G, D), for the G KV heads of this rank.
+    kv_by_layer: Mapping[int, Tensor]
+    batch_rows: Tensor  # The rows of the batch that are virtual tokens.
+    prefix_rows: Tensor  # For each of `batch_rows`, the index of its virtual token.
 
     def replace_kv(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         prefix_kv = self.kv_by_layer[layer].index_select(0, self.prefix_rows).to(k.dtype)
@@ -50,8 +51,8 @@ class ForwardContext:
     """The data that all layers of one forward pass share."""
 
     batch: Batch
-    rotary_cos_sin: tuple[Tensor, Tensor] | None  # cos and sin, (T, rotary channels / 2)
-    output_rows: Tensor | None = None  # Rows whose output the last layer computes; None: all.
+    rotary_cos_sin: tuple[Tensor, Tensor] | None  # cos and sin, each (T, rotary channels / 2).
+    output_rows: Tensor | None = None  # The rows whose output the layer computes. None: all rows.
     prefix: PrefixKV | None = None
 
 
@@ -78,8 +79,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         batch, d = context.batch, self.config.kv_channels
         qkv = self.linear_qkv(x, batch.tokens)
-        grouped = qkv.view(batch.tokens, self.groups, -1, d)  # (T, G, queries + 2, D)
-        q, k, v = _split_qkv(grouped)
+        q, k, v = _split_qkv(qkv.view(batch.tokens, self.groups, -1, d))
         if self.config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if context.rotary_cos_sin is not None:
@@ -115,7 +115,7 @@ class Attention(nn.Module):
     def _attention_dropout_mask(
         self, dropout: Dropout, sequence: int, shape: tuple[int, int], like: Tensor
     ) -> Tensor:
-        """Return dropout masks (heads, queries, keys), seeded by the global number of each head."""
+        """Return dropout masks (heads, queries, keys), drawn by the global number of each head."""
         heads = self.config.num_attention_heads // self.mesh.tp
         first_head = self.mesh.tp_rank * heads
         p = self.config.attention_dropout
@@ -127,21 +127,25 @@ class Attention(nn.Module):
         )
 
 
-def _split_qkv(grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values; in training as copies, so that autograd can free each."""
-    if grouped.requires_grad and torch.is_grad_enabled():
-        qkv = _SplitQkv.apply(grouped)  # type: ignore[no-untyped-call]
+def _split_qkv(grouped_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split (T, G, queries + 2, D) into queries (T, H, D), keys (T, G, D) and values (T, G, D).
+
+    In training the three are copies instead of views, so that autograd can free each one alone.
+    """
+    if grouped_qkv.requires_grad and torch.is_grad_enabled():
+        qkv = _SplitQkv.apply(grouped_qkv)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, Tensor, Tensor], qkv)
-    tokens, d = len(grouped), grouped.shape[-1]
-    return grouped[:, :, :-2].reshape(tokens, -1, d), grouped[:, :, -2], grouped[:, :, -1]
+    tokens, d = len(grouped_qkv), grouped_qkv.shape[-1]
+    queries = grouped_qkv[:, :, :-2].reshape(tokens, -1, d)
+    return queries, grouped_qkv[:, :, -2], grouped_qkv[:, :, -1]
 
 
 class _SplitQkv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, d = len(grouped), grouped.shape[-1]
-        parts = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
-        q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    def forward(ctx: Any, grouped_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, d = len(grouped_qkv), grouped_qkv.shape[-1]
+        views = grouped_qkv[:, :, :-2], grouped_qkv[:, :, -2], grouped_qkv[:, :, -1]
+        q, k, v = (view.clone(memory_format=torch.contiguous_format) for view in views)
         return q.view(tokens, -1, d), k, v
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Build context: configuration, mesh, dtype and device from which all layers are allocated.
 
-Parameters are allocated by the table in `gpt.parallel.weight_sharding` and filled by
-`gpt.model.loading`; no module initializes its own values.
+The table in `gpt.parallel.weight_sharding` gives the names and shapes of the parameters. The layers
+allocate them without initial values, and `gpt.model.loading` reads the values.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from gpt.parallel.weight_sharding import ParameterSpec, parameter_dtype, paramet
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The arguments of every layer's constructor: configuration, mesh, allocation, attention."""
+    """What the constructor of every layer needs, besides the layer's number or name."""
 
     config: GPTConfig
     mesh: Mesh
@@ -30,14 +30,14 @@ class BuildContext:
 
     @cached_property
     def parameters_by_module(self) -> dict[str, list[ParameterSpec]]:
-        """Return the specifications of all parameters, by the name of their module."""
+        """The specifications of all parameters, by the name of their module."""
         by_module: dict[str, list[ParameterSpec]] = {}
         for name, parameter in parameter_specs(self.config).items():
             by_module.setdefault(name.rpartition(".")[0], []).append(parameter)
         return by_module
 
     def allocate_parameters(self, module: nn.Module, name: str) -> None:
-        """Register on `module` this rank's shards of the parameters of the module `name`."""
+        """Allocate this rank's shards of the parameters of the module `name`, as its attributes."""
         for parameter in self.parameters_by_module[name]:
             attribute = parameter.name.rpartition(".")[2]
             shard = shard_spec(parameter, self.config, self.mesh.tp_rank, self.mesh.tp)

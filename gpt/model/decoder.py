@@ -34,9 +34,11 @@ class DecoderBackend(Protocol):
     ) -> Tensor:
         """Return the hidden states after the layers; the input `x` may be overwritten.
 
-        The last layer may compute only the rows that the LM head reads (`logit_rows`): without a
-        KV pool only these rows are returned. With a pool all rows are returned, but the other rows
-        have passed through only part of the last layer, or through none of it.
+        The last layer of the model may compute only the rows in `batch.logit_rows`, which the LM
+        head reads. Then the result is:
+
+        - without a KV pool: only these rows.
+        - with a KV pool: all rows. The values of the other rows are unspecified.
         """
 
 
@@ -73,6 +75,7 @@ class DecoderLayer(nn.Module):
         return cast(Tensor, self.mlp(x, context.batch.tokens, self._residual(residual, context, 2)))
 
     def _residual(self, x: Tensor, context: ForwardContext, sublayer: int) -> Residual:
+        """Return the residual connection of a sublayer: 1 is attention, 2 is the MLP."""
         if context.batch.dropout is None:
             return Residual(x, None)
         site = (self.layer, sublayer)
@@ -82,7 +85,7 @@ class DecoderLayer(nn.Module):
 
 
 class LayerwiseDecoder:
-    """Runs the modules of the layers one after another, for training and inference."""
+    """Decoder backend that runs the layers one after another, in training and in inference."""
 
     def __init__(
         self,
@@ -125,8 +128,9 @@ class LayerwiseDecoder:
         """Return whether the last layer computes only `logit_rows` after its attention core."""
         # Sequence parallelism splits all rows, and dropout masks are drawn for all rows.
         needs_all_rows = self._mesh.sequence_parallel or batch.dropout is not None
-        # fp16: the last layer's keys can overflow although its inputs are finite. So the output of
-        # every row is checked before other sequences can read the row's KV blocks.
+        # In fp16 the last layer's keys can overflow although its inputs are finite. The server
+        # detects an overflow in the output of a row, before other sequences can read the row's KV
+        # block, so it needs the output of every row.
         may_overflow = kv is not None and self._dtype == torch.float16
         is_subset = batch.logit_rows is not None and len(batch.logit_rows) < batch.tokens
         return self._is_last_stage and is_subset and not needs_all_rows and not may_overflow

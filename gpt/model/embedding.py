@@ -20,20 +20,21 @@ class Embedding(nn.Module):
     these embeddings. Virtual tokens have positions like other tokens.
     """
 
-    def __init__(self, build: BuildContext, *, positions: bool) -> None:
+    def __init__(self, build: BuildContext, *, has_positions: bool) -> None:
+        """`has_positions`: on the first stage, learned position embeddings are added if any."""
         super().__init__()
         self.config = build.config
         self.mesh = build.mesh
         self.word_embeddings = nn.Module()
         build.allocate_parameters(self.word_embeddings, "embedding.word_embeddings")
         self.position_embeddings: nn.Module | None = None
-        if positions and self.config.has_learned_positions:
+        if has_positions and self.config.has_learned_positions:
             self.position_embeddings = nn.Module()
             build.allocate_parameters(self.position_embeddings, "embedding.position_embeddings")
 
     @property
     def weight_shard(self) -> Tensor:
-        """Return this rank's rows of the embedding matrix; a tied LM head uses the same rows."""
+        """This rank's rows of the embedding matrix; a tied LM head uses the same rows."""
         return cast(Tensor, self.word_embeddings.weight)
 
     def forward(self, ids: Tensor, batch: Batch, virtual_embeddings: Tensor | None) -> Tensor:
@@ -44,7 +45,7 @@ class Embedding(nn.Module):
         return apply_hidden_dropout(x, self.config, self.mesh, batch, (0, 0))
 
     def embed_tokens(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
-        """Return the embeddings of all rows, without position embeddings."""
+        """Return the embeddings of tokens and virtual tokens, without position embeddings."""
         if virtual_embeddings is None and self.mesh.tp == 1:
             return F.embedding(ids, self.weight_shard)
         is_virtual = ids >= self.config.vocab_size
@@ -59,7 +60,8 @@ class Embedding(nn.Module):
                 (virtual_rows,),
                 virtual_embeddings[ids[virtual_rows] - self.config.vocab_size].to(x.dtype),
             )
-        elif virtual_embeddings is not None:  # nonzero() would synchronize the device.
+        elif virtual_embeddings is not None:
+            # Without gradients, torch.where avoids nonzero(), which synchronizes the device.
             replacements = virtual_embeddings.index_select(
                 0, (ids - self.config.vocab_size).clamp_min(0)
             )

@@ -1,9 +1,9 @@
 """GPT model: embedding, decoder layers and LM head of one pipeline stage and tensor rank.
 
-Layers are keyed by their global number, so `decoder.layers.7` is layer 7 on every stage, and a
-parameter has the same name in the model and in the logical checkpoint. The KV pool and the batch
-are arguments, so training, prefill and decode use the same forward pass. The linears, the decoder,
-the LM head and the greedy tokens are computed by backends; the default backends use torch.
+Layers are keyed by their global number: on every stage, `decoder.layers.7` is layer 7 of the model,
+and a parameter has the same name in the model and in the logical checkpoint. The KV pool and the
+batch are arguments, so training, prefill and decode use the same forward pass. Backends compute the
+linears, the decoder, the LM head and the greedy tokens; the default backends use torch.
 """
 
 from typing import Protocol, cast
@@ -28,21 +28,21 @@ from gpt.parallel.weight_sharding import check_split
 
 
 class GreedyHead(Protocol):
-    """Computes greedy tokens from the hidden states after the last layer, without writing logits.
+    """Computes greedy tokens from the hidden states after the last layer, without storing logits.
 
-    A greedy head is an optional shortcut of the LM head. gpt/cpu/exact_argmax.py has the one for
-    CPUs.
+    A greedy head is an optional, faster alternative to the LM head. `CpuGreedyHead` in
+    gpt/cpu/exact_argmax.py is the one for CPUs.
     """
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """Return the token of each row's largest logit (of equal logits the first).
+        """Return the token of each row's largest logit; of equal logits, the lowest token id.
 
         Return None if the head does not support these rows, or if a logit is not finite.
         """
 
 
 class NoGreedyHead:
-    """Supports no rows, so the caller computes logits."""
+    """The default greedy head: supports no rows, so the caller must compute logits."""
 
     def argmax(self, x: Tensor) -> Tensor | None:
         return None
@@ -62,9 +62,10 @@ class GPT(nn.Module):
         attention_backend: AttentionBackend | None = None,
         recompute: RecomputePolicy = NO_RECOMPUTE,
     ) -> None:
-        """Allocate the parameters without initial values; `gpt.model.loading` fills them.
+        """Allocate the parameters without initial values; `gpt.model.loading` reads the values.
 
-        `attention_backend`: computes the attention of all layers; None: the torch backend.
+        The defaults: a mesh of one rank, all layers, the config's dtype, the mesh's device, and
+        attention in torch.
         """
         super().__init__()
         mesh = mesh or Mesh.single(device or "cpu")
@@ -84,7 +85,7 @@ class GPT(nn.Module):
         is_tied = not config.untie_embeddings_and_output_weights
         self.embedding: Embedding | None = None
         if self.is_first_stage or (self.is_last_stage and is_tied):
-            self.embedding = Embedding(build, positions=self.is_first_stage)
+            self.embedding = Embedding(build, has_positions=self.is_first_stage)
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleDict({str(n): DecoderLayer(build, n) for n in self.layers})
         self.output_layer: nn.Module | None = None
@@ -104,7 +105,7 @@ class GPT(nn.Module):
         self.decoder_backend = backend
 
     def use_head_backend(self, backend: LinearBackend) -> None:
-        """Compute the LM head with `backend`, and free its weight unless the embedding is tied."""
+        """Compute the LM head with `backend`, and remove its weight unless it is tied."""
         self.head_backend = backend
         if self.output_layer is not None:
             self.output_layer._parameters["weight"] = None
@@ -114,7 +115,7 @@ class GPT(nn.Module):
         self.greedy_head = greedy_head
 
     def layerwise_decoder(self) -> LayerwiseDecoder:
-        """Return a decoder backend that runs the modules of this stage's layers."""
+        """Return a decoder backend that runs this stage's layers one after another."""
         return LayerwiseDecoder(
             self.decoder_layers,
             self.config,
@@ -131,12 +132,12 @@ class GPT(nn.Module):
         kv: KVPool | None = None,
         virtual_embeddings: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage; return hidden states, or logits on the last stage.
+        """Run this stage; return hidden states, or on the last stage logits.
 
-        The input is token ids (T,) on the first stage, else hidden states. `virtual_embeddings` has
-        the embeddings of the ids at or above the vocabulary size. The logits are computed for the
-        batch's `logit_rows`, in fp32 (fp64 for an fp64 model), without the padding of the
-        vocabulary. Every tensor rank returns all logits.
+        The input `x` is token ids (T,) on the first stage, and hidden states on the other stages.
+        Row i of `virtual_embeddings` is the embedding of the token id vocab_size + i. The logits
+        are computed for the batch's `logit_rows`, in fp32 (fp64 for an fp64 model), without
+        vocabulary padding. Every tensor rank returns the logits of the whole vocabulary.
         """
         x = self.forward_hidden(x, batch, kv, virtual_embeddings)
         return self.compute_logits(x, batch) if self.is_last_stage else x
@@ -150,17 +151,16 @@ class GPT(nn.Module):
         *,
         prefix: PrefixKV | None = None,
     ) -> Tensor:
-        """Run this stage without the LM head: token ids or hidden states in, hidden states out.
+        """Run this stage without the LM head; return hidden states.
 
-        The last layer may compute only the rows that the LM head reads (`logit_rows`): without a
-        KV pool only these rows are returned. With a pool all rows are returned, but the other rows
-        have passed through only part of the last layer, or through none of it.
-
-        With a `prefix` the virtual tokens have learned keys and values instead of embeddings.
+        The rows of the result are those of `DecoderBackend.forward`. With a `prefix`, virtual
+        tokens have learned keys and values instead of embeddings.
         """
         if self.is_first_stage:
             assert self.embedding is not None
-            x = x if prefix is None else x.index_fill(0, prefix.batch_rows, 0)
+            if prefix is not None:
+                # Only the keys and values of virtual tokens matter, so any valid id replaces them.
+                x = x.index_fill(0, prefix.batch_rows, 0)
             x = self.embedding(x, batch, virtual_embeddings)
         return self.decoder_backend.forward(x, batch, kv, prefix)
 
@@ -171,14 +171,14 @@ class GPT(nn.Module):
         ]
 
     def compute_logits_shard(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return logits over this rank's part of the padded vocabulary.
+        """Return the logits of the batch's `logit_rows` over this rank's shard of the vocabulary.
 
-        `x` is from `forward_hidden`.
+        The shard includes vocabulary padding. `x` is the output of `forward_hidden`.
         """
         assert self.head_backend is not None, "only the last stage has an LM head"
-        # With sequence parallelism rows can be selected only after the all-gather.
+        # With sequence parallelism, rows can be selected only after the all-gather.
         is_sequence_parallel = self.mesh.sequence_parallel
-        has_all_rows = len(x) == batch.tokens  # Otherwise x has only the selected rows.
+        has_all_rows = len(x) == batch.tokens  # False: the last layer has selected the rows.
         if batch.logit_rows is not None and has_all_rows and not is_sequence_parallel:
             x = x.index_select(0, batch.logit_rows)
         if not self.head_backend.includes_norm:
@@ -190,10 +190,11 @@ class GPT(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def greedy_tokens(self, x: Tensor) -> Tensor | None:
-        """Return the argmax token of each row of `x`, computed without writing the logits.
+        """Return the argmax token of each row of `x`, computed without storing the logits.
 
-        `x` is from `forward_hidden`. Return None if the greedy head does not support the rows, or
-        if a logit is not finite; then call `compute_logits`.
+        `x` has rows of the output of `forward_hidden`. The result is None if the greedy head does
+        not support the rows, or if a logit is not finite; the caller must then use
+        `compute_logits`.
         """
         return self.greedy_head.argmax(x)
 
@@ -205,14 +206,14 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Return this rank's rows of the LM head: the output layer, or the tied embedding."""
+        """This rank's rows of the LM head's weight: the output layer, or the tied embedding."""
         if self.output_layer is not None:
             return cast(Tensor, self.output_layer.weight)
         assert self.embedding is not None
         return self.embedding.weight_shard
 
     def logits(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
-        """Return logits (b, s, vocabulary) of ids (b, s), for a model without pipeline stages."""
+        """Return the logits (b, s, vocabulary) of ids (b, s); only for one pipeline stage."""
         assert self.mesh.pp == 1, "logits() needs all layers, not one pipeline stage"
         batch = Batch.unpaged((ids.shape[1],) * ids.shape[0], ids.device)
         logits: Tensor = self(ids.flatten(), batch, virtual_embeddings=virtual_embeddings)

@@ -1,10 +1,9 @@
 """Column- and row-parallel linears, and the interface of the linear backends that compute them.
 
-The input of a column-parallel linear and the output of a row-parallel linear pass through
-`gpt.parallel.tensor_parallel`, which also handles sequence parallelism. A linear calls its
-`LinearBackend` for everything else: norm, matmul, bias, activation and residual. The default
-backend uses torch. gpt/linear has the other backends; the backend is chosen once, when the model is
-loaded.
+A linear calls `gpt.parallel.tensor_parallel` for the communication before a column-parallel and
+after a row-parallel matmul, with or without sequence parallelism. Its `LinearBackend` computes the
+matmul, bias, activation and residual, and in some backends the norm. The default backend uses
+torch. The other backends are in gpt/linear; the backend is chosen once, when the model is loaded.
 """
 
 from abc import abstractmethod
@@ -24,7 +23,7 @@ from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
 
 
 class LinearBackend(Protocol):
-    """Base class of linear backends: computes one linear, and holds or references its weight."""
+    """Base class of linear backends. An instance computes one linear, and has its weight."""
 
     # Whether `forward` applies the norm in front of the linear. Such a backend is used only where
     # no communication lies between the norm and the linear.
@@ -34,15 +33,18 @@ class LinearBackend(Protocol):
     def forward(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Return the matmul of `x` after bias, activation (a key of ACTIVATIONS) and residual."""
+        """Return residual + activation(x @ weight.T + bias); None leaves out an operation.
+
+        `activation` is a key of ACTIVATIONS.
+        """
 
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Return the sum of an all-reduced output `y`, the bias and the residual."""
+        """Return y + bias + residual; `y` is an all-reduced output of `forward`."""
         return residual + (y if bias is None else y + bias)
 
 
 class TorchLinear(LinearBackend):
-    """A linear in plain torch: the reference of all other backends."""
+    """A linear in plain torch: the reference to which tests compare the other backends."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -57,7 +59,10 @@ class TorchLinear(LinearBackend):
 
 
 class TrainingLinear(TorchLinear):
-    """A linear in torch; on a CPU, the C library computes a frozen linear that needs a gradient."""
+    """The default backend: torch, or the C library where it is faster in training on a CPU.
+
+    The C library computes linears whose weight is frozen and whose input needs a gradient.
+    """
 
     def forward(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
@@ -85,17 +90,21 @@ class Linear(nn.Module):
         self.backend: LinearBackend = TrainingLinear(self.weight)
 
     def use_backend(self, backend: LinearBackend, *, keep_weight: bool = False) -> None:
-        """Compute this linear with `backend`; free the weight parameter unless `keep_weight`."""
+        """Compute this linear with `backend`.
+
+        The weight parameter is removed, because the backend has its own copy; `keep_weight` keeps
+        it for a backend that references it.
+        """
         self.backend = backend
         if not keep_weight:
             self._parameters["weight"] = None
 
 
 class ColumnParallelLinear(Linear):
-    """A linear whose weight rows are split: each rank computes its own output columns.
+    """A linear whose weight is split by rows: each rank computes its own output columns.
 
-    This module contains the norm before the linear if the parameter table
-    (`gpt.parallel.weight_sharding`) lists the norm's parameters under the linear's name.
+    As in Megatron-Core, it contains the norm in front of it if it has the parameters
+    `layer_norm_weight` and `layer_norm_bias` (see the table in `gpt.parallel.weight_sharding`).
     """
 
     layer_norm_weight: Tensor | None
@@ -116,7 +125,7 @@ class ColumnParallelLinear(Linear):
         return self.project_gathered(to_column_parallel(x, self.mesh, tokens), activation)
 
     def project_gathered(self, x: Tensor, activation: str | None = None) -> Tensor:
-        """Run the backend on rows that `to_column_parallel` returned."""
+        """Return the backend's output for all rows, which `to_column_parallel` has gathered."""
         return self.backend.forward(x, self.bias, activation, None)
 
     def _trains_weight(self) -> bool:
@@ -125,21 +134,25 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A linear whose weight columns are split: the outputs of the ranks are summed."""
+    """A linear whose weight is split by columns: the outputs of the ranks are summed."""
 
     def forward(self, x: Tensor, residual: Residual | None = None) -> Tensor:
-        # Without dropout, the backend adds the residual.
-        added = None if residual is None or residual.dropout is not None else residual.x
+        # Without dropout the backend adds the residual.
+        fused_residual: Tensor | None = None
+        if residual is not None and residual.dropout is None:
+            fused_residual = residual.x
         if self.mesh.tp == 1:
-            y = self.backend.forward(x, self.bias, None, added)
+            y = self.backend.forward(x, self.bias, None, fused_residual)
         else:
             y = from_row_parallel(self.partial_output(x), self.mesh)
-            if added is not None:
-                y = self.backend.add_residual(y, self.bias, added)
+            if fused_residual is not None:
+                y = self.backend.add_residual(y, self.bias, fused_residual)
             elif self.bias is not None:
                 y = y + self.bias
-        return y if residual is None or added is not None else residual.add_output(y)
+        if residual is not None and residual.dropout is not None:
+            y = residual.add_output(y)
+        return y
 
     def partial_output(self, x: Tensor) -> Tensor:
-        """Return this rank's output before the sum over ranks, without the bias."""
+        """Return this rank's output before the sum over tensor ranks, without the bias."""
         return self.backend.forward(x, None, None, None)

@@ -1,8 +1,9 @@
 """Model loading: allocates a GPT and reads each rank's shard of the weights from a checkpoint.
 
-The model is allocated empty with its final sizes, dtype and device; then every parameter is read
-from the memory-mapped files directly into its memory. So a rank stores only its own shards, and
-each tensor once. Opening the checkpoint checks the file headers before any parameter is allocated.
+The model is allocated without values, in its final dtype and on its final device. Then each
+parameter is read from the memory-mapped files directly into its memory, so a rank stores only its
+own shards, and each of them once. The file headers are checked when the checkpoint is opened,
+before a parameter is allocated.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,8 @@ def load(
 ) -> GPT:
     """Load the whole model on one device.
 
-    `dtype` is the stored dtype by default; `config` overrides the checkpoint's configuration.
+    `dtype` is by default the dtype of the stored weights. `config` replaces the checkpoint's
+    configuration, or if it is a mapping, some of its fields.
     """
     mesh = Mesh.single(parse_device(device))
     check_dtype(dtype)
@@ -48,8 +50,9 @@ def load_model(
 ) -> GPT:
     """Load this rank's part of the model: its tensor-parallel shard of `layers`.
 
-    By default `layers` are the layers of the rank's pipeline stage. `options` are passed to GPT.
-    The parameters do not require gradients.
+    `layers` is by default the range of the rank's pipeline stage, `device` the mesh's device, and
+    `dtype` the dtype of the stored weights. `options` are passed to the constructor of GPT. The
+    parameters do not require gradients.
     """
     config = checkpoint.config
     check_split(config, mesh.tp, mesh.pp)
@@ -78,13 +81,16 @@ def parse_device(name: torch.device | str) -> torch.device:
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> None:
-    """Raise ConfigError if the model does not support this dtype; None: the stored dtype."""
+    """Raise ConfigError if the model does not support this dtype; None (stored dtype) is valid."""
     if dtype is not None and dtype not in FLOAT_DTYPES and dtype not in FLOAT_DTYPES.values():
         raise ConfigError(f"dtype is {str(dtype)!r}; choose one of: {', '.join(FLOAT_DTYPES)}")
 
 
 def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
-    """Read this rank's shard of every parameter of the model, in place."""
+    """Read this rank's shard of each parameter from the checkpoint into the model.
+
+    Raise CheckpointError if a value is not finite.
+    """
     mesh, parameter_table = model.mesh, parameter_specs(checkpoint.config)
     for name, parameter in model.named_parameters():
         shard = shard_spec(parameter_table[name], checkpoint.config, mesh.tp_rank, mesh.tp)

@@ -1,7 +1,8 @@
-"""MLP: fc1, the activation, fc2. It is also one expert of a mixture-of-experts layer.
+"""MLP of a layer, or one expert of a mixture-of-experts layer: fc1, activation, fc2.
 
-With a gated activation (SwiGLU, GEGLU), fc1 computes the gate columns, then the up columns; each
-tensor rank has matching halves of both (`ShardRule.GATED` in gpt/parallel/weight_sharding.py).
+With a gated activation (SwiGLU, GEGLU), the output of fc1 consists of gate columns, then up
+columns. Each tensor rank computes the same range of both (`ShardRule.GATED` in
+gpt/parallel/weight_sharding.py).
 """
 
 from typing import cast
@@ -15,7 +16,7 @@ from gpt.model.residual_dropout import Residual
 
 
 class MLP(nn.Module):
-    """fc1, the activation (gated if the configuration says so), fc2."""
+    """Computes fc2(activation(fc1(x))). In a dense layer, fc1 contains the norm in front."""
 
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
@@ -28,6 +29,9 @@ class MLP(nn.Module):
         return cast(Tensor, self.linear_fc2(y, residual))
 
     def partial_output(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the output, for rows that `to_column_parallel` returned."""
+        """Return the output before the sum over tensor ranks, without the bias of fc2.
+
+        `x` has all rows, as `to_column_parallel` returns them.
+        """
         y = self.linear_fc1.project_gathered(x, activation_name(self.config))
         return self.linear_fc2.partial_output(y)

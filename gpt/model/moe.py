@@ -1,9 +1,9 @@
 """Mixture-of-experts layer: top-k router, experts split over tensor ranks, shared expert.
 
-Every expert is split over the tensor ranks like a dense MLP. There is no separate expert
-parallelism, so the number of experts may be any. The router computes the logits of this rank's
-rows; `to_column_parallel` then gathers the logits like the rows, so that their gradients are
-summed over tensor ranks with and without sequence parallelism.
+Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
+parallelism, so any number of experts is possible. With sequence parallelism, the router computes
+the logits of this rank's rows. `to_column_parallel` then gathers the logits in the same way as the
+rows, so the backward pass sums their gradients over the tensor ranks.
 """
 
 from typing import cast
@@ -47,6 +47,7 @@ class MoELayer(nn.Module):
             self._sum_experts(to_column_parallel(x, self.mesh, tokens), router_logits, tokens),
             self.mesh,
         )
+        # The biases of fc2 are added once, after the sum over tensor ranks.
         biases = [expert.linear_fc2.bias for expert in self._local_experts()]
         if biases[0] is not None:
             y = y + weights @ torch.stack([cast(Tensor, bias) for bias in biases])
@@ -80,7 +81,10 @@ class MoELayer(nn.Module):
 
 
 def routing_weights(router_logits: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
-    """Return the weights (T, experts) of the experts; an expert that is not chosen has zero."""
+    """Return the weight of each expert for each token, (T, experts); 0 for experts not chosen.
+
+    `bias` affects only the choice of the experts, not their weights.
+    """
     compute_dtype = torch.promote_types(router_logits.dtype, torch.float32)
     logits = router_logits.to(compute_dtype)
     is_sigmoid = config.moe_router_score_function == "sigmoid"

@@ -30,15 +30,15 @@ class Norm(nn.Module):
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
     """Return the LayerNorm or RMSNorm of `x`, in the dtype of `x`.
 
-    torch computes internally in fp32. A zero-centered gamma is converted first, because 1 + gamma
-    needs more digits than bf16 has.
+    torch computes a norm of bf16 or fp16 rows in fp32. A zero-centered gamma is converted to fp32
+    before 1 is added, because bf16 has too few digits for 1 + gamma.
     """
     if config.layernorm_zero_centered_gamma:
         return recompute_from_inputs(
             partial(_normalize_zero_centered, config=config), x, weight, bias
         )
     if config.normalization == "RMSNorm":
-        # Recompute, because autograd would save fp32 intermediates on a CPU.
+        # On a CPU, autograd would save fp32 intermediates of the RMSNorm.
         return recompute_from_inputs(partial(_normalize, config=config), x, weight, bias)
     return _normalize(x, weight, bias, config)
 

@@ -1,9 +1,9 @@
-"""Pipeline-parallel forward pass: one batch through the stages and model chunks of a rank.
+"""Pipeline-parallel forward pass: one batch through all model chunks of this rank's stage.
 
 Pipeline parallelism for inference: a stage receives hidden states, runs its layers, and sends the
-output to the next stage. On a mesh of one stage nothing is sent. A stage may hold several chunks of
-the model; the last stage then sends the output of a chunk to the first stage. Training with
-micro-batches and gradients is in `ptuning.training.pipeline`.
+output to the next stage. A stage may have several chunks of the model; the last stage then sends
+the output of a chunk to the first stage, which runs its next chunk. With one stage nothing is sent.
+The passes of training, with micro-batches and gradients, are in `ptuning.training.pipeline`.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,10 @@ def forward(
     kv: KVPool | None = None,
     virtual_embeddings: Tensor | None = None,
 ) -> Tensor | None:
-    """Run the chunks of this stage and send their outputs; the last stage returns logits."""
+    """Run this stage's chunks and send their outputs to the next stage.
+
+    The last stage returns logits, the other stages None.
+    """
     x: Tensor | None = None
     for chunk in model_chunks(model):
         mesh = chunk.mesh

@@ -1,7 +1,7 @@
-"""Residual connection, and hidden dropout before it.
+"""Residual connection, with hidden dropout of the sublayer output.
 
-Hidden dropout is applied to the output of each sublayer before the residual connection, and to the
-embeddings. Its masks are counter-based, so they are equal for every parallel layout.
+Hidden dropout is applied to the output of each sublayer before the residual is added, and to the
+embeddings. The masks are counter-based, so they are equal at every parallel split.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from gpt.parallel.sequence_parallel import scatter_to_sequence_parallel
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream, and the dropout of the sublayer output that is added to it."""
+    """The residual `x`, and the dropout of the sublayer output that is added to it."""
 
     x: Tensor
-    dropout: Callable[[Tensor], Tensor] | None
+    dropout: Callable[[Tensor], Tensor] | None  # None: no dropout.
 
     def add_output(self, output: Tensor) -> Tensor:
         return self.x + (output if self.dropout is None else self.dropout(output))
@@ -29,7 +29,10 @@ class Residual:
 def apply_hidden_dropout(
     x: Tensor, config: GPTConfig, mesh: Mesh, batch: Batch, site: tuple[int, int]
 ) -> Tensor:
-    """Apply dropout to hidden states: draw the mask for all rows, then split it like the rows."""
+    """Return the hidden states of this rank's rows after dropout, if the batch has dropout.
+
+    The mask is drawn for all rows, then split like the rows. `site` is the position in the model.
+    """
     p = config.hidden_dropout
     if batch.dropout is None or not p:
         return x

@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE): angles of positions, frequency scaling, rotation of queries and keys."""
+"""Rotary embedding (RoPE): angles by position, frequency scaling, rotation of queries and keys."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,11 @@ from gpt.config import GPTConfig, RopeScaling
 
 
 def apply_rotary_embedding(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """Rotate the first channels of each head by the angles of the position; x: (T, heads, D)."""
-    cos, sin = (part.unsqueeze(1).to(x.dtype) for part in cos_sin)
+    """Return queries or keys (T, heads, D) with the first channels of each head rotated.
+
+    `cos_sin` has the cos and the sin of each token's angles, each (T, rotary channels / 2).
+    """
+    cos, sin = (values.unsqueeze(1).to(x.dtype) for values in cos_sin)
     rotary_channels = 2 * cos.shape[-1]
     rotated, unrotated = x[..., :rotary_channels], x[..., rotary_channels:]
     if interleaved:
@@ -25,7 +28,10 @@ def apply_rotary_embedding(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleave
 def compute_rotary_cos_sin(
     config: GPTConfig, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles of each position, computed in at least fp32."""
+    """Return cos and sin of each position's rotary angles, each (T, rotary channels / 2).
+
+    They are computed in at least fp32, and returned in `dtype`.
+    """
     compute_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device).to(compute_dtype)
     frequencies = config.rotary_base ** -(exponents / config.rotary_dim)
@@ -36,7 +42,7 @@ def compute_rotary_cos_sin(
 
 
 def scale_rotary_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale the rotary frequencies: all equally, or only low ones by the rule of Llama 3."""
+    """Return the rotary frequencies scaled as `RopeScaling` describes."""
     scaled = frequencies / scaling.factor
     if scaling.kind == "linear":
         return scaled

@@ -1,9 +1,9 @@
 """Collectives over the tensor parallel ranks, without gradients, and the barrier of all ranks.
 
-The collectives are the all-reduce, the all-gather of rows or columns, and the reduce-scatter of
-rows, with the padding of rows for it. The operations with a backward pass are in `tensor_parallel`
-and `sequence_parallel`. gloo reads only host memory, so GPU tensors are copied through host memory
-for it (`to_backend_memory`).
+The collectives are all-reduce, all-gather of rows or columns, and reduce-scatter of rows, for which
+`pad_rows` pads the rows. The operations with a backward pass are in `tensor_parallel` and
+`sequence_parallel`. The gloo backend reads only host memory, so for gloo `to_backend_memory` copies
+GPU tensors to the host.
 """
 
 import torch
@@ -20,7 +20,7 @@ _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.re
 def all_reduce_no_grad(
     x: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce over the tensor ranks by `op`, without a backward pass."""
+    """Return the reduction of `x` over the tensor ranks by `op`, without a backward pass."""
     if mesh.tp == 1:
         return x
     if mesh.symmetric_all_reduce is not None and op == dist.ReduceOp.SUM:
@@ -34,7 +34,7 @@ def all_reduce_no_grad(
 
 
 def all_gather_rows(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the rows of all tensor ranks, padding included."""
+    """Return the rows of all tensor ranks, in the order of the ranks, including padding rows."""
     local = to_backend_memory(x, mesh)
     y = local.new_empty(mesh.tp * x.shape[0], *x.shape[1:])
     _all_gather_into_tensor(y, local, group=mesh.tp_group)
@@ -50,7 +50,7 @@ def all_gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, mesh: Mesh) -> Tensor:
-    """Sum over the tensor ranks and return this rank's rows; `x` is padded with `pad_rows`."""
+    """Return this rank's rows of the sum of `x`, padded by `pad_rows`, over the tensor ranks."""
     padded = to_backend_memory(pad_rows(x, mesh), mesh)
     y = padded.new_empty(padded.shape[0] // mesh.tp, *x.shape[1:])
     _reduce_scatter_tensor(y, padded, group=mesh.tp_group)
@@ -64,7 +64,7 @@ def pad_rows(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def to_backend_memory(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return `x` in memory that the group's backend can read, which for gloo is host memory."""
+    """Return `x`, detached and contiguous, in memory that the process group's backend can read."""
     return (x.detach().cpu() if mesh.stages_through_host else x.detach()).contiguous()
 
 

@@ -2,12 +2,15 @@
 
 Tensor, pipeline and data parallelism each have a process group; sequence parallelism uses the group
 of the tensor ranks. The operations on a mesh are in other modules:
-`tensor_parallel` and `sequence_parallel` have the operations of the layers, with gradients,
-`pipeline_communication` exchanges tensors between stages, and `collectives` has the collectives
-that these modules use. The same model implementation works at every split: on a mesh of one rank
-the operations of `tensor_parallel`, `scatter_to_sequence_parallel`, `all_reduce_no_grad`, the
-broadcasts and `barrier` are no-ops. The other operations need a process group, and are called only
-if the mesh has several tensor ranks or stages.
+
+- `tensor_parallel` and `sequence_parallel`: the operations of the layers, with gradients.
+- `pipeline_communication`: the exchange of tensors between stages.
+- `collectives`: the collectives that these modules use.
+
+The same model code runs at every split. On a mesh of one rank, the operations that it calls at
+every split are no-ops: those of `tensor_parallel`, `scatter_to_sequence_parallel`,
+`all_reduce_no_grad`, the broadcasts and `barrier`. The other operations need a process group; the
+model calls them only if the mesh has several tensor ranks or stages.
 """
 
 from collections.abc import Callable
@@ -39,8 +42,8 @@ class Mesh:
     tp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
-    # A faster all-reduce over the tensor ranks, which returns None for unsupported tensors. See
-    # gpt/parallel/symmetric_memory.py.
+    # An optional faster all-reduce over the tensor ranks (gpt/parallel/symmetric_memory.py). It
+    # returns None for a tensor that it does not support.
     symmetric_all_reduce: Callable[[Tensor], Tensor | None] | None = None
 
     @classmethod
@@ -57,7 +60,7 @@ class Mesh:
         device: torch.device | str = "cpu",
         sequence_parallel: bool = False,
     ) -> Self:
-        """Join the mesh; all ranks of the initialized process group must call it together."""
+        """Create the process groups of the mesh; all ranks of the world must call it together."""
         world_size = dist.get_world_size()
         if tp * pp * dp != world_size:
             raise ConfigError(
@@ -91,7 +94,7 @@ class Mesh:
 
     @property
     def stages_through_host(self) -> bool:
-        """Whether messages are copied through host memory, as for GPU tensors and gloo."""
+        """Whether communication copies tensors through host memory: on a GPU with gloo."""
         group = self.tp_group or self.pp_group
         return self.device.type != "cpu" and group is not None and group.name() == "gloo"
 
@@ -100,14 +103,18 @@ class Mesh:
         return self.rank + (stage - self.pp_rank) * self.tp * self.dp
 
     def local_rows(self, tokens: int) -> int:
-        """Return the number of hidden-state rows of this rank outside tensor-parallel linears."""
+        """Return the number of rows that this rank has of the hidden states of `tokens` tokens.
+
+        With sequence parallelism the rows are split over the tensor ranks, and padding rows count.
+        """
         return -(-tokens // self.tp) if self.sequence_parallel else tokens
 
 
 def _new_group(rank_lists: Tensor) -> ProcessGroup | None:
-    """Create the process groups of all `rank_lists`, and return the group of this rank.
+    """Create a process group for each row of `rank_lists`, and return the group of this rank.
 
-    Every rank must create all groups. Groups of one rank are not created.
+    torch requires that every rank creates all groups. Groups of one rank are not created; the
+    result is then None.
     """
     if rank_lists.shape[1] == 1:
         return None

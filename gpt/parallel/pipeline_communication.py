@@ -21,10 +21,10 @@ def send_to_stage(x: Tensor, mesh: Mesh, stage: int) -> None:
 
 
 class AsyncSender:
-    """Sends tensors to another stage of this pipeline without waiting for that stage.
+    """Sends tensors to another stage of this pipeline without waiting until they are received.
 
-    Each tensor is kept until its send is complete. `send` blocks while more than `in_flight_max`
-    sends are in flight.
+    A copy of each tensor is stored until its send is complete. `send` blocks while more than
+    `in_flight_max` sends are incomplete.
     """
 
     def __init__(self, mesh: Mesh, stage: int, in_flight_max: int) -> None:
@@ -34,8 +34,8 @@ class AsyncSender:
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
-        # Copied, because the next step may reuse the memory of `x` before the send is complete.
-        # Contiguous, because gloo refuses other tensors.
+        # The buffer is a copy, because the next step may reuse the memory of `x` before the send is
+        # complete. It is contiguous, because gloo refuses other tensors.
         buffer = (
             to_backend_memory(x, self._mesh)
             if self._mesh.stages_through_host
@@ -53,19 +53,19 @@ class AsyncSender:
 def receive_from_stage(
     shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, stage: int
 ) -> Tensor:
-    """Receive a tensor from another stage of this pipeline; both stages must know its shape."""
+    """Receive a tensor of this shape and dtype from another stage of this pipeline."""
     x = torch.empty(shape, dtype=dtype, device="cpu" if mesh.stages_through_host else mesh.device)
     dist.recv(x, mesh.stage_rank(stage), group=mesh.pp_group)
     return x.to(mesh.device)
 
 
 def broadcast_from_last_stage(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the last stage's tensor on every stage; all stages pass a tensor of the same shape."""
+    """Return the last stage's `x` on every stage; `x` must have the same shape on all stages."""
     return _broadcast_from_stage(x, mesh, mesh.pp - 1)
 
 
 def broadcast_from_first_stage(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the first stage's tensor on every stage; all stages pass a tensor of that shape."""
+    """Return the first stage's `x` on every stage; `x` must have the same shape on all stages."""
     return _broadcast_from_stage(x, mesh, 0)
 
 

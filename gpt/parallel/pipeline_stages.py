@@ -9,26 +9,28 @@ def stage_layers(
 ) -> list[list[range]]:
     """Return the global layer numbers of each stage's chunks, as `[stage][chunk]`.
 
-    Consecutive layers are assigned to the first chunk of every stage, then to the second chunk of
-    every stage. `stages` is the number of layers of each stage. By default the numbers of layers of
-    the chunks differ by at most one. The last chunk, with the LM head, then has the smaller number;
-    the first chunk, with the embedding, has it too if at least two chunks have it (3 layers in two
-    stages are 2 and 1).
+    The layers are assigned in order: first to chunk 0 of every stage, then to chunk 1 of every
+    stage, and so on. `stages` gives the number of layers of each stage.
+
+    By default the layers are divided evenly over all chunks. If they do not divide, the chunks in
+    the middle have one layer more than the others, because the first and the last chunk also have
+    the embedding and the LM head. Examples: 4 layers are divided into 1, 2, 1; 5 layers into 2, 2,
+    1; 3 layers over two chunks into 2, 1.
     """
     if stages is None:
-        chunks = _split_evenly(num_layers, pp * vpp)
+        chunk_sizes = _split_evenly(num_layers, pp * vpp)
     else:
-        chunks_by_stage = [_split_evenly(layers, vpp) for layers in stages]
-        chunks = [chunks_by_stage[stage][chunk] for chunk in range(vpp) for stage in range(pp)]
-    starts = [sum(chunks[:i]) for i in range(len(chunks))]
-    ranges = [range(start, start + size) for start, size in zip(starts, chunks, strict=True)]
+        sizes_by_stage = [_split_evenly(layers, vpp) for layers in stages]
+        chunk_sizes = [sizes_by_stage[stage][chunk] for chunk in range(vpp) for stage in range(pp)]
+    starts = [sum(chunk_sizes[:i]) for i in range(len(chunk_sizes))]
+    ranges = [range(start, start + size) for start, size in zip(starts, chunk_sizes, strict=True)]
     return [[ranges[chunk * pp + stage] for chunk in range(vpp)] for stage in range(pp)]
 
 
 def _split_evenly(total: int, parts: int) -> list[int]:
     """Split `total` into `parts` numbers that differ by at most one.
 
-    The larger numbers are in the middle; if these cannot be centered, they are nearer to the start.
+    The larger numbers are in the middle. If they cannot be centered, they are nearer to the start.
     """
     small, extra = divmod(total, parts)
     first = (parts - extra) // 2

@@ -1,11 +1,11 @@
 """Sequence parallelism: scatter, all-gather and reduce-scatter of rows, with gradients.
 
-With sequence parallelism each tensor rank has some of the rows (tokens) outside the tensor-parallel
-linears, so that norms, dropout and residuals are not computed for all rows on each rank. The
-all-gather before a column-parallel linear and the reduce-scatter after a row-parallel linear take
-the place of the copy and the all-reduce of `tensor_parallel`, which chooses between them. Hidden
-states have the shape (tokens, hidden). If the tokens do not divide evenly over the ranks, the rows
-are padded.
+With sequence parallelism the rows (tokens) are split over the tensor ranks outside the
+tensor-parallel linears, so each rank computes norms, dropout and residuals of its own rows only. An
+all-gather before each column-parallel linear replaces the copy, and a reduce-scatter after each
+row-parallel linear replaces the all-reduce; `tensor_parallel` selects the operation. Hidden states
+have the shape (tokens, hidden). If the number of tokens is not a multiple of the number of ranks,
+the rows are padded with zeros.
 """
 
 from typing import Any, cast
@@ -19,20 +19,20 @@ from gpt.parallel.mesh import Mesh
 
 
 def scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return this rank's rows of a replicated tensor; all rows without sequence parallelism."""
+    """Return this rank's rows of a replicated tensor; without sequence parallelism, all rows."""
     if not mesh.sequence_parallel:
         return x
     return cast(Tensor, _ScatterToSequenceParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 
 def gather_from_sequence_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-    """All-gather the rows; the backward pass reduce-scatters the gradients."""
+    """Return the `tokens` rows of all ranks by an all-gather; the backward is a reduce-scatter."""
     rows = _GatherFromSequenceParallel.apply(x, mesh, tokens)  # type: ignore[no-untyped-call]
     return cast(Tensor, rows)
 
 
 def reduce_scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
-    """Sum over the tensor ranks, return this rank's rows; the backward pass is an all-gather."""
+    """Return this rank's rows of the sum over the tensor ranks; the backward is an all-gather."""
     rows = _ReduceScatterToSequenceParallel.apply(x, mesh)  # type: ignore[no-untyped-call]
     return cast(Tensor, rows)
 
@@ -40,11 +40,10 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
 def all_gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, mesh: Mesh, tokens: int
 ) -> Tensor:
-    """Compute a column-parallel linear with sequence parallelism; save only this rank's rows.
+    """Return the output of a column-parallel linear with a trainable weight, for `tokens` rows.
 
-    The gradient of the weight needs all rows, so the backward pass gathers them again.
-    `ColumnParallelLinear` uses the function for trainable weights; for frozen weights it uses
-    `to_column_parallel`.
+    Autograd saves only this rank's rows of the input `x`. The gradient of the weight needs all
+    rows, so the backward pass gathers them again.
     """
     y = _AllGatherLinear.apply(x, weight, bias, mesh, tokens)  # type: ignore[no-untyped-call]
     return cast(Tensor, y)

@@ -1,9 +1,10 @@
 """Symmetric-memory all-reduce: low-latency sums over the tensor parallel ranks of one node.
 
-A decode step sums a few kilobytes. For this size the latency of NCCL's ring exceeds the transfer
-time. torch's symmetric memory has faster kernels: each rank reads the buffers of the other ranks,
-or an NVLink switch adds them (multicast). All ranks decide together, once, whether they use these
-kernels. Tensors and machines that the kernels do not support use the process group's own backend.
+An all-reduce of a decode step sums a few kilobytes, for which the latency of NCCL's ring exceeds
+the transfer time. torch's symmetric memory has faster kernels: each rank reads the buffers of the
+other ranks, or an NVLink switch adds the buffers (multicast). All ranks decide once, together,
+whether they use these kernels. Tensors and machines that the kernels do not support use NCCL or
+gloo, the backend of the process group.
 """
 
 import logging
@@ -23,14 +24,15 @@ from gpt.parallel.mesh import Mesh
 log = logging.getLogger(__name__)
 
 KIB = 1 << 10
-# Size per rank. Larger tensors occur only in prefill, for which NCCL is fast enough.
+# The size of each rank's buffer. Larger tensors occur only in prefill, where NCCL is fast enough.
 BUFFER_BYTES = 8 << 20
 ALIGNMENT_BYTES = 16  # Size of the kernels' vector loads and stores.
 DTYPES = (torch.bfloat16, torch.float32)  # The dtypes that the kernels support.
-# Up to this size the one-shot kernel is faster, in which each rank reads the whole buffers of all
-# others. Above it the two-shot kernel is faster, in which each rank sums one part and reads the
-# sums of the other parts. With two ranks one-shot is always faster. The values are published
-# thresholds for Hopper GPUs, by number of ranks.
+# By number of ranks: the largest tensor for which the one-shot kernel is the fastest, as published
+# for Hopper GPUs.
+# - one-shot: each rank reads the complete buffers of all other ranks. With two ranks this kernel is
+#   the fastest for all tensors that fit in a buffer.
+# - two-shot: each rank sums one slice of the tensor, then reads the other slices' sums.
 ONE_SHOT_BYTES_MAX: Mapping[int, int] = MappingProxyType(
     {2: BUFFER_BYTES, 4: 512 * KIB, 8: 256 * KIB}
 )
@@ -40,12 +42,12 @@ class _UnsupportedError(Exception):
     """Symmetric memory is unavailable on these ranks; the message is the reason."""
 
 
-def algorithm(count_bytes: int, world_size: int, *, multicast: bool) -> str | None:
-    """Return the kernel for a tensor of `count_bytes`; None means the group's own backend."""
+def select_kernel(tensor_bytes: int, world_size: int, *, multicast: bool) -> str | None:
+    """Return the name of the fastest kernel for a tensor; None if no kernel supports it."""
     bytes_max = ONE_SHOT_BYTES_MAX.get(world_size)
-    if bytes_max is None or not 0 < count_bytes <= BUFFER_BYTES or count_bytes % ALIGNMENT_BYTES:
+    if bytes_max is None or not 0 < tensor_bytes <= BUFFER_BYTES or tensor_bytes % ALIGNMENT_BYTES:
         return None
-    if count_bytes <= bytes_max:
+    if tensor_bytes <= bytes_max:
         return "one_shot"
     return "multimem" if multicast else "two_shot"
 
@@ -54,14 +56,17 @@ def algorithm(count_bytes: int, world_size: int, *, multicast: bool) -> str | No
 class SymmetricBuffer:
     """Memory that all ranks of a group can read, and the kernels that sum its contents."""
 
-    buffer: Tensor  # A uint8 tensor of BUFFER_BYTES; each rank has one.
-    has_multicast: bool  # Whether the NVLink switch can add buffers (multimem).
-    group: str
-    kernels: Any  # torch.ops.symm_mem, or an object with its functions.
+    buffer: Tensor  # (BUFFER_BYTES,) uint8: this rank's memory.
+    has_multicast: bool  # Whether an NVLink switch can add the buffers (the multimem kernel).
+    group: str  # Name of the process group.
+    kernels: Any  # torch.ops.symm_mem, or in tests an object with the same functions.
 
     @classmethod
     def open(cls, mesh: Mesh) -> "SymmetricBuffer":
-        """Allocate the buffer; all ranks must call this. Raises _UnsupportedError."""
+        """Allocate the buffer; all tensor ranks must call this together.
+
+        Raise _UnsupportedError if the ranks cannot use symmetric memory.
+        """
         reason = _unsupported_reason(mesh)
         if reason is not None:
             raise _UnsupportedError(reason)
@@ -75,7 +80,7 @@ class SymmetricBuffer:
 
 
 class SymmetricAllReduce:
-    """Callable for `Mesh.symmetric_all_reduce`; returns None for unsupported tensors."""
+    """The function `Mesh.symmetric_all_reduce`; it returns None for unsupported tensors."""
 
     def __init__(self, buffer: SymmetricBuffer, world_size: int) -> None:
         self._buffer = buffer
@@ -85,11 +90,14 @@ class SymmetricAllReduce:
     def __call__(self, x: Tensor) -> Tensor | None:
         if x.dtype not in DTYPES:
             return None
-        kernel = algorithm(x.nbytes, self._world_size, multicast=self.has_multicast)
+        kernel = select_kernel(x.nbytes, self._world_size, multicast=self.has_multicast)
         return None if kernel is None else self.all_reduce(x, kernel)
 
     def all_reduce(self, x: Tensor, kernel: str) -> Tensor:
-        """All-reduce by `kernel`, which synchronizes all ranks before and after reading buffers."""
+        """Return the sum of `x` over the ranks, computed by `kernel`.
+
+        Each kernel synchronizes all ranks before and after it reads the buffers.
+        """
         x = x.contiguous()
         kernels, group = self._buffer.kernels, self._buffer.group
         local = self._buffer.buffer[: x.nbytes].view(x.dtype).view(x.shape)
@@ -102,7 +110,7 @@ class SymmetricAllReduce:
             kernels.two_shot_all_reduce_out(local, "sum", group, y)
             return y
         kernels.multimem_all_reduce_(local, "sum", group)
-        return local.clone()  # Cloned, because the next sum reuses the buffer.
+        return local.clone()  # A copy, because the next all-reduce overwrites the buffer.
 
 
 def use_symmetric_memory(
@@ -110,7 +118,8 @@ def use_symmetric_memory(
 ) -> Mesh:
     """Return the mesh with a symmetric-memory all-reduce if all tensor ranks support it.
 
-    Otherwise the mesh is returned unchanged. All tensor ranks must call this function.
+    If a rank does not support it, return the mesh unchanged and log the reason. All tensor ranks
+    must call this function together.
     """
     if mesh.tp == 1:
         return mesh
@@ -135,9 +144,9 @@ def use_symmetric_memory(
 def _run_on_all_ranks(
     mesh: Mesh, work: Callable[[], SymmetricAllReduce]
 ) -> SymmetricAllReduce | str:
-    """Run `work` on all ranks; return its result if it succeeded on all ranks, else the reason.
+    """Return the all-reduce that `work` returns, or the reason if `work` failed on any rank.
 
-    All ranks must make the same decision: if only one rank used the kernels, it would wait forever.
+    The ranks must decide alike: a rank that used the kernels alone would wait forever.
     """
     reducer_or_reason: SymmetricAllReduce | str
     try:
@@ -159,7 +168,7 @@ def _run_on_all_ranks(
 
 
 def _unsupported_reason(mesh: Mesh) -> str | None:
-    """Return why these ranks cannot use symmetric memory, or None; equal on all ranks."""
+    """Return why the ranks cannot use symmetric memory, equal on all ranks; None if they can."""
     if mesh.device.type != "cuda":
         return f"the device is {mesh.device.type}"
     if _backend(mesh) != "nccl":
@@ -185,9 +194,9 @@ def _is_single_host(mesh: Mesh) -> bool:
 
 
 def _self_test(reducer: SymmetricAllReduce, mesh: Mesh) -> SymmetricAllReduce:
-    """Sum known numbers with each kernel; raise _UnsupportedError if a sum is wrong.
+    """Return `reducer` if each kernel sums test tensors correctly; else raise _UnsupportedError.
 
-    Every rank runs all kernels, even after a failure, because the other ranks wait in each kernel.
+    A rank runs the next kernel even after a wrong sum, because the other ranks wait for it there.
     """
     expected, failures = mesh.tp * (mesh.tp + 1) // 2, []
     for kernel in ("one_shot", "multimem" if reducer.has_multicast else "two_shot"):

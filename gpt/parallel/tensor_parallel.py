@@ -1,9 +1,10 @@
 """Tensor parallelism: the collectives before and after tensor-parallel linears, with gradients.
 
-`to_column_parallel` prepares the input of a column-parallel linear (copy, or all-gather of the rows
-with sequence parallelism), and `from_row_parallel` sums the outputs of a row-parallel linear
-(all-reduce, or reduce-scatter of the rows with sequence parallelism). The backward pass of each
-operation is the forward pass of the other. On one tensor rank all operations are no-ops.
+`to_column_parallel` prepares the input of a column-parallel linear: it is a copy, or with sequence
+parallelism an all-gather of the rows. `from_row_parallel` sums the outputs of a row-parallel
+linear: it is an all-reduce, or with sequence parallelism a reduce-scatter of the rows. The backward
+pass of one of the two is the forward pass of the other. On one tensor rank all operations of this
+module are no-ops.
 """
 
 from typing import Any, cast
@@ -20,7 +21,7 @@ from gpt.parallel.sequence_parallel import (
 
 
 def to_column_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-    """Return the input of a column-parallel linear, with all rows.
+    """Return the input of a column-parallel linear: all `tokens` rows.
 
     The backward pass sums the gradients over the tensor ranks.
     """
@@ -32,9 +33,9 @@ def to_column_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
 
 
 def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
-    """Sum the outputs of a row-parallel linear over the tensor ranks.
+    """Return the sum of a row-parallel linear's outputs over the tensor ranks.
 
-    With sequence parallelism only this rank's rows of the sum are returned.
+    With sequence parallelism, return only this rank's rows of the sum.
     """
     if mesh.tp == 1:
         return x
@@ -44,7 +45,7 @@ def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
-    """Sum over the tensor ranks; return all rows. The backward pass does not change gradients."""
+    """Return the sum over the tensor ranks, with all rows; the backward pass is the identity."""
     if mesh.tp == 1:
         return x
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]

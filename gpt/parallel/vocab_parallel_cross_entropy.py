@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross entropy: token losses from logits split over tensor ranks.
 
-The logits are never gathered. The ranks reduce three numbers per row: the largest logit, the sum of
-exponentials, and the target's logit. The module only computes the loss of each token; callers
+The logits are not gathered. The ranks reduce three numbers per row: the largest logit, the sum of
+the exponentials, and the target's logit. The module computes the loss of each token; callers
 average the losses.
 """
 
@@ -19,12 +19,12 @@ from gpt.parallel.vocabulary_padding import local_vocab_range
 def token_losses(logits: Tensor, targets: Tensor, mesh: Mesh, vocab_size: int) -> Tensor:
     """Return the negative log-probability of each target (n,), equal on all tensor ranks.
 
-    `logits` (n, padded vocabulary / ranks) is this rank's shard, in at least fp32. It is
-    overwritten: first with the probabilities, then with their gradient.
+    `logits` (n, padded vocabulary / ranks) is this rank's shard, in at least fp32. The forward pass
+    overwrites it with the probabilities, and the backward pass with its gradient.
 
-    Every target must be a token id below `vocab_size`. For another target, such as an ignore index
-    of -100, the loss and the gradient are wrong without an error; the caller must leave out or mask
-    its row.
+    Every target must be a token id below `vocab_size`. Other targets are not detected: with an
+    ignore index such as -100, the loss and the gradient of the row are wrong. The caller must
+    remove or mask such rows.
     """
     losses = _VocabParallelCrossEntropy.apply(logits, targets, mesh, vocab_size)  # type: ignore[no-untyped-call]
     return cast(Tensor, losses)

@@ -1,9 +1,9 @@
 """Sharding table: name, shape and tensor-parallel split of each parameter.
 
-The sharding table is the only definition of the parameter layout. The model, the loaders, the
-converters and the memory estimates all use it, so an error in it makes the tests of all of them
-fail. A rank's shard of a tensor is a list of ranges of rows or columns. Shapes are torch's: a
-weight has the shape (out, in). The module computes with plain integers and does not import torch.
+The sharding table is the only definition of the parameter layout: the model, the loaders, the
+converters and the memory estimates all use it. A rank's shard of a tensor consists of ranges of
+rows or columns. A weight has the shape (out, in), as in torch. The module computes with plain
+integers and does not import torch.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class ShardRule(Enum):
     ROWS = "each rank holds an equal range of rows"
     COLUMNS = "each rank holds an equal range of columns"
     GATED = "two stacked matrices, gate and up; each rank holds an equal range of rows of both"
-    QKV = "rows by query group: [queries, key, value]; each rank holds groups, or a part of one"
+    QKV = "rows by query group, [queries, key, value]; each rank holds whole groups or part of one"
     VOCAB = "one row per token; equal ranges after padding with zero rows"
 
 
@@ -41,8 +41,8 @@ class ParameterSpec:
 class ShardSpec:
     """One rank's shard of a logical tensor: ranges along one dimension, in order.
 
-    `size` is the extent of the shard along `dim`. It exceeds the total length of the ranges only
-    for a padded vocabulary, whose last rows are zeros.
+    `size` is the extent of the shard along `dim`: the total length of the ranges, plus the zero
+    rows of vocabulary padding.
     """
 
     dim: int
@@ -65,7 +65,7 @@ def layer_number(name: str) -> int | None:
 
 
 def is_on_stage(config: GPTConfig, name: str, layers: range) -> bool:
-    """Tell whether the stage with `layers` holds this parameter.
+    """Return whether the pipeline stage with `layers` holds the parameter `name`.
 
     Two stages hold a tied embedding: the first stage, and the last stage as its LM head.
     """
@@ -79,17 +79,17 @@ def is_on_stage(config: GPTConfig, name: str, layers: range) -> bool:
 
 
 def parameter_dtype(name: str, dtype: str) -> str:
-    """Return the dtype of this parameter in a model of `dtype`.
+    """Return the dtype of the parameter `name` in a model of `dtype`.
 
-    The expert bias of a router is always in float32 or wider, because rounding could change the
-    choice of experts.
+    The expert bias of a router is at least float32, because rounding could change the choice of
+    experts.
     """
     is_16_bit = dtype in ("bfloat16", "float16")
     return "float32" if is_16_bit and name.endswith(".expert_bias") else dtype
 
 
 def parameter_specs(config: GPTConfig) -> dict[str, ParameterSpec]:
-    """Return every logical tensor of the model by canonical name, in forward-pass order."""
+    """Return the specification of every parameter by canonical name, in forward-pass order."""
     h = config.hidden_size
     table = [
         ParameterSpec("embedding.word_embeddings.weight", (config.vocab_size, h), ShardRule.VOCAB)
@@ -171,7 +171,10 @@ def _norm_specs(config: GPTConfig, prefix: str, width: int) -> Iterator[Paramete
 
 
 def shard_spec(parameter: ParameterSpec, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
-    """Return the shard of a parameter on tensor rank `rank` of `tp`. Call `check_split` first."""
+    """Return the shard of a parameter on tensor rank `rank` of `tp`; assumes a valid split.
+
+    `check_split` checks that the split is valid.
+    """
     shape = parameter.shape
     match parameter.shard_rule:
         case ShardRule.REPLICATED:
@@ -207,7 +210,7 @@ def _qkv_shard(rows: int, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
         return ShardSpec(
             0, ((start, start + groups // tp * rows_per_group),), groups // tp * rows_per_group
         )
-    # With fewer groups than ranks, this rank has some queries of one group, and a copy of the
+    # There are fewer groups than ranks: this rank has some queries of one group, and a copy of the
     # group's key and value.
     ranks_per_group = tp // groups
     group, rank_in_group = divmod(rank, ranks_per_group)
@@ -224,12 +227,15 @@ def local_kv_heads(config: GPTConfig, tp: int) -> int:
 
 
 def first_kv_head(config: GPTConfig, rank: int, tp: int) -> int:
-    """Return the first KV head of a tensor rank; with fewer heads than ranks, ranks share heads."""
+    """Return the number of a tensor rank's first KV head.
+
+    If there are fewer KV heads than ranks, several ranks have a copy of the same head.
+    """
     return rank * config.num_query_groups // tp
 
 
 def check_split(config: GPTConfig, tp: int, pp: int, stages: list[int] | None = None) -> None:
-    """Raise ConfigError if the model does not support this split; the error lists valid sizes."""
+    """Raise ConfigError if the model does not support this split; the error names valid sizes."""
     if tp < 1 or pp < 1:
         raise ConfigError(f"tensor parallel {tp} x pipeline parallel {pp}: both must be at least 1")
     if not _is_divisible(config, tp):

@@ -1,7 +1,7 @@
 """Proof file: reference logits beside a checkpoint, in a safetensors file with a digest.
 
-Reading it validates the header, the shapes, the digest and the values, because a proof may come
-from an untrusted source. `replay` computes proofs and compares them with a model.
+`read_proof` validates the header, the shapes, the digest and the values, because a proof may come
+from an untrusted source. The module `replay` computes proofs and compares them with a model.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from gpt.errors import CheckpointError
 PROOF_FILE = "preamble.proof.safetensors"
 FORMAT, VERSION = "preamble.proof", 1
 
-# Limits of a proof file from an untrusted source, so that replaying it cannot delay the start.
+# Limits of a proof, whose source may be untrusted: a server replays it when it starts, so a huge
+# proof must not delay the start.
 TOKENS_MAX = 4096
 LOGITS_MAX = 1 << 28
 
@@ -35,23 +36,22 @@ TENSOR_DTYPES = {"ids": torch.int64, "best": torch.int64, "logits": torch.float3
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """Token ids, and the logits (last positions) and argmax ids (all positions) of a model."""
+    """Token ids, and the logits and argmax ids that a model computes for them."""
 
-    ids: Tensor  # (n, s) int64
-    best: Tensor  # (n, s) int64: the id with the highest logit.
-    logits: Tensor  # (n, vocabulary) fp32, computed in fp32.
-    base: str  # The model's digest.
+    ids: Tensor  # (n, s) int64: n rows of token ids.
+    best: Tensor  # (n, s) int64: the id of the largest logit at each position.
+    logits: Tensor  # (n, vocabulary) fp32: the logits of each row's last position.
+    base: str  # The base digest of the model.
     dtype: str  # Dtype of the stored weights from which the logits were computed.
     software_versions: str = ""  # Versions of Preamble and torch.
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors in file order: the widest dtypes first, so that all are aligned."""
+        """The tensors by name, in file order: the widest dtypes first, so that all are aligned."""
         return {"ids": self.ids, "best": self.best, "logits": self.logits}
 
     def to_bytes(self) -> bytes:
-        """Return the contents of the proof file; equal for the same model on the same machine."""
-        payloads = {name: _tensor_bytes(value) for name, value in self.tensors.items()}
+        """Return the contents of the proof file."""
         metadata = {
             "format": FORMAT,
             "version": str(VERSION),
@@ -60,19 +60,21 @@ class Proof:
             "made_by": self.software_versions,
             "digest": self.digest,
         }
-        shapes = [(name, value.dtype, tuple(value.shape)) for name, value in self.tensors.items()]
-        return encode_header(shapes, metadata) + b"".join(payloads.values())
+        shapes = [
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()
+        ]
+        return encode_header(shapes, metadata) + b"".join(map(_tensor_bytes, self.tensors.values()))
 
     @property
     def digest(self) -> str:
-        """Return the digest of the contents, to detect a damaged file."""
+        """The SHA-256 of the contents, to detect a damaged file."""
         hasher = hashlib.sha256(f"{self.base} {self.dtype}\n".encode())
-        for value in self.tensors.values():
-            hasher.update(_tensor_bytes(value))
+        for tensor in self.tensors.values():
+            hasher.update(_tensor_bytes(tensor))
         return hasher.hexdigest()
 
     def save(self, folder: Path) -> Path:
-        """Write the proof file beside a checkpoint, atomically."""
+        """Write the proof file atomically to the folder of a checkpoint; return its path."""
         path = folder / PROOF_FILE
         try:
             write_atomic(path, self.to_bytes())
@@ -85,12 +87,19 @@ class Proof:
 
 
 def find_proof(checkpoint: Checkpoint) -> Proof | None:
-    """Return the proof beside a checkpoint, with checked shapes; None if there is no proof."""
+    """Return the proof beside a checkpoint; None if there is no proof file.
+
+    Raise CheckpointError if the proof is invalid or has shapes of another model.
+    """
     return read_proof(checkpoint.path / PROOF_FILE, checkpoint.config)
 
 
 def read_proof(path: Path, config: GPTConfig | None = None) -> Proof | None:
-    """Return the proof in a file; None without a file. With `config`, check the shapes for it."""
+    """Return the proof in a file; None if the file does not exist.
+
+    Raise CheckpointError if the proof is invalid. With `config`, also if it has shapes of another
+    model.
+    """
     if not os.path.lexists(path):
         return None
     if not path.is_file():
@@ -107,7 +116,7 @@ def read_proof(path: Path, config: GPTConfig | None = None) -> Proof | None:
         check_proof_fits(
             stored_tensors["logits"].shape, stored_tensors["ids"].shape, config, str(path)
         )
-    # Copied, because the mapped file may be replaced or truncated while the proof is in use.
+    # The tensors are copied, because the mapped file may be replaced or truncated later.
     ids, best, logits = (
         stored_tensors[name].tensor().clone() for name in ("ids", "best", "logits")
     )
@@ -135,15 +144,14 @@ def check_proof_fits(
     """Raise CheckpointError if the shapes of a proof show that it belongs to another model."""
     if logits[1] != config.vocab_size:
         raise CheckpointError(
-            f"{source}: the proof has logits of {logits[1]} tokens, the model's vocabulary is "
-            f"{config.vocab_size}; the proof is of another model: take both from the same "
-            "checkpoint"
+            f"{source}: the proof has logits of {logits[1]} tokens, but the model's vocabulary has "
+            f"{config.vocab_size}; the proof is of another model: use the proof of this checkpoint"
         )
     if ids[1] > config.max_position_embeddings:
         raise CheckpointError(
-            f"{source}: the proof has rows of {ids[1]} tokens, the model has "
-            f"{config.max_position_embeddings} positions; the proof is of another model: take both "
-            "from the same checkpoint"
+            f"{source}: the proof has rows of {ids[1]} tokens, but the model has only "
+            f"{config.max_position_embeddings} positions; the proof is of another model: use the "
+            "proof of this checkpoint"
         )
 
 

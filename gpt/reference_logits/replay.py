@@ -1,9 +1,10 @@
 """Proof: reference logits of a checkpoint, computed and replayed to verify a converted model.
 
-A proof has a few rows of token ids with the logits that the source model computes for them. After
-a resharding, a change of dtype or an upgrade the proof is replayed: the same model gives the same
-logits, except for rounding. The logits are computed layer by layer, so the whole model is never in
-memory. A failed proof does not show where two models differ; a comparison of their tensors does.
+A proof has a few rows of token ids, and the logits that the source model computes for them. It is
+replayed after a resharding, a change of dtype or an upgrade: the same model gives the same logits,
+except for rounding. `compute_proof` and `check_proof` load and run one layer at a time, so the
+whole model is never in memory; `replay_proof` uses a loaded model. A failed replay does not show
+which tensors differ; `preamble verify` compares them.
 """
 
 import hashlib
@@ -26,19 +27,20 @@ from gpt.reference_logits.proof_file import Proof, check_proof_fits
 PROOF_ROWS = 4
 PROOF_ROW_TOKENS = 32  # Fewer if the model has fewer positions.
 
-# By dtype: the largest difference of a logit that rounding may cause, in standard deviations of the
-# logits. A different parallel layout or batch changes fp32 logits by 1e-5. Measured against fp32,
-# for dense models of 4 to 48 layers with random weights: bfloat16 0.03 to 0.11, float16 0.003 to
-# 0.014; trained models have larger outliers. A wrong order of rows or a wrong rotary base changes
-# logits by 1 to 7.
+# The largest permitted difference of a logit by dtype, in standard deviations of the logits. For
+# comparison, these differences were measured:
+# - fp32 with another parallel split or batch: 1e-5.
+# - float16 against fp32, dense models of 4 to 48 layers with random weights: 0.003 to 0.014.
+# - bfloat16 against fp32, the same models: 0.03 to 0.11. Trained models have larger outliers.
+# - weight rows in a wrong order, or a wrong rotary base: 1 to 7.
 LOGIT_TOLERANCES: Mapping[str, float] = {
     "float64": 1e-3,
     "float32": 1e-3,
     "float16": 0.05,
     "bfloat16": 0.3,
 }
-# Rounding changes the choice between experts with nearly equal scores: 0.6 was measured, with 24
-# layers of 32 experts.
+# With experts, rounding may also change the choice between experts with nearly equal scores. In 24
+# layers of 32 experts, a difference of 0.6 was measured.
 MOE_LOGIT_TOLERANCE = 1.0
 
 
@@ -46,10 +48,12 @@ MOE_LOGIT_TOLERANCE = 1.0
 class LogitDifference:
     """The difference between the logits of a replay and those of the proof."""
 
-    max_difference: float  # Largest of all logits, in standard deviations of the proof's logits.
-    limit: float
-    argmax_matches: int  # Positions with the same argmax id.
-    positions: int  # Positions compared.
+    # The largest difference of a logit, in standard deviations of the proof's logits. With experts:
+    # the median over the rows of each row's largest difference.
+    max_difference: float
+    limit: float  # The largest permitted max_difference.
+    argmax_matches: int  # Number of positions with the same argmax id.
+    positions: int  # Number of positions whose argmax ids were compared.
     dtype: str  # The dtype of the replay.
 
     @property
@@ -69,7 +73,7 @@ class LogitDifference:
 def compute_proof(checkpoint: Checkpoint, identity: ModelIdentity | None = None) -> Proof:
     """Return the proof of a checkpoint, computed in fp32 on the CPU.
 
-    Without `identity` all tensors are read to compute the digest.
+    `identity` has the base digest; if it is None, all tensors are read to compute the digest.
     """
     config = checkpoint.config
     ids = probe_token_ids(config.vocab_size, config.max_position_embeddings)
@@ -79,7 +83,10 @@ def compute_proof(checkpoint: Checkpoint, identity: ModelIdentity | None = None)
 
 
 def check_proof(checkpoint: Checkpoint, proof: Proof, dtype: str = "float32") -> LogitDifference:
-    """Replay the proof on the CPU, layer by layer. fp32 detects an error in a single head."""
+    """Replay the proof in `dtype` on the CPU, layer by layer.
+
+    The limit of fp32 is low enough to detect an error in one attention head.
+    """
     check_dtype(dtype)
     check_proof_fits(proof.logits.shape, proof.ids.shape, checkpoint.config, str(checkpoint.path))
     logits, best = _layerwise_logits(checkpoint, proof.ids, FLOAT_DTYPES[dtype])
@@ -90,11 +97,12 @@ def check_proof(checkpoint: Checkpoint, proof: Proof, dtype: str = "float32") ->
 def replay_proof(
     proof: Proof, compute_logits: Callable[[Tensor], Tensor], checkpoint: Checkpoint, dtype: str
 ) -> LogitDifference:
-    """Replay the proof with `compute_logits`, which computes logits of the model in `dtype`.
+    """Replay the proof with a loaded model.
 
-    `compute_logits` takes ids (n, s). It returns logits of the last positions, (n, vocabulary), or
-    of all positions, (n, s, vocabulary), like `GPT.logits`; then the argmax ids of all positions
-    are compared.
+    `compute_logits` returns the model's logits, computed in `dtype`, for ids (n, s). Their shape is
+
+    - (n, s, vocabulary), as from `GPT.logits`: the argmax ids of all positions are compared.
+    - (n, vocabulary), of the last positions: only the argmax ids of these positions are compared.
     """
     check_proof_fits(proof.logits.shape, proof.ids.shape, checkpoint.config, str(checkpoint.path))
     logits = compute_logits(proof.ids)
@@ -107,25 +115,33 @@ def replay_proof(
 
 
 def logit_tolerance(proof: Proof, checkpoint: Checkpoint, dtype: str) -> float:
-    """Return the limit of a replay in `dtype`; it is higher if the weights were rounded again."""
+    """Return the largest permitted difference of a replay in `dtype`.
+
+    It is the tolerance of `dtype`, or that of the checkpoint's dtype if it is larger and the
+    weights were rounded to this dtype after the proof was computed. Below fp32 precision, models
+    with experts have a tolerance of their own.
+    """
     weights_dtype = stored_dtype(checkpoint)
-    is_lossless = (
+    limit = LOGIT_TOLERANCES[dtype]
+    # The weights were rounded if the checkpoint's dtype cannot represent all values of the proof's.
+    were_rounded = (
         torch.promote_types(FLOAT_DTYPES[weights_dtype], FLOAT_DTYPES[proof.dtype])
-        == FLOAT_DTYPES[weights_dtype]
+        != FLOAT_DTYPES[weights_dtype]
     )
-    limit = max(LOGIT_TOLERANCES[dtype], 0.0 if is_lossless else LOGIT_TOLERANCES[weights_dtype])
+    if were_rounded:
+        limit = max(limit, LOGIT_TOLERANCES[weights_dtype])
     is_low_precision = limit > LOGIT_TOLERANCES["float32"]
     return MOE_LOGIT_TOLERANCE if is_low_precision and any(checkpoint.config.moe_layers) else limit
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of most stored values, before any conversion while reading."""
+    """Return the dtype in which the files store the largest number of values."""
     sources = (piece.source for tensor in checkpoint.tensors.values() for piece in tensor.slices)
     return FLOAT_DTYPE_NAMES[majority_dtype(sources) or FLOAT_DTYPES[checkpoint.config.dtype]]
 
 
 def probe_token_ids(vocab_size: int, positions: int) -> Tensor:
-    """Return ids evenly spaced over the vocabulary, in a fixed pseudo-random order."""
+    """Return ids (n, s) evenly spaced over the vocabulary, in a fixed pseudo-random order."""
     columns = min(PROOF_ROW_TOKENS, positions)
     count = PROOF_ROWS * columns
     order = sorted(range(count), key=lambda index: hashlib.sha256(b"%d" % index).digest())
@@ -149,7 +165,8 @@ def _layerwise_logits(
     last_stage = load_model(checkpoint, mesh, dtype=dtype, layers=range(layers - 1, layers))
     x = last_stage.forward_hidden(x, batch)
     logits, best = [], []
-    for row_indices in torch.arange(len(x)).split(ids.shape[1]):  # Row by row, to limit memory.
+    # The logits are computed one row of the proof at a time, to limit memory.
+    for row_indices in torch.arange(len(x)).split(ids.shape[1]):
         row_logits = last_stage.compute_logits(x, Batch.unpaged(lengths, logit_rows=row_indices))
         best.append(row_logits.argmax(-1))
         logits.append(row_logits[-1].float())
@@ -160,20 +177,19 @@ def _compare_logits(
     proof: Proof, logits: Tensor, best: Tensor, checkpoint: Checkpoint, dtype: str
 ) -> LogitDifference:
     scale = float(proof.logits.std(correction=0)) or 1.0
+    # NaN counts as an infinite difference.
     row_differences = (
         (logits - proof.logits).abs().amax(1).div(scale).nan_to_num(math.inf, math.inf)
     )
-    # With nearly equal expert scores, rounding may choose other experts, so single rows of a
-    # correct model differ. Nearly all rows of a wrong model differ, so with experts the median row
-    # decides.
-    deciding_row = (
-        (len(row_differences) - 1) // 2
-        if any(checkpoint.config.moe_layers)
-        else len(row_differences) - 1
-    )
-    max_difference = float(row_differences.sort().values[deciding_row])
-    expected = proof.best if best.dim() == 2 else proof.best[:, -1]
-    argmax_matches = int((best == expected).sum())
+    sorted_differences = row_differences.sort().values
+    if any(checkpoint.config.moe_layers):
+        # Rounding may change the choice between experts with nearly equal scores, so a few rows of
+        # a correct model differ. In a wrong model nearly all rows differ. So the median decides.
+        max_difference = float(sorted_differences[(len(sorted_differences) - 1) // 2])
+    else:
+        max_difference = float(sorted_differences[-1])
+    proof_best = proof.best if best.dim() == 2 else proof.best[:, -1]
+    argmax_matches = int((best == proof_best).sum())
     limit = logit_tolerance(proof, checkpoint, dtype)
     return LogitDifference(max_difference, limit, argmax_matches, best.numel(), dtype)
 

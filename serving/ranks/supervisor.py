@@ -287,8 +287,8 @@ def _start_rank(spec: WorkerSpec) -> ChildProcess:
         process = ChildProcess(
             [sys.executable, "-m", "serving.ranks.rank_process"],
             stdin=peer_socket.fileno(),
-            stdout=2,  # Output of libraries goes to stderr; stdout has only the server's results.
-            inherited=inherited,
+            stdout=2,  # Libraries may print to stdout, which is reserved for the server's results.
+            pass_fds=inherited,
         )
         own_socket.sendall(msgspec.json.encode(spec))
     return process

@@ -127,7 +127,7 @@ def test_a_given_environment_and_inherited_descriptors_reach_the_child() -> None
     with open(reading, closefd=True) as pipe:
         program = f"import os, sys; os.write({writing}, os.environ['NAME'].encode())"
         child = ChildProcess(
-            [sys.executable, "-c", program], environment={"NAME": "value"}, inherited=[writing]
+            [sys.executable, "-c", program], environment={"NAME": "value"}, pass_fds=[writing]
         )
         os.close(writing)
         assert pipe.read() == "value"

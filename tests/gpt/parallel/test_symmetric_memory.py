@@ -16,7 +16,7 @@ from gpt.parallel.symmetric_memory import (
     BUFFER_BYTES,
     KIB,
     SymmetricBuffer,
-    algorithm,
+    select_kernel,
     use_symmetric_memory,
 )
 from gpt.parallel.tensor_parallel import all_reduce, from_row_parallel
@@ -29,23 +29,23 @@ from tests.support.ranks import ranks
 def test_small_sums_use_one_shot_and_larger_ones_two_shot(
     ranks_count: int, multicast: bool
 ) -> None:
-    def algorithm_for(count_bytes: int) -> str | None:
-        return algorithm(count_bytes, ranks_count, multicast=multicast)
+    def kernel_for(tensor_bytes: int) -> str | None:
+        return select_kernel(tensor_bytes, ranks_count, multicast=multicast)
 
-    assert algorithm_for(8 * KIB) == "one_shot"  # A token of hidden size 4096 in bf16.
+    assert kernel_for(8 * KIB) == "one_shot"  # A token of hidden size 4096 in bf16.
     large_algorithm = "multimem" if multicast else "two_shot"
-    assert algorithm_for(BUFFER_BYTES) == ("one_shot" if ranks_count == 2 else large_algorithm)
-    assert algorithm_for(BUFFER_BYTES + 16) is None
+    assert kernel_for(BUFFER_BYTES) == ("one_shot" if ranks_count == 2 else large_algorithm)
+    assert kernel_for(BUFFER_BYTES + 16) is None
 
 
 @pytest.mark.parametrize("ranks_count", [1, 3, 5, 6, 7, 16])
 def test_other_numbers_of_ranks_use_the_group(ranks_count: int) -> None:
-    assert algorithm(8 * KIB, ranks_count, multicast=True) is None
+    assert select_kernel(8 * KIB, ranks_count, multicast=True) is None
 
 
-@pytest.mark.parametrize("count_bytes", [0, 8, 8 * KIB + 2])
-def test_unaligned_sizes_use_the_group(count_bytes: int) -> None:
-    assert algorithm(count_bytes, 2, multicast=False) is None
+@pytest.mark.parametrize("tensor_bytes", [0, 8, 8 * KIB + 2])
+def test_unaligned_sizes_use_the_group(tensor_bytes: int) -> None:
+    assert select_kernel(tensor_bytes, 2, multicast=False) is None
 
 
 @dataclass

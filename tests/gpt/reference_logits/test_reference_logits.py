@@ -248,9 +248,12 @@ def test_a_proof_of_another_shape_is_refused_before_the_replay() -> None:
     for config, message in (
         (
             MODERN,
-            "logits of 101 tokens, the model's vocabulary is 103; the proof is of another model",
+            "logits of 101 tokens, but the model's vocabulary has 103; the proof is of another",
         ),
-        (CLASSIC.with_fields(max_position_embeddings=16), "rows of 32 tokens, the model has 16 po"),
+        (
+            CLASSIC.with_fields(max_position_embeddings=16),
+            "rows of 32 tokens, but the model has only 16 positions; the proof is of another model",
+        ),
     ):
         with pytest.raises(CheckpointError, match=message):
             check_proof(lively(config), proof)
