@@ -1,9 +1,9 @@
 """Megatron-LM `torch` writer: plans one file per rank, with the tensors of that rank.
 
 In each file, layers and experts are numbered from 0, and each virtual pipeline chunk has its own
-state dict. Every expert rank has all non-expert tensors, and the last stage has a copy of a tied
-embedding. The module maps state-dict keys to parts of logical tensors; `torch_save` plans the
-bytes of the files.
+state dict. The file of an expert rank also has the tensors outside the experts. The last stage has
+a copy of a tied embedding. The module maps state-dict keys to parts of logical tensors;
+`torch_save` plans the bytes of the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ from gpt.parallel.weight_sharding import (
     parameter_specs,
 )
 
-ITERATION_FOLDER = "release"  # Megatron's name for weights without iteration and optimizer.
+ITERATION_FOLDER = "release"  # Megatron's name for weights without optimizer state.
 CHECKPOINT_VERSION = 3.0  # Megatron's version number for the row order of QKV weights.
 
 # Local layer specs have separate norm modules; Transformer Engine fuses them into the next linear.
@@ -61,7 +61,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class _ChunkParameter:
-    """A parameter of a pipeline chunk; experts are not yet distributed over expert ranks."""
+    """A parameter of a pipeline chunk, before experts are distributed over expert ranks."""
 
     parameter: ParameterSpec
     dtype: torch.dtype
@@ -129,7 +129,7 @@ def rank_state_dicts(
 ) -> Iterator[tuple[RankCoordinates, list[dict[str, TensorPlaceholder | None]]]]:
     """Yield every rank with its state dicts, one per pipeline chunk.
 
-    Embeddings are padded to `vocab_rows`.
+    The embedding and the LM head are padded to `vocab_rows` rows.
     """
     config = checkpoint.config
     plan = _SplitPlan(config, division, vocab_rows, spec)
@@ -145,7 +145,7 @@ def rank_state_dicts(
 def _parameter_dtypes(checkpoint: Checkpoint) -> list[tuple[ParameterSpec, torch.dtype]]:
     """Return all parameters and the dtypes in which they are stored."""
     return [
-        # Megatron always keeps the router's expert bias in fp32.
+        # Megatron has the router's expert bias in fp32, whatever the model's dtype.
         (
             parameter,
             torch.float32 if name.endswith(".expert_bias") else checkpoint.tensors[name].dtype,
@@ -162,8 +162,9 @@ def _chunk_parameters(
 ) -> list[_ChunkParameter]:
     """Return the parameters of a pipeline chunk; layers are numbered from 0 within the chunk."""
     selected_parameters = []
-    first, last = layers.start == 0, layers.stop == config.num_layers
-    tied = not config.untie_embeddings_and_output_weights
+    is_first = layers.start == 0
+    is_last = layers.stop == config.num_layers
+    is_tied = not config.untie_embeddings_and_output_weights
     for parameter, dtype in table:
         name = parameter.name
         if not is_on_stage(config, name, layers):
@@ -173,11 +174,11 @@ def _chunk_parameters(
         if spec == "local" and layer_number(name) is not None:
             for fused, separate in LOCAL_SPEC_NAMES.items():
                 local_name = local_name.replace(fused, separate)
-        if name != EMBEDDING or first:
+        if name != EMBEDDING or is_first:
             selected_parameters.append(
                 _ChunkParameter(parameter, dtype, local_name, int(match[1]) if match else None)
             )
-        if name == EMBEDDING and last and tied and not first:
+        if name == EMBEDDING and is_last and is_tied and not is_first:
             selected_parameters.append(_ChunkParameter(parameter, dtype, HEAD, None))
     return selected_parameters
 

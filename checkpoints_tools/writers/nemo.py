@@ -1,9 +1,9 @@
 """NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
-Each rank has the same tensors as in Megatron's format, under NeMo's prefix, in a `torch.save`
-archive inside the tar. The tokenizer is included if NeMo's config can refer to it. The names of the
-tokenizer's files are derived from their content, so the same model gives the same bytes. The output
-was not tested with NeMo itself.
+The tensors of a rank are those of Megatron's format, with NeMo's prefix in their names, in a
+`torch.save` archive inside the tar. The tokenizer is included if NeMo's config can refer to it. The
+names of the tokenizer's files are derived from their content, so two conversions of a model write
+equal bytes. The output was not tested with NeMo itself.
 """
 
 import hashlib
@@ -88,7 +88,10 @@ def _rank_folder(rank: RankCoordinates, division: ParallelSplit) -> str:
 
 
 def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
-    """Bundle a SentencePiece model or GPT-2's two files; NeMo's config can refer only to these."""
+    """Bundle a SentencePiece model, or GPT-2's vocab.json and merges.txt.
+
+    NeMo's config cannot refer to other tokenizers; for these, a note says that there is none.
+    """
     section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:
         return _TokenizerBundle(section)
@@ -140,15 +143,16 @@ def _try_open(tokenizer: Path, kind: str | None = None) -> Tokenizer | None:
 
 
 def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
-    """Tell whether a SentencePiece model has the same tokens as the checkpoint's tokenizer.
+    """Tell whether a SentencePiece model has the same tokens as `reference`, the tokenizer in use.
 
-    `reference` is the checkpoint's tokenizer. If it is SentencePiece too, both are the same file.
-    Otherwise it is a tokenizer.json, which may have tokens that were added after the SentencePiece
-    model was made. A token is not compared if one of the two tokenizers returns no bytes for it, as
-    for a special token.
+    If `reference` is SentencePiece too, both are the same file. Otherwise it is a tokenizer.json,
+    to which tokens may have been added later. A token is compared only if both tokenizers return
+    its bytes, which they do not for special tokens.
     """
-    if reference.kind == sentencepiece.kind or reference.vocab_size != sentencepiece.vocab_size:
-        return reference.kind == sentencepiece.kind
+    if reference.kind == sentencepiece.kind:
+        return True
+    if reference.vocab_size != sentencepiece.vocab_size:
+        return False
     pairs = (
         (sentencepiece.token_bytes(i), reference.token_bytes(i))
         for i in range(reference.vocab_size)
@@ -157,9 +161,9 @@ def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
 
 
 def _artifact_name(name: str, content: bytes) -> str:
-    """Return the member name of a tokenizer file.
+    """Return the member name of a tokenizer file: a hash of its content, and its name.
 
-    The prefix is a hash of the content, whereas NeMo's own prefix is random.
+    NeMo itself uses a random prefix instead of the hash.
     """
     prefix = hashlib.sha256(content).hexdigest()[:32]
     name_bytes_max = NAME_BYTES_MAX - len(f"./{prefix}_")

@@ -1,7 +1,7 @@
 """Checkpoint writer registry: maps each target format to its writer and its options.
 
 A writer's module is imported only when its format is requested. An option that the format does not
-support is an error, because a user could otherwise believe that it has an effect.
+support is an error, because an ignored option would mislead the user.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,13 @@ UNSPLIT = ParallelSplit()
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of a conversion.
-
-    None: for `dtype` and `tokenizer` those of the source, otherwise the format's default.
-    """
+    """Options of a conversion. In the options of the writer, None is the format's default."""
 
     target_format: str = "native"
-    dtype: str | None = None
-    tokenizer: Path | None = None
-    prove: bool = False
+    dtype: str | None = None  # None: the source's dtype.
+    tokenizer: Path | None = None  # None: the source's tokenizer.
+    prove: bool = False  # Whether to store a proof (reference logits) in the target.
+    # Options of the writer.
     division: ParallelSplit = UNSPLIT
     vocabulary_multiple: int | None = None
     spec: str | None = None
@@ -59,7 +57,7 @@ def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout
     return layout
 
 
-# Descriptions of the options, with their flags, for the error "--to FORMAT has no ...".
+# Descriptions of the writers' options, as the end of the error "--to FORMAT has no ...".
 OPTION_FLAGS = {
     "division": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
     "vocabulary_multiple": "vocabulary padding (--make-vocab-size-divisible-by)",
