@@ -77,7 +77,7 @@ def _convert(argv: list[str]) -> int:
         dtype=flags.dtype,
         tokenizer=Path(flags.tokenizer).expanduser() if flags.tokenizer else None,
         prove=flags.prove,
-        division=ParallelSplit(flags.tp, flags.pp, flags.vpp, flags.ep),
+        split=ParallelSplit(flags.tp, flags.pp, flags.vpp, flags.ep),
         vocabulary_multiple=flags.make_vocab_size_divisible_by,
         spec=flags.megatron_spec,
         family=flags.family,

@@ -74,46 +74,46 @@ class _SplitPlan:
     """Settings that are the same for all ranks."""
 
     config: GPTConfig
-    division: ParallelSplit
+    split: ParallelSplit
     vocab_rows: int  # The padded vocabulary size.
     spec: LayerSpec
 
 
 def plan_layout(
     checkpoint: Checkpoint,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, division)
-    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    check_supported(config, split)
+    vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     args = build_args(
         config,
-        division,
+        split,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
         tokenizer=checkpoint.tokenizer,
     )
-    sizes = ParallelSizes(division.tp, division.pp, division.ep)
+    sizes = ParallelSizes(split.tp, split.pp, split.ep)
     files = []
-    for rank, state_dicts in rank_state_dicts(checkpoint, division, vocab_rows, spec):
+    for rank, state_dicts in rank_state_dicts(checkpoint, split, vocab_rows, spec):
         record: dict[str, Any] = {
             "args": args,
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0,
         }
         for chunk, state_dict in enumerate(state_dicts):
-            record[f"model{chunk}" if division.vpp > 1 else "model"] = state_dict
+            record[f"model{chunk}" if split.vpp > 1 else "model"] = state_dict
         archive = plan_archive(record)
         path = f"{ITERATION_FOLDER}/{sizes.folder_name(rank)}/{WEIGHT_FILES[0]}"
         files.append(
             TargetFile(path, archive.size, archive.literals, archive.placements, archive.patches)
         )
     last_files = (literal_file(TRACKER_FILE, ITERATION_FOLDER.encode()),)
-    layout_notes = tuple(load_notes(config, division, spec))
+    layout_notes = tuple(load_notes(config, split, spec))
     return Layout(
         "megatron",
         tuple(files),
@@ -125,20 +125,20 @@ def plan_layout(
 
 
 def rank_state_dicts(
-    checkpoint: Checkpoint, division: ParallelSplit, vocab_rows: int, spec: LayerSpec = "te"
+    checkpoint: Checkpoint, split: ParallelSplit, vocab_rows: int, spec: LayerSpec = "te"
 ) -> Iterator[tuple[RankCoordinates, list[dict[str, TensorPlaceholder | None]]]]:
     """Yield every rank with its state dicts, one per pipeline chunk.
 
     The embedding and the LM head are padded to `vocab_rows` rows.
     """
     config = checkpoint.config
-    plan = _SplitPlan(config, division, vocab_rows, spec)
+    plan = _SplitPlan(config, split, vocab_rows, spec)
     table = _parameter_dtypes(checkpoint)
     chunks = [
         [_chunk_parameters(table, layers, config, spec) for layers in stage]
-        for stage in plan_stages(config, division).layers
+        for stage in plan_stages(config, split).layers
     ]
-    for rank in ParallelSizes(division.tp, division.pp, division.ep).ranks():
+    for rank in ParallelSizes(split.tp, split.pp, split.ep).ranks():
         yield rank, [_rank_state_dict(plan, chunk, rank) for chunk in chunks[rank.stage]]
 
 
@@ -187,8 +187,8 @@ def _rank_state_dict(
     plan: _SplitPlan, chunk_parameters: list[_ChunkParameter], rank: RankCoordinates
 ) -> dict[str, TensorPlaceholder | None]:
     """Return the state dict of one chunk on one rank."""
-    config, division = plan.config, plan.division
-    experts_per_rank = config.num_experts // division.ep
+    config, split = plan.config, plan.split
+    experts_per_rank = config.num_experts // split.ep
     experts = range(rank.expert * experts_per_rank, (rank.expert + 1) * experts_per_rank)
     state_dict: dict[str, TensorPlaceholder | None] = {}
     for chunk_parameter in chunk_parameters:
@@ -197,7 +197,7 @@ def _rank_state_dict(
             if chunk_parameter.expert not in experts:
                 continue
             name = renumber(name, 0, -experts.start)
-        part = saved_part(parameter, config, rank.tensor, division.tp, plan.vocab_rows)
+        part = saved_part(parameter, config, rank.tensor, split.tp, plan.vocab_rows)
         state_dict[name] = TensorPlaceholder(
             parameter.name, part, parameter.shape, chunk_parameter.dtype
         )

@@ -41,7 +41,7 @@ class StageLayout:
 
 def build_args(
     config: GPTConfig,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
@@ -49,15 +49,15 @@ def build_args(
     tokenizer: Path | None = None,
 ) -> Namespace:
     """Return Megatron's args as plain values. Call `check_supported` first."""
-    tp = division.tp
-    pp = division.pp
-    ep = division.ep
+    tp = split.tp
+    pp = split.pp
+    ep = split.ep
     return Namespace(
         **_size_args(config),
         **_layer_args(config),
         **_position_args(config),
         **_moe_args(config),
-        **plan_stages(config, division).args,
+        **plan_stages(config, split).args,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
@@ -86,7 +86,7 @@ def build_args(
     )
 
 
-def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
+def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
     """Refuse a config that Megatron's arguments cannot express, or an impossible split."""
     for missing_trait in _unsupported_traits(config):
         raise ConfigError(f"Megatron's GPT has {missing_trait}; choose another format with --to")
@@ -94,31 +94,31 @@ def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
         raise ConfigError(
             f"Megatron has no dtype {config.dtype}; choose one of {', '.join(DTYPES)} with --dtype"
         )
-    check_split(config, division.tp, division.pp)
-    check_expert_parallel(config, division.ep)
-    if division.vpp < 1:
+    check_split(config, split.tp, split.pp)
+    check_expert_parallel(config, split.ep)
+    if split.vpp < 1:
         raise ConfigError(
-            f"--vpp {division.vpp}: the number of virtual stages must be at least 1; give --vpp 1"
+            f"--vpp {split.vpp}: the number of virtual stages must be at least 1; give --vpp 1"
         )
-    if division.vpp > 1 and division.pp < 2:
+    if split.vpp > 1 and split.pp < 2:
         raise ConfigError(
-            f"--vpp {division.vpp} with --pp {division.pp}: Megatron's virtual stages need two or "
+            f"--vpp {split.vpp} with --pp {split.pp}: Megatron's virtual stages need two or "
             "more pipeline ranks; give --vpp 1, or a larger --pp"
         )
-    if division.pp * division.vpp > config.num_layers:
+    if split.pp * split.vpp > config.num_layers:
         raise ConfigError(
-            f"pipeline parallel {division.pp} x {division.vpp} virtual stages are more stages than "
+            f"pipeline parallel {split.pp} x {split.vpp} virtual stages are more stages than "
             f"the model has layers ({config.num_layers}); --vpp can be at most "
-            f"{config.num_layers // division.pp}"
+            f"{config.num_layers // split.pp}"
         )
 
 
-def load_notes(config: GPTConfig, division: ParallelSplit, spec: LayerSpec = "te") -> list[str]:
+def load_notes(config: GPTConfig, split: ParallelSplit, spec: LayerSpec = "te") -> list[str]:
     """Return hints for loading the target in Megatron, such as the flags to give."""
-    notes = list(plan_stages(config, division).notes)
-    if config.num_query_groups % division.tp:
+    notes = list(plan_stages(config, split).notes)
+    if config.num_query_groups % split.tp:
         notes.append(
-            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: this needs "
+            f"{config.num_query_groups} query groups on {split.tp} tensor ranks: this needs "
             "Megatron-Core 0.16 or later"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:
@@ -139,13 +139,13 @@ def load_notes(config: GPTConfig, division: ParallelSplit, spec: LayerSpec = "te
     return notes
 
 
-def plan_stages(config: GPTConfig, division: ParallelSplit) -> StageLayout:
+def plan_stages(config: GPTConfig, split: ParallelSplit) -> StageLayout:
     """Distribute the layers over stages and chunks as evenly as possible.
 
     An uneven distribution uses the oldest Megatron arguments that can express it, so that old
     Megatron versions can load the checkpoint too.
     """
-    pp, vpp = division.pp, division.vpp
+    pp, vpp = split.pp, split.vpp
     layers = stage_layers(
         config.num_layers, pp, _first_last_counts(config.num_layers, pp, vpp), vpp
     )

@@ -46,17 +46,17 @@ class _TokenizerBundle:
 
 def plan_layout(
     checkpoint: Checkpoint,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, division)
+    check_supported(config, split)
     tokenizer = _bundle_tokenizer(checkpoint.tokenizer)
     model_section = model_config(
         config,
-        division,
+        split,
         vocabulary_multiple=vocabulary_multiple,
         tokenizer=tokenizer.section,
         tokenizer_vocab_size=tokenizer.vocab_size,
@@ -65,13 +65,13 @@ def plan_layout(
     tar.add_bytes(f"./{CONFIG_FILE}", yaml.safe_dump(model_section).encode())
     for name, content in tokenizer.files.items():
         tar.add_bytes(f"./{name}", content)
-    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
-    for rank, (state_dict,) in rank_state_dicts(checkpoint, division, vocab_rows):
+    vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
+    for rank, (state_dict,) in rank_state_dicts(checkpoint, split, vocab_rows):
         weights = {
             f"{TENSOR_PREFIX}{name}": placeholder for name, placeholder in state_dict.items()
         }
-        tar.add_torch_archive(f"./{_rank_folder(rank, division)}{WEIGHTS_FILE}", weights)
-    layout_notes = (UNTESTED_NOTE, *load_notes(config, division), *tokenizer.notes)
+        tar.add_torch_archive(f"./{_rank_folder(rank, split)}{WEIGHTS_FILE}", weights)
+    layout_notes = (UNTESTED_NOTE, *load_notes(config, split), *tokenizer.notes)
     return Layout(
         FORMAT,
         (tar.finish(NEMO_FILE),),
@@ -81,10 +81,10 @@ def plan_layout(
     )
 
 
-def _rank_folder(rank: RankCoordinates, division: ParallelSplit) -> str:
-    if division.pp > 1:
+def _rank_folder(rank: RankCoordinates, split: ParallelSplit) -> str:
+    if split.pp > 1:
         return f"tp_rank_{rank.tensor:02}_pp_rank_{rank.stage:03}/"
-    return f"mp_rank_{rank.tensor:02}/" if division.tp > 1 else ""
+    return f"mp_rank_{rank.tensor:02}/" if split.tp > 1 else ""
 
 
 def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:

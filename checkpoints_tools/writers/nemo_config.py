@@ -50,28 +50,28 @@ REQUIRED_FIELDS: Mapping[str, Any] = {
 }
 
 
-def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
+def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
     """Refuse a config that NeMo cannot express, or a split that a `.nemo` does not support."""
-    if division.vpp != 1:
+    if split.vpp != 1:
         raise ConfigError(
-            f"--to nemo does not support virtual stages (--vpp {division.vpp}), because the last "
+            f"--to nemo does not support virtual stages (--vpp {split.vpp}), because the last "
             "releases of NeMo 1 do not; remove --vpp, or choose --to megatron-dist"
         )
-    if division.ep != 1:
+    if split.ep != 1:
         raise ConfigError(
-            f"--to nemo does not support expert parallel (--ep {division.ep}): a .nemo has no "
+            f"--to nemo does not support expert parallel (--ep {split.ep}): a .nemo has no "
             "files for expert ranks; remove --ep, or choose --to megatron-dist"
         )
     # Megatron's check must ignore what only Megatron's args cannot express.
     neutral_fields: dict[str, Any] = {"rope_scaling": None}
     if config.gated and config.activation in ("gelu", "gelu_tanh"):
         neutral_fields["activation"] = "silu"
-    check_megatron(config.with_fields(**neutral_fields), division)
+    check_megatron(config.with_fields(**neutral_fields), split)
 
 
 def model_config(
     config: GPTConfig,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     tokenizer: Mapping[str, Any] | None = None,
@@ -88,19 +88,19 @@ def model_config(
         "megatron_legacy": False,
         "transformer_engine": True,
         "precision": PRECISIONS[config.dtype],
-        "tensor_model_parallel_size": division.tp,
-        "pipeline_model_parallel_size": division.pp,
+        "tensor_model_parallel_size": split.tp,
+        "pipeline_model_parallel_size": split.pp,
         "virtual_pipeline_model_parallel_size": None,
         "expert_model_parallel_size": 1,
         "tokenizer": dict(tokenizer or {"library": None, "type": None, "model": None}),
         **REQUIRED_FIELDS,
-        **_vocab_fields(config, division.tp, vocabulary_multiple, tokenizer_vocab_size),
+        **_vocab_fields(config, split.tp, vocabulary_multiple, tokenizer_vocab_size),
         **_size_fields(config),
         **_layer_fields(config),
         **_position_fields(config),
         **(_moe_fields(config) if any(config.moe_layers) else {}),
     }
-    stage_args = plan_stages(config, division).args
+    stage_args = plan_stages(config, split).args
     for end in ("first", "last"):
         count = stage_args[f"decoder_{end}_pipeline_num_layers"]
         if count is not None:
@@ -111,12 +111,12 @@ def model_config(
     return fields
 
 
-def load_notes(config: GPTConfig, division: ParallelSplit) -> list[str]:
+def load_notes(config: GPTConfig, split: ParallelSplit) -> list[str]:
     """Return hints for loading the target in NeMo, such as the required versions."""
     notes = []
-    if config.num_query_groups % division.tp:
+    if config.num_query_groups % split.tp:
         notes.append(
-            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: this needs "
+            f"{config.num_query_groups} query groups on {split.tp} tensor ranks: this needs "
             "Megatron-Core 0.16 or later, and NeMo 1 was released with older ones"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:

@@ -25,7 +25,7 @@ class ConversionOptions:
     tokenizer: Path | None = None  # None: the source's tokenizer.
     prove: bool = False  # Whether to store a proof (reference logits) in the target.
     # Options of the writer.
-    division: ParallelSplit = UNSPLIT
+    split: ParallelSplit = UNSPLIT
     vocabulary_multiple: int | None = None
     spec: str | None = None
     family: str | None = None
@@ -36,7 +36,7 @@ def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     writer, supported_options = WRITERS[conversion.target_format]
     options_by_name = {
-        "division": None if conversion.division == UNSPLIT else conversion.division,
+        "split": None if conversion.split == UNSPLIT else conversion.split,
         "vocabulary_multiple": conversion.vocabulary_multiple,
         "spec": conversion.spec,
         "family": conversion.family,
@@ -59,7 +59,7 @@ def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout
 
 # Descriptions of the writers' options, as the end of the error "--to FORMAT has no ...".
 OPTION_FLAGS = {
-    "division": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
+    "split": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
     "vocabulary_multiple": "vocabulary padding (--make-vocab-size-divisible-by)",
     "spec": "layer specs (--megatron-spec)",
     "family": "model families (--family)",
@@ -78,19 +78,19 @@ def _plan_native(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
 def _plan_megatron(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     from checkpoints_tools.writers.megatron import plan_layout
 
-    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+    return plan_layout(checkpoint, **{"split": UNSPLIT, **options})
 
 
 def _plan_torch_dist(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     from checkpoints_tools.writers.torch_dist import plan_layout
 
-    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+    return plan_layout(checkpoint, **{"split": UNSPLIT, **options})
 
 
 def _plan_nemo(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     from checkpoints_tools.writers.nemo import plan_layout
 
-    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+    return plan_layout(checkpoint, **{"split": UNSPLIT, **options})
 
 
 def _plan_huggingface(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
@@ -99,11 +99,11 @@ def _plan_huggingface(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     return plan_layout(checkpoint, **options)
 
 
-MEGATRON_OPTIONS = ("division", "vocabulary_multiple", "spec")
+MEGATRON_OPTIONS = ("split", "vocabulary_multiple", "spec")
 WRITERS: Mapping[str, tuple[Callable[[Checkpoint, WriterOptions], Layout], tuple[str, ...]]] = {
     "native": (_plan_native, ("shard_bytes_max",)),
     "megatron": (_plan_megatron, MEGATRON_OPTIONS),
     "megatron-dist": (_plan_torch_dist, MEGATRON_OPTIONS),
-    "nemo": (_plan_nemo, ("division", "vocabulary_multiple")),
+    "nemo": (_plan_nemo, ("split", "vocabulary_multiple")),
     "hf": (_plan_huggingface, ("family", "shard_bytes_max")),
 }

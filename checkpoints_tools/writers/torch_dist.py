@@ -83,7 +83,7 @@ LAYER_TENSOR_NAME = re.compile(
 
 def plan_layout(
     checkpoint: Checkpoint,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
@@ -91,10 +91,10 @@ def plan_layout(
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, division)
+    check_supported(config, split)
     args = build_args(
         config,
-        division,
+        split,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
         ckpt_format="torch_dist",
@@ -120,7 +120,7 @@ def plan_layout(
     index.add_objects(
         (keys.extra_state_key(module) for module in _modules_with_extra_state(table, spec)), [None]
     )
-    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     placeholders = {
         name: _make_placeholder(checkpoint, parameter, vocab_rows)
         for name, parameter in table.items()
@@ -139,7 +139,7 @@ def plan_layout(
         literal_file(f"{ITERATION_FOLDER}/{BACKEND_FILE}", json.dumps(BACKEND_METADATA).encode()),
         literal_file(TRACKER_FILE, b"release"),
     )
-    layout_notes = [*load_notes(config, division, spec), *_spec_notes(config, spec)]
+    layout_notes = [*load_notes(config, split, spec), *_spec_notes(config, spec)]
     return Layout(
         "torch_dist",
         tuple(files),

@@ -37,9 +37,7 @@ from ptuning.run.training_loop import TrainingLoop, load_trainer
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 # The checkpoint has the layout that a training cluster writes: the files of four ranks, with a
 # padded vocabulary. Only the bf16 model is published, so its digest is computed from bf16 weights.
-SPLIT = ConversionOptions(
-    "megatron", dtype="bfloat16", division=ParallelSplit(tp=2, pp=2), prove=True
-)
+SPLIT = ConversionOptions("megatron", dtype="bfloat16", split=ParallelSplit(tp=2, pp=2), prove=True)
 CONFIG = GPTConfig(
     num_layers=4,
     hidden_size=128,
