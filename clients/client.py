@@ -123,7 +123,7 @@ class Client:
     def stream(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Generator[Piece, None, None]:
-        """Yield pieces of completions as they arrive; `close` of the generator cancels the call."""
+        """Yield pieces of completions as they arrive; `close` the generator to cancel the call."""
         message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         has_started = False

@@ -389,9 +389,9 @@ def _parse_prompt(path: Path, number: int, line: str) -> DatasetPrompt:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest of `values` such that at least `fraction` of all values are <= it.
+    """Return the nearest-rank percentile, or NaN without values.
 
-    This is the nearest-rank percentile, without interpolation. Without values, it is NaN.
+    This is the smallest value v such that at least `fraction` of all values are <= v.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan

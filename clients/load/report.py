@@ -152,24 +152,24 @@ class LoadReport:
 
     def text_lines(self) -> list[str]:
         lines = [
-            f"requests          {self.ok:,} of {self.sent:,} ended well, in {self.seconds:.2f} s",
+            f"requests          {self.ok:,} of {self.sent:,} succeeded in {self.seconds:.2f} s",
             f"requests/s        {self.requests_per_s:.2f}",
             f"tokens/s          {self.tokens_per_s:,.1f}  ({self.tokens:,} new tokens, "
-            f"{self.tokens_per_message:.2f} in a message)",
+            f"{self.tokens_per_message:.2f} per message)",
         ]
         if self.goodput_per_s is not None:
-            lines.append(f"goodput           {self.goodput_per_s:.2f} requests/s keep the SLO")
+            lines.append(f"goodput           {self.goodput_per_s:.2f} requests/s within the SLO")
         lines += [f"errors            {count:,} x {name}" for name, count in self.errors.items()]
         header = "".join(f"{column:>10}" for column in ("mean", "p50", "p90", "p95", "p99", "max"))
-        lines.append(f"{'ms':18}{header}{'of':>10}")
+        lines.append(f"{'ms':18}{header}{'count':>10}")
         spreads = (
             ("first token", self.ttft_ms),
             ("message gap", self.gap_ms),
             ("inter-token", self.itl_ms),
             ("per request", self.tpot_ms),
             ("end to end", self.e2e_ms),
-            ("ended badly", self.refused_ms),
-            ("sent late by", self.late_ms),
+            ("failed calls", self.refused_ms),
+            ("start delay", self.late_ms),
         )
         for name, summary in spreads:
             if summary is not None:
