@@ -1,7 +1,7 @@
 """The `preamble` command: passes the command line to the package that implements the subcommand.
 
 A package is imported only when its subcommand runs, so that help and usage errors are fast. Each
-package reports its own errors. Exit codes: 0 done, 1 failed, 2 misused, 130 interrupted.
+package reports its own errors. Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted.
 """
 
 import difflib
@@ -24,12 +24,12 @@ class Command:
 COMMANDS = {
     "serve": Command("serving", "serve a model and its adapters over gRPC"),
     "generate": Command(
-        "serving", "complete one prompt, locally or (--server) on a running server"
+        "serving", "complete one prompt, in this process or (--server) on a running server"
     ),
-    "tune": Command("ptuning", "learn an adapter for a frozen model"),
+    "tune": Command("ptuning", "train an adapter for a frozen model"),
     "plan": Command("planning", "find a configuration that fits, and estimate its speed and cost"),
     "adapters": Command("clients", "manage a server's adapters; check, import and export files"),
-    "bench": Command("clients", "put load on a running server and report latencies"),
+    "bench": Command("clients", "run a load against a server, and report latency and throughput"),
     "convert": Command("checkpoints_tools", "write a checkpoint in another format or split"),
     "inspect": Command("checkpoints_tools", "describe a checkpoint and report problems"),
     "verify": Command("checkpoints_tools", "compare two checkpoints: are they the same model?"),
@@ -72,7 +72,10 @@ def _help_text() -> str:
 
 
 def _command_package(arguments: list[str]) -> str:
-    """The package of the command; a client of a running server does not import `serving`."""
+    """Return the package that implements the command.
+
+    `generate --server` is in `clients`, so that a client does not import `serving`.
+    """
     uses_server = any(
         argument == "--server" or argument.startswith("--server=") for argument in arguments
     )
@@ -89,7 +92,7 @@ def _run_command(package: str, arguments: list[str]) -> int:
         return 1
 
     if sys.stdout is None:  # File descriptor 1 is closed.
-        return fail("is closed, and the result goes there; redirect it to a file or to /dev/null")
+        return fail("is closed, but the command writes to it; redirect it to a file or /dev/null")
     if sys.stdout is sys.__stdout__:
         sys.stdout = _guard_stdout(sys.__stdout__)
     try:
@@ -100,10 +103,10 @@ def _run_command(package: str, arguments: list[str]) -> int:
         print(f"\npreamble {arguments[0]}: interrupted", file=sys.stderr)
         return 130
     except _StdoutError as error:
-        # Python would flush again at exit, and report an error.
+        # Python flushes stdout at exit, which would fail again, so stdout is redirected.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
-            return 1  # The reader of the pipe has exited, as `head` does.
+            return 1  # The process that reads the pipe has exited, as `head` does.
         return fail(f"cannot be written ({error.strerror}); redirect it to a disk with space")
 
 
@@ -120,7 +123,7 @@ class _StdoutFile(io.FileIO):
 
 
 def _guard_stdout(stdout: TextIO) -> TextIO:
-    """`stdout` with errors raised as `_StdoutError`, and `?` for characters it cannot encode."""
+    """Wrap `stdout`: errors raise `_StdoutError`, and unencodable characters become `?`."""
     assert isinstance(stdout, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(_StdoutFile(stdout.fileno(), "w", closefd=False)),

@@ -1,7 +1,7 @@
-"""Commands `preamble convert`, `inspect`, `verify` and `adapters check`, `import`, `export`.
+"""Commands `preamble convert`, `inspect`, `verify` and `adapters check|import|export`.
 
-`convert` makes a conversion plan from its flags, prints the plan, and executes it unless
-`--dry-run` is given. Results are printed to stdout, messages and progress to stderr.
+`convert` makes a conversion plan from its flags and prints the plan; without `--dry-run` it then
+executes the plan. Results are printed to stdout, messages and progress to stderr.
 """
 
 import signal
@@ -23,7 +23,7 @@ from gpt.errors import PreambleError
 if TYPE_CHECKING:
     from checkpoints_tools.conversion.convert import ConversionPlan, ConversionResult
 
-FILES_SHOWN_MAX = 24
+FILES_SHOWN_MAX = 24  # Limit of the files that a printed plan lists.
 PROGRESS_LINE_SECONDS = 5.0  # Interval between progress lines if stderr is not a terminal.
 
 
@@ -77,7 +77,7 @@ def _convert(argv: list[str]) -> int:
         dtype=flags.dtype,
         tokenizer=Path(flags.tokenizer).expanduser() if flags.tokenizer else None,
         prove=flags.prove,
-        division=ParallelSplit(flags.tp, flags.pp, flags.vpp, flags.ep),
+        split=ParallelSplit(flags.tp, flags.pp, flags.vpp, flags.ep),
         vocabulary_multiple=flags.make_vocab_size_divisible_by,
         spec=flags.megatron_spec,
         family=flags.family,
@@ -144,7 +144,10 @@ def _describe_plan(plan: "ConversionPlan") -> Iterator[str]:
     if len(layout.files) > FILES_SHOWN_MAX:
         yield f"  and {len(layout.files) - FILES_SHOWN_MAX} more files"
     if layout.padded_vocab_size not in (None, config.vocab_size):
-        yield f"  {config.vocab_size:,} tokens, padded to {layout.padded_vocab_size:,} rows"
+        yield (
+            f"  vocabulary of {config.vocab_size:,} tokens, padded to "
+            f"{layout.padded_vocab_size:,} rows"
+        )
     for note in (*plan.source.notes, *layout.notes):
         yield f"note: {note}"
 
@@ -172,7 +175,7 @@ def _print_conversion(plan: "ConversionPlan", result: "ConversionResult", second
 def _progress_bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr: a bar on a terminal, else a line every PROGRESS_LINE_SECONDS.
 
-    While the display is open, SIGTERM raises KeyboardInterrupt, so that cleanup code runs.
+    Until the progress display ends, SIGTERM raises KeyboardInterrupt, so that cleanup code runs.
     """
     from rich import progress
     from rich.console import Console

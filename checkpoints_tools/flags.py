@@ -1,7 +1,8 @@
 """Command-line flags of `preamble convert`, `inspect` and `verify`.
 
-`preamble adapters` takes from here the flags for config fields that are missing in a checkpoint's
-files; `preamble serve` has the same flags. The module does not import torch, so `--help` is fast.
+`add_source_flags` declares the flags for config fields that a checkpoint's files lack;
+`preamble adapters check|import|export` also uses it, and `preamble serve` has the same flags. The
+module does not import torch, so `--help` is fast.
 """
 
 import argparse
@@ -15,7 +16,7 @@ FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # With more than 8 threads the disk is the bottleneck.
 DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
-WORKERS_HELP = f"worker threads (default: one per CPU, at most 8; here {DEFAULT_WORKERS})"
+WORKERS_HELP = f"worker threads (default: {DEFAULT_WORKERS} here: one per CPU, at most 8)"
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,18 +29,20 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config-json",
         metavar="FILE",
-        help="JSON object of config fields that the checkpoint lacks or records wrongly",
+        help="file with a JSON object of config fields that the checkpoint lacks or records "
+        "wrongly",
     )
 
 
 def convert_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble convert",
-        description="Convert a checkpoint of any format and parallel split into another. Memory "
-        "use does not grow with the model. The target appears only when it is complete on disk.",
+        description="Convert a checkpoint to another format or parallel split. Weights are read "
+        "in blocks, so the model need not fit in memory. The target appears only when it is "
+        "complete on disk.",
     )
     add = parser.add_argument
-    add("source", help="checkpoint to convert, as the training cluster wrote it")
+    add("source", help="checkpoint to convert: a file or directory of any format")
     add("target", help="new directory, or for --to nemo a new .nemo file")
     add(
         "--to",
@@ -80,13 +83,13 @@ def convert_parser() -> argparse.ArgumentParser:
         "--make-vocab-size-divisible-by",
         metavar="N",
         type=positive_int,
-        help="pad the vocabulary to a multiple of N times --tp (default: 128)",
+        help="pad the vocabulary to a multiple of N times --tp (default N: 128)",
     )
     add(
         "--megatron-spec",
         choices=("te", "local"),
-        help="layer spec of Megatron-Core whose tensor names are used: Transformer Engine or local "
-        "(default: te)",
+        help="layer spec of Megatron-Core that the tensor names follow: te (Transformer Engine) or "
+        "local (default: te)",
     )
     add(
         "--family",
@@ -98,14 +101,18 @@ def convert_parser() -> argparse.ArgumentParser:
         "--shard-gb",
         metavar="X",
         type=positive_float,
-        help="largest size of one weight file in GB (default: 4.3, for hf 5); a larger tensor has "
-        "its own file",
+        help="maximum size of a weight file in GB, for --to native (default: 4.3) or hf (default: "
+        "5); a larger tensor gets a file of its own",
     )
     add("--tokenizer", metavar="PATH", help="tokenizer file or directory (default: the source's)")
     add_source_flags(parser)
-    add("--dry-run", action="store_true", help="print the plan and exit")
+    add("--dry-run", action="store_true", help="print the plan, check the target, write nothing")
     add("--resume", action="store_true", help="continue an interrupted run")
-    add("--refuse-nan", action="store_true", help="fail if a weight is NaN or infinite")
+    add(
+        "--refuse-nan",
+        action="store_true",
+        help="fail if a weight is NaN or infinite, or overflows in the target's dtype",
+    )
     add(
         "--prove",
         action="store_true",
@@ -118,7 +125,7 @@ def convert_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=positive_int,
         default=1024,
-        help="memory for tensors that must be read completely, such as transposed tensors "
+        help="memory in MiB for tensors that must be read completely, such as transposed tensors "
         "(default: 1024)",
     )
     return parser
@@ -131,7 +138,7 @@ def inspect_parser() -> argparse.ArgumentParser:
         "memory needed to serve it, and problems. Without --deep, only headers, small files and a "
         "few rows of the weights are read.",
     )
-    parser.add_argument("source", help="checkpoint to inspect, as the training cluster wrote it")
+    parser.add_argument("source", help="checkpoint to inspect: a file or directory of any format")
     add_source_flags(parser)
     _add_report_flags(parser)
     return parser
@@ -141,8 +148,8 @@ def verify_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble verify",
         description="Compare two checkpoints of any format and parallel split bit by bit, or "
-        "compare one checkpoint with the checksums in its manifest. Exit status: 0 if no "
-        "difference and no fault was found, else 1.",
+        "compare one checkpoint with the checksums in its manifest. Exit status: 1 if there is a "
+        "difference, a fault or a failed proof, else 0.",
     )
     parser.add_argument("a", metavar="A", help="checkpoint to verify")
     parser.add_argument(
@@ -179,7 +186,7 @@ def positive_int(text: str) -> int:
     """Parse an integer of at least 1, for argparse."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is less than 1; give at least 1")
     return number
 
 
@@ -192,5 +199,5 @@ def positive_float(text: str) -> float:
 
 
 def source_overrides(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the GPTConfig fields that the flags of `add_source_flags` set, by name."""
+    """Return the GPTConfig fields, by name, that the flags of `add_source_flags` set."""
     return read_overrides(flags.config_json, flags.true_vocab_size)

@@ -1,7 +1,7 @@
 """Python clients of a Preamble server: sync and asyncio clients, commands and load generator.
 
-The public names are imported on first use, so that importing a module of this package that needs no
-gRPC does not load gRPC.
+The public names are imported at first use, so a module of this package that does not need gRPC can
+be imported without gRPC.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
 """Command line of the clients: `preamble generate --server`, `adapters` and `bench`.
 
-`generate` converts its flags to `Options` and makes one call. It streams one completion to stdout,
-or prints several; clients/cli/generate.py has its flags and its output. `adapters` and `bench` are
-other modules of `clients.cli`. The commands need neither torch nor a checkpoint, so they start
-quickly and can be installed on a machine without a model.
+`generate` converts its flags to `Options` and makes one call; `clients.cli.generate` declares the
+flags and writes the output. `clients.cli.adapters` and `clients.cli.bench` implement the other two
+commands. The commands need neither torch nor a checkpoint, so they start quickly and run on a
+machine without a model.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from clients.client import CallError, Client, Guide, Options, Prompt
 
 
 def main(argv: list[str]) -> int:
-    """Run a command; `argv` begins with the command's name. Returns the exit code."""
+    """Run the command named by `argv[0]`, and return the exit code."""
     if argv and argv[0] == "adapters":
         return adapters_command(argv[1:])
     if argv and argv[0] == "bench":
@@ -108,7 +108,8 @@ def _run_command() -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of stdout is gone. Without this, Python would flush stdout at exit, and fail.
+        # The process that reads stdout has exited. Python flushes stdout at exit, which would fail,
+        # so stdout is redirected.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

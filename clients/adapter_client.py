@@ -1,7 +1,7 @@
 """Adapter client: show, upload, load, unload, promote and roll back a server's adapters.
 
-The calls use the timeout, token and retries of a `Client`; a refused call raises a `CallError`. A
-file is uploaded in chunks, and becomes an adapter after the server has checked the file.
+The calls use the timeout, token and retries of a `Client`; a failed call raises a `CallError`. A
+file is uploaded in chunks. The server checks the file before it adds the adapter.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class AdapterCalls:
         self._stub = adapters_pb2_grpc.AdapterServiceStub(client.channel)
 
     def show(self, name: str) -> pb.Adapter:
-        """Get an adapter: `name` (the current version) or `name@version`."""
+        """Return the adapter `name` (its current version) or `name@version`."""
         return self._call_for_adapter(self._stub.GetAdapter, pb.GetAdapterRequest(name=name))
 
     def load(self, name: str) -> pb.Adapter:
@@ -38,28 +38,28 @@ class AdapterCalls:
         self._client.call(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     def promote(self, name: str) -> pb.Adapter:
-        """Make `name@version` the current version of its name."""
+        """Make `name@version` the current version, and return the adapter."""
         return self._call_for_adapter(
             self._stub.PromoteAdapter, pb.PromoteAdapterRequest(name=name)
         )
 
     def rollback(self, name: str) -> pb.Adapter:
-        """Undo the last promotion of `name`."""
+        """Undo the last promotion of `name`, and return the adapter that is current again."""
         return self._call_for_adapter(
             self._stub.RollbackAdapter, pb.RollbackAdapterRequest(name=name)
         )
 
     def upload(self, name: str, file: Path) -> pb.Adapter:
-        """Upload a file as the next version of `name`, or as `name@version`.
+        """Upload a file as the next version of `name`, or as `name@version`; return the adapter.
 
         Raises OSError if the file cannot be opened.
         """
-        # Checked first, because an error during the call would look like a lost connection.
+        # Open the file before the call: gRPC reports an error of the request stream as a lost call.
         with open(file, "rb"):
             pass
 
         def send_file(message: object, **call_options: Any) -> Any:
-            # Each attempt sends the whole file again.
+            # Each attempt of the call sends the whole file.
             return self._stub.UploadAdapter(_upload_requests(name, file), **call_options)
 
         return self._call_for_adapter(send_file, None)

@@ -1,7 +1,7 @@
 """AsyncClient: the asyncio client, with the same methods as `clients.client.Client`.
 
-Arguments, responses, retries and errors are the same as in `Client`. A client belongs to one event
-loop; its calls can run concurrently.
+Arguments, return values, retries and errors are those of `Client`. An AsyncClient belongs to one
+event loop; its calls can run concurrently.
 """
 
 import asyncio
@@ -80,14 +80,14 @@ class AsyncClient:
     async def completions(
         self, prompt: Prompt, options: Options, timeout_s: float | None = None
     ) -> list[Completion]:
-        """Return all completions, ordered by adapter."""
+        """Return all completions, grouped by adapter in the order of `options.adapters`."""
         message = fill_request(pb.GenerateRequest(), prompt, options)
         return read_completions(await self.call(self._generation.Generate, message, timeout_s))
 
     async def stream(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """Yield pieces as they arrive. To cancel the call early, `aclose` the generator."""
+        """Yield pieces of completions as they arrive; `aclose` the generator to cancel the call."""
         message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         has_started = False
@@ -104,7 +104,7 @@ class AsyncClient:
                 failure = read_call_error(error)
             finally:
                 call.cancel()
-            if has_started:  # A retry would repeat pieces that the caller has received.
+            if has_started:  # A retry would yield the same pieces again.
                 raise failure
             await asyncio.sleep(attempts.next_wait_s(failure))
 
@@ -117,7 +117,10 @@ class AsyncClient:
         logprobs: int = 0,
         timeout_s: float | None = None,
     ) -> Scores:
-        """Return the log-probability of each continuation, or of the prompt if none is given."""
+        """Score each continuation of the prompt, or without continuations the prompt itself.
+
+        `logprobs` is the number of most likely tokens that are returned for each token.
+        """
         message = build_score_request(prompt, continuations, adapter, logprobs)
         return read_scores(await self.call(self._generation.Score, message, timeout_s))
 

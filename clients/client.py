@@ -1,8 +1,8 @@
 """Client: synchronous Python gRPC client of a Preamble server, with deadlines and retries.
 
-Arguments and results are typed Python values. Every call has a deadline, and is retried if the
-server's error permits a retry. A failed call raises a `CallError`. The client imports the protos,
-but no other code of the server; `clients.async_client` has the same methods for asyncio.
+Arguments and return values are typed Python objects. Every call has a deadline, and is retried if
+the server's error permits a retry. A failed call raises a `CallError`. The client imports the
+protos, but no code of the server. `clients.async_client` has the same methods for asyncio.
 """
 
 import time
@@ -73,15 +73,15 @@ __all__ = [
     "Usage",
 ]
 
-PAGE_SIZE = 1000
+PAGE_SIZE = 1000  # Adapters per page; the server's maximum.
 
 
 class Client:
     """Synchronous client of the server at `address` (HOST:PORT). Close it, or use it in a `with`.
 
-    `timeout_s` limits each call, including its retries, and each stream as a whole; `generate`,
-    `completions`, `stream`, `score` and `call` accept another value. `token` is sent as a bearer
-    token; with `tls` the channel is encrypted.
+    `timeout_s` limits each call, including its retries, and each stream as a whole. The methods
+    `generate`, `completions`, `stream`, `score` and `call` have an argument that overrides it for
+    one call. `token` is sent as a bearer token; with `tls` the channel is encrypted.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class Client:
     def completions(
         self, prompt: Prompt, options: Options, timeout_s: float | None = None
     ) -> list[Completion]:
-        """Return all completions, ordered by adapter."""
+        """Return all completions, grouped by adapter in the order of `options.adapters`."""
         message = fill_request(pb.GenerateRequest(), prompt, options)
         return read_completions(self.call(self._generation.Generate, message, timeout_s))
 
     def stream(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Generator[Piece, None, None]:
-        """Yield pieces as they arrive. To cancel the call early, close the generator."""
+        """Yield pieces of completions as they arrive; `close` the generator to cancel the call."""
         message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         has_started = False
@@ -140,7 +140,7 @@ class Client:
                 failure = read_call_error(error)
             finally:
                 call.cancel()
-            if has_started:  # A retry would repeat pieces that the caller has received.
+            if has_started:  # A retry would yield the same pieces again.
                 raise failure
             time.sleep(attempts.next_wait_s(failure))
 
@@ -153,7 +153,10 @@ class Client:
         logprobs: int = 0,
         timeout_s: float | None = None,
     ) -> Scores:
-        """Return the log-probability of each continuation, or of the prompt if none is given."""
+        """Score each continuation of the prompt, or without continuations the prompt itself.
+
+        `logprobs` is the number of most likely tokens that are returned for each token.
+        """
         message = build_score_request(prompt, continuations, adapter, logprobs)
         return read_scores(self.call(self._generation.Score, message, timeout_s))
 

@@ -1,6 +1,6 @@
 """Client options: builds gRPC requests from a prompt and the options of its completion.
 
-Both clients use this module. An unset option (see `Options`) is not sent, and the server's default
+Both clients use this module. An unset option (see `Options`) is not sent, so the server's default
 applies. The server validates values; this module does not repeat the server's checks.
 """
 
@@ -51,7 +51,7 @@ class Beams:
 class Options:
     """Options of a completion.
 
-    A field with its default value here is unset: the server's default applies.
+    A field that has its default value is unset, so the server's default applies.
     """
 
     adapter: str = ""  # `name` or `name@version`.
@@ -71,22 +71,22 @@ class Options:
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     no_repeat_ngram_size: int = 0
-    # (start, factor): n tokens after `start`, |logit| * (factor**n - 1) is added to the logit of
+    # (start, factor): at n tokens after `start`, |logit| * (factor**n - 1) is added to the logit of
     # each stop token.
     length_decay: tuple[int, float] | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    stop_in_text: bool = False
+    stop_in_text: bool = False  # Include the stop string in the text.
     ignore_ends: bool = False  # Do not stop at the model's end tokens.
     guide: Guide | None = None
     beams: Beams | None = None
     logprobs: int | None = None  # Alternatives per token; 0: only the token's own log-probability.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # The same for the tokens of the prompt.
     service_class: ServiceClass | None = None
     priority: int = 0
-    truncate_prompt_tokens: int = 0  # Keep only this many tokens at the end of the prompt.
-    time_limit_ms: int = 0  # After this time, return the unfinished completions.
+    truncate_prompt_tokens: int = 0  # Keep the last tokens of the prompt, at most this number.
+    time_limit_ms: int = 0  # After this time, return the completions as they are. 0: no limit.
 
 
 DEFAULT_OPTIONS = Options()
@@ -115,9 +115,9 @@ _SAMPLING_FIELDS = (
 
 
 def fill_request(message: M, prompt: Prompt, options: Options) -> M:
-    """Set the fields of a request message.
+    """Set the fields of a request message, and return the message.
 
-    A value of the wrong type raises a CallError like the server's for an invalid field.
+    A value of the wrong type raises the CallError that the server returns for an invalid field.
     """
     try:
         _set_options(message, options)

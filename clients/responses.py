@@ -1,6 +1,6 @@
 """Client responses: converts gRPC messages to completions, stream pieces, scores and usage.
 
-Both clients use this module. Enum values become strings; an unset optional field becomes None.
+Both clients use this module. Enum values become strings, and unset optional fields become None.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ class TokenScore:
     logprob: float | None  # None for a prompt's first token and for virtual tokens.
     rank: int  # 1: the most likely token. 0: unknown.
     tops: list[tuple[int, float]]  # Most likely tokens: (id, logprob), best first.
-    virtual: bool = False
+    virtual: bool = False  # Whether the token is a virtual token of the adapter.
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a streamed completion. The last part has usage and finish reason, or a failure."""
+    """A part of a streamed completion.
+
+    The last piece of a completion has `usage`, and `finish_reason` or `failure`.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
     usage: Usage | None
-    index: int  # Index of the completion to which this piece belongs.
+    index: int  # Index of the completion that this piece belongs to.
     seed: int  # Set in a completion's first piece, else 0.
     adapter: str  # Set in a completion's first piece, else empty.
     stop: str | int | None
@@ -88,7 +91,7 @@ class Piece:
 class TextScore:
     """The score of a continuation or a prompt."""
 
-    logprob: float  # Sum of the log-probabilities of its tokens.
+    logprob: float  # Sum of the log-probabilities of the text's tokens.
     greedy: bool  # Whether each token was the most likely token at its position.
     tokens: list[TokenScore]
 

@@ -1,7 +1,7 @@
 """Client transport: gRPC channel options, TLS, call errors and retries with backoff.
 
-Both clients use this module. An error of the server states whether and when the call may be retried
-(RetryInfo, `grpc-retry-pushback-ms`). A call that fails without such a statement is not retried.
+Both clients use this module. The server's error can allow a retry after a wait (RetryInfo,
+`grpc-retry-pushback-ms`). A call is retried only if its error does.
 """
 
 import random
@@ -24,11 +24,10 @@ BACKOFF_FACTOR, BACKOFF_JITTER = 2.0, 0.25
 class CallError(Exception):
     """A failed call.
 
-    `code` is the name of the gRPC status code. `reason` is the server's own error code, on which
-    programs can branch (docs/operations.md lists all codes); it is empty if no Preamble server
-    answered. `field` is the request field that caused the error. `retry_s` is the server's
-    suggested wait before the first retry. None: the server suggested no retry, so the call is not
-    retried.
+    `code` is the name of the gRPC status code. `reason` is the server's own error code (listed in
+    docs/operations.md); it is empty if no Preamble server answered. `field` is the request field
+    that caused the error. `retry_s` is the wait before the first retry, in seconds, as the server
+    suggests; None: no retry is allowed.
     """
 
     def __init__(
@@ -48,10 +47,10 @@ class CallError(Exception):
 
 @dataclass(frozen=True)
 class Retries:
-    """Limits of a client's retries. Retries also end at the call's timeout."""
+    """Limits of a client's retries. The call's timeout limits them too."""
 
-    attempts_max: int = 4  # 1: no retries.
-    wait_s_max: float = 30.0  # If the next wait would be longer, the call fails.
+    attempts_max: int = 4  # Includes the first attempt; 1: no retries.
+    wait_s_max: float = 30.0  # If the wait before a retry would be longer, the call fails.
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Attempts:
         return max(0.0, self._deadline - time.monotonic())
 
     def next_wait_s(self, error: CallError) -> float:
-        """Return the wait before the next attempt, in seconds, or raise `error` if it is final."""
+        """Return the wait before the next attempt, in seconds, or raise `error` without a retry."""
         self._failures += 1
         if error.retry_s is None or self._failures >= self._retries.attempts_max:
             raise error
@@ -128,11 +127,14 @@ def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def read_call_error(error: Any) -> CallError:
-    """Convert a grpc or grpc.aio error, which share methods but no base class, to a CallError."""
+    """Convert an error of grpc or grpc.aio to a CallError.
+
+    Both kinds of error have the same methods, but no common base class with these methods.
+    """
     code = error.code()
     if code is grpc.StatusCode.CANCELLED:
-        # This is not a cancellation by this client: those never reach this function. The server's
-        # gRPC library cancels calls that arrive while the server stops.
+        # A cancellation by this client does not reach this function. This error comes from the
+        # server's gRPC library, which cancels calls that arrive while the server stops.
         return CallError("UNAVAILABLE", "the server has stopped; try again, or try another server")
     reason = ""
     field = ""
@@ -152,7 +154,7 @@ def _read_error_details(details: Any) -> tuple[str, str, float | None]:
     try:
         status = Status.FromString(details)
     except DecodeError:
-        return "", "", None  # Not google.rpc details; a proxy may send others.
+        return "", "", None  # A proxy may send details of another type.
     reason = ""
     field = ""
     retry_s = None

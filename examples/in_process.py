@@ -1,7 +1,9 @@
 """The in-process engine: batch generation without a server and without asyncio.
 
-`python -m examples.in_process [CHECKPOINT]` loads the demo model or another checkpoint, completes a
-list of prompts in one batch, samples several completions of one prompt, and scores the prompt.
+    python -m examples.in_process [CHECKPOINT]
+
+The example loads a checkpoint (default: the demo model), completes a list of prompts in one batch,
+samples several completions of one prompt, and scores the prompt.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Compiles the protos into Python stubs next to them. `make protos` and the wheel build run it.
+"""Proto compiler script: writes Python stubs beside the protos, for `make protos` and the wheel.
 
-The protos are compiled under their canonical names (`preamble/v1/x.proto`), which descriptors
-have in every language and in server reflection. Python's module `preamble` is the command, so the
-imports that protoc generates are rewritten to `protos.preamble.v1`. Protos of other APIs
-(protos/foreign) become descriptor sets, not stubs.
+The protos are compiled under their canonical names (`preamble/v1/x.proto`), which descriptors have
+in every language and in server reflection. But Python's module `preamble` is the command, so the
+script rewrites the imports that protoc generates to `protos.preamble.v1`. Protos of other APIs
+(protos/foreign) are compiled to descriptor sets (.binpb) instead of stubs.
 """
 
 import re
@@ -20,7 +20,7 @@ IMPORT = re.compile(r"^from preamble\.v1 import", re.MULTILINE)
 
 
 def main() -> int:
-    """Replaces all stubs; returns 0, or protoc's exit code after protoc has printed its errors."""
+    """Replace all stubs; return 0, or the exit code of protoc, which prints its own errors."""
     for stub in STUBS.glob("*_pb2*"):
         stub.unlink()
     options = [f"-I{PROTOS}", f"-I{files('grpc_tools') / '_proto'}"]

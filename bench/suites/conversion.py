@@ -86,7 +86,7 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="bench-", dir=disk) as name:
         folder = Path(name)
         source, config = folder / "source", model_config(layers)
-        options = ConversionOptions(target_format="megatron", division=ParallelSplit(tp=4, pp=2))
+        options = ConversionOptions(target_format="megatron", split=ParallelSplit(tp=4, pp=2))
         convert(plan(random_source(config), source, options))
         size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
         largest = max(

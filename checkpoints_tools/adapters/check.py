@@ -1,9 +1,9 @@
 """`preamble adapters check`: validates adapter files, alone or against their base model.
 
-It reads and checks files exactly as the server does, but before they are uploaded. With a base
-model it also replays the golden examples (recorded outputs of an adapter), which shows whether
-resharding, an upgrade or another dtype changed the adapter's results. A property that cannot be
-checked becomes a note.
+The command checks a file before it is uploaded, with the functions that the server uses
+(`open_adapter`, `check_adapter`). With --model it also replays the golden examples (recorded
+outputs of an adapter), which shows whether resharding, an upgrade or another dtype changed the
+adapter's outputs. If a property cannot be checked, a note says so.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from gpt.model.loading import load_model, parse_device
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 
-# Formats of other programs that can be read, for help texts.
+# Adapter formats of other programs that Preamble reads; a part of help texts.
 FOREIGN_FORMATS = "a PEFT directory, a TGIS decoder.pt, a NeMo prompt-learning .nemo"
 
 
 def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters check",
-        description="Check whether adapter files are usable. For one file, and with --json, also "
-        "print the adapter's metadata. With --model, replay the golden examples (recorded "
-        "outputs) of each adapter. Exit status 1: a file is unusable, or the output of an example "
-        "differs.",
+        description="Check whether adapter files are usable. With one FILE or with --json, also "
+        "print the metadata of each adapter. With --model, replay the golden examples (recorded "
+        "outputs) of each adapter. Exit status: 1 if a file is unusable or the output of a golden "
+        "example differs, else 0.",
     )
     add = parser.add_argument
     add(
@@ -44,29 +44,33 @@ def check_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         nargs="+",
-        help=f"{FOREIGN_FORMATS}, or Preamble's .safetensors file",
+        help=f"adapter: {FOREIGN_FORMATS}, or Preamble's .safetensors file",
     )
     add_model_flags(parser, "base checkpoint that the adapters must match")
     add("--dtype", choices=DTYPES, help="compute dtype of the model (default: as stored)")
-    add("--device", default="cpu", help="device for golden examples: cpu or cuda (default: cpu)")
+    add(
+        "--device",
+        default="cpu",
+        help="cpu or cuda, to replay golden examples (default: cpu)",
+    )
     add(
         "--tolerance",
         metavar="X",
         type=positive_float,
-        help="limit of the mean change of an example's token log-probabilities, in nats (default: "
-        "depends on the dtype)",
+        help="maximum change of the mean log-probability per token of a golden example, in nats "
+        "(default: depends on the dtype)",
     )
-    add("--json", action="store_true", help="print a JSON object, or a list for several files")
+    add("--json", action="store_true", help="print one JSON object, or for several files a list")
     return parser
 
 
-def add_model_flags(parser: argparse.ArgumentParser, text: str) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
     add = parser.add_argument
-    add("--model", metavar="PATH", help=text)
+    add("--model", metavar="PATH", help=model_help)
     add(
         "--tokenizer",
         metavar="PATH",
-        help="tokenizer of the model (default: found beside the checkpoint)",
+        help="tokenizer file or directory (default: the tokenizer beside the checkpoint)",
     )
     add(
         "--task",
@@ -104,7 +108,7 @@ def check_command(argv: Sequence[str]) -> int:
     base = open_base_checkpoint(flags)
     if base is None and (flags.dtype or flags.tolerance):
         raise ConfigError(
-            "--dtype and --tolerance apply to golden examples, which need a model; give --model too"
+            "--dtype or --tolerance is given, but both need a model; give --model too"
         )
     checker = _AdapterChecker(base, flags)
     checks = []
@@ -133,7 +137,7 @@ def check_command(argv: Sequence[str]) -> int:
 
 
 class _AdapterChecker:
-    """Checks adapter files, and compares them with the base model if --model names one.
+    """Checks adapter files; with --model also against the base model.
 
     The model's weights are loaded when the first adapter with golden examples is checked.
     """
@@ -175,10 +179,10 @@ def _verdict_text(check: AdapterCheck, model: str | None) -> str:
     golden_replay = check.replay
     golden_text = ""
     if golden_replay is not None:
-        identical = golden_replay.checked - golden_replay.different - golden_replay.ties
+        matches = golden_replay.checked - golden_replay.different - golden_replay.ties
         ties_text = f", {golden_replay.ties} near ties" if golden_replay.ties else ""
         golden_text = (
-            f"; {identical} of {golden_replay.checked} golden examples match{ties_text}, largest "
+            f"; {matches} of {golden_replay.checked} golden examples match{ties_text}, largest "
             f"difference {golden_replay.logprob_difference_max:.2g} nats per token (tolerance "
             f"{golden_replay.tolerance:g})"
         )
@@ -230,7 +234,7 @@ def adapter_record(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
 
 
 def format_adapter(adapter: Adapter, notes: Sequence[str]) -> str:
-    """Format the entries of `adapter_record` as text: one line per value, none for empty values."""
+    """Format `adapter_record` as text, one line per value; empty values are omitted."""
     lines = []
     for name, value in adapter_record(adapter, notes).items():
         for element in value if isinstance(value, list) else [value]:
@@ -240,5 +244,5 @@ def format_adapter(adapter: Adapter, notes: Sequence[str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters: a card is untrusted text and could contain terminal sequences."""
+    """Escape control characters, because a card is untrusted and may contain escape sequences."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,8 +1,8 @@
 """`preamble adapters import` and `export`: convert adapters from and to PEFT, TGIS and NeMo.
 
-Flags set the metadata (card fields) that a foreign format does not record: the prompt template, the
-stop strings, the base model. A target is written completely or not at all, and an existing target
-is replaced only with --overwrite.
+The flags of `import` set the metadata (card fields) that a foreign format does not record: the
+prompt template, the stop strings, the base model. A target is written completely or not at all, and
+an existing target is replaced only with --overwrite.
 """
 
 import argparse
@@ -59,19 +59,19 @@ def import_parser() -> argparse.ArgumentParser:
         "source",
         metavar="SOURCE",
         type=Path,
-        help=f"{FOREIGN_FORMATS}, or Preamble's .safetensors file",
+        help=f"adapter: {FOREIGN_FORMATS}, or Preamble's .safetensors file",
     )
     add(
         "target",
         metavar="TARGET",
         type=Path,
-        help="new .safetensors file, or an existing directory, in which NAME@N.safetensors is "
-        "written with the next free version number N",
+        help="new .safetensors file; or an existing directory, where the adapter becomes "
+        "NAME@N.safetensors with the next free version number N",
     )
     add_model_flags(
         parser,
-        "base checkpoint of the adapter; the adapter is checked against it, and its digest is "
-        "recorded in the adapter file",
+        "base checkpoint of the adapter; the adapter is checked against this checkpoint, and the "
+        "adapter file records the checkpoint's digest",
     )
     add(
         "--name",
@@ -103,16 +103,16 @@ def import_parser() -> argparse.ArgumentParser:
         "--stop",
         metavar="TEXT",
         action="append",
-        help="default stop string of requests; may be repeated",
+        help="stop string of requests that set none; may be repeated",
     )
     add(
         "--max-new-tokens",
         metavar="N",
         type=positive_int,
-        help="default max_new_tokens of requests",
+        help="max_new_tokens of requests that do not set it",
     )
     add("--overwrite", action="store_true", help="replace an existing target")
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -148,15 +148,16 @@ def import_command(argv: Sequence[str]) -> int:
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse an unusable target before the model is read, which takes longer than this check."""
+    """Refuse an unusable target. Call this before the model is read, which takes longer."""
     if target.is_dir():
         check_publish_directory(target)
     elif target.exists() and not overwrite:
         raise AdapterError(f"{target} already exists; give --overwrite, or choose another name")
     elif target.suffix != SUFFIX or not target.parent.is_dir():
         raise AdapterError(
-            f"cannot write {target}; give an existing directory, or a new {SUFFIX} file in an "
-            "existing directory"
+            f"cannot write {target}, because its name does not end in {SUFFIX} or its directory "
+            f"does not exist; give an existing directory, or a new {SUFFIX} file in an existing "
+            "directory"
         )
 
 
@@ -166,7 +167,7 @@ def _build_card(
     base: Checkpoint | None,
     identity: ModelIdentity | None,
 ) -> Card:
-    """Return the source's card with the changes that the flags request."""
+    """Return the card of the source adapter with the changes that the flags request."""
     card = replace(
         source_adapter.card,
         name=_adapter_name(flags, source_adapter),
@@ -185,7 +186,7 @@ def _build_card(
 
 
 def _adapter_name(flags: argparse.Namespace, source_adapter: Adapter) -> str:
-    """Return the adapter's name without a version; the version is part of the file name."""
+    """Return the adapter's name without a version; only the file name has the version."""
     try:
         if flags.name is not None:
             parsed_name = parse_name(flags.name)
@@ -210,21 +211,24 @@ def _prompt_template(
     overrides = {name: value for name, value in overrides.items() if value is not None}
     if flags.template is None:
         template = source_adapter.card.template
-        if template is None and overrides:
+        if not overrides:
+            return template
+        if template is None:
             raise ConfigError(
                 f"{flags.source} has no prompt template, so {', '.join(overrides)} cannot be set; "
                 "give --template too"
             )
-        return template if template is None or not overrides else replace(template, **overrides)
+        return replace(template, **overrides)
     text = _read_template_text(flags.template)
-    text = text if VIRTUAL_PROMPT_MARK in text else f"{VIRTUAL_PROMPT_MARK}0|>{text}"
+    if VIRTUAL_PROMPT_MARK not in text:
+        text = f"{VIRTUAL_PROMPT_MARK}0|>{text}"
     if "bos" not in overrides and base is not None and base.tokenizer is not None:
         overrides["bos"] = "text" if open_tokenizer(base.tokenizer).adds_bos else "none"
     return PromptTemplate(text, (len(source_adapter.table),), **overrides)
 
 
 def _read_template_text(argument: str) -> str:
-    """Return the template of --template TEXT or --template @FILE."""
+    """Return the template text of the flag `--template TEXT` or `--template @FILE`."""
     if not argument.startswith("@"):
         return argument
     path = Path(argument[1:])

@@ -1,10 +1,10 @@
-"""Checkpoint conversion: plan the target, copy under a journal, publish it by one rename.
+"""Checkpoint conversion: plans the target, copies the tensors, publishes the target by one rename.
 
 An invalid source, a target format that cannot express the model, and a full disk are reported
 before any byte is written. All files are written to a hidden partial directory beside the target.
 When the files are on disk and Preamble's own reader finds the expected model in them, one rename
-publishes them as the target. If a run is killed, the partial directory and its journal remain, and
-a run with `resume` continues from the journal.
+publishes them as the target. A journal in the partial directory records the copied tensors. If a
+run is killed, the directory and its journal remain, and a run with `resume` continues from there.
 """
 
 import errno
@@ -100,7 +100,7 @@ class ConversionResult:
 
 
 def _hashed_text(file: TargetFile) -> str:
-    """Return the description of a planned file that is part of the plan's hash.
+    """Return the text that represents a planned file in the plan's hash.
 
     The names in this text (File, Text, ...) must never change, even when the classes themselves are
     renamed: journals store the hash, and a conversion that an earlier release began must be able to
@@ -153,7 +153,8 @@ def plan(source: Checkpoint, target: Path, options: ConversionOptions) -> Conver
         )
     if layout.is_single_file:  # The writer has already embedded the tokenizer, if possible.
         return ConversionPlan(source, converted, target, layout)
-    files, notes = plan_tokenizer_files(tokenizer, layout), layout.notes
+    files = plan_tokenizer_files(tokenizer, layout)
+    notes = layout.notes
     try:
         check_tokenizer(open_tokenizer(tokenizer), converted.config.vocab_size, tokenizer)
     except CheckpointError as error:
@@ -165,8 +166,8 @@ def plan(source: Checkpoint, target: Path, options: ConversionOptions) -> Conver
 def _in_stored_dtypes(converted: Checkpoint, layout: Layout) -> Checkpoint:
     """Return the checkpoint in the dtypes of the layout's placements.
 
-    They can differ from the requested dtype: a format may require that a parameter has the same
-    dtype in all layers.
+    These dtypes can differ from the requested dtype. For example, a format may require that a
+    parameter has the same dtype in all layers.
     """
     dtypes = {
         placement.name: placement.dtype for file in layout.files for placement in file.placements
@@ -188,25 +189,25 @@ def convert(
     keep_partial: bool = True,
     report_progress: ProgressCallback = lambda _: None,
 ) -> ConversionResult:
-    """Write the target; it appears complete, by one rename, or not at all.
+    """Write the target. One rename publishes it, so an incomplete target never appears.
 
-    After a failure the partial directory is kept, so that a run with `resume` can continue. It is
-    removed if `keep_partial` is false, or if a run without `resume` raised a CheckpointError: its
-    files cannot be continued. A run with `resume` keeps the files of the earlier run.
+    After a failure the partial directory remains, so that a run with `resume` can continue. Two
+    cases remove it: `keep_partial` is false, or a run without `resume` raised a CheckpointError.
     """
     recorded_identity = _recorded_identity(plan.source)
     try:
         if resume and (finished_identity := _finished_identity(plan)) is not None:
             return ConversionResult(finished_identity, already_complete=True)
         check_target(plan.source, plan.target, plan.layout, resume)
-        key, source_stamps = plan.plan_hash, plan.source_stamps
+        plan_hash = plan.plan_hash
+        source_stamps = plan.source_stamps
         proof = compute_proof(plan.source, ModelIdentity("", "")) if plan.with_proof else None
         with lock_partial(plan.partial_dir):
             remove_partial = False
             try:
                 # Another run may have completed the target before the lock was taken.
                 check_target(plan.source, plan.target, plan.layout, resume=True)
-                with Journal(plan.partial_dir / "journal", key) as journal:
+                with Journal(plan.partial_dir / "journal", plan_hash) as journal:
                     copy_result = _copy_tensors(
                         plan, journal, workers, memory_bytes, refuse_nan, report_progress
                     )
@@ -220,9 +221,9 @@ def convert(
                 _publish(plan)
                 remove_partial = True
             except CheckpointError:
-                # Either the source or the options are wrong, and the same run would fail again, or
-                # the source was changed while it was read, and the copied tensors may not match.
-                # The files are removed, except those of an earlier run that `resume` continues.
+                # To continue is useless: the source or the options are wrong, or the source was
+                # changed during the copy. A run with `resume` still keeps the directory, because
+                # an earlier run wrote a part of its files.
                 remove_partial = not resume
                 raise
             finally:
@@ -243,9 +244,9 @@ def convert(
 
 
 def _recorded_identity(source: Checkpoint) -> ModelIdentity | None:
-    """Return the identity that the source's manifest records, or None.
+    """Return the identity that the source's manifest records; None without a manifest.
 
-    Raise an error if the fingerprint of the weights differs from the recorded one.
+    Raises CheckpointError if the fingerprint of the weights differs from the recorded fingerprint.
     """
     return identify(source) if source.identity is not None else None
 
@@ -253,7 +254,7 @@ def _recorded_identity(source: Checkpoint) -> ModelIdentity | None:
 def _finished_identity(plan: ConversionPlan) -> ModelIdentity | None:
     """Return the identity of a target that an earlier run completed, else None.
 
-    The partial directory of a completed target is removed.
+    If that run was killed after its rename, its partial directory still exists and is removed.
     """
     identity = read_finished_identity(plan.converted, plan.target, plan.layout, plan.with_proof)
     if identity is not None and plan.partial_dir.exists():
@@ -270,7 +271,7 @@ def _copy_tensors(
     refuse_nan: bool,
     report_progress: ProgressCallback,
 ) -> CopyResult:
-    """Copy the tensors that the journal does not list as finished to the partial directory."""
+    """Copy to the partial directory the tensors that the journal does not list as finished."""
     content = plan.partial_dir / "content"
     if not (journal.finished and has_all_files(content, plan.layout)):
         journal.reset()
@@ -318,9 +319,13 @@ def _target_identity(
     Raises CheckpointError if the source's weights do not have the digest that its manifest records.
     """
     digest = combine_digests(plan.source, copy_result.source_hashes)
-    recorded_digest = source_identity and (
-        source_identity.stored or ("" if source_identity.note else source_identity.digest)
-    )
+    recorded_digest = ""
+    if source_identity is not None:
+        # A `note` without `stored` means: the weights were converted, and the manifest records only
+        # the digest of the original weights.
+        recorded_digest = source_identity.stored or (
+            "" if source_identity.note else source_identity.digest
+        )
     if recorded_digest and recorded_digest != digest:
         raise CheckpointError(
             f"{plan.source.path}: the weights have digest {digest[:12]}, but the manifest records "
@@ -331,13 +336,12 @@ def _target_identity(
     stored_digest = combine_digests(plan.converted, copy_result.stored_hashes)
     note = identity.note
     if stored_digest != digest:
-        dtypes = plan.source.config.dtype, plan.converted.config.dtype
-        conversion_note = f"converted from {dtypes[0]} to {dtypes[1]}"
-        conversion_note = (
-            conversion_note
-            if dtypes[0] != dtypes[1]
-            else f"some weights were converted to another dtype than {dtypes[0]}"
-        )
+        source_dtype = plan.source.config.dtype
+        target_dtype = plan.converted.config.dtype
+        if source_dtype != target_dtype:
+            conversion_note = f"converted from {source_dtype} to {target_dtype}"
+        else:
+            conversion_note = f"some weights were converted to another dtype than {source_dtype}"
         note = f"{note}; {conversion_note}" if note else conversion_note
     return replace(
         identity,
@@ -366,7 +370,7 @@ def _write_small_files(
     identity: ModelIdentity,
     proof: Proof | None,
 ) -> None:
-    """Write proof and manifest, then `last_files`, from which other software detects the format."""
+    """Write the proof, the manifest, and last the files by which software detects the format."""
     folder = content / plan.layout.folder
     files = {
         _path_in_folder(file.path, plan): {
@@ -395,11 +399,9 @@ def _write_small_files(
 
 
 def _check_written(plan: ConversionPlan, written: Checkpoint, identity: ModelIdentity) -> None:
-    """Raise if the written checkpoint is not the planned model; that would be a writer's bug."""
-    expected_fields, written_fields = (
-        functional_config(plan.converted.config),
-        functional_config(written.config),
-    )
+    """Raise RuntimeError if the written checkpoint is not the planned model: a writer's bug."""
+    expected_fields = functional_config(plan.converted.config)
+    written_fields = functional_config(written.config)
     wrong_fields = [
         name for name, value in expected_fields.items() if written_fields.get(name) != value
     ]
@@ -431,6 +433,10 @@ def write_native(
     """Write a checkpoint, or a config with tensors in memory, in the native format."""
     checkpoint = source if isinstance(source, Checkpoint) else checkpoint_from_tensors(*source)
     checkpoint.check()
-    name = next((name for name, float_dtype in FLOAT_DTYPES.items() if float_dtype == dtype), None)
-    options = ConversionOptions(dtype=name, tokenizer=tokenizer, shard_bytes_max=shard_bytes_max)
+    dtype_name = next(
+        (name for name, float_dtype in FLOAT_DTYPES.items() if float_dtype == dtype), None
+    )
+    options = ConversionOptions(
+        dtype=dtype_name, tokenizer=tokenizer, shard_bytes_max=shard_bytes_max
+    )
     return convert(plan(checkpoint, target, options), keep_partial=False).identity

@@ -2,10 +2,10 @@
 
 A logical tensor is a whole, unsharded parameter. A placement is a part of a logical tensor at a
 byte offset of a target file. A tensor is read in blocks of rows. Each block is hashed, checked for
-NaN and infinity, and written to every placement that contains rows of the block. So each worker
-needs memory for a few blocks, whatever the model's size. A tensor that is transposed or reordered
-is read completely into memory, and all such tensors share one memory budget. The module does not
-depend on the format; tensors may be copied in any order.
+NaN and infinity, and written to every placement that contains rows of the block. So a worker needs
+memory for a few blocks only. A tensor that is transposed or reordered is read completely into
+memory, and all such tensors share one memory budget. Tensors may be copied in any order. The module
+does not depend on the format.
 """
 
 import hashlib
@@ -33,10 +33,12 @@ from gpt.dtypes import is_finite
 from gpt.errors import CheckpointError
 from gpt.parallel.weight_sharding import layer_number
 
-# Interval of fsync and journal commit; a killed run loses at most the work since the last commit.
-COMMIT_SECONDS, COMMIT_BYTES = 5.0, 2 << 30
-SPARE_DESCRIPTORS = 64
-PROGRESS_SECONDS = 0.2
+# Finished tensors are committed (fsync, then journal) after this time or this number of copied
+# bytes. A killed run loses the work since the last commit.
+COMMIT_SECONDS = 5.0
+COMMIT_BYTES = 2 << 30
+SPARE_DESCRIPTORS = 64  # File descriptors for files other than the target's.
+PROGRESS_SECONDS = 0.2  # Interval of progress reports.
 ZERO_BLOCK_BYTES = 1 << 20
 
 
@@ -45,20 +47,20 @@ class CopyResult:
     source_hashes: dict[str, str]  # SHA-256 of each logical tensor in the source's dtype.
     stored_hashes: dict[str, str]  # SHA-256 of each logical tensor in the target's dtype.
     nonfinite_tensors: tuple[str, ...]  # Tensors whose source has NaN or infinite values.
-    overflowed_tensors: tuple[str, ...]  # Tensors with finite values that overflow (see `fits`).
+    overflowed_tensors: tuple[str, ...]  # Tensors for which FinishedTensor.fits is false.
     file_crcs: dict[str, int]  # CRC-32 of each file, by path.
 
 
 class MemoryBudget:
     """Limit on the memory that all workers together use for tensors that are read completely.
 
-    The buffers for blocks of rows are not counted.
-    A reservation larger than the limit waits until there is no other reservation.
+    The buffers for blocks of rows are not counted. A reservation larger than the limit waits until
+    there is no other reservation.
     """
 
-    def __init__(self, size: int) -> None:
-        self.total_bytes = size
-        self.free_bytes = size
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.free_bytes = total_bytes
         self.changed = threading.Condition()
 
     @contextmanager
@@ -82,7 +84,7 @@ class TargetFiles:
         self.files = files
         self.folder = folder
         self.descriptors: list[int] = []
-        self.dirty: set[int] = set()
+        self.dirty: set[int] = set()  # Indices of files that were written after the last `sync`.
         self.lock = threading.Lock()
 
     def __enter__(self) -> "TargetFiles":
@@ -126,12 +128,12 @@ def _raise_descriptor_limit(count: int) -> None:
     elif needed > hard:
         raise CheckpointError(
             f"the target has {count} files, but this process may open only {hard} files; raise the "
-            f"limit (ulimit -n {needed}) or choose a target with fewer ranks"
+            f"limit (ulimit -n {needed}), or choose a target with fewer ranks"
         )
 
 
 class PlacementWriter:
-    """Writes one placement: from each block of rows, the elements that belong to the placement."""
+    """Writes one placement: of each block of rows, the elements that belong to the placement."""
 
     def __init__(
         self, files: TargetFiles, file_index: int, placement: Placement, shape: tuple[int, ...]
@@ -144,22 +146,28 @@ class PlacementWriter:
         stored_shape = self.part.local_shape(shape)
         row_elements = torch.Size(stored_shape[1:]).numel()
         self.row_bytes = row_elements * placement.dtype.itemsize
+        # Rows (with `part.dim` 1: columns) of the part without padding.
         self.filled_rows = sum(stop - start for start, stop in self.part.ranges)
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether all rows are needed at once, because they are transposed or reordered."""
+        """Whether the rows are transposed or reordered.
+
+        Then the copy needs all rows at once, because `crc` requires that bytes are written in the
+        order of the file.
+        """
         return self.placement.transposed or any(a[0] > b[0] for a, b in pairwise(self.part.ranges))
 
-    def write_part(self, rows: Tensor, first_row: int) -> None:
-        """Write the elements of `rows` that belong to the placement.
+    def write_block(self, rows: Tensor, first_row: int) -> None:
+        """Write the elements of a block that belong to the placement.
 
         rows[0] is row `first_row` of the tensor.
         """
-        end_row, row_offset = first_row + rows.shape[0], 0
         if self.placement.transposed:
-            self._write_rows(self._transposed(rows), 0)
+            self._write_rows(self._transpose(rows), 0)
             return
+        end_row = first_row + rows.shape[0]
+        row_offset = 0  # Where the rows of a range begin in the placement.
         for start, stop in self.part.ranges:
             if self.part.dim == 1:
                 assert len(self.part.ranges) == 1, "a column split has one range"
@@ -172,12 +180,10 @@ class PlacementWriter:
                 )
             row_offset += stop - start
 
-    def _transposed(self, rows: Tensor) -> Tensor:
+    def _transpose(self, rows: Tensor) -> Tensor:
         assert self.part.dim == 0, "a transposed part is split by rows"
-        transposed, column_offset = (
-            torch.empty(rows.shape[1], self.filled_rows, dtype=rows.dtype),
-            0,
-        )
+        transposed = torch.empty(rows.shape[1], self.filled_rows, dtype=rows.dtype)
+        column_offset = 0
         for start, stop in self.part.ranges:
             transposed[:, column_offset : column_offset + stop - start] = rows[start:stop].T
             column_offset += stop - start
@@ -251,12 +257,16 @@ class TensorCopier:
                     stored_hash.update(as_bytes(rows))
                     fits = fits and (not block_is_finite or is_finite(rows))
                 for writer in writers:
-                    writer.write_part(rows, start)
+                    writer.write_block(rows, start)
                 with self.lock:
                     self.copied_bytes += len(content)
-        hashes = source_hash.hexdigest(), stored_hash.hexdigest()
         return FinishedTensor(
-            name, *hashes, finite, fits, tuple(writer.finish() for writer in writers)
+            name,
+            sha256=source_hash.hexdigest(),
+            stored=stored_hash.hexdigest(),
+            finite=finite,
+            fits=fits,
+            crcs=tuple(writer.finish() for writer in writers),
         )
 
     @contextmanager
@@ -264,11 +274,10 @@ class TensorCopier:
         self, logical: LogicalTensor, dtype: torch.dtype, needs_all_rows: bool
     ) -> Iterator[Tensor]:
         if needs_all_rows:
-            # Memory for the tensor, its converted copy, and its transposed copy.
+            # Memory for the tensor, its transposed copy, and its copy in another dtype, if any.
             stored_bytes = logical.nbytes // logical.dtype.itemsize * dtype.itemsize
-            with self.budget.reserve(
-                logical.nbytes + (1 + (dtype != logical.dtype)) * stored_bytes
-            ):
+            copies = 1 if dtype == logical.dtype else 2
+            with self.budget.reserve(logical.nbytes + copies * stored_bytes):
                 yield torch.empty(max(1, logical.nbytes), dtype=torch.uint8)
             return
         if (
@@ -330,11 +339,11 @@ def _copy_all(
     for tensor in journal.finished.values():
         check_tensor(tensor)
     copier.copied_bytes = sum(tensors[name].nbytes for name in journal.finished)
-    # Embedding and head are the largest tensors, so they are copied first: if one was copied last,
-    # one worker would be busy while the others are idle.
+    # Embedding and head are the largest tensors, so they are copied first: at the end, one worker
+    # would copy them while the other workers are idle.
     names = sorted(
         (name for name in tensors if name not in journal.finished),
-        key=lambda n: layer_number(n) is not None,
+        key=lambda name: layer_number(name) is not None,
     )
     with ThreadPoolExecutor(workers) as pool:
         futures: set[Future[FinishedTensor | None]] = {
@@ -401,10 +410,11 @@ def _file_segments(
 ) -> Iterable[tuple[int, int]]:
     """Yield the CRC-32 and length of each segment of a file, in order.
 
-    Literals are read back from the file, because their bytes include the placements' CRCs that
-    were written after the tensors.
+    A segment is a literal, a placement, or a gap of zeros. Literals are read back from the file,
+    because the CRCs of placements were written into some of them after the tensors.
     """
-    file, end = files.files[file_index], 0
+    file = files.files[file_index]
+    end = 0  # The end of the previous segment.
     spans: list[tuple[int, int, int | None]] = [
         (literal.offset, len(literal.content), None) for literal in file.literals
     ]

@@ -1,9 +1,8 @@
 """CRC-32 combination: the checksum of a file from the checksums of its parts.
 
-Because the checksum of a file can be computed from those of its parts, the parts can be written and
-checksummed in any order. A CRC-32 is the remainder of a polynomial division, and appending bytes
-multiplies it by a power of x. Bits are reflected as in zlib: the highest bit is the coefficient of
-x^0.
+With it, the parts of a file can be written and checksummed in any order. A CRC-32 is the remainder
+of a polynomial division, so crc(a + b) = crc(a) * x^(8 * len(b)) XOR crc(b), modulo POLYNOMIAL.
+Bits are reflected as in zlib: the highest bit is the coefficient of x^0.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ X_TO_THE_8 = 1 << 23  # The factor of one appended byte.
 
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of concatenated parts; each part is (CRC-32, length in bytes)."""
+    """Return the CRC-32 of the concatenated parts. A part is (CRC-32, length in bytes)."""
     combined = 0
     for crc, length in parts:
         combined = _multiply(_shift_factor(length), combined) ^ crc
@@ -24,7 +23,7 @@ def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
 
 @lru_cache(maxsize=4096)
 def _shift_factor(length: int) -> int:
-    """Return x^(8 * length), by which appending `length` bytes multiplies a CRC-32."""
+    """Return x^(8 * length) modulo POLYNOMIAL."""
     power, shift = X_TO_THE_8, X_TO_THE_0
     while length:
         if length & 1:

@@ -1,8 +1,8 @@
 """Conversion journal: records every finished tensor, so that a killed run can resume.
 
 A tensor is recorded only after all its bytes are on disk. If a run is killed, the last line can be
-incomplete; that line is ignored. The first line is the hash of the conversion plan. This hash
-covers samples of the source's weights, so a journal of another source or target is refused.
+incomplete; that line is ignored. The first line has the hash of the conversion plan, which covers
+samples of the source's weights and the target's layout. A journal with another hash is refused.
 """
 
 import json
@@ -17,7 +17,7 @@ from gpt.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FinishedTensor:
-    """A logical tensor that is completely written; the fields are the journal's keys."""
+    """A logical tensor that is completely written; the field names are keys of the journal."""
 
     name: str
     sha256: str  # Hash of the bytes in the source's dtype.
@@ -45,10 +45,11 @@ class Journal:
             return
         try:
             is_same_plan = json.loads(lines[0]) == {"plan": plan_hash}
-            for line in lines[1:] if is_same_plan else ():
-                record = json.loads(line)
-                tensor = FinishedTensor(**{**record, "crcs": tuple(record["crcs"])})
-                self.finished[tensor.name] = tensor
+            if is_same_plan:
+                for line in lines[1:]:
+                    record = json.loads(line)
+                    tensor = FinishedTensor(**{**record, "crcs": tuple(record["crcs"])})
+                    self.finished[tensor.name] = tensor
         except (ValueError, KeyError, TypeError):
             is_same_plan = False  # The file is not a journal of this plan.
         if not is_same_plan:
@@ -59,10 +60,7 @@ class Journal:
             )
 
     def reset(self) -> None:
-        """Forget all recorded tensors, because their files are missing or incomplete.
-
-        The first line stays.
-        """
+        """Remove the records of all tensors; the first line remains."""
         self._file.seek(0)
         self._file.truncate(len(self._file.readline()))
         self.finished = {}

@@ -1,11 +1,12 @@
 """Target directory of a checkpoint conversion: path and disk-space checks, lock, earlier runs.
 
-A conversion writes to a hidden partial directory beside the target; a lock on that directory admits
-one run at a time. A resumed run reuses an earlier run's files only if all of them exist at their
-full sizes; it then skips the tensors that the journal lists as finished. An existing target counts
-as complete if its files have the planned sizes and literal bytes (headers and small files), and if
-its fingerprint is that of the converted source. The fingerprint is recorded in the manifest; only
-for a single-file target, it is computed from the weights.
+A conversion writes to a hidden partial directory beside the target. A lock on this directory
+prevents two runs at a time. A resumed run reuses an earlier run's files only if all of them exist
+at their full sizes; it then skips the tensors that the journal lists as finished.
+
+An existing target counts as complete if its files have the planned sizes and literal bytes (headers
+and small files), and if its fingerprint equals that of the converted source. The manifest records
+the fingerprint; a single-file target has no manifest, so its fingerprint is computed from the file.
 """
 
 import fcntl
@@ -24,26 +25,29 @@ from gpt.formats.manifest import MANIFEST, read_manifest
 from gpt.formats.registry import open_checkpoint
 from gpt.reference_logits.proof_file import PROOF_FILE as PROOF
 
-# Disk space for file-system metadata, besides the files' own bytes.
+# Disk space for file-system metadata, in addition to the bytes of the files.
 SPARE_BYTES = 16 << 20
 
 
 def partial_directory(target: Path) -> Path:
     """Return the path of the hidden directory that a run writes to.
 
-    It is in the target's parent directory, because a rename works only within one file system.
+    This directory is beside the target, because a rename works only within one file system.
     """
     return target.parent / f".{target.name}.partial"
 
 
 def check_target(source: Checkpoint, target: Path, layout: Layout, resume: bool = False) -> None:
-    """Refuse a target that exists, that cannot be written, or whose disk is too full.
+    """Refuse a target that exists, has files of an interrupted run, or does not fit on the disk.
 
-    An existing empty directory is accepted, unless the layout is a single file.
+    An empty directory is accepted as the target of a layout with several files. With `resume`, the
+    files of an interrupted run are accepted.
     """
     try:
         _check_target_path(source, target, layout)
-        _check_disk_space(target, layout, resume)
+        if not resume:
+            _check_no_interrupted_run(target)
+        _check_disk_space(target, layout)
     except OSError as error:
         raise CheckpointError(
             f"cannot check the target {target}: {error.strerror or error}; choose another target"
@@ -68,13 +72,17 @@ def _check_target_path(source: Checkpoint, target: Path, layout: Layout) -> None
         )
 
 
-def _check_disk_space(target: Path, layout: Layout, resume: bool) -> None:
+def _check_no_interrupted_run(target: Path) -> None:
     partial = partial_directory(target)
-    if (partial / "journal").exists() and not resume:
+    if (partial / "journal").exists():
         raise CheckpointError(
             f"{partial} exists: an earlier conversion was interrupted or is still running; add "
             "--resume to continue the conversion, or remove the directory"
         )
+
+
+def _check_disk_space(target: Path, layout: Layout) -> None:
+    partial = partial_directory(target)
     existing_parent = target.parent
     while not existing_parent.exists():
         existing_parent = existing_parent.parent
@@ -101,12 +109,13 @@ def lock_partial(partial: Path) -> Iterator[None]:
             if _is_same_file(descriptor, partial):
                 yield
                 return
-            # Another run finished and removed the directory after this run had opened it.
+            # Another run removed the directory between `open` and the lock, so try again.
         finally:
             os.close(descriptor)
 
 
 def _lock_directory(descriptor: int, partial: Path) -> None:
+    """Lock the directory; on a file system without locks, only log a warning."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -126,9 +135,9 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def has_all_files(content: Path, layout: Layout) -> bool:
-    """Return whether all files exist at their full sizes.
+    """Return whether all files of the layout, except `last_files`, exist at their full sizes.
 
-    If not, the tensors that the journal lists as finished cannot be trusted.
+    If a file is missing or has another size, the journal's finished tensors may be missing too.
     """
     return all(
         (content / file.path).is_file() and (content / file.path).stat().st_size == file.size
@@ -171,7 +180,8 @@ def _matches_file(path: Path, file: TargetFile) -> bool:
             for offset in patches:
                 position = offset - literal.offset
                 if 0 <= position < len(expected):
-                    actual[position : position + 4] = expected[position : position + 4] = bytes(4)
+                    actual[position : position + 4] = bytes(4)
+                    expected[position : position + 4] = bytes(4)
             if actual != expected:
                 return False
     return True

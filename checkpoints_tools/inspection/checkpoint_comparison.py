@@ -53,20 +53,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """The SHA-256 of a tensor in A and in B, and how the tensor differs; None: equal, or only A.
+    """The SHA-256 of a tensor in A and in B, and the difference of the two tensors."""
 
-    If a checkpoint lacks the tensor, the hash is that of no bytes. Without B, both hashes are A's.
-    """
-
+    # A missing tensor has the SHA-256 of zero bytes. Without B, both are the hash of A's tensor.
     hashes: tuple[str, str]
-    difference: Difference | None = None
+    difference: Difference | None = None  # None: the tensors are equal, or there is no B.
 
 
 @dataclass
 class VerifiedCheckpoint:
     """One checkpoint, A or B, and the results of its checks."""
 
-    label: str
+    label: str  # "A" or "B".
     checkpoint: Checkpoint
     digest: str = ""  # Computed from the bytes that were read.
     findings: list[Finding] = field(default_factory=list)
@@ -119,7 +117,10 @@ class VerifyReport:
 def compare_checkpoints(
     sides: list[VerifiedCheckpoint], *, deep: bool, workers: int, open_progress: OpenProgress
 ) -> VerifyReport:
-    """Compare two checkpoints, or check a single one; `deep` adds a full scan of each."""
+    """Compare the checkpoints A and B, or check A alone; `deep` adds a full scan of each.
+
+    `sides` is [A, B] or [A].
+    """
     left = sides[0].checkpoint
     right = sides[1].checkpoint if len(sides) == 2 else None
     names = list(dict.fromkeys(name for side in sides for name in side.checkpoint.tensors))
@@ -145,8 +146,9 @@ def compare_checkpoints(
         verify_report.seconds = time.monotonic() - started
         for findings in run_jobs([job for _, job in checksum_tasks], workers, counter.add_bytes):
             sides[0].findings += findings
-        for side in sides if deep else ():
-            side.findings += scan_checkpoint(side.checkpoint, workers, counter.add_bytes)
+        if deep:
+            for side in sides:
+                side.findings += scan_checkpoint(side.checkpoint, workers, counter.add_bytes)
     for side_index, side in enumerate(sides):
         hashes = {name: comparisons[name].hashes[side_index] for name in side.checkpoint.tensors}
         side.digest = combine_digests(side.checkpoint, hashes)
@@ -165,12 +167,14 @@ def compare_checkpoints(
 def _check_recorded_digest(side: VerifiedCheckpoint) -> Iterator[Finding]:
     """Compare the computed digest with the digest that the manifest records for these weights.
 
-    After a conversion to another dtype, the manifest also has the digest of the original weights.
-    This is reported as a remark.
+    After a conversion to another dtype, the manifest also has the digest of the original weights,
+    which a remark reports.
     """
     identity, path = side.checkpoint.identity, str(side.checkpoint.path)
     if identity is None:
         return
+    # A `note` without `stored` means: the weights were converted, and the manifest records only the
+    # digest of the original weights.
     recorded_digest = identity.stored or ("" if identity.note else identity.digest)
     if identity.note:
         message = (
@@ -213,8 +217,8 @@ def _compare_tensors(
             (_hash_tensor(left, scratch), _hash_tensor(right, scratch)),
             _structural_difference(name, left, right),
         )
-    # With the same dtype, the bytes of both tensors are equal until the first difference, so one
-    # hash is enough until then.
+    # With equal dtypes, the bytes of both tensors are equal up to the first difference, so one hash
+    # is enough until then.
     same_dtype = left.dtype == right.dtype
     left_hash = hashlib.sha256()
     right_hash = None if same_dtype else hashlib.sha256()

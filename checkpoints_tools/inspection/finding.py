@@ -1,7 +1,6 @@
 """Findings of a full scan: faults and remarks.
 
-A finding is a fault if it would change the model's outputs, else a remark, which a person should
-check.
+A fault changes the model's outputs. A remark is a suspicious property, which the user should check.
 """
 
 from dataclasses import dataclass
@@ -9,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem; `location` is the subject (a tensor or file), `message` the predicate."""
+    """One problem; `line` is the sentence "location: message"."""
 
-    location: str
-    message: str
+    location: str  # A tensor's name or a file's path.
+    message: str  # What is wrong, without the location.
     is_fault: bool = True
 
     @property

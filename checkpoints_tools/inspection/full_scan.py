@@ -1,8 +1,8 @@
 """Full scan: reads every byte of a checkpoint to find NaNs, unequal replicas and bad checksums.
 
-It finds problems that headers do not show: NaN and infinite values, tensors of one constant value,
-unequal replicas on different ranks, files that do not match their checksums, and swapped rank
-files (`swapped_ranks`). Nothing is repaired. Data is read in blocks, so memory is bounded.
+The scan finds problems that headers do not show: NaN and infinite values, tensors of one constant
+value, unequal replicas on different ranks, files that do not match their checksums, and swapped
+rank files (`swapped_ranks`). It repairs nothing. It reads in blocks, so memory is bounded.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ ScanTask = tuple[int, Job[list[Finding]]]  # The number of bytes that the job re
 
 
 def scan_tasks(checkpoint: Checkpoint) -> list[ScanTask]:
-    """Return the scan jobs that together read every byte of the checkpoint."""
+    """Return the scan jobs for all tensors, replicas, archives and recorded checksums."""
     task_list: list[ScanTask] = []
     for name, logical in checkpoint.tensors.items():
         task_list.append((logical.nbytes, partial(_scan_values, name, logical)))
@@ -58,11 +58,12 @@ def scan_tasks(checkpoint: Checkpoint) -> list[ScanTask]:
     head, embedding = (checkpoint.tensors.get(name) for name in (HEAD, EMBEDDING))
     if head is not None and embedding is not None and head.dtype == embedding.dtype:
         task_list.append((2 * head.nbytes, partial(_check_untied_head, head, embedding)))
-    for file in filter(is_not_distcp, checkpoint.files):
-        task_list.append((file.stat().st_size, partial(_scan_archive_file, file)))
-    for blob in _distcp_archives(checkpoint):
-        location = f"{blob.path} at byte {blob.offset}"
-        task_list.append((blob.length, partial(_scan_span, location, blob)))
+    for file in checkpoint.files:
+        if not _is_distcp(file):
+            task_list.append((file.stat().st_size, partial(_scan_archive_file, file)))
+    for archive in _distcp_archives(checkpoint):
+        location = f"{archive.path} at byte {archive.offset}"
+        task_list.append((archive.length, partial(_scan_span, location, archive)))
     return [*task_list, *manifest_tasks(checkpoint.path), *integrity_tasks(checkpoint.path)]
 
 
@@ -75,8 +76,8 @@ def scan_checkpoint(
         finding for job_findings in run_jobs(jobs, workers, report) for finding in job_findings
     ]
     findings += find_swapped_ranks(checkpoint)
-    # A constant matrix is a fault. Constant vectors, such as zero biases, are common, so all of
-    # them together are one remark.
+    # A constant matrix is a fault. Constant vectors, such as zero biases, are common, so one remark
+    # lists all of them.
     constant_vectors = [finding for finding in findings if finding.message == CONSTANT_VECTOR]
     other_findings = [finding for finding in findings if finding.message != CONSTANT_VECTOR]
     if constant_vectors:
@@ -102,7 +103,7 @@ CONSTANT_VECTOR = "constant vector"
 
 
 def _scan_values(name: str, logical: LogicalTensor, scratch: WorkerScratch) -> list[Finding]:
-    """Report NaN and infinite values, with the index of the first one, or a constant tensor."""
+    """Report NaN and infinite values; in a tensor without them, report a constant value."""
     nan_count = inf_count = 0
     first_index: tuple[int, int] | None = None
     tensor_min, tensor_max = math.inf, -math.inf
@@ -125,13 +126,14 @@ def _scan_values(name: str, logical: LogicalTensor, scratch: WorkerScratch) -> l
     except (CheckpointError, OSError) as error:
         return [Finding(name, f"cannot be read: {error}")]
     if first_index is not None:
-        kinds = [
-            f"{count:,} {kind}" for count, kind in ((nan_count, "NaN"), (inf_count, "infinite"))
-        ]
-        counts = " and ".join(kind for kind in kinds if not kind.startswith("0 "))
+        counts = []
+        if nan_count:
+            counts.append(f"{nan_count:,} NaN")
+        if inf_count:
+            counts.append(f"{inf_count:,} infinite")
         size = math.prod(logical.shape)
         location = f"the first at {list(first_index)}, in {source_location(logical, first_index)}"
-        return [Finding(name, f"{counts} of {size:,} values, {location}")]
+        return [Finding(name, f"{' and '.join(counts)} of {size:,} values, {location}")]
     if tensor_min != tensor_max or math.prod(logical.shape) < 2:
         return []
     if len(logical.shape) == 1:
@@ -164,7 +166,8 @@ def _compare_replica(replica: ReplicaPair, scratch: WorkerScratch) -> list[Findi
         )
         return [
             Finding(
-                replica.replica.location, f"is {replica_type}, not {primary_type} like {reference}"
+                replica.replica.location,
+                f"has dtype and shape {replica_type}, not {primary_type} like {reference}",
             )
         ]
     diff = TensorDiff()
@@ -209,7 +212,7 @@ def tied_head_message(head: LogicalTensor) -> str:
 def _scan_archive_file(path: Path, scratch: WorkerScratch) -> list[Finding]:
     """Check the CRCs of a `torch.save` file, or of all `torch.save` files in a `.nemo`.
 
-    Other files have no CRCs.
+    A file of another format has no CRCs, so it counts as scanned.
     """
     try:
         with open(path, "rb") as file:
@@ -222,7 +225,7 @@ def _scan_archive_file(path: Path, scratch: WorkerScratch) -> list[Finding]:
             zip_spans = (
                 span
                 for span in spans
-                if is_not_distcp(span.path) and span.peek(len(ZIP_MAGIC)) == ZIP_MAGIC
+                if not _is_distcp(span.path) and span.peek(len(ZIP_MAGIC)) == ZIP_MAGIC
             )
             return [
                 finding
@@ -235,16 +238,16 @@ def _scan_archive_file(path: Path, scratch: WorkerScratch) -> list[Finding]:
         return [Finding(str(path), f"cannot be read ({error})")]
 
 
-def is_not_distcp(path: Path) -> bool:
-    """Tell whether a file is not a `.distcp` file: a sequence of archives, scanned one by one."""
-    return path.suffix != ".distcp"
+def _is_distcp(path: Path) -> bool:
+    """Tell whether a file is a sequence of archives; see `_distcp_archives`."""
+    return path.suffix == ".distcp"
 
 
 def _distcp_archives(checkpoint: Checkpoint) -> Iterable[Span]:
-    """Return the archives inside `.distcp` files from which the model's tensors are read."""
+    """Return the archives inside `.distcp` files that contain the model's tensors."""
     sources = (piece.source for logical in checkpoint.tensors.values() for piece in logical.slices)
-    blobs = (source.chunk.span for source in sources if isinstance(source, ChunkSlice))
-    return {id(blob): blob for blob in blobs}.values()
+    archives = (source.chunk.span for source in sources if isinstance(source, ChunkSlice))
+    return {id(archive): archive for archive in archives}.values()
 
 
 def _scan_span(location: str, span: Span, scratch: WorkerScratch) -> list[Finding]:
@@ -260,7 +263,7 @@ def _scan_zip(location: str, file: IO[bytes], scratch: WorkerScratch) -> list[Fi
     try:
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
-                # A CRC of zero means that torch was configured not to write checksums.
+                # A CRC of 0 means: torch was configured to write no checksums.
                 if member.CRC and not _has_valid_crc(archive, member, scratch):
                     reason = f"its bytes do not match its CRC-32, {member.CRC:08x}"
                     findings.append(Finding(location, f"{member.filename} is damaged: {reason}"))
@@ -282,7 +285,7 @@ def _has_valid_crc(
 
 
 def manifest_tasks(folder: Path) -> list[ScanTask]:
-    """Return jobs that check the files that `preamble.json` lists; none without this manifest."""
+    """Return jobs that check the checksums in `preamble.json`; none if this file is missing."""
     if not (folder / MANIFEST).is_file():
         return []
     files = read_manifest(folder).files
@@ -293,7 +296,7 @@ def manifest_tasks(folder: Path) -> list[ScanTask]:
 
 
 def integrity_tasks(folder: Path) -> list[ScanTask]:
-    """Return jobs that check the files in the integrity list of newer `torch_dist` saves."""
+    """Return jobs that check the SHA-256 list (INTEGRITY_FILE) of newer `torch_dist` saves."""
     record = (
         read_json(scan_folder(folder), INTEGRITY_FILE)
         if (folder / INTEGRITY_FILE).is_file()
@@ -302,18 +305,19 @@ def integrity_tasks(folder: Path) -> list[ScanTask]:
     files = record.get("files")
     if record.get("algorithm") != "sha256" or not isinstance(files, dict):
         return []
-    listed = {name: value for name, value in files.items() if Path(name).name == name}
-    return [
-        (path.stat().st_size, partial(_check_checksums, path, {"sha256": value}, INTEGRITY_FILE))
-        for path, value in ((folder / name, value) for name, value in sorted(listed.items()))
-        if path.is_file()
-    ]
+    task_list: list[ScanTask] = []
+    for name, sha256 in sorted(files.items()):
+        path = folder / name
+        if Path(name).name == name and path.is_file():
+            job = partial(_check_checksums, path, {"sha256": sha256}, INTEGRITY_FILE)
+            task_list.append((path.stat().st_size, job))
+    return task_list
 
 
 def _check_checksums(
     path: Path, expected_checksums: Mapping[str, Any], list_name: str, scratch: WorkerScratch
 ) -> list[Finding]:
-    """Compare a file with its checksums (SHA-256, CRC-32) in the list named `list_name`."""
+    """Compare a file with the checksums (SHA-256, CRC-32) that the file `list_name` records."""
     sha256, crc32 = hashlib.sha256(), 0
     expected = {
         kind: str(expected_checksums[kind])

@@ -1,8 +1,8 @@
 """Parallel reader: worker threads stream tensors and files in bounded memory.
 
-A job reads a tensor or a file block by block, and returns what it found or computed. A worker holds
-only a few blocks, so memory depends on the number of workers, not on the model's size. The module
-is independent of the formats and of what the jobs check.
+A job reads a tensor or a file block by block, and returns findings or hashes. A worker needs memory
+for a few blocks only, so memory depends on the number of workers, not on the model's size. The
+module is independent of the formats and of the checks.
 """
 
 import threading
@@ -18,7 +18,8 @@ from torch import Tensor
 from gpt.checkpoint.logical_tensor import BLOCK_BYTES, LogicalTensor
 
 T = TypeVar("T")
-# A job calls it with the number of bytes just read, `ProgressCounter` with the sum of all jobs.
+# The argument is a number of bytes: from a job, of its last read; from `ProgressCounter`, of all
+# reads.
 ProgressCallback = Callable[[int], None]
 # Opens a progress display for a total number of bytes.
 OpenProgress = Callable[[int], AbstractContextManager[ProgressCallback]]
@@ -39,7 +40,7 @@ class ProgressCounter:
 
 
 class StoppedError(Exception):
-    """Ends a job after another job failed or the user interrupted; caught inside this module."""
+    """Ends a job after another job failed or the user interrupted; never leaves this module."""
 
 
 @dataclass

@@ -51,11 +51,11 @@ FORMAT_MARKERS = {
 }
 SPLIT_SIZES = (1, 2, 4, 8, 16)  # Tensor- and pipeline-parallel sizes in the serving table.
 RANKS_MAX = 16
-# With more parameter tensors, only pp = 1 is shown: computing every split would take seconds.
+# For a model with more parameter tensors only pp = 1 is shown, because all splits take seconds.
 PARAMETER_TENSORS_MAX = 8_000
 SAMPLE_COLUMNS = 64
 # Memory sizes of common GPUs in GB. A rank needs memory for weights, KV cache, the CUDA context
-# with its libraries, and a few per cent of the weights' size as overhead; a tenth of the memory
+# (with its libraries), and an overhead proportional to the weights; a tenth of the GPU's memory
 # stays free.
 GPU_GB = (16, 24, 32, 40, 48, 80, 96, 141, 180)
 CUDA_CONTEXT_BYTES = 2_500_000_000
@@ -80,17 +80,17 @@ class SplitMemory:
     kv_bytes_per_token: int
     kv_bytes_per_context: int  # KV cache of one sequence of max_position_embeddings tokens.
     dtype: str
-    gpu_gb: int | None  # Smallest of GPU_GB for weights and one full context; None: all too small.
+    gpu_gb: (
+        int | None
+    )  # Smallest of GPU_GB that fits weights and one full context; None: none fits.
 
 
 @dataclass
 class InspectReport:
     """The report; field names are the keys of --json and must not change."""
 
-    # Directory (or .nemo file) with the weights; inside `given` if a tracker file names an
-    # iteration.
-    path: str
-    given: str  # The path on the command line.
+    path: str  # Directory (or .nemo file) with the weights, e.g. the iteration directory.
+    given: str  # The path on the command line, e.g. the parent of the iteration directory.
     format: str  # The format's name in `gpt.formats.registry`.
     evidence: list[str]  # Files that identify the format.
     config: dict[str, Any]  # All fields of the GPTConfig.
@@ -107,14 +107,17 @@ class InspectReport:
     digest: str | None  # From the manifest or the cache; null: not computed yet.
     fingerprint: str | None
     splits: list[SplitMemory]
-    notes: list[str] = field(default_factory=list)  # How the reader inferred unrecorded fields.
+    notes: list[str] = field(default_factory=list)  # Assumptions of the reader, ignored files.
     remarks: list[str] = field(default_factory=list)  # Suspicious or wasteful properties.
     faults: list[str] = field(default_factory=list)  # Problems that would change outputs.
     deep: bool = False  # Whether every byte was read.
 
 
 def inspect(flags: argparse.Namespace, print_line: PrintLine, open_progress: OpenProgress) -> int:
-    """Run `preamble inspect` with parsed flags; return 1 if there is a fault, else 0."""
+    """Run `preamble inspect` with parsed flags.
+
+    Return exit status 1 if there is a fault, else 0.
+    """
     checkpoint = open_checkpoint(flags.source, source_overrides(flags))
     report = build_report(checkpoint, flags.source, deep=flags.deep)
     if flags.deep:
@@ -133,9 +136,9 @@ def inspect(flags: argparse.Namespace, print_line: PrintLine, open_progress: Ope
 
 
 def build_report(checkpoint: Checkpoint, source: str, *, deep: bool = False) -> InspectReport:
-    """Build the report from headers, small files and samples.
+    """Build the report from headers, small files and samples of the weights.
 
-    With `deep`, checks of samples are omitted if the full scan checks the complete tensors.
+    With `deep`, the caller adds a full scan, so checks of samples that it repeats are omitted.
     """
     config, path = checkpoint.config, checkpoint.path
     dtype_counts = _count_dtypes(checkpoint)
@@ -197,8 +200,7 @@ def _find_markers(checkpoint: Checkpoint, source: Path) -> list[str]:
 def _writer_split(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the parallel sizes of the run that wrote the checkpoint.
 
-    The reader of torch_dist does not need these sizes and does not return them. They are read from
-    the saved args.
+    The reader of torch_dist does not return these sizes, so they are read from the saved args.
     """
     if checkpoint.split or checkpoint.format != "torch_dist":
         return dict(checkpoint.split)
@@ -222,7 +224,8 @@ def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
 
 
 def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
-    """Return the number of stored embedding rows, including ranks that store only padding."""
+    """Return the number of stored embedding rows, including padding rows."""
+    # A rank file with padding rows only has no slice, but as many rows as the other rank files.
     source_rows = {id(piece.source): piece.source.shape[0] for piece in embedding.slices}
     row_counts = list(source_rows.values())
     ranks = checkpoint.split.get("tp", 1) if checkpoint.format == "megatron" else 1
@@ -230,7 +233,7 @@ def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
 
 
 def _active_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters used for one token: only top-k experts of each layer."""
+    """Return the number of parameters used for one token: of the experts, `moe_router_topk`."""
 
     def is_active(name: str) -> bool:
         match = LOCAL_EXPERT.search(name)
@@ -244,9 +247,10 @@ def _active_parameters(config: GPTConfig) -> int:
 
 
 def _serving_splits(config: GPTConfig) -> list[SplitMemory]:
-    """Return the memory per rank at every possible split, in the model's dtype.
+    """Return the memory per rank at every split of the table that the model supports.
 
-    If this dtype has more than 16 bits, the memory in bfloat16 is returned too.
+    The memory is that of the model's dtype. If this dtype has more than 16 bits, the memory in
+    bfloat16 is returned too.
     """
     is_wide = DTYPE_BYTES[config.dtype] > 2
     dtypes = (config.dtype, "bfloat16") if is_wide else (config.dtype,)
@@ -311,6 +315,7 @@ def _describe_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, 
 
 
 def _tokenizer_links(path: Path) -> Iterator[Path]:
+    """Yield the symbolic links that are named like tokenizer files, in and beside `path`."""
     for folder in (path, path.parent, path / "tokenizer", path.parent / "tokenizer"):
         for suffix in TOKENIZER_FILE_SUFFIXES:
             yield from (link for link in folder.glob(f"*{suffix}") if link.is_symlink())
@@ -319,6 +324,7 @@ def _tokenizer_links(path: Path) -> Iterator[Path]:
 def _find_remarks(checkpoint: Checkpoint, report: InspectReport) -> Iterator[str]:
     """Yield remarks: properties that a person should check before using the model."""
     config = checkpoint.config
+    # The reader reports a newer iteration as a note; here it is a remark.
     for note in set(report.notes) & set(newer_iteration_notes(checkpoint.path)):
         report.notes.remove(note)
         yield note
@@ -411,9 +417,13 @@ def _format_report(report: InspectReport) -> Iterator[str]:
 def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Yield the label and the value of each architecture line."""
     yield "layers", f"{config.num_layers}, hidden size {config.hidden_size:,}"
-    kind = {1: "MQA"}.get(config.num_query_groups, "GQA")
-    kind = "MHA" if config.num_query_groups == config.num_attention_heads else kind
-    window_text = f", each token sees {config.window_size:,}" if config.window_size else ""
+    if config.num_query_groups == config.num_attention_heads:
+        kind = "MHA"
+    elif config.num_query_groups == 1:
+        kind = "MQA"
+    else:
+        kind = "GQA"
+    window_text = f", sliding window {config.window_size:,}" if config.window_size else ""
     qk_norm_text = ", norms on queries and keys" if config.qk_layernorm else ""
     yield (
         "attention",
@@ -421,7 +431,7 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         f"groups ({kind}){qk_norm_text}{window_text}",
     )
     mlp_text = f"{config.ffn_hidden_size:,} wide, {config.activation}{', gated' * config.gated}"
-    yield "mlp", mlp_text + (", beside the attention" if config.parallel_residual else "")
+    yield "mlp", mlp_text + (", parallel to the attention" if config.parallel_residual else "")
     if any(config.moe_layers):
         shared_width = config.moe_shared_expert_intermediate_size
         yield (
@@ -440,7 +450,7 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         "positions",
         f"{config.position_embedding_type} up to {config.max_position_embeddings:,}{rope_text}",
     )
-    norm_suffix = ", stored minus one" if config.layernorm_zero_centered_gamma else ""
+    norm_suffix = ", stored as gamma - 1" if config.layernorm_zero_centered_gamma else ""
     yield "norm", f"{config.normalization}, epsilon {config.layernorm_epsilon:g}{norm_suffix}"
     biases = {"QKV": config.qkv_bias, "projection": config.proj_bias, "MLP": config.mlp_bias}
     yield "biases", ", ".join(name for name, used in biases.items() if used) or "none"
@@ -451,9 +461,9 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
 
 
 def _split_table(splits: list[SplitMemory]) -> Iterator[str]:
-    header = "weights, KV per 1,000 tokens, KV of one full context, a GPU that holds them"
+    header = "weights, KV per 1,000 tokens, KV of one full context, smallest GPU that fits them"
     for dtype in dict.fromkeys(split.dtype for split in splits):
-        yield f"to serve     each rank, in {dtype}: {header}"
+        yield f"to serve     memory of each rank in {dtype}: {header}"
         for split in (candidate for candidate in splits if candidate.dtype == dtype):
             kv_bytes_per_1000 = 1000 * split.kv_bytes_per_token
             sizes = (split.weight_bytes, kv_bytes_per_1000, split.kv_bytes_per_context)

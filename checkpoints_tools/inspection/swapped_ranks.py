@@ -1,12 +1,12 @@
-"""Swapped rank files: detects weight files that lie in the directory of another TP, PP or EP rank.
+"""Swapped rank files: detects weight files in the directory of another TP, PP or EP rank.
 
-Two facts show the rank of a file: the ranks that the training run recorded in the file's args, and
-the padding rows of the vocabulary, which only the last tensor rank has. The reader of the format
-(`gpt/formats/megatron/reader.py`) refuses stages that are swapped visibly in the names of their
-tensors.
+Two properties show the rank of a file: the ranks that the training run recorded in the file's args,
+and the padding rows of the vocabulary, which only the last tensor rank has. Swapped pipeline stages
+whose tensor names are wrong are already refused by the reader (`gpt/formats/megatron/reader.py`).
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from gpt.formats.megatron.rank_files import RankCoordinates, RankFiles, open_ran
 
 
 def find_swapped_ranks(checkpoint: Checkpoint) -> list[Finding]:
-    """Find Megatron rank files whose content belongs in another rank's directory."""
+    """Find Megatron rank files that are in the directory of another rank."""
     if checkpoint.format != "megatron":
         return []
     return [
@@ -26,7 +26,7 @@ def find_swapped_ranks(checkpoint: Checkpoint) -> list[Finding]:
     ]
 
 
-# Args in which older training runs recorded their rank, and the RankCoordinates field of each arg.
+# Maps each arg in which older training runs recorded a rank to a field of RankCoordinates.
 RANK_ARGS = {
     "tensor_model_parallel_rank": "tensor",
     "pipeline_model_parallel_rank": "stage",
@@ -40,50 +40,52 @@ def _check_recorded_ranks(ranks: RankFiles) -> Iterator[Finding]:
     `args.rank` is ignored if it is equal in all files, as in the output of converters.
     """
     global_ranks: dict[RankCoordinates, int] = {}
-    for position, rank_file in ranks.files.items():
+    for coordinates, rank_file in ranks.files.items():
         args = rank_file.args or {}
         for arg_name, field in RANK_ARGS.items():
             recorded_rank = args.get(arg_name)
-            if type(recorded_rank) is int and recorded_rank != getattr(position, field):
+            if type(recorded_rank) is int and recorded_rank != getattr(coordinates, field):
                 message = (
                     f"args.{arg_name} is {recorded_rank}, but the directory is rank "
-                    f"{getattr(position, field)}'s"
+                    f"{getattr(coordinates, field)}'s"
                 )
                 yield Finding(
                     str(rank_file.path), f"{message}; rank files are swapped: rename them"
                 )
         if type(args.get("rank")) is int:
-            global_ranks[position] = args["rank"]
+            global_ranks[coordinates] = args["rank"]
     if len(set(global_ranks.values())) < 2:
         return
-    for position, rank in global_ranks.items():
-        # In every rank order of Megatron, the tensor rank varies fastest. With the other
-        # coordinates equal, a later stage has a larger global rank, and a later expert rank does
-        # not have a smaller one.
-        previous_stage = RankCoordinates(position.tensor, position.stage - 1, position.expert)
-        previous_expert = RankCoordinates(position.tensor, position.stage, position.expert - 1)
+    for coordinates, rank in global_ranks.items():
+        # In every rank order of Megatron, the tensor rank varies fastest. If two files differ only
+        # in the stage, the later stage has the larger global rank. If two files differ only in the
+        # expert rank, the later expert rank has an equal or larger global rank.
+        previous_stage = replace(coordinates, stage=coordinates.stage - 1)
+        previous_expert = replace(coordinates, expert=coordinates.expert - 1)
         tensor_rank = rank % ranks.parallel_sizes.tp
         reason = ""
-        if tensor_rank != position.tensor:
+        if tensor_rank != coordinates.tensor:
             reason = (
                 f"which is tensor rank {tensor_rank}, but the directory is tensor rank "
-                f"{position.tensor}'s"
+                f"{coordinates.tensor}'s"
             )
         elif (
             global_ranks.get(previous_stage, -1) >= rank
             or global_ranks.get(previous_expert, -1) > rank
         ):
-            neighbour = (
-                previous_stage if global_ranks.get(previous_stage, -1) >= rank else previous_expert
-            )
+            if global_ranks.get(previous_stage, -1) >= rank:
+                previous = previous_stage
+            else:
+                previous = previous_expert
             reason = (
-                f"but {ranks.files[neighbour].path.parent.name}, which is before it in rank order, "
-                f"was saved by rank {global_ranks[neighbour]}"
+                f"but {ranks.files[previous].path.parent.name}, which is before it in rank order, "
+                f"was saved by rank {global_ranks[previous]}"
             )
         if reason:
             message = f"it was saved by rank {rank}, {reason}"
             yield Finding(
-                str(ranks.files[position].path), f"{message}; rank files are swapped: rename them"
+                str(ranks.files[coordinates].path),
+                f"{message}; rank files are swapped: rename them",
             )
 
 

@@ -1,9 +1,9 @@
 """Tensor diff: compares two tensors element by element, block by block.
 
-A diff has the number of differing elements, the index of the first one, and the largest absolute
-difference. Tensors of the same dtype are compared bit by bit. Tensors of different dtypes are
-converted to a dtype that represents the values of both exactly; the diff then also records whether
-one tensor is the other tensor rounded to a narrower dtype. The module opens no files.
+A diff has the number of differing elements, the index of the first differing element, and the
+largest absolute difference. Tensors of the same dtype are compared bit by bit. Tensors of different
+dtypes are converted to a dtype that represents the values of both exactly; the diff then also
+records whether one tensor equals the other tensor, rounded. The module opens no files.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpt.json_output import nonfinite_to_none
 
-# Elements compared at a time; limits the memory for fp64 temporaries.
+# Number of elements that are compared at a time; it limits the memory for fp64 temporaries.
 SLICE_ELEMENTS = 1 << 18
 
 INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,8 +31,8 @@ class TensorDiff:
     first_index: tuple[int, int] | None = None  # Row and column.
     first_values: tuple[float, float] | None = None  # The two values at `first_index`.
     abs_diff_max: float = 0.0  # Infinite if a differing value is NaN or infinite.
-    # Whether `right` equals `left` rounded to the dtype of `right`, and vice versa. Used only if
-    # the dtypes differ.
+    # Whether `right` equals `left` rounded to the dtype of `right`, and vice versa. Both are used
+    # only if the dtypes differ.
     right_is_rounded_left: bool = True
     left_is_rounded_right: bool = True
 
@@ -59,8 +59,7 @@ class TensorDiff:
                 right_slice, left_slice
             )
             left_slice, right_slice = left_slice.to(wide_dtype), right_slice.to(wide_dtype)
-            # NaN has many bit patterns, and a dtype conversion may change the pattern, so two
-            # NaNs count as equal.
+            # Two NaNs count as equal, because a dtype conversion may change the bits of a NaN.
             mismatch = (int_view(left_slice) != int_view(right_slice)) & ~(
                 left_slice.isnan() & right_slice.isnan()
             )
@@ -87,7 +86,7 @@ class TensorDiff:
         self.abs_diff_max = max(self.abs_diff_max, abs_diff_max)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values; an infinite difference becomes null, as JSON has no infinity."""
+        """Convert to JSON values; JSON has no infinity, so an infinite difference becomes null."""
         return {
             "elements": self.elements,
             "differing": self.differing_elements,
@@ -97,7 +96,7 @@ class TensorDiff:
 
     @property
     def summary(self) -> str:
-        """Text with the number of differing elements, the first one and the largest difference.
+        """One sentence: number of differing elements, first of them, and largest difference.
 
         At least one element must differ.
         """
@@ -121,7 +120,7 @@ def bitwise_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def int_view(tensor: Tensor) -> Tensor:
-    """View the bytes as integers, so that == compares bits: NaN equals NaN, 0.0 is not -0.0."""
+    """View the bits as integers. Then == compares bits: equal NaNs match, 0.0 and -0.0 differ."""
     return tensor.view(INT_DTYPES[tensor.dtype.itemsize])
 
 
@@ -134,7 +133,7 @@ def _is_rounding_of(wide: Tensor, narrow: Tensor) -> bool:
 
 
 def _row_slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield slices of a few rows: a comparison allocates several temporaries of a slice's size."""
+    """Yield (first row, left rows, right rows) in slices of about SLICE_ELEMENTS elements."""
     slice_rows = max(1, SLICE_ELEMENTS // max(1, left.shape[1]))
     for row in range(0, left.shape[0], slice_rows):
         yield row, left[row : row + slice_rows], right[row : row + slice_rows]

@@ -1,7 +1,7 @@
 """`preamble verify`: the command that compares two checkpoints, or checks a single one.
 
-The comparison is in checkpoint_comparison.py. This module opens the checkpoints, replays proofs,
-and prints the report as text or as one JSON object.
+This module opens the checkpoints, replays proofs, and prints the report as text or as one JSON
+object. `checkpoint_comparison` compares the tensors.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PrintLine = Callable[[str], None]
 def verify(flags: argparse.Namespace, print_line: PrintLine, open_progress: OpenProgress) -> int:
     """Run `preamble verify` with parsed flags.
 
-    Return 0 if no difference and no fault was found and every replayed proof passed, else 1.
+    Return exit status 1 if there is a difference, a fault or a failed proof, else 0.
     """
     overrides = source_overrides(flags)
     paths = [path for path in (flags.a, flags.b) if path is not None]
@@ -41,7 +41,7 @@ def verify(flags: argparse.Namespace, print_line: PrintLine, open_progress: Open
     proof = find_proof(first) if flags.prove else None
     if flags.prove and proof is None:
         raise CheckpointError(
-            f"{first.path} has no {PROOF}, the file with reference logits that --prove needs; "
+            f"{first.path} has no {PROOF}, the file with the reference logits that --prove needs; "
             "write the checkpoint with `preamble convert --prove`, or remove --prove"
         )
     if len(sides) == 1 and not (first.path / MANIFEST).is_file() and not flags.deep and not proof:

@@ -3,8 +3,8 @@
 A target file has a fixed size, literal bytes that are already known in the plan (headers, small
 files), and placements. A placement is a part of a logical (unsharded) tensor at a byte offset.
 Because all sizes and offsets are fixed, several workers can write the files in any order, and an
-interrupted run can write them again. The CRCs inside zip files depend on the tensors' bytes, so
-they are written after the tensors, at offsets that the layout lists as patches. The module reads no
+interrupted run can write them again. The CRCs inside zip files depend on the tensors' bytes, so the
+CRCs are written after the tensors, at offsets that the layout lists as patches. The module reads no
 weights and writes no files.
 """
 
@@ -30,9 +30,9 @@ VOCABULARY_MULTIPLE_MAX = 1 << 16
 class Placement:
     """A part of a logical tensor at a byte offset of a file.
 
-    The rows of the part are stored in the order of its ranges; with `transposed`, the part is
-    transposed first. If the part has more rows than its ranges (a padded vocabulary), the other
-    rows are zeros.
+    The rows of the part are stored in the order of `part.ranges`; with `transposed`, the matrix of
+    these rows is stored transposed. If `part.size` exceeds the ranges (a padded vocabulary), rows
+    of zeros follow.
     """
 
     name: str
@@ -52,7 +52,7 @@ class LiteralBytes:
 
 @dataclass(frozen=True, slots=True)
 class CrcPatch:
-    """The offset where a file stores the CRC-32 of a placement's bytes, in four bytes.
+    """The offset of the four bytes where a file stores the CRC-32 of a placement's bytes.
 
     The CRC is little-endian, and is written after the placement.
     """
@@ -89,15 +89,15 @@ class ParallelSplit:
 
 @dataclass(frozen=True)
 class Layout:
-    """All files of a target. The manifest is written to `folder`, the directory with the weights.
+    """All files of a target.
 
-    `last_files` are the files from which other software recognizes the format. They are written
-    after all other files, so that no software reads an incomplete target as a checkpoint.
+    `last_files` are the files by which other software recognizes the format. They are written after
+    all other files, so that no software reads an incomplete target as a checkpoint.
     """
 
     format: str  # The format's name in `gpt.formats.registry`.
     files: tuple[TargetFile, ...]
-    folder: str = ""
+    folder: str = ""  # Where weights and manifest are, relative to the target; empty: the target.
     last_files: tuple[TargetFile, ...] = ()
     notes: tuple[str, ...] = ()  # Hints for the user, such as flags needed to load the target.
     padded_vocab_size: int | None = None  # None: the format does not pad the vocabulary.
@@ -109,19 +109,18 @@ class Layout:
 
 
 def saved_part(
-    parameter: ParameterSpec, config: GPTConfig, rank: int, tp: int, rows: int
+    parameter: ParameterSpec, config: GPTConfig, rank: int, tp: int, vocab_rows: int
 ) -> ShardSpec:
     """Return the part of a parameter that the file of tensor rank `rank` of `tp` contains.
 
-    If there are more ranks than query groups, a running engine replicates KV heads. Files never
-    contain replicated KV heads: the QKV matrix is still split into equal parts. `rows` is the
-    padded vocabulary size.
+    `vocab_rows` is the padded vocabulary size. In files, the QKV matrix is always split into equal
+    parts; only a loaded model replicates KV heads if there are more ranks than query groups.
     """
     if parameter.shard_rule is ShardRule.QKV:
         size = parameter.shape[0] // tp
         return ShardSpec(0, ((rank * size, (rank + 1) * size),), size)
     if parameter.shard_rule is ShardRule.VOCAB:
-        size = rows // tp
+        size = vocab_rows // tp
         return ShardSpec(0, (local_vocab_range(parameter.shape[0], size, rank),), size)
     return shard_spec(parameter, config, rank, tp)
 
@@ -160,6 +159,6 @@ def placements_by_tensor(files: Iterable[TargetFile]) -> dict[str, list[tuple[in
 
 
 def unplaced_tensors(checkpoint: Checkpoint, layout: Layout) -> list[str]:
-    """Return the tensors that the layout places in no file; a correct layout has none of these."""
+    """Return the names of tensors that are in no file of the layout; empty for a correct layout."""
     placements = placements_by_tensor(layout.files)
     return [name for name in checkpoint.tensors if name not in placements]

@@ -1,8 +1,8 @@
 """Layout of safetensors files: plans headers, shards and tensor offsets without reading weights.
 
-The format allows no gaps between tensors, and readers need aligned tensors, so the tensors of a
-file are ordered by dtype, widest first. Tensors are distributed over files of a bounded size, in
-the order of the forward pass. The module is independent of the model.
+Tensors are distributed over files (shards) of a bounded size, in the order of the forward pass. The
+format allows no gaps between tensors, and readers need aligned tensors, so the tensors of a file
+are ordered by dtype, widest first. The module is independent of the model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ class SafetensorsEntry:
 def split_into_shards(
     entries: Iterable[SafetensorsEntry], bytes_max: int
 ) -> list[list[SafetensorsEntry]]:
-    """Distribute the entries over files in order; a tensor over `bytes_max` has its own file."""
+    """Distribute the entries over files in order; a tensor over `bytes_max` gets its own file."""
     shards: list[list[SafetensorsEntry]] = []
     bytes_left = 0
     for entry in entries:
@@ -59,10 +59,10 @@ def plan_safetensors_file(
     header = encode_header(
         [(entry.key, entry.dtype, entry.shape) for entry in ordered_entries], metadata or {}
     )
-    end, placements = len(header), []
+    placements = []
+    end = len(header)
     for entry in ordered_entries:
-        placement_fields = (entry.name, entry.part, end, entry.dtype, entry.transposed)
-        placements.append(Placement(*placement_fields))
+        placements.append(Placement(entry.name, entry.part, end, entry.dtype, entry.transposed))
         end += entry.nbytes
     return TargetFile(path, end, (LiteralBytes(0, header),), tuple(placements))
 

@@ -1,6 +1,6 @@
 """Layout of a tar file: plans every member's header and offset without reading weights.
 
-Members are regular files. Each has a header block and is padded to whole 512-byte blocks. Headers
+A member is a header block and the bytes of a regular file, padded to whole 512-byte blocks. Headers
 have no time and no owner, so two runs write equal bytes. The size of a member over 8 GiB is stored
 in GNU's binary form, which current tar programs can read. A member may be a `torch.save` archive.
 The module is independent of the model.
@@ -20,7 +20,7 @@ NAME_BYTES_MAX = 100  # A longer member name would need a second header.
 class TarLayout:
     """Builds a tar file: add the members in order, then call `finish`."""
 
-    end: int = 0
+    end: int = 0  # Offset of the next member.
     literals: list[LiteralBytes] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     patches: list[CrcPatch] = field(default_factory=list)
@@ -44,7 +44,7 @@ class TarLayout:
         self._advance(archive.size)
 
     def finish(self, path: str) -> TargetFile:
-        """Return the planned file: two empty blocks end it, and zeros fill the last record."""
+        """Return the planned file; it ends with two empty blocks and padding to a whole record."""
         size = self.end + 2 * tarfile.BLOCKSIZE
         size += -size % tarfile.RECORDSIZE
         return TargetFile(

@@ -1,7 +1,7 @@
-"""Tokenizer files of a target: copied to the directory where the target's reader expects them.
+"""Tokenizer files of a target: plans copies in the directory where the target's reader looks.
 
-The files are small, so the layout contains them as literal bytes, and the manifest lists them. From
-a directory, only the files that have the name of a tokenizer file are copied.
+The files are small, so the layout contains them as literal bytes, and the manifest lists them. Of a
+directory, only the files with names of tokenizer files are copied.
 """
 
 from fnmatch import fnmatch
@@ -11,7 +11,7 @@ from checkpoints_tools.layout.layout import Layout, TargetFile, literal_file
 from gpt.checkpoint.logical_tensor import TOKENIZER_FILE_SUFFIXES, find_tokenizer
 from gpt.errors import CheckpointError
 
-# Names of the files that are copied from a tokenizer's directory; others are ignored.
+# Names of the files that are copied from a tokenizer's directory.
 TOKENIZER_PATTERNS = (
     "*tokenizer*.json",
     "special_tokens_map.json",
@@ -50,6 +50,7 @@ def plan_tokenizer_files(tokenizer: Path, layout: Layout) -> list[TargetFile]:
 
 
 def _source_files(tokenizer: Path) -> list[Path]:
+    """Return the files of a tokenizer; refuse an incomplete tokenizer."""
     files = [tokenizer]
     if tokenizer.is_dir():
         files = [
@@ -81,7 +82,10 @@ def _source_files(tokenizer: Path) -> list[Path]:
 
 
 def _is_tiktoken(file: Path) -> bool:
-    """Tell whether a file is a tiktoken vocabulary: copied, although Preamble cannot read it."""
+    """Tell whether a file is a tiktoken vocabulary.
+
+    Such a file is copied for other programs; Preamble cannot read it.
+    """
     return file.suffix == ".tiktoken"
 
 

@@ -2,9 +2,9 @@
 
 A `torch.save` file is an uncompressed zip. It contains a pickle that describes each tensor as a
 view of a storage, and one aligned member per storage. The pickle is written from placeholders,
-which have shapes but no data. Each storage becomes a placement, and its CRC, which depends on the
-weights, a patch that is written later. `torch.load` reads the archive. The module is independent of
-the model.
+which have shapes but no data. Each storage becomes a placement. The CRC of a storage depends on the
+weights, so it becomes a patch, which is written later. `torch.load` reads the archive. The module
+is independent of the model.
 """
 
 import io
@@ -26,6 +26,8 @@ from gpt.parallel.weight_sharding import ShardSpec
 ARCHIVE_FOLDER = "archive"
 ALIGNMENT = 64  # Alignment of storages relative to the archive's start, as in torch.
 ZIP32_MAX = 0xFFFFFFFF  # Larger sizes and offsets need zip64 fields.
+# Offsets of the CRC-32 in a local header and in a central directory entry.
+LOCAL_CRC_OFFSET, CENTRAL_CRC_OFFSET = 14, 16
 STORAGE_TYPES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -42,7 +44,7 @@ class TensorPlaceholder:
     part: ShardSpec
     full_shape: tuple[int, ...]  # The logical tensor's shape.
     dtype: torch.dtype
-    shape: tuple[int, ...] | None = None  # None: the part's shape. Else e.g. [1, rows, columns].
+    shape: tuple[int, ...] | None = None  # E.g. (1, rows, columns); None: the part's shape.
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ class ArchiveLayout:
     size: int
     literals: tuple[LiteralBytes, ...]
     placements: tuple[Placement, ...]
-    patches: tuple[CrcPatch, ...]  # Placement indices count from this archive's first placement.
+    patches: tuple[CrcPatch, ...]  # `placement_index` is the index in this archive's placements.
 
 
 def plan_archive(record: Any, start: int = 0) -> ArchiveLayout:
@@ -102,10 +104,8 @@ class _PlaceholderPickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _PlaceholderStorage):
             return None
-        storage_type, count = (
-            STORAGE_TYPES[value.placeholder.dtype],
-            math.prod(value.placeholder.sizes),
-        )
+        storage_type = STORAGE_TYPES[value.placeholder.dtype]
+        count = math.prod(value.placeholder.sizes)
         return "storage", storage_type, str(value.index), "cpu", count
 
 
@@ -140,7 +140,8 @@ class _ZipLayout:
         size = math.prod(placeholder.sizes) * placeholder.dtype.itemsize
         placement_index = len(self.placements)
         member = _ZipMember(f"{ARCHIVE_FOLDER}/{name}".encode(), self.end, size, 0, placement_index)
-        self.patches.append(CrcPatch(self.start + member.header_offset + 14, placement_index))
+        crc_offset = self.start + member.header_offset + LOCAL_CRC_OFFSET
+        self.patches.append(CrcPatch(crc_offset, placement_index))
         self._begin_member(member)
         offset = self.start + self.end
         self.placements.append(
@@ -152,9 +153,10 @@ class _ZipLayout:
         """Append a local header whose extra field pads the member's content to ALIGNMENT."""
         is_zip64 = member.size >= ZIP32_MAX
         sizes = struct.pack("<HHQQ", 1, 16, member.size, member.size) if is_zip64 else b""
-        fixed = 30 + len(member.name) + len(sizes) + 4
-        padding = -(self.end + fixed) % ALIGNMENT
-        # torch uses an extra field of id "FB" as padding.
+        # 30 bytes of fixed header fields, and 4 bytes of id and length of the padding field.
+        unpadded_bytes = 30 + len(member.name) + len(sizes) + 4
+        padding = -(self.end + unpadded_bytes) % ALIGNMENT
+        # As padding, torch uses an extra field with the id "FB".
         extra = sizes + struct.pack("<HH", 0x4246, padding) + b"\0" * padding
         size = ZIP32_MAX if is_zip64 else member.size
         self.members.append(member)
@@ -181,10 +183,11 @@ class _ZipLayout:
         directory_offset = self.end
         for member in self.members:
             if member.placement_index is not None:
-                self.patches.append(CrcPatch(self.start + self.end + 16, member.placement_index))
+                crc_offset = self.start + self.end + CENTRAL_CRC_OFFSET
+                self.patches.append(CrcPatch(crc_offset, member.placement_index))
             self._append(_central_directory_entry(member))
         size, count = self.end - directory_offset, len(self.members)
-        # torch always writes the zip64 end record too; readers use either of the two end records.
+        # Like torch, always write two end records, zip64 and classic; a reader uses either of them.
         end_offset = self.end
         self._append(
             struct.pack(
@@ -203,8 +206,13 @@ class _ZipLayout:
                 0,
             )
         )
-        contents = (tuple(self.literals), tuple(self.placements), tuple(self.patches))
-        return ArchiveLayout(self.start, self.end, *contents)
+        return ArchiveLayout(
+            self.start,
+            self.end,
+            tuple(self.literals),
+            tuple(self.placements),
+            tuple(self.patches),
+        )
 
     def _append(self, content: bytes) -> None:
         self.literals.append(LiteralBytes(self.start + self.end, content))

@@ -1,9 +1,9 @@
 """Hugging Face writer: lays out config.json and safetensors shards under a family's keys.
 
-The writer splits the logical tensors with the same key table that the reader uses to fuse them:
-queries, keys and values are parts of each query group's rows, gate and up are halves of a matrix,
-GPT-2's matrices are transposed. The module only plans; it reads no weights. config.json is written
-last, so that no software loads an incomplete target as a model.
+The reader's key table (`Family`) says how a family stores each logical tensor. With the same table
+the writer splits the QKV matrix into queries, keys and values, splits the MLP's first matrix into
+gate and up, and transposes GPT-2's matrices. The module only plans; it reads no weights.
+config.json is written last, so that no software loads an incomplete target as a model.
 """
 
 import json
@@ -31,7 +31,7 @@ from gpt.parallel.weight_sharding import (
 )
 from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
-SHARD_BYTES_MAX = 5_000_000_000
+SHARD_BYTES_MAX = 5_000_000_000  # Default of --shard-gb.
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 
@@ -79,8 +79,8 @@ def _encode_json(record: dict[str, Any]) -> bytes:
 def _special_token_ids(checkpoint: Checkpoint) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """Return the BOS and EOS ids for config.json, and notes.
 
-    An unknown id is written as null, because transformers uses the family's default id if the
-    field is absent.
+    An unknown id is written as null, because without the field transformers would use the family's
+    default id.
     """
     token_ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if checkpoint.tokenizer is None:

@@ -1,9 +1,9 @@
-"""Hugging Face config writer: chooses the family that expresses a model exactly.
+"""Hugging Face config writer: chooses a family (model_type) that expresses a model exactly.
 
-For each candidate family (model_type), the module builds a config.json record and parses it with
-the reader. The family expresses the model if the parsed GPTConfig describes the same network. If no
-family expresses it, the error names the traits (model properties) that differ; nothing is
-approximated. The module uses no tensors and opens no files.
+For each candidate family, the module builds the content of config.json and parses it with the
+reader. The family expresses the model if the parsed GPTConfig describes the same network. If no
+family does, the error names the traits (model properties) that differ; nothing is approximated. The
+module uses no tensors and opens no files.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,18 +35,18 @@ class FamilyChoice:
 
     family: str
     record: ConfigRecord
-    notes: tuple[str, ...]  # Fields that the family lacks; none of them affects inference.
+    notes: tuple[str, ...]  # Name the fields that config.json lacks; none affects inference.
 
 
 def choose_family(
     config: GPTConfig, path: Path, requested_family: str | None = None
 ) -> FamilyChoice:
-    """Return `requested_family`, or choose a family that expresses the model exactly.
+    """Return `requested_family`, or else a family that expresses the model exactly.
 
-    Families whose published models use this model's activation come first; among these, the most
-    widely supported family is chosen. Raises ConfigError if `requested_family` is unknown, and
-    CheckpointError if the requested family does not express the model exactly or, without a
-    request, if no family does. `path` is the checkpoint's path, for messages.
+    If several families do, those whose published models use this model's activation are preferred,
+    and then the most widely supported family. Raises ConfigError if `requested_family` is unknown.
+    Raises CheckpointError if the requested family cannot express the model, or if none is requested
+    and no family can. `path` is the checkpoint's path, for messages.
     """
     if requested_family is not None and requested_family not in FAMILY_WRITERS:
         supported_families = ", ".join(FAMILY_WRITERS)
@@ -61,15 +61,15 @@ def choose_family(
         fits, key=lambda name: (not fits[name].is_complete, len(fits[name].missing_traits))
     )
     if fits[nearest].missing_traits:
-        lacks = f"cannot express {summarize_names(fits[nearest].missing_traits)}"
+        mismatch = f"cannot express {summarize_names(fits[nearest].missing_traits)}"
         if requested_family:
             raise CheckpointError(
-                f"{path} cannot be written as the requested family: {nearest} {lacks}; choose "
+                f"{path} cannot be written as the requested family: {nearest} {mismatch}; choose "
                 "another family or format"
             )
         raise CheckpointError(
             f"{path} cannot be written for Hugging Face: no family expresses it exactly; the "
-            f"nearest, {nearest}, {lacks}; choose another format"
+            f"nearest, {nearest}, {mismatch}; choose another format"
         )
     # Prefer a family whose published models have the same activation as this model, because some
     # tools ignore the activation field.
@@ -101,7 +101,7 @@ def _read_back(config: GPTConfig, family: str) -> GPTConfig:
 @dataclass(frozen=True)
 class _FamilyFit:
     missing_traits: list[str]  # Traits of the model that the family cannot express.
-    is_complete: bool  # False: a basic mismatch ended the comparison early; more may be missing.
+    is_complete: bool  # False: after a basic mismatch, the other traits were not compared.
 
 
 def _fit_family(config: GPTConfig, family: str) -> _FamilyFit:
@@ -140,11 +140,12 @@ def _unstored_notes(config: GPTConfig, family: str) -> tuple[str, ...]:
 class Trait:
     """A property of a model that a family may be unable to express.
 
-    If `value` returns None, the model does not use the property, and the property is not compared.
+    If `value` returns None for a config, that model does not use the property, and the property is
+    not compared.
     """
 
     value: Callable[[GPTConfig], object]
-    # Describes the model's value, as the end of the message "llama cannot express ...".
+    # Returns the end of the message "llama cannot express ..." for a model.
     describe: Callable[[GPTConfig], str]
 
 
@@ -287,11 +288,13 @@ def _llama_like(config: GPTConfig, epsilon_key: str = "rms_norm_eps") -> ConfigR
 def _rotary_fields(
     config: GPTConfig, theta_key: str, percent_key: str | None = None
 ) -> ConfigRecord:
-    """Return the RoPE fields of transformers 4 and of transformers 5.
+    """Return the RoPE fields of transformers 4 (separate keys) and of transformers 5 (one object).
 
-    `theta_key` and `percent_key` are keys of transformers 4.
+    `theta_key` and `percent_key` are keys of transformers 4; without `percent_key`, the family has
+    no partial RoPE.
     """
-    scaling, legacy_fields = config.rope_scaling, {theta_key: config.rotary_base}
+    scaling = config.rope_scaling
+    legacy_fields = {theta_key: config.rotary_base}
     rope: ConfigRecord = {"rope_type": "default"}
     if scaling is not None:
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -326,7 +329,7 @@ def _qwen2(config: GPTConfig) -> ConfigRecord:
         **_llama_like(config),
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        # transformers: layers from this number on use the window.
+        # In transformers, the layers with this number and larger numbers use the window.
         "max_window_layers": config.num_layers if window is None else 0,
     }
 
@@ -379,7 +382,7 @@ def _nemotron(config: GPTConfig) -> ConfigRecord:
 class FamilyWriter:
     config_fields: Callable[[GPTConfig], ConfigRecord]
     architecture: str
-    activation: Activation  # The usual one of the family's published models; see choose_family.
+    activation: Activation  # Of the family's published models; a preference of choose_family.
     # The family's code requires that hidden_size is a multiple of the number of heads, even if
     # head_dim is set.
     heads_divide_hidden: bool = False

@@ -1,9 +1,9 @@
 """Megatron-LM `torch` writer: plans one file per rank, with the tensors of that rank.
 
 In each file, layers and experts are numbered from 0, and each virtual pipeline chunk has its own
-state dict. Every expert rank has all non-expert tensors, and the last stage has a copy of a tied
-embedding. The module maps state-dict keys to parts of logical tensors; `torch_save` plans the
-bytes of the files.
+state dict. The file of an expert rank also has the tensors outside the experts. The last stage has
+a copy of a tied embedding. The module maps state-dict keys to parts of logical tensors;
+`torch_save` plans the bytes of the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ from gpt.parallel.weight_sharding import (
     parameter_specs,
 )
 
-ITERATION_FOLDER = "release"  # Megatron's name for weights without iteration and optimizer.
+ITERATION_FOLDER = "release"  # Megatron's name for weights without optimizer state.
 CHECKPOINT_VERSION = 3.0  # Megatron's version number for the row order of QKV weights.
 
 # Local layer specs have separate norm modules; Transformer Engine fuses them into the next linear.
@@ -61,7 +61,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class _ChunkParameter:
-    """A parameter of a pipeline chunk; experts are not yet distributed over expert ranks."""
+    """A parameter of a pipeline chunk, before experts are distributed over expert ranks."""
 
     parameter: ParameterSpec
     dtype: torch.dtype
@@ -74,46 +74,46 @@ class _SplitPlan:
     """Settings that are the same for all ranks."""
 
     config: GPTConfig
-    division: ParallelSplit
+    split: ParallelSplit
     vocab_rows: int  # The padded vocabulary size.
     spec: LayerSpec
 
 
 def plan_layout(
     checkpoint: Checkpoint,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, division)
-    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    check_supported(config, split)
+    vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     args = build_args(
         config,
-        division,
+        split,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
         tokenizer=checkpoint.tokenizer,
     )
-    sizes = ParallelSizes(division.tp, division.pp, division.ep)
+    sizes = ParallelSizes(split.tp, split.pp, split.ep)
     files = []
-    for rank, state_dicts in rank_state_dicts(checkpoint, division, vocab_rows, spec):
+    for rank, state_dicts in rank_state_dicts(checkpoint, split, vocab_rows, spec):
         record: dict[str, Any] = {
             "args": args,
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0,
         }
         for chunk, state_dict in enumerate(state_dicts):
-            record[f"model{chunk}" if division.vpp > 1 else "model"] = state_dict
+            record[f"model{chunk}" if split.vpp > 1 else "model"] = state_dict
         archive = plan_archive(record)
         path = f"{ITERATION_FOLDER}/{sizes.folder_name(rank)}/{WEIGHT_FILES[0]}"
         files.append(
             TargetFile(path, archive.size, archive.literals, archive.placements, archive.patches)
         )
     last_files = (literal_file(TRACKER_FILE, ITERATION_FOLDER.encode()),)
-    layout_notes = tuple(load_notes(config, division, spec))
+    layout_notes = tuple(load_notes(config, split, spec))
     return Layout(
         "megatron",
         tuple(files),
@@ -125,27 +125,27 @@ def plan_layout(
 
 
 def rank_state_dicts(
-    checkpoint: Checkpoint, division: ParallelSplit, vocab_rows: int, spec: LayerSpec = "te"
+    checkpoint: Checkpoint, split: ParallelSplit, vocab_rows: int, spec: LayerSpec = "te"
 ) -> Iterator[tuple[RankCoordinates, list[dict[str, TensorPlaceholder | None]]]]:
     """Yield every rank with its state dicts, one per pipeline chunk.
 
-    Embeddings are padded to `vocab_rows`.
+    The embedding and the LM head are padded to `vocab_rows` rows.
     """
     config = checkpoint.config
-    plan = _SplitPlan(config, division, vocab_rows, spec)
+    plan = _SplitPlan(config, split, vocab_rows, spec)
     table = _parameter_dtypes(checkpoint)
     chunks = [
         [_chunk_parameters(table, layers, config, spec) for layers in stage]
-        for stage in plan_stages(config, division).layers
+        for stage in plan_stages(config, split).layers
     ]
-    for rank in ParallelSizes(division.tp, division.pp, division.ep).ranks():
+    for rank in ParallelSizes(split.tp, split.pp, split.ep).ranks():
         yield rank, [_rank_state_dict(plan, chunk, rank) for chunk in chunks[rank.stage]]
 
 
 def _parameter_dtypes(checkpoint: Checkpoint) -> list[tuple[ParameterSpec, torch.dtype]]:
     """Return all parameters and the dtypes in which they are stored."""
     return [
-        # Megatron always keeps the router's expert bias in fp32.
+        # Megatron has the router's expert bias in fp32, whatever the model's dtype.
         (
             parameter,
             torch.float32 if name.endswith(".expert_bias") else checkpoint.tensors[name].dtype,
@@ -162,8 +162,9 @@ def _chunk_parameters(
 ) -> list[_ChunkParameter]:
     """Return the parameters of a pipeline chunk; layers are numbered from 0 within the chunk."""
     selected_parameters = []
-    first, last = layers.start == 0, layers.stop == config.num_layers
-    tied = not config.untie_embeddings_and_output_weights
+    is_first = layers.start == 0
+    is_last = layers.stop == config.num_layers
+    is_tied = not config.untie_embeddings_and_output_weights
     for parameter, dtype in table:
         name = parameter.name
         if not is_on_stage(config, name, layers):
@@ -173,11 +174,11 @@ def _chunk_parameters(
         if spec == "local" and layer_number(name) is not None:
             for fused, separate in LOCAL_SPEC_NAMES.items():
                 local_name = local_name.replace(fused, separate)
-        if name != EMBEDDING or first:
+        if name != EMBEDDING or is_first:
             selected_parameters.append(
                 _ChunkParameter(parameter, dtype, local_name, int(match[1]) if match else None)
             )
-        if name == EMBEDDING and last and tied and not first:
+        if name == EMBEDDING and is_last and is_tied and not is_first:
             selected_parameters.append(_ChunkParameter(parameter, dtype, HEAD, None))
     return selected_parameters
 
@@ -186,8 +187,8 @@ def _rank_state_dict(
     plan: _SplitPlan, chunk_parameters: list[_ChunkParameter], rank: RankCoordinates
 ) -> dict[str, TensorPlaceholder | None]:
     """Return the state dict of one chunk on one rank."""
-    config, division = plan.config, plan.division
-    experts_per_rank = config.num_experts // division.ep
+    config, split = plan.config, plan.split
+    experts_per_rank = config.num_experts // split.ep
     experts = range(rank.expert * experts_per_rank, (rank.expert + 1) * experts_per_rank)
     state_dict: dict[str, TensorPlaceholder | None] = {}
     for chunk_parameter in chunk_parameters:
@@ -196,7 +197,7 @@ def _rank_state_dict(
             if chunk_parameter.expert not in experts:
                 continue
             name = renumber(name, 0, -experts.start)
-        part = saved_part(parameter, config, rank.tensor, division.tp, plan.vocab_rows)
+        part = saved_part(parameter, config, rank.tensor, split.tp, plan.vocab_rows)
         state_dict[name] = TensorPlaceholder(
             parameter.name, part, parameter.shape, chunk_parameter.dtype
         )

@@ -1,9 +1,9 @@
 """Megatron args writer: converts GPTConfig and split to the `args` that Megatron loads.
 
-It is the inverse of `gpt/formats/mappings/megatron_args.py`, for both Megatron formats. If
-Megatron's GPT has no argument for a property of the model, or cannot build it, an error names the
-property before anything is written: a checkpoint that loads but computes another function is worse
-than no checkpoint. The module uses no tensors and opens no files.
+The module is the inverse of `gpt/formats/mappings/megatron_args.py`, for both Megatron formats. If
+Megatron's GPT does not support a property of the model, an error names the property before anything
+is written: a checkpoint that loads but computes another function is worse than no checkpoint. The
+module uses no tensors and opens no files.
 """
 
 from argparse import Namespace
@@ -41,7 +41,7 @@ class StageLayout:
 
 def build_args(
     config: GPTConfig,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
@@ -49,21 +49,21 @@ def build_args(
     tokenizer: Path | None = None,
 ) -> Namespace:
     """Return Megatron's args as plain values. Call `check_supported` first."""
-    tp = division.tp
-    pp = division.pp
-    ep = division.ep
+    tp = split.tp
+    pp = split.pp
+    ep = split.ep
     return Namespace(
         **_size_args(config),
         **_layer_args(config),
         **_position_args(config),
         **_moe_args(config),
-        **plan_stages(config, division).args,
+        **plan_stages(config, split).args,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp,
         context_parallel_size=1,
-        # Megatron takes its expert ranks from the data-parallel ranks, so `ep` of these are needed.
+        # In Megatron the expert ranks are data-parallel ranks, so there must be `ep` of them.
         data_parallel_size=ep,
         world_size=tp * pp * ep,
         sequence_parallel=tp > 1 and any(config.moe_layers),
@@ -86,7 +86,7 @@ def build_args(
     )
 
 
-def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
+def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
     """Refuse a config that Megatron's arguments cannot express, or an impossible split."""
     for missing_trait in _unsupported_traits(config):
         raise ConfigError(f"Megatron's GPT has {missing_trait}; choose another format with --to")
@@ -94,31 +94,31 @@ def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
         raise ConfigError(
             f"Megatron has no dtype {config.dtype}; choose one of {', '.join(DTYPES)} with --dtype"
         )
-    check_split(config, division.tp, division.pp)
-    check_expert_parallel(config, division.ep)
-    if division.vpp < 1:
+    check_split(config, split.tp, split.pp)
+    check_expert_parallel(config, split.ep)
+    if split.vpp < 1:
         raise ConfigError(
-            f"--vpp {division.vpp}: the number of virtual stages must be at least 1; give --vpp 1"
+            f"--vpp {split.vpp}: the number of virtual stages must be at least 1; give --vpp 1"
         )
-    if division.vpp > 1 and division.pp < 2:
+    if split.vpp > 1 and split.pp < 2:
         raise ConfigError(
-            f"--vpp {division.vpp} with --pp {division.pp}: Megatron's virtual stages need two or "
+            f"--vpp {split.vpp} with --pp {split.pp}: Megatron's virtual stages need two or "
             "more pipeline ranks; give --vpp 1, or a larger --pp"
         )
-    if division.pp * division.vpp > config.num_layers:
+    if split.pp * split.vpp > config.num_layers:
         raise ConfigError(
-            f"pipeline parallel {division.pp} x {division.vpp} virtual stages are more stages than "
+            f"pipeline parallel {split.pp} x {split.vpp} virtual stages are more stages than "
             f"the model has layers ({config.num_layers}); --vpp can be at most "
-            f"{config.num_layers // division.pp}"
+            f"{config.num_layers // split.pp}"
         )
 
 
-def load_notes(config: GPTConfig, division: ParallelSplit, spec: LayerSpec = "te") -> list[str]:
+def load_notes(config: GPTConfig, split: ParallelSplit, spec: LayerSpec = "te") -> list[str]:
     """Return hints for loading the target in Megatron, such as the flags to give."""
-    notes = list(plan_stages(config, division).notes)
-    if config.num_query_groups % division.tp:
+    notes = list(plan_stages(config, split).notes)
+    if config.num_query_groups % split.tp:
         notes.append(
-            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: this needs "
+            f"{config.num_query_groups} query groups on {split.tp} tensor ranks: this needs "
             "Megatron-Core 0.16 or later"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:
@@ -139,13 +139,13 @@ def load_notes(config: GPTConfig, division: ParallelSplit, spec: LayerSpec = "te
     return notes
 
 
-def plan_stages(config: GPTConfig, division: ParallelSplit) -> StageLayout:
+def plan_stages(config: GPTConfig, split: ParallelSplit) -> StageLayout:
     """Distribute the layers over stages and chunks as evenly as possible.
 
-    An uneven distribution is written with the oldest Megatron arguments that can express it, so
-    that as many Megatron versions as possible can load the checkpoint.
+    An uneven distribution uses the oldest Megatron arguments that can express it, so that old
+    Megatron versions can load the checkpoint too.
     """
-    pp, vpp = division.pp, division.vpp
+    pp, vpp = split.pp, split.vpp
     layers = stage_layers(
         config.num_layers, pp, _first_last_counts(config.num_layers, pp, vpp), vpp
     )
@@ -161,13 +161,14 @@ def plan_stages(config: GPTConfig, division: ParallelSplit) -> StageLayout:
         "num_virtual_stages_per_pipeline_rank": None,
     }
     totals = [sum(stage) for stage in counts]
-    balanced = all(len(set(stage)) == 1 for stage in counts)
+    balanced = all(len(set(stage)) == 1 for stage in counts)  # Equal chunks within each stage.
+    # First case: all stages have the same number of layers.
     if balanced and len(set(totals)) == 1:
         if vpp > 1:
             args["num_layers_per_virtual_pipeline_stage"] = counts[0][0]
         return StageLayout(layers, args)
-    # Second case: only the first and the last stage differ, and all stages between them have the
-    # same count. With two stages, the last one counts as the middle.
+    # Second case: the stages between the first and the last have the same number of layers each. If
+    # there are only two stages, the last stage counts as the middle.
     middle = set(totals[1:-1] or totals[1:])
     if balanced and len(middle) == 1:
         common_count = middle.pop()
@@ -181,6 +182,7 @@ def plan_stages(config: GPTConfig, division: ParallelSplit) -> StageLayout:
         )
         note = f"{_uneven_stages_note(totals)}; start Megatron with {flags}"
         return StageLayout(layers, args, [note])
+    # Third case: any other distribution.
     pipeline_layout = _pipeline_layout(counts)
     args["pipeline_model_parallel_layout"] = pipeline_layout
     note = (
@@ -193,10 +195,13 @@ def plan_stages(config: GPTConfig, division: ParallelSplit) -> StageLayout:
 def _first_last_counts(num_layers: int, pp: int, vpp: int) -> list[int] | None:
     """Return the layer counts of the stages in the form `first, middle, ..., middle, last`.
 
-    Of the uneven distributions, this form is supported by the most Megatron versions: it does not
-    need --pipeline-model-parallel-layout. Returns None if the layers divide evenly, if there are
-    fewer than three stages, if the virtual stages do not divide the layers, or if no distribution
-    of this form exists.
+    More Megatron versions support this form than other uneven distributions, because it does not
+    need --pipeline-model-parallel-layout. Returns None in these cases:
+
+    - The layers divide evenly.
+    - There are fewer than three stages.
+    - The number of layers is not a multiple of `vpp`.
+    - No distribution has this form.
     """
     layers_per_chunk, remainder = divmod(num_layers, vpp)
     if remainder or pp < 3 or layers_per_chunk % pp == 0:
@@ -206,13 +211,13 @@ def _first_last_counts(num_layers: int, pp: int, vpp: int) -> list[int] | None:
         ends = layers_per_chunk - middle_count * (pp - 2)
         if middle_count and ends >= 2:
             candidates.append([ends - ends // 2, *[middle_count] * (pp - 2), ends // 2])
-    # Prefer the most even distribution. If two are equally even, prefer few layers on the first and
-    # last stages, which also have the embedding and the head.
+    # Prefer the most even distribution. If two are equally even, prefer fewer layers on the first
+    # and last stages, which also have the embedding and the head.
     ranked_candidates = [
-        (max(shares), -min(shares), shares[0] + shares[-1], shares) for shares in candidates
+        (max(counts), -min(counts), counts[0] + counts[-1], counts) for counts in candidates
     ]
     best = min(ranked_candidates)[-1] if ranked_candidates else None
-    return [share * vpp for share in best] if best else None
+    return [count * vpp for count in best] if best else None
 
 
 def _uneven_stages_note(totals: list[int]) -> str:
@@ -222,8 +227,8 @@ def _uneven_stages_note(totals: list[int]) -> str:
 def _pipeline_layout(counts: list[list[int]]) -> str:
     """Return Megatron's layout string, such as `Ett|tt|ttL`.
 
-    E is the embedding, t a layer, L the loss. The first chunks of all stages precede the second
-    chunks.
+    E is the embedding, t a layer, L the loss, and | separates chunks. The first chunks of all
+    stages come first, then the second chunks of all stages.
     """
     chunks = [
         counts[stage][chunk] for chunk in range(len(counts[0])) for stage in range(len(counts))
@@ -277,8 +282,7 @@ def _unsupported_moe_traits(config: GPTConfig) -> Iterator[str]:
     softmax = config.moe_router_score_function == "softmax"
     if config.mlp_bias:
         yield (
-            "no experts with mlp_bias unless the router has a bias too, and this model's router "
-            "has none"
+            "no experts with mlp_bias if the router has no bias, which is the case in this model"
         )
     if softmax and config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
         yield (
@@ -307,7 +311,7 @@ def _size_args(config: GPTConfig) -> dict[str, Any]:
 def _layer_args(config: GPTConfig) -> dict[str, Any]:
     """Return the args of norms, activation, biases and attention.
 
-    An arg that Megatron has renamed is written under both names.
+    An arg that Megatron renamed is written under its old and its new name.
     """
     window = config.window_size
     return {
@@ -343,7 +347,7 @@ def _position_args(config: GPTConfig) -> dict[str, Any]:
     llama3 = scaling is not None and scaling.kind == "llama3"
     return {
         "position_embedding_type": config.position_embedding_type,
-        # True also for position_embedding_type "none", because Megatron refuses False there.
+        # Also true for position_embedding_type "none", for which Megatron refuses false.
         "add_position_embedding": not config.uses_rope,
         "use_rotary_position_embeddings": config.uses_rope,
         "rotary_percent": config.rotary_percent,
@@ -384,7 +388,7 @@ def _moe_args(config: GPTConfig) -> dict[str, Any]:
 
 
 def _as_integer(value: float) -> float:
-    """Convert a whole number to int; other numbers are kept.
+    """Convert a whole number to int; return other numbers unchanged.
 
     Megatron's --rotary-base and --rotary-seq-len-interpolation-factor are integer flags.
     """
@@ -394,7 +398,8 @@ def _as_integer(value: float) -> float:
 def _tokenizer_type(config: GPTConfig, path: Path | None) -> str | None:
     """Return GPT2BPETokenizer if the tokenizer is GPT-2's, else None.
 
-    Megatron compares a recorded type with its flag --tokenizer-type; with None the flag decides.
+    Megatron compares a recorded type with its flag --tokenizer-type. If None is recorded, the flag
+    alone decides.
     """
     if path is None or not path.is_dir() or not any(path.glob("*merges.txt")):
         return None

@@ -1,8 +1,8 @@
 """Native writer: plans safetensors files with canonical, unsharded tensors.
 
 File sizes are bounded, so that a damaged file can be copied again alone. The module only plans; it
-reads no weights. `checkpoints_tools/conversion/convert.py` writes the manifest, without which the
-directory is not a native checkpoint.
+reads no weights. A native checkpoint also has a manifest, which
+`checkpoints_tools/conversion/convert.py` writes.
 """
 
 from checkpoints_tools.layout.layout import Layout
@@ -15,7 +15,7 @@ from checkpoints_tools.layout.safetensors import (
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.parallel.weight_sharding import ShardSpec
 
-SHARD_BYTES_MAX = 4 << 30
+SHARD_BYTES_MAX = 4 << 30  # Default of --shard-gb.
 
 
 def plan_layout(checkpoint: Checkpoint, *, shard_bytes_max: int = SHARD_BYTES_MAX) -> Layout:

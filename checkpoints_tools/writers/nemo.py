@@ -1,9 +1,9 @@
 """NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
-Each rank has the same tensors as in Megatron's format, under NeMo's prefix, in a `torch.save`
-archive inside the tar. The tokenizer is included if NeMo's config can refer to it. The names of the
-tokenizer's files are derived from their content, so the same model gives the same bytes. The output
-was not tested with NeMo itself.
+The tensors of a rank are those of Megatron's format, with NeMo's prefix in their names, in a
+`torch.save` archive inside the tar. The tokenizer is included if NeMo's config can refer to it. The
+names of the tokenizer's files are derived from their content, so two conversions of a model write
+equal bytes. The output was not tested with NeMo itself.
 """
 
 import hashlib
@@ -46,17 +46,17 @@ class _TokenizerBundle:
 
 def plan_layout(
     checkpoint: Checkpoint,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, division)
+    check_supported(config, split)
     tokenizer = _bundle_tokenizer(checkpoint.tokenizer)
     model_section = model_config(
         config,
-        division,
+        split,
         vocabulary_multiple=vocabulary_multiple,
         tokenizer=tokenizer.section,
         tokenizer_vocab_size=tokenizer.vocab_size,
@@ -65,13 +65,13 @@ def plan_layout(
     tar.add_bytes(f"./{CONFIG_FILE}", yaml.safe_dump(model_section).encode())
     for name, content in tokenizer.files.items():
         tar.add_bytes(f"./{name}", content)
-    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
-    for rank, (state_dict,) in rank_state_dicts(checkpoint, division, vocab_rows):
+    vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
+    for rank, (state_dict,) in rank_state_dicts(checkpoint, split, vocab_rows):
         weights = {
             f"{TENSOR_PREFIX}{name}": placeholder for name, placeholder in state_dict.items()
         }
-        tar.add_torch_archive(f"./{_rank_folder(rank, division)}{WEIGHTS_FILE}", weights)
-    layout_notes = (UNTESTED_NOTE, *load_notes(config, division), *tokenizer.notes)
+        tar.add_torch_archive(f"./{_rank_folder(rank, split)}{WEIGHTS_FILE}", weights)
+    layout_notes = (UNTESTED_NOTE, *load_notes(config, split), *tokenizer.notes)
     return Layout(
         FORMAT,
         (tar.finish(NEMO_FILE),),
@@ -81,14 +81,17 @@ def plan_layout(
     )
 
 
-def _rank_folder(rank: RankCoordinates, division: ParallelSplit) -> str:
-    if division.pp > 1:
+def _rank_folder(rank: RankCoordinates, split: ParallelSplit) -> str:
+    if split.pp > 1:
         return f"tp_rank_{rank.tensor:02}_pp_rank_{rank.stage:03}/"
-    return f"mp_rank_{rank.tensor:02}/" if division.tp > 1 else ""
+    return f"mp_rank_{rank.tensor:02}/" if split.tp > 1 else ""
 
 
 def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
-    """Bundle a SentencePiece model or GPT-2's two files; NeMo's config can refer only to these."""
+    """Bundle a SentencePiece model, or GPT-2's vocab.json and merges.txt.
+
+    NeMo's config cannot refer to other tokenizers; for these, a note says that there is none.
+    """
     section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:
         return _TokenizerBundle(section)
@@ -140,15 +143,16 @@ def _try_open(tokenizer: Path, kind: str | None = None) -> Tokenizer | None:
 
 
 def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
-    """Tell whether a SentencePiece model has the same tokens as the checkpoint's tokenizer.
+    """Tell whether a SentencePiece model has the same tokens as `reference`, the tokenizer in use.
 
-    `reference` is the checkpoint's tokenizer. If it is SentencePiece too, both are the same file.
-    Otherwise it is a tokenizer.json, which may have tokens that were added after the SentencePiece
-    model was made. A token is not compared if one of the two tokenizers returns no bytes for it, as
-    for a special token.
+    If `reference` is SentencePiece too, both are the same file. Otherwise it is a tokenizer.json,
+    to which tokens may have been added later. A token is compared only if both tokenizers return
+    its bytes, which they do not for special tokens.
     """
-    if reference.kind == sentencepiece.kind or reference.vocab_size != sentencepiece.vocab_size:
-        return reference.kind == sentencepiece.kind
+    if reference.kind == sentencepiece.kind:
+        return True
+    if reference.vocab_size != sentencepiece.vocab_size:
+        return False
     pairs = (
         (sentencepiece.token_bytes(i), reference.token_bytes(i))
         for i in range(reference.vocab_size)
@@ -157,9 +161,9 @@ def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
 
 
 def _artifact_name(name: str, content: bytes) -> str:
-    """Return the member name of a tokenizer file.
+    """Return the member name of a tokenizer file: a hash of its content, and its name.
 
-    The prefix is a hash of the content, whereas NeMo's own prefix is random.
+    NeMo itself uses a random prefix instead of the hash.
     """
     prefix = hashlib.sha256(content).hexdigest()[:32]
     name_bytes_max = NAME_BYTES_MAX - len(f"./{prefix}_")

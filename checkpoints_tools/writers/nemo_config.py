@@ -1,9 +1,10 @@
 """NeMo config writer: converts GPTConfig and split to NeMo 1's `model_config.yaml`.
 
-It is the inverse of `gpt/formats/mappings/nemo_args.py`. NeMo builds Megatron-Core's GPT, so a
-model property that Megatron lacks is refused here too. NeMo has its own field names, and supports
-more than Megatron's args: gated GELU, and any parameters of Llama 3.1's RoPE scaling. A null value
-usually selects NeMo's default. Fields for which NeMo does not accept null are omitted instead.
+The module is the inverse of `gpt/formats/mappings/nemo_args.py`. NeMo builds Megatron-Core's GPT,
+so a model property that Megatron lacks is refused here too. NeMo has its own field names, and
+supports two properties that Megatron's args cannot express: gated GELU, and any parameters of Llama
+3.1's RoPE scaling. A null value usually selects NeMo's default; a field that does not accept null
+is omitted.
 
 NeMo 1 is the API that loads `.nemo` files; releases 2.x of the NeMo package also contain it. The
 module uses no tensors and opens no files.
@@ -36,7 +37,7 @@ ACTIVATIONS: Mapping[tuple[str, bool], str] = {
     ("gelu", True): "fast-geglu",
     ("gelu_tanh", True): "fast-geglu",
 }
-# Fields that NeMo requires although they do not matter for loading a model.
+# Fields that NeMo requires, although they have no effect on a loaded model.
 REQUIRED_FIELDS: Mapping[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 1,
@@ -49,27 +50,28 @@ REQUIRED_FIELDS: Mapping[str, Any] = {
 }
 
 
-def check_supported(config: GPTConfig, division: ParallelSplit) -> None:
-    """Refuse a config that NeMo cannot express, or a split that a `.nemo` cannot have."""
-    if division.vpp != 1:
+def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
+    """Refuse a config that NeMo cannot express, or a split that a `.nemo` does not support."""
+    if split.vpp != 1:
         raise ConfigError(
-            f"--to nemo does not support virtual stages (--vpp {division.vpp}), which the "
-            "last releases of NeMo 1 do not support; remove --vpp, or choose --to megatron-dist"
+            f"--to nemo does not support virtual stages (--vpp {split.vpp}), because the last "
+            "releases of NeMo 1 do not; remove --vpp, or choose --to megatron-dist"
         )
-    if division.ep != 1:
+    if split.ep != 1:
         raise ConfigError(
-            f"--to nemo does not support expert parallel (--ep {division.ep}): a .nemo has no "
+            f"--to nemo does not support expert parallel (--ep {split.ep}): a .nemo has no "
             "files for expert ranks; remove --ep, or choose --to megatron-dist"
         )
+    # Megatron's check must ignore what only Megatron's args cannot express.
     neutral_fields: dict[str, Any] = {"rope_scaling": None}
     if config.gated and config.activation in ("gelu", "gelu_tanh"):
         neutral_fields["activation"] = "silu"
-    check_megatron(config.with_fields(**neutral_fields), division)
+    check_megatron(config.with_fields(**neutral_fields), split)
 
 
 def model_config(
     config: GPTConfig,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     tokenizer: Mapping[str, Any] | None = None,
@@ -86,19 +88,19 @@ def model_config(
         "megatron_legacy": False,
         "transformer_engine": True,
         "precision": PRECISIONS[config.dtype],
-        "tensor_model_parallel_size": division.tp,
-        "pipeline_model_parallel_size": division.pp,
+        "tensor_model_parallel_size": split.tp,
+        "pipeline_model_parallel_size": split.pp,
         "virtual_pipeline_model_parallel_size": None,
         "expert_model_parallel_size": 1,
         "tokenizer": dict(tokenizer or {"library": None, "type": None, "model": None}),
         **REQUIRED_FIELDS,
-        **_vocab_fields(config, division.tp, vocabulary_multiple, tokenizer_vocab_size),
+        **_vocab_fields(config, split.tp, vocabulary_multiple, tokenizer_vocab_size),
         **_size_fields(config),
         **_layer_fields(config),
         **_position_fields(config),
         **(_moe_fields(config) if any(config.moe_layers) else {}),
     }
-    stage_args = plan_stages(config, division).args
+    stage_args = plan_stages(config, split).args
     for end in ("first", "last"):
         count = stage_args[f"decoder_{end}_pipeline_num_layers"]
         if count is not None:
@@ -109,12 +111,12 @@ def model_config(
     return fields
 
 
-def load_notes(config: GPTConfig, division: ParallelSplit) -> list[str]:
+def load_notes(config: GPTConfig, split: ParallelSplit) -> list[str]:
     """Return hints for loading the target in NeMo, such as the required versions."""
     notes = []
-    if config.num_query_groups % division.tp:
+    if config.num_query_groups % split.tp:
         notes.append(
-            f"{config.num_query_groups} query groups on {division.tp} tensor ranks: this needs "
+            f"{config.num_query_groups} query groups on {split.tp} tensor ranks: this needs "
             "Megatron-Core 0.16 or later, and NeMo 1 was released with older ones"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:
@@ -135,9 +137,9 @@ def _vocab_fields(
 ) -> dict[str, Any]:
     """Return the vocabulary fields of the config.
 
-    NeMo computes the number of rows by padding its tokenizer's size. If the embedding has another
-    number of rows, override_vocab_size is set. NeMo has no field for the unpadded size, so
-    true_vocab_size is added for Preamble's reader.
+    NeMo pads the size of its tokenizer to compute the number of embedding rows. If the embedding
+    has another number of rows, override_vocab_size is set. NeMo has no field for the unpadded size,
+    so true_vocab_size is added for Preamble's reader.
     """
     rows = stored_vocab_rows(config, tp, multiple)
     fields = {"make_vocab_size_divisible_by": multiple, "true_vocab_size": config.vocab_size}

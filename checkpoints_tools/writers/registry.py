@@ -1,7 +1,7 @@
 """Checkpoint writer registry: maps each target format to its writer and its options.
 
 A writer's module is imported only when its format is requested. An option that the format does not
-support is an error, because a user could otherwise believe that it has an effect.
+support is an error, because an ignored option would mislead the user.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,16 +18,14 @@ UNSPLIT = ParallelSplit()
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of a conversion.
-
-    None: for `dtype` and `tokenizer` those of the source, otherwise the format's default.
-    """
+    """Options of a conversion. In the options of the writer, None is the format's default."""
 
     target_format: str = "native"
-    dtype: str | None = None
-    tokenizer: Path | None = None
-    prove: bool = False
-    division: ParallelSplit = UNSPLIT
+    dtype: str | None = None  # None: the source's dtype.
+    tokenizer: Path | None = None  # None: the source's tokenizer.
+    prove: bool = False  # Whether to store a proof (reference logits) in the target.
+    # Options of the writer.
+    split: ParallelSplit = UNSPLIT
     vocabulary_multiple: int | None = None
     spec: str | None = None
     family: str | None = None
@@ -38,7 +36,7 @@ def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     writer, supported_options = WRITERS[conversion.target_format]
     options_by_name = {
-        "division": None if conversion.division == UNSPLIT else conversion.division,
+        "split": None if conversion.split == UNSPLIT else conversion.split,
         "vocabulary_multiple": conversion.vocabulary_multiple,
         "spec": conversion.spec,
         "family": conversion.family,
@@ -59,9 +57,9 @@ def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout
     return layout
 
 
-# Descriptions of the options, with their flags, for the error "--to FORMAT has no ...".
+# Descriptions of the writers' options, as the end of the error "--to FORMAT has no ...".
 OPTION_FLAGS = {
-    "division": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
+    "split": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
     "vocabulary_multiple": "vocabulary padding (--make-vocab-size-divisible-by)",
     "spec": "layer specs (--megatron-spec)",
     "family": "model families (--family)",
@@ -80,19 +78,19 @@ def _plan_native(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
 def _plan_megatron(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     from checkpoints_tools.writers.megatron import plan_layout
 
-    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+    return plan_layout(checkpoint, **{"split": UNSPLIT, **options})
 
 
 def _plan_torch_dist(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     from checkpoints_tools.writers.torch_dist import plan_layout
 
-    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+    return plan_layout(checkpoint, **{"split": UNSPLIT, **options})
 
 
 def _plan_nemo(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     from checkpoints_tools.writers.nemo import plan_layout
 
-    return plan_layout(checkpoint, **{"division": UNSPLIT, **options})
+    return plan_layout(checkpoint, **{"split": UNSPLIT, **options})
 
 
 def _plan_huggingface(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
@@ -101,11 +99,11 @@ def _plan_huggingface(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     return plan_layout(checkpoint, **options)
 
 
-MEGATRON_OPTIONS = ("division", "vocabulary_multiple", "spec")
+MEGATRON_OPTIONS = ("split", "vocabulary_multiple", "spec")
 WRITERS: Mapping[str, tuple[Callable[[Checkpoint, WriterOptions], Layout], tuple[str, ...]]] = {
     "native": (_plan_native, ("shard_bytes_max",)),
     "megatron": (_plan_megatron, MEGATRON_OPTIONS),
     "megatron-dist": (_plan_torch_dist, MEGATRON_OPTIONS),
-    "nemo": (_plan_nemo, ("division", "vocabulary_multiple")),
+    "nemo": (_plan_nemo, ("split", "vocabulary_multiple")),
     "hf": (_plan_huggingface, ("family", "shard_bytes_max")),
 }

@@ -1,9 +1,10 @@
 """torch_dist writer: plans a Megatron-Core distributed checkpoint, its index and chunk files.
 
-Whatever the parallel split, the writer stores unsharded tensors, with one chunk per layer or per
-expert; the tensor-parallel size only affects vocabulary padding. The index (`.metadata`) is a
-pickle of torch's own classes. It records the file, offset and size of every chunk, which are all
-known before any weight is read. The module only plans; it reads no weights.
+A stored tensor is unsharded, with one chunk per layer or per expert. Of the parallel split, the
+tensor-parallel size affects only the vocabulary padding, and the other sizes only the args. The
+index (`.metadata`) is a pickle of torch's own classes. It records the file, offset and size of
+every chunk, which are all known before any weight is read. The module only plans; it reads no
+weights.
 """
 
 import json
@@ -62,7 +63,7 @@ from gpt.parallel.weight_sharding import (
     parameter_specs,
 )
 
-ITERATION_FOLDER = "release"  # Megatron's name for weights without optimizer and random state.
+ITERATION_FOLDER = "release"  # Megatron's name for weights without optimizer state.
 BACKEND_METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -70,8 +71,8 @@ BACKEND_METADATA = {
     "common_backend_version": 1,
 }
 FILE_BYTES_MAX = 4 << 30
-# Threads that write to the same file wait for each other. So a large checkpoint is divided into
-# about 16 or more files, and a small checkpoint into fewer files of about 64 MiB.
+# Threads that write to the same file wait for each other. So a large checkpoint has about 16 files
+# (or more), and a small checkpoint has fewer files of about 64 MiB.
 FILES_MIN, FILE_BYTES_MIN = 16, 64 << 20
 # Python 3.4 and later can read protocol 4; the default of a newer Python may be a later protocol.
 PICKLE_PROTOCOL = 4
@@ -82,7 +83,7 @@ LAYER_TENSOR_NAME = re.compile(
 
 def plan_layout(
     checkpoint: Checkpoint,
-    division: ParallelSplit,
+    split: ParallelSplit,
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
@@ -90,10 +91,10 @@ def plan_layout(
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, division)
+    check_supported(config, split)
     args = build_args(
         config,
-        division,
+        split,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
         ckpt_format="torch_dist",
@@ -114,12 +115,12 @@ def plan_layout(
     index = MetadataBuilder(chunk_files)
     table = parameter_specs(config)
     index.add_objects([COMMON_KEY], [common])
-    # Megatron loads an extra-state entry for each module, although only FP8 modules have an extra
-    # state. All these keys refer to one stored None.
+    # Megatron loads an extra state of each module, but only FP8 modules need it. So the keys of all
+    # extra states refer to one stored None.
     index.add_objects(
         (keys.extra_state_key(module) for module in _modules_with_extra_state(table, spec)), [None]
     )
-    vocab_rows = stored_vocab_rows(config, division.tp, vocabulary_multiple)
+    vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     placeholders = {
         name: _make_placeholder(checkpoint, parameter, vocab_rows)
         for name, parameter in table.items()
@@ -138,7 +139,7 @@ def plan_layout(
         literal_file(f"{ITERATION_FOLDER}/{BACKEND_FILE}", json.dumps(BACKEND_METADATA).encode()),
         literal_file(TRACKER_FILE, b"release"),
     )
-    layout_notes = [*load_notes(config, division, spec), *_spec_notes(config, spec)]
+    layout_notes = [*load_notes(config, split, spec), *_spec_notes(config, spec)]
     return Layout(
         "torch_dist",
         tuple(files),
@@ -151,15 +152,15 @@ def plan_layout(
 
 @dataclass(frozen=True)
 class KeyPosition:
-    """Position of a logical tensor: the key of a stored tensor, and the index on its leading axes.
+    """Position of a logical tensor in a stored tensor: the key, and an index on the leading axes.
 
-    A stored tensor can have a layer axis, an expert axis, or both, before the axes of the logical
-    tensor.
+    The leading axes of a stored tensor are a layer axis, an expert axis, both, or none. The axes of
+    the logical tensor follow.
     """
 
     key: str
-    leading_index: tuple[int, ...]  # Layer and expert number; empty if there is no such axis.
-    leading_sizes: tuple[int, ...]  # Sizes of these axes: the numbers of layers and experts.
+    leading_index: tuple[int, ...]  # Layer number and expert number.
+    leading_sizes: tuple[int, ...]  # Number of layers and number of experts.
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class KeyNaming:
         )
 
     def extra_state_key(self, module: str) -> str:
-        """Return the key of a module's extra state; it contains the layer and expert numbers."""
+        """Return the key of a module's extra state, which contains the layer and expert number."""
         position = self.position(f"{module}._extra_state")
         leading_index, leading_sizes = (
             ".".join(map(str, numbers))
@@ -225,7 +226,7 @@ class ChunkFile:
         self.end = archive.start + archive.size
 
     def _add_literal(self, literal: LiteralBytes) -> None:
-        """Append a literal; merge it with the previous literal if adjacent, for fewer writes."""
+        """Append a literal. Adjacent literals are merged, so that fewer writes are needed."""
         if self.literals:
             last = self.literals[-1]
             if last.offset + len(last.content) == literal.offset:
@@ -303,13 +304,13 @@ class MetadataBuilder:
         self.storage[MetadataIndex(position.key, offsets)] = storage_info
 
     def to_bytes(self) -> bytes:
-        # No field has a run name or a time, so the same model gives the same bytes.
+        # No field has a run name or a time, so two conversions of a model write equal bytes.
         record = Metadata(self.keys, planner_data={}, storage_data=self.storage)
         return pickle.dumps(record, PICKLE_PROTOCOL)
 
 
 def _has_per_layer_keys(args: Namespace) -> bool:
-    """Tell whether each layer has its own keys. As in Megatron-Core, moe_layer_freq decides."""
+    """Tell whether each layer has its own keys, by Megatron-Core's rule for moe_layer_freq."""
     frequency = args.moe_layer_freq
     return not isinstance(frequency, int) or frequency > 1
 
@@ -328,7 +329,7 @@ def _make_placeholder(
 def _key_dtypes(
     keys: KeyNaming, placeholders: Mapping[str, TensorPlaceholder]
 ) -> dict[str, torch.dtype]:
-    """Return each key's dtype: the smallest that represents all tensors of the key exactly."""
+    """Return each key's dtype: the narrowest that represents all its logical tensors exactly."""
     dtypes: dict[str, torch.dtype] = {}
     for name, placeholder in placeholders.items():
         key = keys.position(name).key
@@ -354,7 +355,7 @@ def _modules_with_extra_state(names: Iterable[str], spec: LayerSpec) -> Iterator
 def _spec_notes(config: GPTConfig, spec: LayerSpec) -> Iterator[str]:
     if spec == "te" and any(config.moe_layers):
         yield (
-            "this target cannot be loaded by Megatron with --transformer-impl local, which has "
-            "other names for the norms of layers with experts; for that, convert again with "
+            "Megatron with --transformer-impl local cannot load this target, because it has other "
+            "names for the norms of layers with experts; to use it, convert again with "
             "--megatron-spec local"
         )

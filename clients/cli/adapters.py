@@ -27,7 +27,7 @@ ACTIONS: Mapping[str, tuple[str, str]] = {
     "load": ("NAME", "rescan the server's adapter directory immediately, and show the adapter"),
     "unload": (
         "NAME@VERSION",
-        "unload a version and delete its file on the server; running requests finish with it",
+        "unload a version and delete its file on the server; requests that use it still finish",
     ),
     "promote": ("NAME@VERSION", "make this version the current version of NAME"),
     "rollback": ("NAME", "undo the last promotion of NAME"),
@@ -38,15 +38,16 @@ def adapters_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters",
         description="List and change the adapters of a running server.",
-        epilog="Without a server: `preamble adapters check FILE` checks a file, `preamble "
-        "adapters import SOURCE TARGET` converts an adapter of PEFT, TGIS or NeMo, and `preamble "
-        "adapters export FILE TARGET` converts an adapter file to one of these formats.",
+        epilog="Three more actions need no server: `preamble adapters check FILE` checks a file, "
+        "`preamble adapters import SOURCE TARGET` converts an adapter of PEFT, TGIS or NeMo to an "
+        "adapter file, and `preamble adapters export FILE TARGET --to FORMAT` converts an adapter "
+        "file to one of these formats.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for action_name, (name, text) in ACTIONS.items():
         action_parser = actions.add_parser(action_name, help=text, description=text)
         if name:
-            action_parser.add_argument("name", metavar=name, help="the adapter")
+            action_parser.add_argument("name", metavar=name, help="name of the adapter")
         if action_name == "upload":
             action_parser.add_argument(
                 "file",
@@ -55,12 +56,12 @@ def adapters_parser() -> argparse.ArgumentParser:
                 help="an adapter file, as `preamble tune` writes it",
             )
         add_server_flags(action_parser)
-        action_parser.add_argument("--json", action="store_true", help="print JSON")
+        action_parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
 
 def adapters_command(argv: Sequence[str]) -> int:
-    """Run `preamble adapters`; `argv` does not contain the command's name."""
+    """Run `preamble adapters`; `argv` are the arguments after `adapters`."""
     flags = adapters_parser().parse_args(argv)
     try:
         with open_client(flags) as client:
@@ -109,7 +110,7 @@ def _json(value: object) -> str:
 
 
 def _adapter_record(adapter: pb.Adapter) -> dict[str, Any]:
-    """Convert an adapter to JSON with its unset fields, so that every record has the same keys."""
+    """Convert an adapter to JSON. Unset fields are included, so all records have the same keys."""
     record: dict[str, Any] = MessageToDict(
         adapter, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -125,10 +126,10 @@ def _adapter_line(adapter: pb.Adapter) -> str:
 
 def _adapter_details(adapter: pb.Adapter) -> str:
     lines = [f"{adapter.name}@{adapter.version}{' (current)' if adapter.current else ''}"]
-    facts = _adapter_record(adapter)
+    record = _adapter_record(adapter)
     for name in ("name", "version", "current"):
-        del facts[name]
-    for name, value in facts.items():
+        del record[name]
+    for name, value in record.items():
         if value in ("", 0, [], {}):
             continue
         if isinstance(value, dict):
@@ -140,5 +141,5 @@ def _adapter_details(adapter: pb.Adapter) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, since the text of a card could otherwise control a terminal."""
+    """Escape control characters, because a card is untrusted and may contain escape sequences."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

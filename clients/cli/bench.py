@@ -24,7 +24,7 @@ from clients.load.report import LoadReport, Slo, check_plot, draw_plot
 
 
 def bench_command(argv: list[str]) -> int:
-    """Run `preamble bench`; `argv` does not contain the command's name."""
+    """Run `preamble bench`; `argv` are the arguments after `bench`."""
     parser = bench_parser()
     args = parser.parse_args(argv)
     try:
@@ -61,28 +61,33 @@ def bench_parser() -> argparse.ArgumentParser:
         "--rate",
         metavar="X",
         type=float,
-        help="open loop: requests per second, regardless of the server's speed",
+        help="open loop: mean number of requests started per second, whatever the server's speed",
     )
     loop.add_argument(
         "--concurrency",
         metavar="N",
         type=int,
         default=8,
-        help="closed loop: concurrent requests (default: 8)",
+        help="closed loop: number of concurrent requests (default: 8)",
     )
     add(
         "--requests",
         metavar="N",
         type=int,
-        help="maximum number of requests (default: 100; no maximum if --duration-s is given)",
+        help="maximum number of requests (default: 100, or no maximum with --duration-s)",
     )
-    add("--duration-s", metavar="S", type=float, help="start no call after this time")
+    add(
+        "--duration-s",
+        metavar="S",
+        type=float,
+        help="time in seconds after which no request starts (default: no limit)",
+    )
     add(
         "--warmup-requests",
         metavar="N",
         type=int,
         default=4,
-        help="unmeasured first requests (default: 4)",
+        help="number of requests that are sent first and not measured (default: 4)",
     )
     add(
         "--prompt-tokens",
@@ -95,22 +100,32 @@ def bench_parser() -> argparse.ArgumentParser:
         "--new-tokens",
         metavar="L",
         default="128",
-        help="completion length, same format (default: 128)",
+        help="completion length in tokens, in the format of --prompt-tokens (default: 128)",
     )
-    add("--dataset", metavar="F", help="JSON lines: prompts to use in turn instead of random ids")
+    add(
+        "--dataset",
+        metavar="F",
+        help="JSON lines file with prompts, which are used in turn (default: random token ids)",
+    )
     add(
         "--adapter",
         metavar="A",
         action="append",
         default=[],
-        help="adapter; repeat the flag to use several in turn; '' is the base model (default)",
+        help="adapter; repeat the flag to use several adapters in turn; '' is the base model "
+        "(default: '')",
     )
-    add("--service-class", choices=list(SERVICE_CLASSES), default="latency")
+    add(
+        "--service-class",
+        choices=list(SERVICE_CLASSES),
+        default="latency",
+        help="scheduling class of the requests (default: latency)",
+    )
     add("--seed", metavar="N", type=int, default=0, help="random seed of the load (default: 0)")
-    add("--slo", metavar="T", help="targets for goodput, as ttft:200ms,itl:20ms,e2e:5s")
+    add("--slo", metavar="T", help="latency limits for goodput, as ttft:200ms,itl:20ms,e2e:5s")
     add("--json", action="store_true", help="print one JSON object")
-    add("--plot", metavar="F", help="plot latencies and tokens/s into this file")
-    add("--quiet", action="store_true", help="no progress on stderr")
+    add("--plot", metavar="F", help="write a plot of latencies and tokens/s to this file")
+    add("--quiet", action="store_true", help="print no progress on stderr")
     return parser
 
 
@@ -145,7 +160,7 @@ def _load_spec(args: argparse.Namespace) -> LoadSpec:
 
 
 def _print_progress(in_flight: int, finished: int, seconds: float) -> None:
-    _print_stderr(f"{seconds:6.0f} s  {in_flight:6,} under way  {finished:8,} ended")
+    _print_stderr(f"{seconds:6.0f} s  {in_flight:6,} in flight  {finished:8,} finished")
 
 
 def _print_stderr(line: str) -> None:
@@ -153,5 +168,5 @@ def _print_stderr(line: str) -> None:
 
 
 def _exit_code(load_run: LoadRun) -> int:
-    """Return 0 if any call succeeded; otherwise 1, since there are no measurements."""
+    """Return 0 if at least one call succeeded, else 1."""
     return 0 if any(call.ok for call in load_run.calls) else 1

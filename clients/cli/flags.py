@@ -1,6 +1,6 @@
 """Server flags of the client commands: address, timeout, token and TLS.
 
-A token can be read from a file, because all users of a machine can see the arguments of commands.
+The token can be read from a file, because all users of a machine can see command-line arguments.
 """
 
 import argparse
@@ -54,4 +54,6 @@ def _read_file(path: str | None, flag: str) -> bytes | None:
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:
-        raise ValueError(f"{flag}: {path} cannot be read ({error.strerror})") from None
+        raise ValueError(
+            f"{flag}: {path} cannot be read ({error.strerror}); give a readable file"
+        ) from None

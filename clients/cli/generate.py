@@ -1,7 +1,7 @@
-"""Prompt flags and output of `preamble generate`, with a running server and in process.
+"""Prompt flags and output of `preamble generate`, which uses a running server or its own process.
 
-Both forms of the command use this module, so their flags, messages and output are equal. The module
-imports only the standard library, and is independent of the client and the engine.
+Both forms of the command use this module, so their prompt flags, messages and output are equal. The
+module imports only the standard library, and is independent of the client and the engine.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 
 class FinishedCompletion(NamedTuple):
-    """One of several completions, with the fields that are printed."""
+    """One of several completions: the fields that are printed."""
 
     adapter: str  # Empty: the model without an adapter.
     seed: int
@@ -21,7 +21,7 @@ class FinishedCompletion(NamedTuple):
 
 
 class GuideFlag(NamedTuple):
-    """The guide of --json-schema or --regex."""
+    """The value of --json-schema (kind "json") or --regex: the pattern of guided decoding."""
 
     kind: Literal["json", "regex"]
     text: str
@@ -41,17 +41,47 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="field of the adapter's prompt template; NAME=@FILE reads a file",
+        help="field of the adapter's prompt template; NAME=@FILE reads its value from a file",
     )
     add("--answers", metavar="N", type=int, default=1, help="completions per adapter (default: 1)")
-    add("--max-new-tokens", metavar="N", type=int, help="largest number of new tokens")
+    add("--max-new-tokens", metavar="N", type=int, help="maximum number of new tokens")
     add("--temperature", metavar="X", type=float, help="0: greedy decoding (default: 0)")
-    add("--top-k", metavar="N", type=int, default=0, help="0: off (default: 0)")
-    add("--top-p", metavar="X", type=float, help="in (0, 1] (default: 1)")
-    add("--min-p", metavar="X", type=float, default=0.0, help="from 0 to 1 (default: 0, off)")
-    add("--repetition-penalty", metavar="X", type=float, default=1.0, help="(default: 1, off)")
+    add(
+        "--top-k",
+        metavar="N",
+        type=int,
+        default=0,
+        help="sample from the N most likely tokens (default: 0, off)",
+    )
+    add(
+        "--top-p",
+        metavar="X",
+        type=float,
+        help="nucleus sampling: probability mass in (0, 1] (default: 1, off)",
+    )
+    add(
+        "--min-p",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="minimum probability of a token, relative to the most likely token, from 0 to 1 "
+        "(default: 0, off)",
+    )
+    add(
+        "--repetition-penalty",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="penalty on tokens of prompt and completion, from 0.01 to 10 (default: 1, off)",
+    )
     add("--seed", metavar="N", type=int, help="sampling seed (default: random)")
-    add("--stop", metavar="TEXT", action="append", default=[], help="stop string")
+    add(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="stop string; repeat the flag for several",
+    )
     add("--json-schema", metavar="FILE", help="guided decoding: JSON that matches this schema")
     add("--regex", metavar="RE", help="guided decoding: text that matches this regex")
 
@@ -59,9 +89,10 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 def read_prompt(
     args: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> str | Mapping[str, str]:
-    """Return the text, or the fields of the template. Raise ValueError if a file cannot be read.
+    """Return the prompt text, or the fields of the adapter's template, by name.
 
-    If the flags contradict each other, the parser prints a usage message and exits.
+    Raises ValueError if a file cannot be read. If the flags contradict each other, the parser
+    prints a usage message and exits.
     """
     if (args.text is None) == (not args.field):
         parser.error(
@@ -69,7 +100,7 @@ def read_prompt(
             "NAME=VALUE"
         )
     if args.json_schema and args.regex:
-        parser.error("give either --json-schema or --regex")
+        parser.error("both --json-schema and --regex are given; remove one of them")
     fields = dict(_read_field(argument, parser) for argument in args.field)
     return fields or str(args.text)
 
@@ -84,7 +115,7 @@ def _read_field(argument: str, parser: argparse.ArgumentParser) -> tuple[str, st
 
 
 def read_guide(args: argparse.Namespace) -> GuideFlag | None:
-    """Return the guide that a flag sets, or None. Raise ValueError if its file cannot be read."""
+    """Return the guide of the flags, or None. Raise ValueError if the schema file is unreadable."""
     if args.json_schema:
         return GuideFlag("json", _read_text(args.json_schema, "--json-schema"))
     return GuideFlag("regex", args.regex) if args.regex else None
@@ -95,7 +126,9 @@ def _read_text(path: str, flag: str) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "not UTF-8")
-        raise ValueError(f"{flag}: {path} cannot be read ({reason})") from None
+        raise ValueError(
+            f"{flag}: {path} cannot be read ({reason}); give a readable file"
+        ) from None
 
 
 def write_text(text: str) -> None:

@@ -2,7 +2,7 @@
 
 Open loop: calls start at the times of a Poisson process, whether or not earlier calls have ended.
 TTFT and end-to-end time count from the scheduled start, so a late start does not reduce them.
-Closed loop: a fixed number of calls is in flight. `clients.load.report` reports the results.
+Closed loop: a fixed number of calls is in flight. `clients.load.report` computes the figures.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ class LoadError(Exception):
 
 @dataclass(frozen=True)
 class LengthSampler:
-    """Token counts: fixed, uniform over a range, or exponential with a mean."""
+    """Draws token counts: fixed, uniform over a range, or exponential with a mean."""
 
     kind: Literal["fixed", "range", "mean"]
-    low: int
-    high: int
+    low: int  # The lower bound, the fixed count or the mean.
+    high: int  # The upper bound; equals `low` unless `kind` is "range".
 
     @classmethod
     def parse(cls, text: str) -> "LengthSampler":
@@ -66,7 +66,7 @@ class LengthSampler:
 
 @dataclass(frozen=True)
 class DatasetPrompt:
-    """One line of a dataset. Unset fields get the values of the `LoadSpec`."""
+    """One line of a dataset. For a field that is None, the value of the `LoadSpec` is used."""
 
     prompt: str | list[int] | dict[str, str]
     new_tokens: int | None = None
@@ -80,8 +80,8 @@ class LoadSpec:
     rate: float | None = None  # Open loop: requests per second. None: closed loop.
     concurrency: int = 1  # Closed loop: calls in flight.
     requests_max: int | None = 100  # None: only `duration_s` limits the load.
-    duration_s: float | None = None  # No call starts later than this.
-    warmup_requests: int = 4  # Sent first, and not measured.
+    duration_s: float | None = None  # No call starts after this time. None: no limit.
+    warmup_requests: int = 4  # Number of requests that are sent first and not measured.
     prompt_length: LengthSampler = LengthSampler("fixed", 128, 128)
     output_length: LengthSampler = LengthSampler("fixed", 128, 128)
     # Calls use the prompts of the dataset in turn. Empty: prompts of random ids.
@@ -94,14 +94,14 @@ class LoadSpec:
 
 @dataclass
 class CallRecord:
-    """Times and tokens of one call. Times are seconds since the load began; None: no such event."""
+    """Times and tokens of one call. Times are in seconds since the start of the load."""
 
     due_s: float  # Scheduled start, from which TTFT and end-to-end time count.
     started_s: float = 0.0
-    first_token_s: float | None = None  # Time of the first message with tokens.
-    last_token_s: float | None = None  # Time of the last message with tokens.
+    first_token_s: float | None = None  # Time of the first message with tokens; None: no message.
+    last_token_s: float | None = None  # Time of the last message with tokens; None: no message.
     ended_s: float = 0.0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # 0: unknown, for a prompt that is not token ids.
     # Time and token count of each message with tokens.
     messages: list[tuple[float, int]] = field(default_factory=list)
     code: str = "OK"
@@ -125,10 +125,9 @@ class CallRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token.
+        """Time per output token: (last_token_s - first_token_s) / tokens after the first message.
 
-        The time from the first to the last message, divided by the number of tokens in all messages
-        but the first.
+        None if there are no tokens after the first message.
         """
         later_tokens = self.tokens - self.messages[0][1] if self.messages else 0
         if self.first_token_s is None or self.last_token_s is None or later_tokens <= 0:
@@ -137,7 +136,7 @@ class CallRecord:
 
     @property
     def message_gaps(self) -> list[tuple[float, int]]:
-        """List the gaps between messages: seconds, and token count of the later message."""
+        """The gaps between consecutive messages: (seconds, token count of the later message)."""
         pairs = itertools.pairwise(self.messages)
         return [(after - before, count) for (before, _), (after, count) in pairs]
 
@@ -153,7 +152,7 @@ class LoadRun:
 
     @property
     def start_delays_s(self) -> list[float]:
-        """Open loop: how late the generator started each call, relative to the schedule."""
+        """Delay of each call's start behind its schedule; empty for a closed loop."""
         return [call.started_s - call.due_s for call in self.calls] if self.open_loop else []
 
 
@@ -171,7 +170,7 @@ class ServerEndpoint:
     tls: Tls | None = None
 
     def open_channel(self) -> grpc.aio.Channel:
-        # No retries: a refused call counts as an error.
+        # Retries are off, because a refused call must count as an error.
         options = [*channel_options(self.tls), ("grpc.enable_retries", 0)]
         if self.tls is None:
             return grpc.aio.insecure_channel(self.address, options=options)
@@ -260,7 +259,7 @@ class _LoadGenerator:
         await asyncio.gather(*(send_warmup(message) for message, _ in warmup_messages))
 
     async def _run_open_loop(self, rate: float) -> None:
-        """Start calls at scheduled times, which do not depend on the responses."""
+        """Start calls at the times of a Poisson process, whatever the responses."""
         arrivals = random.Random(self._spec.seed + 1)
         due_s, tasks = 0.0, []
         for message, length in self._limited_messages():
@@ -277,14 +276,14 @@ class _LoadGenerator:
     async def _run_closed_loop(self) -> None:
         messages = self._limited_messages()
 
-        async def caller() -> None:
+        async def send_in_sequence() -> None:
             for message, length in messages:
                 if self._spec.duration_s is not None and self._now() > self._spec.duration_s:
                     return
                 call = self._record_call(CallRecord(self._now(), prompt_tokens=length))
                 await self._send(message, call)
 
-        await asyncio.gather(*(caller() for _ in range(self._spec.concurrency)))
+        await asyncio.gather(*(send_in_sequence() for _ in range(self._spec.concurrency)))
 
     def _record_call(self, call: CallRecord) -> CallRecord:
         self._calls.append(call)
@@ -316,7 +315,7 @@ class _LoadGenerator:
         return itertools.islice(self._messages(), self._spec.requests_max)
 
     def _messages(self) -> Iterator[tuple[pb.GenerateStreamRequest, int]]:
-        """Yield an endless series of requests, each with its prompt's token count (0: unknown)."""
+        """Yield requests without end, each with the token count of its prompt (0: unknown)."""
         spec = self._spec
         for index in itertools.count():
             new_tokens = spec.output_length.sample(self._rng, max(1, self._context_tokens_max - 1))
@@ -360,7 +359,7 @@ def read_dataset(path: Path) -> tuple[DatasetPrompt, ...]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path} cannot be read ({error})") from None
+        raise LoadError(f"{path} cannot be read ({error}); give a readable text file") from None
     prompts = [
         _parse_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
     ]
@@ -390,9 +389,9 @@ def _parse_prompt(path: Path, number: int, line: str) -> DatasetPrompt:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest value v such that at least `fraction` of all values are <= v.
+    """Return the nearest-rank percentile, or NaN without values.
 
-    This is the nearest rank, without interpolation.
+    This is the smallest value v such that at least `fraction` of all values are <= v.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan

@@ -1,8 +1,7 @@
 """Load report: time to first token, inter-token latency, throughput, SLO goodput and errors.
 
-The report is written as text, JSON or a plot. docs/bench.md defines each figure. A percentile P is
-the smallest measured value v such that at least P percent of all values are <= v (nearest rank,
-without interpolation).
+The report is written as text, JSON or a plot. docs/bench.md defines each figure. Percentiles are
+measured values (nearest rank, without interpolation).
 """
 
 import math
@@ -14,10 +13,10 @@ from pathlib import Path
 
 from clients.load.generator import CallRecord, LoadError, LoadRun, quantile
 
-# Warn if the p99 delay of a call's start behind its schedule exceeds this: the times of an open
-# loop include these delays of the generator.
+# Limit of the p99 start delay of calls behind the schedule; above it, the report warns that the
+# times include delays of the generator.
 START_DELAY_S_MAX = 0.01
-# If the generator uses more than this share of a CPU core, the times include its own delays.
+# Limit of the generator's share of a CPU core; above it, the report warns in the same way.
 CPU_SHARE_MAX = 0.9
 SLO_NAMES = ("ttft", "itl", "e2e")
 UNIT_SECONDS = {"ms": 1e-3, "s": 1.0}
@@ -37,7 +36,7 @@ class LatencySummary:
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float]) -> "LatencySummary | None":
-        """Summarize durations in seconds; None if there are none."""
+        """Summarize durations in seconds; return None for an empty list."""
         if not seconds:
             return None
         values = [1e3 * duration_s for duration_s in seconds]
@@ -71,26 +70,29 @@ class Slo:
         return cls(limits)
 
     def is_met(self, call: CallRecord) -> bool:
-        """Return whether a call succeeded within all limits. A missing time meets its limit."""
-        values = {"ttft": call.ttft_s, "itl": call.tpot_s, "e2e": call.e2e_s}
+        """Return whether a call succeeded within all limits.
+
+        A missing time meets its limit, such as the itl of a call with one token.
+        """
+        times_s = {"ttft": call.ttft_s, "itl": call.tpot_s, "e2e": call.e2e_s}
         if not call.ok:
             return False
-        return all((values[name] or 0.0) <= limit for name, limit in self.limits.items())
+        return all((times_s[name] or 0.0) <= limit for name, limit in self.limits.items())
 
 
 @dataclass(frozen=True)
 class LoadReport:
     """Figures of a load. Rates are counts divided by `seconds`, the duration of the load.
 
-    Token counts and latencies are of successful calls, except `refused_ms` and `late_ms`.
+    Token counts and latencies are those of successful calls. The exceptions are `refused_ms`, for
+    failed calls, and `late_ms`, for all calls.
     """
 
     seconds: float
     sent: int
     ok: int
     errors: Mapping[str, int]  # Number of failed calls, by "CODE REASON".
-    # Text and template prompts, whose token count is unknown, count as 0.
-    prompt_tokens: int
+    prompt_tokens: int  # Counts prompts of token ids only; the tokens of texts are unknown.
     tokens: int
     tokens_per_message: float
     requests_per_s: float
@@ -102,7 +104,7 @@ class LoadReport:
     tpot_ms: LatencySummary | None
     e2e_ms: LatencySummary | None
     refused_ms: LatencySummary | None  # Duration of failed calls.
-    late_ms: LatencySummary | None  # Open loop: start delays of the generator.
+    late_ms: LatencySummary | None  # Delays of calls' starts behind the schedule; open loop only.
     generator_cpu_s: float
     warnings: tuple[str, ...]
 
@@ -112,10 +114,8 @@ class LoadReport:
         failed = [call for call in run.calls if not call.ok]
         seconds = max(run.seconds, 1e-9)
         gaps = [gap for call in succeeded for gap in call.message_gaps]
-        tokens, messages = (
-            sum(call.tokens for call in succeeded),
-            sum(len(call.messages) for call in succeeded),
-        )
+        tokens = sum(call.tokens for call in succeeded)
+        messages = sum(len(call.messages) for call in succeeded)
         errors = Counter(f"{call.code} {call.reason}".strip() for call in failed)
         goodput = None if slo is None else sum(map(slo.is_met, run.calls)) / seconds
         start_delay_summary = LatencySummary.from_seconds(run.start_delays_s)
@@ -152,24 +152,24 @@ class LoadReport:
 
     def text_lines(self) -> list[str]:
         lines = [
-            f"requests          {self.ok:,} of {self.sent:,} ended well, in {self.seconds:.2f} s",
+            f"requests          {self.ok:,} of {self.sent:,} succeeded in {self.seconds:.2f} s",
             f"requests/s        {self.requests_per_s:.2f}",
             f"tokens/s          {self.tokens_per_s:,.1f}  ({self.tokens:,} new tokens, "
-            f"{self.tokens_per_message:.2f} in a message)",
+            f"{self.tokens_per_message:.2f} per message)",
         ]
         if self.goodput_per_s is not None:
-            lines.append(f"goodput           {self.goodput_per_s:.2f} requests/s keep the SLO")
+            lines.append(f"goodput           {self.goodput_per_s:.2f} requests/s within the SLO")
         lines += [f"errors            {count:,} x {name}" for name, count in self.errors.items()]
         header = "".join(f"{column:>10}" for column in ("mean", "p50", "p90", "p95", "p99", "max"))
-        lines.append(f"{'ms':18}{header}{'of':>10}")
+        lines.append(f"{'ms':18}{header}{'count':>10}")
         spreads = (
             ("first token", self.ttft_ms),
             ("message gap", self.gap_ms),
             ("inter-token", self.itl_ms),
             ("per request", self.tpot_ms),
             ("end to end", self.e2e_ms),
-            ("ended badly", self.refused_ms),
-            ("sent late by", self.late_ms),
+            ("failed calls", self.refused_ms),
+            ("start delay", self.late_ms),
         )
         for name, summary in spreads:
             if summary is not None:
@@ -206,7 +206,7 @@ def _warnings(run: LoadRun, start_delay_summary: LatencySummary | None) -> list[
 
 
 def check_plot() -> None:
-    """Raise a LoadError if matplotlib is missing; called before the load starts."""
+    """Raise a LoadError if matplotlib is missing. Call this before the load starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -1,8 +1,8 @@
-"""Scores the demo model on held-out inputs, with and without an instruction.
+"""Evaluation of the demo model on held-out inputs, with and without an instruction.
 
-The score is the share of greedy completions that match exactly. Without an instruction, the input
-does not determine the task, so a high score would mean that the input reveals the task. The control
-tasks were not trained, so a high score of a control task would indicate an error.
+The score is the share of greedy completions that match exactly. Without an instruction the score
+should be low, because the input alone does not determine the task. The score of a control task
+should be low, because the model was not trained on it.
 """
 
 import argparse
@@ -22,8 +22,7 @@ from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
-RECORDS = 200  # Number of records per task and table column.
-# Differs from the training seed, although held-out inputs differ from training inputs in any case.
+RECORDS = 200  # Number of records per task, with and without an instruction each.
 SEED = 1
 ANSWER_TOKENS_MAX = 48
 
@@ -31,12 +30,12 @@ ANSWER_TOKENS_MAX = 48
 @dataclass(frozen=True)
 class Score:
     task: str
-    instructed: float
-    bare: float  # Score without instruction.
+    instructed: float  # Score with an instruction.
+    bare: float  # Score without an instruction.
 
     @property
     def guess(self) -> float:
-        """Expected score of a guess: a random task of the form or a random answer, if better."""
+        """Expected score of guessing: the better of a random task's answer and a random answer."""
         return max(CHANCE.get(self.task, 0.0), 1 / len(FORM_OF[self.task].tasks))
 
 
@@ -46,7 +45,7 @@ def answers(
     prompts: Sequence[list[int]],
     table: torch.Tensor | None = None,
 ) -> list[str]:
-    """Return greedy completions as text, without the space that follows the mark."""
+    """Return the texts of greedy completions, without the space between MARK and the answer."""
     completions = complete_prompts(
         model, tokenizer, prompts, adapter_table=table, max_new_tokens=ANSWER_TOKENS_MAX
     )
@@ -56,17 +55,19 @@ def answers(
 def accuracy(
     model: GPT, tokenizer: Tokenizer, records: Sequence[Record], table: torch.Tensor | None = None
 ) -> float:
-    """Return the share of exact matches. The rows of `table`, if given, precede every prompt."""
-    virtual = range(0 if table is None else len(table))
-    prompts = [
-        [*(model.config.vocab_size + row for row in virtual), *tokenizer.encode(record.prompt)]
-        for record in records
-    ]
+    """Return the share of exact matches.
+
+    The rows of `table`, an adapter's table, are virtual tokens before every prompt.
+    """
+    vocab_size = model.config.vocab_size
+    virtual_ids = range(vocab_size, vocab_size + (0 if table is None else len(table)))
+    prompts = [[*virtual_ids, *tokenizer.encode(record.prompt)] for record in records]
     pairs = zip(answers(model, tokenizer, prompts, table), records, strict=True)
     return sum(answer == record.completion for answer, record in pairs) / len(records)
 
 
 def evaluate(model: GPT, tokenizer: Tokenizer, count: int = RECORDS) -> list[Score]:
+    """Return the scores of all tasks, each from `count` records with and without an instruction."""
     return [
         Score(
             task,

@@ -1,9 +1,10 @@
 """The tasks of the demo model, and the generator of its training and held-out records.
 
-Inputs have three forms (an English sentence, a pair of numbers, a Japanese sentence). Several tasks
-share each form, so that only the instruction determines the task; without one the model can only
-guess. Two tasks are controls: they have records, but are not trained. The same seed gives the same
-records. The module is independent of tokenizer and model.
+A prompt is an instruction, an input and MARK; the answer follows. Inputs have three forms (an
+English sentence, a pair of numbers, a Japanese sentence). Several tasks share each form, so only
+the instruction determines the task; without an instruction the model can only guess. Two tasks are
+controls: they have records, but are not trained. The same seed gives the same records. The module
+is independent of tokenizer and model.
 """
 
 import argparse
@@ -32,18 +33,20 @@ from examples.demo.words import (
 
 Split = Literal["train", "held-out"]
 MARK = "=>"  # Ends the input; one space and the answer follow.
-FILLERS_USUAL = 8  # Maximum number of fillers before most records.
-FILLERS_MAX = 64  # Maximum before one record in ten, as many as a prompt's virtual tokens.
+# Limits of the number of fillers (words without meaning) at the start of a prompt: of nine in ten
+# records, and of one in ten.
+FILLERS_USUAL = 8
+FILLERS_MAX = 64
 HELD_OUT_PERCENT = 10
-DRAWS_PER_RECORD = 50  # Limit of draws in the search for distinct inputs.
-NO_INSTRUCTION = 0.2  # Share of training records without an instruction.
+DRAWS_PER_RECORD = 50  # Limit of the draws per record in the search for distinct inputs.
+NO_INSTRUCTION = 0.2  # Fraction of training records without an instruction.
 
 
 @dataclass(frozen=True)
 class Input:
     text: str
-    answers: dict[str, str]  # The answer of every task of the form, keyed by task.
-    group: int  # Number of the input's group; `draw_guess` uses groups of equal size.
+    answers: dict[str, str]  # The answer of every task of the form, by task.
+    group: int  # Number of the input's group, for `draw_uninstructed`; groups are equally likely.
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,14 @@ FORMS = (
 FORM_OF = {task: form for form in FORMS for task in (*form.tasks, *form.controls)}
 TASKS = tuple(task for form in FORMS for task in form.tasks)
 CONTROLS = tuple(task for form in FORMS for task in form.controls)
-CHANCE = {"mood": 0.5}  # Probability that a random answer is right, if it is not small.
+CHANCE = {"mood": 0.5}  # Probability that a random answer is right; other tasks: nearly 0.
 
 
 def split_of(text: str) -> Split:
     """Return the split of an input, by a hash of its words, so that the splits are disjoint.
 
-    The order of the words is ignored, because 3 + 5 in training would reveal 5 + 3.
+    The hash ignores the order of the words: inputs such as "3 and 5" and "5 and 3" have nearly the
+    same answers, so they are in the same split.
     """
     key = " ".join(sorted(text.split()))
     bucket = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 100
@@ -154,64 +158,68 @@ def draw_input(form: Form, rng: random.Random, split: Split) -> Input:
             return candidate
 
 
-def compose(text: str, instruction: str = "", fillers: tuple[str, ...] = ()) -> str:
-    """Return the prompt: fillers, instruction, input and mark, separated by single spaces."""
+def build_prompt(text: str, instruction: str = "", fillers: tuple[str, ...] = ()) -> str:
+    """Return the prompt: fillers, instruction, input text and MARK, joined by spaces."""
     return " ".join((*fillers, *([instruction] if instruction else []), text, MARK))
 
 
-def draw_offset(rng: random.Random) -> int:
+def draw_filler_count(rng: random.Random) -> int:
     """Return the number of fillers, which is random so that no word has a fixed position."""
-    most = FILLERS_MAX if rng.random() < 0.1 else FILLERS_USUAL
-    return rng.randint(0, most)
+    fillers_max = FILLERS_MAX if rng.random() < 0.1 else FILLERS_USUAL
+    return rng.randint(0, fillers_max)
 
 
-def finish(task: str, drawn: Input, rng: random.Random, instruction: str = "") -> Record:
-    fillers = tuple(rng.choices(FILLERS, k=draw_offset(rng)))
-    return Record(task, compose(drawn.text, instruction, fillers), drawn.answers[task])
+def build_record(task: str, drawn: Input, rng: random.Random, instruction: str = "") -> Record:
+    fillers = tuple(rng.choices(FILLERS, k=draw_filler_count(rng)))
+    return Record(task, build_prompt(drawn.text, instruction, fillers), drawn.answers[task])
 
 
-def draw_taught(task: str, rng: random.Random, split: Split) -> Record:
-    """Return a record of one task, with the task's instruction at a random offset."""
+def draw_instructed(task: str, rng: random.Random, split: Split) -> Record:
+    """Return a record of one task with one of the task's instructions."""
     drawn = draw_input(FORM_OF[task], rng, split)
-    return finish(task, drawn, rng, rng.choice(INSTRUCTIONS[task]))
+    return build_record(task, drawn, rng, rng.choice(INSTRUCTIONS[task]))
 
 
-def draw_guess(form: Form, rng: random.Random) -> Record:
-    """Return a record without instruction, whose task is drawn at random.
+def draw_uninstructed(form: Form, rng: random.Random) -> Record:
+    """Return a record without an instruction.
 
-    Half of the draws take the task of the input's group. The groups break the tie between equally
-    likely tasks, in favour of each task equally often. Without the groups, greedy decoding would
-    break the tie by tiny differences and always select the same task, as if a user had requested
-    this task.
+    In half of the records the task is random, in the other half it follows from the input's group.
+    With random tasks alone, all tasks of a form would be almost equally likely. Greedy decoding
+    would then select the same task for almost every input, as if a user had requested it. With the
+    groups, each task is selected equally often.
     """
     drawn = draw_input(form, rng, "train")
     task = rng.choice(form.tasks)
     if rng.random() < 0.5:
         task = form.tasks[drawn.group % len(form.tasks)]
-    return finish(task, drawn, rng)
+    return build_record(task, drawn, rng)
 
 
 def training_records(seed: int, weights: dict[str, float] | None = None) -> Iterator[Record]:
-    """Yield training records without end. `weights` apply to records with an instruction only."""
+    """Yield training records without end.
+
+    `weights` are the relative frequencies of the tasks (default: 1.0) among the records with an
+    instruction.
+    """
     rng = random.Random(seed)
-    shares = [(weights or {}).get(task, 1.0) for task in TASKS]
+    task_weights = [(weights or {}).get(task, 1.0) for task in TASKS]
     while True:
         if rng.random() < NO_INSTRUCTION:
-            yield draw_guess(rng.choice(FORMS), rng)
+            yield draw_uninstructed(rng.choice(FORMS), rng)
         else:
-            (task,) = rng.choices(TASKS, shares)
-            yield draw_taught(task, rng, "train")
+            (task,) = rng.choices(TASKS, task_weights)
+            yield draw_instructed(task, rng, "train")
 
 
 def held_out_records(task: str, count: int, seed: int, *, instruct: bool) -> list[Record]:
-    """Return records of one task with `count` distinct held-out inputs."""
+    """Return `count` records of one task, with distinct prompts from held-out inputs."""
     rng = random.Random(f"{seed} {task}")
     records: dict[str, Record] = {}
     while len(records) < count:
         if instruct:
-            record = draw_taught(task, rng, "held-out")
+            record = draw_instructed(task, rng, "held-out")
         else:
-            record = finish(task, draw_input(FORM_OF[task], rng, "held-out"), rng)
+            record = build_record(task, draw_input(FORM_OF[task], rng, "held-out"), rng)
         records.setdefault(record.prompt, record)
     return list(records.values())
 
@@ -224,8 +232,10 @@ def plain_records(task: str, count: int, seed: int, split: Split) -> list[Record
         if len(records) == count:
             return list(records.values())
         drawn = draw_input(FORM_OF[task], rng, split)
-        records.setdefault(drawn.text, Record(task, compose(drawn.text), drawn.answers[task]))
-    raise ValueError(f"{count} distinct inputs of {task} are too many; it has fewer {split} inputs")
+        records.setdefault(drawn.text, Record(task, build_prompt(drawn.text), drawn.answers[task]))
+    raise ValueError(
+        f"the task {task} has fewer than {count} distinct {split} inputs; give a smaller --count"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -238,9 +248,10 @@ def main(argv: list[str] | None = None) -> int:
         required=True,
         nargs="+",
         choices=(*TASKS, *CONTROLS),
-        help="with several tasks, each record has a `taskname`, as in NeMo's data",
+        help="tasks of the records; with several tasks, each record has a `taskname` field, as in "
+        "NeMo's data",
     )
-    parser.add_argument("--count", type=int, default=200, help="records per task (default 200)")
+    parser.add_argument("--count", type=int, default=200, help="records per task (default: 200)")
     parser.add_argument("--split", choices=("train", "held-out"), default="train")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """Trains the demo model from random weights on one CPU and writes its checkpoint.
 
-The records of tasks.py, each used once, are written to a file and passed to the trainer of
-`preamble tune`, with `method: full`, a template without virtual tokens, and a loss on answers only.
+The script writes the records of tasks.py to a file, and trains on each record once with the trainer
+of `preamble tune`: `method: full`, a template without virtual tokens, and a loss on answers only.
 Batches are not padded. The same seed and number of threads give the same model.
 """
 
@@ -37,9 +37,7 @@ from ptuning.run.training_loop import TrainingLoop, load_trainer
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 # The checkpoint has the layout that a training cluster writes: the files of four ranks, with a
 # padded vocabulary. Only the bf16 model is published, so its digest is computed from bf16 weights.
-SPLIT = ConversionOptions(
-    "megatron", dtype="bfloat16", division=ParallelSplit(tp=2, pp=2), prove=True
-)
+SPLIT = ConversionOptions("megatron", dtype="bfloat16", split=ParallelSplit(tp=2, pp=2), prove=True)
 CONFIG = GPTConfig(
     num_layers=4,
     hidden_size=128,
@@ -56,7 +54,7 @@ CONFIG = GPTConfig(
     proj_bias=False,
     mlp_bias=False,
 )
-# Tasks that are hard to learn have more records.
+# Relative frequencies of tasks: tasks that are hard to learn have more records.
 WEIGHTS = (
     dict.fromkeys(("sum", "smaller"), 3.0)
     | dict.fromkeys(("larger", "difference"), 6.0)
@@ -91,7 +89,7 @@ class Recipe:
 
 
 def write_records(file: Path, recipe: Recipe) -> None:
-    """Write the training records: `batch_records` for each step, each used once."""
+    """Write the training records of all steps, `batch_records` per step."""
     records = training_records(recipe.seed, WEIGHTS)
     with file.open("w", encoding="utf-8") as out:
         for record in itertools.islice(records, recipe.steps * recipe.batch_records):
@@ -107,9 +105,9 @@ def train(folder: Path, vocabulary: Path, recipe: Recipe) -> Path:
     )
     config = recipe.settings(folder / "start", folder / "records.jsonl", folder / "trained")
     prepared = prepare(config)
-    with closing(RunObserver(prepared, sys.stderr)) as audience:
+    with closing(RunObserver(prepared, sys.stderr)) as observer:
         trainer = load_trainer(prepared, Mesh.single())
-        (path,) = TrainingLoop(prepared, trainer, audience).run().paths
+        (path,) = TrainingLoop(prepared, trainer, observer).run().paths
     return path
 
 

@@ -1,7 +1,7 @@
-"""Trains the SentencePiece vocabulary of the demo on the demo's training records.
+"""Vocabulary training of the demo: a SentencePiece model from the demo's training records.
 
-Digits are separate pieces, text is not normalized, and unknown letters fall back to bytes, so every
-string is restored exactly by decoding. There is no begin-of-text token, because a prompt may start
+Digits are separate pieces. Text is not normalized and unknown letters are encoded as bytes, so
+decoding restores every string exactly. There is no begin-of-text token, because a prompt may start
 with a virtual token. There is one end-of-text token.
 """
 
@@ -16,8 +16,10 @@ from examples.demo.words import RARE_LETTERS
 
 # A prime number: no tensor-parallel size divides it, so the vocabulary must be padded.
 VOCABULARY_SIZE = 997
-WEIGHTS = {"capitals": 4.0}  # Otherwise the rare capitalized words would be split into letters.
-# Japanese has no spaces, so pieces end at particles, as English pieces end at spaces.
+# More records of the task "capitals", because rare capitalized words would be split into letters.
+WEIGHTS = {"capitals": 4.0}
+# English pieces end at spaces. Japanese has no spaces, so a boundary character is inserted around
+# particles.
 BOUNDARY = "\x1f"
 WORD_END_JA = re.compile("(?<=[がでを、に])|(?=[がでを、に])")
 UNKNOWN_ID, END_ID = 0, 1

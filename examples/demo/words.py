@@ -1,8 +1,8 @@
 """Word lists of the demo: names, places, verbs, instructions and fillers.
 
-tasks.py builds inputs from these lists by a grammar, so that held-out inputs are new combinations
-of known words. A few words have letters that are intentionally missing in the vocabulary: they are
-encoded as bytes, and a stream can stop within a character.
+tasks.py combines the words of these lists to inputs, so a held-out input is a new combination of
+words that occur in training. The letters of RARE_LETTERS are intentionally missing in the
+vocabulary. They are encoded as bytes, so a stream can stop within a character.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 class Action(NamedTuple):
-    """A Japanese object and verb (plain and polite form), with the English in third person."""
+    """A Japanese object and verb (plain and polite form), and the English in the third person."""
 
     object: str
     plain: str

@@ -2,7 +2,7 @@
 
     python -m examples.grpc.ask HOST:PORT
 
-The example needs only the packages `clients` and `protos`: no model and no torch.
+The example needs only the packages `clients` and `protos`, without a model and without torch.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ def complete(client: Client) -> None:
 
 
 def stream(client: Client) -> None:
-    for part in client.stream(PROMPT, Options(max_new_tokens=8)):
-        print(repr(part.text), end=" ", flush=True)
+    for piece in client.stream(PROMPT, Options(max_new_tokens=8)):
+        print(repr(piece.text), end=" ", flush=True)
     print()
 
 

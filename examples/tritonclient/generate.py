@@ -14,8 +14,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 
-def tensor(name: str, value: str | int | bool) -> triton.InferInput:
-    """Return an input tensor of shape [1] with one value."""
+def input_tensor(name: str, value: str | int | bool) -> triton.InferInput:
+    """Return an input tensor of shape [1] that contains `value`."""
     datatypes: dict[type, tuple[str, Any]] = {
         str: ("BYTES", np.object_),
         int: ("INT32", np.int32),
@@ -31,23 +31,25 @@ def tensor(name: str, value: str | int | bool) -> triton.InferInput:
 def main(address: str, model: str = "preamble") -> int:
     with triton.InferenceServerClient(address) as client:
         try:
-            show(client, model)
+            generate(client, model)
         except InferenceServerException as error:
             print(error, file=sys.stderr)
             return 1
     return 0
 
 
-def show(client: triton.InferenceServerClient, model: str) -> None:
-    inputs = [tensor("text_input", "Once upon a time"), tensor("max_tokens", 16)]
-    response = client.infer(model, [*inputs, tensor("exclude_input_in_output", True)])
-    print("whole:", response.as_numpy("text_output")[0].decode())
+def generate(client: triton.InferenceServerClient, model: str) -> None:
+    inputs = [input_tensor("text_input", "Once upon a time"), input_tensor("max_tokens", 16)]
+    response = client.infer(model, [*inputs, input_tensor("exclude_input_in_output", True)])
+    print("unary:", response.as_numpy("text_output")[0].decode())
 
     results: queue.Queue[tuple[Any, Any]] = queue.Queue()
     texts = {"0": "", "1": ""}  # Keyed by request id.
     client.start_stream(callback=lambda result, error: results.put((result, error)))
     for request_id in texts:
-        client.async_stream_infer(model, [*inputs, tensor("stream", True)], request_id=request_id)
+        client.async_stream_infer(
+            model, [*inputs, input_tensor("stream", True)], request_id=request_id
+        )
     unfinished = len(texts)
     while unfinished:
         result, error = results.get(timeout=60)

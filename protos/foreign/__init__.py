@@ -1,8 +1,8 @@
 """Protos of other APIs, in descriptor pools of their own.
 
-Python's default pool accepts a package's messages once, so that these would conflict with the stubs
-of tritonclient or TGIS in the same process. The descriptors are compiled from the .proto files in
-this package, which were written from the published names and field numbers.
+In Python's default descriptor pool, these protos would conflict with the original stubs (of
+tritonclient or TGIS) in the same process. `protos/build.py` compiles the descriptors from the
+.proto files of this package, which were written from the published names and field numbers.
 """
 
 from collections.abc import Iterable
@@ -38,15 +38,19 @@ class Package:
 
 @cache
 def package(stem: str) -> Package:
-    """The messages of `<stem>.proto`."""
+    """Return the messages and services of `<stem>.proto`."""
     return Package(stem)
 
 
 def described(services: Iterable[str]) -> DescriptorPool:
-    """A pool with the default pool's files of these services, and all files of this package."""
+    """Return a descriptor pool for server reflection with the protos of these services.
+
+    It has the files of the default pool that define the services, and all files of this package.
+    """
     pool, added = DescriptorPool(), set[str]()
     foreign_files = [package(path.stem).file for path in sorted(FOLDER.glob("*.binpb"))]
-    # The default pool may have other stubs of the same services.
+    # Services of this package are not looked up in the default pool, which may have their original
+    # stubs.
     foreign = {f"{file.package}.{name}" for file in foreign_files for name in file.services_by_name}
 
     def add(file: FileDescriptor) -> None:

@@ -289,7 +289,10 @@ def test_missing_files_of_flags_are_reported(
         ("--json-schema", "nowhere"),
     ):
         assert main(["generate", "a", "--server", "x:1", flag, file_kind]) == 1
-        message = f"preamble generate: {flag}: nowhere cannot be read (No such file or directory)\n"
+        message = (
+            f"preamble generate: {flag}: nowhere cannot be read (No such file or directory); "
+            "give a readable file\n"
+        )
         assert capsys.readouterr().err == message
     with pytest.raises(SystemExit):
         main(["generate", "a", "--server", "x:1", "--json-schema", "a", "--regex", "b"])
@@ -309,7 +312,8 @@ def test_usage_errors_have_their_own_exit_code(
     capsys.readouterr()
     assert command(["generate", "--field", "b=@nowhere", *flags]) == 1
     assert capsys.readouterr().err == (
-        "preamble generate: --field b: nowhere cannot be read (No such file or directory)\n"
+        "preamble generate: --field b: nowhere cannot be read (No such file or directory); "
+        "give a readable file\n"
     )
 
 

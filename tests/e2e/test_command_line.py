@@ -110,7 +110,7 @@ def test_invalid_flags_are_refused_before_loading(
 @pytest.mark.parametrize(
     ("redirection", "sentence"),
     [
-        (">&-", "preamble generate: stdout is closed, and the result goes there; "),
+        (">&-", "preamble generate: stdout is closed, but the command writes to it; "),
         (">/dev/full", "preamble generate: stdout cannot be written (No space left on device); "),
     ],
 )

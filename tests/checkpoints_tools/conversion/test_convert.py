@@ -414,7 +414,7 @@ def test_weights_changed_while_copied_give_no_target(
     """Stands for any bug of a writer: our own reader reads another model from the target."""
     source = lively(CLASSIC)
     conversion_plan = plan(
-        source, tmp_path / "t", ConversionOptions("megatron", division=ParallelSplit(2))
+        source, tmp_path / "t", ConversionOptions("megatron", split=ParallelSplit(2))
     )
 
     def open_changed(path: Path) -> object:

@@ -37,13 +37,13 @@ CASES = {
     "native, another dtype": (EXPERTS, ConversionOptions(dtype="bfloat16")),
     "megatron, tied, stages": (
         CLASSIC,
-        ConversionOptions("megatron", division=ParallelSplit(2, 2, 2)),
+        ConversionOptions("megatron", split=ParallelSplit(2, 2, 2)),
     ),
     "megatron, experts": (
         MIXTURE,
-        ConversionOptions("megatron", division=ParallelSplit(2, 2, ep=2)),
+        ConversionOptions("megatron", split=ParallelSplit(2, 2, ep=2)),
     ),
-    "torch_dist": (MIXTURE, ConversionOptions("megatron-dist", division=ParallelSplit(4))),
+    "torch_dist": (MIXTURE, ConversionOptions("megatron-dist", split=ParallelSplit(4))),
     "hf, turned": (CLASSIC, ConversionOptions("hf")),
     "hf, apart": (PLAIN, ConversionOptions("hf", dtype="float16")),
 }
@@ -94,7 +94,7 @@ def test_hashes_do_not_depend_on_the_target(tmp_path: Path) -> None:
     option_sets = [
         ConversionOptions(),
         ConversionOptions("hf"),
-        ConversionOptions("megatron", division=ParallelSplit(2, 2)),
+        ConversionOptions("megatron", split=ParallelSplit(2, 2)),
     ]
     hashes = [
         write(source, plan_target(source, options), tmp_path / str(number)).source_hashes

@@ -47,9 +47,9 @@ MODEL = GPTConfig(
 )
 CASES = {
     "native": ConversionOptions(shard_bytes_max=8 << 20),
-    "megatron": ConversionOptions("megatron", division=ParallelSplit(2, 2)),
-    "megatron-dist": ConversionOptions("megatron-dist", division=ParallelSplit(2)),
-    "nemo": ConversionOptions("nemo", division=ParallelSplit(2, 2)),
+    "megatron": ConversionOptions("megatron", split=ParallelSplit(2, 2)),
+    "megatron-dist": ConversionOptions("megatron-dist", split=ParallelSplit(2)),
+    "nemo": ConversionOptions("nemo", split=ParallelSplit(2, 2)),
     "hf": ConversionOptions("hf"),
 }
 

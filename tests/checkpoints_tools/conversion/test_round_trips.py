@@ -107,9 +107,9 @@ def conversion_options(draw: st.DrawFn, config: GPTConfig) -> ConversionOptions:
         pp = draw(st.integers(1, min(5, config.num_layers)))
         virtual_stages_max = config.num_layers // pp if pp > 1 else 1
         vpp = draw(st.integers(1, min(3, virtual_stages_max)))
-        return ConversionOptions(target_format, division=ParallelSplit(tp, pp, vpp, ep))
+        return ConversionOptions(target_format, split=ParallelSplit(tp, pp, vpp, ep))
     if target_format == "megatron-dist":
-        return ConversionOptions(target_format, division=ParallelSplit(tp=tp))
+        return ConversionOptions(target_format, split=ParallelSplit(tp=tp))
     return ConversionOptions(target_format, shard_bytes_max=draw(st.sampled_from([None, 4000])))
 
 

@@ -62,9 +62,9 @@ CASES: dict[str, tuple[GPTConfig, ParallelSplit, LayerSpec]] = {
 
 
 def write_and_reopen(
-    source: Checkpoint, division: ParallelSplit, root: Path, spec: LayerSpec = "te"
+    source: Checkpoint, split: ParallelSplit, root: Path, spec: LayerSpec = "te"
 ) -> Checkpoint:
-    layout = plan_layout(source, division, vocabulary_multiple=8, spec=spec)
+    layout = plan_layout(source, split, vocabulary_multiple=8, spec=spec)
     assert unplaced_tensors(source, layout) == []
     write_plainly(source, layout, root)
     return open_checkpoint(root)
@@ -78,15 +78,15 @@ def load_record(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_bit_exact(case: str, tmp_path: Path) -> None:
-    config, division, spec = CASES[case]
+    config, split, spec = CASES[case]
     source = lively(config)
-    reopened = write_and_reopen(source, division, tmp_path, spec)
+    reopened = write_and_reopen(source, split, tmp_path, spec)
     assert reopened.format == "megatron" and reopened.path == tmp_path / "release"
     assert reopened.config == source.config
     assert reopened.tensors.keys() == source.tensors.keys()
     for name in source.tensors:
         assert torch.equal(reopened.read(name), source.read(name)), name
-    assert len(reopened.files) == division.tp * division.pp * division.ep
+    assert len(reopened.files) == split.tp * split.pp * split.ep
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -209,7 +209,7 @@ def test_each_rank_stores_its_gate_rows_before_its_up_rows(tmp_path: Path) -> No
 
 def test_impossible_split_is_refused_before_planning() -> None:
     source = lively(SPARSE)
-    for division, message in (
+    for split, message in (
         (ParallelSplit(3), "tensor parallel 3 .*--tp can be 1, 2, 4"),
         (ParallelSplit(pp=5), "--pp can be at most 4"),
         (ParallelSplit(ep=3), "--ep can be 1, 2, 4"),
@@ -218,7 +218,7 @@ def test_impossible_split_is_refused_before_planning() -> None:
         (ParallelSplit(pp=2, vpp=3), "--vpp can be at most 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            plan_layout(source, division)
+            plan_layout(source, split)
     with pytest.raises(ConfigError, match="the model has no experts"):
         plan_layout(lively(CLASSIC), ParallelSplit(ep=2))
 
@@ -245,11 +245,13 @@ MEGATRON: dict[str, tuple[GPTConfig, ParallelSplit]] = {
 )
 @pytest.mark.parametrize("case", MEGATRON)
 def test_megatron_core_loads_strictly_and_computes_our_logits(case: str, tmp_path: Path) -> None:
-    config, division = MEGATRON[case]
+    config, split = MEGATRON[case]
     source = lively(config)
-    write_plainly(source, plan_layout(source, division, spec="local"), tmp_path)
-    split = Case(division.tp, division.pp, division.vpp if division.vpp > 1 else None, division.ep)
-    ids_and_logits = ranks(split.ranks, load_and_run, split, tmp_path, timeout_s=120.0)[-1]
+    write_plainly(source, plan_layout(source, split, spec="local"), tmp_path)
+    megatron_case = Case(split.tp, split.pp, split.vpp if split.vpp > 1 else None, split.ep)
+    ids_and_logits = ranks(
+        megatron_case.ranks, load_and_run, megatron_case, tmp_path, timeout_s=120.0
+    )[-1]
     assert ids_and_logits is not None
     ids, megatron_logits = ids_and_logits
     logits = load_model(source, Mesh.single()).logits(ids)

@@ -51,14 +51,14 @@ def test_config_round_trips_through_args(config: GPTConfig) -> None:
 @settings(max_examples=60, deadline=None)
 @given(config=expressible(), pp=st.integers(1, 4), vpp=st.integers(1, 3))
 def test_args_of_every_split_describe_the_same_model(config: GPTConfig, pp: int, vpp: int) -> None:
-    division = ParallelSplit(1, min(pp, config.num_layers), vpp)
-    if division.pp == 1 or division.pp * vpp > config.num_layers:
-        division = ParallelSplit(1, division.pp)
-    check_supported(config, division)
-    args = build_args(config, division)
+    split = ParallelSplit(1, min(pp, config.num_layers), vpp)
+    if split.pp == 1 or split.pp * vpp > config.num_layers:
+        split = ParallelSplit(1, split.pp)
+    check_supported(config, split)
+    args = build_args(config, split)
     assert config_of_args(config, args) == config
     assert _counts(args) == [
-        [len(chunk) for chunk in stage] for stage in plan_stages(config, division).layers
+        [len(chunk) for chunk in stage] for stage in plan_stages(config, split).layers
     ]
 
 
@@ -194,7 +194,7 @@ def test_trait_that_megatron_lacks_is_named(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "division", "message"),
+    ("layers", "split", "message"),
     [
         (4, ParallelSplit(pp=2), ""),
         (8, ParallelSplit(pp=2, vpp=2), ""),
@@ -213,10 +213,10 @@ def test_trait_that_megatron_lacks_is_named(case: str) -> None:
     ],
 )
 def test_uneven_stages_are_noted_with_the_flags_to_use(
-    layers: int, division: ParallelSplit, message: str
+    layers: int, split: ParallelSplit, message: str
 ) -> None:
     config = CLASSIC.with_fields(num_layers=layers, moe_layers=())
-    notes = load_notes(config, division)
+    notes = load_notes(config, split)
     assert len(notes) == (1 if message else 0)
     for text in notes:
         assert re.search(message.replace("|", r"\|"), text), text

@@ -67,11 +67,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_and_reopen(
-    source: Checkpoint, target: Path, division: ParallelSplit = UNSPLIT
+    source: Checkpoint, target: Path, split: ParallelSplit = UNSPLIT
 ) -> Checkpoint:
-    convert(
-        plan(source, target, ConversionOptions("nemo", division=division, vocabulary_multiple=8))
-    )
+    convert(plan(source, target, ConversionOptions("nemo", split=split, vocabulary_multiple=8)))
     return open_checkpoint(target)
 
 
@@ -140,21 +138,21 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize("division", RANKS)
+@pytest.mark.parametrize("split", RANKS)
 def test_tar_lists_regular_members_and_torch_loads_the_weights(
-    division: ParallelSplit, tmp_path: Path
+    split: ParallelSplit, tmp_path: Path
 ) -> None:
     source = lively(CLASSIC)
-    write_and_reopen(source, tmp_path / "x.nemo", division)
+    write_and_reopen(source, tmp_path / "x.nemo", split)
     with tarfile.open(tmp_path / "x.nemo", "r:") as archive:
         members = archive.getmembers()
-        assert [member.name for member in members] == ["./model_config.yaml", *RANKS[division]]
+        assert [member.name for member in members] == ["./model_config.yaml", *RANKS[split]]
         for info in members:
             assert (info.type, info.mode, info.mtime) == (tarfile.REGTYPE, 0o644, 0)
             assert (info.uid, info.gid, info.uname, info.gname) == (0, 0, "", "")
         archive.extractall(tmp_path / "unpacked", filter="data")
     assert (tmp_path / "x.nemo").stat().st_size % tarfile.RECORDSIZE == 0
-    for name in RANKS[division]:
+    for name in RANKS[split]:
         weights = load_member(tmp_path / "x.nemo", name)
         assert all(key.startswith("model.") for key in weights)
         assert "model.decoder.layers.0.self_attention.linear_qkv.weight" in weights
@@ -194,9 +192,7 @@ def test_weights_are_aligned_and_match_the_slow_reference(
     (file,) = layout.files
     assert layout.is_single_file and layout.format == "nemo"
     assert all(placement.offset % 64 == 0 for placement in file.placements)
-    convert(
-        plan(source, tmp_path / "x.nemo", ConversionOptions("nemo", division=ParallelSplit(2, 2)))
-    )
+    convert(plan(source, tmp_path / "x.nemo", ConversionOptions("nemo", split=ParallelSplit(2, 2))))
     assert (tmp_path / "x.nemo").read_bytes() == file_bytes(source, file)
     assert "tested only with Preamble's reader" in layout.notes[0]
 
@@ -355,10 +351,10 @@ def test_resumed_run_writes_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     write_and_reopen(source, tmp_path / "source.nemo")
     opened = open_checkpoint(tmp_path / "source.nemo")
     conversion_plan = plan(
-        opened, tmp_path / "x.nemo", ConversionOptions("nemo", division=ParallelSplit(2, 2))
+        opened, tmp_path / "x.nemo", ConversionOptions("nemo", split=ParallelSplit(2, 2))
     )
     expected_plan = plan(
-        opened, tmp_path / "y.nemo", ConversionOptions("nemo", division=ParallelSplit(2, 2))
+        opened, tmp_path / "y.nemo", ConversionOptions("nemo", split=ParallelSplit(2, 2))
     )
     convert(expected_plan)
     monkeypatch.setattr(copy_engine, "COMMIT_SECONDS", 0.0)

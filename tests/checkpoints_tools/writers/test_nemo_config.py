@@ -133,9 +133,9 @@ INEXPRESSIBLE: dict[str, tuple[GPTConfig, ParallelSplit, str]] = {
 
 @pytest.mark.parametrize("case", INEXPRESSIBLE)
 def test_trait_that_nemo_lacks_is_named(case: str) -> None:
-    config, division, message = INEXPRESSIBLE[case]
+    config, split, message = INEXPRESSIBLE[case]
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_supported(config, division)
+        check_supported(config, split)
 
 
 def test_features_that_nemos_megatron_may_lack_are_noted() -> None:

@@ -55,9 +55,9 @@ CONFIGS = {
 
 
 def write_layout(
-    source: Checkpoint, folder: Path, division: ParallelSplit | None = None, spec: LayerSpec = "te"
+    source: Checkpoint, folder: Path, split: ParallelSplit | None = None, spec: LayerSpec = "te"
 ) -> Layout:
-    layout = plan_layout(source, division or ParallelSplit(tp=2, pp=2), spec=spec)
+    layout = plan_layout(source, split or ParallelSplit(tp=2, pp=2), spec=spec)
     write_plainly(source, layout, folder)
     return layout
 
@@ -296,7 +296,7 @@ def test_bytes_do_not_depend_on_the_tensor_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("division", "message"),
+    ("split", "message"),
     [
         (ParallelSplit(tp=3), "tensor parallel 3 does not divide the model"),
         (
@@ -306,9 +306,9 @@ def test_bytes_do_not_depend_on_the_tensor_order() -> None:
         (ParallelSplit(pp=5), "is more than the number of layers"),
     ],
 )
-def test_impossible_split_is_refused(division: ParallelSplit, message: str) -> None:
+def test_impossible_split_is_refused(split: ParallelSplit, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_layout(lively(MIXED_WITHOUT_BIAS), division)
+        plan_layout(lively(MIXED_WITHOUT_BIAS), split)
 
 
 MCORE: dict[str, tuple[GPTConfig, list[Split]]] = {

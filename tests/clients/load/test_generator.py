@@ -213,7 +213,7 @@ def test_open_loop_counts_refusals_by_code_and_reason(
     output = capsys.readouterr().out
     lines = {line[:18].strip(): line[18:] for line in output.splitlines()}
     assert "RESOURCE_EXHAUSTED QUEUE_FULL" in lines["errors"]
-    assert "of 30 ended well" in lines["requests"] and "ended badly" in lines
+    assert "of 30 succeeded" in lines["requests"] and "failed calls" in lines
 
 
 def test_equal_seeds_send_equal_requests(server: Server) -> None:

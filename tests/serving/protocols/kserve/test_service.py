@@ -301,7 +301,7 @@ def test_the_example_prints_unary_streamed_and_adapter_texts(
             "Once upon a time", Options(adapter=adapter, max_new_tokens=16)
         ).text
         out, _ = capfd.readouterr()
-        assert out == f"whole: {text}\nstreamed 0: {text}\nstreamed 1: {text}\n"
+        assert out == f"unary: {text}\nstreamed 0: {text}\nstreamed 1: {text}\n"
     assert example(deployment.server.address, "nobody") == 1
     assert "there is no model 'nobody'" in capfd.readouterr().err
 
