@@ -10,8 +10,8 @@ has 989 TFLOP/s in bf16). The kernels read lengths on the device, without host s
 import triton
 import triton.language as tl
 
-# A work item is a decode token, or a run of adjacent new tokens of one sequence. `work_items` stores
-# two numbers for each: the sequence, and the index of the first token in the sequence's new tokens.
+# A work item is a decode token, or a run of adjacent new tokens of one sequence. `work_items` has
+# two numbers for each: its sequence, and the index of its first token in the sequence's new tokens.
 #
 # Compile-time constants:
 # D: channels per head.

@@ -34,7 +34,7 @@ TILE_BYTES_MAX = 16 << 10
 # Maximum keys x channels of a tile. The fp32 accumulator then uses 64 registers of each of the 128
 # threads of a program.
 TILE_ELEMENTS_MAX = 8192
-# Maximum query rows of a tile, for heads of up to 128 channels; wider heads have half as many. bf16:
+# Maximum query rows of a tile, for heads of up to 128 channels; wider heads have half of it. bf16:
 # 64 rows for each of two warp groups. fp32 runs on the CUDA cores, with smaller tiles.
 ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
 ROWS_MIN = 16  # The smallest tile that tl.dot supports.
