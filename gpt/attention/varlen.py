@@ -36,7 +36,7 @@ def visible_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 def visible_rows(batch: Batch, sequence: int) -> list[slice]:
     """Return the flat rows that a sequence attends to: its parent's rows, then its own rows."""
     parent = batch.parents[sequence] if batch.parents else None
-    row_ranges = []
+    row_ranges: list[slice] = []
     for index in [sequence] if parent is None else [parent, sequence]:
         start = batch.query_starts[index]
         row_ranges.append(slice(start, start + batch.query_lengths[index]))
