@@ -2,7 +2,7 @@
 
 An fp8 pool has half of the bytes of a bf16 pool, so decode also reads half of the bytes. A stored
 number has four significant bits. Magnitudes above 448, the e4m3 maximum, are stored as 448; a cast
-alone would store NaN. The module is the reference implementation of the GPU kernels, and the
+alone could store NaN. The module is the reference implementation of the GPU kernels, and the
 fallback without them: it dequantizes the blocks that a step reads and calls `ragged_attention`.
 """
 
