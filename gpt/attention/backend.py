@@ -14,20 +14,24 @@ from gpt.batch import Batch
 
 
 class AttentionBackend(Protocol):
-    """Base class of attention backends: attention and KV-pool writes of all layers of a model."""
+    """Base class of attention backends; one object serves all layers of a model."""
 
     name: str = "torch"
-    # Whether a CUDA graph may capture the backend's calls: they read no lengths on the host.
+    # Whether a CUDA graph can capture the calls. The calls must not read lengths on the host.
     is_capturable: bool = False
-    # Whether autograd saves only queries, keys and values, so that activation checkpointing of the
-    # attention core would save no memory.
+    # Whether the backward pass recomputes the attention probabilities. If so, selective activation
+    # checkpointing does not checkpoint the attention core, because that would save little memory.
     saves_only_inputs: bool = False
 
     @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
-        """Return the attention over the layer's KV blocks `kv`; None: over the batch's tokens."""
+        """Return the attention output (tokens, query heads, channels) of one layer.
+
+        `kv`: the layer's KV blocks, in which `store` has already written `k` and `v`. None: the
+        batch has no KV pool, and `k` and `v` are all keys and values.
+        """
 
     @abstractmethod
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
@@ -35,7 +39,7 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention(AttentionBackend):
-    """Default backend: attention in torch, or on a CPU with the C kernels of gpt/cpu/kernels.py."""
+    """Default backend: torch operations, or the C kernels of gpt/cpu where they are available."""
 
     saves_only_inputs = True
 

@@ -1,9 +1,9 @@
 """FlashInfer attention backend over the paged KV cache.
 
-The backend is used only if requested. FlashInfer's host code plans the work of a step once for all
-layers. One wrapper plans decode (sequences with one new token), another plans prefill. The KV pool
-has FlashInfer's layout (HND). gpt/attention/fp8_kv_cache.py stores keys and values, and
-gpt/attention/paged.py serves batches without a pool.
+Only `attention_backend: flashinfer` selects this backend. FlashInfer's host code plans a step once
+for all layers. One FlashInfer wrapper computes decode (sequences with one new token), a second one
+computes prefill. The KV pool has FlashInfer's layout (HND). `Fp8KVAttention` stores keys and values
+in pools of any dtype, and `ragged_attention` computes batches without a KV pool.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
 
 WORKSPACE_BYTES = 128 << 20  # The size that FlashInfer's documentation recommends.
-# From this number of query heads per KV head, tensor cores are faster in decode.
+# Decode uses tensor cores from this number of query heads per KV head on. With fewer query heads,
+# CUDA cores are faster.
 TENSOR_CORE_QUERIES_MIN = 4
 
 
 @dataclass(frozen=True)
 class _WrapperCall:
-    """A planned wrapper, and the flat rows of the batch that it computes (None: all rows)."""
+    """A planned wrapper, and the rows of the flat batch that it computes (None: all rows)."""
 
     wrapper: Any
     rows: Tensor | None
@@ -35,7 +36,8 @@ class _WrapperCall:
 class FlashInferAttention(AttentionBackend):
     """Attention by FlashInfer's kernels.
 
-    `scales`: (layers of the pool, 2) in fp32, as in gpt/attention/fp8_kv_cache.py; None: 1.
+    `scales`: the scales of keys and values of each layer in an fp8 pool, (layers of the pool, 2) in
+    fp32; None: all scales are 1.
     """
 
     name = "flashinfer"
@@ -43,23 +45,21 @@ class FlashInferAttention(AttentionBackend):
     def __init__(
         self, device: torch.device, *, queries_per_kv_head: int, scales: Tensor | None = None
     ) -> None:
-        """`queries_per_kv_head`: query heads per KV head."""
         flashinfer = import_module("flashinfer")
-        workspaces = (
-            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
-        )
+        decode_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        prefill_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            next(workspaces),
+            decode_workspace,
             kv_layout="HND",
             use_tensor_cores=queries_per_kv_head >= TENSOR_CORE_QUERIES_MIN,
         )
         self._prefill_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            next(workspaces), kv_layout="HND"
+            prefill_workspace, kv_layout="HND"
         )
         self._fp8_attention = Fp8KVAttention(scales)
-        # Scales on the host, because run() takes Python floats.
+        # On the host, because run() takes the scales as Python floats.
         self._scales = None if scales is None else scales.cpu()
-        self._calls: list[_WrapperCall] = []  # The latest plan; its state is in the wrappers.
+        self._calls: list[_WrapperCall] = []  # The latest plan.
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
@@ -68,9 +68,10 @@ class FlashInferAttention(AttentionBackend):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
-        """The same as gpt.attention.paged.ragged_attention."""
+        """Compute the same attention as gpt.attention.paged.ragged_attention."""
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window)
+        # The wrappers store only the latest plan, so the plan of an earlier batch is made again.
         calls = batch.attention_metadata.get(FlashInferAttention)
         if calls is None or calls is not self._calls:
             calls = self._calls = self._plan_wrappers(batch, q, kv, window)
@@ -118,10 +119,10 @@ def _plan_wrapper(
     is_prefill: bool,
     window: int | None,
 ) -> None:
-    """Call plan() of a wrapper for `sequences`; for prefill also with the starts of the queries.
+    """Call a wrapper's plan() for the sequences with these indices in the batch.
 
-    The offsets and the lengths of the last blocks are host tensors, because plan() would copy
-    device tensors back and block. Only the block numbers (`indices`) are on the device.
+    Only the block numbers (`block_indices`) are a device tensor. The other arrays are host tensors:
+    plan() would copy device tensors to the host, and wait for the GPU.
     """
     assert batch.block_tables is not None
     _, _, kv_heads, block_tokens, head_dim = kv.shape
@@ -133,18 +134,20 @@ def _plan_wrapper(
     table_indices = torch.from_numpy(
         block_sequences * batch.block_tables.shape[1] + table_columns
     ).to(batch.block_tables.device)
-    indices = batch.block_tables.flatten().index_select(0, table_indices).int()
-    index_arrays = [kv_indptr, context_lengths - (block_counts - 1) * block_tokens]
+    block_indices = batch.block_tables.flatten().index_select(0, table_indices).int()
+    last_block_lengths = context_lengths - (block_counts - 1) * block_tokens
+    # Decode has one query per sequence, so its plan() has no query offsets and no causal mask.
+    query_offsets: list[Tensor] = []
+    options: dict[str, bool] = {}
     if is_prefill:
-        index_arrays.insert(
-            0, np.concatenate([[0], np.array(batch.query_lengths)[sequences].cumsum()])
-        )
-    index_tensors = [torch.from_numpy(array.astype(np.int32)) for array in index_arrays]
-    options = {} if not is_prefill else {"causal": True}
+        query_lengths = np.array(batch.query_lengths)[sequences]
+        query_offsets = [_host_int32(np.concatenate([[0], query_lengths.cumsum()]))]
+        options = {"causal": True}
     wrapper.plan(
-        *index_tensors[:-1],
-        indices,
-        index_tensors[-1],
+        *query_offsets,
+        _host_int32(kv_indptr),
+        block_indices,
+        _host_int32(last_block_lengths),
         q.shape[1],
         kv_heads,
         head_dim,
@@ -156,3 +159,7 @@ def _plan_wrapper(
         kv_data_type=kv.dtype,
         sm_scale=head_dim**-0.5,
     )
+
+
+def _host_int32(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32))

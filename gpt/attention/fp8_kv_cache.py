@@ -1,9 +1,9 @@
 """FP8 (e4m3) KV cache: stores quantized keys and values, and computes attention over them in torch.
 
-An fp8 pool is half as large as a bf16 pool, and decode reads half as many bytes. Values have four
-significant bits; magnitudes above 448 are stored as 448, never as NaN. The module is the reference
-of the GPU kernels, and the fallback where they are unavailable: the blocks of a step are
-dequantized, then passed to the torch attention.
+An fp8 pool has half of the bytes of a bf16 pool, so decode also reads half of the bytes. A stored
+number has four significant bits. Magnitudes above 448, the e4m3 maximum, are stored as 448; a cast
+alone could store NaN. The module is the reference implementation of the GPU kernels, and the
+fallback without them: it dequantizes the blocks that a step reads and calls `ragged_attention`.
 """
 
 from dataclasses import replace
@@ -20,8 +20,8 @@ from gpt.batch import Batch
 class Fp8KVAttention(AttentionBackend):
     """Attention over an fp8 KV pool in torch.
 
-    `scales`: (layers of the pool, 2) in fp32. A key or value is its stored fp8 value times the
-    scale; None means 1.
+    `scales`: the scales of keys and values of each layer, (layers of the pool, 2) in fp32; None:
+    all scales are 1. A key is its stored fp8 number times the key scale; a value likewise.
     """
 
     def __init__(self, scales: Tensor | None = None) -> None:
@@ -29,7 +29,7 @@ class Fp8KVAttention(AttentionBackend):
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
-        if kv.dtype != FP8_DTYPE:  # The caller passes an unquantized pool.
+        if kv.dtype != FP8_DTYPE:  # FlashInferAttention also passes pools of other dtypes.
             store_kv(k, v, batch, kv)
             return
         assert batch.slot_mapping is not None
@@ -48,6 +48,7 @@ class Fp8KVAttention(AttentionBackend):
         blocks = batch.block_tables.flatten()
         gathered_batch = batch.attention_metadata.get(Fp8KVAttention)
         if gathered_batch is None:
+            # Entry i of the flattened block tables is block i of `gathered_kv`.
             gathered_tables = torch.arange(len(blocks), device=blocks.device).view_as(
                 batch.block_tables
             )
@@ -56,7 +57,7 @@ class Fp8KVAttention(AttentionBackend):
             )
         assert isinstance(gathered_batch, Batch)
         gathered_kv = self._dequantize(kv.view(torch.uint8).index_select(0, blocks), kv, q.dtype)
-        # The new keys and values are rounded too, so that this step sees what later steps will see.
+        # Round the new keys and values to fp8 too: later steps read the rounded numbers.
         new_kv = torch.stack(self._quantize(k, v, kv), dim=1)
         k, v = self._dequantize(new_kv, kv, q.dtype).unbind(1)
         return ragged_attention(q, k, v, gathered_batch, gathered_kv, window)
@@ -68,7 +69,7 @@ class Fp8KVAttention(AttentionBackend):
         return quantize_fp8(k), quantize_fp8(v)
 
     def _dequantize(self, x: Tensor, kv: KV, dtype: torch.dtype) -> Tensor:
-        """Dequantize bytes whose second dimension is (keys, values)."""
+        """Convert fp8 bytes to `dtype`. Dimension 1 of `x` has size 2: keys, values."""
         scales = layer_scales(self._scales, kv)
         values = x.view(FP8_DTYPE).to(dtype)
         return values if scales is None else values * scales.to(dtype).view(2, *[1] * (x.dim() - 2))
@@ -82,5 +83,8 @@ def quantize_fp8(x: Tensor) -> Tensor:
 
 
 def layer_scales(scales: Tensor | None, kv: KV) -> Tensor | None:
-    """Return the scales of the layer of `kv`; the storage offset of `kv` gives the layer index."""
+    """Return the scales of keys and values of the layer with the KV blocks `kv`.
+
+    The storage offset of `kv` gives the layer's index in the pool.
+    """
     return None if scales is None else scales[kv.storage_offset() // kv.numel()]

@@ -1,9 +1,8 @@
 """Paged KV cache: one preallocated pool of fixed-size blocks (pages) of keys and values.
 
 The KV pool contains the blocks of this rank's layers and KV heads, in the model's dtype or in fp8.
-Some engines call a block a page. The module does not know which sequence owns a block: the block
-table of a batch lists the blocks that a sequence reads, and the slot mapping lists the slots that
-the new tokens fill.
+The module does not know which sequence owns a block. The batch does: its block tables list the
+blocks that each sequence reads, and its slot mapping lists the slots of the new tokens.
 """
 
 import ctypes
@@ -22,17 +21,17 @@ from gpt.parallel.weight_sharding import first_kv_head, local_kv_heads
 
 BLOCK_TOKENS = 32
 FP8_DTYPE = torch.float8_e4m3fn
-# Bytes per madvise() call of the prefault thread, and the advice constant (not defined in Python).
-_PREFAULT_CHUNK_BYTES = 1 << 23
-_MADV_POPULATE_WRITE = 23
-# The values of `kv_dtype` besides "auto", which means the model's dtype.
+_PREFAULT_CHUNK_BYTES = 1 << 23  # Bytes per madvise() call of the prefault thread.
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap module does not define it.
+# The pool's dtype for each setting of `kv_dtype` except "auto" (the model's dtype).
 KV_DTYPES = {"fp8": FP8_DTYPE}
 
 
 class KVPool:
-    """Keys and values of `blocks` blocks; a layer is (blocks, 2, KV heads, tokens, channels).
+    """The keys and values of `blocks` blocks in some layers.
 
-    The keys of one head in a block are contiguous, so that kernels read few long rows.
+    Shape of a layer: (blocks, 2, KV heads, tokens, channels). The keys of one head in a block are
+    contiguous, so a kernel reads them as one range of memory.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class KVPool:
         self._layers = {layer: self._memory[index] for index, layer in enumerate(layers)}
 
     def layer(self, layer: int) -> Tensor:
-        """Return the keys and values of one layer, by its global number."""
+        """Return the keys and values of the layer with this global number."""
         return self._layers[layer]
 
     def prefault(self, free_bytes: Callable[[], int]) -> None:
-        """Pre-fault the memory pages of a pool in CPU memory, in a low-priority background thread.
+        """Pre-fault the OS pages of a pool in CPU memory, in a low-priority background thread.
 
-        Otherwise the prefill that first writes a page waits for the page fault, which took a tenth
-        of the prefill time and more. The thread stops when the free memory is smaller than this
-        pool, because several servers that start together may have counted the same free memory.
+        Without it, the first prefill that writes to an OS page waits for a page fault; these faults
+        took 10 % of the prefill time or more. The thread stops when `free_bytes()` is smaller than
+        the pool: servers that start together may have sized their pools by the same free memory.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)
@@ -72,7 +71,10 @@ class KVPool:
             thread.start()
 
     def _prefault_chunk(self, start: int, free_bytes: Callable[[], int]) -> bool:
-        """Pre-fault the chunk at `start`; False at the end, or if prefaulting must stop."""
+        """Pre-fault the chunk at byte `start`, and return True.
+
+        Return False if the pool ends before `start`, free memory is short, or madvise() fails.
+        """
         length = min(_PREFAULT_CHUNK_BYTES, self._memory.nbytes - start)
         if length <= 0 or free_bytes() < self._memory.nbytes:
             return False
@@ -90,8 +92,8 @@ class KVPool:
         memory = self._memory
         positions = torch.arange(start, start + len(values), device=memory.device)
         token_blocks = torch.tensor(blocks, device=memory.device)[positions // self.block_tokens]
-        # Clamped, because values outside the range of the pool's dtype would become infinite, and
-        # would stay in the block when another sequence gets the block.
+        # Clamp to the pool's dtype: an infinite number would also break the next sequence that uses
+        # the block, because attention multiplies masked values by 0, and 0 x inf is NaN.
         dtype_max = torch.finfo(memory.dtype).max
         is_fp8 = memory.dtype == FP8_DTYPE
         clamp_dtype = values.dtype if is_fp8 else torch.promote_types(values.dtype, memory.dtype)
@@ -100,26 +102,27 @@ class KVPool:
         self._indexable[:, token_blocks, :, :, positions % self.block_tokens] = values
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks in every layer; all are read before any is written."""
+        """Copy blocks `sources` to `targets` in every layer; all reads precede the writes."""
         device = self._memory.device
         contents = self._indexable.index_select(1, torch.tensor(sources, device=device))
         self._indexable.index_copy_(1, torch.tensor(targets, device=device), contents)
 
 
 def _prefault(pool_ref: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) -> None:
-    """Pre-fault the pool chunk by chunk until it is done or the pool is freed."""
+    """Call `_prefault_chunk` chunk by chunk, until it returns False or the pool is freed."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Only this thread.
+        # With a native thread id, Linux changes the priority of this thread only.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     start, has_more = 0, True
     while has_more:
         pool = pool_ref()
         has_more = pool is not None and pool._prefault_chunk(start, free_bytes)
         start += _PREFAULT_CHUNK_BYTES
-        del pool
+        del pool  # The owner can free the pool between two chunks.
 
 
 def _madvise(address: int, length: int, advice: int) -> int:
-    """Call libc's madvise() and return its result.
+    """Call libc's madvise(). Return 0 on success, -1 on failure or if libc has no madvise().
 
     Python's mmap.madvise() would hold the GIL during the call.
     """
@@ -133,7 +136,10 @@ def _madvise(address: int, length: int, advice: int) -> int:
 def prefix_shard(
     table: Tensor, config: GPTConfig, layers: Sequence[int], rank: int, tp: int
 ) -> Tensor:
-    """Return the part of a prefix adapter's table for a rank: its `layers` and its KV heads."""
+    """Return a rank's part of a prefix adapter's table: its `layers` and its KV heads.
+
+    Shape: (virtual tokens, layers, 2, KV heads, channels).
+    """
     shape = (-1, config.num_layers, 2, config.num_query_groups, config.kv_channels)
     first_head, heads = first_kv_head(config, rank, tp), local_kv_heads(config, tp)
     return table.view(shape)[:, list(layers), :, first_head : first_head + heads]

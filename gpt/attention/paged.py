@@ -1,10 +1,10 @@
-"""Paged attention over a ragged batch of prefill and decode tokens, with its slow reference.
+"""Paged attention of a ragged batch of prefill and decode tokens, with a reference implementation.
 
-Each query attends to the tokens of its sequence up to itself (within the window, if any), whether
-their keys are new in this step or in the KV pool. `reference_attention` is a readable loop over
-sequences. `ragged_attention` groups sequences to limit padding: decode tokens by context length,
-prefill tokens by length and position. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query
-heads, G KV heads and D channels per head; H is a multiple of G.
+Attention is causal, with an optional sliding window. The keys are in the KV pool, or new in this
+step. `reference_attention` is a readable loop over sequences. `ragged_attention` computes groups of
+sequences with little padding: decode sequences with similar context lengths, and prefill sequences
+with equal numbers of new and of past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens,
+H query heads, G KV heads and D channels per head; H is a multiple of G.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from gpt.attention.varlen import (
 from gpt.batch import Batch
 from gpt.cpu import kernels, training_kernels
 
-KV = Tensor  # (blocks, 2, G, block tokens, D): keys and values of a layer, head by head.
+KV = Tensor  # The KV blocks of a layer: (blocks, 2, G, tokens, D); the 2 is keys, values.
 
-# Gathered keys and values, and scores, should stay in the CPU cache until they are used.
+# Maximum bytes of a group's gathered keys and values, and of the scores of a prefill tile. With
+# these sizes they stay in the CPU cache until they are used. A single sequence may exceed them.
 GATHER_BYTES_MAX = 4 << 20
 SCORES_BYTES_MAX = 4 << 20
-TILE_QUERIES = 128
-# With the C kernels (gpt/cpu/kernels.py), sequences with up to this many new tokens are computed
-# token by token, like decode tokens.
+TILE_QUERIES = 128  # New tokens per sequence in a tile of a prefill group.
+# The C kernels compute a sequence with at most this number of new tokens as decode tokens.
 DECODE_TOKENS_MAX = 4
 
 
@@ -55,7 +55,10 @@ def reference_attention(
     *,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Compute attention one sequence at a time, with full matrices; `dropout` on probabilities."""
+    """Compute attention one sequence at a time, with a full matrix of scores.
+
+    `dropout`: applied to the probabilities.
+    """
     outputs = []
     start = 0
     for sequence, (query_length, context_length) in enumerate(
@@ -107,7 +110,7 @@ def ragged_attention(
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The inputs from which the plan is computed, besides the batch."""
+    """Shape parameters of the attention layers; the key of a batch's cached plan."""
 
     heads: int
     kv_heads: int
@@ -121,33 +124,35 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class GroupTile:
-    """Some queries of every sequence of a group, and all keys visible to at least one of them."""
+    """A tile of a group: some queries of each sequence, and the keys that they see."""
 
-    queries: slice
-    keys: slice
-    # 0, or -inf for invisible keys. Decode: (sequences x G, 1, keys); prefill: (1, new tokens x
-    # query heads per KV head, keys).
+    queries: slice  # Of the dimension (new tokens x query heads per KV head).
+    keys: slice  # Of the gathered keys.
+    # Additive mask: 0 for visible keys, -inf for the others. Decode: (sequences x G, 1, keys);
+    # prefill: (1, new tokens x query heads per KV head, keys).
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class EqualLengthGroup:
-    """Sequences with equally many new tokens, whose keys are gathered into one padded tensor."""
+    """Sequences with equal numbers of new tokens; their keys are gathered into a padded tensor."""
 
     rows: slice | Tensor  # Flat rows of the batch.
     sequences: int
     shape: AttentionShape
-    # (2, sequences x G x blocks): indices of rows of the pool, each the keys or the values of a KV
-    # head in a block. None: all visible keys are in the batch.
+    # (2, sequences x G x blocks): indices of the rows to gather, for keys and for values. A row of
+    # the pool is the keys, or the values, of one KV head in one block. None: the sequences have no
+    # past tokens, so all keys are in the batch.
     pool_rows: Tensor | None
     tiles: list[GroupTile]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kv: KV, gather_buffer: Tensor, out: Tensor
     ) -> None:
-        """Fill this group's rows of `out`.
+        """Write the attention output of this group to its rows of `out`.
 
-        A tile's queries: (sequences x G, new tokens x query heads per KV head, D).
+        The computation uses queries of shape (sequences x G, new tokens x query heads per KV head,
+        D), so that one matmul serves all query heads of a KV head.
         """
         head_dim = q.shape[-1]
         sequences = self.sequences
@@ -158,13 +163,14 @@ class EqualLengthGroup:
                 _by_kv_head(_select_rows(x, self.rows), sequences, kv_heads) for x in (k, v)
             )
         else:
-            # Keys and values are gathered separately, each in the order of sequence and head, so
-            # that the CPU core that gathers a head's keys probably also multiplies them.
+            # Keys and values are gathered separately, in the order of sequences and heads. The CPU
+            # core that gathers a head's keys then probably multiplies them too.
+            pool = kv.view(-1, gather_buffer.shape[-1])
             keys, values = (
-                torch.index_select(kv.view(-1, x.shape[-1]), 0, rows, out=x[: len(rows)]).view(
+                torch.index_select(pool, 0, rows, out=buffer[: len(rows)]).view(
                     sequences * kv_heads, -1, head_dim
                 )
-                for rows, x in zip(self.pool_rows, gather_buffer, strict=True)
+                for rows, buffer in zip(self.pool_rows, gather_buffer, strict=True)
             )
         outputs = []
         for tile in self.tiles:
@@ -186,7 +192,7 @@ class AttentionPlan:
 
     native: Sequence[kernels.DecodeAttention | kernels.PrefillAttention]
     groups: Sequence[EqualLengthGroup]
-    gather_buffer: Tensor  # Memory for gathered keys and values.
+    gather_buffer: Tensor  # Memory for a group's gathered keys and values, used by all layers.
 
 
 def _select_rows(x: Tensor, rows: slice | Tensor) -> Tensor:
@@ -204,7 +210,10 @@ def _by_kv_head(x: Tensor, sequences: int, kv_heads: int) -> Tensor:
 
 
 def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
-    """Return the plan of a step for queries like `like`, computed once per batch."""
+    """Return the plan of a batch, made at the first call.
+
+    `like` has the dtype, the device and the number of channels of the queries.
+    """
     plan = batch.attention_metadata.get(shape)
     if plan is None:
         plan = batch.attention_metadata[shape] = _make_plan(batch, shape, like, kv)
@@ -215,8 +224,8 @@ def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> At
 def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
     """Plan the calls of the C kernels if they support the tensors; group the other sequences.
 
-    A group has decode tokens with similar context lengths, or prefill sequences with equal numbers
-    of new tokens and of past tokens.
+    A group has decode sequences with similar context lengths, or prefill sequences with equal
+    numbers of new tokens and of past tokens.
     """
     context_lengths = batch.context_lengths
     native: list[kernels.DecodeAttention | kernels.PrefillAttention] = []
@@ -233,14 +242,16 @@ def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> Att
         if length > decode_tokens_max
     ]
     token_bytes = 2 * shape.kv_heads * like.shape[-1] * like.element_size()
-    tokens_max = GATHER_BYTES_MAX // token_bytes
+    gathered_tokens_max = GATHER_BYTES_MAX // token_bytes
     groups: list[EqualLengthGroup] = []
     if is_native and decode_sequences:
         native.append(_native_decode(batch, decode_sequences, shape))
     elif decode_sequences:
         groups = [
             _decode_group(batch, bucket, shape, like)
-            for bucket in _bucket_by_context(decode_sequences, context_lengths, shape, tokens_max)
+            for bucket in _bucket_by_context(
+                decode_sequences, context_lengths, shape, gathered_tokens_max
+            )
         ]
     if is_native and prefill_sequences and kernels.supports_prefill(like):
         native.append(_native_prefill(batch, prefill_sequences, shape))
@@ -250,11 +261,12 @@ def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> Att
         lengths = batch.query_lengths[sequence], batch.past_lengths[sequence]
         by_length.setdefault(lengths, []).append(sequence)
     for (length, past_length), sequences in by_length.items():
-        scores = (
-            shape.heads * min(length, TILE_QUERIES) * (length + past_length) * like.element_size()
+        context_length = length + past_length
+        score_bytes = (  # Of one sequence.
+            shape.heads * min(length, TILE_QUERIES) * context_length * like.element_size()
         )
         sequences_max = max(
-            1, min(SCORES_BYTES_MAX // scores, tokens_max // (length + past_length))
+            1, min(SCORES_BYTES_MAX // score_bytes, gathered_tokens_max // context_length)
         )
         for start in range(0, len(sequences), sequences_max):
             groups.append(
@@ -302,7 +314,7 @@ def _bucket_by_context(
 ) -> list[list[int]]:
     """Split sequences into buckets of similar context lengths.
 
-    A bucket of several sequences has at most about `tokens_max` keys, with the padding. A bucket of
+    A bucket of several sequences has about `tokens_max` keys at most, padding included. A bucket of
     one sequence can have more.
     """
     buckets: list[list[int]] = []
@@ -311,11 +323,8 @@ def _bucket_by_context(
         if shape.window is not None:
             longest = min(longest, shape.window)
         is_full = buckets and (len(buckets[-1]) + 1) * longest > tokens_max
-        if (
-            not buckets
-            or is_full
-            or 2 * context_lengths[sequence] + 2 * shape.block_tokens < longest
-        ):
+        is_mostly_padding = 2 * (context_lengths[sequence] + shape.block_tokens) < longest
+        if not buckets or is_full or is_mostly_padding:
             buckets.append([])
         buckets[-1].append(sequence)
     return [sorted(bucket) for bucket in buckets]
@@ -324,7 +333,7 @@ def _bucket_by_context(
 def _decode_group(
     batch: Batch, sequences: Sequence[int], shape: AttentionShape, like: Tensor
 ) -> EqualLengthGroup:
-    """Return the group of sequences with one new token; it skips blocks before the window."""
+    """Return the group of these decode sequences; it gathers no blocks before the window."""
     block_tokens = shape.block_tokens
     window = shape.window
     device = like.device
@@ -336,12 +345,13 @@ def _decode_group(
         -(-end // block_tokens) - start
         for end, start in zip(context_ends, first_blocks, strict=True)
     )
-    first_block, end = (torch.tensor(x, device=device) for x in (first_blocks, context_ends))
+    first_block = torch.tensor(first_blocks, device=device)
+    context_end = torch.tensor(context_ends, device=device)
     blocks = first_block.unsqueeze(1) + torch.arange(blocks_max, device=device)
     keys = first_block.unsqueeze(1) * block_tokens + torch.arange(
         blocks_max * block_tokens, device=device
     )
-    is_visible = visible_mask(end - 1, keys, window)
+    is_visible = visible_mask(context_end - 1, keys, window)
     mask = like.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
     mask = mask.repeat_interleave(shape.kv_heads, 0).unsqueeze(1)
     full_slice = slice(None)
@@ -357,7 +367,7 @@ def _decode_group(
 def _prefill_group(
     batch: Batch, sequences: Sequence[int], shape: AttentionShape, like: Tensor
 ) -> EqualLengthGroup:
-    """Return the group of prefill chunks of equal length and position, in tiles of queries."""
+    """Return the group of prefill sequences with equal numbers of new and of past tokens."""
     block_tokens = shape.block_tokens
     window = shape.window
     device = like.device
@@ -379,7 +389,8 @@ def _prefill_group(
         )
         key_end = past_length + query_end
         if pool_rows is not None and query_end == length:
-            # Use all gathered keys: bmm would copy a partial slice first.
+            # Use all gathered keys, because bmm would first copy a partial slice of them. The mask
+            # hides the keys after the last query.
             key_end = -(-key_end // block_tokens) * block_tokens
         queries = torch.arange(past_length + query_start, past_length + query_end, device=device)
         is_visible = visible_mask(queries, torch.arange(key_start, key_end, device=device), window)
@@ -399,7 +410,7 @@ def _prefill_group(
 def _pool_rows(
     batch: Batch, sequences: Sequence[int], table_columns: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """Return the pool rows, one per head and block, of these columns of the block tables."""
+    """Return `pool_rows` for the blocks in these columns of the sequences' block tables."""
     assert batch.block_tables is not None
     block_tables = batch.block_tables
     if len(sequences) < len(block_tables):
@@ -412,7 +423,7 @@ def _pool_rows(
 
 
 def _flat_rows(batch: Batch, sequences: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return the flat rows of sequences with equally many new tokens; a slice if contiguous."""
+    """Return the flat rows of sequences with equal numbers of new tokens; a slice if adjacent."""
     length, starts = batch.query_lengths[sequences[0]], batch.query_starts
     begin = starts[sequences[0]]
     if starts[sequences[-1]] - begin == (len(sequences) - 1) * length:

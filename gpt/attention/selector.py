@@ -1,8 +1,8 @@
 """Attention backend selection: torch, Triton or FlashInfer, chosen once at load and logged.
 
-"auto" selects Triton if it is available, else torch, and the reason is logged. A requested backend
-that is unavailable raises an error that says what to install or to request instead. The model uses
-only the interface `AttentionBackend`.
+"auto" selects Triton if it is available, else torch, and the reason is logged. Any other name is a
+request: if that backend is unavailable, an error says what to install or to set instead. The model
+uses only the interface `AttentionBackend`.
 """
 
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 PREFERRED_BACKEND = "triton"  # Selected by "auto" if available.
 
-# The lowest compute capabilities with bf16 tensor cores, and with fp8.
-CAPABILITY_MIN, CAPABILITY_FP8_MIN = (8, 0), (8, 9)
+CAPABILITY_MIN = (8, 0)  # The lowest CUDA compute capability with bf16 tensor cores.
+CAPABILITY_FP8_MIN = (8, 9)  # The lowest CUDA compute capability with fp8.
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,19 @@ def select_backend(
 ) -> AttentionBackend:
     """Return the backend `name` for a model that computes in `dtype` (None: the stored dtype).
 
-    "auto" selects Triton if it supports the model, else torch.
+    "auto" selects Triton if it supports the model, the device and the KV cache, else torch.
     """
-    reason = check_backend(name, config, device, dtype=dtype, kv_dtype=kv_dtype)
+    unavailable_reason = check_backend(name, config, device, dtype=dtype, kv_dtype=kv_dtype)
+    if name != "auto":
+        backend_name, reason = name, "requested"
+    elif unavailable_reason is None:
+        backend_name, reason = PREFERRED_BACKEND, "available"
+    else:
+        backend_name, reason = "torch", unavailable_reason
     requirements = _Requirements(
         config, FLOAT_DTYPES[dtype or config.dtype], device, kv_dtype in KV_DTYPES
     )
-    backend = _BACKENDS["torch" if reason else PREFERRED_BACKEND if name == "auto" else name](
-        requirements
-    )
-    reason = reason or ("available" if name == "auto" else "requested")
+    backend = _BACKENDS[backend_name](requirements)
     log.info("event=attention backend=%s kv_dtype=%s reason=%r", backend.name, kv_dtype, reason)
     return backend
 
@@ -64,9 +67,9 @@ def select_backend(
 def check_backend(
     name: str, config: GPTConfig, device: torch.device, *, dtype: str | None, kv_dtype: str
 ) -> str | None:
-    """Raise ConfigError if a requested backend is unavailable.
+    """Raise ConfigError if the backend `name`, or an fp8 KV cache, is unavailable.
 
-    With "auto", return the reason why the preferred backend is unavailable, or None.
+    For "auto", return why the preferred backend is unavailable; None if it is available.
     """
     requirements = _Requirements(
         config, FLOAT_DTYPES[dtype or config.dtype], device, kv_dtype in KV_DTYPES

@@ -1,28 +1,40 @@
 """Triton kernels of paged attention (flash-decoding and prefill), and of writes to the KV pool.
 
-A program computes some queries of a KV head over one segment of their keys. It reads each key and
-value once and keeps an online softmax in fp32. gpt/attention/triton_paged.py launches the kernels.
-Decode is limited by memory: a token reads 2 x context x D elements of each KV head (an H200 reads
-4.8 TB/s). Prefill is limited by compute: 4 x D operations for each pair of a query and a visible
-key (989 TFLOP/s in bf16). Lengths are read on the device, without a host synchronization.
+A program computes some queries of one KV head over one segment of their keys. It reads each key and
+value once, with an online softmax in fp32. gpt/attention/triton_paged.py launches the kernels.
+Decode is limited by memory bandwidth: a token reads 2 x context x D elements per KV head (an H200
+has 4.8 TB/s). Prefill is limited by compute: 4 x D operations per query and visible key (an H200
+has 989 TFLOP/s in bf16). The kernels read lengths on the device, without host synchronization.
 """
 
 import triton
 import triton.language as tl
 
-# Constants: D: channels of a head; WIDTH: D rounded up to a power of two; GROUPS: KV heads; BLOCK:
-# tokens of a block of the pool; TILE: keys read at once; HEADS: query heads; QUERIES: query heads
-# per KV head; TOKENS: maximum number of new tokens of a work item; ROWS: QUERIES x TOKENS rounded
-# up to a power of two; SEGMENTS: segments of the keys; STAGES: pipeline stages of the loop over the
-# keys; SCALED: whether keys and values have scales; WINDOW: 0 without a window; DTYPE_MAX: see
-# `append_kv`. A work item is a decode token, or a run of new tokens of one sequence.
+# A work item is a decode token, or a run of adjacent new tokens of one sequence. `work_items` has
+# two numbers for each: its sequence, and the index of its first token in the sequence's new tokens.
+#
+# Compile-time constants:
+# D: channels per head.
+# WIDTH: D, rounded up to a power of two.
+# HEADS, GROUPS: query heads, KV heads.
+# QUERIES: query heads per KV head.
+# BLOCK: tokens per block of the KV pool.
+# TILE: keys that a program reads at once.
+# TOKENS: maximum number of new tokens of a work item.
+# ROWS: QUERIES x TOKENS, rounded up to a power of two.
+# SEGMENTS: segments into which the keys of a work item are split.
+# STAGES: software pipeline stages of the loop over the keys.
+# SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
+# WINDOW: size of the attention window in tokens; 0: no window.
+# DTYPE_MAX: see `append_kv`.
 
 
 @triton.jit
 def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Return the key range of one segment.
+    """Return the begin and the end of a segment of the keys [low, high).
 
-    The segments have the same number of tiles, but the last ones can be shorter or empty.
+    All segments have the same number of tiles, but the last segments can be shorter or empty. The
+    first segment begins at a multiple of TILE, possibly before `low`.
     """
     first = low // TILE * TILE
     segment_keys = tl.cdiv(tl.cdiv(high - first, TILE), SEGMENTS) * TILE
@@ -32,7 +44,7 @@ def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr
 
 @triton.jit
 def finite_max(running_max):
-    """Return the running maximum to subtract; 0 instead of -inf where no key is visible."""
+    """Return `running_max`, with 0 for -inf (no visible key), since -inf - -inf is NaN."""
     return tl.where(running_max == float("-inf"), 0.0, running_max)
 
 
@@ -41,7 +53,10 @@ def kv_offsets(
     block_table, tokens, is_inside, kv_head,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Return the tokens' key offsets in the pool (int64: a pool may exceed 2^31 elements)."""
+    """Return the offsets of the tokens' keys in `kv`, in elements.
+
+    The offsets are int64, because `kv` can have more than 2^31 elements.
+    """
     blocks = tl.load(block_table + tokens // BLOCK, mask=is_inside, other=0).to(tl.int64)
     return ((blocks * (2 * GROUPS) + kv_head) * BLOCK + tokens % BLOCK) * D
 
@@ -57,8 +72,8 @@ def attend_single(
 ):  # fmt: skip
     """Compute decode attention with one query head per KV head (MHA), on the CUDA cores.
 
-    Each key position of a tile (lane) has its own online softmax; the positions are combined once,
-    after the loop.
+    Each lane (key position of a tile) has its own online softmax. The lanes are merged once, after
+    the loop.
     """
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(work_items + 2 * tl.program_id(0))
@@ -123,9 +138,9 @@ def attend_tile(
     WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a work item's new tokens, for all query heads of one KV head.
+    """Compute the attention of a work item's new tokens, for all query heads of one KV head.
 
-    The output is a tile of shape (ROWS, WIDTH).
+    A row of the output tile (ROWS, WIDTH) is one query head of one new token.
     """
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(work_items + 2 * tl.program_id(0))
@@ -196,7 +211,7 @@ def merge_segments(
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of the segments, for one head of one new token."""
+    """Merge the partial outputs of all segments, for one query head of one new token."""
     work_item, head = tl.program_id(0) // TOKENS, tl.program_id(1)
     sequence, first_token = (
         tl.load(work_items + 2 * work_item),
@@ -237,7 +252,8 @@ def append_kv(
 ):  # fmt: skip
     """Store the key and value of one KV head of a new token; skip a token whose block is < 0.
 
-    DTYPE_MAX is the largest value of the pool's dtype if this is not the dtype of k and v; else 0.
+    DTYPE_MAX: the largest number of the pool's dtype, if k and v have another dtype and must be
+    clamped; else 0.
     """
     row, kv_head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     block, offset = tl.load(blocks + row).to(tl.int64), tl.load(offsets + row)
@@ -248,7 +264,8 @@ def append_kv(
         key = key.to(tl.float32) / tl.load(scales)
         value = value.to(tl.float32) / tl.load(scales + 1)
     if DTYPE_MAX:
-        # A cast alone may turn large values into NaN. A NaN stays NaN, so that checks find it.
+        # Without the clamp, a cast to fp8 may turn a large number into NaN. A number that is NaN
+        # already stays NaN, so that the check of the logits detects it.
         key, value = clamp(key.to(tl.float32), DTYPE_MAX), clamp(value.to(tl.float32), DTYPE_MAX)
     address = kv + ((block * (2 * GROUPS) + kv_head) * BLOCK + offset) * D + channels
     tl.store(address, key.to(kv.dtype.element_ty), mask=channel_mask)

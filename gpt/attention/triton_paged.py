@@ -1,10 +1,11 @@
-"""Triton paged-attention backend: cuts a batch into work items and launches the kernels.
+"""Triton paged-attention backend: splits a batch into work items and launches the kernels.
 
 A program computes one work item (a decode token, or a run of prefill tokens) for one KV head. If
 there are too few programs to saturate the GPU's memory bandwidth, the keys are split into segments,
-and a second kernel merges the partial outputs. The number of segments depends on the number of work
-items, never on context lengths, so a captured CUDA graph of a batch size serves all contexts. The
-torch references are paged.py and fp8_kv_cache.py.
+and a second kernel merges the partial outputs. The number of segments depends on the numbers of
+work items and KV heads, not on context lengths, so a CUDA graph captured for a batch size serves
+all context lengths. The reference implementations are gpt/attention/paged.py and
+gpt/attention/fp8_kv_cache.py.
 """
 
 from dataclasses import dataclass
@@ -21,28 +22,30 @@ from gpt.attention.paged import KV, ragged_attention
 from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 
-# About four programs for each of the 132 multiprocessors of an H200. The number does not depend on
-# the GPU: it determines the order in which a row is summed, and different orders would give
-# slightly different results.
+# A launch with fewer programs splits the keys into segments. The number is about four programs for
+# each of the 132 multiprocessors of an H200. It is the same for all GPUs, because it determines the
+# order in which a row is summed, and another order would give slightly different results.
 PROGRAMS_MIN = 512
-# The possible numbers of segments. Each needs a compiled kernel, so there are few.
+# The possible numbers of segments. There are few, because each is a kernel variant to compile.
 SEGMENT_COUNTS = (1, 4, 32)
-# Three tiles of keys and three of values of two programs should fit into 227 KiB of shared memory.
+# Maximum bytes of a tile of keys or values. The tiles of two programs with three pipeline stages,
+# 2 x 3 x 2 x 16 KiB = 192 KiB, fit into the 227 KiB of shared memory of a multiprocessor.
 TILE_BYTES_MAX = 16 << 10
-# Elements of the fp32 accumulator: 64 registers of each of 128 threads.
+# Maximum keys x channels of a tile. The fp32 accumulator then uses 64 registers of each of the 128
+# threads of a program.
 TILE_ELEMENTS_MAX = 8192
-# Maximum query rows of a tile with up to 128 channels. bf16: 64 rows for each of two warp groups.
-# fp32 runs on the CUDA cores, with smaller tiles.
+# Maximum query rows of a tile, for heads of up to 128 channels; wider heads have half of it. bf16:
+# 64 rows for each of two warp groups. fp32 runs on the CUDA cores, with smaller tiles.
 ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
-ROWS_MIN = 16  # The minimum of tl.dot.
-# The keys of work items with up to this many new tokens are split into segments. Longer work items
-# give enough programs without a split.
+ROWS_MIN = 16  # The smallest tile that tl.dot supports.
+# Keys are split into segments only if work items have at most this number of new tokens. Longer
+# work items give enough programs without a split.
 SPLIT_KEYS_TOKENS_MAX = 4
 
 
 @dataclass(frozen=True)
 class TritonMetadata:
-    """The batch as int32 device tensors for the kernels, shared by all layers of a step.
+    """The batch as int32 device tensors for the kernels; all layers of a step use it.
 
     A sequence with a context length of 0 gets an output of zeros.
     """
@@ -56,11 +59,11 @@ class TritonMetadata:
 
     @classmethod
     def from_batch(cls, batch: Batch, queries_per_kv_head: int, like: Tensor) -> "TritonMetadata":
-        """Return the metadata of a batch, for queries like `like`."""
+        """Return the metadata of a batch; `like` has the dtype and the channels of the queries."""
         assert batch.block_tables is not None
         if batch.device_context_lengths is None:
             return cls._from_host_lengths(batch, queries_per_kv_head, like)
-        # Lengths are on the device only (CUDA graph capture): each sequence has one new token.
+        # CUDA graph capture: lengths are on the device only, and each sequence has one new token.
         query_starts = torch.arange(
             len(batch.device_context_lengths) + 1, dtype=torch.int32, device=like.device
         )
@@ -91,7 +94,7 @@ class TritonMetadata:
         first_tokens = (
             np.arange(len(work_item_sequences)) - np.repeat(counts.cumsum() - counts, counts)
         ) * tokens
-        # Work items with the most keys first, so that the slowest do not start last.
+        # The work items with the most keys are the slowest, so they start first.
         order = np.argsort(-(past_lengths[work_item_sequences] + first_tokens), kind="stable")
         work_items = [
             (decode_sequences, np.zeros_like(decode_sequences)),
@@ -119,12 +122,12 @@ class TritonMetadata:
 class TritonAttention(AttentionBackend):
     """Attention and KV-pool writes with the Triton kernels of this package.
 
-    `scales`: (layers of the pool, 2) in fp32. A key or value is its stored fp8 value times the
-    scale; None means 1.
+    `scales`: the scales of keys and values of each layer in an fp8 pool, (layers of the pool, 2) in
+    fp32; None: all scales are 1.
     """
 
     name = "triton"
-    is_capturable = True  # Kernels read lengths on the device, so a graph fits all lengths.
+    is_capturable = True
 
     def __init__(self, scales: Tensor | None = None) -> None:
         self._scales = scales
@@ -159,13 +162,13 @@ class TritonAttention(AttentionBackend):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
-        """The same as gpt.attention.paged.ragged_attention."""
+        """Compute the same attention as gpt.attention.paged.ragged_attention."""
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window)
         is_first_prefill = not any(batch.past_lengths) and min(batch.query_lengths) > 1
         if is_first_prefill and window is None and q.dtype == kv.dtype == torch.bfloat16:
-            # The pool is not read: no sequence has earlier tokens, so all visible keys are in the
-            # batch. torch's fused kernels are faster for this case.
+            # No sequence has past tokens, so all visible keys are in `k`, and torch's fused kernels
+            # are faster than a kernel that reads the pool.
             return padded_sdpa(q, k, v, batch, window)
         queries_per_kv_head = q.shape[1] // kv.shape[2]
         metadata = batch.attention_metadata.get(TritonMetadata)
@@ -185,10 +188,10 @@ class TritonAttention(AttentionBackend):
         return out
 
     def compile_kernels(self, q: Tensor, kv: KV, window: int | None) -> None:
-        """Compile all kernel variants that later steps may need, once per shape of layer.
+        """Compile all kernel variants that steps may need; once per shape and dtype of the layers.
 
-        Compilation takes seconds, too long for a step that serves requests. The launches here
-        compute sequences with a context length of 0.
+        Compilation takes seconds, too long for a step that serves requests. The method launches
+        each variant on dummy sequences with a context length of 0.
         """
         signature = (*q.shape[1:], q.dtype, *kv.shape[2:], kv.dtype, window)
         if signature in self._compiled:
@@ -220,7 +223,7 @@ class TritonAttention(AttentionBackend):
 
 @dataclass(frozen=True)
 class _LayerLaunch:
-    """The inputs and outputs of one layer's launches."""
+    """The inputs and the output of one layer's kernel launches."""
 
     q: Tensor
     kv: KV
@@ -230,7 +233,7 @@ class _LayerLaunch:
     out: Tensor
 
     def launch(self, work_items: Tensor, tokens: int) -> None:
-        """Fill the output rows of `work_items`, which have at most `tokens` new tokens each."""
+        """Compute the output rows of `work_items`, each of at most `tokens` new tokens."""
         q = self.q
         kv = self.kv
         metadata = self.metadata
@@ -257,13 +260,13 @@ class _LayerLaunch:
             work_items,
         )
         outputs = (self.out, partial_out, softmax_stats, self.scales)
-        # The kernels use exp2, a hardware instruction, so the scale includes log2(e).
-        strides, softmax_scale = (
-            (*q.stride()[:2], metadata.block_tables.stride(0)),
-            log2(e) * head_dim**-0.5,
-        )
-        constants = {"GROUPS": kv_heads, "WINDOW": self.window, "BLOCK": kv.shape[3]}
-        constants |= {
+        strides = (*q.stride()[:2], metadata.block_tables.stride(0))
+        # exp(x) = exp2(x * log2(e)); the GPU has an instruction for exp2.
+        softmax_scale = log2(e) * head_dim**-0.5
+        constants = {
+            "GROUPS": kv_heads,
+            "WINDOW": self.window,
+            "BLOCK": kv.shape[3],
             "D": head_dim,
             "WIDTH": padded_head_dim,
             "SEGMENTS": segments,
@@ -310,16 +313,21 @@ class _LayerLaunch:
 
 
 def segment_count(programs: int) -> int:
-    """Return the number of key segments per work item that gives enough programs."""
-    sufficient = (count for count in SEGMENT_COUNTS if programs * count >= PROGRAMS_MIN)
-    return next(sufficient, SEGMENT_COUNTS[-1])
+    """Return the number of key segments for a launch with `programs` programs per segment.
+
+    This is the smallest of SEGMENT_COUNTS that gives PROGRAMS_MIN programs, else the largest.
+    """
+    for count in SEGMENT_COUNTS:
+        if programs * count >= PROGRAMS_MIN:
+            return count
+    return SEGMENT_COUNTS[-1]
 
 
 def work_item_tokens_max(longest: int, queries_per_kv_head: int, like: Tensor) -> int:
     """Return the maximum number of new tokens per work item.
 
-    `longest` is the largest number of new tokens of a sequence in the batch. Few results are
-    possible, because each needs a compiled kernel.
+    `longest` is the largest number of new tokens of a sequence in the batch. The function returns
+    only few different numbers, because each is a kernel variant to compile.
     """
     if longest <= SPLIT_KEYS_TOKENS_MAX:
         return min(
@@ -330,15 +338,15 @@ def work_item_tokens_max(longest: int, queries_per_kv_head: int, like: Tensor) -
 
 
 def work_item_rows(tokens: int, queries_per_kv_head: int, like: Tensor) -> int:
-    """Return the query rows of the tile of a work item with at most `tokens` new tokens."""
+    """Return the number of query rows of a tile for work items of at most `tokens` new tokens."""
     rows_max = ROWS_MAX[like.dtype] if like.shape[-1] <= 128 else ROWS_MAX[like.dtype] // 2
-    # All query heads of a token and KV head are in one tile, whatever their number.
+    # A tile has all query heads of a token for one KV head, even if they are more than ROWS_MAX.
     rows_max = max(rows_max, next_power_of_two(queries_per_kv_head))
     return min(rows_max, max(ROWS_MIN, next_power_of_two(tokens * queries_per_kv_head)))
 
 
 def tile_keys(head_dim: int, like: Tensor) -> int:
-    """Return the number of keys of a tile, for the dtype of `like`."""
+    """Return the number of keys of a tile of the dtype of `like`, from 16 to 128."""
     keys_max = min(
         TILE_ELEMENTS_MAX // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size())
     )

@@ -1,7 +1,7 @@
-"""Varlen attention of whole sequences without a KV cache, for training and one-shot scoring.
+"""Varlen attention of complete sequences without a KV cache, for training and for scoring.
 
-A sequence may attend to the tokens of a parent sequence as its past. Three functions compute the
-same attention: `padded_sdpa` pads sequences of similar length for torch's fused attention;
+A sequence may have a parent sequence, whose tokens are its past tokens. Three functions compute the
+same attention: `padded_sdpa` pads sequences of similar lengths for torch's fused attention;
 `memory_efficient` saves only queries, keys and values for the backward pass and recomputes the
 probabilities; `unfused_attention` saves the probabilities and can apply dropout to them. The module
 does not use a KV pool. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV
@@ -18,15 +18,16 @@ from torch import Tensor
 
 from gpt.batch import Batch
 
-# Queries of a tile; keys after the last query of a tile are not read.
+# Queries per tile of `memory_efficient`. A tile does not read the keys after its last query.
 TILE_QUERIES = 128
-# A padded group holds sequences of at least this fraction of its longest length, minus the slack.
+# Each sequence of a padded group has at least PADDED_LENGTH_RATIO_MIN x (the longest length of the
+# group) - PADDED_LENGTH_SLACK_TOKENS tokens.
 PADDED_LENGTH_RATIO_MIN = 0.8
 PADDED_LENGTH_SLACK_TOKENS = 16
 
 
 def visible_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return the mask of the key positions visible to each query position: (..., queries, keys)."""
+    """Return whether each key is visible to each query, (..., queries, keys), from positions."""
     distance = queries.unsqueeze(-1) - keys
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
@@ -35,14 +36,11 @@ def visible_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 def visible_rows(batch: Batch, sequence: int) -> list[slice]:
     """Return the flat rows that a sequence attends to: its parent's rows, then its own rows."""
     parent = batch.parents[sequence] if batch.parents else None
-    sequences = [sequence] if parent is None else [parent, sequence]
-    return [
-        slice(
-            batch.query_starts[sequence],
-            batch.query_starts[sequence] + batch.query_lengths[sequence],
-        )
-        for sequence in sequences
-    ]
+    row_ranges: list[slice] = []
+    for index in [sequence] if parent is None else [parent, sequence]:
+        start = batch.query_starts[index]
+        row_ranges.append(slice(start, start + batch.query_lengths[index]))
+    return row_ranges
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,14 @@ class AttentionDropout:
     """Dropout of the attention probabilities (heads, queries, keys) of one sequence."""
 
     p: float
-    # Draws the keep mask. Arguments: sequence, (queries, keys), a tensor on the target device.
+    # Draws the boolean mask of probabilities to keep, (heads, queries, keys). Arguments: the index
+    # of the sequence, (queries, keys), and a tensor on the target device.
     keep_mask: Callable[[int, tuple[int, int], Tensor], Tensor]
 
     def __call__(self, probabilities: Tensor, sequence: int) -> Tensor:
         _, queries, keys = probabilities.shape
-        # For this product autograd saves only the mask (one byte per element), because the mask
-        # needs no gradient.
+        # The mask needs no gradient, so for this product autograd saves only the mask (one byte per
+        # element), not the probabilities.
         return (
             probabilities * self.keep_mask(sequence, (queries, keys), probabilities) / (1 - self.p)
         )
@@ -64,17 +63,21 @@ class AttentionDropout:
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Sequences of similar lengths and equally long pasts, padded to the longest."""
+    """Sequences with equal numbers of past tokens, padded to the longest of them."""
 
-    count: int
-    # (count, longest) flat rows; shorter sequences repeat their last row. None: all rows of the
-    # batch, in order.
+    count: int  # Number of sequences.
+    # (count, longest) flat rows; shorter sequences repeat their last row as padding. None: all rows
+    # of the batch, in order.
     queries: Tensor | None
-    keys: Tensor | None  # (count, past + longest) flat rows; None: as for `queries`.
-    mask: Tensor | None  # (longest, past + longest); None: the causal mask.
+    keys: Tensor | None  # (count, past + longest) flat rows. None: all rows, in order.
+    mask: Tensor | None  # Visible keys, (longest, past + longest); None: the causal mask.
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output (count, longest, H, D); only padding queries attend to padding rows."""
+        """Return the output (count, longest, H, D).
+
+        No mask for padding is needed: padding follows a sequence's own tokens, so the causal mask
+        hides it from them.
+        """
         padded_q, *padded_kv = (
             (x if rows is None else _select_rows(x, rows.flatten()))
             .view(self.count, -1, *x.shape[1:])
@@ -103,7 +106,7 @@ def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 class _SelectRows(torch.autograd.Function):
-    """Selected rows of `x`; gradients of rows selected several times are summed in fp32."""
+    """index_select of rows; the gradients of a row that occurs several times are summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -121,7 +124,7 @@ class _SelectRows(torch.autograd.Function):
 
 
 def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
-    """Run torch's fused attention, one padded group at a time, on any device."""
+    """Compute attention with torch's fused kernels, one padded group at a time, on any device."""
     plan = batch.attention_metadata.get((padded_sdpa, window))
     if plan is None:
         plan = batch.attention_metadata[padded_sdpa, window] = _padded_groups(
@@ -137,7 +140,10 @@ def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | Non
 def _padded_groups(
     batch: Batch, window: int | None, device: torch.device
 ) -> tuple[list[PaddedGroup], Tensor | None]:
-    """Return the padded groups of a batch, and each token's row in their concatenated outputs."""
+    """Return the padded groups of a batch, and each token's row in their concatenated outputs.
+
+    None instead of the rows: the outputs are in the order of the batch.
+    """
     lengths, past_lengths = batch.query_lengths, batch.past_lengths
     if not any(past_lengths) and min(lengths) == max(lengths):
         return [
@@ -148,12 +154,12 @@ def _padded_groups(
         range(len(lengths)), key=lambda sequence: (-past_lengths[sequence], -lengths[sequence])
     )
     for sequence in longest_first:
-        longest = buckets[-1][0] if buckets else sequence
+        bucket_longest = buckets[-1][0] if buckets else sequence
+        length_min = PADDED_LENGTH_RATIO_MIN * lengths[bucket_longest] - PADDED_LENGTH_SLACK_TOKENS
         if (
             not buckets
-            or past_lengths[sequence] != past_lengths[longest]
-            or lengths[sequence]
-            < (PADDED_LENGTH_RATIO_MIN * lengths[longest] - PADDED_LENGTH_SLACK_TOKENS)
+            or past_lengths[sequence] != past_lengths[bucket_longest]
+            or lengths[sequence] < length_min
         ):
             buckets.append([])
         buckets[-1].append(sequence)
@@ -178,6 +184,7 @@ def _padded_groups(
 
 
 def _sdpa_mask(past: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return the mask of visible keys (length, past + length); None if it is the causal mask."""
     if not past and (window is None or window >= length):
         return None
     keys = torch.arange(past + length, device=device)
@@ -196,7 +203,8 @@ def unfused_attention(
 ) -> Tensor:
     """Compute attention with separate matmuls and softmax.
 
-    Autograd saves the probabilities in the model's dtype, before and after dropout, and the mask.
+    Autograd saves the probabilities before and after dropout, in the model's dtype, and the dropout
+    mask.
     """
     assert kv is None, "training with a KV pool is not supported"
     outputs = []
@@ -213,22 +221,23 @@ def unfused_attention(
 
 
 def memory_efficient(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
-    """Compute attention tile by tile on a CPU, where torch's fused backward pass is slower."""
+    """Compute attention tile by tile, for a CPU, where torch's fused backward pass is slower."""
     return cast(Tensor, _MemoryEfficient.apply(q, k, v, batch, window))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive queries of a sequence, and all keys visible to at least one of them."""
+    """Consecutive queries of a sequence, and the range of the keys that they see."""
 
-    rows: slice
-    keys: list[slice]  # Ranges of flat rows, in order.
-    mask: Tensor  # (query heads per KV head x queries, keys): 0, or -inf for invisible keys.
+    rows: slice  # Flat rows of the queries.
+    keys: list[slice]  # Ranges of flat rows: of the parent, of the sequence.
+    # Additive mask, (query heads per KV head x queries, keys): 0 for visible keys, -inf for others.
+    mask: Tensor
 
     def attention_probabilities(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the probabilities (G, query heads per KV head x queries, keys).
 
-        `keys` has the shape (keys, G, D).
+        Shapes: `queries` (G, query heads per KV head x queries, D), `keys` (keys, G, D).
         """
         mask = self.mask.unsqueeze(0).expand(len(queries), -1, -1)
         scale = queries.shape[-1] ** -0.5
@@ -260,7 +269,9 @@ class _MemoryEfficient(torch.autograd.Function):
         groups, scale = k.shape[1], q.shape[-1] ** -0.5
         # Gradients of keys visible to several sequences are summed in fp32.
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=sum_dtype) for x in (k, v))
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k, dtype=sum_dtype)
+        dv = torch.zeros_like(v, dtype=sum_dtype)
         for _, tile in _cached_tiles(ctx.batch, ctx.window, q, (groups, TILE_QUERIES)):
             keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
             queries, dy = (_by_kv_head(x[tile.rows], groups) for x in (q, grads[0]))
@@ -282,7 +293,7 @@ class _MemoryEfficient(torch.autograd.Function):
 def _cached_tiles(
     batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
 ) -> Iterator[tuple[int, Tile]]:
-    """Return the tiles of a batch, computed once.
+    """Return the tiles of a batch with the indices of their sequences, made at the first call.
 
     `sizes`: the number of KV heads, and the maximum number of queries of a tile.
     """
@@ -331,7 +342,10 @@ def _make_tiles(
 def _additive_mask(
     shape: tuple[int, int, int], window: int | None, like: Tensor, queries_per_kv_head: int
 ) -> Tensor:
-    """Return the additive mask of a tile; `shape`: keys before the first query, queries, keys."""
+    """Return the additive mask of a tile.
+
+    `shape`: the numbers of keys before the first query, of queries, and of keys.
+    """
     first, length, keys = shape
     positions = torch.arange(keys, device=like.device)
     is_visible = visible_mask(positions[first : first + length], positions, window)
@@ -354,5 +368,5 @@ def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _by_token(x: Tensor, heads: int) -> Tensor:
-    """Reverse `_by_kv_head`."""
+    """Rearrange (G, heads per KV head x tokens, D) as (tokens, heads, D)."""
     return x.reshape(heads, -1, x.shape[-1]).transpose(0, 1)

@@ -13,11 +13,12 @@ def layer_activation_bytes(
 ) -> float:
     """Return the activation bytes of one layer and micro-batch on one rank.
 
-    Values have 16 bits, and masks one byte. For the standard GPT layer the sum is
-    sbh (10 + 24/t + 5as/ht), or sbh/t (34 + 5as/h) with sequence parallelism, where s is the
+    Activations have 2 bytes per element, dropout masks 1 byte. For the standard GPT layer the sum
+    is sbh (10 + 24/t + 5as/(ht)), or with sequence parallelism sbh/t (34 + 5as/h), where s is the
     sequence length, b the batch size, h the hidden size, a the number of heads and t the tensor
-    parallel size. Selective recomputation removes the last term; full recomputation keeps only
-    2sbh. A frozen linear keeps no input.
+    parallel size. Selective recomputation and flash attention remove the last term. Full
+    recomputation saves only the layer's input, 2sbh. A frozen linear saves no input. `recompute`
+    "block" counts as "none": a caller adds up recomputed ("full") and other layers.
     """
     w, tokens = layer_widths(config), batch * sequence
     t = setup.tp
@@ -25,11 +26,12 @@ def layer_activation_bytes(
     if recompute == "full":
         return 2 * tokens * w.hidden / sequence_shards
     is_frozen = setup.trainable == "adapter"
-    # Replicated on tensor ranks: the inputs of two norms, the masks of two dropouts, and the inputs
-    # of the QKV linear and of fc1.
+    # Replicated on tensor ranks without sequence parallelism: the inputs of two norms, the masks of
+    # two dropouts, and the inputs of the QKV linear and of fc1.
     replicated = (6 if setup.dropout else 4) * w.hidden + (0 if is_frozen else 4 * w.hidden)
     # Sharded over tensor ranks: queries, keys and values, the input of the activation, and the
-    # inputs of proj and of fc2. Flash attention needs its own output in the backward pass.
+    # inputs of proj and of fc2. The input of proj is also the output of attention, which flash
+    # attention saves for its backward pass even if proj is frozen.
     sharded = 2 * (w.queries + 2 * w.keys) + 2 * w.fc1
     sharded += 0 if is_frozen else 2 * w.queries + 2 * w.fc2
     sharded += 2 * w.queries if is_frozen and setup.flash else 0
@@ -43,9 +45,10 @@ def layer_activation_bytes(
 def layers_in_flight(
     num_layers: int, pp: int, micro_batches: int, vpp: int = 1, stage: int = 0
 ) -> float:
-    """Return the peak number of layers whose activations a stage keeps in a 1F1B schedule.
+    """Return the peak number of layers whose activations a stage stores in a 1F1B schedule.
 
-    With vpp > 1 the schedule is interleaved.
+    A layer counts once for each micro-batch in flight. `vpp` is the number of model chunks per
+    stage; above 1 the schedule is interleaved.
     """
     if vpp == 1:
         return -(-num_layers // pp) * min(pp - stage, micro_batches)
@@ -61,6 +64,8 @@ def edge_activation_bytes(
     h = config.hidden_size
     t = setup.tp
     sequence_shards = t if setup.sequence_parallel else 1
+    # The mask of the embedding's dropout (1 byte), for pp micro-batches in flight.
     first = tokens * h * pp / sequence_shards
+    # The inputs of the final norm and of the head (2 bytes), and the logits in fp32.
     last = 2 * 2 * tokens * h / sequence_shards + 4 * tokens * config.vocab_size / t
     return first, last

@@ -1,8 +1,8 @@
 """Inference cost model: parameters, weight bytes and KV-cache bytes of each rank.
 
 All sizes are computed from the parameter table in `gpt.parallel.weight_sharding`. The model is
-built from the same table, so the estimates equal the memory that a rank allocates. The module does
-not import torch.
+built from the same table, so weight and KV bytes equal what a rank allocates for them. The module
+does not import torch.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,10 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def kv_bytes_per_token(config: GPTConfig, layers: int, tp: int = 1, dtype: str = "") -> int:
-    """Return the KV-cache bytes of one token in `layers` layers on one tensor rank."""
+    """Return the KV-cache bytes of one token in `layers` layers on one tensor rank.
+
+    `dtype`: the dtype of the KV cache; "": the dtype of `config`.
+    """
     width = local_kv_heads(config, tp) * config.kv_channels
     return 2 * layers * width * KV_BYTES[dtype or config.dtype]
 
@@ -59,7 +62,8 @@ def rank_costs(
 ) -> list[RankCost]:
     """Return the sizes of all ranks of a split, stage by stage.
 
-    `kv_dtype` "auto" means the model's dtype. `stages` has the number of layers of each stage.
+    `dtype`: the model's dtype; "": the dtype of `config`. `kv_dtype`: "auto": the model's dtype.
+    `stages`: the number of layers of each stage; None: an even division.
     """
     check_split(config, tp, pp, stages)
     dtype = dtype or config.dtype

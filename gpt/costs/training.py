@@ -1,9 +1,9 @@
 """Training cost model: FLOPs, parameters, optimizer state and communication volume.
 
 The formulas are the closed forms of arXiv 2104.04473 and 2205.05198, generalized to all widths of a
-GPTConfig and to training with frozen weights; those of activations are in `activation_memory`. The
-module counts operations and bytes; `planning/training` converts them to times. The module does not
-import torch.
+GPTConfig and to training with frozen weights. The bytes of activations are in `activation_memory`.
+The module counts operations, elements and bytes; `planning/training` computes times from them. The
+module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ RecomputeMode = Literal["none", "selective", "block", "full"]
 
 # Bytes per parameter of mixed-precision Adam: weight, gradient, optimizer state. The optimizer
 # state is an fp32 copy of the weight and two moments. With fp16 weights the state also has an fp32
-# gradient; fp32 weights need no copy.
+# gradient. fp32 and fp64 weights need no copy.
 STATE_BYTES: Mapping[str, tuple[int, int, int]] = {
     "bfloat16": (2, 4, 12),
     "float16": (2, 2, 16),
@@ -32,7 +32,7 @@ STATE_BYTES: Mapping[str, tuple[int, int, int]] = {
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Widths of a layer's matrices; MoE widths are sums over the experts of one token."""
+    """Widths of a layer's matrices; MoE widths are sums over the experts that compute a token."""
 
     hidden: int
     queries: int
@@ -66,7 +66,7 @@ class Flops:
 
     linears: float  # Linear modules of all layers.
     attention: float  # Q·K^T and softmax·V of all layers.
-    head: float
+    head: float  # LM head.
 
     @property
     def forward(self) -> float:
@@ -76,8 +76,8 @@ class Flops:
 def forward_flops(config: GPTConfig, batch: int, sequence: int, *, causal: bool = False) -> Flops:
     """Return the FLOPs of a forward pass over `batch` sequences of `sequence` tokens.
 
-    By the usual convention, attention is counted as if it was not causal; with `causal`, half of
-    its FLOPs are counted.
+    By the usual convention, attention counts all pairs of a query and a key. `causal`: it counts
+    half of them.
     """
     w, tokens = layer_widths(config), batch * sequence
     linears = 2 * tokens * w.hidden * (2 * w.queries + 2 * w.keys + w.fc1 + w.fc2)
@@ -87,7 +87,7 @@ def forward_flops(config: GPTConfig, batch: int, sequence: int, *, causal: bool 
 
 
 def step_flops(flops: Flops, trainable: Trainable) -> float:
-    """Return the FLOPs of forward and backward pass; a frozen linear has no weight gradient."""
+    """Return the FLOPs of a forward and a backward pass; frozen linears have no weight gradient."""
     linear_passes = 3 if trainable == "all" else 2
     return linear_passes * (flops.linears + flops.head) + 3 * flops.attention
 
@@ -97,10 +97,10 @@ def recompute_flops(
 ) -> float:
     """Return the FLOPs of activation recomputation.
 
-    `block_share` is the share of the layers that mode "block" recomputes. If all weights are
-    trained, selective recomputation adds attention three times (forward and backward), as in
-    appendix A of arXiv 2205.05198; only this reproduces the HFU that the paper publishes. With
-    frozen weights attention is added once.
+    `block_share` is the fraction of the layers that mode "block" recomputes. If all weights are
+    trained, selective recomputation counts the FLOPs of attention three times (forward and
+    backward), as in appendix A of arXiv 2205.05198; only this count reproduces the HFU published
+    there. With frozen weights it counts them once.
     """
     match recompute:
         case "none":
@@ -115,13 +115,13 @@ def recompute_flops(
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The settings that determine which activations are kept for the backward pass."""
+    """The settings that determine which activations are saved for the backward pass."""
 
     tp: int = 1
     sequence_parallel: bool = False
-    flash: bool = False  # Whether flash attention is used, which stores no attention scores.
+    flash: bool = False  # Whether flash attention is used, which saves no attention scores.
     trainable: Trainable = "all"
-    dropout: bool = True  # Whether masks of hidden-state dropout are kept, as in the papers.
+    dropout: bool = True  # Whether masks of hidden-state dropout are saved, as in the papers.
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def rank_parameters(config: GPTConfig, tp: int) -> RankParameters:
 
 
 def stage_parameters(config: GPTConfig, tp: int, pp: int, stage: int) -> float:
-    """Return the number of parameters of one rank of a stage.
+    """Return the number of parameters of tensor rank 0 of a stage with ceil(layers / pp) layers.
 
-    With pp = 1 a tied embedding counts once.
+    A tied embedding counts on the first and on the last stage; with pp = 1 it counts once.
     """
     per_rank = rank_parameters(config, tp)
     count = -(-config.num_layers // pp) * per_rank.per_layer
@@ -184,7 +184,8 @@ def state_bytes(
 ) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer state of one rank, adapter included.
 
-    The optimizer state is divided over `shards` ranks.
+    `parameter_count` is the rank's number of model parameters, without the adapter. The optimizer
+    state is divided over `shards` ranks.
     """
     weight, gradient, optimizer = STATE_BYTES[dtype]
     trainable_count = adapter_parameter_count if trainable == "adapter" else parameter_count
@@ -195,9 +196,9 @@ def state_bytes(
 
 
 def all_reduce_elements(elements: float, ranks: int) -> float:
-    """Return the number of elements that each rank sends in a ring all-reduce.
+    """Return the number of elements that each rank sends in a ring all-reduce of `elements`.
 
-    A reduce-scatter or an all-gather sends half of this number.
+    In a reduce-scatter or an all-gather, each rank sends half of this number.
     """
     return 2 * (ranks - 1) / ranks * elements
 
@@ -222,16 +223,16 @@ def communication_volume(
     vpp: int = 1,
     recompute: RecomputeMode = "none",
 ) -> CommunicationVolume:
-    """Return the numbers of elements that one GPU sends in a step.
+    """Return the numbers of elements that one GPU sends.
 
-    Each layer has two tensor-parallel all-reduces in the forward and two in the backward pass.
-    `tokens` is the number of tokens in a micro-batch.
+    `tokens` is the number of tokens in a micro-batch. A layer has two tensor-parallel all-reduces
+    in the forward pass and two in the backward pass. Full recomputation repeats the first two.
     """
     t, h = setup.tp, config.hidden_size
     trains_weights = setup.trainable == "all"
     all_reduces = 4 + (2 if recompute == "full" else 0)
-    # The outputs of two norms are gathered again for weight gradients; an all-gather is half an
-    # all-reduce.
+    # For weight gradients, the outputs of two norms are gathered again. An all-gather sends half of
+    # the elements of an all-reduce.
     all_reduces += 1 if setup.sequence_parallel and trains_weights else 0
     tensor_elements = all_reduces * all_reduce_elements(tokens * h, t)
     is_tied_across_stages = (

@@ -1,8 +1,8 @@
 """Build of the C kernel library from gpt/cpu/src, for `make kernels` and the wheel.
 
-Only this module defines the compiler flags. Without the library, inference on a CPU gives the same
-results more slowly, so a failed build only prints one line on stderr. The module imports nothing
-from this repository, because it runs before the package is installed.
+Only this module defines the compiler flags. Without the library, torch computes the same operations
+more slowly (only int8 weights need the library), so setup.py ignores a failed build. The module
+imports nothing from this repository, because it runs before the package is installed.
 """
 
 import os
@@ -17,7 +17,7 @@ COMPILER_FLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-psabi", "-fopenmp", "-shared"
 
 
 def main(folder: Path) -> int:
-    """Build the library in `folder`. Returns 0, or 1 if the build failed, with a line on stderr."""
+    """Build the library in `folder`, and return the exit code: 0, or 1 after a failed build."""
     library, partial = folder / LIBRARY, folder / f".{LIBRARY}.{os.getpid()}.part"
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     sources = sorted(map(str, FOLDER.glob("src/*.c")))
@@ -32,7 +32,10 @@ def main(folder: Path) -> int:
         return 0
     for file in (partial, library):  # An old library would not match the source.
         file.unlink(missing_ok=True)
-    sys.stderr.write(f"{LIBRARY} was not built ({reason}): inference on a CPU will be slower\n")
+    sys.stderr.write(
+        f"{LIBRARY} was not built ({reason}), so inference on a CPU will be slower; install a C "
+        "compiler or set CC, then run make kernels\n"
+    )
     return 1
 
 

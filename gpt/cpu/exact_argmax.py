@@ -1,9 +1,10 @@
-"""Exact greedy argmax: int8 logits bound each token, bf16 decides among the candidates.
+"""Exact greedy argmax: int8 logits bound all logits, and bf16 logits decide among the candidates.
 
-An int8 copy of the LM head needs half the memory and half the time of the bf16 head, and bounds
-each logit. Then only the panels that may contain the best token are computed from the bf16 head,
-with the same arithmetic as the full GEMM, so the token is identical, also for ties
-(gpt/cpu/src/exact_argmax.c).
+A GEMM with an int8 copy of the LM head reads half of the bytes of the bf16 head. Its logits give a
+lower and an upper bound of each exact logit. Only the panels that can contain a row's largest logit
+are then computed from the bf16 head, with the arithmetic of the full bf16 GEMM. The token is
+therefore the argmax of the full GEMM, for equal logits too. The C code is
+gpt/cpu/src/exact_argmax.c.
 """
 
 import ctypes
@@ -17,18 +18,19 @@ from gpt.cpu.huge_pages import huge_page_zeros
 from gpt.cpu.kernels import KEEP_GIL_ELEMENTS_MAX, POINTER, library, library_keeping_gil
 from gpt.cpu.packed_linear import PANEL_COLUMNS, CpuNorm, PackedLinear, PackedWeight
 
-ROWS_MAX = 256  # As in gpt/cpu/src/exact_argmax.c.
+ROWS_MAX = 256  # Must equal ROWS_MAX in gpt/cpu/src/exact_argmax.c.
 MEMORY_BOUND_ROWS = 12  # Up to this number of rows the GEMM is limited by memory bandwidth.
-# The range of column norms with valid bounds: squares in fp32 must not underflow or overflow.
+# Outside this range of column norms the bounds are not valid: fp32 squares underflow or overflow.
 NORM_RANGE = (1e-10, 1e10)
-CHUNK_ROWS = 4096  # Rows of the head that are converted to fp32 at once.
-# After a step whose number of bf16 panels makes screening slower than the full GEMM, screening is
-# paused for this number of steps. Each further such step doubles the pause.
+CHUNK_ROWS = 4096  # Rows (tokens) of the head that are converted to fp32 at once.
+# A step that computes many bf16 panels is slower than the full GEMM. After such a step, screening
+# pauses for PAUSE_STEPS_MIN steps. Each consecutive slow step doubles the pause, up to
+# PAUSE_STEPS_MAX.
 PAUSE_STEPS_MIN, PAUSE_STEPS_MAX = 8, 1024
 
 
 class _ScreenedHead(ctypes.Structure):
-    """As in gpt/cpu/src/exact_argmax.c."""
+    """The struct ScreenedHead in gpt/cpu/src/exact_argmax.c."""
 
     _fields_ = (
         ("int8_weight", PackedWeight),
@@ -39,7 +41,7 @@ class _ScreenedHead(ctypes.Structure):
 
 
 class ScreenedArgmax:
-    """Screened argmax of a packed bf16 LM head; the unpacked head `weight` is not stored."""
+    """Screened argmax of an LM head: its packed bf16 weight, and an int8 copy with error bounds."""
 
     def __init__(
         self,
@@ -50,16 +52,20 @@ class ScreenedArgmax:
         column_norms: Tensor,
         norm_max: float,
     ) -> None:
-        """Quantize `weight - column_mean`, which has the norms `column_norms`. See `build`."""
+        """Quantize `weight - column_mean`, whose columns have the norms `column_norms`.
+
+        `build` computes the arguments. The unpacked `weight` is not stored.
+        """
         assert head.weight_args.scales is None and head.weight_args.channels == weight.shape[1]
         self._memory = huge_page_zeros(
             (int8_linear.packed_bytes(weight),), torch.uint8, torch.device("cpu")
         )
         scales, errors = int8_linear.pack_int8(weight, self._memory, column_mean=column_mean)
-        # The factor covers rounding of the norms. The norm of the quantized column is at most the
-        # sum of the column's norm and the error's norm.
+        # The factor 1.001 covers the rounding of the norms. By the triangle inequality, the norm of
+        # a quantized column is at most the column's norm plus the norm of its quantization error.
         errors *= 1.001
         column_norms = F.pad(column_norms * 1.001, (0, len(errors) - len(column_norms))) + errors
+        # Kept alive, because the library gets the addresses.
         self._keepalive = (head, scales, errors, column_norms, column_mean)
         self._norm = norm
         memory, (columns, channels) = self._memory.data_ptr(), weight.shape
@@ -74,27 +80,28 @@ class ScreenedArgmax:
         self._panels = -(-len(weight) // PANEL_COLUMNS)
         self._pause = 0
         self._next_pause = PAUSE_STEPS_MIN
-        # The number of screened steps, and of bf16 panels that they computed.
-        self.steps = 0
-        self.panels_scored = 0
+        self.steps = 0  # The number of screened steps.
+        self.panels_scored = 0  # The bf16 panels of all screened steps, counted once per row.
 
     @classmethod
     def build(
         cls, weight: Tensor, head: PackedLinear, norm: CpuNorm | None = None
     ) -> "ScreenedArgmax | None":
-        """Return the screened argmax of a head, with the norm in front of the head, if any.
+        """Return the screened argmax of a head; `norm` is the norm before the head.
 
-        None if this machine has no int8 GEMM, or if values of the head allow no valid bounds.
+        Return None if this machine has no int8 GEMM, or if the head's column norms are outside
+        NORM_RANGE.
         """
         if not int8_linear.has_int8_gemm():
             return None
-        # The mean over tokens, often large, does not affect the argmax; without it the int8 steps
-        # are finer.
+        # Subtract the mean over all tokens: all logits of a row change by the same amount, so the
+        # argmax does not change. The mean is often large; without it the int8 scales are smaller.
         chunks = weight.detach().split(CHUNK_ROWS)
         column_mean = torch.stack([chunk.float().sum(0) for chunk in chunks]).sum(0) / len(weight)
         largest_norm = torch.stack([chunk.float().norm(dim=1).amax() for chunk in chunks]).amax()
         column_norms = torch.cat([(chunk.float() - column_mean).norm(dim=1) for chunk in chunks])
-        # The int8 error is at most half a step per channel, and a step is at most norm / 127.
+        # The int8 error of a channel is at most scale / 2, and a column's scale is at most
+        # norm / CODE_MAX.
         slack = 1 + weight.shape[1] ** 0.5 / (2 * int8_linear.CODE_MAX)
         norm_max = 1.001 * slack * float(torch.maximum(largest_norm, column_norms.amax()))
         return (
@@ -104,9 +111,9 @@ class ScreenedArgmax:
         )
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """Return the argmax token of each row (of equal logits the first), for up to ROWS_MAX rows.
+        """Return the argmax token of each row (the first of equal logits), for up to ROWS_MAX rows.
 
-        None if screening is paused, or if values of `x` allow no valid bounds.
+        Return None if screening pauses, or if a row's norm is outside NORM_RANGE or not finite.
         """
         assert x.dtype == torch.bfloat16 and len(x) <= ROWS_MAX
         if self._pause:
@@ -128,8 +135,10 @@ class ScreenedArgmax:
             return None
         self.steps = self.steps + 1
         self.panels_scored = self.panels_scored + scored
-        # A bf16 panel has twice the memory traffic of an int8 panel, and with many rows more work.
-        if 2 * scored > self._panels * max(1, len(x) / MEMORY_BOUND_ROWS):
+        # Costs in reads of one bf16 panel. The int8 GEMM costs half of the full bf16 GEMM, so a
+        # screened step is slower if its bf16 panels cost more than the other half.
+        full_cost = self._panels * max(1, len(x) / MEMORY_BOUND_ROWS)
+        if 2 * scored > full_cost:
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, PAUSE_STEPS_MAX)
         else:
@@ -147,14 +156,14 @@ class CpuGreedyHead:
         vocab_size: int,
         screened: ScreenedArgmax | None = None,
     ) -> None:
-        """`norm`: the norm in front of the head; `vocab_size`: the head's columns less padding."""
+        """`norm`: the norm before the head. `vocab_size`: the head's columns without padding."""
         self._head = head
         self._norm = norm
         self._vocab_size = vocab_size
         self.screened = screened
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """Return each row's argmax token (of equal logits the first).
+        """Return each row's argmax token (the first of equal logits).
 
         Return None if the computation over all panels found a logit that is not finite.
         """

@@ -1,9 +1,9 @@
-"""INT8 weight-only linear layers on a CPU: packed panels with one scale per column (VNNI).
+"""INT8 linear layers on a CPU: packed int8 weights with one scale per column, multiplied by VNNI.
 
-Each weight column has a scale. The input rows are quantized inside the GEMM, with a scale for each
-group of 64 channels (gpt/cpu/src/gemm_int8.c). An int8 weight has half the bytes of a bf16 weight.
-The result of a row does not depend on the other rows. gpt/linear/quantization_check.py measures
-how much the quantization changes a model's output.
+The GEMM also quantizes its bf16 input rows to int8, with a scale for each group of 64 channels of a
+row (gpt/cpu/src/gemm_int8.c). An int8 weight has half of the bytes of a bf16 weight. The result of
+a row does not depend on the other rows. gpt/linear/quantization_check.py measures how much the
+quantization changes a model's output.
 """
 
 import torch
@@ -14,24 +14,24 @@ from gpt.cpu.kernels import library
 from gpt.cpu.packed_linear import PANEL_COLUMNS, PackedLinear
 from gpt.errors import ConfigError
 
-# Channels of a row that share a scale: as in gpt/cpu/src/gemm.h.
+# Channels of an input row that share a scale. Must equal GROUP_CHANNELS in gpt/cpu/src/gemm.h.
 GROUP_CHANNELS = 64
-# The largest magnitude of an int8 weight; the library stores weights as unsigned, with 128 added.
+# The largest magnitude of a weight's int8 code. The panels store codes as unsigned, with 128 added.
 CODE_MAX = 127
-# Elements that are quantized at once, to limit the temporary memory.
+# Weight elements that are quantized at once; a limit for the temporary memory.
 CHUNK_ELEMENTS_MAX = 1 << 22
 
 
 def has_int8_gemm() -> bool:
     """Return whether the library is available and this machine supports its int8 GEMM."""
     lib = library()
-    # A library built by a compiler without AVX-512 does not have this function.
+    # Only a library built for x86-64 has this function.
     probe = getattr(lib, "preamble_has_int8_gemm", None)
     return probe is not None and bool(probe())
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError if int8 weights are unsupported here."""
+    """Raise ConfigError if int8 weights are unsupported on this device, in this dtype or CPU."""
     if device.type != "cpu":
         reason, remedy = f"the device is {device.type}", "set linear_backend: fp8 instead"
     elif dtype != torch.bfloat16:
@@ -40,26 +40,23 @@ def check_supported(device: torch.device, dtype: torch.dtype) -> None:
     elif library() is None:
         reason, remedy = "the C library was not built", "build it (make kernels)"
     elif not has_int8_gemm():
-        reason, remedy = "this CPU lacks AVX512-VNNI or AVX512-bf16", "remove it"
+        reason, remedy = "this CPU lacks AVX512-VNNI or AVX512-bf16", "set weights: auto"
     else:
         return
     raise ConfigError(f"weights 'int8' is unavailable: {reason}; {remedy}")
 
 
 def packed_bytes(weight: Tensor, *, gated: bool = False) -> int:
-    """Return the bytes of a weight in the panels of `Int8PackedLinear`."""
+    """Return the number of bytes of a weight in the panels of `Int8PackedLinear`."""
     columns, channels = weight.shape
     columns //= 1 + gated
-    return (
-        -(-columns * (1 + gated) // PANEL_COLUMNS)
-        * PANEL_COLUMNS
-        * -(-channels // GROUP_CHANNELS)
-        * GROUP_CHANNELS
-    )
+    panels = -(-columns * (1 + gated) // PANEL_COLUMNS)
+    groups = -(-channels // GROUP_CHANNELS)
+    return panels * PANEL_COLUMNS * groups * GROUP_CHANNELS
 
 
 class Int8PackedLinear(PackedLinear):
-    """The GEMM with an int8 weight in panels, with one scale per column."""
+    """A linear with its int8 weight packed in panels, and one scale per column."""
 
     def __init__(
         self, weight: Tensor, memory: Tensor, *, fp32_output: bool = False, gated: bool = False
@@ -72,15 +69,16 @@ class Int8PackedLinear(PackedLinear):
 def pack_int8(
     weight: Tensor, memory: Tensor, *, gated: bool = False, column_mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight, minus `column_mean`, into int8 panels in `memory`.
+    """Quantize `weight - column_mean` into int8 panels in `memory`; `column_mean` None: zeros.
 
-    Returns the scale and the norm of the quantization error of each column, in panel order.
+    Return each column's scale, and the norm of each column's quantization error, in panel order.
     """
     _, channels = weight.shape
     lanes = PANEL_COLUMNS // (1 + gated)
     halves = weight.detach().view(1 + gated, -1, channels)
-    chunk_panels = max(1, CHUNK_ELEMENTS_MAX // (PANEL_COLUMNS * channels))  # Panels per chunk.
-    scales_and_errors: list[tuple[Tensor, Tensor]] = []
+    chunk_panels = max(1, CHUNK_ELEMENTS_MAX // (PANEL_COLUMNS * channels))
+    scale_chunks: list[Tensor] = []
+    error_chunks: list[Tensor] = []
     free_words = memory.view(torch.int32)
     for start in range(0, halves.shape[1], chunk_panels * lanes):
         chunk = halves[:, start : start + chunk_panels * lanes].float()
@@ -90,20 +88,19 @@ def pack_int8(
         codes = (chunk / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_()
         codes.clamp_(-CODE_MAX, CODE_MAX)
         errors = (chunk - codes * scales).norm(dim=-1, keepdim=True)
-        # Four channels of a column are contiguous, as one 32-bit word.
+        # A 32-bit word has the codes of four adjacent channels of one column.
         packed_codes = codes.add_(128).to(torch.uint8).view(torch.int32)
         packed_codes = packed_codes.view(1 + gated, -1, lanes, packed_codes.shape[-1]).permute(
             1, 3, 0, 2
         )
         target, free_words = free_words[: packed_codes.numel()], free_words[packed_codes.numel() :]
         target.view(packed_codes.shape).copy_(packed_codes)
-        scales_and_errors.append((_in_panel_order(scales, lanes), _in_panel_order(errors, lanes)))
+        scale_chunks.append(_in_panel_order(scales, lanes))
+        error_chunks.append(_in_panel_order(errors, lanes))
     assert not len(free_words), "memory must have `packed_bytes` bytes"
-    return torch.cat([scales for scales, _ in scales_and_errors]), torch.cat(
-        [errors for _, errors in scales_and_errors]
-    )
+    return torch.cat(scale_chunks), torch.cat(error_chunks)
 
 
 def _in_panel_order(values: Tensor, lanes: int) -> Tensor:
-    """Reorder values per column, (halves, columns, 1), into the column order of the panels."""
+    """Return one number per column, (halves, columns, 1), in the column order of the panels."""
     return values.view(len(values), -1, lanes).transpose(0, 1).flatten()

@@ -1,10 +1,10 @@
 """Python bindings of the C kernel library: paged attention, KV cache writes and GEMM on CPUs.
 
 The library has attention over the paged KV cache, for decode and prefill, and GEMM with bf16 and
-int8 weights. This module binds the attention and the cache writes, and declares the signatures of
-all functions. It loads the library, logs once if it is missing, and passes it the addresses of
-tensors. Callers must handle a missing library: the torch versions of the same computations are in
-gpt/attention/paged.py and gpt/model/linear.py.
+int8 weights. This module loads the library, declares the signatures of all functions, and binds
+attention and KV cache writes; the other modules of gpt/cpu bind GEMM, argmax and training. The
+bindings pass addresses of tensors. Callers must handle a missing library: the torch versions of the
+same computations are in gpt/attention/paged.py and gpt/model/linear.py.
 """
 
 import ctypes
@@ -23,18 +23,16 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 15
+ABI = 15  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
-# The instruction sets, by the library's level numbers.
+# The instruction sets (ISA levels); the index is the library's number of a level.
 ISA_LEVELS = ("plain", "avx2", "avx512_bf16")
-# Queries of a prefill tile, and keys of a segment: the values are those of
-# gpt/cpu/src/packed_weight.h and gpt/cpu/src/vectors.h.
-TILE = 12
-SEGMENT = 256
+TILE = 12  # Queries of a prefill tile. Must equal TILE in gpt/cpu/src/packed_weight.h.
+SEGMENT = 256  # Keys of a segment. Must equal SEGMENT in gpt/cpu/src/vectors.h.
 
-# A call with at most this number of rows, and at most this number of weight or KV elements, is too
-# short to be worth a release of the GIL.
+# A call keeps the GIL if it is so short that releasing the GIL would slow it down: it has at most
+# this number of rows, and reads at most this number of elements of weights or of the KV cache.
 KEEP_GIL_ROWS_MAX = 16
 KEEP_GIL_ELEMENTS_MAX = 1 << 24
 
@@ -42,7 +40,7 @@ POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class _DecodeArgs(ctypes.Structure):
-    """As in gpt/cpu/src/decode_attention.c."""
+    """The struct DecodeArgs in gpt/cpu/src/decode_attention.c."""
 
     _fields_ = (
         *((name, INT) for name in ("rows", "groups", "queries", "width")),
@@ -53,7 +51,7 @@ class _DecodeArgs(ctypes.Structure):
 
 
 class _PrefillArgs(ctypes.Structure):
-    """As in gpt/cpu/src/prefill_attention.c."""
+    """The struct PrefillArgs in gpt/cpu/src/prefill_attention.c."""
 
     _fields_ = (
         *((name, INT) for name in ("tasks", "groups", "queries", "width")),
@@ -64,9 +62,9 @@ class _PrefillArgs(ctypes.Structure):
     )
 
 
-# The argument types of each function: p is an address, i an int64. Functions with an int result
-# return a property, or nonzero on failure. Some functions exist only if the compiler supports
-# AVX-512. A test compares these tables and the structures with the C source.
+# The argument types of each function: p is an address, i an int64. An int result is a property of
+# the machine (`preamble_has_int8_gemm`), or nonzero on failure. Some functions exist only in a
+# library for x86-64. A test compares these tables and the structures with the C source.
 _ARGUMENT_KINDS = {
     "preamble_decode_attention": "p p i i p p",
     "preamble_store_kv": "ppp ii pp iiii",
@@ -113,21 +111,22 @@ def _declare_signatures(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 @cache
 def library_keeping_gil() -> ctypes.CDLL:
-    """Return the library with functions that keep the GIL, for very short calls."""
+    """Return the library with functions that keep the GIL during a call, for very short calls."""
     lib = library()
     assert lib is not None, "call library() first"
-    # The open handle, because the file at the path may have been replaced.
+    # Use the open handle, because the file at LIBRARY may have been replaced since.
     return _declare_signatures(ctypes.PyDLL(str(LIBRARY), handle=lib._handle))
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the C library; None, with a log line, if it is missing or of another version."""
+    """Return the C library; None, with a log line, if it is missing or has another ABI."""
     try:
-        # The library shares OpenMP's threads with torch, because torch was loaded first.
+        # torch is loaded already, so the library uses torch's OpenMP threads.
         lib = _declare_signatures(ctypes.CDLL(str(LIBRARY)))
-        if lib.preamble_abi() != ABI:
-            raise OSError(f"{LIBRARY} is of another version; rebuild it: make kernels")
+        abi = lib.preamble_abi()
+        if abi != ABI:
+            raise OSError(f"{LIBRARY} has ABI {abi}, not {ABI}; rebuild it: make kernels")
     except (OSError, AttributeError) as error:
         reason = str(error) if LIBRARY.exists() else f"{LIBRARY.name} was not built: make kernels"
         log.info("event=kernels_missing reason=%r", reason)
@@ -144,7 +143,7 @@ def isa_level() -> str | None:
 
 
 def force_isa_level(name: str | None) -> None:
-    """Limit the library to an instruction set, for tests; None: the best of this machine."""
+    """Limit the library to an instruction set, for tests; None: the highest of this machine."""
     lib = library()
     if lib is not None:
         lib.preamble_set_isa_level(-1 if name is None else ISA_LEVELS.index(name))
@@ -153,7 +152,8 @@ def force_isa_level(name: str | None) -> None:
 def release_openmp_threads() -> None:
     """Release the calling thread's OpenMP workers before another thread runs the model.
 
-    With more OpenMP threads than cores, workers would no longer spin while they wait for work.
+    With more OpenMP threads than cores, idle workers sleep instead of spinning, and waking a worker
+    takes longer than a small GEMM.
     """
     lib = library()
     if lib is not None:
@@ -161,7 +161,7 @@ def release_openmp_threads() -> None:
 
 
 def supports_tensors(x: Tensor, kv: Tensor) -> bool:
-    """Return whether the library is available and supports these tensors."""
+    """Return whether the library is available and supports attention over these tensors."""
     return (
         x.dtype in DTYPES
         and kv.dtype == x.dtype
@@ -174,7 +174,7 @@ def supports_tensors(x: Tensor, kv: Tensor) -> bool:
 
 
 class DecodeAttention:
-    """Attention of the decode tokens of a step over the pool; one object serves all layers."""
+    """Attention of a step's decode tokens over the KV pool; one object serves all layers."""
 
     def __init__(
         self,
@@ -185,10 +185,11 @@ class DecodeAttention:
         *,
         window: int | None,
     ) -> None:
-        """Describe each decode token: its batch row, its sequence and its number of keys.
+        """Describe the decode tokens; each list has one entry per token.
 
-        `sequences` has the token's row in `block_tables`; `context_lengths` counts the keys up to
-        and including the token's own, also those outside the window.
+        `rows`: the token's row in the batch. `sequences`: its sequence's row in `block_tables`.
+        `context_lengths`: the number of keys up to and including its own key; keys outside the
+        window count too.
         """
         self._window = window or 0
         self._context_tokens = sum(context_lengths)
@@ -200,7 +201,7 @@ class DecodeAttention:
         self._args: _DecodeArgs | None = None
 
     def ctypes_args(self, heads: int, kv: Tensor) -> ctypes.Structure:
-        """Return the arguments for the library, built at the first call.
+        """Return the arguments for the library, made at the first call.
 
         The structure contains addresses, so it is valid only while this object exists.
         """
@@ -223,7 +224,10 @@ class DecodeAttention:
         return self._args
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Write the attention of these tokens to their rows of `out`; `q`, `out`: (T, H, D)."""
+        """Write the attention output of these tokens to their rows of `out`.
+
+        `q` and `out`: (tokens of the batch, query heads, channels).
+        """
         keeps_gil = self._context_tokens * kv[0, :, :, 0].numel() <= KEEP_GIL_ELEMENTS_MAX
         lib = library_keeping_gil() if keeps_gil else library()
         assert lib is not None
@@ -242,7 +246,7 @@ def supports_prefill(x: Tensor) -> bool:
 
 
 class PrefillAttention:
-    """Attention of the prefill runs of a step over the pool; one object serves all layers."""
+    """Attention of a step's prefill runs over the KV pool; one object serves all layers."""
 
     def __init__(
         self,
@@ -254,10 +258,12 @@ class PrefillAttention:
         *,
         window: int | None,
     ) -> None:
-        """Describe each prefill run: new tokens of one sequence, in adjacent batch rows.
+        """Describe the prefill runs; each list has one entry per run.
 
-        `rows` has the run's first batch row, `sequences` its row in `block_tables`, `lengths` its
-        number of tokens, and `past_lengths` the number of earlier tokens in the pool.
+        A run is the new tokens of one sequence, which are adjacent rows of the batch. `rows`: the
+        run's first row. `sequences`: the sequence's row in `block_tables`. `lengths`: the number of
+        tokens of the run. `past_lengths`: the number of the sequence's earlier tokens, which are in
+        the KV pool.
         """
         self._window = window or 0
         self._lengths = lengths
@@ -266,7 +272,7 @@ class PrefillAttention:
         self._args: _PrefillArgs | None = None
 
     def ctypes_args(self, heads: int, kv: Tensor) -> ctypes.Structure:
-        """Return the arguments for the library, built at the first call.
+        """Return the arguments for the library, made at the first call.
 
         The structure contains addresses, so it is valid only while this object exists.
         """
@@ -311,7 +317,10 @@ class PrefillAttention:
         return self._args
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Write the attention of these tokens to their rows of `out`; `q`, `out`: (T, H, D)."""
+        """Write the attention output of these runs to their rows of `out`.
+
+        `q` and `out`: (tokens of the batch, query heads, channels).
+        """
         lib = library()
         assert lib is not None
         args = self.ctypes_args(q.shape[1], kv)
@@ -319,13 +328,13 @@ class PrefillAttention:
 
 
 class PrefillTask(NamedTuple):
-    """Queries of a KV head that are computed together, and the number of keys shared by all runs.
+    """Queries of one KV head that one thread computes together, from one or several runs.
 
     A query is one query head of one token.
     """
 
     parts: list[tuple[int, int, int]]  # (run, first query, number of queries)
-    shared_keys: int = 0
+    shared_keys: int = 0  # Keys that all runs share, in full segments. 0 for a task of one run.
 
 
 def plan_prefill_tasks(
@@ -339,9 +348,11 @@ def plan_prefill_tasks(
 ) -> list[PrefillTask]:
     """Split prefill runs into tasks.
 
-    A long run is split into about equal tasks of whole tiles. Short runs with a common prefix of
-    cached blocks share a task. `queries` (the run's tokens times the query heads per KV head),
-    `past_lengths` and `block_tables` have one entry per run.
+    A long run is split into tasks of about equal size, in full tiles. Short runs whose block tables
+    begin with the same cached blocks share a task. `queries` (tokens x query heads per KV head),
+    `past_lengths` and `block_tables` have one entry per run. `queries_max`: the maximum number of
+    queries of a task, with each run's queries rounded up to full tiles. `runs_max`: the maximum
+    number of runs of a task.
     """
     tasks: list[PrefillTask] = []
     cached_keys = [tokens // SEGMENT * SEGMENT for tokens in past_lengths]
@@ -350,23 +361,24 @@ def plan_prefill_tasks(
         for run, count in enumerate(queries)
         if cached_keys[run] and _round_up_to_tile(count) <= queries_max // 2 and runs_max > 1
     ]
-    # Sorted by block table, so that runs with a long common prefix are neighbours.
+    # Sorted by block table, so that runs with a long common prefix are adjacent.
     for run in sorted(short_runs, key=lambda run: block_tables[run].tobytes()):
         part = (run, 0, queries[run])
         if tasks:
             parts, shared_keys = tasks[-1]
-            first = parts[0][0]
+            first_run = parts[0][0]
             shared_max = min(
-                cached_keys[run], cached_keys[first] if len(parts) == 1 else shared_keys
+                cached_keys[run], cached_keys[first_run] if len(parts) == 1 else shared_keys
             )
             equal_blocks = _common_prefix_blocks(
-                block_tables[first], block_tables[run], -(-shared_max // block_tokens)
+                block_tables[first_run], block_tables[run], -(-shared_max // block_tokens)
             )
             common_keys = min(shared_max, equal_blocks * block_tokens // SEGMENT * SEGMENT)
             fits = (
                 sum(_round_up_to_tile(count) for _, _, count in parts) + _round_up_to_tile(part[2])
                 <= queries_max
             )
+            # A run joins a task of several runs only if it has all of their shared keys.
             if fits and len(parts) < runs_max and common_keys and common_keys >= shared_keys:
                 tasks[-1] = PrefillTask([*parts, part], common_keys)
                 continue
@@ -380,12 +392,12 @@ def plan_prefill_tasks(
 
 
 def _round_up_to_tile(queries: int) -> int:
-    """Return the number of queries rounded up to whole tiles."""
+    """Return the number of queries rounded up to full tiles."""
     return -(-queries // TILE) * TILE
 
 
 def _common_prefix_blocks(first: NDArray[np.int64], second: NDArray[np.int64], blocks: int) -> int:
-    """Return the length of the common prefix of two block tables, at most `blocks`."""
+    """Return the number of equal blocks at the start of two block tables, at most `blocks`."""
     mismatches = np.flatnonzero(first[:blocks] != second[:blocks])
     return int(mismatches[0]) if len(mismatches) else blocks
 

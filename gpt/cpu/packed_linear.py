@@ -1,8 +1,8 @@
 """Packed bf16 linear layers on a CPU: GEMM fused with norm, bias, activation and residual.
 
-The C code supports CPUs with bf16 instructions (gpt/cpu/src/gemm_bf16.c) and CPUs with AVX2 only
-(gpt/cpu/src/gemm_avx2.c); `supports_weight` checks for them. The GEMM applies bias, activation and
-residual while its sums are in registers, and optionally a norm to its input.
+The C code supports CPUs with AVX512-bf16 (gpt/cpu/src/gemm_bf16.c) and CPUs with only AVX2
+(gpt/cpu/src/gemm_avx2.c); `supports_weight` checks the CPU and the weight. The GEMM can apply a
+norm to its input rows, and bias, activation and residual to its outputs before it stores them.
 """
 
 import ctypes
@@ -22,16 +22,18 @@ from gpt.cpu.kernels import (
     library_keeping_gil,
 )
 
-# Columns of a panel of the packed weight. A panel of a gated weight has 16 gate and 16 up columns.
+# Columns of a panel of the packed weight (COLUMNS in gpt/cpu/src/packed_weight.h). A panel of a
+# gated weight has 16 gate columns and 16 up columns.
 PANEL_COLUMNS = 32
-# The activations of the library; the index is the library's code.
+# The activations of the library; the index is the library's number of an activation.
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2")
-# Name prefix of gated activations: activation(gate) * up; gate and up are the column halves.
+# Name prefix of gated activations, which compute activation(gate) * up. The first half of a gated
+# weight's columns is gate, the second half is up.
 GATED_PREFIX = "gated_"
 
 
 class PackedWeight(ctypes.Structure):
-    """As in gpt/cpu/src/packed_weight.h."""
+    """The struct PackedWeight in gpt/cpu/src/packed_weight.h."""
 
     _fields_ = (
         ("panels", POINTER),
@@ -41,7 +43,7 @@ class PackedWeight(ctypes.Structure):
 
 
 class NormArgs(ctypes.Structure):
-    """As in gpt/cpu/src/packed_weight.h."""
+    """The struct NormArgs in gpt/cpu/src/packed_weight.h."""
 
     _fields_ = (
         ("scale", POINTER),
@@ -80,9 +82,9 @@ class CpuNorm:
 
 
 class PackedLinear:
-    """The GEMM with a weight (columns, channels) packed in panels.
+    """A linear with its weight (columns, channels) packed in panels.
 
-    The results of a row are bit-identical for any number of rows.
+    The output of a row is bit-identical for any number of rows.
     """
 
     def __init__(
@@ -90,8 +92,8 @@ class PackedLinear:
     ) -> None:
         """Pack `weight` into `memory` (`packed_numel` elements), which this object references.
 
-        `fp32_output`: the output is fp32, not rounded to the weight's dtype. `gated`: the first
-        half of the columns is the gate of the second half.
+        `fp32_output`: whether the output is fp32; otherwise it is rounded to the weight's dtype.
+        `gated`: whether the first half of the columns is the gate of the second half.
         """
         lanes, channels = PANEL_COLUMNS // (1 + gated), weight.shape[1]
         halves = weight.detach().view(1 + gated, -1, channels)
@@ -109,7 +111,7 @@ class PackedLinear:
         fp32_output: bool,
         gated: bool,
     ) -> None:
-        """Set the packed weight; with `scales` (one per column) it is int8."""
+        """Set the packed weight: int8 with `scales` (one per column), bf16 without."""
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
         # Kept alive, because the library gets the addresses.
@@ -141,7 +143,7 @@ class PackedLinear:
         *,
         norm: CpuNorm | None = None,
     ) -> Tensor:
-        """Return the linear of the rows, with optional norm, bias, activation and residual."""
+        """Return activation(norm(x) @ weight.T + bias) + residual; None omits an operation."""
         x, rows, weight_args = x.contiguous(), x.shape[0], self.weight_args
         if residual is not None:
             residual = residual.contiguous()
@@ -166,7 +168,7 @@ class PackedLinear:
     def matmul_argmax(self, x: Tensor, norm: CpuNorm | None, columns: int) -> Tensor | None:
         """Return the index of each row's largest output in the first `columns` columns.
 
-        Of equal outputs the first counts. Return None if any output is not finite.
+        Of equal outputs, this is the first. Return None if any output is not finite.
         """
         x, rows = x.contiguous(), x.shape[0]
         indices = torch.empty(rows, dtype=torch.int64)
@@ -191,16 +193,17 @@ class PackedLinear:
 
 
 def activation_code(activation: str | None, *, gated: bool) -> int:
-    """Return the library's code of an activation; it must be gated if and only if `gated`."""
+    """Return the library's number of an activation; `gated`: whether its name must be gated."""
     name = activation or ""
     assert name.startswith(GATED_PREFIX) == gated, (activation, gated)
     return ACTIVATIONS.index(name.removeprefix(GATED_PREFIX) or None)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Return the index of the largest of each row of logits (R, V), the first of ties.
+    """Return the index of each row's largest logit, the first of equal logits; `logits`: (R, V).
 
-    The C kernel ignores NaN. torch, which is used without AVX-512, returns the first NaN's index.
+    The C kernel ignores NaN. torch computes other tensors, and all tensors on CPUs without
+    AVX512-bf16; it returns the index of a row's first NaN.
     """
     is_dense_fp32 = (
         logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1

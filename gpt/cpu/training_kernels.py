@@ -1,4 +1,4 @@
-"""C kernels for training on a CPU: frozen bf16 linears and varlen attention, with backward.
+"""C kernels for training on a CPU: frozen bf16 linears and varlen attention, with backward passes.
 
 The GEMMs of forward and backward pack panels of the weight on the fly, so no packed copy is stored.
 Attention saves its inputs and recomputes the probabilities. Callers must check `supports_linear` or
@@ -16,16 +16,16 @@ from gpt.batch import Batch
 from gpt.cpu.kernels import ISA_LEVELS, isa_level, library
 from gpt.cpu.packed_linear import PANEL_COLUMNS
 
-# The activations with a backward pass in the library; the index is the library's code.
+# The activations with a backward pass in the library; the index is the library's number.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
-# With fewer rows, packing the panels takes longer than the faster GEMM saves.
+# With fewer rows, packing the panels takes longer than the GEMM on panels saves.
 ROWS_MIN = 64
 
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
 class _VarlenArgs(ctypes.Structure):
-    """As in gpt/cpu/src/varlen_attention.c."""
+    """The struct VarlenArgs in gpt/cpu/src/varlen_attention.c."""
 
     _fields_ = (
         *((name, _Int) for name in ("sequences", "tokens", "heads", "groups", "width", "threads")),
@@ -35,7 +35,7 @@ class _VarlenArgs(ctypes.Structure):
 
 
 class _VarlenTensors(ctypes.Structure):
-    """As in gpt/cpu/src/varlen_attention.c."""
+    """The struct VarlenTensors in gpt/cpu/src/varlen_attention.c."""
 
     _fields_ = tuple((name, _Pointer) for name in ("q", "k", "v", "dy", "out", "dk", "dv"))
 
@@ -51,7 +51,7 @@ def _has_backward(x: Tensor) -> bool:
 
 
 def supports_linear(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the library is available and supports this linear and its gradient."""
+    """Return whether the library supports this linear and its backward pass."""
     return (
         _has_backward(x)
         and x.dim() == 2
@@ -66,13 +66,13 @@ def supports_linear(x: Tensor, weight: Tensor) -> bool:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
 ) -> Tensor:
-    """Compute the linear with bias, activation (one of `ACTIVATIONS`) and residual."""
+    """Return activation(x @ weight.T + bias) + residual; `activation`: one of ACTIVATIONS."""
     y = _Linear.apply(x, weight, bias, activation, residual)  # type: ignore[no-untyped-call]
     return cast(Tensor, y)
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the activation's input if there is an activation; never the input rows."""
+    """Autograd function of `linear`: saves the weight and the activation's input, but not `x`."""
 
     @staticmethod
     def forward(
@@ -119,9 +119,10 @@ def _gemm(
     pre_activation: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    """Return x @ weight.T with bias, activation and residual.
+    """Return activation(x @ weight.T + bias) + residual.
 
-    `transposed`: x @ weight instead, for the gradient of the input.
+    `transposed`: compute x @ weight instead, for the gradient of the input. `pre_activation`
+    receives the input of the activation.
     """
     lib, threads = library(), torch.get_num_threads()
     assert lib is not None, "call supports_linear() first"
@@ -154,9 +155,9 @@ def _data_ptr(x: Tensor | None) -> int | None:
 
 
 def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -> bool:
-    """Return whether the library supports attention of this batch and its gradient."""
+    """Return whether the library supports attention of this batch and its backward pass."""
     return (
-        # In prefix tuning, only the keys need a gradient in the first layer.
+        # In the first layer of prefix tuning, the queries need no gradient.
         (_has_backward(q) or _has_backward(k))
         and q.shape[-1] % PANEL_COLUMNS == 0
         and (window is None or window >= max(batch.context_lengths))
@@ -167,7 +168,7 @@ def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-    """Compute attention of whole sequences and their parents, without a KV pool."""
+    """Compute attention of complete sequences and their parents, without a KV pool."""
     return cast(Tensor, _VarlenAttention.apply(q, k, v, batch))  # type: ignore[no-untyped-call]
 
 
@@ -192,9 +193,9 @@ class _VarlenAttention(torch.autograd.Function):
 def _call_attention(
     batch: Batch, q: Tensor, k: Tensor, v: Tensor, grad_and_outputs: tuple[Tensor | None, ...]
 ) -> None:
-    """Call the library; `grad_and_outputs` are (dy, output or dq, dk, dv).
+    """Call the library, which writes the attention output or the gradients.
 
-    Forward: (None, y, None, None); backward: (dy, dq, dk, dv).
+    `grad_and_outputs`: (None, y, None, None) for forward, (dy, dq, dk, dv) for backward.
     """
     lib = library()
     assert lib is not None, "call supports_attention() first"
@@ -211,11 +212,13 @@ def _call_attention(
     )
     tensors = _VarlenTensors(*(_data_ptr(x) for x in (q, k, v, *grad_and_outputs)))
     if lib.preamble_varlen_attention(ctypes.byref(args), ctypes.byref(tensors)):
-        raise MemoryError("not enough memory for the buffers of attention; make batches smaller")
+        raise MemoryError(
+            "the C library could not allocate the buffers of attention; use smaller micro-batches"
+        )
 
 
 def _sequence_arrays(batch: Batch) -> Tensor:
-    """Return rows of start, length, parent's start and past length of each sequence."""
+    """Return four rows for the sequences: start, length, parent's start, past length."""
     arrays = batch.attention_metadata.get(_sequence_arrays)
     if arrays is None:
         parents = batch.parents or (None,) * len(batch.query_lengths)

@@ -1,10 +1,11 @@
-"""Chat template: finds it, escapes control tokens in messages, and encodes the rendered text.
+"""Chat template of a tokenizer: its file, escaping of messages, encoding of the rendered text.
 
-A template is in the tokenizer's directory or given by the operator; `serving/admission/` renders
-it. Templates write control tokens (special tokens such as <|im_start|>) as text, and a message may
-contain the same text. Before rendering, this module therefore inserts a mark after each letter of a
-control token in a message. After rendering, only control tokens without marks become control ids,
-and all other text is encoded as user text. A message therefore cannot forge a turn.
+The template is in the tokenizer's directory or in a file that the operator sets;
+`serving/admission/` renders it. Templates write control tokens (tokens such as <|im_start|>) as
+text, and a message may contain the same text. Before rendering, this module therefore inserts a
+mark after each letter of a control token in a message. After rendering, only control tokens without
+marks become control ids, and all other text is encoded as user text. A message therefore cannot
+forge a turn.
 """
 
 import re
@@ -19,16 +20,16 @@ from gpt.tokenizers.tokenizer import Tokenizer
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_BYTES_MAX = 1 << 20
-# Unicode noncharacters. The escape mark is the first of them that the messages do not contain.
+# Unicode noncharacters. The first one that the messages do not contain is used as the mark.
 ESCAPE_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 def trie_pattern(words: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of these words at a position.
 
-    The pattern is a trie, so the cost per position is the length of a word, not the number of
-    words. Otherwise a message of many word prefixes could block the process, since `re` holds the
-    GIL.
+    The pattern is a trie, so the cost per position depends on the length of a word, not on the
+    number of words. With a list of words, a message of many word prefixes could block the process,
+    because `re` holds the GIL.
     """
     trie: dict[str, Any] = {}
     for word in words:
@@ -54,7 +55,7 @@ def _node_pattern(node: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's text, and the special tokens by their names: `bos_token` and others."""
+    """A template's text, and the texts of special tokens by name (`bos_token` and others)."""
 
     text: str
     special_tokens: Mapping[str, str]
@@ -64,12 +65,10 @@ class ChatTemplate:
 def find_template(
     tokenizer_path: Path | None, tokenizer: Tokenizer, template_path: str | None = None
 ) -> ChatTemplate | None:
-    """Read the template from `template_path`, else from the tokenizer's directory."""
-    folder = (
-        tokenizer_path
-        if tokenizer_path is None or tokenizer_path.is_dir()
-        else tokenizer_path.parent
-    )
+    """Return the template in `template_path`, else in the tokenizer's directory, else None."""
+    folder = tokenizer_path
+    if folder is not None and not folder.is_dir():
+        folder = folder.parent
     special_tokens = {} if folder is None else read_token_names(folder)
     for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         if token is not None:
@@ -108,10 +107,9 @@ def _read_template(file: Path) -> str:
 
 
 def _template_from_config(file: Path) -> str | None:
-    """Return the template in tokenizer_config.json.
+    """Return the template in tokenizer_config.json; None if the file has no template.
 
-    If the file has a list of templates, the template named "default" or the only template is
-    returned.
+    From a list of templates, return the template named "default", else the only template.
     """
     template = read_json(file).get("chat_template")
     if template is None or isinstance(template, str):
@@ -128,12 +126,12 @@ def _template_from_config(file: Path) -> str | None:
             return text
     raise CheckpointError(
         f"{file} has a chat_template that is neither a string nor a list of names and templates "
-        "with one named 'default'; correct it, or remove it"
+        "with one named 'default'; correct or remove the chat_template"
     )
 
 
 class EscapedMessages:
-    """Messages with escaped control tokens, and the mark that escapes them."""
+    """Messages whose control tokens are escaped by a mark after each letter, and the mark."""
 
     def __init__(self, messages: list[dict[str, Any]], controls: re.Pattern[str]) -> None:
         texts = _collect_strings(messages)
@@ -152,8 +150,8 @@ class EscapedMessages:
                 "messages",
             )
         self.mark = mark
-        # `sub` finds no control token that begins inside a match. The mark after each letter breaks
-        # these up too.
+        # `sub` does not find a control token that begins inside another match. The mark after each
+        # letter of the match splits such a token too.
         self.messages = _map_strings(
             messages,
             lambda text: controls.sub(lambda match: mark.join([*match[0], ""]), text),
@@ -178,7 +176,9 @@ def _map_strings(value: Any, transform: Any) -> Any:
         return transform(value)
     if isinstance(value, dict):
         return {transform(name): _map_strings(child, transform) for name, child in value.items()}
-    return [_map_strings(child, transform) for child in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_map_strings(child, transform) for child in value]
+    return value
 
 
 class ChatTemplateEncoder:
@@ -186,27 +186,28 @@ class ChatTemplateEncoder:
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Some models mark turns with added tokens that are not special, but occur in the template.
+        # Special tokens, and the added tokens in the template's text: some models mark turns with
+        # added tokens that are not special.
         self._control_tokens = {
             text: control
             for text, control in tokenizer.control_tokens.items()
             if control.special or (text in template.text and not text.isalnum())
         }
-        # The tokenizer itself prevents special tokens in user text. This class prevents the others.
+        # `Tokenizer.encode` prevents special tokens in user text. This class prevents the others.
         self._guarded_tokens = {
             control.id: text
             for text, control in self._control_tokens.items()
             if not control.special
         }
         self._control_pattern = re.compile(trie_pattern(self._control_tokens) or "(?!)")
-        self._continues_text = bool(self._control_tokens) and self._is_continuation_after(
+        self._continues_after_control = bool(self._control_tokens) and self._is_continuation_after(
             min(self._control_tokens, key=len)
         )
 
     def _is_continuation_after(self, control: str) -> bool:
-        """Tell whether text after a control token is encoded differently from text at the start.
+        """Return whether text after a control token is encoded differently than at the start.
 
-        If so, the tokenizer adds a leading space only at the start.
+        If so, the tokenizer adds a leading space at the start of a text only.
         """
         ids_after = self._tokenizer.encode(f"{control}a", allow_special=True)[1:]
         return ids_after != self._tokenizer.encode("a")
@@ -215,7 +216,7 @@ class ChatTemplateEncoder:
         return EscapedMessages(messages, self._control_pattern)
 
     def encode_rendered(self, text: str, mark: str) -> tuple[int, ...]:
-        """Encode a rendered text; no BOS token is added, since templates write bos_token."""
+        """Encode a rendered template. No BOS token is added, because templates write bos_token."""
         token_ids: list[int] = []
         end = 0
         strip_next = False  # Whether the last control token removes the whitespace after it.
@@ -246,7 +247,7 @@ class ChatTemplateEncoder:
         if not text:
             return []
         encode = self._tokenizer.encode
-        ids = encode(text, continues_text=continues_text and self._continues_text)
+        ids = encode(text, continues_text=continues_text and self._continues_after_control)
         return spell_out_guarded(
             ids, self._guarded_tokens, lambda letter: encode(letter, continues_text=True)
         )

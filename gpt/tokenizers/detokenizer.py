@@ -1,7 +1,7 @@
 """Detokenizer: converts token ids to text, one token at a time, in complete characters only.
 
 Each token is decoded to text or to bytes independently of other tokens, so the same code decodes
-complete and streamed texts. `DecodingRules` describe the differences between tokenizers: leading
+complete and streamed texts. `DecodingRules` describes the differences between tokenizers: leading
 spaces and invalid UTF-8. The module opens no files and uses no tokenizer library.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-# The content of a token: text; bytes, which may end within a character; or None for a control
-# token and for an id without a token (sampling can return a padding id of the vocabulary).
+# The content of a token. str: text. bytes: UTF-8 that may begin or end within a character. None: a
+# control token, or an id without a token (sampling can return a padding id of the vocabulary).
 Piece = str | bytes | None
 
-# How decoding removes the space that encoding adds before a text.
-# "keep": it removes nothing.
+# What decoding removes at the start of a text, because encoding adds a space there.
+# "keep": nothing.
 # "text": one leading space of the text.
 # "mark": the first character of the first text piece, if it is a space mark.
-# "marks": the same for each following piece too, until a piece has text left.
-# "token": every space mark in the first text piece.
+# "marks": the same, and also in the next pieces, until a piece has other text.
+# "token": all space marks in the first text piece.
 LeadingSpace = Literal["keep", "text", "mark", "marks", "token"]
 
 SPACE_MARK = "\u2581"  # The character that stands for a space in a sentencepiece piece.
@@ -42,13 +42,13 @@ class DecodingRules:
 
     leading_space: LeadingSpace
     decode_errors: str = "replace"  # Codec error handler for invalid UTF-8.
-    # Whether a control token flushes pending bytes (as replacement characters); otherwise later
-    # bytes may complete them.
+    # Whether a control token ends an incomplete character, which becomes replacement characters.
+    # False: later bytes can complete the character.
     control_ends_bytes: bool = False
 
     @property
     def keeps_space_marks(self) -> bool:
-        """Whether pieces must keep their space marks, because `leading_space` depends on them."""
+        """Whether pieces contain space marks, because the rule `leading_space` reads them."""
         return self.leading_space in ("mark", "marks", "token")
 
 
@@ -61,8 +61,8 @@ class PieceDecoder(Protocol):
 class IncrementalDetokenizer:
     """Decodes token by token, and returns only complete characters.
 
-    The texts of all `push` calls and of `finish`, joined, equal the text of `decode` of the same
-    ids. Bytes are kept until they form a character or are known to be invalid.
+    The texts of all `push` calls and of `finish`, joined, equal `decode` of the same ids. Bytes
+    stay pending until they form a character or are invalid.
     """
 
     def __init__(self, tokenizer: PieceDecoder, *, continues_text: bool = False) -> None:
@@ -138,6 +138,6 @@ class TokenizerBase:
         piece = self.piece(token_id)
         if not isinstance(piece, str):
             return piece
-        return (
-            piece.replace(SPACE_MARK, " ") if self.decoding_rules.keeps_space_marks else piece
-        ).encode()
+        if self.decoding_rules.keeps_space_marks:
+            piece = piece.replace(SPACE_MARK, " ")
+        return piece.encode()

@@ -1,9 +1,9 @@
 """Hugging Face tokenizer: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
-The `tokenizers` library encodes; Preamble decodes (`gpt/tokenizers/detokenizer.py`). So only a few
-decoders in the file are supported; others are refused, and the error names them. The library could
-encode "</s>" in user text as the control token in two ways, as a special token or by merges; both
-are prevented unless `allow_special=True`.
+The `tokenizers` library encodes, and `gpt/tokenizers/detokenizer.py` decodes. Therefore only some
+decoders of tokenizer.json are supported; the error for another decoder names them. The library
+could encode "</s>" in user text as the control token in two ways, as a special token or by BPE
+merges; both are prevented unless `allow_special=True`.
 """
 
 import json
@@ -33,9 +33,11 @@ from gpt.tokenizers.special_tokens import (
     spell_out_guarded,
 )
 
-# How tokenizer.json writes pieces. "letters": one letter per byte, as in GPT-2. "marks": spaces are
-# written as space marks. "fallback": like "marks", and tokens <0x..> are bytes. "words": words that
-# are joined by spaces.
+# How tokenizer.json writes pieces.
+# "letters": one letter per byte, as in GPT-2.
+# "marks": a space mark for each space.
+# "fallback": like "marks", and a token <0x..> is a byte.
+# "words": words; decoding joins them with spaces.
 PieceStyle = Literal["letters", "marks", "fallback", "words"]
 
 
@@ -50,12 +52,14 @@ class HFTokenizer(TokenizerBase):
         library = _parse_library(record, source)
         self._piece_style, self.decoding_rules = _parse_decoder(record.get("decoder"), source)
         added_tokens = record.get("added_tokens") or []
-        wrongly_ordinary = [
+        # Config files beside tokenizer.json may declare more tokens as special.
+        tokens_to_mark = [
             t for t in added_tokens if t["content"] in special_tokens.special and not t["special"]
         ]
-        for token in wrongly_ordinary:  # Config files beside tokenizer.json declare them special.
+        for token in tokens_to_mark:
             token["special"] = True
-        library = _parse_library(record, source) if wrongly_ordinary else library
+        if tokens_to_mark:
+            library = _parse_library(record, source)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True
@@ -86,7 +90,8 @@ class HFTokenizer(TokenizerBase):
             else special_tokens.adds_bos
         )
         self.adds_bos = adds_bos and self.bos_id is not None
-        # The unknown token is allowed in user text. BPE models record its text, Unigram its id.
+        # The unknown token is allowed in user text, unless it is also BOS or EOS. BPE models record
+        # its text, Unigram models its id.
         model = record["model"]
         unknown_ids = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
         guarded_ids = self._special_ids - (unknown_ids - {self.bos_id, self.eos_id})
@@ -94,7 +99,7 @@ class HFTokenizer(TokenizerBase):
 
     def _library_variant(self, allow_special: bool, continues_text: bool) -> tokenizers.Tokenizer:
         if (allow_special, continues_text) not in self._libraries:
-            # The library's object stores these options, so each combination has its own object.
+            # A library object stores its options, so each combination has an object of its own.
             record = json.loads(self._libraries[False, False].to_str())
             if continues_text:
                 for component in ("normalizer", "pre_tokenizer"):
@@ -119,8 +124,10 @@ class HFTokenizer(TokenizerBase):
         )
 
     def id_to_token(self, token_id: int) -> str:
-        is_in_vocabulary = 0 <= token_id < self.vocab_size
-        return self._libraries[False, False].id_to_token(token_id) or "" if is_in_vocabulary else ""
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        token: str | None = self._libraries[False, False].id_to_token(token_id)
+        return token or ""
 
     def _decode_piece(self, token_id: int) -> Piece:
         is_text = 0 <= token_id < self.vocab_size and token_id not in self._special_ids
@@ -150,7 +157,8 @@ def _parse_library(record: Mapping[str, Any], source: Path) -> tokenizers.Tokeni
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each GPT-2 letter.
 
-    A printable byte is its own letter; the letters of the other bytes are U+0100 and following.
+    The letter of a printable byte is the character with the same code. The other bytes have the
+    letters from U+0100 on.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -177,8 +185,9 @@ def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRule
     strips_space = steps[-1] == _STRIP_LEADING_SPACE
     middle_types = step_types[1 : -1 if strips_space else None]
     if steps[0] == _MARKS_TO_SPACES and middle_types in (["Fuse"], ["ByteFallback", "Fuse"]):
-        # If one byte is invalid, the library replaces the whole run of byte tokens, which is
-        # impossible in a stream. So only invalid bytes are replaced, as in sentencepiece.
+        # If one byte is invalid, the library replaces all bytes of the run of byte tokens. A stream
+        # has returned earlier bytes already, so only invalid bytes are replaced, as in
+        # sentencepiece.
         style: PieceStyle = "fallback" if "ByteFallback" in step_types else "marks"
         return style, DecodingRules("text" if strips_space else "keep", BYTEWISE_ERRORS)
     raise CheckpointError(
@@ -189,7 +198,7 @@ def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRule
 
 
 def _without_space_prefix(component: Any) -> Any:
-    """Return the normalizer or pre-tokenizer without the rule that adds a leading space."""
+    """Return a normalizer or pre-tokenizer without the rule that adds a leading space."""
     if not isinstance(component, dict):
         return None
     match component["type"]:
@@ -220,7 +229,7 @@ def gpt2_tokenizer(vocabulary: Path, merges: Path, special_tokens: SpecialTokens
     # Only tokens in the vocabulary are added, because others would get new ids.
     special = {EOS_CANDIDATES[0], *special_tokens.special}
     library.add_special_tokens([t for t in sorted(special) if library.token_to_id(t) is not None])
-    # As in Megatron and NeMo, one token is both begin-of-text and end-of-text by default.
+    # As in Megatron and NeMo, <|endoftext|> is both BOS and EOS by default.
     special_tokens = replace(
         special_tokens,
         bos=special_tokens.bos or EOS_CANDIDATES[0],

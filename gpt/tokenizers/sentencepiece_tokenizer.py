@@ -1,8 +1,8 @@
 """SentencePiece tokenizer: byte fallback, dummy prefix and whitespace as in the model file.
 
-The model file contains the settings. Settings that the library does not report are inferred from
-decoded test tokens, or read from the file's protobuf bytes. Text that follows other text is encoded
-by a second copy of the model that adds no dummy prefix (leading space) and removes no whitespace.
+The library does not report all settings of the model file. The others are inferred from decoded
+test tokens, or read from the file's protobuf bytes. Text that follows other text is encoded by a
+second copy of the model that adds no dummy prefix (leading space) and removes no whitespace.
 """
 
 import re
@@ -44,8 +44,8 @@ class SentencePieceTokenizer(TokenizerBase):
         self._special_ids |= {i for i in range(self.vocab_size) if self._model.is_control(i)}
         self._special_ids.discard(self._model.unk_id())  # User text may contain unknown tokens.
         # User-defined pieces match anywhere in a text. NeMo marks turns and tools with user-defined
-        # pieces that look like markup. So user text must not be encoded as such a piece; in output
-        # these pieces stay visible.
+        # pieces that look like markup, so user text must not be encoded as such a piece. Decoding
+        # writes these pieces as text.
         markup_ids = (i for i, p in enumerate(pieces) if re.fullmatch(r"<[^<>]+>|\[[^\[\]]+\]", p))
         guarded_ids = self._special_ids | {
             i for i in markup_ids if _is_user_defined(proto, pieces[i])
@@ -74,6 +74,7 @@ class SentencePieceTokenizer(TokenizerBase):
         )
         if marked_id is None or self._model.decode([marked_id]).startswith(" "):
             return "keep"
+        # A model of the rule "marks" removes both of two leading space marks.
         marker_id = self._model.piece_to_id(SPACE_MARK)
         decoded_pair = (
             self._model.decode([marker_id, marker_id]) if pieces[marker_id] == SPACE_MARK else " "
@@ -97,8 +98,8 @@ class SentencePieceTokenizer(TokenizerBase):
             if self._guarded_tokens.keys().isdisjoint(ids):
                 return ids
             return spell_out_guarded(ids, self._guarded_tokens, self._continuation_model.encode)
-        # Each text between control tokens is encoded separately, so each gets the model's dummy
-        # prefix (unless `continues_text`), as in NeMo's legacy mode.
+        # Each text between control tokens is encoded separately and gets the model's dummy prefix
+        # (unless `continues_text`), as in NeMo's legacy mode.
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", check_unicode(text))
         token_ids: list[int] = []
@@ -137,7 +138,7 @@ def _load_model(path: Path) -> tuple[sentencepiece.SentencePieceProcessor, bytes
 
 
 def _is_user_defined(proto: bytes, piece: str) -> bool:
-    """Tell whether a piece has the type USER_DEFINED (4), which the library does not report."""
+    """Return whether a piece has the type USER_DEFINED (4), which the library does not report."""
     text = piece.encode()
     if len(text) > 127:  # The length field would have two bytes. Control tokens are shorter.
         return False

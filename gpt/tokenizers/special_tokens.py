@@ -1,4 +1,4 @@
-"""Special tokens: finds the control tokens of a tokenizer, and prevents them in user text.
+"""Special tokens of a tokenizer: their declarations in config files, and a guard for user text.
 
 A control token marks structure, such as the beginning or end of a text or a turn. Several files in
 the tokenizer's directory declare control tokens, each in its own format. User text that would be
@@ -39,15 +39,17 @@ def spell_out_guarded(
     User text can be encoded as such a token by BPE merges, or by a match of a whole piece.
     """
     unguarded_ids = []
-    spellings: dict[int, list[int]] = {}  # Cached, since a text may repeat a guarded token.
-    for i in ids:
-        if i not in guarded_tokens:
-            unguarded_ids.append(i)
+    spellings: dict[int, list[int]] = {}  # Cached, because a text may repeat a guarded token.
+    for token_id in ids:
+        if token_id not in guarded_tokens:
+            unguarded_ids.append(token_id)
             continue
-        if i not in spellings:
-            letters = (encode(letter) for letter in guarded_tokens[i])
-            spellings[i] = [j for letter in letters for j in letter if j not in guarded_tokens]
-        unguarded_ids += spellings[i]
+        if token_id not in spellings:
+            spelling: list[int] = []
+            for letter in guarded_tokens[token_id]:
+                spelling += [i for i in encode(letter) if i not in guarded_tokens]
+            spellings[token_id] = spelling
+        unguarded_ids += spellings[token_id]
     return unguarded_ids
 
 
@@ -68,9 +70,9 @@ class SpecialTokens:
 
     bos: str | None = None
     eos: str | None = None
-    adds_bos: bool | None = None
-    special: frozenset[str] = frozenset()
-    bos_id: int | None = None
+    adds_bos: bool | None = None  # None: not declared.
+    special: frozenset[str] = frozenset()  # The texts of all special tokens.
+    bos_id: int | None = None  # From generation_config.json, as `stop_ids`.
     stop_ids: tuple[int, ...] = ()
 
 
@@ -101,6 +103,7 @@ def _parse_ids(value: object) -> tuple[int, ...]:
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
+    """Read the special tokens that the config files in the directory declare."""
     files = ("special_tokens_map.json", "tokenizer_config.json", "generation_config.json")
     tokens_map, config, generation = (
         read_json(folder / file) if (folder / file).is_file() else {} for file in files
@@ -137,5 +140,6 @@ def read_token_names(folder: Path) -> dict[str, str]:
 
 
 def collect_stop_ids(eos_id: int | None, special_tokens: SpecialTokens) -> tuple[int, ...]:
-    """Return all end-of-text ids; the tokenizer's eos_id is the first."""
-    return tuple(dict.fromkeys((*(() if eos_id is None else (eos_id,)), *special_tokens.stop_ids)))
+    """Return all end-of-text ids without duplicates, `eos_id` first."""
+    eos_ids = () if eos_id is None else (eos_id,)
+    return tuple(dict.fromkeys((*eos_ids, *special_tokens.stop_ids)))

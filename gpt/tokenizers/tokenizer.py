@@ -64,7 +64,7 @@ class Tokenizer(PieceDecoder, Protocol):
 
 
 class NullTokenizer(TokenizerBase):
-    """Tokenizer for a model without tokenizer files; a text is token ids in decimal."""
+    """Tokenizer for a model without tokenizer files: a text is token ids, separated by spaces."""
 
     kind = "null"
     decoding_rules = DecodingRules("text")
@@ -119,9 +119,9 @@ _FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
 
 
 def _find_single_file(folder: Path, suffix: str) -> Path | None:
-    """Find the file named `suffix`, or the only file whose name ends with it.
+    """Return the file named `suffix`, else the only file whose name ends with it, else None.
 
-    NeMo adds a hash as a prefix to file names.
+    NeMo writes a hash before file names.
     """
     if (folder / suffix).is_file():
         return folder / suffix
@@ -187,7 +187,7 @@ def _open_kind(kind: TokenizerKind, file: Path) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, source: object) -> None:
-    """Refuse a tokenizer whose size does not fit the model's vocabulary."""
+    """Raise CheckpointError if the tokenizer's size does not fit the model's vocabulary."""
     size = tokenizer.vocab_size
     if size > vocab_size:
         raise CheckpointError(

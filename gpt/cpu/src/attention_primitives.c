@@ -7,8 +7,8 @@
 #include "vectors.h"
 
 #if defined(__x86_64__)
-/* Dot products of a bf16 query with 16 keys, summed in fp32. Keys after `last` repeat key
-   `last`. */
+/* Dot products of a bf16 query with 16 keys, summed in fp32. Instead of keys after `last`, reads
+   key `last` again. */
 TARGET_AVX512_BF16 INLINE void dots_bf16(const uint16_t *q, const uint16_t *keys, int last,
                                          int width, float *to)
 {
@@ -54,7 +54,7 @@ TARGET_AVX512_BF16 static void scores_bf16_dots(const void *q, int64_t stride, i
 }
 #endif
 
-/* Scores of `tokens` keys for each query. */
+/* Stores the scores of `tokens` keys for each query, in rows of SEGMENT + LANES numbers. */
 INLINE void compute_scores(const void *q, int64_t stride, int queries, const void *keys, int tokens,
                            int width, float *to, int bf16)
 {
@@ -89,7 +89,8 @@ INLINE void compute_scores(const void *q, int64_t stride, int queries, const voi
         }
 }
 
-/* Replaces scores with softmax weights that are not yet divided by their sum. */
+/* Replaces each score with the softmax weight exp(scale * score - max), which is not divided by the
+   sum of the weights. Stores this sum, and the largest scale * score in `max`. */
 INLINE void compute_softmax(float *scores, int tokens, float scale, float *max, float *sum)
 {
     const float lowest = -INFINITY;
@@ -105,7 +106,7 @@ INLINE void compute_softmax(float *scores, int tokens, float scale, float *max, 
     float row_max = lowest, row_sum = 0;
     for (int i = 0; i < LANES; i++)
         row_max = lane_max[i] > row_max ? lane_max[i] : row_max;
-    /* If no score is larger than -infinity, a score is NaN or there are no keys. */
+    /* `row_max` ignores scores that are NaN, but their weights are NaN. */
     for (int i = 0; i < padded_tokens; i += LANES) {
         Floats x = exp_nonpositive(*(Floats *)(scores + i) - row_max);
         for (int t = 0; i + LANES > tokens && t < LANES; t++)
@@ -119,11 +120,11 @@ INLINE void compute_softmax(float *scores, int tokens, float scale, float *max, 
     *max = row_max, *sum = row_sum;
 }
 
-/* Adds the weighted values of `vectors` * 64 bytes of channels. */
+/* Adds the weighted values to `out`, for `vectors` * 64 bytes of the channels of each value. */
 INLINE void add_values_vectors(const float *weights, int queries, const char *values, int tokens,
                                int width, float *out, int vectors, int bf16)
 {
-    const int64_t row = width * (int64_t)(bf16 ? 2 : 4);
+    const int64_t value_bytes = width * (int64_t)(bf16 ? 2 : 4);
     const int count = vectors * (1 + bf16);
     Floats sum[16];
 #pragma GCC unroll 16
@@ -132,7 +133,8 @@ INLINE void add_values_vectors(const float *weights, int queries, const char *va
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
         for (int v = 0; v < count; v++) {
-            Floats x = load_fp32(values + t * row + v / (1 + bf16) * 64, bf16, v % (1 + bf16));
+            const char *from = values + t * value_bytes + v / (1 + bf16) * 64;
+            Floats x = load_fp32(from, bf16, v % (1 + bf16));
 #pragma GCC unroll 4
             for (int i = 0; i < queries; i++)
                 sum[i * count + v] += x * weights[i * (SEGMENT + LANES) + t];
@@ -160,8 +162,8 @@ INLINE void add_values_queries(const float *weights, int queries, const void *va
                                              weights[i * (SEGMENT + LANES) + t];
 }
 
-/* Adds the weighted values to `out`. For bf16, `out` holds each 32 channels as the even ones, then
-   the odd ones. */
+/* Adds the weighted values to `out`. For bf16, each 32 channels of `out` are in the order of
+   `load_fp32`: first the even channels, then the odd channels. */
 INLINE void add_values(const float *weights, int queries, const void *values, int tokens, int width,
                        float *out, int bf16)
 {

@@ -22,8 +22,8 @@ static int isa_level_max(void)
 int isa_level = UNKNOWN;
 
 /* Ends the OpenMP worker threads of the calling thread. If OpenMP has more threads than the CPU has
-   cores, its idle threads sleep, and waking a thread costs more than a small GEMM. So a thread that
-   has loaded a model releases its workers before another thread runs the model. */
+   cores, idle threads sleep, and waking a thread takes longer than a small GEMM. Therefore a thread
+   that has loaded a model ends its workers before another thread runs the model. */
 void preamble_release_threads(void) { omp_pause_resource_all(omp_pause_soft); }
 
 int preamble_abi(void) { return ABI; }

@@ -1,22 +1,26 @@
-/* Decode attention over the paged KV cache: one new token per row, read block by block.
+/* Decode attention over the paged KV cache: one new token per row, its keys read block by block.
 
    Each block is read once, in place. Sums are fp32, in an order that depends only on a row's own
-   keys, so results do not change with the batch or with the number of threads. */
+   keys, so results do not change with the batch or with the number of threads.
+
+   An item is one KV head (group) of one row: index row * groups + group. A job is up to QUERIES
+   query heads of an item. A task is a job, or one segment of a job's keys. */
 
 #include "vectors.h"
 
 #define PREFETCH_BYTES 2048 /* Prefetch distance in bytes, to hide memory latency. */
 
-/* The rows of one step whose keys are in the pool; the same for every layer. */
+/* The decode rows of a step; the same for all layers. `groups`: KV heads; `queries`: query heads
+   per KV head; `width`: channels per head; `table_width`: blocks per row of the block tables. */
 typedef struct {
     int64_t rows, groups, queries, width, block_tokens, table_width;
-    int64_t window; /* 0: none. */
-    int64_t bf16;   /* Else fp32. */
+    int64_t window; /* 0: no window. */
+    int64_t bf16;   /* Nonzero: bf16; 0: fp32. */
     int64_t threads;
     double scale;
     const int64_t *row;          /* Index of each decode row in q and in out. */
     const int64_t *sequence;     /* Index of each decode row's sequence in block_tables. */
-    const int64_t *context;      /* Each row sees the keys before this position. */
+    const int64_t *context;      /* Each decode row sees the keys before this position. */
     const int64_t *block_tables; /* Blocks of each sequence. */
 } DecodeArgs;
 
@@ -27,7 +31,7 @@ typedef struct {
     float out[QUERIES][HEAD_DIM_MAX];
 } PartialOutput;
 
-/* The address of a block's keys (kind 0) or values (kind 1) of a group, from token `token` on. */
+/* The address of the key (kind 0) or value (kind 1) of a block's token `token`, for a group. */
 static const char *kv_address(const DecodeArgs *r, const char *kv, int64_t block, int kind,
                               int64_t group, int64_t token)
 {
@@ -37,12 +41,12 @@ static const char *kv_address(const DecodeArgs *r, const char *kv, int64_t block
 
 static void prefetch(const char *from, int64_t bytes)
 {
-    /* A block is about one page, and the hardware prefetcher does not cross page boundaries. */
+    /* The hardware prefetcher stops at the end of an OS page, and a block is about one OS page. */
     for (int64_t i = 0; i < bytes; i += 64)
         __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Attention of some queries of a row over the keys [low, high), which lie in one segment. */
+/* Attention of some queries of an item over the keys [low, high), which are in one segment. */
 static void attend_segment(const DecodeArgs *r, const AttentionOps *ops, const char *q,
                            int64_t stride, int queries, const char *kv, int64_t item, int64_t low,
                            int64_t high, const char *next_keys, PartialOutput *part)
@@ -52,7 +56,8 @@ static void attend_segment(const DecodeArgs *r, const AttentionOps *ops, const c
     const int64_t *table = r->block_tables + r->sequence[item / r->groups] * r->table_width;
     int64_t row_bytes = r->width * (r->bf16 ? 2 : 4);
     const int64_t ahead = PREFETCH_BYTES / row_bytes;
-    /* The next position to prefetch: first in the keys (0), then in the values (1). */
+    /* The next position to prefetch, first of keys (kind 0), then of values (kind 1). Prefetching
+       leads reading by `ahead` positions. */
     int64_t prefetched = low, prefetched_kind = 0;
     for (int kind = 0; kind < 2; kind++) {
         for (int64_t key = low; key < high;) {
@@ -122,7 +127,8 @@ static int64_t first_visible_key(const DecodeArgs *r, int64_t context)
     return r->window && context > r->window ? context - r->window : 0;
 }
 
-/* Segment bounds are fixed positions in the sequence, independent of the window. */
+/* Segments begin at multiples of SEGMENT in the sequence, for any window. `segment` 0 is the first
+   segment with a visible key. */
 static void segment_bounds(const DecodeArgs *r, int64_t item, int64_t segment, int64_t *low,
                            int64_t *high)
 {
@@ -147,7 +153,8 @@ static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_
 }
 
 /* Attention for rows of q. `row_stride` and `head_stride` are the strides of q in elements. Writes
-   the same rows of `out`, which is contiguous. Returns nonzero if the heads are too wide. */
+   the same rows of `out`, which is contiguous. Returns nonzero if heads have more than HEAD_DIM_MAX
+   channels. */
 int preamble_decode_attention(const void *args, const void *q, int64_t row_stride,
                               int64_t head_stride, const void *kv, void *out)
 {
@@ -160,14 +167,13 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     int64_t longest = 1;
     for (int64_t i = 0; i < items; i += r->groups)
         longest = segment_count(r, i) > longest ? segment_count(r, i) : longest;
-    /* With few rows, the threads share a long context; the sums are the same. */
+    /* With fewer jobs than threads, each segment of a job is a task; the sums are the same. */
     int64_t split = items * chunks < r->threads ? longest : 1;
     PartialOutput *parts = NULL;
     if (split > 1 && (parts = malloc(items * chunks * split * sizeof(PartialOutput))) == NULL)
         split = 1;
     const int64_t tasks = items * chunks * split;
-    /* A thread computes adjacent tasks, and prefetches the next item's keys during the current
-       item. */
+    /* A thread computes adjacent tasks. During an item, it prefetches the keys of the next item. */
     const int64_t task_batch = tasks / (r->threads * 8) + 1;
 #pragma omp parallel for schedule(dynamic, task_batch) num_threads(r->threads) if (r->threads > 1)
     for (int64_t task = 0; task < tasks; task++) {
@@ -211,17 +217,17 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     return 0;
 }
 
-/* Stores the keys and values of new tokens in their slots of the pool. k and v have the same
-   strides in bytes, for a token and for a group. `bytes` is the size of one key of one head. */
+/* Stores the keys and values of new tokens in their slots of the pool. `token_stride` and
+   `group_stride` are the strides of k and of v in bytes. `bytes` is the size of one head's key. */
 void preamble_store_kv(char *kv, const char *k, const char *v, int64_t token_stride,
                        int64_t group_stride, const int64_t *blocks, const int64_t *offsets,
                        int64_t tokens, int64_t groups, int64_t block_tokens, int64_t bytes)
 {
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t g = 0; g < groups; g++) {
-            int64_t line = (blocks[t] * 2 * groups + g) * block_tokens + offsets[t];
+            int64_t pool_row = (blocks[t] * 2 * groups + g) * block_tokens + offsets[t];
             int64_t from = t * token_stride + g * group_stride;
-            memcpy(kv + line * bytes, k + from, bytes);
-            memcpy(kv + (line + groups * block_tokens) * bytes, v + from, bytes);
+            memcpy(kv + pool_row * bytes, k + from, bytes);
+            memcpy(kv + (pool_row + groups * block_tokens) * bytes, v + from, bytes);
         }
 }

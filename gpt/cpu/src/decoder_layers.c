@@ -1,6 +1,6 @@
-/* Fused decoder layers: one call runs all layers of a step, for batches of few rows.
+/* Fused decoder layers: one call runs a range of layers.
 
-   For few rows, a Python call for each kernel would take longer than the kernels. */
+   With few rows in a step, one Python call per kernel would take longer than the kernels. */
 
 #include "packed_weight.h"
 
@@ -14,20 +14,21 @@ typedef struct {
     PackedWeight proj;
     const uint16_t *proj_bias;
     NormArgs mlp_norm;
-    PackedWeight fc1; /* No panels: the layer ends after the attention projection. */
+    PackedWeight fc1; /* Without panels, the layer ends after the attention projection (MoE). */
     const uint16_t *fc1_bias;
     PackedWeight fc2;
     const uint16_t *fc2_bias;
     int64_t pool_layer; /* The layer's index in the pool. */
 } DecoderLayer;
 
-/* Parameters that all layers of a range share. */
+/* A range of layers. `groups`: KV heads; `queries`: query heads per KV head; `width`: channels per
+   head. */
 typedef struct {
     int64_t layers, hidden, groups, queries, width, ffn;
     int64_t activation;
-    int64_t parallel_residual; /* The MLP reads the same input as attention. */
-    int64_t rotary_dim;        /* Channels of a head that RoPE rotates. */
-    int64_t interleaved;       /* RoPE pairs adjacent channels. */
+    int64_t parallel_residual; /* Nonzero: the MLP reads the same input as attention. */
+    int64_t rotary_dim;        /* Channels of a head that RoPE rotates; 0: no RoPE. */
+    int64_t interleaved;       /* Nonzero: RoPE pairs adjacent channels. */
     const DecoderLayer *layer_array;
 } LayerRange;
 
@@ -36,13 +37,13 @@ typedef struct {
     uint16_t *x;                     /* Input rows; replaced by the output. */
     uint16_t *memory;                /* `preamble_decoder_scratch_numel` elements. */
     const float *cos, *sin;          /* (rows, rotary_dim / 2) */
-    const int64_t *blocks, *offsets; /* Each row's block of the pool, and the slot in the block. */
+    const int64_t *blocks, *offsets; /* The slot of each row: block of the pool, offset in it. */
     int64_t block_tokens;
     char *pool;
     int64_t layer_bytes;
     const void *decode, *prefill; /* DecodeArgs and PrefillArgs; NULL if the step has none. */
-    /* Rows whose output of the last layer is read, and their number. The last layer computes only
-       attention for the other rows. NULL: all rows. */
+    /* The rows whose output of the last layer is needed, and their number. For the other rows the
+       last layer does not compute projection and MLP. NULL: all rows. */
     const int64_t *output_rows;
     int64_t output_count;
 } StepArgs;
@@ -66,12 +67,12 @@ static int64_t layout_scratch(const LayerRange *s, int64_t rows, uint16_t *memor
     return total;
 }
 
-/* How many bf16 elements of scratch memory a step needs. */
+/* Returns the number of bf16 elements of scratch memory that a step needs. */
 int64_t preamble_decoder_scratch_numel(const LayerRange *s, int64_t rows)
 {
-    static uint16_t nowhere[1];
-    Scratch scratch;
-    return layout_scratch(s, rows, nowhere, &scratch);
+    static uint16_t unused_memory[1];
+    Scratch unused_scratch;
+    return layout_scratch(s, rows, unused_memory, &unused_scratch);
 }
 
 TARGET_AVX512_BF16 INLINE __m512i round_to_bf16(__m512 x)
@@ -79,8 +80,8 @@ TARGET_AVX512_BF16 INLINE __m512i round_to_bf16(__m512 x)
     return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
 }
 
-/* Applies RoPE to the first channels of a head. `cos` and `sin` have one number for each pair of
-   channels. */
+/* Applies RoPE to the first 2 * `pairs` channels of a head. `cos` and `sin` have one number per
+   pair of channels. */
 TARGET_AVX512_BF16 static void apply_rope_avx512(uint16_t *x, const float *cos, const float *sin,
                                                  int64_t pairs, int64_t interleaved)
 {
@@ -105,7 +106,7 @@ TARGET_AVX512_BF16 static void apply_rope_avx512(uint16_t *x, const float *cos, 
     }
 }
 
-/* The same for CPUs without AVX512-bf16. */
+/* Like apply_rope_avx512, for CPUs without AVX512-bf16. */
 static void apply_rope_plain(uint16_t *x, const float *cos, const float *sin, int64_t pairs,
                              int64_t interleaved)
 {
@@ -118,7 +119,7 @@ static void apply_rope_plain(uint16_t *x, const float *cos, const float *sin, in
     }
 }
 
-/* Applies the norm and RoPE to one head of queries or keys, and stores the head at `to`. */
+/* Applies the norm (if any) and RoPE to one head of a query or key, and stores the head at `to`. */
 static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs *norm, int64_t row,
                           const uint16_t *from, uint16_t *to)
 {
@@ -138,15 +139,16 @@ static void split_qkv(const LayerRange *s, const StepArgs *p, const DecoderLayer
                       int64_t row, const uint16_t *qkv, uint16_t *q)
 {
     uint16_t *pool = (uint16_t *)(p->pool + layer->pool_layer * p->layer_bytes);
-    const int64_t width = s->width, lines = s->groups * p->block_tokens;
+    const int64_t width = s->width, block_keys = s->groups * p->block_tokens;
     const uint16_t *from = qkv + row * s->groups * (s->queries + 2) * width;
     uint16_t *queries = q + row * s->groups * s->queries * width;
     for (int64_t group = 0; group < s->groups; group++) {
         for (int64_t i = 0; i < s->queries; i++, from += width, queries += width)
             norm_and_rope(s, p, &layer->q_norm, row, from, queries);
-        int64_t line = p->blocks[row] * 2 * lines + group * p->block_tokens + p->offsets[row];
-        norm_and_rope(s, p, &layer->k_norm, row, from, pool + line * width);
-        memcpy(pool + (line + lines) * width, from + width, width * sizeof *pool);
+        int64_t pool_row =
+            p->blocks[row] * 2 * block_keys + group * p->block_tokens + p->offsets[row];
+        norm_and_rope(s, p, &layer->k_norm, row, from, pool + pool_row * width);
+        memcpy(pool + (pool_row + block_keys) * width, from + width, width * sizeof *pool);
         from += 2 * width;
     }
 }
@@ -166,7 +168,7 @@ static void proj_and_mlp(const LayerRange *s, const DecoderLayer *l, const Scrat
                   NULL);
 }
 
-/* The same, only for the rows in `output_rows`. */
+/* Like proj_and_mlp, but only for the rows in `output_rows`. */
 static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const DecoderLayer *l,
                                  const Scratch *scratch)
 {
@@ -183,7 +185,7 @@ static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const D
         memcpy(p->x + p->output_rows[i] * hidden, x + i * hidden, hidden * sizeof *x);
 }
 
-/* Runs all layers of a range. Returns nonzero if the kernels do not support the heads. */
+/* Runs all layers of a range. Returns nonzero if attention does not support the heads or CPU. */
 int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
 {
     Scratch scratch;

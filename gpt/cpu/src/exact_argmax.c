@@ -1,8 +1,7 @@
 /* Exact greedy argmax: int8 logit bounds screen the LM head, bf16 panels decide.
 
-   The search reads half of the bf16 head's bytes and does half of its work. An int8 copy of the
-   head bounds each token's logit. The logits of the candidates are computed from the bf16 head, bit
-   by bit as gemm_bf16.c computes them. */
+   An int8 copy of the head, with half of its bytes, bounds each token's logit. Only the logits of
+   the candidates are computed from the bf16 head, bit by bit as gemm_bf16.c computes them. */
 
 #include <omp.h>
 
@@ -10,26 +9,29 @@
 
 #if defined(__x86_64__)
 
-#define ROWS_MAX 256 /* As in gpt/cpu/exact_argmax.py. */
+#define ROWS_MAX 256 /* Must equal ROWS_MAX in gpt/cpu/exact_argmax.py. */
 
 typedef struct {
     PackedWeight int8_weight;  /* The head minus `column_mean`, in int8. */
-    const float *error_norms;  /* Upper bounds of each column's norm of the quantization error. */
-    const float *column_norms; /* Upper bounds of each quantized column's norm. */
+    const float *error_norms;  /* Upper bound of the norm of each column's quantization error. */
+    const float *column_norms; /* Upper bound of the norm of each quantized column. */
     const float *column_mean;  /* The mean of the columns, which the int8 copy does not contain. */
     const uint16_t *bf16_panels; /* The head in bf16 panels. */
-    double norm_max;             /* The largest column norm, with or without the mean. */
+    double norm_max; /* Upper bound of the norms of all columns, with and without the mean. */
 } ScreenedHead;
 
-/* Error bounds of a row's int8 logits. An int8 logit is wrong by at most norm * (norm of the
-   column's error) + error_norm * (norm of the quantized column) + slack, where slack is the
-   rounding error. `mean_logit` is the product of the row and the column mean, which int8 logits
-   leave out. */
+/* Error bounds of a row's int8 logits. For column c of the head:
+
+       |bf16 logit - mean_logit - int8 logit|
+           <= norm * error_norms[c] + error_norm * column_norms[c] + slack
+
+   `norm` is the norm of the row, `error_norm` the norm of the row's quantization error, `slack` the
+   rounding error, and `mean_logit` the product of the row and the column mean. */
 typedef struct {
     float norm, error_norm, slack, mean_logit;
 } RowError;
 
-/* A lower bound of a row's largest logit, and a panel with such a logit. */
+/* A lower bound of a row's largest logit (minus mean_logit), and the panel that gives the bound. */
 typedef struct {
     float logit;
     int32_t panel;
@@ -38,7 +40,7 @@ typedef struct {
 struct Bounds {
     const ScreenedHead *head;
     const RowError *errors; /* One for each row. */
-    float *upper;           /* Upper bounds of the logits of each panel and row: (panels, rows). */
+    float *upper;           /* Upper bound of the logits of each panel and row: (panels, rows). */
     LowerBound *lower;      /* Lower bounds for each thread and row: (threads, rows). */
 };
 
@@ -49,13 +51,13 @@ typedef struct {
 
 /* The error bounds of a quantized row, including fp32 rounding here and in gemm_bf16.c. */
 TARGET_AVX512_VNNI static RowError row_error(const uint16_t *x, const ScreenedHead *s,
-                                             const QuantizedGroup *bytes)
+                                             const QuantizedGroup *groups)
 {
     const int64_t channels = s->int8_weight.channels;
     __m512 squares = _mm512_setzero_ps(), error_squares = squares, mean_products = squares;
     for (int64_t c = 0; c < channels; c += LANES) {
         const __mmask16 mask = lane_mask(channels - c);
-        const QuantizedGroup *group = bytes + c / GROUP_CHANNELS;
+        const QuantizedGroup *group = groups + c / GROUP_CHANNELS;
         const __m128i codes = _mm_loadu_si128((const __m128i *)(group->codes + c % GROUP_CHANNELS));
         const __m512 dequantized = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)) * group->scale;
         const __m512 y = load_bf16(x + c, mask);
@@ -65,8 +67,8 @@ TARGET_AVX512_VNNI static RowError row_error(const uint16_t *x, const ScreenedHe
     }
     const float norm = sqrtf(_mm512_reduce_add_ps(squares)) * 1.001f;
     const float error_norm = sqrtf(_mm512_reduce_add_ps(error_squares)) * 1.001f + norm * 0x1p-20f;
-    /* The error of each of 2 * channels + 256 roundings is at most 2^-24 of the bound that the
-       norms give. */
+    /* There are at most 2 * channels + 256 roundings. The error of each is at most 2^-24 * norm *
+       norm_max. */
     const float rounding = norm * (2 * channels + 256) * 0x1p-24f;
     const float slack = (float)s->norm_max * rounding * 1.001f + 1e-22f;
     return (RowError){norm, error_norm, slack, _mm512_reduce_add_ps(mean_products)};
@@ -94,7 +96,7 @@ TARGET_AVX512_VNNI void update_bounds(const Gemm *p, const __m512 (*sum)[2], int
             lower_logits =
                 _mm512_mask_max_ps(lower_logits, mask, lower_logits, sum[i][half] - margin);
         }
-        /* In most panels no logit reaches the known lower bound. */
+        /* In most panels no logit reaches the row's lower bound, so they need no reduction. */
         upper[i] = -INFINITY;
         if (_mm512_cmp_ps_mask(upper_logits, _mm512_set1_ps(lower[i].logit), _CMP_GE_OQ)) {
             const float row_lower = _mm512_reduce_max_ps(lower_logits);
@@ -112,7 +114,7 @@ INLINE int is_better(Candidate a, Candidate b)
     return a.logit > b.logit || (a.logit == b.logit && a.column < b.column);
 }
 
-/* Computes a row's logits of one panel in bf16, and updates `best` if a logit is better. */
+/* Computes a row's logits of one panel from the bf16 head, and updates `best`. */
 TARGET_AVX512_VNNI static void score_panel(const ScreenedHead *s, const uint16_t *x, int64_t panel,
                                            Candidate *best)
 {
@@ -134,8 +136,8 @@ TARGET_AVX512_VNNI static void score_panel(const ScreenedHead *s, const uint16_t
 /* The state of the search for the largest logits of some rows. */
 typedef struct {
     Gemm product; /* The int8 GEMM. */
-    const uint16_t *x;
-    uint16_t *normed;
+    const uint16_t *x; /* The rows after the norm. */
+    uint16_t *normed;  /* Memory for the rows after the norm. */
     Candidate best[ROWS_MAX];
     LowerBound lower[ROWS_MAX];
 } Search;
@@ -146,16 +148,16 @@ TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const No
 {
     const Gemm *p = &search->product;
     const int64_t channels = p->weight->channels;
-    QuantizedGroup *bytes = p->groups + row * group_count(channels);
+    QuantizedGroup *groups = p->groups + row * group_count(channels);
     const uint16_t *x = search->x + row * channels;
     if (norm)
         norm_row(norm, from + row * channels, channels, search->normed + row * channels);
-    quantize_row(x, channels, bytes);
-    return row_error(x, p->bounds->head, bytes);
+    quantize_row(x, channels, groups);
+    return row_error(x, p->bounds->head, groups);
 }
 
-/* Scores the panel with the row's highest lower bound. Few other panels can then have a larger
-   logit. */
+/* Scores the panel that gives the row's highest lower bound, and raises the lower bound to the
+   panel's largest logit, less the rounding error. Few other panels can then have a larger logit. */
 TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
 {
     const Bounds *bounds = search->product.bounds;
@@ -173,8 +175,8 @@ TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row
     lower->logit = fmaxf(lower->logit, best->logit - error->mean_logit - 2 * error->slack);
 }
 
-/* Scores a panel for each row whose largest logit the panel may contain, unless the panel was
-   scored as the row's likeliest panel. Returns the number of scored rows. */
+/* Scores a panel for each row whose largest logit the panel may contain, and returns the number of
+   these rows. Skips the rows for which `score_likeliest_panel` has scored the panel. */
 TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, int64_t panel,
                                                         Candidate *best)
 {
@@ -188,9 +190,9 @@ TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, in
     return count;
 }
 
-/* The column of each row's largest logit; for ties the first column. For at most ROWS_MAX rows,
-   which pass through the norm if it is not NULL. Returns how often a panel was scored for a row, or
-   -1 if a row's norm is outside the supported range. */
+/* Stores the column of each row's largest logit in `best`: the first of equal logits. There are at
+   most ROWS_MAX rows, and `norm`, if not NULL, is applied to them first. Returns the number of
+   scored panels, counted once per row, or -1 if a row's norm is outside the supported range. */
 TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const NormArgs *norm,
                                                     const uint16_t *x, int64_t rows, int64_t *best,
                                                     int64_t threads)
@@ -209,12 +211,12 @@ TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const
     search.product.groups = (QuantizedGroup *)(scratch + lower_bytes + upper_bytes);
     search.normed = (uint16_t *)(scratch + lower_bytes + upper_bytes + group_bytes);
     search.x = norm ? search.normed : x;
-    int64_t scored = rows, nonfinite_rows = 0;
+    int64_t scored = rows, unsupported_rows = 0;
     for (int64_t row = 0; row < rows; row++)
         search.best[row] = NO_CANDIDATE;
     for (int64_t i = 0; i < threads * rows; i++)
         bounds.lower[i] = (LowerBound){-INFINITY, -1};
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : scored, nonfinite_rows)
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : scored, unsupported_rows)
     {
         Candidate thread_best[ROWS_MAX];
 #pragma omp for schedule(static)
@@ -222,7 +224,7 @@ TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const
             errors[row] = quantize_query(&search, norm, x, row);
             /* Outside this range, squares underflow or overflow in fp32. Rows that are not finite
                are outside too. */
-            nonfinite_rows += !(errors[row].norm > 1e-10f && errors[row].norm < 1e10f);
+            unsupported_rows += !(errors[row].norm > 1e-10f && errors[row].norm < 1e10f);
         }
 #pragma omp for schedule(dynamic, panels_per_turn)
         for (int64_t panel = 0; panel < panels; panel++)
@@ -241,8 +243,8 @@ TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const
                 search.best[row] = thread_best[row];
     }
     for (int64_t row = 0; row < rows; row++)
-        best[row] = nonfinite_rows ? 0 : search.best[row].column;
-    return nonfinite_rows ? -1 : scored;
+        best[row] = unsupported_rows ? 0 : search.best[row].column;
+    return unsupported_rows ? -1 : scored;
 }
 
 #endif

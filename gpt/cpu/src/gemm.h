@@ -33,9 +33,9 @@ INLINE int64_t group_count(int64_t channels)
 
 enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2 };
 
-/* The running argmax of a row's results, for each lane. Used if the results are not stored. */
+/* The running argmax of a row's outputs, for each lane. Used if the outputs are not stored. */
 typedef struct {
-    float logit[LANES], nonfinite[LANES]; /* `nonfinite` becomes NaN if a result is not finite. */
+    float logit[LANES], nonfinite[LANES]; /* `nonfinite` becomes NaN if an output is not finite. */
     int32_t column[LANES];
 } RowArgmax;
 
@@ -47,22 +47,22 @@ typedef struct {
     const uint16_t *x, *bias, *residual;
     void *out;
     int64_t rows, activation;
-    uint16_t *pre_activation; /* Output for the rows before the activation, or NULL. */
+    uint16_t *pre_activation; /* Receives the rows before the activation, or is NULL. */
     QuantizedGroup *groups;   /* The quantized rows, if the weight is int8. */
     int64_t x_stride;         /* Elements from one row of x to the next. */
     /* Memory for rows that are normed, padded or interleaved before the GEMM reads them. The first
-       `interleaved_rows` rows are stored tile by tile: one pair of channels of each row of the
-       tile, then the next pair. */
+       `interleaved_rows` rows are interleaved, tile by tile: the first pair of channels of each row
+       of the tile, then the second pair of each row, and so on. */
     uint16_t *staged;
     int64_t interleaved_rows;
-    /* If one of these is not NULL, it receives the results and `out` is not written. */
+    /* If `argmaxes` or `bounds` is not NULL, it receives the outputs, and `out` is not written. */
     RowArgmax *argmaxes; /* One for each thread and row. */
     Bounds *bounds;
 } Gemm;
 
-/* `gemm` (gemm_bf16.c) stages the rows of x, through the norm if it is not NULL, and multiplies
-   them. `update_argmax` (argmax.c) and `update_bounds` (exact_argmax.c) are epilogues that keep
-   only the largest results. */
+/* `gemm` (gemm_bf16.c) applies `norm` to the rows of x if it is not NULL, stages the rows, and
+   multiplies them. `update_argmax` (argmax.c) and `update_bounds` (exact_argmax.c) are epilogues
+   that store only the largest outputs, or bounds of them. */
 HIDDEN void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads);
 HIDDEN void update_argmax(const Gemm *p, const __m512 (*sum)[2], int64_t first, int64_t column,
                           int rows);
@@ -116,7 +116,7 @@ INLINE Floats activate(Floats x, int64_t activation)
     return activation ? gelu(x, activation == GELU_TANH) : x;
 }
 
-/* 1 / x, for finite x other than 0. */
+/* 1 / x with one Newton step, for finite x other than 0. */
 TARGET_AVX512_BF16 INLINE __m512 reciprocal(__m512 x)
 {
     const __m512 estimate = _mm512_rcp14_ps(x);
@@ -138,7 +138,7 @@ TARGET_AVX512_BF16 INLINE __m512 gelu_avx512(__m512 x)
     return x * _mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)x), 1.0f - half_erfc, half_erfc);
 }
 
-/* The same as `activate`, with AVX-512 intrinsics where they are faster. */
+/* Like `activate`, with AVX-512 intrinsics where they are faster. */
 TARGET_AVX512_BF16 INLINE __m512 activate_avx512(__m512 x, int64_t activation)
 {
     if (activation == GELU)
@@ -163,7 +163,7 @@ TARGET_AVX512_BF16 INLINE void store_output(const Gemm *p, int64_t offset, __mma
         _mm256_mask_storeu_epi16((uint16_t *)p->out + offset, mask, (__m256i)_mm512_cvtneps_pbh(y));
 }
 
-/* Applies the epilogue to the sums of `rows` rows with one panel's columns. */
+/* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. */
 TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t first,
                                         int64_t column, int rows)
 {
@@ -201,7 +201,7 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         for (int i = 0; i < rows; i++) {
             int64_t offset = (first + i) * w->columns + begin;
             __m512 y = sum[i][half] + bias;
-            if (p->pre_activation) { /* The activation reads the stored, rounded number. */
+            if (p->pre_activation) { /* The activation reads the number rounded to bf16. */
                 __m256bh rounded = _mm512_cvtneps_pbh(y);
                 _mm256_mask_storeu_epi16(p->pre_activation + offset, mask, (__m256i)rounded);
                 y = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);

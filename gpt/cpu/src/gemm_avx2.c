@@ -1,8 +1,8 @@
 /* AVX2 GEMM with packed bf16 weights, for CPUs without bf16 instructions.
 
-   It computes the same as gemm_bf16.c and argmax.c, from the same panels. A bf16 number is the
-   upper half of an fp32 number, so a shift and a mask convert a 32-bit word of two bf16 numbers to
-   fp32. */
+   These kernels compute the functions of gemm_bf16.c and argmax.c, from the same panels. A bf16
+   number is the upper half of an fp32 number, so a shift and a mask convert the two bf16 numbers of
+   a 32-bit word to fp32. */
 
 #include <omp.h>
 
@@ -34,15 +34,15 @@ TARGET_AVX2 INLINE void accumulate_avx2(__m256 (*sum)[4], const uint16_t *x, int
             odd[i] = (__m256)_mm256_and_si256(x_pair, upper);
         }
 #pragma GCC unroll 4
-        for (int part = 0; part < 4; part++) {
-            const __m256i *from = (const __m256i *)(weights + part * 2 * AVX2_LANES);
+        for (int quarter = 0; quarter < 4; quarter++) {
+            const __m256i *from = (const __m256i *)(weights + quarter * 2 * AVX2_LANES);
             const __m256i words = _mm256_loadu_si256(from);
             const __m256 first = (__m256)_mm256_slli_epi32(words, 16);
             const __m256 second = (__m256)_mm256_and_si256(words, upper);
 #pragma GCC unroll 3
             for (int i = 0; i < rows; i++) {
-                sum[i][part] = _mm256_fmadd_ps(first, even[i], sum[i][part]);
-                sum[i][part] = _mm256_fmadd_ps(second, odd[i], sum[i][part]);
+                sum[i][quarter] = _mm256_fmadd_ps(first, even[i], sum[i][quarter]);
+                sum[i][quarter] = _mm256_fmadd_ps(second, odd[i], sum[i][quarter]);
             }
         }
     }
@@ -64,7 +64,7 @@ static void update_argmax_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t
         }
 }
 
-/* Applies the epilogue to the sums of `rows` rows with one panel's columns. */
+/* Applies the epilogue to the sums of `rows` rows, from `row` on, for one panel's columns. */
 TARGET_AVX2 static void epilogue_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t row,
                                       int64_t column, int rows)
 {
@@ -103,14 +103,14 @@ TARGET_AVX2 INLINE void gemm_tile_avx2(const Gemm *p, const uint16_t *panel, int
     float outputs[AVX2_TILE_ROWS][COLUMNS];
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
-        for (int part = 0; part < 4; part++)
-            sum[i][part] = _mm256_setzero_ps();
+        for (int quarter = 0; quarter < 4; quarter++)
+            sum[i][quarter] = _mm256_setzero_ps();
     accumulate_avx2(sum, p->x + row * p->x_stride, p->x_stride, panel, p->weight->channels / 2,
                     rows);
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
-        for (int part = 0; part < 4; part++)
-            _mm256_storeu_ps(outputs[i] + part * AVX2_LANES, sum[i][part]);
+        for (int quarter = 0; quarter < 4; quarter++)
+            _mm256_storeu_ps(outputs[i] + quarter * AVX2_LANES, sum[i][quarter]);
     epilogue_avx2(p, outputs, row, column, rows);
 }
 
@@ -125,17 +125,17 @@ TARGET_AVX2 void gemm_panel_avx2(const Gemm *p, const uint16_t *panel, int64_t c
         gemm_tile_avx2(p, panel, first, column, 1);
 }
 
-/* The sum of a row's numbers minus `mean`, or of their squares. */
+/* The sum of x - mean over a row, or if `squared` the sum of (x - mean)^2. */
 TARGET_AVX2 static float sum_row(const uint16_t *x, int64_t width, float mean, int squared)
 {
-    float parts[LANES] = {0}, total = 0;
+    float lane_sums[LANES] = {0}, total = 0;
     for (int64_t c = 0; c < width; c += LANES)
         for (int64_t i = 0; i < LANES && c + i < width; i++) {
             const float y = bf16_to_fp32(x[c + i]) - mean;
-            parts[i] += squared ? y * y : y;
+            lane_sums[i] += squared ? y * y : y;
         }
     for (int i = 0; i < LANES; i++)
-        total += parts[i];
+        total += lane_sums[i];
     return total;
 }
 

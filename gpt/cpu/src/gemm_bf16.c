@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__)
 #define INTERLEAVE_ROWS_MIN (2 * TILE) /* From this number of rows on, interleaving is faster. */
-/* Bytes of a block of rows: part of a core's private cache, which also holds two panels. */
+/* Maximum bytes of a block of rows. A core's private cache must also have space for two panels. */
 #define CACHE_BLOCK_BYTES (384 << 10)
 
 /* The derivative of GELU. */
@@ -47,8 +47,8 @@ TARGET_AVX512_BF16 static void gemm_panel(const Gemm *p, const uint16_t *panel, 
     const int64_t tiles = (end - first + TILE - 1) / TILE;
     const int64_t tile_rows = p->interleaved_rows ? TILE : (end - first + tiles - 1) / tiles;
     const int64_t bytes = p->weight->channels * COLUMNS * sizeof *panel;
-    /* With several tiles, each tile prefetches a part of the next panel, so memory transfers never
-       pause. */
+    /* With several tiles, each tile prefetches a part of the next panel, so that memory transfers
+       do not pause. */
     Prefetch prefetch = {(const char *)panel + (tiles > 1 ? bytes : 2048), 128 / tiles};
     for (; first < p->interleaved_rows && first < end;
          first += TILE, prefetch.address += bytes / tiles)
@@ -60,8 +60,8 @@ TARGET_AVX512_BF16 static void gemm_panel(const Gemm *p, const uint16_t *panel, 
         }
 }
 
-/* The number of rows that stay in the cache during a pass over the panels: whole tiles, and about
-   the same number for all blocks. */
+/* The number of rows of a block, which stays in the cache while all panels are read. It is a
+   multiple of TILE, and about equal for all blocks of a GEMM. */
 static int64_t cache_block_rows(int64_t rows, int64_t channels)
 {
     const int64_t fitting_rows = CACHE_BLOCK_BYTES / (channels * 2) / TILE * TILE,
@@ -94,20 +94,20 @@ TARGET_AVX512_BF16 static void norm_row_avx512(const NormArgs *norm, const uint1
     }
 }
 
-/* Applies the norm to a row of `width` numbers. */
 void norm_row(const NormArgs *norm, const uint16_t *x, int64_t width, uint16_t *out)
 {
     (isa_level < AVX512_BF16 ? norm_row_avx2 : norm_row_avx512)(norm, x, width, out);
 }
 
-/* Rows whose addresses differ by whole pages evict each other from the L1 cache, so such rows are
-   padded. */
+/* The elements from one staged row to the next. Rows whose addresses differ by a multiple of 4096
+   bytes evict each other from the L1 cache, so such rows are padded. */
 static int64_t padded_stride(int64_t channels)
 {
     return channels + (channels % 2048 ? 0 : COLUMNS);
 }
 
-/* Interleaves a tile's rows: one pair of channels of each row, then the next pair. */
+/* Interleaves a tile's rows: the first pair of channels of each row, then the second pair of each
+   row, and so on. */
 TARGET_AVX512_BF16 static void interleave_tile(const uint16_t *from, int64_t channels, uint16_t *to)
 {
     for (int64_t c = 0; c < channels; c += 2 * LANES) {
@@ -122,8 +122,8 @@ TARGET_AVX512_BF16 static void interleave_tile(const uint16_t *from, int64_t cha
     }
 }
 
-/* Decides where to stage the rows of x for a GEMM, and allocates the memory. Rows pass through the
-   norm if it is not NULL. */
+/* Decides where to stage the rows of x for a GEMM, and allocates the memory. `norm` is NULL without
+   a norm. */
 static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads)
 {
     const int64_t width = p->weight->channels, int8_rows = p->weight->scales ? p->rows : 0;
@@ -139,7 +139,7 @@ static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64
     p->x = copied ? p->staged : x;
 }
 
-/* Stages the rows for a GEMM. All of its threads must call this function. */
+/* Stages the rows for a GEMM. All threads of the parallel region must call this function. */
 static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm)
 {
     const int64_t width = p->weight->channels;
@@ -169,7 +169,7 @@ void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads
     const PackedWeight *weight = product.weight;
     const int64_t rows = product.rows, size = weight->channels * COLUMNS;
     const int64_t panels = ((weight->columns << weight->gated) + COLUMNS - 1) / COLUMNS;
-    /* A block of rows stays in a core's cache for all panels; then the next block follows. */
+    /* Tasks are ordered by block of rows, so a block stays in a core's cache for many panels. */
     const int64_t block_rows = weight->scales ? rows : cache_block_rows(rows, weight->channels);
     const int64_t blocks = (rows + block_rows - 1) / block_rows;
     const int64_t panels_per_task = items_per_task(panels, threads),
@@ -195,8 +195,8 @@ void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads
     }
 }
 
-/* Computes a linear of the rows of x: the norm if it is not NULL, then the GEMM with its bias,
-   activation and residual. */
+/* Stores activation(norm(x) * weight + bias) + residual in `out`. NULL for `norm`, `bias` or
+   `residual` omits the operation. */
 void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                    const uint16_t *bias, int64_t activation, const uint16_t *residual, void *out,
                    int64_t threads, const NormArgs *norm)
@@ -225,9 +225,9 @@ TARGET_AVX512_BF16 static void pack_weight_panel(const uint16_t *weight, int64_t
 
 /* Like `preamble_gemm`, but without a norm, and with an unpacked weight, whose dimensions are
    multiples of 32. Each thread packs one panel at a time into its part of `memory`. The shape of
-   the weight is (channels, columns) if `transposed`, else (columns, channels). If `pre_activation`
-   is not NULL, it receives the rows before the activation, rounded to bf16, and the activation
-   reads the rounded rows. */
+   the weight is (channels, columns) if `transposed` is nonzero, else (columns, channels). If
+   `pre_activation` is not NULL, it receives the rows before the activation, rounded to bf16, and
+   the activation reads the rounded rows. */
 void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t columns,
                             int64_t transposed, const uint16_t *x, int64_t rows,
                             const uint16_t *bias, int64_t activation, const uint16_t *residual,
@@ -258,8 +258,8 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
     }
 }
 
-/* Backward pass of GELU or tanh GELU: the gradient of its input, from the gradient `dy` of its
-   output. */
+/* Backward pass of GELU or tanh GELU: stores the gradient of the input in `out`. `dy` is the
+   gradient of the output. */
 TARGET_AVX512_BF16 void preamble_activation_backward(const uint16_t *pre_activation,
                                                      const uint16_t *dy, uint16_t *out,
                                                      int64_t count, int64_t activation,

@@ -1,9 +1,10 @@
 /* GEMM in int8 (AVX512-VNNI): one scale per weight column, one per 64 channels of a row.
 
    Rows are quantized before the GEMM. With one scale per 64 channels, a large number reduces the
-   precision of few other channels. The CPU multiplies unsigned bytes by signed ones, so 128 is
-   added to a weight's codes, and an offset for each group of a row corrects the sums. Sums of bytes
-   are exact. They are combined group by group, in the same order for any number of rows. */
+   precision of the other channels of its group only. VNNI multiplies unsigned bytes by signed
+   bytes, so 128 is added to the codes of weights, and an offset for each group of a row corrects
+   the sums. The int32 sums of a group are exact. The groups are added in fp32, in the same order
+   for any number of rows. */
 
 #include "gemm.h"
 
@@ -33,8 +34,8 @@ void *thread_scratch(int64_t bytes)
     return memory;
 }
 
-/* Quantizes a row to int8. A number that is not finite makes its group's scale not finite, and with
-   that all results of the row. */
+/* Quantizes a row to int8. If a number is not finite, its group's scale is not finite, and so no
+   output of the row is finite. */
 TARGET_AVX512_VNNI void quantize_row(const uint16_t *x, int64_t width, QuantizedGroup *to)
 {
     const __m512i abs_mask = _mm512_set1_epi32(0x7fffffff);
@@ -43,7 +44,8 @@ TARGET_AVX512_VNNI void quantize_row(const uint16_t *x, int64_t width, Quantized
         __m512i absmax = _mm512_setzero_si512(), code_sums = absmax;
         for (int i = 0; i < GROUP_CHANNELS / LANES; i++) {
             y[i] = load_bf16(x + c + i * LANES, lane_mask(width - c - i * LANES));
-            /* Absolute fp32 values have the same order as their bits, and NaN is the largest. */
+            /* The bits of absolute fp32 numbers, as integers, have the order of the numbers; NaN is
+               the largest. */
             absmax = _mm512_max_epi32(absmax, _mm512_and_si512((__m512i)y[i], abs_mask));
         }
         const int32_t bits = _mm512_reduce_max_epi32(absmax);
@@ -65,7 +67,7 @@ typedef struct {
     const uint8_t *bytes, *prefetch;
     const float *scales;
     int64_t column;
-    int64_t prefetch_stride; /* Bytes to advance `prefetch` for each four channels. */
+    int64_t prefetch_stride; /* Bytes to advance `prefetch` per four channels. */
 } Panel;
 
 /* Computes one panel's columns for `rows` rows. */
@@ -126,8 +128,8 @@ TARGET_AVX512_VNNI void gemm_int8_panel(const Gemm *p, int64_t panel)
     const int64_t tile_rows = (p->rows + tiles - 1) / tiles;
     Panel at = {(const uint8_t *)w->panels + panel * size, NULL, w->scales + panel * COLUMNS,
                 panel * COLUMNS, STEP_BYTES / tiles};
-    /* With several tiles, each tile prefetches a part of the next panel, so memory transfers never
-       pause. */
+    /* With several tiles, each tile prefetches a part of the next panel, so that memory transfers
+       do not pause. */
     at.prefetch = at.bytes + (tiles > 1 ? size : 2048);
     for (int64_t first = 0; first < p->rows; first += tile_rows, at.prefetch += size / tiles)
         switch (p->rows - first < tile_rows ? p->rows - first : tile_rows) {

@@ -1,4 +1,4 @@
-/* Packed weights in bf16: panels of 32 columns, by pairs of channels, and their GEMM loop. */
+/* Packed weights: panels of 32 columns, by pairs of channels for bf16, and the GEMM loop. */
 
 #pragma once
 
@@ -9,13 +9,15 @@
 #define COLUMNS 32 /* Columns of a panel. A panel is contiguous in memory. */
 #define TILE 12    /* Rows whose fp32 sums fit into registers. */
 
-/* A weight in panels of bf16 or int8. `panels` is NULL if the weight is absent. */
+/* A weight in panels of bf16 or int8. `panels` is NULL if the weight is absent. If `gated` is
+   nonzero, a panel has 16 gate columns, then the 16 columns that they multiply, and `columns` is
+   the number of gate columns. */
 typedef struct {
     const void *panels;
     int64_t channels, columns;
-    int64_t fp32_output; /* Results are stored as fp32, not as bf16. */
-    int64_t gated;       /* A panel has 16 gate columns, then the 16 columns that they multiply. */
-    const float *scales; /* For int8, the scale of each column, in panel order; else NULL. */
+    int64_t fp32_output; /* Nonzero: outputs are stored as fp32; 0: as bf16. */
+    int64_t gated;
+    const float *scales; /* For int8, the scale of each column, in panel order; NULL for bf16. */
 } PackedWeight;
 
 /* LayerNorm or RMSNorm of the rows before the GEMM, with fp32 parameters. `scale` is NULL if there
@@ -23,7 +25,7 @@ typedef struct {
 typedef struct {
     const float *scale, *shift; /* `shift` is NULL if the norm has no shift. */
     double epsilon;
-    int64_t rms;
+    int64_t rms; /* Nonzero: RMSNorm; 0: LayerNorm. */
 } NormArgs;
 
 /* Applies the norm to a row of `width` numbers. */
@@ -79,7 +81,8 @@ TARGET_AVX512_BF16 INLINE void accumulate_prefetching(__m512 (*sum)[2], const ui
     }
 }
 
-/* The same, with prefetching of the rest of the panel and of the start of the next panel. */
+/* Like `accumulate_prefetching`. Prefetches the memory 2048 bytes ahead: the rest of the panel,
+   then the start of the next panel. */
 TARGET_AVX512_BF16 INLINE void accumulate(__m512 (*sum)[2], const uint16_t *x, int64_t stride,
                                           const uint16_t *panel, int64_t pairs, int rows)
 {
@@ -96,7 +99,7 @@ TARGET_AVX512_BF16 INLINE __m512 load_bf16(const uint16_t *from, __mmask16 mask)
 /* exp(x) with a relative error of 1e-7. NaN stays NaN. */
 TARGET_AVX512_BF16 INLINE __m512 exp_avx512(__m512 x)
 {
-    /* If one operand is NaN, max and min return the second operand. */
+    /* If an operand is NaN, max and min return the second operand, so a NaN in x stays NaN. */
     const __m512 min_log2 = _mm512_set1_ps(-150.0f), log2_y = x * 1.44269504f;
     const __m512 t = _mm512_max_ps(min_log2, _mm512_min_ps(_mm512_set1_ps(126.0f), log2_y));
     const __m512 exponent = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

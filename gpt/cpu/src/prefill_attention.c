@@ -17,21 +17,23 @@
 #define OUT_ELEMENTS (TASK_QUERIES * 128)
 
 typedef struct {
-    int64_t run, first, count; /* A run's queries are numbered by token, then by head. */
+    int64_t run, first, count; /* `count` queries, from `first` on, in order of token, then head. */
 } RunPart;
 
+/* The prefill runs of a step; the same for all layers. `groups`: KV heads; `queries`: query heads
+   per KV head; `width`: channels per head; `table_width`: blocks per row of the block tables. */
 typedef struct {
     int64_t tasks, groups, queries, width, block_tokens, table_width;
-    int64_t window; /* 0: none. */
+    int64_t window; /* 0: no window. */
     int64_t threads;
     double scale;
     const int64_t *row;          /* The row of each run's first token in q. */
-    const int64_t *past;         /* Each run's number of tokens that were already in the cache. */
+    const int64_t *past;         /* The number of past tokens of each run (in the KV cache). */
     const int64_t *sequence;     /* Each run's row in the block tables. */
     const int64_t *block_tables; /* Blocks of each sequence. */
     const RunPart *parts;
     const int64_t *part_starts; /* Index of each task's first part, then the number of parts. */
-    const int64_t *shared_keys; /* How many keys the runs of each task share, in whole segments. */
+    const int64_t *shared_keys; /* The number of keys that all runs of a task share. */
     void *scratch;              /* One WorkerScratch per thread; it may be too large for a stack. */
 } PrefillArgs;
 
@@ -57,8 +59,8 @@ TARGET_AVX512_BF16 static void pack_segment(const PrefillArgs *r, int64_t run, i
     for (int i = 0; i < end; i++) {
         int64_t key = start + i;
         int in_range = key >= low && key < high;
-        int64_t line = in_range ? table[key / size] * 2 * r->groups + group : 0;
-        const uint16_t *from = (const uint16_t *)kv + (line * size + key % size) * width;
+        int64_t block_row = in_range ? table[key / size] * 2 * r->groups + group : 0;
+        const uint16_t *from = (const uint16_t *)kv + (block_row * size + key % size) * width;
         keys[i] = in_range ? from : zeros;
         values[i] = in_range ? from + r->groups * size * width : zeros;
     }
@@ -202,7 +204,7 @@ TARGET_AVX512_BF16 static void attend_keys(const PrefillArgs *r, int64_t run, in
     }
 }
 
-/* The row of q that holds the token of a part's query i. `query_head` returns the query's head. */
+/* The row of q with the token of a part's query i. `query_head` is the head of this query. */
 INLINE int64_t token_row(const PrefillArgs *r, const RunPart *part, int64_t i)
 {
     return r->row[part->run] + (part->first + i) / r->queries;
@@ -218,7 +220,7 @@ INLINE int64_t padded_queries(const RunPart *part)
     return (part->count + TILE - 1) / TILE * TILE;
 }
 
-/* The first key that any of a part's queries sees. */
+/* The first key that a part's first query sees; its other queries see no earlier keys. */
 INLINE int64_t first_visible_key(const PrefillArgs *r, const RunPart *part)
 {
     int64_t end = r->past[part->run] + part->first / r->queries + 1;
@@ -234,7 +236,7 @@ TARGET_AVX512_BF16 static void attend_task(const PrefillArgs *r, int64_t task, i
     const RunPart *parts = r->parts + r->part_starts[task],
                   *last = r->parts + r->part_starts[task + 1];
     const int64_t shared_keys = r->shared_keys[task];
-    int64_t at = 0, low = INT64_MAX;
+    int64_t at = 0, low = INT64_MAX; /* `at`: index of the part's first query in `scratch`. */
     for (const RunPart *part = parts; part < last; at += padded_queries(part), part++) {
         for (int64_t i = 0; i < padded_queries(part); i++) {
             uint16_t *to = scratch->queries + (at + i) * width;
@@ -286,8 +288,8 @@ int64_t preamble_prefill_task_queries(int64_t width)
 }
 
 /* Attention for runs of bf16 rows of q. `row_stride` and `head_stride` are the strides of q in
-   elements. Writes the same rows of `out`. Returns nonzero if the kernel does not support the heads
-   or the CPU. */
+   elements. Writes the same rows of `out`, which is contiguous. Returns nonzero if the kernel does
+   not support the heads or the CPU. */
 int preamble_prefill_attention(const void *args, const void *q, int64_t row_stride,
                                int64_t head_stride, const void *kv, void *out)
 {

@@ -1,21 +1,21 @@
-/* Varlen attention of whole sequences for training, with its backward pass.
+/* Varlen attention of complete sequences for training, with its backward pass.
 
    A sequence may see the tokens of another sequence, its parent, before its own tokens. 32 queries
-   of a head are computed at once, as the columns of a panel. Their scores are stored key by key, so
-   a key's scores are a row of the next GEMM, and only the output is transposed. */
+   of a head are computed at once, as the columns of a panel. Their scores are stored as one row of
+   32 numbers per key, which is the layout of the next GEMM. Only the output is transposed. */
 
 #include "packed_weight.h"
 
 #if defined(__x86_64__)
 #include <omp.h>
 
-/* Rows of a tile in `gemm_transposed`. Its panel is packed again for every 32 queries. */
+/* Rows of a tile in `gemm_transposed`. */
 #define TRANSPOSED_TILE_ROWS 8
 
 typedef struct {
     int64_t sequences, tokens, heads, groups, width, threads;
     double scale;
-    const int64_t *start, *length, *parent, *past; /* For each sequence, in flat rows. */
+    const int64_t *start, *length, *parent, *past; /* As in SequenceView, for each sequence. */
 } VarlenArgs;
 
 typedef struct {
@@ -29,17 +29,21 @@ typedef struct {
     uint16_t *q_panel, *dy_panel, *dy_pairs, *q_pairs, *p, *ds, *key_pairs, *p_panel;
 } WorkerScratch;
 
-/* A sequence and the keys that it sees. Adjacent keys of a head are `stride` elements apart. */
+/* A sequence and the keys that it sees. */
 typedef struct {
-    int64_t start, length, parent, past, keys, stride;
+    int64_t start, length; /* The flat row of the first own token, and the number of own tokens. */
+    int64_t parent, past;  /* The same of the parent; `past` is 0 without a parent. */
+    int64_t keys;          /* past + length. */
+    int64_t stride;        /* Elements between adjacent keys of a head. */
 } SequenceView;
 
+/* The flat row of a key that a sequence sees. */
 INLINE int64_t flat_row(const SequenceView *s, int64_t key)
 {
     return key < s->past ? s->parent + key : s->start + key - s->past;
 }
 
-/* Products of `rows` keys (or values) with a panel, multiplied by `scale`. */
+/* Stores the products of `rows` keys (or values) with a panel, times `scale`. */
 TARGET_AVX512_BF16 INLINE void gemm_rows_tile(const uint16_t *from, int64_t stride,
                                               const uint16_t *panel, int64_t width, float scale,
                                               float *out, int rows)
@@ -78,7 +82,7 @@ TARGET_AVX512_BF16 INLINE void gemm_accumulate_tile(float *out, int64_t stride, 
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)                                                \
     CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 
-/* How many keys from `key` on are contiguous in memory, at most TILE. */
+/* The number of keys, from `key` on, that are contiguous in memory; at most TILE. */
 INLINE int64_t contiguous_keys(const SequenceView *s, int64_t key, int64_t keys)
 {
     int64_t left = (key < s->past && s->past < keys ? s->past : keys) - key;
@@ -90,7 +94,7 @@ INLINE int64_t contiguous_keys(const SequenceView *s, int64_t key, int64_t keys)
 #define GEMM_ACCUMULATE_CASE(n)                                                                    \
     case n: gemm_accumulate_tile(to, width, from, panels + c * COLUMNS, n); break;
 
-/* Products of keys (or values) with a panel, multiplied by `scale`: `keys` rows of 32 numbers. */
+/* Stores the products of keys (or values) with a panel, times `scale`: `keys` rows of 32. */
 TARGET_AVX512_BF16 static void gemm_rows(const SequenceView *s, const uint16_t *x, int64_t keys,
                                          const uint16_t *panel, int64_t width, float scale,
                                          float *out)
@@ -105,8 +109,8 @@ TARGET_AVX512_BF16 static void gemm_rows(const SequenceView *s, const uint16_t *
     }
 }
 
-/* Adds to keys' fp32 rows the products of rows of 32 numbers with one panel for each 32
-   channels. */
+/* Adds to the fp32 rows of `keys` keys the products of rows of 32 numbers with the panels, one
+   panel for each 32 channels. */
 TARGET_AVX512_BF16 static void gemm_accumulate(const SequenceView *s, float *out, const uint16_t *x,
                                                int64_t keys, const uint16_t *panels, int64_t width)
 {
@@ -128,7 +132,7 @@ TARGET_AVX512_BF16 INLINE void store_bf16(uint16_t *to, const float *from)
     _mm256_storeu_si256((__m256i_u *)to, (__m256i)rounded);
 }
 
-/* The product of interleaved keys with a panel, transposed: `rows` rows of `width` numbers. */
+/* Stores the transposed product of interleaved keys and a panel: `rows` rows of `width` numbers. */
 TARGET_AVX512_BF16 static void gemm_transposed(const uint16_t *words, int64_t pairs,
                                                const uint16_t *panel, int64_t width,
                                                float *transposed, uint16_t *out, int64_t stride,
@@ -197,8 +201,8 @@ INLINE Ints masked_lanes(int64_t behind, int half)
     return lanes + half * LANES < (int32_t)behind;
 }
 
-/* Replaces scores (keys, 32) with probabilities. `own` is the first query's own key; only later
-   queries see the keys after it. */
+/* Replaces scores (keys, 32) with probabilities. `own` is the key of the first query's token. Query
+   i sees the keys up to own + i. */
 TARGET_AVX512_BF16 static void softmax_tile(float *scores, int64_t keys, int64_t own)
 {
     for (int half = 0; half < 2; half++) {
@@ -239,7 +243,7 @@ TARGET_AVX512_BF16 static void pack_key_pairs(const uint16_t *rows, int64_t keys
                         panel + key * COLUMNS);
 }
 
-/* Softmax backward: replaces dP with dS, from P and dP. */
+/* Softmax backward: replaces dP with dS = scale * P * (dP - sum(P * dP)). */
 TARGET_AVX512_BF16 static void softmax_backward(const float *p, float *dp, int64_t keys,
                                                 float scale)
 {

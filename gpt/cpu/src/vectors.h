@@ -13,7 +13,7 @@
 #define ABI 15 /* Must equal ABI in gpt/cpu/kernels.py. */
 #define LANES 16
 #define SEGMENT 256      /* Keys per segment. The scores of a segment are computed at once. */
-#define QUERIES 8        /* Queries of a KV head that are computed together. */
+#define QUERIES 8        /* Query heads of a KV head that decode computes together. */
 #define HEAD_DIM_MAX 512 /* The largest supported head dimension. */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -28,7 +28,7 @@ typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t UInts __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float Floats4 __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* The ISA level in use: this CPU's, or a lower one that a test sets. */
+/* The ISA level in use: the highest of this CPU, or a lower level that a test sets. */
 enum { UNKNOWN = -1, PLAIN, AVX2, AVX512_BF16 };
 extern __attribute__((visibility("hidden"))) int isa_level;
 
@@ -125,14 +125,14 @@ INLINE Floats select_lanes(Ints mask, Floats a, Floats b)
     return (Floats)((mask & (Ints)a) | (~mask & (Ints)b));
 }
 
-/* exp(x) for x <= 0. NaN stays NaN. */
+/* exp(x) for x <= 0; exp(-87) for x < -87. NaN stays NaN. */
 INLINE Floats exp_nonpositive(Floats x)
 {
     const Floats zero = {0};
     Floats min_x = zero - 87.0f;
     x = select_lanes(x < min_x, min_x, x);
     Floats shifted_log2 = x * 1.44269504088896341f - 0.5f;
-    /* Truncation rounds to nearest here, as x <= 0. */
+    /* Since x <= 0, truncation of log2 - 0.5 rounds log2 to the nearest integer. */
     Ints exponent = __builtin_convertvector(shifted_log2, Ints);
     Floats n = __builtin_convertvector(exponent, Floats);
     Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;

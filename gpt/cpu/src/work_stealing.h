@@ -1,4 +1,4 @@
-/* Work stealing between OpenMP threads: each has a range of tasks, and then helps the others.
+/* Work stealing between OpenMP threads: a thread computes its own tasks, then tasks of the others.
 
    A thread's tasks are adjacent, so it reads contiguous memory. A thread that is preempted, or
    whose core is slower, delays the others by at most one task. */
@@ -10,21 +10,21 @@
 
 #define WORKERS_MAX 64
 
-/* The number of tasks that were taken from each queue. Initially zeros. */
+/* The number of tasks taken from each queue. Must be zeros before the first task. */
 typedef struct {
     struct {
         int64_t next, padding[7]; /* One cache line per queue, against false sharing. */
     } queues[WORKERS_MAX];
 } WorkQueues;
 
-/* How many adjacent items form one task. Tasks are small enough that all threads finish at about
-   the same time. */
+/* The number of adjacent items of a task. Tasks are small, so that all threads finish at about the
+   same time. */
 static inline int64_t items_per_task(int64_t count, int64_t threads)
 {
     return count / (threads * 32) + 1;
 }
 
-/* Takes the next of `tasks` tasks for this thread. Returns -1 if no task is left. */
+/* Returns the next of `tasks` tasks for this thread, or -1 if no task is left. */
 static inline int64_t next_task(WorkQueues *queues, int64_t tasks)
 {
     const int64_t threads = omp_get_num_threads(),

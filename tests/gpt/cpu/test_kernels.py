@@ -143,7 +143,7 @@ def test_a_missing_library_is_logged_and_torch_is_used(
     step.batch.attention_metadata.clear()
     for path, reason in (
         (tmp_path / "none.so", "was not built"),
-        (other_version, "another version"),
+        (other_version, f"has ABI -1, not {kernels.ABI}; rebuild it"),
     ):
         monkeypatch.setattr(kernels, "LIBRARY", path)
         kernels.library.cache_clear()
