@@ -98,12 +98,12 @@ def evaluate(
             metrics,
             answers_cut=sum(answer.is_truncated for answer in answers[variant]),
         )
-    sample_columns = (examples.records, examples.answers, answers[NO_PROMPT], answers[ADAPTER])
+    sample_columns = zip(
+        examples.records, examples.answers, answers[NO_PROMPT], answers[ADAPTER], strict=True
+    )
     samples = [
         Sample(inputs, expected, before.text, after.text, after.is_truncated)
-        for inputs, expected, before, after in islice(
-            zip(*sample_columns, strict=True), SAMPLES_MAX
-        )
+        for inputs, expected, before, after in islice(sample_columns, SAMPLES_MAX)
     ]
     return Evaluation(len(examples.examples), examples.truncated, examples.dropped, scores, samples)
 

@@ -1,15 +1,15 @@
 """Answer metrics: exact match, accuracy, F1 and ROUGE-L of generated answers.
 
-Each metric is a mean over answers, from 0 to 1; higher is better. In a script without spaces between
-words, each character counts as a word. The mean over several tasks gives each task the same weight,
-regardless of its number of records. This module uses no model.
+Each metric is a mean over answers, from 0 to 1; higher is better. In a script without spaces
+between words, each character counts as a word. The mean over several tasks gives each task the same
+weight, regardless of its number of records. This module uses no model.
 """
 
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-# Unicode ranges of scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana and Han.
+# Unicode ranges of scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana, Han.
 # Hangul text has spaces.
 UNSPACED_SCRIPTS = (
     range(0x0E00, 0x0F00),
@@ -113,7 +113,7 @@ def common_subsequence_length(a: Sequence[str], b: Sequence[str]) -> int:
     for position, word in enumerate(a):
         position_bits[word] = position_bits.get(word, 0) | 1 << position
     all_bits = (1 << len(a)) - 1
-    # The bit of a position of `a` is 0 if a longest common subsequence grows at the position.
+    # Let L(i) be the length for a[:i] and the words of `b` so far. Bit i is 0 if L(i+1) = L(i) + 1.
     unmatched_bits = all_bits
     for word in b:
         matched_bits = unmatched_bits & position_bits.get(word, 0)
