@@ -137,7 +137,7 @@ class TuneConfig:
     schedule: str = "cosine"
     minimum_rate: float = 0.0  # Final learning rate of `cosine` as a share of the peak.
     warmup_steps: int = 20  # Number of steps until the peak learning rate.
-    weight_decay: float = 0.0  # Decay pulls rows towards zero, not towards token embeddings.
+    weight_decay: float = 0.0  # Decay pulls rows toward zero, not toward token embeddings.
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-8

@@ -43,7 +43,7 @@ WATCH_INTERVAL_S = 0.2  # Time between two checks of the child processes.
 SHUTDOWN_WAIT_S = 20.0  # Time for the child ranks to end after rank 0 has finished.
 SHUTDOWN_AFTER_ERROR_WAIT_S = 1.0  # Time for the child ranks to end after an error on rank 0.
 # Timeout of a collective. It is long, because the other ranks wait in a collective while rank 0
-# reads all weights to compute the digest of the base model.
+# computes the digest of the base model, which can require reading all weights.
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
