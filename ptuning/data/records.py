@@ -28,7 +28,8 @@ ProgressCallback = Callable[[int, int | None], None]
 class Record(NamedTuple):
     """The field values of one record and its location in the file."""
 
-    location: str  # "line 3" or "row 3", counted from 1. A CSV record may begin on this line.
+    # "line 3" or "row 3", counted from 1. For a record of several lines, the number of the first.
+    location: str
     values: Mapping[str, object]
 
 
@@ -185,7 +186,7 @@ class _DelimitedTable(_Lines):
         csv.field_size_limit(LINE_BYTES_MAX)  # A process-wide limit; Python's default is 128 KiB.
         rows = csv.reader(self.lines(), delimiter=self._separator, strict=True)
         while True:
-            # The CSV reader has read only the lines of earlier rows.
+            # The CSV reader has read only the lines of earlier rows, so the next line begins a row.
             location = f"line {self.line_number + 1}"
             try:
                 row = next(rows, None)

@@ -1,9 +1,8 @@
 """Verdict: sentences and warnings that rules derive from the metrics of a run.
 
 All rules are in this module, so the report, the terminal and `--json` agree. A metric is called a
-measure here, and a share if it is from 0 to 1. If the measure is a share, the verdict is good or bad
-only if the difference exceeds the confidence margin for the number of examples. This module writes
-no HTML.
+measure here, and a share if it is from 0 to 1. For a share, the verdict is good or bad only if the
+difference exceeds the confidence margin for the number of examples. This module writes no HTML.
 """
 
 import math
