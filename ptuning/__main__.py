@@ -1,9 +1,9 @@
 """`preamble tune` command: trains, sweeps, checks or evaluates an adapter from a YAML file.
 
-Each mode of the command reads the settings into a TuneConfig and calls the function of its mode.
-Messages and progress go to stderr. Results, such as the paths of written adapters, go to stdout. An
-interrupted run resumes when the same command is started again. Without torchrun, rank 0 starts the
-other ranks on this machine with the internal command `python -m ptuning rank`.
+The flags select one function: train, sweep, check or evaluate. Messages and progress go to stderr.
+Results, such as the paths of written adapters, go to stdout. An interrupted run resumes when the
+same command is started again. Without torchrun, rank 0 starts the other ranks on this machine with
+the internal command `python -m ptuning rank`.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _report_error(error: PreambleError) -> int:
     rank = int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if rank:
         # If rank 0 has the same error, rank 0 prints it, and torchrun ends this process during the
-        # sleep. After the sleep, rank 0 evidently does not have the error, so this rank prints it.
+        # sleep. If the sleep ends, rank 0 does not have this error, so this rank prints it.
         time.sleep(TORCHRUN_STOP_WAIT_S)
     _print_stderr(f"preamble tune: {f'rank {rank}: ' if rank else ''}{error}")
     return 1
