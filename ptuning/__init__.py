@@ -1,1 +1,1 @@
-"""P-tuning trainer: learns prompt-tuning, p-tuning and prefix adapters for a frozen GPT."""
+"""P-tuning trainer: prompt-tuning, p-tuning and prefix-tuning adapters for a frozen GPT model."""

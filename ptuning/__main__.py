@@ -1,9 +1,9 @@
 """`preamble tune` command: trains, sweeps, checks or evaluates an adapter from a YAML file.
 
-The command reads the settings into a TuneConfig and passes it to one function. Messages and
-progress go to stderr; the paths of the written files go to stdout. An interrupted run resumes when
-the same command is started again. Without torchrun, rank 0 starts the other ranks on this machine
-with the internal command `python -m ptuning rank`.
+The flags select one function: train, sweep, check or evaluate. Messages and progress go to stderr.
+Results, such as the paths of written adapters, go to stdout. An interrupted run resumes when the
+same command is started again. Without torchrun, rank 0 starts the other ranks on this machine with
+the internal command `python -m ptuning rank`.
 """
 
 import argparse
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ptuning.run_facts import RunFacts
     from ptuning.training.trainer import Trainer
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # Exit code of an interrupted run, as after SIGINT in a shell.
 TORCHRUN_STOP_WAIT_S = 5.0  # After rank 0 fails, torchrun ends the other ranks within this time.
 RECORDS_PER_PROGRESS_LINE = 100_000
 
 
 def main(argv: list[str]) -> int:
-    """Run `tune` or the internal command `rank`; `argv` begins with the command's name."""
+    """Run `tune` or the internal command `rank`, which is argv[0]; return the exit code."""
     if argv == ["rank"]:
         return _run_rank_process()
     if not argv or argv[0] != "tune":
@@ -61,20 +61,24 @@ def main(argv: list[str]) -> int:
 
 
 def _report_error(error: PreambleError) -> int:
-    """Print an error once, although most errors occur on every torchrun rank."""
+    """Print the error and return the exit code.
+
+    An error that occurs on every torchrun rank is printed by rank 0 only.
+    """
     rank = int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if rank:
-        # If rank 0 has the same error, it prints the error and torchrun ends this process during
-        # the sleep. If the sleep ends, only this rank has the error.
+        # If rank 0 has the same error, rank 0 prints it, and torchrun ends this process during the
+        # sleep. If the sleep ends, rank 0 does not have this error, so this rank prints it.
         time.sleep(TORCHRUN_STOP_WAIT_S)
     _print_stderr(f"preamble tune: {f'rank {rank}: ' if rank else ''}{error}")
     return 1
 
 
 def _print_stderr(line: str) -> None:
-    """Print to stderr; ignore a closed stderr, and a print that interrupts another print.
+    """Print a line to stderr, and ignore errors of the print.
 
-    A print in a signal handler raises RuntimeError if the main thread is inside a print.
+    A closed stderr raises OSError. A signal handler that interrupts a print and prints itself gets
+    RuntimeError.
     """
     with suppress(OSError, RuntimeError):
         print(line, file=sys.stderr, flush=True)
@@ -96,7 +100,7 @@ def _ensure_stderr() -> Iterator[None]:
         try:
             sys.stderr.flush()
         except OSError:
-            # Otherwise Python flushes again at exit and reports the failure.
+            # Without this, Python would flush again at exit and report the error.
             _redirect_stderr_to_null()
 
 
@@ -127,7 +131,8 @@ def tune_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="start from step 0; ignore the saved state of an unfinished run",
+        help="start from step 0; ignore the saved state of an unfinished run (with --sweep, also "
+        "repeat finished runs)",
     )
     parser.add_argument(
         "--sweep",
@@ -141,7 +146,7 @@ def tune_parser() -> argparse.ArgumentParser:
         "--evaluate",
         nargs=2,
         metavar=("ADAPTER", "FILE"),
-        help="do not train; score ADAPTER on the records in FILE",
+        help="do not train; score the model with and without ADAPTER on the records in FILE",
     )
     parser.add_argument(
         "--model",
@@ -152,7 +157,7 @@ def tune_parser() -> argparse.ArgumentParser:
 
 
 def _check(config: TuneConfig, args: argparse.Namespace) -> int:
-    """Print rendered examples, token counts and memory of the run, without training."""
+    """Print rendered examples, token counts and memory of the run, or the counts as JSON."""
     from ptuning.data.preflight import preflight_lines, preflight_report
     from ptuning.run.preparation import prepare
 
@@ -176,7 +181,7 @@ def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
 
 
 def _run_on_rank_zero(prepared: "PreparedRun", restart: bool) -> "tuple[RunOutcome, RunFacts]":
-    """Train as rank 0, which also starts the local ranks and reports progress."""
+    """Train as rank 0, which reports the run and, without torchrun, starts the other ranks."""
     from ptuning.launch import join_mesh
     from ptuning.reporting.observer import RunObserver
     from ptuning.run.training_loop import run_folder
@@ -223,9 +228,10 @@ def _tune_on_torchrun_worker(config: TuneConfig, args: argparse.Namespace) -> in
     except PreambleError as error:
         prepare_error = error
     try:
-        # Join even after an error. If rank 0 has the same error, rank 0 prints it and never joins,
-        # and torchrun ends this rank while it waits here, so the error is printed once. If rank 0
-        # joins, only this rank has the error and raises it below.
+        # Join even after an error, so that an error is printed once:
+        # - If rank 0 has the same error, rank 0 prints it and exits without joining, and torchrun
+        #   ends this rank, which waits here.
+        # - If rank 0 joins, rank 0 does not have the error, and this rank raises it below.
         with join_mesh(config, args.restart) as mesh:
             if prepared is None:
                 assert prepare_error is not None
@@ -257,7 +263,7 @@ def _stop_on_signals(trainer: "Trainer", *, quiet: bool) -> Iterator[None]:
             raise KeyboardInterrupt
         trainer.stop_requested = True
         if not quiet:
-            _print_stderr("\nsaving, after this step (repeat the signal to stop at once)")
+            _print_stderr("\nsaving the state after this step; repeat the signal to stop at once")
 
     previous_handlers = {
         signal_number: signal.signal(signal_number, request_stop)
@@ -288,13 +294,13 @@ def _print_summary(outcome: "RunOutcome", facts: "RunFacts", args: argparse.Name
 
 
 def _progress_printer() -> "ProgressCallback":
-    """Return a callback that prints lines to stderr while a large file is read."""
-    last_count = 0
+    """Return a callback that prints a line to stderr every RECORDS_PER_PROGRESS_LINE records."""
+    last_printed_count = 0
 
     def print_progress(count: int, total: int | None) -> None:
-        nonlocal last_count
-        if count - last_count >= RECORDS_PER_PROGRESS_LINE:
-            last_count = count
+        nonlocal last_printed_count
+        if count - last_printed_count >= RECORDS_PER_PROGRESS_LINE:
+            last_printed_count = count
             total_suffix = f" of about {total:,}" if total else ""
             _print_stderr(f"read {count:,}{total_suffix} records")
 
@@ -302,6 +308,7 @@ def _progress_printer() -> "ProgressCallback":
 
 
 def _run_rank_process() -> int:
+    """Train as a child rank; return the exit code."""
     from ptuning.launch import EXIT_PEER_LOST, is_peer_lost, report_rank_error, start_child_rank
     from ptuning.reporting.observer import NullObserver
     from ptuning.run.preparation import prepare

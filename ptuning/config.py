@@ -1,8 +1,9 @@
 """TuneConfig: settings of a tuning run, with units and defaults, read from a YAML file.
 
-The YAML file is read once. The settings of the model come from its checkpoint, never from this
-file. If a run has one task, the settings of that task are top-level keys; if it has several tasks,
-they are the list `tasks`.
+The architecture of the model comes from its checkpoint; `true_vocab_size` and `config_json` supply
+what the checkpoint does not record. If a run has one task, the settings of this task are top-level
+keys. If it has several tasks, the list `tasks` has their settings. This module opens no file other
+than the YAML file and does not import torch.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -13,35 +14,39 @@ from gpt.errors import ConfigError
 from gpt.settings import parse_settings, read_yaml, short_repr, suggest_nearest
 from ptuning.task import DEFAULT_TEMPLATE, Task, parse_nemo_tasks
 
-# The tuning methods, each with its default learning rate. A virtual-token table that is trained
-# directly needs far larger steps than a prompt encoder that produces the table.
+# Maps each tuning method to its default learning rate; see also ADAFACTOR_LEARNING_RATES. The
+# virtual-token table has one embedding row per virtual token. Training the table directly needs far
+# larger steps than training a prompt encoder that produces the table.
 METHOD_LEARNING_RATES = {
-    "prompt-tuning": 1e-2,  # Trains the table directly.
-    "mlp": 3e-4,  # NeMo's MLP over a table.
-    "lstm": 3e-4,  # The LSTM and head of NeMo and PEFT.
-    "tpmlp": 3e-4,  # NeMo's two linear layers, sharded over the tensor-parallel ranks.
-    "peft-mlp": 3e-4,  # PEFT's three linear layers.
-    "prefix": 3e-2,  # Trains keys and values of every layer, without a table of rows.
+    "prompt-tuning": 1e-2,  # Trains the virtual-token table directly.
+    "mlp": 3e-4,  # Prompt encoder: NeMo's MLP.
+    "lstm": 3e-4,  # Prompt encoder: the LSTM of NeMo and PEFT, followed by two linear layers.
+    "tpmlp": 3e-4,  # Prompt encoder: NeMo's two linear layers, sharded over the tensor ranks.
+    "peft-mlp": 3e-4,  # Prompt encoder: PEFT's three linear layers.
+    "prefix": 3e-2,  # Prefix tuning: trains keys and values of every layer.
     "full": 1e-4,  # Trains all weights of the model, without virtual tokens.
 }
+# Methods with a prompt encoder.
 ENCODER_METHODS = tuple(
     method for method in METHOD_LEARNING_RATES if method not in ("prompt-tuning", "prefix", "full")
 )
 # Methods whose trainable parameters are sharded over the tensor-parallel ranks.
 TENSOR_PARALLEL_METHODS = ("tpmlp", "prefix", "full")
-# Initial rows: embeddings of random tokens of the records, embeddings of random tokens of the
-# vocabulary, or random numbers with the standard deviation of the embedding. In a large vocabulary
-# many embeddings may never have been trained; such rows are a bad start.
+# Initial rows of the virtual-token table:
+# - records: embeddings of random tokens of the training records;
+# - vocabulary: embeddings of random tokens of the vocabulary. Tokens that were rare in pre-training
+#   may have untrained embeddings, which are bad initial rows;
+# - random: random numbers with the standard deviation of the token embeddings.
 INITIALIZATIONS = ("records", "vocabulary", "random")
-# Lester et al. use the learning rate 0.3, without scaling the steps by the RMS of the table.
-# Methods that are not listed here have the same default rate as with AdamW.
+# Default learning rates with Adafactor that differ from METHOD_LEARNING_RATES. 0.3 is the rate of
+# Lester et al., who do not scale the steps by the RMS of the table.
 ADAFACTOR_LEARNING_RATES = {"prompt-tuning": 0.3}
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("cosine", "constant", "inverse-sqrt")
 RECOMPUTE_MODES = ("none", "selective", "block", "full")
 MEASURES = ("loss", "exact_match", "accuracy", "f1")
 
-# Task settings that may be top-level keys beside `tasks`; there they are defaults for all tasks.
+# Task settings that are also allowed as top-level keys beside `tasks`, as defaults for all tasks.
 SHARED_TASK_SETTINGS = {"data", "validation", "answer_only_loss"}
 POSITIVE_SETTINGS = (
     "tokens_max",
@@ -80,10 +85,12 @@ class TuneConfig:
 
     model: str  # Path of the checkpoint.
     data: str = ""  # File of training records: jsonl, CSV, TSV or Parquet.
-    name: str = ""  # Name of the adapter.
-    # Directory for the adapter, created if it does not exist; may be a server's adapter directory.
+    name: str = ""  # Name of the adapter; required, except for method `full`.
+    # Directory for the adapter (method `full`: for the checkpoint), created if it does not exist.
+    # May be the adapter directory of a running server.
     output: str = "adapters"
-    # Directory for logs, report and states; None: `runs/NAME` beside the output directory.
+    # Directory in which each run gets a numbered directory for its logs, report and states; None:
+    # `runs/NAME` beside the output directory.
     run: str | None = None
 
     validation: str = ""  # File of held-out records, which are never trained on; empty: none.
@@ -101,10 +108,11 @@ class TuneConfig:
     # Text whose token embeddings are the initial virtual-token rows; empty: `initial` selects the
     # initial rows.
     initial_text: str = ""
-    # Instruction text that is evaluated as a baseline in place of the virtual tokens.
+    # Instruction text that replaces the virtual tokens in a baseline evaluation; empty: no such
+    # baseline.
     oracle: str = ""
     tasks: tuple[Task, ...] = ()  # Several tasks, in place of the top-level task settings.
-    # Token limit of an example; None: the model's context length, which is also the maximum.
+    # Token limit of an example; None: the model's context length. A larger value is reduced to it.
     tokens_max: int | None = None
     answer_only_loss: bool = True  # Whether only answer tokens have a loss; False: all text tokens.
 
@@ -118,32 +126,34 @@ class TuneConfig:
     encoder_from: str | None = None
 
     steps: int = 200
-    batch_examples: int = 16  # Examples per step; reduced to the number of training examples.
+    # Number of examples per step on all ranks together, limited to the number of training examples.
+    batch_examples: int = 16
     micro_batch_examples: int | None = None  # Example limit of a micro-batch; None: no limit.
     # Token limit of a micro-batch; None: no limit. A longer example is a micro-batch of its own.
     micro_batch_tokens: int | None = None
-    optimizer: str = "adamw"
+    optimizer: str = "adamw"  # One of OPTIMIZERS.
     learning_rate: float | None = None  # None: the default of the method and the optimizer.
-    # Learning rate schedule after the warm-up; `cosine` decays to `minimum_rate`.
+    # Learning rate schedule after the warm-up: one of SCHEDULES. `cosine` decays to `minimum_rate`.
     schedule: str = "cosine"
     minimum_rate: float = 0.0  # Final learning rate of `cosine` as a share of the peak.
-    warmup_steps: int = 20
-    weight_decay: float = 0.0  # Decay pulls rows towards zero, not towards token embeddings.
+    warmup_steps: int = 20  # Number of steps until the peak learning rate.
+    weight_decay: float = 0.0  # Decay pulls rows toward zero, not toward token embeddings.
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-8
-    gradient_norm_max: float = 1.0
+    gradient_norm_max: float = 1.0  # Gradients with a larger norm are scaled down to this norm.
     # Dropout rates of the model, only for `full`: a frozen model runs without dropout.
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     seed: int = 0
 
-    # Number of steps between validations; None: only at the end. With `full`, the last weights are
-    # written, even if an earlier validation was better.
+    # Number of steps between validations; None: only before the first step and at the end. Method
+    # `full` writes the last weights, even if an earlier validation was better.
     validate_every: int | None = None
     # Number of records per task that are evaluated, from the start of the validation file.
     validation_examples: int = 200
-    measure: str = "loss"  # Metric that selects the best table and decides early stopping.
+    # Metric that selects the best table and decides early stopping: one of MEASURES.
+    measure: str = "loss"
     # Number of validations without improvement after which the run stops early; None: never.
     patience: int | None = None
     save_every: int = 100  # Number of steps between saved states.
@@ -156,7 +166,7 @@ class TuneConfig:
     dp: int = 1  # Number of data-parallel replicas; each computes a share of every batch.
     # Number of model chunks per stage; values above 1 select the interleaved schedule.
     virtual_stages: int = 1
-    sequence_parallel: bool = False  # Only has an effect if tp is more than 1.
+    sequence_parallel: bool = False  # Has an effect only if tp is more than 1.
     recompute: str = "none"  # Activation checkpointing: one of RECOMPUTE_MODES.
     recompute_layers: int = 1  # Number of layers per model chunk that `block` recomputes.
 
@@ -237,12 +247,12 @@ class TuneConfig:
             raise ConfigError(f"two tasks are named {duplicate!r}; give each task a unique name")
         for task in self.resolved_tasks:
             if not task.name and self.method != "full":
-                raise ConfigError("'name' is missing; it has no default")
+                raise ConfigError("name is missing; set it to the name of the adapter")
             _check_path("data", task.data or "")
 
     @property
     def resolved_tasks(self) -> tuple[Task, ...]:
-        """The run's tasks; a shared setting that a task lacks has the top-level value."""
+        """The tasks of the run, with top-level values for the shared settings that a task lacks."""
         if self.tasks:
             return tuple(
                 replace(
@@ -281,35 +291,35 @@ class TuneConfig:
         return cls.from_dict(read_yaml(Path(path)), path)
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any], source: str) -> Self:
-        record = dict(record)
-        if "task_templates" in record:
-            if "tasks" in record:
+    def from_dict(cls, settings: dict[str, Any], source: str) -> Self:
+        """Parse a mapping of settings; `source` names its file in error messages."""
+        settings = dict(settings)
+        if "task_templates" in settings:
+            if "tasks" in settings:
                 raise ConfigError(
                     f"{source}: both task_templates and tasks are set; remove one of them"
                 )
-            record["tasks"] = parse_nemo_tasks(record.pop("task_templates"), source)
-        tasks = record.get("tasks")
+            settings["tasks"] = parse_nemo_tasks(settings.pop("task_templates"), source)
+        tasks = settings.get("tasks")
         if isinstance(tasks, list):
             if not all(isinstance(task, dict | Task) for task in tasks):
                 raise ConfigError(
                     f"{source}: tasks is {short_repr(tasks)}; each task must be a mapping of "
                     "`key: value`"
                 )
-            record["tasks"] = [
+            settings["tasks"] = [
                 task
                 if isinstance(task, Task)
                 else parse_settings(Task, task, f"{source}: task {number}")
                 for number, task in enumerate(tasks, 1)
             ]
-            conflicting = sorted(
-                {setting.name for setting in fields(Task)} & set(record) - SHARED_TASK_SETTINGS
-            )
-            if tasks and conflicting:
+            own_settings = {setting.name for setting in fields(Task)} - SHARED_TASK_SETTINGS
+            misplaced_settings = sorted(own_settings & set(settings))
+            if tasks and misplaced_settings:
                 raise ConfigError(
-                    f"{source}: {conflicting[0]} is set beside tasks; move it into each task"
+                    f"{source}: {misplaced_settings[0]} is set beside tasks; move it into each task"
                 )
-        return parse_settings(cls, record, source)
+        return parse_settings(cls, settings, source)
 
 
 def _check_path(name: str, path: str) -> None:

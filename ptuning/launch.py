@@ -1,8 +1,9 @@
-"""Launches and joins a run's ranks: a single process, local child processes, or torchrun.
+"""Rank launcher of a run: a single process, local child processes, or torchrun workers.
 
-Without torchrun, this process is rank 0 and starts the other ranks as child processes. They read
-all settings from their standard input and end when rank 0 ends. Only rank 0 writes to the terminal;
-it also reports the errors of the other ranks. This module is independent of the training code.
+Without torchrun, this process is rank 0 and starts the other ranks as child processes. The child
+ranks read all settings from their standard input and end when rank 0 ends. Rank 0 writes the
+progress, and the error messages of all ranks, to the terminal. This module is independent of the
+training code.
 """
 
 import json
@@ -33,16 +34,21 @@ from ptuning.config import SHARED_TASK_SETTINGS, TuneConfig
 
 # Exit code of a rank whose only error is a lost connection to another rank.
 EXIT_PEER_LOST = 3
+# Parts of the messages with which gloo and NCCL report a lost connection.
 PEER_LOST_MESSAGES = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
-# Time that rank 0 waits for a failed rank to end and to report its error.
+# After a child rank has failed: the time for rank 0 to notice the failure in a collective, and then
+# the time for the other child ranks to end and to write their errors.
 PEER_FAILURE_WAIT_S = 5.0
 WATCH_INTERVAL_S = 0.2  # Time between two checks of the child processes.
-SHUTDOWN_WAIT_S = 20.0  # Time for the other ranks to end after rank 0 has finished.
-COLLECTIVE_TIMEOUT_S = 1800.0  # Limit of one collective; a rank may wait for a whole validation.
+SHUTDOWN_WAIT_S = 20.0  # Time for the child ranks to end after rank 0 has finished.
+SHUTDOWN_AFTER_ERROR_WAIT_S = 1.0  # Time for the child ranks to end after an error on rank 0.
+# Timeout of a collective. It is long, because the other ranks wait in a collective while rank 0
+# computes the digest of the base model, which can require reading all weights.
+COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 class PeerLostError(ConfigError):
-    """This rank lost its connection to another rank; the cause is on the other rank."""
+    """This rank lost its connection to another rank, whose failure is the cause."""
 
 
 def under_torchrun() -> bool:
@@ -50,7 +56,7 @@ def under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank 0, the only rank that writes to the terminal."""
+    """Return whether this process is rank 0. Child ranks must not call this function."""
     return not under_torchrun() or int(os.environ["RANK"]) == 0
 
 
@@ -87,7 +93,7 @@ def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Settings that rank 0 sends to a child rank."""
+    """Settings and coordinates that rank 0 sends to a child rank."""
 
     config: TuneConfig
     restart: bool
@@ -100,10 +106,10 @@ class RankSpec:
 
 
 def start_child_rank(stdin: TextIO) -> RankSpec:
-    """Set up this process as a child rank and return the settings that rank 0 has sent."""
+    """Set up this process as a child rank; return the RankSpec that rank 0 has sent."""
     message = json.loads(stdin.read())
     die_with_parent(message["parent"])
-    # Rank 0 handles these signals and stops all ranks.
+    # Rank 0 handles these signals and ends all ranks.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     config = TuneConfig.from_dict(message["config"], "the run's settings")
@@ -121,6 +127,7 @@ def report_rank_error(folder: Path, rank: int, message: str) -> None:
 def _child_ranks(
     config: TuneConfig, world_size: int, folder: Path, *, restart: bool
 ) -> Iterator[None]:
+    """Start the child ranks; on exit, end them. An error of a child rank becomes PeerLostError."""
     processes: list[ChildProcess] = []
     stopped = threading.Event()
     try:
@@ -153,7 +160,7 @@ def _child_ranks(
             stopped.set()
             if not is_peer_lost(error):
                 raise
-            # The error message of the lost rank is more useful than the message of this rank.
+            # The child rank's error message is more useful than this rank's lost connection.
             raise PeerLostError(failure_reason(processes, folder, str(error))) from error
     finally:
         stopped.set()
@@ -163,11 +170,11 @@ def _child_ranks(
 def _watch_children(
     processes: Sequence[ChildProcess], folder: Path, stopped: threading.Event
 ) -> None:
-    """End this process if a child rank has failed while rank 0 is still blocked.
+    """Poll the child ranks; end this process if one has failed and rank 0 does not notice.
 
     In the rendezvous and in NCCL, rank 0 would stay blocked until the timeout of the collective,
-    and a blocked thread cannot receive an exception. os._exit loses no work, because a saved state
-    is complete from the moment it has its name.
+    and a blocked thread cannot receive an exception. os._exit leaves no incomplete state: a state
+    gets its final name only after it is complete.
     """
     while not stopped.wait(WATCH_INTERVAL_S):
         if any(process.poll() for process in processes) and not stopped.wait(PEER_FAILURE_WAIT_S):
@@ -181,9 +188,11 @@ def _watch_children(
 
 
 def failure_reason(processes: Sequence[ChildProcess], folder: Path, fallback: str) -> str:
-    """Return the first error message that a rank has written.
+    """Return why the run failed: the first of these that exists.
 
-    If there is none, tell how the first failed rank ended.
+    - the error message that a child rank has written;
+    - the exit code or the signal of a failed child rank;
+    - `fallback`, as the details of a lost connection.
     """
     deadline = time.monotonic() + PEER_FAILURE_WAIT_S
     codes: list[int | None] = []
@@ -201,7 +210,7 @@ def failure_reason(processes: Sequence[ChildProcess], folder: Path, fallback: st
     ]
     if not failures:
         return _peer_lost_message(fallback)
-    # gloo may abort a rank that loses its peer, so an abort is named only if nothing else failed.
+    # gloo may abort a rank whose peer has failed, so a rank that ended otherwise is preferred.
     rank, code = min(failures, key=lambda failure: failure[1] == -signal.SIGABRT)
     exit_description = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     memory_hint = ", perhaps out of memory" if code == -signal.SIGKILL else ""
@@ -220,16 +229,19 @@ def _peer_lost_message(details: str) -> str:
 
 def _stop_children(processes: Sequence[ChildProcess]) -> None:
     for process in processes:
-        process.wait_or_kill(SHUTDOWN_WAIT_S if sys.exc_info()[0] is None else 1.0)
+        process.wait_or_kill(
+            SHUTDOWN_WAIT_S if sys.exc_info()[0] is None else SHUTDOWN_AFTER_ERROR_WAIT_S
+        )
 
 
 def config_to_dict(config: TuneConfig) -> dict[str, Any]:
     """Return the settings as a mapping that TuneConfig.from_dict accepts."""
-    record = json.loads(json.dumps(asdict(config)))
-    if record["tasks"]:
-        task_settings = set(record["tasks"][0]) - SHARED_TASK_SETTINGS
-        record = {key: value for key, value in record.items() if key not in task_settings}
-    return dict(record)
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    if settings["tasks"]:
+        # Beside `tasks`, from_dict refuses these task settings at the top level.
+        task_settings = set(settings["tasks"][0]) - SHARED_TASK_SETTINGS
+        settings = {key: value for key, value in settings.items() if key not in task_settings}
+    return settings
 
 
 def _join_local(config: TuneConfig, rank: int, world_size: int, folder: Path) -> Mesh:

@@ -1,19 +1,20 @@
 """Facts of a run as plain values: metrics per step, validations, sample answers, tasks.
 
-The training loop produces the facts; the progress display, the logs and the report read them. None
-of these readers needs a model, so a report can be regenerated from the facts alone. This module
-does not import torch.
+The trainer produces `StepMetrics` and the validator produces `Validation`; the observer of rank 0
+collects them in `RunFacts`. The progress display, the logs, the report and `--json` read only these
+facts and need no model. This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The rows of the report's comparison table, in this order. Each row has its own metrics.
+# Evaluated variants: the rows of the report's comparison table.
 NO_PROMPT = "no prompt"  # The template without its virtual tokens.
 ORACLE = "oracle"  # The task's instruction text in place of the virtual tokens.
-ADAPTER = "adapter"
+ADAPTER = "adapter"  # The trained adapter; with method `full`, the trained model.
 FULL = "full fine-tuning"
+# In the order of the table.
 BASELINES = (NO_PROMPT, ORACLE, ADAPTER, FULL)
 
 State = Literal["running", "finished", "stopped early", "interrupted"]
@@ -24,22 +25,23 @@ class StepMetrics:
     """Metrics of one training step."""
 
     step: int  # Number of the step, from 1.
-    steps: int  # Total number of steps of the run, unless the run stops early.
+    steps: int  # Planned number of steps of the run.
     loss: float  # Mean loss over the tokens that have a loss.
     tokens: int  # Number of text and virtual tokens in the batch.
     text_tokens: int  # Number of text tokens in the batch.
     seconds: float  # Duration of this step.
-    rate: float  # Learning rate of this step.
+    rate: float  # Learning rate of this step; 0 if the step was skipped.
     gradient_norm: float  # Norm of all gradients before clipping.
-    skipped: bool = False  # Whether the gradients overflowed, so that the optimizer made no step.
+    # Whether the gradients overflowed, so that the parameters were not updated.
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
     """A held-out record with its expected answer and the generated answers."""
 
-    inputs: Mapping[str, str]
-    expected: str
+    inputs: Mapping[str, str]  # The template fields, without the answer.
+    expected: str  # The answer in the record.
     before: str  # Answer generated without the adapter.
     after: str  # Answer generated with the adapter.
     cut: bool = False  # Whether the answer `after` ended because it reached max_new_tokens.
@@ -51,19 +53,20 @@ class Validation:
 
     step: int
     loss: float | None = None
-    measures: Mapping[str, float] = field(default_factory=dict)  # Metrics from 0 to 1.
-    # The loss and the metrics of each task, keyed by its name.
+    # Answer metrics from 0 to 1, as means over the tasks; empty: no answers were generated.
+    measures: Mapping[str, float] = field(default_factory=dict)
+    # The loss and the answer metrics of each task, keyed by its name; empty: the run has one task.
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """One adapter: its records, its file and its metrics."""
+    """One task: its adapter file, records and metrics."""
 
-    name: str
+    name: str  # Name of the adapter.
     task: str = ""  # Purpose of the adapter in a few words.
     path: str = ""  # Path of the adapter file; empty: not written yet.
-    card: Mapping[str, Any] = field(default_factory=dict)
+    card: Mapping[str, Any] = field(default_factory=dict)  # The adapter's card; empty: no adapter.
     fields: Sequence[str] = ()  # Template fields that a request must give.
     data: str = ""  # File of the training records.
     validation: str = ""  # File of the held-out records; empty: none.
@@ -74,7 +77,7 @@ class TaskFacts:
     dropped: Sequence[str] = ()  # The reason for each dropped record.
     lengths: Sequence[int] = ()  # Length of each training example in tokens.
     answers_cut: int = 0  # Number of evaluated answers that reached max_new_tokens.
-    # Metrics keyed by the row of the comparison table (BASELINES).
+    # Answer metrics of each evaluated variant, keyed by its name in BASELINES.
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
 
@@ -91,4 +94,4 @@ class RunFacts:
     progress: Sequence[StepMetrics] = ()
     validations: Sequence[Validation] = ()
     best_step: int | None = None  # Step after which the adapter was best; None: the last step.
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # Warnings of the run, such as a state that could not be saved.

@@ -38,7 +38,8 @@ class Task:
     # Number of virtual tokens at each marker <|VIRTUAL_PROMPT_i|> of the template, in order; empty:
     # all virtual tokens are at one marker.
     splits: tuple[int, ...] = ()
-    # Instruction text that is evaluated as a baseline in place of the virtual tokens.
+    # Instruction text that replaces the virtual tokens in a baseline evaluation; empty: no such
+    # baseline.
     oracle: str = ""
     # Text whose token embeddings are the initial virtual-token rows; empty: the run's setting
     # `initial` selects the initial rows.
@@ -71,8 +72,8 @@ class NemoTask:
     def to_task(self, source: str) -> Task:
         answer_field = self.answer_field
         if answer_field is None:
-            # NeMo needs no answer field if the loss covers the whole text. A server needs it to
-            # know where the prompt ends.
+            # NeMo needs no answer field if the loss covers the whole text. A server needs one, to
+            # know where the prompt ends; the field at the end of the template is used.
             field_start = self.prompt_template.rfind("{")
             answer_field = self.prompt_template[field_start + 1 : -1]
             if field_start < 0 or not self.prompt_template.endswith("}") or not answer_field:
@@ -95,10 +96,7 @@ class NemoTask:
 
 
 def parse_nemo_tasks(templates: object, source: str) -> list[Task]:
-    """Convert NeMo's `task_templates` to tasks.
-
-    Each training record names its task in the key `taskname`.
-    """
+    """Convert the list of NeMo's `task_templates` to tasks."""
     source = f"{source}: task_templates"
     if not isinstance(templates, list) or not templates:
         raise ConfigError(f"{source} is {short_repr(templates)}; it must be a list of templates")

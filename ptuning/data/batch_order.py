@@ -20,6 +20,7 @@ class BatchOrder:
         self._examples = examples
         self._seed = seed
         self.batch_size = min(batch_size, len(examples))
+        # A batch has examples of at most two epochs.
         self._epoch_permutation = lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def batch(self, step: int) -> list[Example]:

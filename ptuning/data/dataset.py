@@ -1,9 +1,10 @@
 """Dataset: records rendered by a task's prompt template into token ids and loss positions.
 
-Training and serving render with the same template. The answer comes last, and by default only its
-tokens have a loss. An invalid record raises an error with its line. A record that is too long is
-dropped and counted, or its `truncate_field` is truncated. The virtual-token rows of all tasks form
-one table, task after task. This module uses the model's sizes, but no weights.
+Training and serving render with the same template. The answer comes last, and by default only the
+tokens of the answer have a loss. An invalid record raises an error that names the record's line. A
+record that is too long is dropped and counted, or its `truncate_field` is truncated. The
+virtual-token rows of all tasks form one table, task after task. This module uses the model's sizes,
+but no weights.
 """
 
 from array import array
@@ -22,20 +23,17 @@ from ptuning.data.records import ProgressCallback, Record, read_records
 from ptuning.task import Task
 
 TASKNAME = "taskname"  # Key of a record that names its task, as in NeMo's data.
-NAMES_CHARACTERS_MAX = 200  # Length limit of names in an error message.
+NAMES_CHARACTERS_MAX = 200  # Length limit of task names and field names in an error message.
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids of a prompt and its answer.
+    """Token ids of a prompt and its answer, as one training example."""
 
-    The id vocab_size + i is a virtual token, which selects row i of the run's table.
-    """
-
-    ids: Sequence[int]
+    ids: Sequence[int]  # The id vocab_size + i is a virtual token: row i of the run's table.
     answer_start: int  # Position of the answer's first token.
     task_index: int = 0  # Index among the tasks of the run.
-    # Positions of the ids that have a loss; empty: the positions of the answer.
+    # Positions of the ids that have a loss. The default () is replaced by the answer's positions.
     loss_positions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -51,12 +49,12 @@ class ExampleSet:
     examples: list[Example]
     truncated: int  # Number of truncated examples.
     dropped: list[str]  # The reason for each dropped record.
-    # For each example, the template fields that a request would send.
+    # For each example, the template fields that a request would send: all except the answer.
     records: list[dict[str, str]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)  # For each example, the expected answer.
 
     def head(self, count: int) -> "ExampleSet":
-        """Return the first `count` examples, with unchanged `truncated` and `dropped`."""
+        """Return the first `count` examples; `truncated` and `dropped` are unchanged."""
         return ExampleSet(
             self.examples[:count],
             self.truncated,
@@ -85,18 +83,23 @@ def read_tasks(
     model_config: GPTConfig,
     progress: ProgressCallback | None = None,
 ) -> list[TaskData]:
-    """Read and render the records of all tasks; a file that several tasks share is read once."""
+    """Read and render the training and validation records of all tasks.
+
+    A file of training records that several tasks share is read once, and likewise a file of
+    validation records.
+    """
     context = model_config.max_position_embeddings
     tokens_max = min(config.tokens_max or context, context)
-    builders, first_row = [], 0
-    for number, task in enumerate(config.resolved_tasks):
+    builders: list[ExampleBuilder] = []
+    first_row = 0
+    for task_index, task in enumerate(config.resolved_tasks):
         template = task_template(
             task, tokenizer, with_virtual_tokens=config.method != "full", kind=config.adapter_kind
         )
         check_template(template, config.adapter_kind, task.name)
         prefix_tokens = template.virtual_tokens if config.adapter_kind == "prefix" else 0
         layout = ExampleLayout(
-            number, model_config.vocab_size, first_row, tokens_max, prefix_tokens
+            task_index, model_config.vocab_size, first_row, tokens_max, prefix_tokens
         )
         builders.append(
             ExampleBuilder(
@@ -109,44 +112,48 @@ def read_tasks(
         )
         first_row += template.virtual_tokens
     has_several_tasks = len(config.resolved_tasks) > 1
-    examples_by_role: list[dict[int, ExampleSet]] = []
-    for role in ("data", "validation"):
-        examples_by_role.append({})
-        paths = [getattr(task, role) for task in config.resolved_tasks]
+    # Both are keyed by task index.
+    training_sets: dict[int, ExampleSet] = {}
+    validation_sets: dict[int, ExampleSet] = {}
+    for setting, example_sets in (("data", training_sets), ("validation", validation_sets)):
+        paths = [getattr(task, setting) for task in config.resolved_tasks]
         for path in dict.fromkeys(filter(None, paths)):
             path_builders = [
                 builder
                 for builder, task_path in zip(builders, paths, strict=True)
                 if task_path == path
             ]
-            example_sets = _read_file(Path(path), path_builders, progress, strict=has_several_tasks)
-            examples_by_role[-1] |= {
-                builder.layout.task_index: example_set
-                for builder, example_set in zip(path_builders, example_sets, strict=True)
-            }
-    training_sets, validation_sets = examples_by_role
+            file_sets = _read_file(
+                Path(path), path_builders, progress, has_several_tasks=has_several_tasks
+            )
+            for builder, example_set in zip(path_builders, file_sets, strict=True):
+                example_sets[builder.layout.task_index] = example_set
     return [
         TaskData(
             task,
             builder.template,
             builder.layout.first_row,
             model_config.vocab_size,
-            training_sets[number],
-            validation_sets.get(number),
+            training_sets[builder.layout.task_index],
+            validation_sets.get(builder.layout.task_index),
             tokens_max,
         )
-        for number, (task, builder) in enumerate(zip(config.resolved_tasks, builders, strict=True))
+        for task, builder in zip(config.resolved_tasks, builders, strict=True)
     ]
 
 
 def task_template(
     task: Task, tokenizer: Tokenizer, *, with_virtual_tokens: bool = True, kind: str = "rows"
 ) -> PromptTemplate:
-    """Return a task's prompt template, with or without its virtual-token markers."""
-    # The keys and values of a prefix come first, so a begin-of-text token follows them.
+    """Return a task's prompt template, with or without its virtual-token markers.
+
+    `kind` is the kind of the adapter: "rows" or "prefix".
+    """
+    # The keys and values of a prefix come first, so the begin-of-text token follows them.
     bos_position = "text" if kind == "prefix" else "first"
     text = task.template
     if not with_virtual_tokens:
+        # Remove the markers and keep the fields; group 1 of a match is the number of a marker.
         text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)
     return PromptTemplate(
         text,
@@ -177,23 +184,24 @@ def read_examples(
     tokens_max: int,
     kind: str = "rows",
 ) -> ExampleSet:
-    """Read and render all records of one file."""
+    """Read and render all records of one file, with the template of one adapter."""
     prefix_tokens = template.virtual_tokens if kind == "prefix" else 0
     builder = ExampleBuilder(
         "", template, tokenizer, ExampleLayout(0, vocab_size, 0, tokens_max, prefix_tokens)
     )
-    return _read_file(path, [builder], None, strict=False)[0]
+    return _read_file(path, [builder], None, has_several_tasks=False)[0]
 
 
 @dataclass(frozen=True)
 class ExampleLayout:
-    """The parameters that turn a task's rendered records into examples."""
+    """Token numbering and limits of a task's examples."""
 
     task_index: int  # Index among the tasks of the run.
     vocab_size: int
     first_row: int  # First row of the task in the run's table.
-    tokens_max: int
-    # Number of leading ids that predict no token, because a prefix has no output.
+    tokens_max: int  # Length limit of an example, including virtual tokens.
+    # Number of leading ids that are virtual tokens of a prefix. They predict no token, because a
+    # prefix has no output. 0: the adapter has rows.
     prefix_tokens: int = 0
 
 
@@ -224,7 +232,10 @@ class ExampleBuilder:
         self._truncated = 0
 
     def add_record(self, path: Path, record: Record) -> None:
-        inputs = _text_fields(record, self.template.fields, f"{path} {record.location}")
+        """Render a record and add its example, or add the reason why the record is dropped."""
+        inputs = _text_fields(
+            record, self.template.fields, f"{path} {record.location}", "the template needs it"
+        )
         layout = self.layout
         try:
             rendered = self.template.render(
@@ -254,7 +265,15 @@ class ExampleBuilder:
         # An array takes 4 bytes per id, a list over 30.
         ids = array("i", rendered.ids)
         if layout.first_row:
-            ids = array("i", [i + layout.first_row * (i >= layout.vocab_size) for i in ids])
+            # The template numbers virtual tokens from row 0; in the run's table they begin at
+            # first_row.
+            ids = array(
+                "i",
+                [
+                    token + layout.first_row if token >= layout.vocab_size else token
+                    for token in ids
+                ],
+            )
         self._truncated += rendered.truncated_tokens > 0
         self._examples.append(Example(ids, answer_start, layout.task_index, loss_positions))
         self._answers.append(inputs.pop(self.template.answer_field or "", ""))
@@ -263,20 +282,23 @@ class ExampleBuilder:
     def _loss_positions(self, ids: Sequence[int], answer_start: int) -> Sequence[int]:
         """Return the positions of the ids that have a loss.
 
-        The first id never has a loss, because no position predicts it.
+        The first id has no loss, because no token predicts it. With a prefix, the first text token
+        has no loss, for the same reason.
         """
-        first_position, vocab_size = self.layout.prefix_tokens + 1, self.layout.vocab_size
+        first_position = self.layout.prefix_tokens + 1
+        vocab_size = self.layout.vocab_size
         if self._answer_only:
             return range(max(first_position, answer_start), len(ids))
         positions = [
             position for position in range(first_position, len(ids)) if ids[position] < vocab_size
         ]
         if positions and len(positions) == positions[-1] - positions[0] + 1:
+            # Consecutive positions are stored as a range, which takes no memory per position.
             return range(positions[0], positions[-1] + 1)
         return array("i", positions)
 
     def pop_examples(self, path: Path) -> ExampleSet:
-        """Return the examples of a file and clear the builder for the next file."""
+        """Return the examples of the file `path`, and clear the builder for the next file."""
         task_suffix = f" of the task {self.name!r}" if self.name else ""
         if not self._examples:
             reason = "it has no record" + task_suffix
@@ -295,54 +317,62 @@ def _read_file(
     builders: Sequence[ExampleBuilder],
     progress: ProgressCallback | None,
     *,
-    strict: bool,
+    has_several_tasks: bool,
 ) -> list[ExampleSet]:
-    """Read a file's records for the tasks that share the file.
+    """Read a file's records for the tasks that share the file; return the examples of each task.
 
-    If several tasks share the file, each record must have a `taskname`. If `strict`, a record's
-    `taskname` must name one of these tasks. Otherwise the file belongs to a single task: all
-    records with a `taskname` must have the same one, which may differ from the task's name.
+    `has_several_tasks` says whether the run has several tasks. The key `taskname` of a record has
+    these rules:
+
+    - If several tasks share the file, each record must have the key.
+    - In a run with several tasks, the value must be the name of a task that reads the file.
+    - In a run with one task, all values must be equal; they may differ from the task's name.
     """
     field_names = {TASKNAME, *(name for builder in builders for name in builder.template.fields)}
     is_shared = len(builders) > 1
-    # If the template has a field named `taskname`, the records' `taskname` is text, not a task.
-    has_task_names = TASKNAME not in builders[0].template.fields
+    # If the template of the only task has a field named `taskname`, the key is an ordinary field.
+    taskname_is_field = TASKNAME in builders[0].template.fields
     by_name = {builder.name: builder for builder in builders}
     first_name: str | None = None
     for record in read_records(path, field_names, progress):
         record_builder = builders[0]
-        if is_shared or (has_task_names and TASKNAME in record.values):
+        if is_shared or (not taskname_is_field and TASKNAME in record.values):
             location = f"{path} {record.location}"
-            name = _text_fields(record, (TASKNAME,), location)[TASKNAME]
+            name = _text_fields(record, (TASKNAME,), location, "several tasks share this file")[
+                TASKNAME
+            ]
             first_name = name if first_name is None else first_name
-            if strict and name not in by_name:
+            if has_several_tasks and name not in by_name:
                 raise ConfigError(
                     f"{location}: no task that reads this file is named {short_repr(name)}; "
                     f"{suggest_nearest(name[:NAMES_CHARACTERS_MAX], by_name)}"
                 )
-            if not strict and name != first_name:
+            if not has_several_tasks and name != first_name:
                 raise ConfigError(
                     f"{location}: the taskname is {short_repr(name)}, but "
                     f"{short_repr(first_name)} in earlier records; list several tasks by name "
-                    "under `tasks`, or use one taskname"
+                    "under `tasks`, or use the same taskname in all records"
                 )
-            if strict:
+            if has_several_tasks:
                 record_builder = by_name[name]
         record_builder.add_record(path, record)
     return [builder.pop_examples(path) for builder in builders]
 
 
-def _text_fields(record: Record, names: Sequence[str], location: str) -> dict[str, str]:
-    """Return the required fields of a record; each value must be a text."""
+def _text_fields(
+    record: Record, names: Sequence[str], location: str, reason: str
+) -> dict[str, str]:
+    """Return the required fields of a record; each value must be a text.
+
+    `reason` says in error messages why the fields are required.
+    """
     texts = {}
     for name in names:
         if name not in record.values:
-            available = ", ".join(sorted(record.values))[:NAMES_CHARACTERS_MAX] or "nothing"
-            reason = "the template needs it"
-            if name == TASKNAME:
-                reason = "several tasks share this file"
+            field_names = ", ".join(sorted(record.values))[:NAMES_CHARACTERS_MAX] or "none"
             raise ConfigError(
-                f"{location}: no field {name!r}, but {reason}; this record has: {available}"
+                f"{location}: the record has no field {name!r}, but {reason}; its fields are: "
+                f"{field_names}"
             )
         value = record.values[name]
         if not isinstance(value, str):

@@ -1,9 +1,10 @@
 """Micro-batches: examples packed without padding, each task's common prefix computed once.
 
-A micro-batch is one flat batch. The examples of a task begin with the same tokens, at least with
-the leading virtual tokens. This common prefix is a separate sequence, which the other sequences
-attend to as their past; causal attention makes the result exact. This module does not depend on a
-model.
+A micro-batch is one flat batch. The examples of a task often begin with the same tokens, such as
+leading virtual tokens. This common prefix is one sequence of the batch; the remainder of each
+example is another sequence that attends to the common prefix as its parent (`Batch.parents`).
+Because attention is causal, the results equal those of separate examples. This module does not
+depend on a model.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from ptuning.data.dataset import Example
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one pass through the model."""
+    """The input of one forward and backward pass, and the tokens that it must predict."""
 
-    ids: Tensor  # (tokens,); virtual tokens have ids at or above vocab_size.
-    batch: Batch  # Its logit rows are the positions that predict a token with a loss.
-    labels: Tensor  # (rows,): the ids to predict.
+    ids: Tensor  # (tokens,) token ids; virtual tokens have ids at or above vocab_size.
+    batch: Batch  # Its logit rows are the tokens that predict a token with a loss.
+    labels: Tensor  # (logit rows,) the token id that each logit row must predict.
 
 
 def build_micro_batch(
@@ -33,7 +34,11 @@ def build_micro_batch(
     share_prefix: bool = True,
     dropout: Dropout | None = None,
 ) -> MicroBatch:
-    """Pack examples; a task's common prefix is shared if `share_prefix` is set without dropout."""
+    """Pack examples into one flat batch.
+
+    `share_prefix` computes the common prefix of a task's examples once. It has no effect with
+    `dropout`, because each example then draws its own masks.
+    """
     examples = sorted(examples, key=lambda example: example.task_index)
     prefix_lengths = _common_prefix_lengths(examples) if share_prefix and dropout is None else {}
     lengths = list(prefix_lengths.values())
@@ -41,20 +46,22 @@ def build_micro_batch(
     ids: list[int] = []
     for task, length in prefix_lengths.items():
         ids += next(example.ids[:length] for example in examples if example.task_index == task)
-    rows: list[int] = []
+    logit_rows: list[int] = []
     prefix_tasks = list(prefix_lengths)
     for example in examples:
         prefix_length = prefix_lengths.get(example.task_index, 0)
         # The last token predicts no token, so it is not computed.
         suffix = example.ids[prefix_length:-1]
-        rows += [len(ids) + position - 1 - prefix_length for position in example.loss_positions]
+        # The token before a position predicts the token at the position.
+        suffix_positions = [position - 1 - prefix_length for position in example.loss_positions]
+        logit_rows += [len(ids) + position for position in suffix_positions]
         parents.append(prefix_tasks.index(example.task_index) if prefix_length else None)
         lengths.append(len(suffix))
         ids += suffix
     batch = Batch.unpaged(
         lengths,
         device,
-        logit_rows=torch.tensor(rows, device=device),
+        logit_rows=torch.tensor(logit_rows, device=device),
         dropout=dropout,
         parents=parents if prefix_lengths else (),
     )
@@ -63,42 +70,40 @@ def build_micro_batch(
 
 
 def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
-    """Return the length of the common prefix of each task that has several examples."""
+    """Return the length of each task's common prefix, keyed by task index.
+
+    A task is omitted if it has a single example, or if its examples have no common prefix.
+    """
     prefix_lengths: dict[int, int] = {}
     for task in dict.fromkeys(example.task_index for example in examples):
         task_examples = [example for example in examples if example.task_index == task]
         # The common prefix ends before the token that predicts the first token with a loss.
         limit = min(example.loss_positions[0] - 1 for example in task_examples)
         first_example, *other_examples = task_examples
-        common = next(
-            (
-                length
-                for length in range(limit)
-                if any(
-                    example.ids[length] != first_example.ids[length] for example in other_examples
-                )
-            ),
-            limit,
-        )
-        if other_examples and common > 0:
-            prefix_lengths[task] = common
+        length = 0
+        while length < limit and all(
+            example.ids[length] == first_example.ids[length] for example in other_examples
+        ):
+            length += 1
+        if other_examples and length > 0:
+            prefix_lengths[task] = length
     return prefix_lengths
 
 
 def split_into_micro_batches(
     examples: Sequence[Example], examples_max: int | None, tokens_max: int | None
 ) -> list[list[Example]]:
-    """Split a step's examples, in order, by the limits of a micro-batch.
+    """Split a step's examples, in order, so that each micro-batch keeps both limits.
 
-    A single example longer than `tokens_max` is a micro-batch of its own.
+    A limit of None is no limit. An example longer than `tokens_max` is a micro-batch of its own.
     """
     micro_batches: list[list[Example]] = [[]]
     tokens = 0
     for example in examples:
         size = len(example.ids)
-        full = examples_max is not None and len(micro_batches[-1]) >= examples_max
+        is_full = examples_max is not None and len(micro_batches[-1]) >= examples_max
         exceeds_tokens = tokens_max is not None and tokens + size > tokens_max
-        if micro_batches[-1] and (full or exceeds_tokens):
+        if micro_batches[-1] and (is_full or exceeds_tokens):
             micro_batches.append([])
             tokens = 0
         micro_batches[-1].append(example)

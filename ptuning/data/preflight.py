@@ -23,7 +23,7 @@ from ptuning.data.batch_order import BatchOrder
 from ptuning.data.dataset import Example, ExampleSet, TaskData
 from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
 
-EXAMPLES_SHOWN = 3  # Number of printed examples per task, and of printed reasons per file.
+EXAMPLES_SHOWN = 3  # Number of printed examples per task, and of drop reasons per file.
 STEPS_SAMPLED = 8  # Number of steps whose batches are built to count their tokens.
 # Share of answers that may exceed max_new_tokens without a warning.
 LONG_ANSWERS_SHARE_MAX = 0.01
@@ -31,13 +31,13 @@ LONG_ANSWERS_SHARE_MAX = 0.01
 
 @dataclass(frozen=True)
 class LengthQuantiles:
-    """Quantiles of lengths in tokens."""
+    """Quantiles of lengths in tokens. The field names are keys of the JSON output."""
 
-    least: int
-    half: int
-    nine_of_ten: int
-    all_but_one_percent: int
-    most: int
+    least: int  # Minimum.
+    half: int  # Median.
+    nine_of_ten: int  # 90th percentile.
+    all_but_one_percent: int  # 99th percentile.
+    most: int  # Maximum.
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "LengthQuantiles":
@@ -56,14 +56,14 @@ class LengthQuantiles:
 class FileStats:
     """Counts of one task's records in one file."""
 
-    file: str
-    examples: int
+    file: str  # Path of the file.
+    examples: int  # Number of examples, without dropped records.
     cut: int  # Number of truncated examples.
     left_out: int  # Number of dropped records.
-    reasons: tuple[str, ...]  # The reasons for the first dropped records.
-    prompt_tokens: LengthQuantiles  # Including virtual tokens.
-    answer_tokens: LengthQuantiles
-    empty_answers: int
+    reasons: tuple[str, ...]  # The reasons for the first EXAMPLES_SHOWN dropped records.
+    prompt_tokens: LengthQuantiles  # Lengths of the prompts, including virtual tokens.
+    answer_tokens: LengthQuantiles  # Lengths of the answers, including the end-of-text token.
+    empty_answers: int  # Number of examples whose answer is empty.
     repeated: int  # Number of examples that equal an earlier example of the file.
 
 
@@ -72,30 +72,30 @@ class TaskStats:
     """Counts of one task."""
 
     name: str
-    virtual_tokens: int
+    virtual_tokens: int  # Number of virtual tokens of an example.
     virtual_share: float  # Virtual tokens as a share of all tokens of the examples.
     tokens_max: int  # Length limit of an example.
-    learning: FileStats  # The training records.
-    validation: FileStats | None
+    learning: FileStats  # Counts of the training records.
+    validation: FileStats | None  # Counts of the validation records; None: there are none.
     known_prompts: int  # Number of validation prompts that also occur in the training records.
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Counts of one step over all data-parallel ranks, as means over the sampled steps."""
+    """Counts of a training step over all data-parallel ranks, from the sampled steps."""
 
-    examples: int
-    passes: float  # Number of micro-batches.
-    tokens: float  # Number of tokens that the model computes.
-    tokens_of_pass_max: int  # Number of tokens of the largest micro-batch.
-    shared_tokens: float  # Number of tokens that are not computed, because examples share a prefix.
-    learned_tokens: float  # Number of tokens with a loss.
-    rounds: float  # Number of epochs of the whole run.
+    examples: int  # Number of examples.
+    passes: float  # Mean number of micro-batches; a pass is the computation of one micro-batch.
+    tokens: float  # Mean number of tokens that the model computes.
+    tokens_of_pass_max: int  # Number of tokens of the largest micro-batch of the sampled steps.
+    shared_tokens: float  # Mean number of tokens that shared prefixes save.
+    learned_tokens: float  # Mean number of tokens with a loss.
+    rounds: float  # Number of epochs of the run, not of the step.
 
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """The output of `--check` as plain numbers and texts (for `dataclasses.asdict`)."""
+    """The output of `--check --json`, as converted by `dataclasses.asdict`."""
 
     tasks: tuple[TaskStats, ...]
     step: StepStats
@@ -122,8 +122,8 @@ def preflight_report(
         )
     if config.warmup_steps >= config.steps:
         warnings.append(
-            f"warmup_steps is {config.warmup_steps} and the run has {config.steps} steps, so it "
-            "never trains at the full learning rate"
+            f"warmup_steps is {config.warmup_steps} and the run has {config.steps} steps, so the "
+            "learning rate rises until the end of the run; set a smaller warmup_steps"
         )
     return PreflightReport(task_stats, step_stats, tuple(warnings))
 
@@ -131,7 +131,7 @@ def preflight_report(
 def preflight_lines(
     tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, model_config: GPTConfig
 ) -> list[str]:
-    """Return the lines that `--check` prints."""
+    """Return the lines that `--check` prints without `--json`."""
     report = preflight_report(tasks, tokenizer, config)
     lines = []
     for task, task_stats in zip(tasks, report.tasks, strict=True):
@@ -151,7 +151,7 @@ def preflight_lines(
             )
     step_stats = report.step
     lines.append(
-        f"a step: {step_stats.examples:,} examples in "
+        f"each step: {step_stats.examples:,} examples in "
         f"{_format_count(step_stats.passes, 'pass', 'passes')}, "
         f"{step_stats.tokens:,.0f} tokens computed (at most {step_stats.tokens_of_pass_max:,} in "
         f"a pass), {step_stats.shared_tokens:,.0f} saved by shared prefixes, "
@@ -164,9 +164,9 @@ def preflight_lines(
 
 
 def memory_line(config: TuneConfig, model_config: GPTConfig, step_stats: StepStats) -> str:
-    """Return a line with the estimated memory of the rank that needs the most.
+    """Return a line with the estimated memory of the rank that needs the most memory.
 
-    The estimate does not include virtual-token rows, logits and libraries.
+    The estimate excludes virtual-token rows, logits and libraries.
     """
     trains_model, dtype = config.method == "full", config.dtype or model_config.dtype
     activation_config = TrainingSetup(
@@ -175,8 +175,8 @@ def memory_line(config: TuneConfig, model_config: GPTConfig, step_stats: StepSta
         trainable="all" if trains_model else "adapter",
         dropout=config.hidden_dropout > 0,
     )
-    # Preamble's attention never stores its scores, so the mode "none" needs as much memory as
-    # "selective".
+    # Without attention dropout, Preamble's attention stores no scores, so the mode "none" needs as
+    # much memory as "selective". The scores that attention dropout stores are not counted.
     recompute_modes: tuple[RecomputeMode, RecomputeMode] = ("selective", "full")
     selective_bytes, full_bytes = (
         layer_activation_bytes(
@@ -190,7 +190,7 @@ def memory_line(config: TuneConfig, model_config: GPTConfig, step_stats: StepSta
     recomputed_share = {"full": 1.0, "block": min(1.0, recomputed_layers_share)}.get(
         config.recompute, 0.0
     )
-    # layer_activation_bytes counts 2 bytes per value.
+    # layer_activation_bytes counts 2 bytes per value; convert to the size of the compute dtype.
     layer_bytes = (
         (recomputed_share * full_bytes + (1 - recomputed_share) * selective_bytes)
         * DTYPE_BYTES[dtype]
@@ -225,33 +225,35 @@ def _task_stats(task: TaskData) -> TaskStats:
             _prompt_hash(example) in prompts for example in task.validation.examples
         )
     tokens = sum(len(example.ids) for example in examples)
+    validation_stats = None
+    if task.validation is not None:
+        validation_stats = _file_stats(task.task.validation or "", task.validation)
     return TaskStats(
-        task.task.name,
-        task.template.virtual_tokens,
-        task.template.virtual_tokens * len(examples) / tokens,
-        task.tokens_max,
-        _file_stats(task.task.data or "", task.examples),
-        None
-        if task.validation is None
-        else _file_stats(task.task.validation or "", task.validation),
-        repeated_prompts,
+        name=task.task.name,
+        virtual_tokens=task.template.virtual_tokens,
+        virtual_share=task.template.virtual_tokens * len(examples) / tokens,
+        tokens_max=task.tokens_max,
+        learning=_file_stats(task.task.data or "", task.examples),
+        validation=validation_stats,
+        known_prompts=repeated_prompts,
     )
 
 
 def _file_stats(path: str, example_set: ExampleSet) -> FileStats:
-    distinct = {hash(tuple(example.ids)) for example in example_set.examples}
+    examples = example_set.examples
+    distinct_hashes = {hash(tuple(example.ids)) for example in examples}
     return FileStats(
-        path,
-        len(example_set.examples),
-        example_set.truncated,
-        len(example_set.dropped),
-        tuple(example_set.dropped[:EXAMPLES_SHOWN]),
-        LengthQuantiles.from_lengths([example.answer_start for example in example_set.examples]),
-        LengthQuantiles.from_lengths(
-            [len(example.ids) - example.answer_start for example in example_set.examples]
+        file=path,
+        examples=len(examples),
+        cut=example_set.truncated,
+        left_out=len(example_set.dropped),
+        reasons=tuple(example_set.dropped[:EXAMPLES_SHOWN]),
+        prompt_tokens=LengthQuantiles.from_lengths([example.answer_start for example in examples]),
+        answer_tokens=LengthQuantiles.from_lengths(
+            [len(example.ids) - example.answer_start for example in examples]
         ),
-        sum(not answer.strip() for answer in example_set.answers),
-        len(example_set.examples) - len(distinct),
+        empty_answers=sum(not answer.strip() for answer in example_set.answers),
+        repeated=len(examples) - len(distinct_hashes),
     )
 
 
@@ -265,7 +267,7 @@ def _step_stats(tasks: Sequence[TaskData], config: TuneConfig) -> StepStats:
     micro_batches: list[MicroBatch] = []
     unshared_tokens = 0
     steps = min(STEPS_SAMPLED, config.steps)
-    dropout = max(config.hidden_dropout, config.attention_dropout) > 0
+    has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
     for step in range(1, steps + 1):
         batch = order.batch(step)
         # The last token of an example predicts no token and is not computed.
@@ -275,7 +277,7 @@ def _step_stats(tasks: Sequence[TaskData], config: TuneConfig) -> StepStats:
                 batch[rank :: config.dp], config.micro_batch_examples, config.micro_batch_tokens
             )
             micro_batches += [
-                build_micro_batch(group, share_prefix=not dropout) for group in groups if group
+                build_micro_batch(group, share_prefix=not has_dropout) for group in groups if group
             ]
     tokens = sum(micro_batch.batch.tokens for micro_batch in micro_batches)
     return StepStats(
@@ -310,7 +312,8 @@ def _warnings(task: TaskData, stats: TaskStats) -> list[str]:
         long_answers = sum(length > new_tokens_max for length in answer_lengths)
         if long_answers > LONG_ANSWERS_SHARE_MAX * stats.learning.examples:
             warnings.append(
-                f"{long_answers:,} answers are longer than max_new_tokens ({new_tokens_max})"
+                f"{long_answers:,} answers are longer than max_new_tokens ({new_tokens_max}), so "
+                "by default a server cuts such answers"
             )
     if stats.virtual_share > 0.5:
         warnings.append(
@@ -320,13 +323,13 @@ def _warnings(task: TaskData, stats: TaskStats) -> list[str]:
 
 
 def _example_lines(example: Example, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Return lines with an example's prompt and answer and the number of tokens with a loss."""
+    """Return two lines: an example's prompt and its answer, with their numbers of tokens."""
     answer_start = example.answer_start
     prompt, answer = example.ids[:answer_start], example.ids[answer_start:]
     text = ""
-    for virtual, ids in groupby(prompt, lambda token: token >= vocab_size):
-        run = list(ids)
-        text += f"<{len(run)} virtual>" if virtual else tokenizer.decode(run)
+    for is_virtual, group in groupby(prompt, lambda token: token >= vocab_size):
+        group_ids = list(group)
+        text += f"<{len(group_ids)} virtual>" if is_virtual else tokenizer.decode(group_ids)
     ends_with_eos = bool(answer) and answer[-1] == tokenizer.eos_id
     eos_text = f" {tokenizer.id_to_token(answer[-1])}" if ends_with_eos else ""
     prompt_loss_tokens = sum(position < answer_start for position in example.loss_positions)

@@ -28,7 +28,8 @@ ProgressCallback = Callable[[int, int | None], None]
 class Record(NamedTuple):
     """The field values of one record and its location in the file."""
 
-    location: str  # Such as "line 3" or "row 3", from 1; the first line if a record has several.
+    # "line 3" or "row 3", counted from 1. For a record of several lines, the number of the first.
+    location: str
     values: Mapping[str, object]
 
 
@@ -48,7 +49,10 @@ class RecordSource(Protocol):
 def read_records(
     path: Path, field_names: Container[str], progress: ProgressCallback | None = None
 ) -> Iterator[Record]:
-    """Read all records of a file; values of fields not in `field_names` may be None."""
+    """Yield all records of a file.
+
+    A field that is not in `field_names` may have the value None, because it was not read.
+    """
     count = 0
     try:
         with path.open("rb") as file:
@@ -94,7 +98,7 @@ class _Lines:
             location = f"{self.path} line {self.line_number}"
             if len(raw) > LINE_BYTES_MAX:
                 raise ConfigError(
-                    f"{location}: over {LINE_BYTES_MAX >> 20} MiB; "
+                    f"{location}: the line is over {LINE_BYTES_MAX >> 20} MiB; "
                     "each record must be a separate line below this limit"
                 )
             content = raw.removeprefix(BOM) if self.line_number == 1 else raw
@@ -133,15 +137,16 @@ def _parse_object(text: str, location: str) -> dict[str, object]:
             # str(error) contains a line number, which is always 1 here and would mislead.
             message = f"{error.msg} at character {error.pos + 1}"
         raise ConfigError(
-            f"{location}: not JSON ({message}); each line must be one JSON object"
+            f"{location}: the line is not JSON ({message}); each line must be one JSON object"
         ) from None
     except RecursionError:
         raise ConfigError(
-            f"{location}: nested too deeply; each line must be one flat JSON object"
+            f"{location}: the JSON is nested too deeply; each line must be one flat JSON object"
         ) from None
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{location}: a {type(record).__name__}; each line must be one JSON object"
+            f"{location}: the JSON is of the type {type(record).__name__}; each line must be one "
+            "JSON object"
         )
     return record
 
@@ -170,7 +175,8 @@ class _DelimitedTable(_Lines):
                     )
             elif len(row) != len(header):
                 raise ConfigError(
-                    f"{file_location}: {len(row)} columns, but the header has {len(header)}; "
+                    f"{file_location}: the row has {len(row)} columns, but the header has "
+                    f"{len(header)}; "
                     "quote fields that contain separators"
                 )
             else:
@@ -180,14 +186,14 @@ class _DelimitedTable(_Lines):
         csv.field_size_limit(LINE_BYTES_MAX)  # A process-wide limit; Python's default is 128 KiB.
         rows = csv.reader(self.lines(), delimiter=self._separator, strict=True)
         while True:
-            # A row may span several lines; the reader has not read any line of the next row yet.
+            # The CSV reader has read only the lines of earlier rows, so the next line begins a row.
             location = f"line {self.line_number + 1}"
             try:
                 row = next(rows, None)
             except csv.Error as error:
                 raise ConfigError(
-                    f"{self.path} {location}: not a row ({error}); close each quoted field, and "
-                    "double the quotes inside it"
+                    f"{self.path} {location}: the row cannot be parsed ({error}); close each "
+                    "quoted field, and double the quotes inside it"
                 ) from None
             if row is None:
                 return
@@ -208,15 +214,16 @@ class _Parquet:
             ) from None
         self._path = path
         self._field_names = field_names
-        # pyarrow raises any of these for a broken file.
+        # The exceptions that pyarrow raises for broken files.
         self._errors = (ArrowException, OSError, ValueError)
         try:
             self._file = parquet.ParquetFile(file)
         except self._errors as error:
-            raise self._broken_error(error) from None
+            raise self._broken_file_error(error) from None
 
     def records(self) -> Iterator[Record]:
         names = self._file.schema_arrow.names
+        # The names of all columns are needed for error messages about missing fields.
         unread_fields: dict[str, object] = {
             name: None for name in names if name not in self._field_names
         }
@@ -229,7 +236,7 @@ class _Parquet:
                     batch = next(batches, None)
                     rows = [] if batch is None else batch.to_pylist()
                 except self._errors as error:
-                    raise self._broken_error(error, f" after row {row_number}") from None
+                    raise self._broken_file_error(error, f" after row {row_number}") from None
                 if batch is None:
                     return
                 for row_number, row in enumerate(rows, row_number + 1):  # noqa: B020
@@ -238,7 +245,7 @@ class _Parquet:
     def total(self, count: int) -> int | None:
         return int(self._file.metadata.num_rows)
 
-    def _broken_error(self, error: Exception, position: str = "") -> ConfigError:
+    def _broken_file_error(self, error: Exception, position: str = "") -> ConfigError:
         message = " ".join(str(error).split())[:100]
         return ConfigError(
             f"{self._path} is broken{position} or is not a Parquet file ({message}); "

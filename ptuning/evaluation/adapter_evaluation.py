@@ -2,8 +2,8 @@
 
 The adapter's card has the prompt template, the stop strings and the digest of the base model. The
 model answers the same records with and without the adapter's virtual tokens, so the scores show the
-gain of the adapter. The stop strings and length limits have the same effect as in serving.
-The measurements on held-out records during a run are in ptuning/run/validation.py.
+gain of the adapter. Stop strings and length limits have the same effect as in serving. This module
+needs no run; ptuning/run/validation.py evaluates held-out records during a run.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter
 from gpt.checkpoint.digest import identify
 from gpt.errors import AdapterError, ConfigError
 from gpt.formats.overrides import open_with_overrides, read_overrides
-from gpt.generation.completions import NEW_TOKENS_DEFAULT, complete_prompts
+from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model, parse_device
 from gpt.model.pipeline import model_chunks
@@ -43,7 +44,7 @@ LINES_SHOWN = 3  # Number of sample answers and of reasons for dropped records i
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of the answers with the adapter, or of the answers without it."""
+    """Scores of the model with the adapter, or without the adapter."""
 
     loss: float  # Mean loss over the tokens of the expected answers.
     measures: Mapping[str, float]  # Metrics from 0 to 1.
@@ -52,10 +53,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of evaluating an adapter on records."""
+    """Scores and sample answers of an adapter on records. The field names are JSON keys."""
 
-    examples: int
-    truncated: int
+    examples: int  # Number of examples, without dropped records.
+    truncated: int  # Number of truncated examples.
     dropped: Sequence[str]  # The reason for each dropped record.
     scores: Mapping[str, Score]  # Keyed by ADAPTER and NO_PROMPT.
     samples: Sequence[Sample]
@@ -64,44 +65,45 @@ class Evaluation:
 def evaluate(
     model: GPT | Sequence[GPT], tokenizer: Tokenizer, adapter: Adapter, examples: ExampleSet
 ) -> Evaluation:
-    """Score an adapter on examples that were rendered by the adapter's template.
+    """Score an adapter on examples that were rendered with the adapter's template.
 
     All ranks must call this function.
     """
     vocab_size = model_chunks(model)[0].config.vocab_size
     table = adapter.table.to(model_chunks(model)[0].mesh.device)
     plain_examples = [_without_virtual_tokens(example, vocab_size) for example in examples.examples]
-    texts: dict[str, list[str]] = {}
-    cut: list[bool] = []
+    answers: dict[str, list[TextCompletion]] = {}
     scores: dict[str, Score] = {}
-    for baseline, scored_examples, table_rows in (
+    for variant, scored_examples, variant_table in (
         (NO_PROMPT, plain_examples, None),
         (ADAPTER, examples.examples, table),
     ):
         prompts = [list(example.ids[: example.answer_start]) for example in scored_examples]
-        answers = complete_prompts(
+        answers[variant] = complete_prompts(
             model,
             tokenizer,
             # A prompt needs at least one token. An empty prompt becomes the BOS token, or the EOS
-            # token if the tokenizer has no BOS token: it precedes texts in the training data.
+            # token if the tokenizer has no BOS token, because this token precedes each text in
+            # pre-training data.
             [prompt or [tokenizer.bos_id or tokenizer.eos_id or 0] for prompt in prompts],
-            adapter_table=table_rows,
+            adapter_table=variant_table,
             adapter_kind=adapter.card.kind,
             max_new_tokens=adapter.card.max_new_tokens or NEW_TOKENS_DEFAULT,
             stop_strings=adapter.card.stop,
         )
-        texts[baseline] = [answer.text for answer in answers]
-        cut = [answer.is_truncated for answer in answers]
-        metrics = compute_metrics(texts[baseline], examples.answers)
-        scores[baseline] = Score(
-            answer_loss(model, scored_examples, table_rows, adapter.card.kind), metrics, sum(cut)
+        texts = [answer.text for answer in answers[variant]]
+        metrics = compute_metrics(texts, examples.answers)
+        scores[variant] = Score(
+            answer_loss(model, scored_examples, variant_table, adapter.card.kind),
+            metrics,
+            answers_cut=sum(answer.is_truncated for answer in answers[variant]),
         )
-    sample_columns = (examples.records, examples.answers, texts[NO_PROMPT], texts[ADAPTER], cut)
+    sample_columns = zip(
+        examples.records, examples.answers, answers[NO_PROMPT], answers[ADAPTER], strict=True
+    )
     samples = [
-        Sample(*sample_values)
-        for sample_values, _ in zip(
-            zip(*sample_columns, strict=True), range(SAMPLES_MAX), strict=False
-        )
+        Sample(inputs, expected, before.text, after.text, after.is_truncated)
+        for inputs, expected, before, after in islice(sample_columns, SAMPLES_MAX)
     ]
     return Evaluation(len(examples.examples), examples.truncated, examples.dropped, scores, samples)
 
@@ -113,10 +115,13 @@ def answer_loss(
     table: Tensor | None,
     kind: str = "rows",
 ) -> float:
-    """Return the mean loss over the tokens that have a loss. All ranks must call this function."""
+    """Return the mean loss over the tokens that have a loss. All ranks must call this function.
+
+    `table` is the table of an adapter of the kind `kind`; None: no adapter.
+    """
     chunks = model_chunks(model)
     mesh = chunks[0].mesh
-    # Examples of similar length share a micro-batch; the order does not change the sum.
+    # Examples of similar length share a micro-batch; the order changes the sum only by rounding.
     ordered = sorted(examples, key=lambda example: len(example.ids))
     micro_batches = [
         build_micro_batch(group, mesh.device)
@@ -151,7 +156,10 @@ def _without_virtual_tokens(example: Example, vocab_size: int) -> Example:
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Run `tune --evaluate ADAPTER FILE` with the model of `args.model` or of the config file."""
+    """Run `tune --evaluate ADAPTER FILE`; return the exit code.
+
+    The model is `args.model`, or `model` of the config file.
+    """
     path, file = map(Path, args.evaluate)
     config = _load_config(args)
     overrides = read_overrides(config.config_json, config.true_vocab_size)
@@ -193,6 +201,7 @@ def _load_config(args: argparse.Namespace) -> TuneConfig:
             "an adapter file does not contain the path of its model; give --model PATH, or the "
             "CONFIG.yaml of its run"
         )
+    # TuneConfig requires a name and training records; an evaluation does not use them.
     return TuneConfig(model=model, name="evaluated", data="none")
 
 

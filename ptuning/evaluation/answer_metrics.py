@@ -1,16 +1,16 @@
 """Answer metrics: exact match, accuracy, F1 and ROUGE-L of generated answers.
 
-Each metric is a mean over answers, from 0 to 1; higher is better. Texts of every script are split
-into words by one rule: in a script without spaces between words, each character is a word. The mean
-over several tasks gives each task the same weight, regardless of its number of records.
+Each metric is a mean over answers, from 0 to 1; higher is better. In a script without spaces
+between words, each character counts as a word. The mean over several tasks gives each task the same
+weight, regardless of its number of records. This module uses no model.
 """
 
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-# Scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana and Han. Hangul text has
-# spaces.
+# Unicode ranges of scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana, Han.
+# Hangul text has spaces.
 UNSPACED_SCRIPTS = (
     range(0x0E00, 0x0F00),
     range(0x1000, 0x10A0),
@@ -27,14 +27,14 @@ ARTICLES = frozenset(("a", "an", "the"))
 
 
 def compute_metrics(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """Return the mean of each metric over all answers:
+    """Return the mean of each metric over all answers.
 
-    `exact_match`: the texts are equal after stripping spaces at both ends;
-    `accuracy`, for labels: the texts are equal after Unicode NFKC normalization, case folding and
-    collapsing of white space;
-    `f1`: F-measure of the common words, as in SQuAD (without case, punctuation and English
-    articles), except that punctuation separates words;
-    `rouge_l`: F-measure of the longest common subsequence of words.
+    - `exact_match`: whether the texts are equal after stripping white space at both ends.
+    - `accuracy`, for labels: whether the texts are equal after Unicode NFKC normalization, case
+      folding and collapsing of white space.
+    - `f1`: F-measure of the common words, as in SQuAD (without case, punctuation and English
+      articles), except that punctuation separates words.
+    - `rouge_l`: F-measure of the longest common subsequence of words.
     """
     pairs = list(zip(answers, expected, strict=True))
     metrics = {"exact_match": exact_match, "accuracy": accuracy, "f1": f1, "rouge_l": rouge_l}
@@ -80,7 +80,7 @@ def split_words(text: str) -> list[str]:
 
     A word consists of letters, digits and combining marks; other characters only separate words.
     """
-    tokens: list[str] = []
+    words: list[str] = []
     continues_word = False  # Whether a letter or digit would extend the last word.
     after_letter = False  # Whether a combining mark would extend the last word.
     for character in _normalized(text):
@@ -93,27 +93,28 @@ def split_words(text: str) -> list[str]:
         if (category == "M" and after_letter) or (
             category in "LN" and continues_word and not is_unspaced
         ):
-            tokens[-1] += character
+            words[-1] += character
         elif category in "LN":
-            tokens.append(character)
+            words.append(character)
             continues_word = not is_unspaced
         else:
             continues_word = False
         after_letter = category in "LNM"
-    return tokens
+    return words
 
 
 def common_subsequence_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence (bit-parallel, Hyyrö 2004).
+    """Return the length of the longest common subsequence of `a` and `b` (Hyyrö 2004).
 
-    One integer has a bit for each position of `a`, so each word of `b` needs only a few integer
-    operations.
+    The algorithm is bit-parallel: an integer has one bit per position of `a`, so each word of `b`
+    needs only a few integer operations.
     """
     position_bits: dict[str, int] = {}
     for position, word in enumerate(a):
         position_bits[word] = position_bits.get(word, 0) | 1 << position
     all_bits = (1 << len(a)) - 1
-    unmatched_bits = all_bits  # A 0 bit is a position of `a` where the length grows by one.
+    # Let L(i) be the length for a[:i] and the words of `b` so far. Bit i is 0 if L(i+1) = L(i) + 1.
+    unmatched_bits = all_bits
     for word in b:
         matched_bits = unmatched_bits & position_bits.get(word, 0)
         unmatched_bits = (

@@ -29,8 +29,8 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
 def initial_ids(data: TaskData, config: TuneConfig, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens whose embeddings are a task's initial rows.
 
-    They are the tokens of `initial_text`, or tokens sampled from the task's records. The list is
-    empty if `initial` selects another initialization.
+    The tokens are those of `initial_text`, or sampled from the task's records. The list is empty if
+    `initial` is "vocabulary" or "random"; `initial_rows` then draws the rows.
     """
     task = data.task
     if task.initial_text:
@@ -75,7 +75,7 @@ def _random_token_ids(model: GPT, count: int, rng: torch.Generator) -> list[int]
 
 @torch.no_grad()
 def embedding_rows(model: GPT, ids: Sequence[int]) -> Tensor:
-    """Return the word embeddings of tokens, without position embeddings."""
+    """Return the word embeddings of tokens, without position embeddings, in fp64 on the CPU."""
     assert model.embedding is not None
     token_ids = torch.tensor(ids, device=model.mesh.device)
     return model.embedding.embed_tokens(token_ids).double().cpu()

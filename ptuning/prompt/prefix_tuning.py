@@ -2,8 +2,8 @@
 
 Each rank has one parameter per layer of its stage, with its own KV heads. The initial values are
 the keys and values that the model computes from the initial rows of prompt tuning, so both methods
-have the same first loss. The parameters of all ranks together form a table in the layout of adapter
-files.
+start with the same loss. The parameters of all ranks together are the prefix table: one row per
+virtual token, in the layout of adapter files. This module does not use the training loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,16 +29,17 @@ class PrefixEncoder(nn.Module):
     """Keys and values of this rank's layers and KV heads, for the tokens of all tasks."""
 
     def __init__(self, table: Tensor, chunks: Sequence[GPT]) -> None:
-        """Shard the full table, which must be equal on all ranks.
+        """Shard the full prefix table.
 
-        Otherwise the replicas of a KV head would start with different values.
+        The table must be equal on all ranks, because the replicas of a KV head must start with
+        equal values.
         """
         super().__init__()
         self.config = chunks[0].config
         self.mesh = chunks[0].mesh
         self.tokens = len(table)
-        # Parameters have two dimensions, one row per token, because Adafactor factors rows and
-        # columns.
+        # Parameters are matrices with one row per token, because Adafactor has a moment per row and
+        # per column of a matrix.
         self.learned = nn.ParameterDict(
             {
                 str(layer): nn.Parameter(key_values.flatten(1))
@@ -54,12 +55,12 @@ class PrefixEncoder(nn.Module):
 
     @torch.no_grad()
     def gather_table(self) -> Tensor:
-        """Return the full table on every rank. All ranks must call this function."""
+        """Return the full prefix table on every rank. All ranks must call this function."""
         return _gather_table(self.key_values, self.tokens, self.config, self.mesh)
 
 
 def shard_prefix_table(table: Tensor, chunks: Sequence[GPT]) -> dict[int, Tensor]:
-    """Return copies of the parts of a full table that this rank's layers read."""
+    """Return, by layer, copies of this rank's shards (tokens, 2, KV heads, channels) of a table."""
     mesh, config = chunks[0].mesh, chunks[0].config
     layers = [layer for chunk in chunks for layer in chunk.layers]
     shard = prefix_shard(table.to(mesh.device), config, layers, mesh.tp_rank, mesh.tp)
@@ -80,8 +81,8 @@ def build_prefix(
     that this pass writes to a KV cache are the initial parameters.
     """
     first_chunk = chunks[0]
-    mesh = chunks[0].mesh
-    model_config = chunks[0].config
+    mesh = first_chunk.mesh
+    model_config = first_chunk.config
     lengths = [task.virtual_tokens for task in tasks]
     wide_dtype = torch.promote_types(first_chunk.dtype, torch.float32)
     rows: Tensor | None = None
@@ -124,7 +125,11 @@ def build_prefix(
 def _gather_table(
     key_values: Mapping[int, Tensor], tokens: int, model_config: GPTConfig, mesh: Mesh
 ) -> Tensor:
-    """Gather the full table from the layers and KV heads of all ranks; skip replicas of heads."""
+    """Return the full prefix table on every rank.
+
+    Each rank writes its layers and KV heads into a table of zeros, and an all-reduce sums the
+    tables. Replicas of a KV head write nothing, so that each value is added once.
+    """
     dtype = next(iter(key_values.values())).dtype
     shape = (
         tokens,

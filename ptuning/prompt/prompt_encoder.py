@@ -2,8 +2,8 @@
 
 The prompt encoder produces the soft prompt of every task. The tasks of a run share the network, and
 each task has its own input rows. Before training, the last linear layer is fitted by least squares,
-so that every method starts from the same initial rows. A later run can load the network for other
-tasks. This module does not use the training loop.
+so that a network first produces (approximately) the rows from which prompt tuning would start. A
+later run can load the network for other tasks. This module does not use the training loop.
 """
 
 import math
@@ -35,26 +35,28 @@ from ptuning.config import TuneConfig
 from ptuning.prompt.initialization import initial_rows, seeded_generator
 from ptuning.task import Task
 
+# Maps each method with a prompt encoder to the kind of its network.
 ENCODER_KINDS: dict[str, EncoderKind] = {
     "mlp": "linears",
     "peft-mlp": "linears",
     "lstm": "lstm",
     "tpmlp": "split",
 }
-PEFT_LINEARS = 3
-SPLIT_INIT_STD = 0.023
+PEFT_LINEARS = 3  # Number of linear layers of PEFT's MLP.
+SPLIT_INIT_STD = 0.023  # Standard deviation of NeMo's initial `tpmlp` weights.
 # The least-squares fit of the last linear layer ignores directions of the inputs whose singular
 # value is below this share of the largest.
 FIT_RTOL = 1e-2
-ENCODER_FILE = "encoder.safetensors"  # The file in a run's directory with the `encoder_tensors`.
-ROWS_NAME, NETWORK_PREFIX = "rows", "network."
+ENCODER_FILE = "encoder.safetensors"  # File in a run's directory with the `encoder_tensors`.
+ROWS_NAME = "rows"  # Name of the input rows among the encoder's parameters.
+NETWORK_PREFIX = "network."  # Prefix of the names of the network's parameters.
 
 
 class PromptEncoder(nn.Module):
     """Trainable rows, and an optional network that maps them to the virtual-token table.
 
     Without a network, `rows` is the virtual-token table itself. Each tensor-parallel rank of the
-    first stage has an instance; all of these ranks must call the methods together.
+    first stage has an instance, and all these ranks must call `forward` and `gather` together.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class PromptEncoder(nn.Module):
         # In other networks rows are independent, so all tasks are encoded in one call.
         self.lengths = tuple(lengths) if self.kind == "lstm" else (sum(lengths),)
         dimensions = SPLIT_DIMENSIONS if self.kind == "split" and mesh.tp > 1 else {}
-        # The sharded dimension of each parameter that is sharded over the tensor-parallel ranks.
+        # Maps each parameter that is sharded over the tensor ranks to its sharded dimension.
         self.split_dimensions = {
             NETWORK_PREFIX + name: dimension for name, dimension in dimensions.items()
         }
@@ -87,9 +89,9 @@ class PromptEncoder(nn.Module):
             _register_parameter(self, NETWORK_PREFIX + name, nn.Parameter(shard))
 
     def forward(self, dropout: Dropout | None = None) -> Tensor:
-        """Return the virtual-token rows of all tasks, task after task.
+        """Return the virtual-token table: the rows of all tasks, task after task.
 
-        `dropout` draws the masks of the step; None: no dropout.
+        `dropout` draws the dropout masks of the step; None: no dropout.
         """
         weights = self.weights
         if not weights:
@@ -104,10 +106,9 @@ class PromptEncoder(nn.Module):
     @property
     def weights(self) -> dict[str, Tensor]:
         """The network's tensors, keyed by their names in `gpt.adapters.prompt_encoders`."""
-        named = self.named_parameters()
         return {
             name.removeprefix(NETWORK_PREFIX): parameter
-            for name, parameter in named
+            for name, parameter in self.named_parameters()
             if name != ROWS_NAME
         }
 
@@ -153,14 +154,18 @@ def _register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -
 
 
 def encoder_hidden_size(config: TuneConfig, width: int) -> int:
-    """Return `encoder_hidden`, or its default: `width`, or half of it (per direction) for LSTMs."""
+    """Return the setting `encoder_hidden`, or its default.
+
+    The default is `width`, the hidden size of the model. For `lstm` it is half of `width`, because
+    the LSTM has two directions.
+    """
     if config.encoder_hidden is not None:
         return config.encoder_hidden
     return max(1, width // 2) if config.method == "lstm" else width
 
 
 def check_encoder(config: TuneConfig, width: int) -> None:
-    """Raise ConfigError for encoder settings that cannot work, before the model is loaded."""
+    """Raise ConfigError for encoder settings that cannot work; the model need not be loaded."""
     hidden, tp = encoder_hidden_size(config, width), config.tp
     if config.method == "mlp" and config.encoder_layers < 2:
         raise ConfigError(
@@ -201,10 +206,10 @@ def build_encoder(
 ) -> PromptEncoder:
     """Create the prompt encoder with its initial parameters, in fp32 (fp64 for an fp64 model).
 
-    `initial_ids` has, for each task, the tokens whose embeddings are the initial rows; if a task
-    has no tokens, `initial_rows` draws the rows. The full tensors are drawn before sharding, from
-    generators that depend on the seed and the tensor's name, so they are the same for every
-    parallel layout.
+    `initial_ids` has, for each task, the tokens whose embeddings are the initial rows; if there are
+    no tokens, `initial_rows` draws the rows. The full tensors are drawn before sharding, from
+    generators that depend only on the seed and a name, so they are equal at every tensor-parallel
+    size.
     """
     width = model.config.hidden_size
     check_encoder(config, width)
@@ -220,7 +225,8 @@ def build_encoder(
         )
         for task, ids in zip(tasks, initial_ids, strict=True)
     ]
-    lengths, rows = [len(targets) for targets in target_rows], torch.cat(target_rows)
+    lengths = [len(targets) for targets in target_rows]
+    rows = torch.cat(target_rows)
     network: dict[str, Tensor] = {}
     if config.method in ENCODER_KINDS:
         network = _initial_network(config, width)
@@ -268,25 +274,30 @@ def _initial_network(config: TuneConfig, width: int) -> dict[str, Tensor]:
             deviation = 0.0 if name.endswith("bias") else SPLIT_INIT_STD
             network[name] = torch.randn(shape, generator=rng, dtype=torch.float64) * deviation
             continue
+        # PyTorch draws uniformly from -1 / sqrt(n) to 1 / sqrt(n), where n is the number of inputs
+        # of a linear layer, or the hidden size of an LSTM.
         module = name.rpartition(".")[0]
-        inputs = hidden if module == "lstm_head" else tensor_shapes[f"{module}.weight"][1]
-        values = torch.rand(shape, generator=rng, dtype=torch.float64)
-        network[name] = (values * 2 - 1) / math.sqrt(inputs)
+        fan_in = hidden if module == "lstm_head" else tensor_shapes[f"{module}.weight"][1]
+        uniform_draws = torch.rand(shape, generator=rng, dtype=torch.float64)
+        network[name] = (uniform_draws * 2 - 1) / math.sqrt(fan_in)
     return network
 
 
 def _fit_last_linear(network: dict[str, Tensor], rows: Sequence[Tensor], targets: Tensor) -> None:
-    """Set the last linear layer to the least-squares map from its inputs to `targets`."""
+    """Set the last linear layer to the least-squares map from its inputs to `targets`.
+
+    `rows` are the input rows of each task; `targets` are the rows that the network must produce.
+    """
     linear_name = output_linear(network)
     inputs = torch.cat([encoder_features(task_rows, network) for task_rows in rows])
-    # Without rtol, directions in which the inputs hardly differ would get huge weights.
+    # Without rtol, the directions in which the inputs hardly differ would get huge weights.
     weight = torch.linalg.pinv(inputs, rtol=FIT_RTOL) @ targets
     network[f"{linear_name}.weight"] = weight.T.contiguous()
     network[f"{linear_name}.bias"] = torch.zeros_like(network[f"{linear_name}.bias"])
 
 
 def encoder_tensors(encoder: PromptEncoder) -> dict[str, Tensor]:
-    """Return the encoder's full tensors on the CPU.
+    """Return the encoder's full parameters, with the input rows, on the CPU.
 
     All tensor-parallel ranks must call this function.
     """
@@ -322,21 +333,22 @@ def _check_shapes(
 ) -> None:
     for name in {**expected, **saved}:
         if saved.get(name) != expected.get(name):
-            saved_text, expected_text = (
-                f"{name} of {tuple(tensor_shapes[name])}" if name in tensor_shapes else f"no {name}"
-                for tensor_shapes in (saved, expected)
-            )
             raise ConfigError(
-                f"encoder_from: {source} has {saved_text}, "
-                f"but this run's encoder has {expected_text}; set the same model, method, "
-                "encoder_hidden and encoder_layers as in the earlier run"
+                f"encoder_from: {source} has {_describe_shape(name, saved)}, "
+                f"but this run's encoder has {_describe_shape(name, expected)}; set the same "
+                "model, method, encoder_hidden and encoder_layers as in the earlier run"
             )
+
+
+def _describe_shape(name: str, tensor_shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return f"{name} of {tuple(tensor_shapes[name])}" if name in tensor_shapes else f"no {name}"
 
 
 def read_encoder(run_folder: Path) -> dict[str, SafetensorsTensor]:
     """Open the encoder file of a finished run.
 
-    If the folder contains numbered runs, open the encoder of the latest of them.
+    If `run_folder` contains the folders of several runs, open the encoder of the latest run that
+    has one.
     """
     run_folders = [
         path

@@ -1,7 +1,7 @@
-"""Curves of the HTML report: loss, held-out measures, learning rate, speed, example lengths.
+"""Curves of the HTML report: loss, held-out measures, learning rate and speed.
 
-For a run with several tasks, the chart of held-out measures shows one measure with a line per task.
-This module selects the curves and their labels; svg_chart.py draws them.
+For a run with several tasks, the chart of held-out measures shows one measure with a line per task,
+if there are enough colors. This module selects the curves and labels; svg_chart.py draws them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from ptuning.reporting.svg_chart import (
-    COLOUR_COUNT,
+    COLOR_COUNT,
     Chart,
     Level,
     Line,
@@ -24,10 +24,14 @@ from ptuning.reporting.verdict import (
     is_share,
     label,
 )
-from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE, RunFacts
+from ptuning.run_facts import NO_PROMPT, ORACLE, RunFacts
 
 SMOOTHING_SHARE = 0.02  # Half of the smoothing window, as a share of a curve's points.
 NAME_CHARACTERS_MAX = 40  # Length limit of a line's name.
+# Color numbers of the style sheet for overall measures, and for the baselines in the same chart.
+MEASURE_COLORS = (0, 2, 3, 4)
+NO_PROMPT_COLOR = 5
+ORACLE_COLOR = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ def select_curves(run: RunFacts) -> list[Curve]:
 
 
 def _last_step(run: RunFacts) -> int:
-    """Return the end of the step axis: the planned steps while the run continues, else the last."""
+    """Return the end of the step axis: the planned number of steps, or the last finished step.
+
+    The planned number applies while the run continues.
+    """
     last_metrics = run.progress[-1] if run.progress else None
     if last_metrics is None:
         return 1
@@ -65,7 +72,7 @@ def _loss_curve(run: RunFacts) -> Curve | None:
         if validation.loss is not None
     ]
     if validation_points:
-        lines.append(Line("held out", validation_points, colour=1, dots=True))
+        lines.append(Line("held out", validation_points, color=1, dots=True))
     last_loss = fmean(point.y for point in finite[-LAST_LOSS_STEPS:])
     description = (
         f"{finite[0].y:.4f} at step {finite[0].x:g}, {last_loss:.4f} at step {finite[-1].x:g}"
@@ -96,7 +103,7 @@ def _measures_curve(run: RunFacts) -> Curve | None:
     )
     if last_validation is None:
         return None
-    has_several_tasks = 1 < len(run.tasks) <= COLOUR_COUNT and any(
+    has_line_per_task = 1 < len(run.tasks) <= COLOR_COUNT and any(
         validation.by_task for validation in run.validations
     )
     preferred = str(run.config.get("measure", ""))
@@ -105,7 +112,7 @@ def _measures_curve(run: RunFacts) -> Curve | None:
     )
     if measure is None or not is_share(measure):
         return None
-    if has_several_tasks:
+    if has_line_per_task:
         lines = [
             Line(
                 task.name[:NAME_CHARACTERS_MAX],
@@ -126,8 +133,8 @@ def _measures_curve(run: RunFacts) -> Curve | None:
             ),
         ]
         lines = [
-            Line(label(name), _overall_points(run, name), (0, 2, 3, 4)[number], dots=True)
-            for number, name in enumerate(names[:4])
+            Line(label(name), _overall_points(run, name), color, dots=True)
+            for name, color in zip(names, MEASURE_COLORS, strict=False)
         ]
         levels = (
             tuple(_baseline_levels(run.tasks[0].baselines, measure)) if len(run.tasks) == 1 else ()
@@ -136,7 +143,7 @@ def _measures_curve(run: RunFacts) -> Curve | None:
     description = (
         f"{format_measure(measure, points[-1].y)} at step {points[-1].x:g}" if points else ""
     )
-    title = f"{label(measure)} on held-out records" if has_several_tasks else "Held-out answers"
+    title = f"{label(measure)} on held-out records" if has_line_per_task else "Held-out answers"
     chart = Chart(
         title,
         lines,
@@ -148,7 +155,7 @@ def _measures_curve(run: RunFacts) -> Curve | None:
         description=description,
     )
     return Curve(
-        chart, "" if has_several_tasks or not points else format_measure(measure, points[-1].y)
+        chart, "" if has_line_per_task or not points else format_measure(measure, points[-1].y)
     )
 
 
@@ -169,10 +176,10 @@ def _task_points(run: RunFacts, task: str, measure: str) -> list[Point]:
 
 
 def _baseline_levels(baselines: Mapping[str, Mapping[str, float]], measure: str) -> Iterator[Level]:
-    """Return the levels of the baselines; the adapter's value is the end of its own line."""
-    for colour, name in ((5, NO_PROMPT), (1, ORACLE)):
-        if name != ADAPTER and measure in baselines.get(name, {}):
-            yield Level(BASELINE_LABELS[name], baselines[name][measure], colour)
+    """Yield a horizontal line for each baseline that has the measure."""
+    for name, color in ((NO_PROMPT, NO_PROMPT_COLOR), (ORACLE, ORACLE_COLOR)):
+        if measure in baselines.get(name, {}):
+            yield Level(BASELINE_LABELS[name], baselines[name][measure], color)
 
 
 def _learning_rate_curve(run: RunFacts) -> Curve | None:

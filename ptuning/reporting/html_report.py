@@ -1,9 +1,9 @@
 """HTML report: report.html with a run's verdict, curves, answers, data and settings.
 
-The page is rendered from the run's facts alone, and again after each validation, so a browser can
-follow a run. This module selects and formats what the page shows, as plain values;
-templates/report.html lays it out. Its script only shows the values at the pointer on the curves;
-everything else works without the script.
+The page is rendered from the run's facts alone. It is rendered again after each validation, so that
+a browser can follow a run. This module selects and formats the content of the page as plain values;
+templates/report.html lays them out. The page's script only shows the values of the curves at the
+pointer; everything else works without the script.
 """
 
 import json
@@ -44,12 +44,12 @@ from ptuning.run_facts import ADAPTER, BASELINES, NO_PROMPT, RunFacts, Sample, T
 PAGE = PageTemplate("ptuning.reporting", "report.html", ("report.css",), "report.js")
 RELOAD_S = 20  # Reload interval of the page while the run continues.
 SAMPLES_SHOWN = 4  # Samples per task that are visible; the others are in a closed <details>.
-SAMPLES_MAX = 24
-REASONS_SHOWN = 5
-# Characters of an answer with marked differences. Below TEXT_MAX, so that the note about omitted
-# characters is not truncated.
+SAMPLES_MAX = 24  # Samples per task in the page.
+REASONS_SHOWN = 5  # Reasons for dropped records per task, and verdicts of tasks.
+# Characters of an answer with marked differences. The limit is below TEXT_MAX, so that the note
+# about omitted characters is not truncated.
 MARKED_MAX = TEXT_MAX - 50
-VALUE_MAX = 80  # Characters of a field value in the shown `preamble generate` command.
+VALUE_MAX = 80  # Characters of a field value in the `preamble generate` command of the page.
 STATE_CLASSES = {"running": "", "finished": "good", "stopped early": "good", "interrupted": "warn"}
 
 FactList = Sequence[tuple[str, str]]
@@ -57,7 +57,7 @@ FactList = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure of the verdict."""
+    """A named number in the verdict card."""
 
     name: str
     value: str
@@ -66,7 +66,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class VerdictCard:
-    css_class: str
+    """The card at the top of the page."""
+
+    css_class: str  # "good", "bad" or empty.
     sentences: Sequence[tuple[str, str]]  # (task name, empty for a single task; sentence).
     note: str | None
     tiles: Sequence[Tile]
@@ -74,26 +76,34 @@ class VerdictCard:
 
 @dataclass(frozen=True)
 class CurveFigure:
+    """A curve with its SVG element."""
+
     curve: Curve
     svg: Markup
 
 
 @dataclass(frozen=True)
 class MeasureCell:
+    """A value in a table of measures."""
+
     text: str
-    margin: str | None = None
-    bar_percent: float | None = None  # The value as the length of a bar.
+    margin: str | None = None  # The confidence margin; None: the value has none.
+    bar_percent: float | None = None  # Length of the bar below the value; None: no bar.
 
 
 @dataclass(frozen=True)
 class MeasureRow:
+    """A row of a table of measures: an evaluated variant, or a task."""
+
     name: str
     cells: Sequence[MeasureCell]
-    is_ours: bool = False
+    is_adapter: bool = False  # Whether the row is the adapter's, which is highlighted.
 
 
 @dataclass(frozen=True)
 class MeasureTable:
+    """A table of measures with an explanation below it."""
+
     columns: Sequence[str]
     rows: Sequence[MeasureRow]
     hint: str | None = None
@@ -101,14 +111,18 @@ class MeasureTable:
 
 @dataclass(frozen=True)
 class Answer:
+    """A generated answer, compared with the expected answer."""
+
     title: str
     is_right: bool
     pieces: Sequence[tuple[str, bool]]  # A text, and whether it differs from the expected answer.
-    is_cut: bool
+    is_cut: bool  # Whether the answer reached max_new_tokens.
 
 
 @dataclass(frozen=True)
 class SampleArticle:
+    """A held-out record with its expected answer and the generated answers."""
+
     inputs: Mapping[str, str]
     expected: str
     answers: Sequence[Answer]
@@ -116,19 +130,25 @@ class SampleArticle:
 
 @dataclass(frozen=True)
 class ServeSection:
-    commands: str
+    """Commands that serve the artifact and call it."""
+
+    commands: str  # One command per line.
     note: str | None
 
 
 @dataclass(frozen=True)
 class Histogram:
+    """Histogram of the lengths of the training examples, in tokens."""
+
     svg: Markup
-    low: int
-    high: int
+    low: int  # Minimum length.
+    high: int  # Maximum length.
 
 
 @dataclass(frozen=True)
 class DataSection:
+    """Facts of a task's records."""
+
     facts: FactList
     drop_reasons: Sequence[str]
     lengths: Histogram | None  # None: all lengths are equal.
@@ -136,14 +156,18 @@ class DataSection:
 
 @dataclass(frozen=True)
 class CardSection:
+    """The adapter's card."""
+
     facts: FactList
-    json: str
+    json: str  # The full card as JSON.
 
 
 @dataclass(frozen=True)
 class TaskSection:
+    """All sections of one task."""
+
     name: str
-    task: str
+    task: str  # Purpose of the adapter in a few words.
     results: MeasureTable | None
     samples: Sequence[SampleArticle]
     serve: ServeSection | None
@@ -159,16 +183,16 @@ class ReportView:
     subtitle: str
     state: str
     state_class: str
-    reload_s: int | None  # Set while the run continues.
-    artifact: str
+    reload_s: int | None  # Reload interval; None: the run has ended.
+    artifact: str  # "adapter" or "tuned model".
     verdict: VerdictCard
     warnings: Sequence[str]
     figures: Sequence[CurveFigure]
-    overview: MeasureTable | None
+    overview: MeasureTable | None  # Table of all tasks; None: the run has one task.
     tasks: Sequence[TaskSection]
     samples_shown: int
     model_facts: FactList
-    changed_settings: FactList
+    changed_settings: FactList  # Settings that differ from their defaults.
     settings_json: str
 
 
@@ -199,12 +223,12 @@ def _report_view(run: RunFacts) -> ReportView:
 
 def _subtitle(run: RunFacts) -> str:
     model = str(run.config.get("model", ""))
-    about = [f"tuned on {Path(model).name}" if model else "", str(run.config.get("method", ""))]
+    parts = [f"tuned on {Path(model).name}" if model else "", str(run.config.get("method", ""))]
     if len(run.tasks) > 1:
-        about.append(f"{len(run.tasks)} tasks")
+        parts.append(f"{len(run.tasks)} tasks")
     elif run.tasks and run.tasks[0].task:
-        about.append(run.tasks[0].task)
-    return " · ".join(filter(None, about))
+        parts.append(run.tasks[0].task)
+    return " · ".join(filter(None, parts))
 
 
 def _verdict_card(run: RunFacts) -> VerdictCard:
@@ -227,6 +251,7 @@ def _verdict_card(run: RunFacts) -> VerdictCard:
 
 
 def _figure_tiles(run: RunFacts) -> Iterator[Tile]:
+    """Yield the numbers of the verdict card, from the measure to the virtual tokens."""
     if len(run.tasks) == 1:
         measures = task_measures(run.tasks[0], run)
         measure = headline_measure(measures, str(run.config.get("measure", "")))
@@ -324,7 +349,7 @@ def _results_table(task: TaskFacts, run: RunFacts) -> MeasureTable | None:
         MeasureRow(
             row_label(name, run),
             [_measure_cell(task, name, measure) for measure in measures],
-            is_ours=name == ADAPTER,
+            is_adapter=name == ADAPTER,
         )
         for name in baselines
     ]
@@ -366,7 +391,8 @@ def _mark_differences(answer: str, expected: str) -> Sequence[tuple[str, bool]]:
     answer_words = _split_words(clean_text(answer, MARKED_MAX))
     expected_words = _split_words(expected[:MARKED_MAX])
     if not {*filter(str.isalnum, answer_words)} & {*filter(str.isalnum, expected_words)}:
-        return [(answer, False)]  # No word is common, so marks would cover the whole answer.
+        # The texts have no common word, so marks would cover the whole answer.
+        return [(answer, False)]
     matcher = SequenceMatcher(None, expected_words, answer_words, autojunk=False)
     return [
         ("".join(answer_words[start:end]), kind != "equal")
@@ -472,6 +498,7 @@ def _card_section(task: TaskFacts) -> CardSection | None:
 
 
 def _changed_settings(run: RunFacts) -> Mapping[str, object]:
+    """Return the settings that differ from their defaults, without `tasks`."""
     defaults = {
         setting.name: setting.default
         for setting in fields(TuneConfig)

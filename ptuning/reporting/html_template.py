@@ -1,8 +1,9 @@
 """HTML template: renders a self-contained page from a jinja2 template, with style sheet and script.
 
 Pages extend layout.html, whose content security policy forbids loading anything. Every value that a
-template inserts is truncated, cleaned of invisible characters and escaped, so that text can never
-become markup. Only `Markup`, which the SVG charts return, is inserted unchanged.
+template inserts is truncated, cleaned of invisible characters and escaped, so text cannot become
+markup. Only `Markup` values, such as SVG charts, are inserted unchanged. This module is independent
+of runs and plans.
 """
 
 import base64
@@ -16,31 +17,35 @@ from unicodedata import category
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-TEXT_MAX = 600  # Characters of one text before it is truncated.
-LONG_TEXT_MAX = 20_000  # Characters of a preformatted text: a card, settings, a configuration file.
-# Line breaks, tabs, joiners and direction marks, which normal text needs. Their effect does not
-# reach beyond the enclosing element.
+TEXT_MAX = 600  # Maximum number of characters of an inserted text; the remainder is cut.
+LONG_TEXT_MAX = 20_000  # Maximum for preformatted texts: cards, settings, configuration files.
+# Invisible characters that normal text needs: line breaks, tabs, joiners and direction marks. Their
+# effect does not reach beyond the enclosing element.
 ALLOWED_CHARACTERS = "\n\t\u200c\u200d\u200e\u200f"
 
 
 @dataclass(frozen=True)
 class PageTemplate:
-    """Template, style sheet and script of a page.
+    """Template, style sheets and script of a page.
 
-    The files are in the folder `templates` of the page's package, or else of this package.
+    Each file is looked up in the folder `templates` of `package`, then of this package.
     """
 
     package: str
-    template: str
-    styles: Sequence[str]
-    script: str
+    template: str  # File name of the jinja2 template.
+    styles: Sequence[str]  # File names of the style sheets.
+    script: str  # File name of the script.
 
     def render(self, view: object, written_at: datetime | None = None) -> str:
-        """Render the page; the template reads `view`. `written_at` defaults to the current time."""
+        """Render the page from `view`, which the template reads.
+
+        `written_at` is the time in the footer; None: the current time.
+        """
         environment = template_environment(self.package)
-        style = "".join(_source(environment, name) for name in self.styles)
-        script = _source(environment, self.script)
-        # The hashes allow only this style and script, even if a text were interpreted as markup.
+        style = "".join(_file_text(environment, name) for name in self.styles)
+        script = _file_text(environment, self.script)
+        # The hashes allow only this style and this script. A browser would not run a script in an
+        # inserted text, even if the text became markup by mistake.
         content_policy = (
             f"default-src 'none'; style-src {_csp_hash(style)}; script-src {_csp_hash(script)}"
         )
@@ -55,6 +60,7 @@ class PageTemplate:
 
 @cache
 def template_environment(package: str) -> Environment:
+    """Return the jinja2 environment that cleans and escapes all values of a package's templates."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("ptuning.reporting")]),
         autoescape=True,
@@ -68,7 +74,7 @@ def template_environment(package: str) -> Environment:
     return environment
 
 
-def _source(environment: Environment, name: str) -> str:
+def _file_text(environment: Environment, name: str) -> str:
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
 

@@ -1,7 +1,8 @@
 """Run observer: passes a run's events to the terminal, the logs and the HTML report.
 
-Rank 0 has a `RunObserver`; the other ranks have a `NullObserver`. A file that cannot be written is
-reported once and never ends a run.
+Rank 0 has a `RunObserver`; the other ranks have a `NullObserver`. Both implement `RunCallback` of
+ptuning/run/training_loop.py. A log file that cannot be written is reported once and does not end
+the run.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ class NullObserver:
 
 
 class RunObserver:
-    """Observer of rank 0: progress display, logs and report. The caller must close it."""
+    """Observer of rank 0, with progress display, logs and report. The caller must call close().
+
+    After the run, `facts` has all facts of the run.
+    """
 
     def __init__(self, prepared: PreparedRun, stream: TextIO) -> None:
         self._prepared = prepared
@@ -88,7 +92,7 @@ class RunObserver:
         self._write_report(self._run_facts("running", validator, best_step, None))
 
     def on_status(self, message: str) -> None:
-        """Print a message about the current work of the run."""
+        """Print what the run does now."""
         self._print_line(message)
 
     def on_warning(self, message: str) -> None:
@@ -114,8 +118,8 @@ class RunObserver:
         return RunFacts(
             name=prepared.cards[0].name,
             tasks=[
-                _with_results(facts, validator.tasks.get(data.task.name), number, outcome)
-                for number, (facts, data) in enumerate(
+                _with_results(facts, validator.tasks.get(data.task.name), task_index, outcome)
+                for task_index, (facts, data) in enumerate(
                     zip(self._tasks, prepared.tasks, strict=True)
                 )
             ],
@@ -142,11 +146,11 @@ class RunObserver:
             self._stream.flush()
 
 
-REASONS_SHOWN = 3
+REASONS_SHOWN = 3  # Number of printed reasons for dropped records per task.
 
 
 def dropped_lines(dropped: Sequence[str]) -> list[str]:
-    """Return lines with the first dropped records' reasons and the number of further records."""
+    """Return lines with the first reasons for dropped records, and the number of other reasons."""
     lines = [f"dropped: {reason}" for reason in dropped[:REASONS_SHOWN]]
     remaining = len(dropped) - REASONS_SHOWN
     return [*lines, f"dropped: {remaining} more"] if remaining > 0 else lines
@@ -183,6 +187,7 @@ def _with_results(
     task_index: int,
     outcome: RunOutcome | None,
 ) -> TaskFacts:
+    """Add the files of the outcome, and the metrics and answers of the validation, to a task."""
     if outcome and outcome.paths:
         facts = replace(facts, path=str(outcome.paths[task_index]))
     if outcome and outcome.cards:

@@ -1,7 +1,8 @@
-"""Progress display of a run: a bar on a terminal, otherwise about ten lines for the steps.
+"""Progress display of a run: a progress bar on a terminal, otherwise about ten lines.
 
 Both displays show the smoothed loss, the loss of the last step, text tokens per second, the
-remaining time and the best validation so far. A write error of a display never ends a run.
+remaining time and the best validation so far. A write error of the line display, or of a message
+beside the bar, does not end a run. The displays read step metrics and validations only.
 """
 
 import math
@@ -41,26 +42,22 @@ class ProgressDisplay:
         self._recent.append(metrics)
         self._skipped += metrics.skipped
         if math.isfinite(metrics.loss):
-            # `loss` divides the mean by the weight, so the average is not biased towards zero.
+            # `loss` divides the mean by the weight, so the average is not biased toward zero.
             self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * metrics.loss
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         self._show_step(metrics)
 
     def on_validation(self, validation: Validation) -> None:
         self._validations.append(validation)
-        loss_measure = {"loss": validation.loss} if validation.loss is not None else {}
-        parts = [
-            f"{label(name)} {format_measure(name, value)}" for name, value in loss_measure.items()
-        ]
-        parts += [
-            f"{label(name)} {format_measure(name, value)}"
-            for name, value in validation.measures.items()
-        ]
+        measures = dict(validation.measures)
+        if validation.loss is not None:
+            measures = {"loss": validation.loss, **measures}
+        parts = [f"{label(name)} {format_measure(name, value)}" for name, value in measures.items()]
         self._print_line(f"validation at step {validation.step}: {', '.join(parts).lower()}")
 
     @property
     def loss(self) -> str:
-        """Return a text with the smoothed loss, the last loss and the number of skipped steps."""
+        """Text with the smoothed loss, the last loss and the number of skipped steps."""
         if not self._recent:
             return ""
         last = self._recent[-1].loss
@@ -83,9 +80,9 @@ class ProgressDisplay:
 
     @property
     def best(self) -> str:
-        """Return a text with the best validation by the run's measure.
+        """Text with the best validation by the run's measure.
 
-        If no answers were measured, the validation loss decides.
+        If no validation has this measure, the validation loss decides.
         """
         for measure in (self._measure, "loss"):
             best_measurement = best_measured(self._validations, measure)
@@ -105,6 +102,8 @@ class ProgressDisplay:
 
 
 class _LineDisplay(ProgressDisplay):
+    """Display that prints a line every (steps / LOG_LINES) steps."""
+
     def __init__(self, steps: int, measure: str, start_step: int, stream: TextIO) -> None:
         super().__init__(steps, measure, start_step)
         self._stream = stream
@@ -128,6 +127,8 @@ class _LineDisplay(ProgressDisplay):
 
 
 class _BarDisplay(ProgressDisplay):
+    """Display with a progress bar on a terminal."""
+
     def __init__(self, steps: int, measure: str, start_step: int, console: Console) -> None:
         super().__init__(steps, measure, start_step)
         self._console = console
@@ -169,7 +170,7 @@ class _StatusColumn(TextColumn):
 def open_display(
     steps: int, stream: TextIO, *, measure: str = "loss", start_step: int = 0
 ) -> Iterator[ProgressDisplay]:
-    """Yield the display for the stream; `start_step` is the step from which the run resumes."""
+    """Yield the display for a stream; `start_step` is the last step that is already finished."""
     console = Console(file=stream)
     if not console.is_terminal:
         yield _LineDisplay(steps, measure, start_step, stream)

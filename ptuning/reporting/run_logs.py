@@ -1,8 +1,8 @@
 """Run logs: CSV tables of steps and validations, TensorBoard events, and report.html.
 
-Log files are append-only. A row that cannot be written, for example to a full disk, is kept in
-memory and written before the next row. A log error never ends a run. A resumed run first removes
-the rows of the steps that it will repeat.
+During a run, the tables and events are append-only. A row that cannot be written, for example to a
+full disk, is kept in memory and written before the next row, so the run continues. A resumed run
+first removes the rows of the steps that it will repeat. This module does not interpret the metrics.
 """
 
 import csv
@@ -24,7 +24,7 @@ from ptuning.run_facts import StepMetrics, Validation
 METRICS_FILE = "metrics.csv"
 VALIDATIONS_FILE = "validations.csv"
 REPORT_FILE = "report.html"
-EVENTS_FOLDER = "tensorboard"  # For `tensorboard --logdir`.
+EVENTS_FOLDER = "tensorboard"  # The argument of `tensorboard --logdir`.
 
 METRIC_COLUMNS = (
     "step",
@@ -36,7 +36,7 @@ METRIC_COLUMNS = (
     "seconds",
     "skipped",
 )
-# One row per measure, because the set of measures depends on the task.
+# One row per validation, task and measure: the columns do not depend on which measures exist.
 VALIDATION_COLUMNS = ("step", "task", "measure", "value")
 ALL_TASKS = ""  # Value of the column `task` for a measure over all tasks.
 
@@ -54,7 +54,8 @@ class LoggedRun:
 class RunLogs:
     """Writes the logs of a run to an existing folder.
 
-    `start_step` is the last step of the state from which the run resumes (0: a new run).
+    `start_step` is the last step of the state from which the run resumes; 0: a new run. `warn` is
+    called with the first write error.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class RunLogs:
             self._warn_once(error)
 
     def _warn_once(self, error: OSError) -> None:
-        """Report the first error only, because a full disk affects all files and steps."""
+        """Report only the first error, because a full disk affects all files and steps."""
         if self._warn is not None:
             problem = f"cannot write {error.filename or 'a log'}: {error.strerror or error}"
             self._warn(f"{problem}; the run continues and tries again at every step")
@@ -156,10 +157,13 @@ class RunLogs:
 
 
 class _AppendFile:
-    """An append-only file; content that could not be written is kept for the next append."""
+    """An append-only file; content that could not be written is kept for the next append.
+
+    `create` creates the file at the first append, and returns its path and size.
+    """
 
     def __init__(self, create: "Callable[[], tuple[Path, int]]") -> None:
-        self._create = create  # Creates the file and returns its path and size.
+        self._create = create
         self._path = Path()
         self._descriptor: int | None = None
         self._offset = 0
@@ -187,10 +191,13 @@ class _AppendFile:
 
 
 def read_logs(folder: Path, steps: int, *, last_step: int | None = None) -> LoggedRun:
-    """Return the logged rows up to `last_step`, for the report of a run that resumes there."""
+    """Return the logged steps and validations up to `last_step`; None: all of them.
+
+    `steps` is the planned number of steps of the run.
+    """
     progress, validations = list[StepMetrics](), dict[int, dict[str, dict[str, float]]]()
     for row in _read_rows(folder / METRICS_FILE, METRIC_COLUMNS, last_step):
-        with suppress(ValueError):  # Skips rows that another program has changed.
+        with suppress(ValueError):  # Skip a row with an invalid number.
             progress.append(
                 StepMetrics(
                     step=int(row[0]),
@@ -216,12 +223,13 @@ def read_logs(folder: Path, steps: int, *, last_step: int | None = None) -> Logg
 
 
 def _validation(step: int, by_task: dict[str, dict[str, float]]) -> Validation:
+    """Return a validation from its measures, keyed by task; ALL_TASKS has the overall measures."""
     measures = by_task.pop(ALL_TASKS, {})
     return Validation(step, measures.pop("loss", None), measures, by_task)
 
 
 def _read_rows(path: Path, columns: Sequence[str], last_step: int | None) -> Iterator[list[str]]:
-    """Yield the complete rows up to a step; the last line of the file may be incomplete."""
+    """Yield the rows of a table up to `last_step` (None: all), without an incomplete last line."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -240,20 +248,21 @@ def _read_rows(path: Path, columns: Sequence[str], last_step: int | None) -> Ite
 def _truncate_table(path: Path, columns: Sequence[str], last_step: int) -> tuple[Path, int]:
     """Rewrite a table with its rows up to `last_step` (0: none); return its path and size."""
     rows = list(_read_rows(path, columns, last_step)) if last_step else []
-    text = b"".join(map(_csv_line, [columns, *rows]))
-    _write_atomic(path, text)
-    return path, len(text)
+    content = b"".join(map(_csv_line, [columns, *rows]))
+    _write_atomic(path, content)
+    return path, len(content)
 
 
-def _write_atomic(path: Path, text: bytes) -> None:
+def _write_atomic(path: Path, content: bytes) -> None:
     try:
-        write_atomic(path, text, partial_path=path.with_name(f"{path.name}.part"))
+        write_atomic(path, content, partial_path=path.with_name(f"{path.name}.part"))
     except OSError as error:
         error.filename = str(path)
         raise
 
 
 def _create_events_file(folder: Path, time_s: float) -> tuple[Path, int]:
+    """Create a new events file; return its path and its size, 0."""
     folder.mkdir(exist_ok=True)
     for number in count():
         path = folder / f"events.out.tfevents.{time_s:.0f}.{number}"

@@ -1,8 +1,8 @@
 """SVG chart: axis scales with round ticks, a plot area with its axes, line charts and a histogram.
 
-A chart is an SVG element that needs no script to be drawn; the style sheet of the page defines its
-classes. The size of a line chart is bounded, because lines are thinned to a few hundred points. The
-planner draws its scatter plot in the same plot area.
+A chart is an SVG element that is drawn without a script; the style sheet of the page defines its
+classes. The size of a line chart is bounded, because each line is thinned to POINTS_MAX points. The
+planner draws its scatter plot in a `PlotArea` too. This module is independent of runs and plans.
 """
 
 import json
@@ -18,12 +18,12 @@ from ptuning.reporting.html_template import clean_text
 
 LINE_CHART_WIDTH = 480
 LINE_CHART_HEIGHT = 214
-POINTS_MAX = 300  # Points per line; the chart's width cannot show more.
+POINTS_MAX = 300  # Points per line segment; the chart's width cannot show more.
 COORDINATE_MAX = 1e30  # A larger or non-finite value is a gap in its line.
-COLOUR_COUNT = 6  # Line colours in the style sheet.
+COLOR_COUNT = 6  # Number of line colors in the style sheet.
 HISTOGRAM_BINS = 32
 HISTOGRAM_HEIGHT = 40
-TICK_LABEL_DISTANCE = 6  # Between a tick label and its axis.
+TICK_LABEL_DISTANCE = 6  # Distance between a tick label and the y axis, in SVG units.
 
 
 class Point(NamedTuple):
@@ -52,7 +52,7 @@ class AxisScale:
         return -1e-9 <= self.position(value) <= 1 + 1e-9
 
     def ticks(self, count_max: int = 6) -> list[float]:
-        """Return round numbers within the range of the axis."""
+        """Return round numbers within the range of the axis, about `count_max` at most."""
         if not self.logarithmic:
             return linear_ticks(self.low, self.high, count_max)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
@@ -65,7 +65,7 @@ class AxisScale:
 
 
 def linear_ticks(low: float, high: float, count_max: int = 5) -> list[float]:
-    """Return tick values within a range, spaced by 1, 2 or 5 times a power of ten."""
+    """Return tick values within a range; their distance is 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     step_min = (high - low) / count_max
@@ -77,7 +77,7 @@ def linear_ticks(low: float, high: float, count_max: int = 5) -> list[float]:
 
 @dataclass(frozen=True)
 class PlotArea:
-    """The rectangle of a plot within an SVG element, between margins that hold the labels."""
+    """The rectangle of a plot within an SVG element, between margins for the labels."""
 
     width: int
     height: int
@@ -174,13 +174,13 @@ def legend_dot(css_class: str, radius: float) -> Markup:
 class Line:
     name: str
     points: Sequence[Point]
-    colour: int = 0
+    color: int = 0  # Number of the color in the style sheet.
     faint: bool = False  # Draw the line faintly; used for values before smoothing.
     dots: bool = False  # Draw a dot at each point; used for values measured at few steps.
 
     @property
     def css_class(self) -> str:
-        return f"c{self.colour}{' faint' if self.faint else ''}"
+        return f"c{self.color}{' faint' if self.faint else ''}"
 
 
 @dataclass(frozen=True)
@@ -189,25 +189,25 @@ class Level:
 
     name: str
     value: float
-    colour: int
+    color: int  # Number of the color in the style sheet.
 
     @property
     def css_class(self) -> str:
-        return f"level c{self.colour}"
+        return f"level c{self.color}"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart over steps. `y_max` is the end of the y axis if the metric has a maximum."""
+    """A line chart over steps."""
 
     title: str
     lines: Sequence[Line]
-    steps: int
+    steps: int  # End of the x axis.
     format_value: Callable[[float], str]
     levels: Sequence[Level] = ()
-    y_max: float | None = None
-    from_zero: bool = True
-    marked_step: int | None = None  # The best step, whose state the run has kept.
+    y_max: float | None = None  # Minimum of the upper end of the y axis.
+    from_zero: bool = True  # Whether the y axis includes 0.
+    marked_step: int | None = None  # The best step; None: no mark.
     description: str = ""  # Text for screen readers.
 
     def legend(self) -> list[LegendEntry]:
@@ -221,8 +221,8 @@ class Chart:
 def smooth_points(points: Sequence[Point], window: int) -> list[Point]:
     """Return a moving average over up to `window` points on each side of a point.
 
-    The average is centred, because otherwise a change would be drawn too late. Near the start, both
-    sides are shorter; near the end, only the right side is shorter.
+    The average is centered, because a trailing average would show a change too late. Near the
+    start, both sides are shorter; near the end, only the right side is shorter.
     """
     sums = [0.0, *accumulate(point.y for point in points)]
     means = []
@@ -235,7 +235,7 @@ def smooth_points(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """Reduce points to POINTS_MAX: the minimum and the maximum of each group, in order."""
+    """Reduce points to at most POINTS_MAX: the minimum and the maximum of each group, in order."""
     if len(points) <= POINTS_MAX:
         return list(points)
     group_size = math.ceil(2 * len(points) / POINTS_MAX)
@@ -283,6 +283,7 @@ def _line_chart_area(chart: Chart, ys: Sequence[float]) -> PlotArea:
 
 
 def _segments(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Yield the thinned segments between the gaps of a line."""
     for is_finite, segment in groupby(points, lambda point: abs(point.y) < COORDINATE_MAX):
         if is_finite:
             yield thin_points(list(segment))
@@ -321,7 +322,10 @@ def _strokes(line: Line, segments: list[list[Point]], area: PlotArea) -> Iterato
 
 
 def _pointer_json(chart: Chart, area: PlotArea) -> str:
-    """Return JSON for report.js: each line's name and its points (x, step, value as text)."""
+    """Return JSON for report.js: the name and the points (x, step, value as text) of each line.
+
+    Faint lines are omitted.
+    """
     line_values = []
     for line in chart.lines:
         if not line.faint:
@@ -342,7 +346,7 @@ def _pointer_json(chart: Chart, area: PlotArea) -> str:
 
 
 def draw_histogram(values: Sequence[int], aria_label: str) -> Markup:
-    """Draw a histogram without axes from the least to the greatest value, which must differ."""
+    """Draw a histogram without axes, from the minimum to the maximum of the values."""
     low, high = min(values), max(values)
     bin_width = (high - low + 1) / HISTOGRAM_BINS
     counts = [0] * HISTOGRAM_BINS

@@ -1,15 +1,15 @@
 """TensorBoard events: scalar summaries and session starts, encoded as TFRecord bytes.
 
-A record is a protobuf message in a TFRecord frame (length, length checksum, message, message
-checksum). The events use only four kinds of fields, so the module encodes them itself and depends
-neither on TensorBoard nor on protobuf.
+A record is a protobuf message in a TFRecord frame: length, checksum of the length, message,
+checksum of the message. The messages have only four types of protobuf fields, so this module
+encodes them itself and depends neither on TensorBoard nor on protobuf.
 """
 
 import struct
 from collections.abc import Mapping
 
 FILE_VERSION = b"brain.Event:2"
-# SessionLog.START. TensorBoard then discards earlier events of the same step and of later steps.
+# SessionLog.START. TensorBoard discards the earlier events from the step of this event on.
 SESSION_START = 1
 CRC32C_POLYNOMIAL = 0x82F63B78  # The Castagnoli polynomial of CRC-32C with reversed bits.
 
@@ -29,6 +29,7 @@ def session_start_event(time_s: float, step: int) -> bytes:
 
 
 def scalars_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
+    """Return the record with the scalars of a step, keyed by tag."""
     summary = b"".join(
         _bytes(1, _bytes(1, tag.encode(errors="replace")) + _field_key(2, 5) + _float(value))
         for tag, value in values.items()
@@ -41,18 +42,18 @@ def _tfrecord(message: bytes) -> bytes:
     return length + _masked_crc32c(length) + message + _masked_crc32c(message)
 
 
-def _masked_crc32c(text: bytes) -> bytes:
+def _masked_crc32c(content: bytes) -> bytes:
     """Return the CRC-32C, rotated and offset as TFRecord requires.
 
-    The mask avoids the weakness of a CRC over data that contains CRCs.
+    This mask avoids the weakness of a CRC over data that contains CRCs.
     """
-    crc = crc32c(text)
+    crc = crc32c(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def crc32c(text: bytes) -> int:
+def crc32c(content: bytes) -> int:
     crc = 0xFFFFFFFF
-    for byte in text:
+    for byte in content:
         crc = CRC32C_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     return crc ^ 0xFFFFFFFF
 

@@ -1,8 +1,8 @@
 """Verdict: sentences and warnings that rules derive from the metrics of a run.
 
-All rules are in this module, so the report, the terminal and `--json` agree. A difference between
-shares counts only if it exceeds the confidence margin for the number of examples. This module
-writes no HTML.
+All rules are in this module, so the report, the terminal and `--json` agree. A metric is called a
+measure here, and a share if it is from 0 to 1. For a share, the verdict is good or bad only if the
+difference exceeds the confidence margin for the number of examples. This module writes no HTML.
 """
 
 import math
@@ -24,6 +24,7 @@ from ptuning.run_facts import (
     Validation,
 )
 
+# Label of each measure in texts.
 LABELS = {
     "exact_match": "Exact match",
     "accuracy": "Accuracy",
@@ -31,6 +32,7 @@ LABELS = {
     "rouge_l": "Rouge-L",
     "loss": "Loss",
 }
+# Explanation of each measure in the report.
 MEANINGS = {
     "exact_match": "the texts are equal, except for spaces at both ends",
     "accuracy": "the texts are equal, except for case and spaces",
@@ -43,11 +45,12 @@ BASELINE_LABELS = {
     ORACLE: "Written instruction",
     FULL: "Full fine-tuning",
 }
-LAST_LOSS_STEPS = 20  # The last loss is the mean over this number of steps; one batch is noisy.
-# A warning is given if the mean loss falls by more than this share (and by more than its noise)
-# from the second-last to the last tenth of the steps, because more steps may then help.
+# The last loss is the mean over this number of steps, because the loss of one batch is noisy.
+LAST_LOSS_STEPS = 20
+# A warning is given if, from the second-last to the last tenth of the steps, the mean loss falls by
+# more than this share and by more than two standard errors. More steps may then help.
 LOSS_FALL_SHARE_MIN = 0.03
-# A warning is given if the held-out loss rises by more than this share above its minimum.
+# A warning is given if the held-out loss is rising and is more than this share above its minimum.
 LOSS_RISE_SHARE_MIN = 0.05
 # A warning is given if the share of skipped steps, dropped records or truncated answers is larger
 # than its limit.
@@ -71,7 +74,10 @@ def label(measure: str) -> str:
 
 
 def is_share(measure: str) -> bool:
-    """Return whether a measure is a share from 0 to 1 (higher is better); only losses are not."""
+    """Return whether a measure is a share from 0 to 1, for which higher is better.
+
+    A loss is the only other kind of measure.
+    """
     return not measure.endswith("loss")
 
 
@@ -82,7 +88,10 @@ def format_measure(measure: str, value: float) -> str:
 
 
 def headline_measure(measures: Mapping[str, float], preferred: str) -> str | None:
-    """Return the measure for a sentence: the preferred share, else any share, else the loss."""
+    """Return the measure for a sentence, among the measures with finite values.
+
+    It is `preferred` if this is a share, else another share, else the loss; None if there is none.
+    """
     finite_names = [name for name, value in measures.items() if math.isfinite(value)]
     for name in (preferred, *LABELS, *finite_names):
         if name in finite_names and is_share(name):
@@ -91,9 +100,9 @@ def headline_measure(measures: Mapping[str, float], preferred: str) -> str | Non
 
 
 def confidence_margin(share: float, count: int) -> float:
-    """Return half the width of the 95 % Wilson interval of a share of `count` examples.
+    """Return half the width of the 95 % Wilson score interval of a share of `count` examples.
 
-    The Wilson interval is also valid for shares of 0 and 1.
+    The Wilson score interval is also valid for shares of 0 and 1. Without examples, return 0.
     """
     if count < 1 or not 0 <= share <= 1:
         return 0.0
@@ -102,9 +111,9 @@ def confidence_margin(share: float, count: int) -> float:
 
 
 def best_measured(validations: Sequence[Validation], measure: str) -> tuple[float, int] | None:
-    """Return the best value so far and its step; None if no validation has a finite value.
+    """Return the best value of a measure and its step; None if no validation has a finite value.
 
-    Of equal values, the lower loss is best, then the earlier step.
+    If values are equal, the lower loss decides, and then the earlier step.
     """
     scored_validations = [
         (_measure_of(validation, measure), validation) for validation in validations
@@ -140,7 +149,7 @@ def row_label(name: str, run: RunFacts) -> str:
 
 
 def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
-    """Return the adapter's final measures, or during the run the last validation's measures."""
+    """Return the adapter's measures; before they exist, the measures of the last validation."""
     adapter_measures = task.baselines.get(ADAPTER)
     if adapter_measures is not None:
         return adapter_measures
@@ -154,10 +163,7 @@ def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
 
 
 def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
-    """Return the verdict on one task.
-
-    The verdict follows from the task's measures, or from the run's loss if the task has none.
-    """
+    """Return the verdict on one task: on its measures, or on the run's loss if it has none."""
     measures = task_measures(task, run)
     measure = headline_measure(measures, str(run.config.get("measure", "")))
     if measure is None:
@@ -185,9 +191,11 @@ def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
         if name in baseline_values
     ]
     if comparisons:
-        text += ", " + " and ".join(
-            (", ".join(comparisons[:-1]), comparisons[-1]) if comparisons[1:] else comparisons
-        )
+        *earlier_comparisons, last_comparison = comparisons
+        text += ", "
+        if earlier_comparisons:
+            text += f"{', '.join(earlier_comparisons)} and "
+        text += last_comparison
     if NO_PROMPT not in baseline_values:
         return Verdict(text + ".", None)
     gain = (value - baseline_values[NO_PROMPT]) * (1 if is_share(measure) else -1)
@@ -200,16 +208,12 @@ def _loss_verdict(run: RunFacts) -> Verdict:
     if not losses:
         return Verdict("No step has finished yet.", None)
     last_loss = fmean(losses[-LAST_LOSS_STEPS:])
-    if last_loss < losses[0]:
-        direction = "fell"
-    elif last_loss > losses[0]:
-        direction = "rose"
+    if last_loss == losses[0]:
+        change = f"stayed at {last_loss:.4f}"
     else:
-        direction = "stayed"
-    text = (
-        f"The loss {direction} from {losses[0]:.4f} to {last_loss:.4f} in "
-        f"{_format_count(len(losses), 'step')}"
-    )
+        direction = "fell" if last_loss < losses[0] else "rose"
+        change = f"{direction} from {losses[0]:.4f} to {last_loss:.4f}"
+    text = f"The loss {change} in {_format_count(len(losses), 'step')}"
     validation_losses = [
         validation.loss for validation in run.validations if validation.loss is not None
     ]
@@ -244,8 +248,8 @@ def _step_warnings(progress: Sequence[StepMetrics], state: str) -> Iterator[str]
         noise = math.hypot(pstdev(previous_losses), pstdev(last_losses)) / math.sqrt(tenth)
         if fall > max(LOSS_FALL_SHARE_MIN * fmean(previous_losses), 2 * noise):
             yield (
-                f"the loss was still falling at the end ({fmean(previous_losses):.4f} to "
-                f"{fmean(last_losses):.4f} over the last tenth of the steps); "
+                f"the loss was still falling at the end (mean {fmean(previous_losses):.4f} in the "
+                f"second-last tenth of the steps, {fmean(last_losses):.4f} in the last tenth); "
                 "more steps may give a lower loss"
             )
     skipped = sum(step.skipped for step in progress)

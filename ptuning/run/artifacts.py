@@ -1,8 +1,8 @@
 """Run artifacts: writes the trained adapters with their cards, the encoder, or the full model.
 
-An adapter contains its task's rows of the run's table (virtual tokens, or the prefix of prefix
-tuning) in fp32. Method `full` writes a checkpoint instead of adapters. A resumed run compares
-digests, and does not write an adapter or a checkpoint again.
+An adapter contains its task's rows of the run's virtual-token table or prefix table, in fp32. The
+method `full` writes a checkpoint instead of adapters. A resumed run compares digests, so that it
+does not write the same adapter or checkpoint twice. This module does not train or validate.
 """
 
 import shutil
@@ -50,13 +50,13 @@ from ptuning.training.trainer import Trainer
 class RunOutcome:
     """Outcome of a run: its final state, losses and written files."""
 
-    paths: tuple[Path, ...]  # Written adapters, or the written checkpoint.
-    cards: tuple[Card, ...]  # Cards of the adapters.
+    paths: tuple[Path, ...]  # Written adapters, or the written checkpoint; empty: interrupted.
+    cards: tuple[Card, ...]  # Cards of the written adapters.
     folder: Path  # Folder with the run's logs and report.
     state: str  # "finished", "stopped early" or "interrupted".
     step: int  # Number of completed steps.
     first_loss: float
-    last_loss: float  # Mean loss over the last steps.
+    last_loss: float  # Mean loss over the last LAST_LOSS_STEPS steps.
     best_step: int | None  # Step of the written table; None: the last step.
 
 
@@ -72,9 +72,9 @@ def write_adapters(
     """Write the adapter of each task on rank 0; return the paths and cards (empty on other ranks).
 
     All ranks must call this function. If `is_resumed` is set, the run may have written some
-    adapters before it was killed.
+    adapters before it was killed; an equal latest version is not written again.
     """
-    published = []
+    paths_and_cards = []
     for data, card in zip(prepared.tasks, prepared.cards, strict=True):
         rows = table[data.first_row : data.first_row + data.template.virtual_tokens]
         card = _complete_card(
@@ -92,8 +92,8 @@ def write_adapters(
             else:
                 check_publish_directory(folder)  # The folder may have been removed during the run.
                 path = publish_adapter(adapter, folder)
-            published.append((path, adapter.card))
-    return published
+            paths_and_cards.append((path, adapter.card))
+    return paths_and_cards
 
 
 def write_encoder(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -158,7 +158,7 @@ def _unwritable_error(path: Path, reason: object) -> ConfigError:
 
 @torch.no_grad()
 def gather_model(chunks: Sequence[GPT]) -> dict[str, Tensor]:
-    """Return the full model tensors on rank 0, and an empty dict on the other ranks.
+    """Return the full model tensors by name on rank 0, and an empty dict on the other ranks.
 
     All ranks must call this function.
     """
@@ -168,11 +168,12 @@ def gather_model(chunks: Sequence[GPT]) -> dict[str, Tensor]:
         return {name: local_parameters[name].detach().clone() for name in parameter_specs(config)}
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameter_specs(config).items():
-        owner = torch.tensor(
+        # The first stage that has the parameter; a tied embedding is on two stages.
+        first_stage = torch.tensor(
             [mesh.pp_rank if name in local_parameters else mesh.pp], device=mesh.device
         )
-        dist.all_reduce(owner, op=dist.ReduceOp.MIN)
-        stage = int(owner)
+        dist.all_reduce(first_stage, op=dist.ReduceOp.MIN)
+        stage = int(first_stage)
         if mesh.pp_rank == stage and mesh.dp_rank == 0:
             shards = _gather_shards(local_parameters[name], mesh)
             full_tensor = _join_shards(parameter, config, shards) if mesh.tp_rank == 0 else None
@@ -194,6 +195,7 @@ def gather_model(chunks: Sequence[GPT]) -> dict[str, Tensor]:
 def _complete_card(
     prepared: PreparedRun, data: TaskData, card: Card, metrics: Mapping[str, Any]
 ) -> Card:
+    """Return the card with the base model, template, method and metrics."""
     identity = identify(prepared.checkpoint)
     return replace(
         card,
@@ -220,6 +222,7 @@ def _validation_metrics(data: TaskData, validator: Validator) -> dict[str, Any]:
 def _golden_examples(
     prepared: PreparedRun, trainer: Trainer, data: TaskData, adapter: Adapter
 ) -> Any:
+    """Return golden examples for the adapter's card; all ranks must call this function."""
     count = prepared.config.golden_examples
     if not count or data.validation is None:
         return ()
@@ -236,24 +239,30 @@ def _gather_shards(value: Tensor, mesh: Any) -> list[Tensor]:
 
 
 def _join_shards(parameter: ParameterSpec, config: GPTConfig, shards: Sequence[Tensor]) -> Tensor:
+    """Return the full tensor of a parameter from the shards of all tensor-parallel ranks."""
     full_tensor = shards[0].new_empty(parameter.shape)
     for rank, shard in enumerate(shards):
-        rank_part, shard_offset = shard_spec(parameter, config, rank, len(shards)), 0
-        for range_start, range_end in rank_part.ranges:
+        rank_shard = shard_spec(parameter, config, rank, len(shards))
+        shard_offset = 0
+        for range_start, range_end in rank_shard.ranges:
             size = range_end - range_start
-            full_tensor.narrow(rank_part.dim, range_start, size).copy_(
-                shard.narrow(rank_part.dim, shard_offset, size)
+            full_tensor.narrow(rank_shard.dim, range_start, size).copy_(
+                shard.narrow(rank_shard.dim, shard_offset, size)
             )
             shard_offset += size
     return full_tensor
 
 
 def _next_folder(output: Path, name: str) -> tuple[Path, Path | None]:
-    """Return the next unused checkpoint folder, and the existing folder before it or None."""
+    """Return the folder for a new checkpoint, and the folder of the previous one or None.
+
+    The folders are NAME-1, NAME-2, and so on.
+    """
     number = 1
     while (output / f"{name}-{number}").exists():
         number += 1
-    return output / f"{name}-{number}", output / f"{name}-{number - 1}" if number > 1 else None
+    previous_folder = output / f"{name}-{number - 1}" if number > 1 else None
+    return output / f"{name}-{number}", previous_folder
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

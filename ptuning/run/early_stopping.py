@@ -1,7 +1,8 @@
-"""Early stopping of a training run, and the best table: the best validation, and those since then.
+"""Early stopping of a training run, and the virtual-token table of the best validation.
 
-Without `patience` a run never stops early, but the best table is kept. The score is the measure of
-the configuration, or the negative validation loss. Rank 0's score and loss decide on all ranks.
+The score of a validation is the metric `measure` of the settings; if `measure` is the loss, the
+score is the negative validation loss. Without `patience`, a run does not stop early, but the best
+table is still kept. Rank 0's score and loss decide on all ranks.
 """
 
 import math
@@ -30,23 +31,23 @@ class BestValidation:
     best_step: int | None = None
     best: float | None = None  # Score at best_step; higher is better.
     best_loss: float = 0.0  # Validation loss at best_step.
-    waited: int = 0  # Number of validations since the best score last improved.
+    waited: int = 0  # Number of validations since the last improvement of the best score.
 
 
 class EarlyStopping:
-    """Keeps the table of the best validation, and stops a run that no longer improves."""
+    """Keeps the table of the best validation, and decides when a run must stop early."""
 
     def __init__(self, config: TuneConfig, trainer: Trainer) -> None:
         self._config = config
         self._trainer = trainer
         self._best = BestValidation()
         self._table: Tensor | None = None
-        # Encoder tensors that produced _table; empty on stages other than the first.
+        # Encoder tensors that produced _table; empty if this rank has no encoder.
         self._encoder: dict[str, Tensor] = {}
 
     @property
     def should_stop(self) -> bool:
-        """Whether `patience` validations have passed since the best score last improved."""
+        """Whether the best score has not improved in the last `patience` validations."""
         patience = self._config.patience
         return patience is not None and self._best.waited >= patience
 
@@ -66,10 +67,15 @@ class EarlyStopping:
         return self._encoder
 
     def update(self, validation: Validation, table: Tensor | None) -> None:
-        """Compare a validation of `table` with the best; all ranks must call it together."""
-        best, mesh = self._best, self._trainer.mesh
+        """Compare a validation of `table` with the best; keep the table if it is better.
+
+        All ranks must call this function together.
+        """
+        best = self._best
+        mesh = self._trainer.mesh
         score = _broadcast_from_rank_zero(self._score(validation), mesh)
-        # With equal scores, the table with the lower loss is kept, but the patience is not reset.
+        # If the scores are equal, the table with the lower loss is kept. Only a better score resets
+        # the patience.
         loss = (
             math.inf if validation.loss is None or math.isnan(validation.loss) else validation.loss
         )
@@ -88,36 +94,38 @@ class EarlyStopping:
             best.waited += 1
 
     def state_facts(self) -> dict[str, Any]:
-        """Return the facts of the best validation for a state."""
+        """Return the facts of the best validation, to be saved in a state."""
         return asdict(self._best)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the best table and its encoder tensors for a state.
+        """Return the best table and its encoder tensors, to be saved in a state.
 
-        They are empty before the first validation, for `full`, and on stages other than the first.
+        Return no tensors before the first validation, for method `full`, and on pipeline stages
+        other than the first.
         """
         if self._table is None or self._trainer.mesh.pp_rank != 0:
             return {}
         return {TABLE_KEY: self._table} | self._encoder
 
     def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state_facts` and `state_tensors`; all ranks must call it together."""
+        """Restore `state_facts` and `state_tensors`. All ranks must call this function together."""
         self._best = BestValidation(**facts)
         if self._best.best_step is not None and self._config.method != "full":
             self._table = self._trainer.broadcast_table(tensors.get(TABLE_KEY))
             self._encoder = {name: tensor for name, tensor in tensors.items() if name != TABLE_KEY}
 
     def _score(self, validation: Validation) -> float:
-        """Return the score; higher is better, and NaN is the worst."""
+        """Return the score; higher is better. NaN becomes -infinity, the worst score."""
         measure = self._config.measure
-        score = -validation.loss if measure == "loss" and validation.loss is not None else 0.0
         if measure != "loss":
             score = validation.measures[measure]
+        else:
+            score = 0.0 if validation.loss is None else -validation.loss
         return -math.inf if math.isnan(score) else score
 
 
 def _broadcast_from_rank_zero(value: float, mesh: Mesh) -> float:
-    """Return rank 0's value on all ranks, so that rounding cannot make their decisions differ."""
+    """Return rank 0's value on all ranks; values that differ by rounding could split decisions."""
     if mesh.tp * mesh.dp * mesh.pp == 1:
         return value
     buffer = torch.tensor([value], dtype=torch.float64, device=mesh.device)

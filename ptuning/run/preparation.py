@@ -1,8 +1,8 @@
 """Run preparation: checks settings, opens the checkpoint's headers and renders the records.
 
 Preparation raises the errors that can be detected before the weights are loaded. It reads the
-headers of the checkpoint, but no weights, and reads and renders all records. It writes nothing to
-the terminal.
+headers of the checkpoint, but no weights; it reads and renders all records. The module writes
+nothing to the terminal.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,13 @@ class PreparedRun:
     """Checked inputs of a run; no weights are loaded yet."""
 
     config: TuneConfig
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # Opened, but only its headers are read.
     tokenizer: Tokenizer
     tasks: Sequence[TaskData]
     # For each task, the tokens whose embeddings are its initial rows; see `initial_ids`.
     initial_token_ids: Sequence[Sequence[int]]
-    cards: Sequence[Card]  # One card per task, without base model, template, method and metrics.
+    # One card per task, still without the base model, template, method and metrics.
+    cards: Sequence[Card]
 
     @property
     def examples(self) -> list[Example]:
@@ -46,7 +47,10 @@ class PreparedRun:
         return [example for task in self.tasks for example in task.examples.examples]
 
     def fingerprint(self) -> RunFingerprint:
-        """Return the fingerprint that is stored in the states of this run."""
+        """Return the fingerprint that is stored in the states of this run.
+
+        This reads all weights, unless the digest of the base model is recorded or cached.
+        """
         example_sets = [(task.examples, task.validation) for task in self.tasks]
         examples = [
             example
@@ -59,6 +63,7 @@ class PreparedRun:
 
 
 def prepare(config: TuneConfig, progress: ProgressCallback | None = None) -> PreparedRun:
+    """Check the settings and read the records; `progress` is called while records are read."""
     for task in config.resolved_tasks:
         _check_name(task.name, config)
     parse_device(config.device)
@@ -127,15 +132,15 @@ def _check_virtual_tokens(config: TuneConfig, model_config: GPTConfig) -> None:
                 f"virtual_tokens is {task.virtual_tokens}; the maximum for this model is "
                 f"{rows_max}, the smaller of half its context "
                 f"({model_config.max_position_embeddings} tokens) and the number of rows in a "
-                "table of 1 GiB"
+                "table of 1 GiB; reduce virtual_tokens"
             )
 
 
 def _check_validation(config: TuneConfig, tasks: Sequence[TaskData]) -> None:
-    """Check `golden_examples`, and the settings that need validation records.
+    """Raise ConfigError for settings of the validation that cannot work.
 
-    Raises ConfigError if `golden_examples` is too large, or if such a setting is set without
-    validation records.
+    `golden_examples` may be too large, or a setting that needs validation records may be set
+    without any.
     """
     if config.golden_examples > GOLDEN_EXAMPLES_MAX:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Hyperparameter sweep: one run per combination of settings; the best adapter is published.
 
-Each run has its own folder with its adapters and, after a run that did not fail, its result file.
-The same command executes only the runs without a result file, so failed runs are repeated. Runs are
-compared by the configured `measure`. The caller passes the function that executes one run; this
-module is independent of training.
+Each run has its own folder, which contains its adapters and, after the run has finished without an
+error, its result file. The same command executes only the runs without a valid result file, so
+failed runs are repeated. The runs are compared by `measure`. The caller passes the function that
+executes one run; this module is independent of training.
 """
 
 import csv
@@ -41,11 +41,12 @@ from ptuning.run.training_loop import run_folder
 from ptuning.run.training_state import RunFingerprint, lock_folder
 from ptuning.run_facts import RunFacts
 
-RUNS_MAX = 64
+RUNS_MAX = 64  # Maximum number of runs of a sweep.
 SWEEP_FOLDER = "sweep"
 RESULT_FILE = "result.json"
 TABLE_FILE = "sweep.csv"
-# Settings that must be equal in all runs: they identify the sweep or make its runs comparable.
+# Settings that must be equal in all runs, because they identify the sweep or because runs with
+# different values are not comparable.
 FIXED_SETTINGS = (
     "name",
     "output",
@@ -57,6 +58,7 @@ FIXED_SETTINGS = (
     "validation_examples",
     "measure",
 )
+# Combinations that can be folder names: short, with ASCII letters, digits and a few signs.
 SAFE_LABEL_PATTERN = re.compile(r"[\w.=,+-]{1,120}", re.ASCII)
 
 
@@ -64,8 +66,8 @@ SAFE_LABEL_PATTERN = re.compile(r"[\w.=,+-]{1,120}", re.ASCII)
 class Variant:
     """One combination of swept values and the settings of its run."""
 
-    values: Mapping[str, Any]
-    config: TuneConfig
+    values: Mapping[str, Any]  # The swept values, keyed by setting.
+    config: TuneConfig  # All settings of the run.
     folder: Path  # Folder of this run, including its adapters; no other run writes into it.
 
     def __str__(self) -> str:
@@ -84,7 +86,7 @@ class Sweep:
     def compared_by(self) -> str:
         """Name of the metric by which runs are compared.
 
-        The metric is `measure`; if this is the loss, the metric is the validation loss, or the
+        The metric is `measure`. For the measure "loss" it is the validation loss, or the last
         training loss if there are no validation records.
         """
         if self.config.measure != "loss":
@@ -95,7 +97,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """Result of one run, written to the result file."""
+    """Result of one run. The field names are keys of the result file and of `--json`."""
 
     state: str  # RunOutcome.state, or "failed".
     trouble: str = ""  # Error message of a failed run; the name is a key of the output.
@@ -104,8 +106,9 @@ class VariantResult:
     first_loss: float = math.nan
     last_loss: float = math.nan
     validation_loss: float | None = None  # Validation loss of the written adapter.
+    # Answer metrics of the written adapter.
     measures: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = 0.0  # Sum of the durations of all steps.
     paths: tuple[str, ...] = ()  # Adapter files, relative to the run's folder.
 
     def score(self, compared_by: str) -> float | None:
@@ -125,7 +128,7 @@ class SweepResult:
     """Results of a sweep, which may have been interrupted or may still run."""
 
     sweep: Sweep
-    results: tuple[VariantResult, ...]  # Results of the first variants, in order.
+    results: tuple[VariantResult, ...]  # Results of the variants so far, in the sweep's order.
     # Index of the best result. None: the sweep was interrupted, or no run has a score yet.
     best: int | None = None
     paths: tuple[Path, ...] = ()  # Published adapters.
@@ -136,11 +139,14 @@ RunFunction = Callable[[PreparedRun, bool], tuple[RunOutcome, RunFacts]]
 
 
 def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
-    """Build and check the settings of a run for every combination of `key=value,value`."""
+    """Return the sweep over all combinations of values, and check the settings of each run.
+
+    `path` is the YAML file; each assignment is `KEY=VALUE,VALUE`, as given with --sweep.
+    """
     if under_torchrun():
         raise ConfigError("--sweep starts the ranks of each run itself; run it without torchrun")
-    record = read_yaml(Path(path))
-    config = TuneConfig.from_dict(record, path)
+    settings = read_yaml(Path(path))
+    config = TuneConfig.from_dict(settings, path)
     if config.method == "full":
         raise ConfigError(
             "--sweep publishes an adapter, but method: full makes none; set another method"
@@ -156,11 +162,13 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
         raise ConfigError(
             f"--sweep makes {count} runs, and at most {RUNS_MAX} are allowed; remove some values"
         )
-    folder, variants = run_folder(config) / SWEEP_FOLDER, dict[str, Variant]()
+    folder = run_folder(config) / SWEEP_FOLDER
+    # Keyed by the folder names. They contain the parsed values, so 1e-3 and 0.001 are the same run.
+    variants: dict[str, Variant] = {}
     for combination in itertools.product(*grid.values()):
         overrides = dict(zip(grid, combination, strict=True))
         with _errors_name_values(overrides):
-            variant_config = TuneConfig.from_dict({**record, **overrides}, path)
+            variant_config = TuneConfig.from_dict({**settings, **overrides}, path)
         if variant_config.method == "full":
             raise ConfigError(
                 "--sweep publishes an adapter, but method: full makes none; remove full"
@@ -168,16 +176,16 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
         typed_values = {key: getattr(variant_config, key) for key in grid}
         variant_folder = folder / _folder_label(typed_values)
         folders = {"run": str(variant_folder), "output": str(variant_folder / "adapters")}
-        # Keyed by the parsed values, so 1e-3 and 0.001 are the same run.
         variants[variant_folder.name] = Variant(
             typed_values,
-            TuneConfig.from_dict({**record, **overrides, **folders}, path),
+            TuneConfig.from_dict({**settings, **overrides, **folders}, path),
             variant_folder,
         )
     return Sweep(config, tuple(variants.values()), folder)
 
 
 def _parse_assignment(assignment: str, config: TuneConfig) -> tuple[str, list[Any]]:
+    """Return the key and the YAML values of `KEY=VALUE,VALUE`."""
     key, equals, text = assignment.partition("=")
     setting_names = {setting.name for setting in fields(TuneConfig)}
     if not equals:
@@ -222,7 +230,7 @@ def _errors_name_values(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _folder_label(values: Mapping[str, Any]) -> str:
-    """Return the folder name of a combination: its values if safe in a path, else their hash."""
+    """Return the folder name of a combination: its keys and values if safe, else their hash."""
     readable = ",".join(f"{key}={value}" for key, value in values.items())
     exact = json.dumps(values, sort_keys=True)
     return (
@@ -235,11 +243,15 @@ def _folder_label(values: Mapping[str, Any]) -> str:
 def run_sweep(
     sweep: Sweep, run: RunFunction, print_line: Callable[[str], None], *, restart: bool
 ) -> SweepResult:
-    """Execute the runs without a saved result, one by one; then publish the best run's adapters."""
+    """Execute the runs without a saved result, one after another; publish the best run's adapters.
+
+    With `restart`, saved results are removed first. If a run is interrupted, return without `best`.
+    """
     if sweep.compared_by == "last_loss":
         print_line(
             "warning: there are no validation records (`validation`), so runs are compared by "
-            "their training loss, which favours overfitting"
+            "their training loss, which favors overfitting; set `validation` to a file of held-out "
+            "records"
         )
     try:
         check_publish_directory(Path(sweep.config.output))
@@ -272,7 +284,7 @@ def run_sweep(
             results.append(result)
             _write_atomic(
                 sweep.folder / TABLE_FILE,
-                _csv(SweepResult(sweep, tuple(results), best_variant(sweep, results))),
+                _format_csv(SweepResult(sweep, tuple(results), best_variant(sweep, results))),
             )
         best = best_variant(sweep, results)
         if best is None:
@@ -308,9 +320,10 @@ def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> Varian
 
 
 def _load_result(variant: Variant, fingerprint: RunFingerprint) -> VariantResult | None:
-    """Return the saved result, or None.
+    """Return the saved result of a run.
 
-    None: there is no result, its fingerprint differs, or one of its adapters does not exist.
+    Return None if there is no readable result, if its fingerprint differs, or if one of its
+    adapters does not exist.
     """
     try:
         record = json.loads((variant.folder / RESULT_FILE).read_text())
@@ -330,8 +343,7 @@ def _save_result(variant: Variant, fingerprint: RunFingerprint, result: VariantR
 def best_variant(sweep: Sweep, results: Sequence[VariantResult]) -> int | None:
     """Return the index of the result with the best score; None if no result has a score.
 
-    Of results with equal scores, the one with the lower validation loss is best, then the earlier
-    one.
+    If scores are equal, the lower validation loss decides, and then the earlier run.
     """
     scores = {number: result.score(sweep.compared_by) for number, result in enumerate(results)}
 
@@ -352,13 +364,15 @@ def _publish(sweep: Sweep, best: int, result: VariantResult) -> tuple[Path, ...]
     for path in result.paths:
         adapter = open_adapter(sweep.variants[best].folder / path)
         newest = latest_adapter(folder, adapter.card.name)
-        is_published = newest is not None and newest[1].digest == adapter.digest
-        paths.append(newest[0] if is_published and newest else publish_adapter(adapter, folder))
+        if newest is not None and newest[1].digest == adapter.digest:
+            paths.append(newest[0])
+        else:
+            paths.append(publish_adapter(adapter, folder))
     return tuple(paths)
 
 
 def result_rows(sweep_result: SweepResult) -> list[dict[str, Any]]:
-    """Return one row per run, with its swept values and its result."""
+    """Return one row per executed run, with its swept values and its result."""
     rows = []
     for index, (variant, result) in enumerate(
         zip(sweep_result.sweep.variants, sweep_result.results, strict=False)
@@ -395,9 +409,10 @@ def render_table(sweep_result: SweepResult) -> Table:
 
     The CSV file has more columns.
     """
-    compared_by, rows = sweep_result.sweep.compared_by, result_rows(sweep_result)
-    numbers = dict.fromkeys((compared_by, "validation_loss", "last_loss"))
-    columns = [name for name in numbers if any(row.get(name) is not None for row in rows)]
+    compared_by = sweep_result.sweep.compared_by
+    rows = result_rows(sweep_result)
+    metric_names = dict.fromkeys((compared_by, "validation_loss", "last_loss"))  # Without repeats.
+    columns = [name for name in metric_names if any(row.get(name) is not None for row in rows)]
     if any(row["state"] != "finished" for row in rows):
         columns.append("state")
     keys = list(sweep_result.sweep.variants[0].values)
@@ -406,14 +421,14 @@ def render_table(sweep_result: SweepResult) -> Table:
         table.add_column(name.replace("_", " "), overflow="fold")
     for name in (*columns, ""):
         table.add_column(name.replace("_", " "), justify="right", overflow="fold")
-    for record in rows:
-        cells = [_cell(record.get(name)) for name in (*keys, *columns)]
-        style = "bold" if record["best"] else None
-        table.add_row(*cells, "best" if record["best"] else "", style=style)
+    for row in rows:
+        cells = [_format_cell(row.get(name)) for name in (*keys, *columns)]
+        style = "bold" if row["best"] else None
+        table.add_row(*cells, "best" if row["best"] else "", style=style)
     return table
 
 
-def _csv(sweep_result: SweepResult) -> str:
+def _format_csv(sweep_result: SweepResult) -> str:
     rows = result_rows(sweep_result)
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
@@ -423,7 +438,7 @@ def _csv(sweep_result: SweepResult) -> str:
     return text.getvalue()
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)

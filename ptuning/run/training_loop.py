@@ -3,7 +3,7 @@
 Every rank runs the loop with the same data and makes the same decisions. The loop calls its
 callback on every rank; only the callback of rank 0 reports the run. A run that was interrupted or
 killed resumes from its last complete state, with the same losses as without the interruption. A run
-that stopped early (`patience`) has ended, and does not resume. The loop is independent of the
+that stopped early (`patience`) is complete and does not resume. The loop is independent of the
 terminal, the logs and the report.
 """
 
@@ -40,15 +40,16 @@ from ptuning.run.validation import Validator
 from ptuning.run_facts import StepMetrics, Validation
 from ptuning.training.trainer import Trainer
 
-# The reported last loss is the mean over these steps, because the loss of one batch is noisy.
+# The reported last loss is the mean over this number of steps, because one batch's loss is noisy.
 LAST_LOSS_STEPS = 20
-# Prefix of the names of the best table and of its encoder in a state.
+# Prefix of the tensor names of EarlyStopping.state_tensors in a state.
 BEST_PREFIX = "best/"
 
 
 class RunCallback(Protocol):
     """Receives the events of a run."""
 
+    # `step` is the last finished step: 0 unless the run resumes.
     def on_start(self, folder: Path, step: int, resumed: bool) -> None: ...
 
     def on_step(self, metrics: StepMetrics) -> None: ...
@@ -68,8 +69,8 @@ class RunCallback(Protocol):
 class RunProgress:
     """Training losses so far; saved in each state."""
 
-    first_loss: float | None = None
-    last_losses: tuple[float, ...] = ()
+    first_loss: float | None = None  # Loss of step 1; None: no step has finished.
+    last_losses: tuple[float, ...] = ()  # Losses of the last steps, at most LAST_LOSS_STEPS.
 
     @property
     def last_loss(self) -> float:
@@ -77,7 +78,7 @@ class RunProgress:
 
 
 def run_folder(config: TuneConfig) -> Path:
-    """Return the folder in which each run has a numbered folder for its logs and states."""
+    """Return the folder that contains the numbered folder of each run."""
     name = config.resolved_tasks[0].name or "model"
     return Path(config.run) if config.run else Path(config.output).parent / "runs" / name
 
@@ -91,7 +92,7 @@ def load_chunks(prepared: PreparedRun, mesh: Mesh) -> list[GPT]:
     }
     checkpoint = replace(checkpoint, config=checkpoint.config.with_fields(**dropout_rates))
     layers = stage_layers(checkpoint.config.num_layers, mesh.pp, vpp=config.virtual_stages)
-    # TuneConfig has checked the value.
+    # The cast is safe, because TuneConfig has checked the value.
     mode = cast(Literal["none", "selective", "block", "full"], config.recompute)
     recompute = RecomputePolicy(mode, config.recompute_layers)
     return [
@@ -118,7 +119,7 @@ def load_trainer(prepared: PreparedRun, mesh: Mesh) -> Trainer:
 
 
 class TrainingLoop:
-    """One rank's part of a run."""
+    """Training loop of one rank; the constructor restores the state from which a run resumes."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class TrainingLoop:
             self._resume(saved_state)
 
     def run(self) -> RunOutcome:
-        """Train until the last step, until early stopping, or until the user requests a stop."""
+        """Train until the last step, early stopping or a stop request; return the outcome."""
         config, trainer = self._config, self.trainer
         order = BatchOrder(self._prepared.examples, config.batch_examples, config.seed)
         self._callback.on_start(self._folder, trainer.step_number, self._resumed)
@@ -178,6 +179,7 @@ class TrainingLoop:
         return self._config.measure != "loss"
 
     def _is_validation_due(self, step: int) -> bool:
+        """Return whether `validate_every` requires a validation after the step."""
         interval = self._config.validate_every
         if not self._validator.tasks or interval is None:
             return False
@@ -198,8 +200,11 @@ class TrainingLoop:
         self._callback.on_validation(validation, self._validator, self._early_stopping.best_step)
         return self._early_stopping.should_stop
 
-    def _finish(self, state: str) -> RunOutcome:
-        """Write the artifacts; a state is saved first, so that the run can resume if this fails."""
+    def _finish(self, run_state: str) -> RunOutcome:
+        """Write the artifacts and return the outcome.
+
+        A training state is saved first, so that the run can resume if writing an artifact fails.
+        """
         self._save_state()
         best_step = self._early_stopping.best_step
         table = self._early_stopping.best_table
@@ -230,27 +235,28 @@ class TrainingLoop:
                     write_encoder(self._folder, tensors)
         if self._mesh.rank == 0:
             remove_states(self._folder)
-        outcome = self._outcome(paths, state, cards)
+        outcome = self._outcome(paths, run_state, cards)
         self._callback.on_end(outcome, self._validator)
         return outcome
 
     def _card_metrics(self) -> dict[str, Any]:
         progress = self._progress
-        metrics: dict[str, Any] = {
+        return {
             "loss": progress.last_loss,
             "first_loss": progress.first_loss,
             "steps": self._early_stopping.best_step or self.trainer.step_number,
             "method": self._config.method,
         }
-        return metrics
 
-    def _outcome(self, paths: Sequence[Path], state: str, cards: Sequence[Card] = ()) -> RunOutcome:
+    def _outcome(
+        self, paths: Sequence[Path], run_state: str, cards: Sequence[Card] = ()
+    ) -> RunOutcome:
         progress = self._progress
         return RunOutcome(
             paths=tuple(paths),
             cards=tuple(cards),
             folder=self._folder,
-            state=state,
+            state=run_state,
             step=self.trainer.step_number,
             first_loss=progress.first_loss or 0.0,
             last_loss=progress.last_loss,
@@ -258,10 +264,10 @@ class TrainingLoop:
         )
 
     def _agree_on_fingerprint(self) -> RunFingerprint:
-        """Compute the fingerprint on rank 0 first, then on the other ranks, and compare them.
+        """Return the run's fingerprint; raise ConfigError if the ranks have different ones.
 
-        The first computation of the base model's digest reads all weights and caches the digest;
-        the other ranks then read the cached digest.
+        Rank 0 computes the fingerprint first. If this requires reading all weights for the base
+        model's digest, the digest is cached, and the other ranks read the cache.
         """
         fingerprint = self._prepared.fingerprint() if self._mesh.rank == 0 else None
         if self._mesh.tp * self._mesh.dp * self._mesh.pp > 1:
@@ -271,6 +277,7 @@ class TrainingLoop:
         return fingerprint
 
     def _save_state(self) -> None:
+        """Save a state; report an error only once, until a later save succeeds."""
         trainer = self.trainer
         if trainer.step_number == self._saved_step:
             return
@@ -295,7 +302,9 @@ class TrainingLoop:
 
     def _resume(self, saved_state: SavedState) -> None:
         self._fingerprint.check_matches(saved_state.facts["origin"], saved_state.path)
-        trainer, course = self.trainer, dict(saved_state.facts["course"])
+        trainer = self.trainer
+        # The losses of RunProgress and the facts of EarlyStopping, under their field names.
+        progress_facts = dict(saved_state.facts["course"])
         tensors = saved_state.load_tensors(self._mesh)
         names = [name for name in tensors if name.startswith(BEST_PREFIX)]
         best_tensors = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in names}
@@ -303,8 +312,10 @@ class TrainingLoop:
         trainer.step_number = self._saved_step = saved_state.facts["step"]
         trainer.loss_scale.value = saved_state.facts["scale"]["value"]
         trainer.loss_scale.good = saved_state.facts["scale"]["good"]
-        self._progress = RunProgress(course.pop("first_loss"), tuple(course.pop("last_losses")))
-        self._early_stopping.load_state(course, best_tensors)
+        self._progress = RunProgress(
+            progress_facts.pop("first_loss"), tuple(progress_facts.pop("last_losses"))
+        )
+        self._early_stopping.load_state(progress_facts, best_tensors)
 
 
 def _agree_on_folder(base: Path, mesh: Mesh, *, restart: bool) -> Path:

@@ -1,11 +1,11 @@
-"""Training state: saves and loads the states from which a run resumes, and locks its folder.
+"""Training states, from which a run resumes: saving, loading, and the lock of the run's folder.
 
 A state is a folder with one JSON file of facts, and one file for each tensor rank and stage with
 trainable tensors; only data-parallel rank 0 writes these files. A state is written under a
 temporary name, synced to disk and renamed, so a folder with the final name is complete. A run can
 resume from a state only with the same settings, records and base model; the fingerprint of the run
 identifies all three. Settings that do not affect the training result (`RESUMABLE_CHANGES`) may
-differ.
+differ. This module does not interpret the facts and tensors of a state.
 """
 
 import fcntl
@@ -36,17 +36,17 @@ from ptuning.data.dataset import Example
 
 FORMAT, VERSION = "preamble.run", 1
 FACTS_FILE = "facts.json"
-STATE_PATTERN = re.compile(r"state-(\d{8})")
-RUN_PATTERN = re.compile(r"[1-9]\d{0,5}")
+STATE_PATTERN = re.compile(r"state-(\d{8})")  # Name of a state's folder, with the step.
+RUN_PATTERN = re.compile(r"[1-9]\d{0,5}")  # Name of a run's folder: the number of the run.
 # Settings that may change when a run resumes, because they do not affect the training result.
 RESUMABLE_CHANGES = {"output", "run", "save_every", "tensorboard", "golden_examples"}
 
 
 @dataclass(frozen=True)
 class RunFingerprint:
-    """Identity of a run; a run resumes from a state only if the fingerprints of both are equal."""
+    """Identity of a run; a run resumes from a state only if both have the same fingerprint."""
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # All settings except RESUMABLE_CHANGES.
     records: str  # Digest of all rendered examples, training and validation.
     base: str  # Digest of the base model.
 
@@ -63,16 +63,20 @@ class RunFingerprint:
         settings = {
             key: value for key, value in asdict(config).items() if key not in RESUMABLE_CHANGES
         }
-        # The settings are converted to JSON and back, so that they are comparable with settings
-        # that are read from a state (in JSON a tuple becomes a list, for example).
+        # Settings that are read from a state have been converted to JSON and back, which turns
+        # tuples into lists. The same conversion makes these settings comparable.
         return cls(json.loads(json.dumps(settings)), digest.hexdigest(), base)
 
     def check_same_on_all_ranks(self, mesh: Mesh) -> None:
-        """Raise if the ranks have different fingerprints, which would make collectives deadlock."""
+        """Raise ConfigError if the ranks have different fingerprints.
+
+        With different inputs, the ranks could call different collectives and deadlock.
+        """
         if mesh.tp * mesh.dp * mesh.pp == 1:
             return
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
         number = int.from_bytes(digest[:7])
+        # One all-reduce gives the maximum and the negative minimum over the ranks.
         extremes = torch.tensor([number, -number], dtype=torch.int64, device=mesh.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if int(extremes[0]) != -int(extremes[1]):
@@ -82,7 +86,10 @@ class RunFingerprint:
             )
 
     def check_matches(self, saved: Mapping[str, Any], path: Path) -> None:
-        """Raise an error with the first difference from the fingerprint `saved` of a state."""
+        """Raise ConfigError with the first difference from `saved`, the fingerprint of a state.
+
+        `path` is the state's folder.
+        """
         saved_settings = saved.get("settings", {})
         for key, value in self.settings.items():
             if saved_settings.get(key) != value:
@@ -103,8 +110,8 @@ class RunFingerprint:
 class SavedState:
     """A complete state on disk."""
 
-    path: Path
-    facts: dict[str, Any]
+    path: Path  # Folder of the state.
+    facts: dict[str, Any]  # Content of FACTS_FILE.
 
     def load_tensors(self, mesh: Mesh) -> dict[str, Tensor]:
         """Return this rank's tensors; empty if the rank has no trainable tensors."""
@@ -122,7 +129,7 @@ class SavedState:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder against other `preamble tune` processes."""
+    """Create a run folder, and lock it against other `preamble tune` processes."""
     descriptor = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,13 +151,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def choose_run_folder(base: Path, *, restart: bool) -> Path:
-    """Return the folder of the latest run if it has a state to resume from, else a new folder."""
+    """Return the folder of the latest run if the run can resume, else create a new folder.
+
+    With `restart`, always create a new folder.
+    """
     try:
         base.mkdir(parents=True, exist_ok=True)
         numbers = [int(path.name) for path in base.iterdir() if RUN_PATTERN.fullmatch(path.name)]
         latest = max(numbers, default=0)
-        resumes = latest and not restart and latest_state(base / str(latest)) is not None
-        folder = base / str(latest if resumes else latest + 1)
+        can_resume = latest and not restart and latest_state(base / str(latest)) is not None
+        folder = base / str(latest if can_resume else latest + 1)
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _unwritable_error(base, error) from None
@@ -165,7 +175,7 @@ def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
 
 
 def latest_state(folder: Path) -> SavedState | None:
-    """Return the newest state with readable facts in a run folder; None if there is no such state.
+    """Return the newest state with readable facts in a run folder; None if there is none.
 
     A finished run has no states.
     """
@@ -175,8 +185,8 @@ def latest_state(folder: Path) -> SavedState | None:
         try:
             facts = json.loads(read_small_file(path / FACTS_FILE))
         except (OSError, ValueError):
-            # A state is complete when it gets this name, so it was damaged later. The next older
-            # state is tried.
+            # A state is complete when it gets this name, so this state was damaged later. Try the
+            # next older state.
             continue
         if facts.get("format") != FORMAT or facts.get("version", 0) > VERSION:
             raise ConfigError(
@@ -188,11 +198,15 @@ def latest_state(folder: Path) -> SavedState | None:
 
 
 def common_state(folder: Path, mesh: Mesh) -> SavedState | None:
-    """Return the latest state, or None; raise if not all ranks find the same step."""
+    """Return the latest state, or None if no rank finds one.
+
+    Raise ConfigError if the ranks find states of different steps.
+    """
     state = latest_state(folder)
     if mesh.tp * mesh.dp * mesh.pp == 1:
         return state
     step = -1 if state is None else int(state.facts["step"])
+    # One all-reduce gives the maximum and the negative minimum over the ranks.
     extremes = torch.tensor([step, -step], dtype=torch.int64, device=mesh.device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     step_max, step_min = int(extremes[0]), -int(extremes[1])
@@ -207,10 +221,10 @@ def common_state(folder: Path, mesh: Mesh) -> SavedState | None:
 def save_state(
     folder: Path, mesh: Mesh, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> str | None:
-    """Write a state; data-parallel rank 0 of each stage and tensor rank writes its tensors.
+    """Write a state; return None on every rank if it was written, else an error message.
 
-    All ranks must call this function. It returns None on every rank if the state was written, else
-    an error message on every rank. A written state replaces the older states.
+    Data-parallel rank 0 of each stage and tensor rank writes its tensors. All ranks must call this
+    function. After the state is written, older states are removed.
     """
     path = folder / f"state-{step:08d}"
     partial_path = folder / f".{path.name}.part"
@@ -227,8 +241,8 @@ def save_state(
         )
     error = agree_on_error(error, mesh)
     if error is None and mesh.rank == 0:
-        record = {"format": FORMAT, "version": VERSION, "step": step, **facts}
-        error = _try_write(lambda: _commit_state(partial_path, path, record))
+        all_facts = {"format": FORMAT, "version": VERSION, "step": step, **facts}
+        error = _try_write(lambda: _commit_state(partial_path, path, all_facts))
     if mesh.rank == 0:
         if error is None:
             remove_states(folder, keep=path)
@@ -249,7 +263,10 @@ def remove_states(folder: Path, keep: Path | None = None) -> None:
 
 
 def agree_on_error(error: str | None, mesh: Mesh) -> str | None:
-    """Return None on every rank if no rank has an error, else an error message on every rank."""
+    """Return None on every rank if no rank has an error, else an error message on every rank.
+
+    `error` is the error of this rank.
+    """
     if mesh.tp * mesh.dp * mesh.pp == 1:
         return error
     failed_ranks = torch.tensor([error is not None], dtype=torch.int64, device=mesh.device)
@@ -262,6 +279,7 @@ def _rank_file(mesh: Mesh) -> str:
 
 
 def _try_write(action: Any) -> str | None:
+    """Call `action`; return the message of an OSError, or None."""
     try:
         action()
     except OSError as error:
@@ -269,7 +287,8 @@ def _try_write(action: Any) -> str | None:
     return None
 
 
-def _commit_state(partial_path: Path, path: Path, record: Mapping[str, Any]) -> None:
-    write_synced(partial_path / FACTS_FILE, json.dumps(record).encode())
+def _commit_state(partial_path: Path, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the facts of a state, and give the folder its final name."""
+    write_synced(partial_path / FACTS_FILE, json.dumps(facts).encode())
     fsync_folder(partial_path)
     rename_durable(partial_path, path)

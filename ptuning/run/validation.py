@@ -1,10 +1,10 @@
 """Validation: held-out loss and generated answers of each task during a run, with baselines.
 
 Answers are generated as in serving, with the stop strings and limits of each task. The baselines
-(the model without the adapter, and the model with the `oracle` instruction in place of the adapter)
-are evaluated once per start of the run. All ranks must call the validator's methods together,
-because the model is sharded over the ranks.
-`tune --evaluate` scores an adapter file without a run (ptuning/evaluation/adapter_evaluation.py).
+are the model without the adapter, and the model with the `oracle` instruction in place of the
+adapter. They are evaluated each time the run starts or resumes. All ranks must call the validator's
+methods together, because the model is sharded over the ranks. This module needs a run;
+ptuning/evaluation/adapter_evaluation.py scores an adapter file for `tune --evaluate`.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
 class TaskValidation:
     """Held-out records, loss, metrics and answers of one task.
 
-    The keys of the metrics and answers are NO_PROMPT (without the adapter), ORACLE (the instruction
-    in place of the adapter) and ADAPTER.
+    The keys of `baselines` and `answers` are the evaluated variants: NO_PROMPT (without the
+    adapter), ORACLE (the instruction in place of the adapter) and ADAPTER.
     """
 
-    examples: ExampleSet
-    loss: float = 0.0
-    baselines: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    examples: ExampleSet  # The evaluated records.
+    loss: float = 0.0  # Loss of the last validation.
+    baselines: dict[str, Mapping[str, float]] = field(default_factory=dict)  # Answer metrics.
     answers: dict[str, list[TextCompletion]] = field(default_factory=dict)
 
     def samples(self) -> list[Sample]:
@@ -63,6 +63,7 @@ class TaskValidation:
 
     @property
     def answers_cut(self) -> int:
+        """Number of the adapter's answers that reached max_new_tokens."""
         return sum(answer.is_truncated for answer in self.answers.get(ADAPTER, []))
 
 
@@ -81,9 +82,10 @@ class Validator:
         self._task_data = {task.task.name: task for task in prepared.tasks}
 
     def measure_baselines(self) -> None:
-        """Evaluate the model without the adapter, and with the `oracle` instruction if one is set.
+        """Evaluate the answers of the model without the adapter.
 
-        For method `full` the instruction is not evaluated.
+        If a task has an `oracle` instruction, the answers to this instruction are evaluated too,
+        except for method `full`.
         """
         trains_model = self._prepared.config.method == "full"
         for name in self.tasks:
@@ -98,7 +100,10 @@ class Validator:
                 )
 
     def validate(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
-        """Compute the loss with this table and, if `answers` is set, the answer metrics."""
+        """Return the loss with `table`; if `answers` is set, also generate and score answers.
+
+        The loss is the mean over all tokens of all tasks; the answer metrics are means over tasks.
+        """
         by_task: dict[str, dict[str, float]] = {}
         loss_sum, loss_tokens = 0.0, 0
         for name, task_validation in self.tasks.items():
@@ -123,8 +128,9 @@ class Validator:
         )
 
     def _measure_answers(
-        self, name: str, baseline: str, template: PromptTemplate, table: Tensor | None
+        self, name: str, variant: str, template: PromptTemplate, table: Tensor | None
     ) -> Mapping[str, float]:
+        """Generate the answers of a variant for the task `name`; store and return their metrics."""
         task_validation, task = self.tasks[name], self._task_data[name].task
         new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
         prompts = self.render_prompts(template, task_validation.examples, new_tokens)
@@ -139,29 +145,29 @@ class Validator:
                 stop_strings=task.stop,
             )
         )
-        # The answer to a refused prompt is empty.
+        # A server would refuse the prompts that are None; their answers are empty.
         answers = [
             TextCompletion() if prompt is None else next(answer_iterator) for prompt in prompts
         ]
         texts = [answer.text for answer in answers]
-        task_validation.answers[baseline] = answers
-        task_validation.baselines[baseline] = compute_metrics(
-            texts, task_validation.examples.answers
-        )
-        return task_validation.baselines[baseline]
+        metrics = compute_metrics(texts, task_validation.examples.answers)
+        task_validation.answers[variant] = answers
+        task_validation.baselines[variant] = metrics
+        return metrics
 
     def render_prompts(
         self, template: PromptTemplate, examples: ExampleSet, new_tokens: int
     ) -> list[list[int] | None]:
         """Render prompts as a server does; None stands for a prompt that a server would refuse.
 
-        `truncate_field` is truncated to leave space for `new_tokens`. In training examples it is
-        truncated to leave space for the example's own answer, which a server does not have.
+        `truncate_field` is truncated so that `new_tokens` fit behind the prompt. A training example
+        is truncated so that its own answer fits, but a server does not have the answer.
         """
         model_config = self._prepared.checkpoint.config
         prefix_tokens = (
             template.virtual_tokens if self._prepared.config.adapter_kind == "prefix" else 0
         )
+        # Without truncation, a prompt needs space for at least one new token.
         reserved_tokens = new_tokens if template.truncate_field is not None else 1
         prompts: list[list[int] | None] = []
         for inputs in examples.records:
@@ -176,12 +182,15 @@ class Validator:
             except RequestError:
                 prompts.append(None)
                 continue
-            # A prefix without text predicts no token; this happens if all text was truncated.
+            # If all text was truncated, the prompt is only a prefix, which predicts no token.
             prompts.append(rendered.ids if len(rendered.ids) > prefix_tokens else None)
         return prompts
 
     def _instruction_template(self, data: TaskData) -> PromptTemplate:
-        """Return the task's template with the instruction in place of its first virtual tokens."""
+        """Return the task's template with the instruction in place of the first marker.
+
+        The other markers are removed.
+        """
         first_marker = f"{VIRTUAL_PROMPT_MARK}0|>"
         text = data.task.template.replace(first_marker, data.task.oracle)
         text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)

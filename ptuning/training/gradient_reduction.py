@@ -2,16 +2,16 @@
 
 The replication of a trainable tensor over the ranks determines the reductions of its gradient:
 
-- Replicas whose gradients cover only the rank's own tokens (sequence parallelism) or attention
-  heads are summed over the tensor-parallel ranks.
-- The keys and values of a KV head with replicas (fewer KV heads than tensor-parallel ranks) are
-  summed over the ranks of the KV head.
-- The word embedding that is tied to the output layer is summed over the first and the last pipeline
-  stage.
+- A replica's gradient may cover only the rank's own tokens (sequence parallelism) or attention
+  heads. Such gradients are summed over the tensor-parallel ranks.
+- If there are fewer KV heads than tensor-parallel ranks, a KV head has replicas. The gradients of
+  its keys and values are summed over the ranks that have the KV head.
+- The gradients of a word embedding that is tied to the output layer are summed over the first and
+  the last pipeline stage.
 - All gradients are summed over the data-parallel ranks.
 
-Only this module records how each tensor is replicated over the ranks. The gradient norm depends on
-it too: replicas count once.
+Only this module records how each tensor is replicated over the ranks. It also computes the gradient
+norm, in which each set of replicas counts once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,7 +64,7 @@ class Replication(Enum):
 
 @dataclass(frozen=True)
 class TrainableTensor:
-    """A trainable tensor as the forward pass reads it."""
+    """A trainable tensor of this rank, in the dtype of the forward pass."""
 
     name: str
     value: Tensor
@@ -77,7 +77,10 @@ class TrainableTensor:
 def trainable_encoder_tensors(
     named_parameters: Iterable[tuple[str, Tensor]], split_names: Iterable[str]
 ) -> list[TrainableTensor]:
-    """Return a prompt encoder's parameters; `split_names` are sharded over the tensor ranks."""
+    """Return a prompt encoder's parameters as trainable tensors.
+
+    `split_names` are the parameters that are sharded over the tensor-parallel ranks.
+    """
     split_set = set(split_names)
     return [
         TrainableTensor(
@@ -90,13 +93,13 @@ def trainable_encoder_tensors(
 def trainable_prefix_tensors(
     named_parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, mesh: Mesh
 ) -> list[TrainableTensor]:
-    """Return a prefix's parameters: keys and values of this rank's layers and KV heads."""
+    """Return a prefix's parameters, the keys and values of this rank, as trainable tensors."""
     replication = Replication.KV_HEADS if config.num_query_groups < mesh.tp else Replication.SPLIT
     return [TrainableTensor(name, value, replication) for name, value in named_parameters]
 
 
 def trainable_model_tensors(chunks: Sequence[GPT]) -> list[TrainableTensor]:
-    """Return all model parameters of this rank, with requires_grad set on each."""
+    """Set requires_grad on this rank's model parameters; return them as trainable tensors."""
     config, mesh = chunks[0].config, chunks[0].mesh
     is_tied = mesh.pp > 1 and not config.untie_embeddings_and_output_weights
     parameter_table, trainables = parameter_specs(config), []
@@ -116,7 +119,7 @@ def reduce_gradient(
 ) -> None:
     """Reduce `grad`, this rank's gradient of a trainable tensor, over the ranks in place.
 
-    All ranks that have the tensor must call it together.
+    All ranks that have the tensor must call this function together.
     """
     if trainable.replication is Replication.PARTIAL and mesh.tp > 1:
         _all_reduce(grad, mesh, mesh.tp_group)
@@ -145,21 +148,19 @@ def squared_norm_share(
         replicated_squares = float(
             _replicated_rows(trainable, grad, model_config).double().square().sum()
         )
+        # A KV head has tp / num_query_groups replicas, so this rank counts only its share of one.
         squares -= replicated_squares * (1 - model_config.num_query_groups / mesh.tp)
     return squares
 
 
-def _replication(name: str, split: ShardRule, config: GPTConfig, mesh: Mesh) -> Replication:
-    if split is ShardRule.QKV and config.num_query_groups < mesh.tp:
+def _replication(name: str, shard_rule: ShardRule, config: GPTConfig, mesh: Mesh) -> Replication:
+    if shard_rule is ShardRule.QKV and config.num_query_groups < mesh.tp:
         return Replication.KV_GROUPS
-    if split is not ShardRule.REPLICATED:
+    if shard_rule is not ShardRule.REPLICATED:
         return Replication.SPLIT
-    is_row_sharded = mesh.sequence_parallel and name.endswith(SEQUENCE_PARALLEL_SUFFIXES)
-    return (
-        Replication.PARTIAL
-        if is_row_sharded or name.endswith(HEAD_NORM_SUFFIXES)
-        else Replication.REPLICATED
-    )
+    covers_own_tokens = mesh.sequence_parallel and name.endswith(SEQUENCE_PARALLEL_SUFFIXES)
+    covers_own_heads = name.endswith(HEAD_NORM_SUFFIXES)
+    return Replication.PARTIAL if covers_own_tokens or covers_own_heads else Replication.REPLICATED
 
 
 def _all_reduce(grad: Tensor, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
@@ -170,7 +171,10 @@ def _all_reduce(grad: Tensor, mesh: Mesh, group: dist.ProcessGroup | None) -> No
 
 
 def _replicated_rows(trainable: TrainableTensor, grad: Tensor, model_config: GPTConfig) -> Tensor:
-    """Return the replicated keys and values of a gradient; in a QKV weight, the last rows."""
+    """Return the rows of a gradient that are replicated keys and values.
+
+    In a QKV weight these are the last rows: the key and the value of the rank's only KV head.
+    """
     return (
         grad
         if trainable.replication is Replication.KV_HEADS
@@ -183,12 +187,12 @@ def _sum_kv_replicas(grad: Tensor, model_config: GPTConfig, mesh: Mesh) -> None:
 
     The gradient of a replica covers only the queries of its rank.
     """
-    ranks_per_group = mesh.tp // model_config.num_query_groups
+    ranks_per_kv_head = mesh.tp // model_config.num_query_groups
     buffer = (grad.cpu() if mesh.stages_through_host else grad).contiguous()
     gathered = [torch.empty_like(buffer) for _ in range(mesh.tp)]
     dist.all_gather(gathered, buffer, group=mesh.tp_group)
-    first_rank = mesh.tp_rank // ranks_per_group * ranks_per_group
-    grad.copy_(torch.stack(gathered[first_rank : first_rank + ranks_per_group]).sum(0))
+    first_rank = mesh.tp_rank // ranks_per_kv_head * ranks_per_kv_head
+    grad.copy_(torch.stack(gathered[first_rank : first_rank + ranks_per_kv_head]).sum(0))
 
 
 def _sum_tied_embedding(grad: Tensor, mesh: Mesh) -> None:

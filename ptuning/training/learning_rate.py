@@ -6,10 +6,7 @@ from ptuning.config import TuneConfig
 
 
 def learning_rate_factor(step: int, config: TuneConfig) -> float:
-    """Return the share of the peak learning rate at a step; steps count from 1.
-
-    The share rises linearly during the warm-up and then follows `schedule`.
-    """
+    """Return the learning rate of a step as a share of the peak; steps count from 1."""
     warmup = config.warmup_steps
     if step <= warmup:
         return step / warmup

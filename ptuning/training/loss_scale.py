@@ -10,9 +10,9 @@ LOSS_SCALE_WINDOW = 1000  # Number of consecutive steps without overflow before 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale that keeps fp16 gradients from underflowing; 1 for other dtypes."""
+    """Dynamic loss scale that keeps fp16 gradients from underflowing."""
 
-    value: float = 1.0
+    value: float = 1.0  # 1: no scaling, for dtypes other than fp16.
     good: int = 0  # Number of consecutive steps without overflow.
 
     @classmethod
@@ -20,7 +20,11 @@ class LossScale:
         return cls(LOSS_SCALE_INITIAL if dtype is torch.float16 else 1.0)
 
     def update(self, *, finite: bool) -> None:
-        """Halve the scale after an overflow; double it after LOSS_SCALE_WINDOW good steps."""
+        """Adapt the scale after a step; `finite` says whether the gradients were finite.
+
+        The scale is halved after an overflow, and doubled after LOSS_SCALE_WINDOW steps without
+        overflow. It stays between 2 and 2^24.
+        """
         if self.value == 1.0:
             return
         self.good = self.good + 1 if finite else 0

@@ -1,11 +1,12 @@
-"""Optimizer: fp32 master copies of the trainable tensors, their steps and the saved state.
+"""Optimizer: AdamW or Adafactor on fp32 master values of the trainable tensors, and its state.
 
-Master values and optimizer moments have at least fp32 precision; parameters of a narrower dtype
-have separate master copies, in which the gradients of micro-batches are accumulated. A missing
+Master values and optimizer moments have at least fp32 precision. A parameter of a narrower dtype
+has a separate master copy, in which the gradients of the micro-batches are accumulated. A missing
 gradient counts as zero.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from ptuning.training.gradient_reduction import (
 )
 from ptuning.training.learning_rate import learning_rate_factor
 
-# torch.optim.Adafactor scales its steps by the tensor's RMS and limits the rate to 1 / sqrt(step).
-# Lester et al. use plain steps, which are neither scaled nor limited. The steps are plain if the
-# minimum RMS (eps[1]) is 2**20 and the learning rate is divided by 2**20; a power of two causes no
-# rounding errors.
-ADAFACTOR_SIZE_MIN = 2.0**20
-# Square root of the minimum squared gradient (1e-30) of the Adafactor paper.
+# torch.optim.Adafactor multiplies the normalized gradient by
+#     max(eps[1], RMS of the tensor) * min(lr, 1 / sqrt(step)).
+# Lester et al. multiply by the learning rate only. With eps[1] = 2**20 and lr = rate / 2**20, the
+# product equals the rate. A power of two causes no rounding errors.
+ADAFACTOR_RMS_MIN = 2.0**20
+# eps[0] of torch.optim.Adafactor, which uses its square as the minimum squared gradient: 1e-30 in
+# the Adafactor paper.
 ADAFACTOR_GRADIENT_MIN = 1e-15
 
 
@@ -58,12 +60,15 @@ class Optimizer:
         return total
 
     def step(self, step_number: int, factor: float) -> float:
-        """Multiply the gradients by `factor`, make one step and return its learning rate."""
+        """Multiply the gradients by `factor`, update the parameters, and return the learning rate.
+
+        `step_number` counts from 1 and selects the learning rate.
+        """
         rate = self._config.peak_learning_rate * learning_rate_factor(step_number, self._config)
         if self._optimizer is None:
             return rate
         for group in self._optimizer.param_groups:
-            group["lr"] = rate / group["unit"]
+            group["lr"] = rate / group["rate_divisor"]
         for master in self._masters:
             assert master.grad is not None
             master.grad.mul_(factor)
@@ -81,10 +86,7 @@ class Optimizer:
             trainable.value.grad = master.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the master values, moments and step counts.
-
-        A run that is resumed from them continues bit for bit.
-        """
+        """Return the master values, moments and step counts, from which a run resumes."""
         tensors: dict[str, Tensor] = {}
         for trainable, master in zip(self._trainables, self._masters, strict=True):
             key = _state_key(trainable)
@@ -104,27 +106,29 @@ class Optimizer:
                 trainable.value.copy_(master)
             assert self._optimizer is not None
             kinds = {name.split("/", 1)[0] for name in tensors if name.endswith(f"/{key}")}
-            self._optimizer.state[master] = {
-                # PyTorch keeps step counts (0-d tensors) on the CPU.
-                kind: saved.clone() if saved.ndim == 0 else saved.to(master.device, copy=True)
-                for kind in sorted(kinds - {"value"})
-                for saved in [tensors[f"{kind}/{key}"]]
-            }
+            state: dict[str, Tensor] = {}
+            for kind in sorted(kinds - {"value"}):
+                saved = tensors[f"{kind}/{key}"]
+                if saved.ndim == 0:  # PyTorch keeps step counts on the CPU.
+                    state[kind] = saved.clone()
+                else:
+                    state[kind] = saved.to(master.device, copy=True)
+            self._optimizer.state[master] = state
 
 
 def _create_optimizer(values: Sequence[Tensor], config: TuneConfig) -> torch.optim.Optimizer | None:
     if not values:
         return None
-    unit = ADAFACTOR_SIZE_MIN if config.optimizer == "adafactor" else 1.0
-    decays = {True: config.weight_decay * unit, False: 0.0}
-    tensors_by_decay = {
-        is_matrix: [tensor for tensor in values if (tensor.ndim > 1) == is_matrix]
-        for is_matrix in decays
-    }
-    groups = [
-        {"params": group_tensors, "weight_decay": decays[is_matrix], "unit": unit}
-        for is_matrix, group_tensors in tensors_by_decay.items()
-        if group_tensors
+    rate_divisor = ADAFACTOR_RMS_MIN if config.optimizer == "adafactor" else 1.0
+    # Biases and norm weights have no weight decay. torch multiplies the decay by `lr`, which is the
+    # learning rate divided by `rate_divisor`.
+    matrix_decay = config.weight_decay * rate_divisor
+    matrices = [tensor for tensor in values if tensor.ndim > 1]
+    vectors = [tensor for tensor in values if tensor.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": tensors, "weight_decay": weight_decay, "rate_divisor": rate_divisor}
+        for tensors, weight_decay in ((matrices, matrix_decay), (vectors, 0.0))
+        if tensors
     ]
     match config.optimizer:
         case "adamw":
@@ -133,21 +137,21 @@ def _create_optimizer(values: Sequence[Tensor], config: TuneConfig) -> torch.opt
                 groups, lr=config.peak_learning_rate, betas=betas, eps=config.epsilon
             )
         case "adafactor":
-            return torch.optim.Adafactor(groups, eps=(ADAFACTOR_GRADIENT_MIN, ADAFACTOR_SIZE_MIN))
+            return torch.optim.Adafactor(groups, eps=(ADAFACTOR_GRADIENT_MIN, ADAFACTOR_RMS_MIN))
     raise ConfigError(f"optimizer {config.optimizer!r} is unknown; set adamw or adafactor")
 
 
 def _master_copy(value: Tensor) -> Tensor:
     """Return the tensor itself if it is fp32 or fp64, else an fp32 copy.
 
-    The gradients of the tensor are accumulated in the copy.
+    A hook adds the gradients of the tensor to the gradient of the copy.
     """
     if value.dtype in (torch.float32, torch.float64):
         return value
     master = value.detach().float()
 
     def accumulate(parameter: Tensor) -> None:
-        # Called after each micro-batch, so the gradients of micro-batches are summed in fp32.
+        # PyTorch calls the hook in each backward pass, so micro-batches are summed in fp32.
         _accumulate_gradient(master, parameter)
 
     value.register_post_accumulate_grad_hook(accumulate)

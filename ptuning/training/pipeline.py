@@ -1,9 +1,10 @@
 """Pipeline execution: runs a stage's schedule and sends activations and gradients between stages.
 
-Each direction between two stages is a separate link, in which messages keep the order of the
+Each direction between two stages is a separate link, on which messages keep the order of the
 passes. Messages carry no header, because every rank knows the shapes of all micro-batches. The
 receive of the next pass is posted before the current pass begins, so communication overlaps with
-computation. A stage keeps the autograd edge of a tensor that it has sent, not the tensor's values.
+computation. Of a tensor that a stage has sent, the stage keeps only the autograd edge, for the
+backward pass. This module updates no parameters.
 """
 
 from collections import deque
@@ -23,13 +24,13 @@ from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from ptuning.data.micro_batch import MicroBatch
 from ptuning.training.pipeline_schedule import Pass
 
-# Number of unfinished sends of a link above which send() waits. The receiving stage posts one
-# receive ahead, so two pending sends allow that stage to be one pass behind.
+# Number of unfinished sends on a link above which send() waits. The receiving stage posts one
+# receive ahead, so with two pending sends that stage may be one pass behind.
 SENDS_PENDING_MAX = 2
 
 
 class _StageLink:
-    """FIFO link that carries messages in one direction between two neighbouring stages."""
+    """FIFO link that carries messages in one direction between two neighboring stages."""
 
     def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None, sender: int, receiver: int):
         self._mesh = mesh
@@ -37,7 +38,8 @@ class _StageLink:
         self._sender = sender
         self._receiver = receiver
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._local_queue: deque[Tensor] = deque()  # Messages of a single stage to itself.
+        # Messages between the chunks of the only stage, if there is one stage.
+        self._local_queue: deque[Tensor] = deque()
 
     def send(self, x: Tensor) -> None:
         buffer = x.detach().contiguous()
@@ -82,17 +84,17 @@ class _PendingReceive:
 
 
 class PipelineChannels:
-    """Links of this rank to its neighbours in the pipeline; first and last stage are neighbours.
+    """Links of this rank to its neighbors in the pipeline; first and last stage are neighbors.
 
-    All ranks of the mesh must call the constructor. Each link has its own process group, because
-    NCCL executes the operations of two ranks in one group in order, so two directions in one group
-    could deadlock. NCCL connects two ranks at their first message, and both ranks must take part,
-    so the constructor sends one message over each link, in the same order on all ranks.
+    All ranks of the mesh must call the constructor. Each link has its own process group: NCCL
+    executes the operations of two ranks in one group in order, so both directions in one group
+    could deadlock. NCCL connects two ranks at their first message, in which both ranks must take
+    part. The constructor therefore sends one message over each link, in the same order everywhere.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        # Keyed by (whether the direction is forward, number of the sending stage).
+        # Keyed by the direction (whether it is forward) and the number of the sending stage.
         self._links: dict[tuple[bool, int], _StageLink] = {}
         for edge in range(mesh.pp):
             stage_pair = edge, (edge + 1) % mesh.pp
@@ -108,7 +110,7 @@ class PipelineChannels:
                         _connect(link, mesh, mesh.pp_rank == sender)
 
     def send(self, x: Tensor, *, forward: bool) -> None:
-        """Send to the next stage (forward) or to the previous stage; return before arrival."""
+        """Start to send to the next stage (forward) or to the previous stage (backward)."""
         self._links[forward, self.mesh.pp_rank].send(x)
 
     def post_receive(
@@ -124,15 +126,19 @@ class PipelineChannels:
 
 
 def _create_pair_group(mesh: Mesh, stages: tuple[int, int]) -> dist.ProcessGroup | None:
-    """Create the process group of two stages. All ranks of the mesh must call this function.
+    """Create the process groups of two stages; return this rank's group, or None for one stage.
 
-    A group created by its two ranks alone (use_local_synchronization) would get a name from the
-    number of groups that each rank has created, and these numbers differ.
+    All ranks of the mesh must call this function. The option `use_local_synchronization`, with
+    which only the two ranks of a group call, is not used: it names a group by the number of groups
+    that a rank has created, and this number can differ between the two ranks.
     """
     if mesh.pp == 1:
         return None
-    width = mesh.tp * mesh.dp
-    pairs = [[stage * width + column for stage in stages] for column in range(width)]
+    ranks_per_stage = mesh.tp * mesh.dp
+    pairs = [
+        [stage * ranks_per_stage + rank_in_stage for stage in stages]
+        for rank_in_stage in range(ranks_per_stage)
+    ]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     return cast("dist.ProcessGroup | None", group)
 
@@ -157,10 +163,14 @@ def run_passes(
 ) -> Tensor:
     """Run this stage's passes; return the summed loss in fp64 on the last stage, else zero.
 
-    The gradients of that sum times `loss_scale` are added to the gradients of `table` (read only
-    by the first stage), of `prefix` (this rank's keys and values by layer), and of all parameters
-    that require gradients. All ranks of the mesh must call this function; each stage has its own
-    passes. Without backward passes, no autograd graph is built. The result is deterministic.
+    The backward passes add the gradients of (summed loss * `loss_scale`) to:
+
+    - `table`, which only the first stage reads;
+    - `prefix`, this rank's keys and values by layer;
+    - all parameters that require gradients.
+
+    All ranks of the mesh must call this function; each stage has its own passes. Without backward
+    passes, no autograd graph is built.
     """
     stage_run = _StageRun(chunks, micro_batches, channels, table, loss_scale, prefix=prefix)
     with torch.set_grad_enabled(not all(scheduled_pass.forward for scheduled_pass in passes)):
@@ -206,26 +216,24 @@ class _StageRun:
     def post_receive(self, scheduled_pass: Pass) -> _PendingReceive | None:
         """Post the receive of a pass's input and return it.
 
-        Return None at an end of the pipeline, where a pass has no input from another stage.
+        Return None for a forward pass through the first chunk of the model and for a backward pass
+        through the last chunk, because they receive no input.
         """
         chunk = self._chunks[scheduled_pass.chunk]
-        if chunk.is_first_stage if scheduled_pass.forward else chunk.is_last_stage:
+        has_no_input = chunk.is_first_stage if scheduled_pass.forward else chunk.is_last_stage
+        if has_no_input:
             return None
         tokens = self._micro_batches[scheduled_pass.micro_batch].batch.tokens
         shape = (chunk.mesh.local_rows(tokens), chunk.config.hidden_size)
         return self._channels.post_receive(shape, chunk.dtype, forward=scheduled_pass.forward)
 
     def forward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
-        chunk, micro_batch = (
-            self._chunks[scheduled_pass.chunk],
-            self._micro_batches[scheduled_pass.micro_batch],
-        )
+        chunk = self._chunks[scheduled_pass.chunk]
+        micro_batch = self._micro_batches[scheduled_pass.micro_batch]
         needs_grad = torch.is_grad_enabled()
         x = micro_batch.ids if receive is None else receive.wait().requires_grad_(needs_grad)
-        table, prefix = (
-            self._table if chunk.is_first_stage else None,
-            self._prefixes[scheduled_pass.micro_batch],
-        )
+        table = self._table if chunk.is_first_stage else None
+        prefix = self._prefixes[scheduled_pass.micro_batch]
         y = chunk.forward_hidden(x, micro_batch.batch, None, table, prefix=prefix)
         if chunk.is_last_stage:
             logits = chunk.compute_logits_shard(y, micro_batch.batch)
@@ -240,6 +248,7 @@ class _StageRun:
                 get_gradient_edge(y),
             )
         elif chunk is self._chunks[-1]:
+            # Free the attention masks after the last forward pass of a micro-batch.
             micro_batch.batch.attention_metadata.clear()
 
     def backward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
@@ -256,11 +265,12 @@ class _StageRun:
             assert x.grad is not None
             self._channels.send(x.grad, forward=False)
         if scheduled_pass.chunk == 0:
-            # Free the attention masks; otherwise the masks of all micro-batches stay in memory.
+            # Free the attention masks after the last backward pass of a micro-batch; otherwise the
+            # masks of all micro-batches would stay in memory.
             self._micro_batches[scheduled_pass.micro_batch].batch.attention_metadata.clear()
 
 
 def micro_batch_prefix(key_values: Mapping[int, Tensor], ids: Tensor, vocab_size: int) -> PrefixKV:
-    """Return the prefix with the positions and rows of a micro-batch's virtual tokens."""
+    """Return a prefix with the flat positions and table rows of a micro-batch's virtual tokens."""
     positions = (ids >= vocab_size).nonzero().squeeze(-1)
     return PrefixKV(key_values, positions, ids[positions] - vocab_size)

@@ -1,10 +1,10 @@
 """Pipeline schedules as lists of passes: 1F1B, interleaved schedule (less bubble), forward-only.
 
-Each stage executes its own list and waits for the messages of its neighbours. The lists must never
-deadlock; a test simulates the lists of all stages to check this. The interleaved schedule is built
-for a number of micro-batches that is rounded up to a multiple of `stages`; then the passes of the
-added micro-batches are removed. The other passes keep their order, so the removal cannot cause a
-deadlock.
+Each stage executes its own list and waits for the messages of its neighbors. The lists must never
+deadlock; a test simulates the lists of all stages. The interleaved schedule is built for a number
+of micro-batches that is rounded up to a multiple of `stages`; then the passes of the added
+micro-batches are removed. The remaining passes keep their order, so the removal cannot cause a
+deadlock. This module does not execute the passes.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ class Pass:
 
 
 def schedule_forward_only(stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
-    """Return a schedule without backward passes, for validation; it is equal on all stages."""
+    """Return a schedule without backward passes, for validation; all stages have the same one."""
     return _forward_passes(stages, micro_batches, chunks)
 
 
 def schedule_1f1b(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """Return the 1F1B schedule, which stores at most `stages - stage` micro-batches' activations.
+    """Return the 1F1B schedule of a stage.
 
-    This is the schedule with flushes (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
+    The stage stores the activations of at most `stages - stage` micro-batches. This is the schedule
+    with flushes (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
     """
     warmup_passes = stages - stage - 1
     forwards = [Pass(True, micro_batch) for micro_batch in range(micro_batches)]
@@ -40,9 +41,9 @@ def schedule_interleaved_1f1b(
 ) -> list[Pass]:
     """Return Megatron's interleaved 1F1B schedule, whose bubble is `chunks` times smaller.
 
-    A group of `stages` micro-batches passes through one chunk and then through the next chunk. At
-    that time the first micro-batch of the group has returned to the first stage.
-    https://arxiv.org/abs/2104.04473
+    Micro-batches pass through the chunks in groups of `stages`: all micro-batches of a group pass
+    through one chunk of the stage before the first of them passes through the next chunk. By then,
+    that micro-batch has passed all stages. https://arxiv.org/abs/2104.04473
     """
     if chunks == 1:
         return schedule_1f1b(stage, stages, micro_batches)
@@ -60,7 +61,7 @@ def schedule_interleaved_1f1b(
 
 
 def _forward_passes(stages: int, micro_batches: int, chunks: int) -> list[Pass]:
-    """Return forward passes in groups of `stages` micro-batches; a group passes all chunks."""
+    """Return the forward passes: each group of `stages` micro-batches, for each chunk in order."""
     return [
         Pass(True, micro_batch, chunk)
         for start in range(0, micro_batches, stages)
@@ -72,7 +73,10 @@ def _forward_passes(stages: int, micro_batches: int, chunks: int) -> list[Pass]:
 def _alternate_passes(
     forwards: list[Pass], backwards: list[Pass], warmup_passes: int
 ) -> list[Pass]:
-    """Return `warmup_passes` forwards, then forwards and backwards in turn, then the remainder."""
+    """Return `warmup_passes` forward passes, then pairs of a forward and a backward pass.
+
+    The backward passes that remain are at the end.
+    """
     passes = forwards[:warmup_passes]
     for forward, backward in zip(forwards[warmup_passes:], backwards, strict=False):
         passes += [forward, backward]

@@ -1,10 +1,10 @@
 """Trainer: one step, with gradient accumulation, over tensor, pipeline and data parallel ranks.
 
 Each rank has its chunks of the model and computes its share of every batch. Adapter training on a
-frozen model and full training use the same code. The virtual-token table is computed once per step;
-all micro-batches read the table and add to its gradient, and the sum is then passed backward
-through the prompt encoder. An all-reduce gives every rank the totals of a step, so all ranks make
-the same decisions.
+frozen model and full training use the same code. The virtual-token table is computed once per step.
+All micro-batches read the table and add to its gradient; then one backward pass through the prompt
+encoder propagates the sum. An all-reduce gives every rank the totals of a step, so all ranks make
+the same decisions. This module writes no files.
 """
 
 import math
@@ -57,7 +57,7 @@ class _StepTotals:
 
 
 class Trainer:
-    """One rank's part of a run. All ranks must call the methods in the same order."""
+    """Trainer of one rank. All ranks must call the methods in the same order."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Trainer:
         self.mesh: Mesh = chunks[0].mesh
         self.model_config = chunks[0].config
         self.step_number = 0  # Number of the last finished step.
-        self.stop_requested = False  # May be set on any rank at any time, by a signal handler.
-        # Set on all ranks after the same step if any rank has requested a stop.
+        self.stop_requested = False  # A signal handler may set it at any time, on any rank.
+        # Whether a stop was requested on any rank; becomes true after the same step on all ranks.
         self.should_stop = False
         self.loss_scale = LossScale.for_dtype(chunks[0].dtype)
         self._table_rows = (
@@ -92,7 +92,7 @@ class Trainer:
         self.optimizer = Optimizer(self._trainable_tensors(), config, self.mesh)
 
     def step(self, examples: Sequence[Example]) -> StepMetrics:
-        """Train on one batch; each data-parallel rank computes its share."""
+        """Train on one batch and return its metrics; each data-parallel rank computes its share."""
         started = time.monotonic()
         self.step_number += 1
         micro_batches = self._micro_batches(examples, train=True)
@@ -117,15 +117,15 @@ class Trainer:
             if totals.squared_norm >= 0
             else math.nan
         )
-        finite = math.isfinite(gradient_norm)
-        self._check_finite(loss, finite)
+        has_finite_gradients = math.isfinite(gradient_norm)
+        self._check_finite(loss, has_finite_gradients)
         rate = 0.0
-        if finite:
+        if has_finite_gradients:
             clip = min(1.0, self.config.gradient_norm_max / (gradient_norm + 1e-6))
             rate = self.optimizer.step(self.step_number, clip / self.loss_scale.value)
         else:
             self.optimizer.zero_grad()
-        self.loss_scale.update(finite=finite)
+        self.loss_scale.update(finite=has_finite_gradients)
         return StepMetrics(
             step=self.step_number,
             steps=self.config.steps,
@@ -139,13 +139,17 @@ class Trainer:
             seconds=time.monotonic() - started,
             rate=rate,
             gradient_norm=gradient_norm,
-            skipped=not finite,
+            skipped=not has_finite_gradients,
         )
 
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example], table: Tensor | None) -> float:
-        """Return the mean loss of the examples with the given table, without training."""
-        total, batch_size = 0.0, self.config.batch_examples
+        """Return the mean loss over the examples' tokens with a loss, without training.
+
+        `table` is the full virtual-token table or prefix table; None for method `full`.
+        """
+        total = 0.0
+        batch_size = self.config.batch_examples
         prefix = None
         if table is not None and self.config.adapter_kind == "prefix":
             prefix = shard_prefix_table(table, self.chunks)
@@ -166,7 +170,10 @@ class Trainer:
 
     @torch.no_grad()
     def current_table(self) -> Tensor | None:
-        """Return the current virtual-token table of all tasks on every rank; None for `full`."""
+        """Return the current virtual-token table or prefix table of all tasks on every rank.
+
+        None for method `full`.
+        """
         if not self._table_rows:
             return None
         if self.prefix is not None:
@@ -176,7 +183,7 @@ class Trainer:
         )
 
     def broadcast_table(self, table: Tensor | None) -> Tensor:
-        """Broadcast the first stage's table to every rank."""
+        """Return the first stage's table on every rank; `table` may be None on other stages."""
         if table is None:
             shape = self._table_rows, table_width(self.config.adapter_kind, self.model_config)
             table = torch.zeros(shape, dtype=self._dtype)
@@ -235,7 +242,8 @@ class Trainer:
     def _dropout(self, *site: int) -> Dropout:
         """Return dropout masks that are seeded by the run's seed, the step and `site`.
 
-        `site` numbers the encoder or the micro-batch. A resumed run draws the same masks.
+        `site` is (0) for the prompt encoder, and (1 + data-parallel rank, number of the
+        micro-batch) for the model. A resumed run draws the same masks.
         """
         seed = 0
         for component in (self.config.seed, self.step_number, *site):
@@ -250,20 +258,31 @@ class Trainer:
             return schedule_1f1b(mesh.pp_rank, mesh.pp, micro_batches)
         return schedule_interleaved_1f1b(mesh.pp_rank, mesh.pp, micro_batches, chunks)
 
-    def _reduce_totals(self, losses: Tensor, squares: float) -> _StepTotals:
+    def _reduce_totals(self, losses: Tensor, squared_norm_share: float) -> _StepTotals:
+        """Sum this rank's loss, share of the squared norm and stop request over all ranks."""
         mesh = self.mesh
-        counts_loss = mesh.pp_rank == mesh.pp - 1 and mesh.tp_rank == 0
-        numbers = [float(losses) if counts_loss else 0.0, squares, float(self.stop_requested)]
+        # All tensor ranks of the last stage have the same loss, so only the first of them adds it.
+        adds_loss = mesh.pp_rank == mesh.pp - 1 and mesh.tp_rank == 0
+        numbers = [
+            float(losses) if adds_loss else 0.0,
+            squared_norm_share,
+            float(self.stop_requested),
+        ]
         if mesh.tp * mesh.dp * mesh.pp > 1:
             reduced = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
             dist.all_reduce(reduced)
             numbers = reduced.tolist()
         return _StepTotals(numbers[0], numbers[1], numbers[2] > 0)
 
-    def _check_finite(self, loss: float, finite: bool) -> None:
-        scaled = self.loss_scale.value != 1.0
-        self._consecutive_skips = 0 if finite else self._consecutive_skips + 1
-        if math.isfinite(loss) and (finite or (scaled and self._consecutive_skips <= SKIPPED_MAX)):
+    def _check_finite(self, loss: float, has_finite_gradients: bool) -> None:
+        """Raise ConfigError if the loss or the gradients are not finite.
+
+        With loss scaling, at most SKIPPED_MAX consecutive steps may have gradient overflow.
+        """
+        has_loss_scale = self.loss_scale.value != 1.0
+        self._consecutive_skips = 0 if has_finite_gradients else self._consecutive_skips + 1
+        may_skip = has_loss_scale and self._consecutive_skips <= SKIPPED_MAX
+        if math.isfinite(loss) and (has_finite_gradients or may_skip):
             return
         problem = (
             f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"

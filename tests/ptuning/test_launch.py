@@ -171,7 +171,7 @@ def test_first_signal_saves_and_second_signal_ends_at_once(
         assert run.end() == 130, run.stderr
         assert all(map(has_exited, other_ranks))
         assert run.stdout == ""
-        assert run.stderr.count("saving, after this step") == 1
+        assert run.stderr.count("saving the state after this step") == 1
         assert run.stderr.endswith(
             f"saved at step {run.rows}; the same command resumes from there\n"
         ), run.stderr
@@ -218,7 +218,7 @@ def test_torchrun_run_starts_stops_and_reports_once(checkpoint: Path, tmp_path: 
         stderr_text = (tmp_path / "err").read_text()
         if attempt == "interrupted":
             assert code != 0
-            assert stderr_text.count("saving, after this step") == 1, stderr_text
+            assert stderr_text.count("saving the state after this step") == 1, stderr_text
             assert f"saved at step {count_rows(tmp_path)}" in stderr_text
             assert states(tmp_path) == [f"state-{count_rows(tmp_path):08d}"]
         elif attempt == "finished":
@@ -235,7 +235,10 @@ def test_torchrun_run_starts_stops_and_reports_once(checkpoint: Path, tmp_path: 
 def test_invalid_data_is_reported_once_for_all_ranks(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    for lines, message in (("", "no usable example"), ('{"prompt": "a"}', "line 1: no field")):
+    for lines, message in (
+        ("", "no usable example"),
+        ('{"prompt": "a"}', "line 1: the record has no"),
+    ):
         file = write_run_settings(tmp_path, checkpoint, tp=2)
         (tmp_path / "examples.jsonl").write_text(lines)
         run = start(file)

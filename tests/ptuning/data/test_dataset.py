@@ -331,11 +331,19 @@ INVALID_RECORDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str]] = {
         [record("1", "2")],
         "the first record was dropped: line 1: prompt",
     ),
-    "a field": ({}, [record("1", "2"), {"prompt": "1"}], "line 2: no field 'completion', but"),
+    "a field": (
+        {},
+        [record("1", "2"), {"prompt": "1"}],
+        "line 2: the record has no field 'completion', but",
+    ),
     "a number": ({}, [{"prompt": "1", "completion": 2}], "line 1: 'completion' is 2; it must be"),
     "null": ({}, [{"prompt": None, "completion": "2"}], "line 1: 'prompt' is None; it must be"),
     "unknown": (TWO, [record("1", "2", taskname="A")], "no task that reads this file is named"),
-    "no taskname": (TWO, [record("1", "2")], "line 1: no field 'taskname', but several tasks"),
+    "no taskname": (
+        TWO,
+        [record("1", "2")],
+        "line 1: the record has no field 'taskname', but several tasks",
+    ),
     "a taskname": (TWO, [{**record("1", "2"), "taskname": 3}], "'taskname' is 3; it must be a"),
     "an empty task": (TWO, [record("1", "2", taskname="a")], "no usable example of the task 'b'"),
     "a mixture": (

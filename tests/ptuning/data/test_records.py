@@ -78,13 +78,25 @@ BROKEN_RECORDS: dict[str, tuple[str, bytes, str]] = {
     "no JSON": (
         "jsonl",
         b'{"a": "1"}\n{"a": ',
-        "x.jsonl line 2: not JSON (Expecting value at chara",
+        "x.jsonl line 2: the line is not JSON (Expecting value at chara",
     ),
-    "half a JSON": ("jsonl", b'{"a": "1"', "line 1: not JSON"),
-    "a number of many digits": ("jsonl", b'{"a": ' + b"9" * 5000 + b"}", "line 1: not JSON"),
-    "a list": ("jsonl", b'[{"a": "1"}]', "line 1: a list; each line must be one JSON object"),
-    "a text": ("jsonl", b'"a"', "line 1: a str; each line must be one JSON object"),
-    "deep": ("jsonl", b"[" * 10**5, "line 1: nested too deeply"),
+    "half a JSON": ("jsonl", b'{"a": "1"', "line 1: the line is not JSON"),
+    "a number of many digits": (
+        "jsonl",
+        b'{"a": ' + b"9" * 5000 + b"}",
+        "line 1: the line is not JSON",
+    ),
+    "a list": (
+        "jsonl",
+        b'[{"a": "1"}]',
+        "line 1: the JSON is of the type list; each line must be one JSON object",
+    ),
+    "a text": (
+        "jsonl",
+        b'"a"',
+        "line 1: the JSON is of the type str; each line must be one JSON object",
+    ),
+    "deep": ("jsonl", b"[" * 10**5, "line 1: the JSON is nested too deeply"),
     "Latin-1": ("jsonl", b'{"a": "1"}\n{"a": "\xfc"}', "byte 8 is 0xfc, which is not UTF-8"),
     "Latin-1 after a BOM": (
         "jsonl",
@@ -93,14 +105,22 @@ BROKEN_RECORDS: dict[str, tuple[str, bytes, str]] = {
     ),
     "UTF-16": ("csv", "a,b".encode("utf-16"), "line 1: byte 1 is 0xff, which is not UTF-8"),
     "packed": ("jsonl", b"\x1f\x8b\x08\x00", "byte 2 is 0x8b, which is not UTF-8; save"),
-    "a column too many": ("csv", b"a,b\n1,2\n1,2,3", "line 3: 3 columns, but the header has 2"),
-    "a column too few": ("tsv", b"a\tb\n1\n", "line 2: 1 columns, but the header has 2"),
+    "a column too many": (
+        "csv",
+        b"a,b\n1,2\n1,2,3",
+        "line 3: the row has 3 columns, but the header has 2",
+    ),
+    "a column too few": (
+        "tsv",
+        b"a\tb\n1\n",
+        "line 2: the row has 1 columns, but the header has 2",
+    ),
     "an open quote": (
         "csv",
         b'a,b\n1,2\n"3,4\n5,6\n',
-        "line 3: not a row (unexpected end of data)",
+        "line 3: the row cannot be parsed (unexpected end of data)",
     ),
-    "a quote inside": ("csv", b'a,b\n"1"2,3', "line 2: not a row"),
+    "a quote inside": ("csv", b'a,b\n"1"2,3', "line 2: the row cannot be parsed"),
     "two names": ("csv", b"a,b,a\n", "line 1: two columns are named 'a'; rename one"),
     "no Parquet": ("parquet", b"PAR1", "x.parquet is broken or is not a Parquet file"),
 }
@@ -120,7 +140,7 @@ def test_overlong_line_is_refused_without_reading_it_all(tmp_path: Path) -> None
     path = tmp_path / "x.csv"
     with path.open("wb") as file:
         file.truncate(1 << 26)
-    with pytest.raises(ConfigError, match="over 16 MiB; each record must be a separate line"):
+    with pytest.raises(ConfigError, match="the line is over 16 MiB; each record must"):
         read(path)
 
 
