@@ -68,6 +68,16 @@ def test_a_split_model_adds_bias_and_residual_once() -> None:
     ranks(2, check_tensor_parallel_models)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_each_stage_of_a_pipeline_is_packed(stage: int) -> None:
+    """A middle stage has neither an embedding nor an LM head."""
+    config = MODERN.with_fields(num_layers=3, moe_layers=())
+    model = build(config, Mesh(torch.device("cpu"), pp=3, rank=stage), dtype=torch.float32)
+    pack_weights(model)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert linears and all("weight" not in linear._parameters for linear in linears)
+
+
 def test_only_a_tied_embedding_is_stored_twice() -> None:
     for config in (CLASSIC, MODERN):
         model = build(config, dtype=torch.bfloat16)
