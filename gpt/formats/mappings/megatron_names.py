@@ -226,7 +226,7 @@ def _split_grouped_experts(tensors: dict[str, InMemoryTensor], expert_ranks: int
         prefix, linear_number = name[: -len("experts.weight1")], name[-1]
         router = tensors.get(f"{prefix}router.weight")
         experts = router.shape[0] // expert_ranks if router and router.shape else 0
-        weight = grouped.value
+        weight = grouped.torch_tensor
         hidden = weight.shape[0 if linear_number == "1" else -1]
         if experts < 1 or weight.dim() != 2 or weight.numel() % (experts * hidden):
             raise CheckpointError(
