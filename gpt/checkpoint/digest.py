@@ -131,7 +131,7 @@ def lookup_identity(checkpoint: Checkpoint, cache: Path | None = None) -> ModelI
 
 
 def identify(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity:
-    """Return the identity with its digest, which is computed and cached at the first call."""
+    """Return the identity with its digest; a digest that is not known is computed and cached."""
     identity = lookup_identity(checkpoint, cache)
     if identity.digest:
         return identity

@@ -138,15 +138,15 @@ class LogicalTensor:
             out = torch.empty(shape, dtype=self.dtype)
         assert tuple(out.shape) == shape, f"a shard of {shape} does not fit {tuple(out.shape)}"
         out_matrix = _as_matrix(out)
-        filled = 0
+        offset = 0
         for start, stop in shard.ranges:
-            window = out_matrix.narrow(shard.dim, filled, stop - start)
+            window = out_matrix.narrow(shard.dim, offset, stop - start)
             if shard.dim == 0:
                 self._copy_overlaps((start, stop), (0, self._columns), window)
             else:
                 self._copy_overlaps((0, self.shape[0]), (start, stop), window)
-            filled += stop - start
-        out_matrix.narrow(shard.dim, filled, shard.size - filled).zero_()
+            offset += stop - start
+        out_matrix.narrow(shard.dim, offset, shard.size - offset).zero_()
         return out
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class LogicalTensor:
         return max(1, self._columns * self.dtype.itemsize)
 
     def _mapped_view(self) -> Tensor | None:
-        """Return a view of the file whose bytes are those of the logical tensor; None if not."""
+        """Return a view of the file with the bytes of the logical tensor; None if impossible."""
         if len(self.slices) != 1 or self.slices[0].source.dtype != self.dtype:
             return None
         view = self.slices[0].view((0, self.shape[0]), (0, self._columns))

@@ -41,7 +41,7 @@ def read_overrides(config_json: str | None, true_vocab_size: int | None) -> dict
 def open_with_overrides(
     path: str, overrides: Mapping[str, Any], tokenizer: str | None = None
 ) -> "Checkpoint":
-    """Open a checkpoint with the user's config fields and tokenizer; None: its own tokenizer."""
+    """Open a checkpoint with the user's config fields and, if it is not None, `tokenizer`."""
     from gpt.formats.registry import open_checkpoint
 
     checkpoint = open_checkpoint(path, overrides)

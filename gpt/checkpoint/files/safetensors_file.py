@@ -168,7 +168,7 @@ def refuse_git_lfs_pointer(path: Path, magic: bytes) -> None:
 
 
 def read_small_file(path: Path) -> bytes:
-    """Read a text file such as a config or an index; refuse a file that is as large as weights."""
+    """Read a text file, such as a config or an index, of at most `TEXT_BYTES_MAX` bytes."""
     if path.stat().st_size > TEXT_BYTES_MAX:
         raise _broken_file_error(
             path, f"has more than {TEXT_BYTES_MAX} bytes, the limit for a config or an index"

@@ -39,7 +39,8 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = {
 }
 # Size of a zip member's local header, without the name and the extra field that follow it.
 LOCAL_HEADER_BYTES = 30
-LENGTH_OFFSETS = (26, 28)  # Bytes of the header with the lengths of the name and the extra field.
+# Offsets in the local header of two lengths of two bytes: of the name and of the extra field.
+LENGTH_OFFSETS = (26, 28)
 PICKLE_BYTES_MAX = 256 << 20  # The pickle of the largest model has a few megabytes.
 
 

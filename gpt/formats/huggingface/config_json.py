@@ -92,7 +92,7 @@ class ConfigJson:
         return value
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Refuse a field of the forward pass whose value is neither allowed nor absent nor null."""
+        """Refuse a value that is not in `allowed`; an absent or null field is accepted."""
         value = self.record.get(key)
         if value is not None and value not in allowed:
             raise CheckpointError(

@@ -232,7 +232,7 @@ def _add_stage(
 def _refuse_swapped_stages(
     gathered: GatheredTensors, chunk_tensors: ChunkTensors, path: Path
 ) -> None:
-    """Refuse layers after the final norm or before the embedding, which swapped stages have."""
+    """Refuse swapped stages: layers after the final norm, or an embedding after layers."""
     layers_after_norm = chunk_tensors.num_layers and FINAL_NORM in gathered.parts
     embedding_after_layers = (
         gathered.num_layers

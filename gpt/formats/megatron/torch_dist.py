@@ -443,7 +443,7 @@ def _move_norms(dist_checkpoint: DistCheckpoint) -> None:
 
 
 def _logical_tensor(sharded_tensor: ShardedTensor, shape: tuple[int, ...]) -> LogicalTensor:
-    """Map a tensor to its chunk slices; omit the padding rows of the vocabulary, after `shape`."""
+    """Map a tensor to its chunk slices; omit vocabulary padding, the rows from `shape[0]` on."""
     slices = []
     row_offset = 0
     for half in sorted(sharded_tensor.shapes):

@@ -59,7 +59,8 @@ def infer_dist_config(
 ) -> PartialConfig:
     """Infer the architecture from a config file or args beside the index, else from the shapes.
 
-    `overrides` has the fields that the user gives; shapes alone need some of them.
+    `overrides` has the fields that the user gives. Some of them are required if the architecture is
+    inferred from the shapes.
     """
     folder = index.folder
     context_folder, bridge_config = folder.parent / "context", folder / "run_config.yaml"
