@@ -9,7 +9,7 @@ A golden example is recorded after training. The verdict of a replay is one of t
 - "different": otherwise.
 
 For an example without recorded token ids, only the text is compared. A comparison needs only token
-ids and scores, so servers use the same code.
+ids and scores, so servers compare with `compare_example` too.
 """
 
 from collections.abc import Mapping, Sequence

@@ -85,7 +85,7 @@ def _tensor_header(name: str, logical: LogicalTensor) -> str:
 def functional_config(config: GPTConfig) -> dict[str, Any]:
     """Return the config fields that affect the forward pass.
 
-    Readers of different formats may set the other fields differently for the same model.
+    The fields that are left out may differ between formats of a model.
     """
     fields = config.to_dict()
     ignored_fields = ["dtype", "hidden_dropout", "attention_dropout"]

@@ -125,7 +125,7 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
             "3 x 4, but its config has token_dim 2",
         ),
         ({"peft_type": None}, {"prompt_embeddings": TABLE}, "has the type None"),
-        ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "has task_type SEQ_2_SEQ_LM and"),
+        ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "task_type SEQ_2_SEQ_LM and"),
         (
             {"num_transformer_submodules": 2},
             {"prompt_embeddings": TABLE},
