@@ -66,7 +66,8 @@ def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = N
     table = tensors[PROMPT_EMBEDDINGS_KEY]
     if peft_type == MULTITASK_PROMPT_TUNING:
         table = _task_rows(tensors, task, weights)
-        notes.append(f"task {task or 0} of {len(tensors['prefix_task_cols'])}")
+        tasks = len(tensors["prefix_task_cols"])
+        notes.append(f"task {task or 0}; the adapter's tasks are 0 to {tasks - 1}")
     _check_sizes(config, table, weights)
     if peft_type == PREFIX_TUNING and model_config is not None:
         _check_layers(config, model_config, weights)
