@@ -63,8 +63,12 @@ def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> Non
 
 
 def publish_adapter(adapter: Adapter, folder: Path) -> Path:
-    """Write the adapter as NAME@N with the next version number N; never change older versions."""
-    name, version = adapter.card.name, _last_version(folder, adapter.card.name)
+    """Write the adapter as NAME@N with the next version number N, and return the path.
+
+    Existing versions are not changed.
+    """
+    name = adapter.card.name
+    version = _last_version(folder, name)
     while True:
         version += 1
         path = folder / f"{name}@{version}{SUFFIX}"
@@ -75,8 +79,8 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
                 f"all version numbers of {name!r} in {folder} are used; choose a new name"
             ) from None
         try:
-            # If another process has used the same version, the write fails, and the next version
-            # is tried.
+            # If another process has used this version, the write fails, and the next version is
+            # tried.
             _write_file(adapter, path, overwrite=False)
         except FileExistsError:
             continue
@@ -84,13 +88,13 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
 
 
 def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
-    """Open the newest version of `name` that `publish_adapter` wrote; return None without any."""
+    """Open the newest version of `name`, NAME@N; return None if there is no such file."""
     path = folder / f"{name}@{_last_version(folder, name)}{SUFFIX}"
     return (path, open_adapter(path)) if path.exists() else None
 
 
 def check_publish_directory(folder: Path) -> None:
-    """Create the folder, and write and remove a probe file, as `publish_adapter` would write."""
+    """Check that `publish_adapter` can write to a folder: create it, write and remove a file."""
     probe = folder / f".{secrets.token_hex(8)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +112,7 @@ def check_publish_directory(folder: Path) -> None:
 
 
 def _last_version(folder: Path, name: str) -> int:
+    """Return the largest version number; 0 without files. A file without a number is version 1."""
     versions = [0]
     for file in folder.glob(f"{name}*{SUFFIX}"):
         try:
@@ -127,8 +132,8 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
         "digest": adapter.digest,
     }
     content = safetensors.torch.save({TABLE: adapter.table}, metadata)
-    # A server can scan the directory at any time. It ignores the partial file of `write_atomic`,
-    # which is hidden.
+    # A server can scan the directory at any time. The partial file of `write_atomic` is hidden, so
+    # the server ignores it.
     try:
         write_atomic(path, content, overwrite=overwrite)
     except FileExistsError:
@@ -176,7 +181,7 @@ def _open_native(path: Path) -> Adapter:
             f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
             "a .nemo file of prompt learning"
         )
-    tensors = open_safetensors(path)  # Validates the header, with better errors than the library.
+    tensors = open_safetensors(path)  # Its errors about the header are better than the library's.
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -234,7 +239,8 @@ def check_adapter(
     `rows_max` limits the number of virtual tokens; the default is half of the model's context
     length.
     """
-    card, (rows, width) = adapter.card, adapter.table.shape
+    card = adapter.card
+    rows, width = adapter.table.shape
     if width != table_width(card.kind, config):
         mismatch = f"rows of width {width}, but the model has hidden_size {config.hidden_size}"
         if card.kind == "prefix":
@@ -266,8 +272,8 @@ def check_adapter(
         )
     if identity is None:
         return (f"adapter {card.name!r} was not compared with the model's digest",)
-    # One match is enough: the fingerprint is cheap to compute; the digest does not change when the
-    # model is converted to another format.
+    # One match is enough. The fingerprint is available at every start; the digest may be empty, but
+    # does not depend on the config.
     is_same_base = (
         card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
     )
@@ -282,7 +288,7 @@ def check_adapter(
 
 
 def table_width(kind: str, config: GPTConfig) -> int:
-    """Return how many values per virtual token an adapter of `kind` must have for this model."""
+    """Return the values per virtual token that an adapter of `kind` must have for this model."""
     return config.prefix_width if kind == "prefix" else config.hidden_size
 
 
@@ -291,10 +297,11 @@ def _short_digest(digest: str | None) -> str:
 
 
 def instruction_adapter(card: Card, token_ids: Sequence[int], rows: Tensor) -> Adapter:
-    """Build an adapter from the token embeddings of an instruction text.
+    """Return an adapter whose rows are the token embeddings of an instruction text.
 
-    `rows` are the word embeddings of `token_ids`, without position embeddings, which the model adds
-    to virtual tokens. The model's outputs with this adapter equal its outputs with the text.
+    `rows` are the word embeddings of `token_ids`, without position embeddings, because the model
+    adds these to virtual tokens. The model's outputs with the adapter equal its outputs with the
+    text.
     """
     if len(rows) != len(token_ids):
         raise AdapterError(

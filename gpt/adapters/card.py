@@ -3,8 +3,8 @@
 An adapter is a table and a card. The table has a row for each virtual token; virtual tokens are
 inserted into a prompt, usually before its text (the preamble). The card describes the table. An
 adapter is immutable. Its digest covers the table, the template and the base model, so adapters of
-equal digests have the same effect. A card is plain JSON: it does not change when it is written and
-read. The module opens no files.
+equal digests have the same effect. A card is plain JSON: a card that is written and read again is
+equal. The module opens no files.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.settings import parse_settings
 
-# A name is used as a file name and as an alias in requests, so it may not contain a path separator
-# or begin with a dot or a dash. A version number has no leading zeros, so it has only one spelling.
+# A name is a file name and an alias in requests, so it must not contain a path separator, nor begin
+# with a dot or a dash. A version number has no leading zeros, so each version has one spelling.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,5}")
 
 CARD_BYTES_MAX = 1 << 20
 STOP_STRINGS_MAX = 16  # The limits of stop strings are the same as in requests.
 STOP_BYTES_MAX = 256
-TABLE_BYTES_MAX = 1 << 30  # 8,192 rows at hidden size 32,768.
-GOLDEN_EXAMPLES_MAX = 32  # Limit of one card; a server replays all of its examples.
+TABLE_BYTES_MAX = 1 << 30  # In fp32, for example 8,192 rows at hidden size 32,768.
+GOLDEN_EXAMPLES_MAX = 32  # Limit of one card; a server replays all examples of a card.
 
 # The content of a table. "rows": input embeddings of virtual tokens. "prefix": keys and values of
 # each layer for tokens before the prompt, in the shape (tokens, layers, 2, KV heads, channels):
@@ -51,11 +51,11 @@ def parse_name(text: str) -> AdapterName:
     """Parse an adapter name: `refunds@3` is version 3, `refunds` is the current version."""
     name, separator, version = text.partition("@")
     if not NAME_PATTERN.fullmatch(name) or (separator and not VERSION_PATTERN.fullmatch(version)):
-        shown = text if len(text) <= 60 else text[:60] + "..."
+        short_text = text if len(text) <= 60 else text[:60] + "..."
         raise RequestError(
-            f"{shown!r} is not an adapter name; a name has 1 to 100 letters, digits, dots, dashes "
-            "and underscores, and begins with a letter or digit; a version number follows after "
-            "@, as in name@3",
+            f"{short_text!r} is not an adapter name; a name has 1 to 100 letters, digits, dots, "
+            "dashes and underscores, and begins with a letter or digit; a version number follows "
+            "after @, as in name@3",
             "adapter",
         )
     return AdapterName(name, int(version) if separator else None)
@@ -67,7 +67,8 @@ class GoldenExample:
 
     inputs: Mapping[str, str]
     output: str  # The text of greedy decoding.
-    token_ids: tuple[int, ...] = ()  # Includes a stop token. Empty: only the text is recorded.
+    # Includes the stop token that ended the output, if any. Empty: only the text is recorded.
+    token_ids: tuple[int, ...] = ()
     logprob: float | None = None  # Sum of the log-probabilities of `token_ids`.
     dtype: str = ""  # The dtype of the model that computed `logprob`.
 
@@ -104,10 +105,10 @@ class Card:
     hidden_size: int = 0  # The table's width; `build_adapter` replaces 0.
     virtual_tokens: int = 0  # The number of table rows; `build_adapter` replaces 0.
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()  # Stop strings for requests without their own stop strings.
-    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()  # Default stop strings of requests.
+    max_new_tokens: int | None = None  # Default of requests; None: the server's default.
     golden: tuple[GoldenExample, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # For the user.
     created: str = ""  # ISO 8601, UTC.
 
     def __post_init__(self) -> None:
@@ -156,7 +157,7 @@ class Card:
             )
 
     def _check_stop_strings(self) -> None:
-        """Check the stop strings; an empty one would stop every completion at once."""
+        """Check the stop strings; an empty stop string would stop every completion at once."""
         if len(self.stop) > STOP_STRINGS_MAX:
             raise AdapterError(
                 f"the card of {self.name!r} has {len(self.stop)} stop strings; at most "
@@ -187,7 +188,7 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the result of `to_json`; an unknown key is an error."""
+        """Parse the text of `to_json`; an unknown key is an error."""
         try:
             if len(text) > CARD_BYTES_MAX:
                 raise ConfigError(f"it has {len(text)} bytes; at most {CARD_BYTES_MAX} are allowed")
@@ -215,7 +216,7 @@ def _parse_golden_example(record: Any) -> GoldenExample:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A card and its table of virtual tokens; immutable. Call `build_adapter` to make one."""
+    """A card and its table of virtual tokens; immutable. `build_adapter` creates adapters."""
 
     card: Card
     table: Tensor  # (virtual tokens, width), fp32, on the CPU.
@@ -223,7 +224,7 @@ class Adapter:
 
 
 def build_adapter(card: Card, table: Tensor) -> Adapter:
-    """Build an adapter from a card and a table, which is copied as fp32."""
+    """Return an adapter of a card and an fp32 copy of a table; refuse a card that does not fit."""
     if table.ndim != 2 or not table.numel() or not table.is_floating_point():
         raise AdapterError(
             f"the table of {card.name!r} is {table.dtype} of shape {tuple(table.shape)}; it must "
@@ -231,7 +232,7 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
         )
     rows, hidden = table.shape
     if rows * hidden * 4 > TABLE_BYTES_MAX:
-        # Checked before the copy: with strides of zero a small stored tensor can have any shape.
+        # Checked before the copy: a small stored tensor with strides of 0 can have any shape.
         raise AdapterError(
             f"the table of {card.name!r} has {rows} rows of {hidden}: {rows * hidden * 4} bytes, "
             f"over the limit of {TABLE_BYTES_MAX}; give fewer rows"
@@ -257,14 +258,14 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
             "an adapter of the kind prefix requires: begin the template with the markers "
             "<|VIRTUAL_PROMPT_0|>, <|VIRTUAL_PROMPT_1|>, ... in order, and set bos to none or text"
         )
-    copied = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
-    if not bool(copied.isfinite().all()):
+    fp32_table = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
+    if not bool(fp32_table.isfinite().all()):
         raise AdapterError(
             f"the table of {card.name!r} has values that are not finite, because training "
             "diverged; give an adapter that was saved earlier"
         )
     card = replace(card, virtual_tokens=rows, hidden_size=hidden)
-    return Adapter(card, copied, _digest(card, copied))
+    return Adapter(card, fp32_table, _digest(card, fp32_table))
 
 
 def begins_with_virtual_tokens(template: PromptTemplate) -> bool:
@@ -278,9 +279,9 @@ def begins_with_virtual_tokens(template: PromptTemplate) -> bool:
 
 
 def _digest(card: Card, table: Tensor) -> str:
-    """Compute the SHA-256 of the base model's digest, the prompt layout, and the table.
+    """Return the SHA-256 of the base model's digest, the prompt layout, and the table.
 
-    These three determine the hidden states of a prompt.
+    These three inputs determine the hidden states of a prompt.
     """
     layout: dict[str, Any] = {}
     if card.template is not None:

@@ -1,7 +1,7 @@
 """NeMo export: writes an adapter and its template as a .nemo file of NeMo 1.20 to 1.22.
 
 The table is stored twice: as the input of a prompt encoder of type "embedding", which returns its
-input unchanged, and as the encoder's output. So NeMo can use it for inference and for further
+input unchanged, and as the encoder's output. So NeMo can use the file for inference and for further
 training. Template text that NeMo would parse as a field or a pseudo-token is refused; notes list
 the card fields that the format does not have.
 """
@@ -61,19 +61,19 @@ def convert_to_nemo(
     if any(isinstance(part, tuple) for part in template.parts[: _last_virtual_part(template)]):
         notes.append("NeMo places virtual tokens after text correctly only at batch size 1")
     card = adapter.card
-    unsupported = {
+    unsupported_fields = {
         "stops": card.stop,
         "max_new_tokens": card.max_new_tokens,
         "description": card.task,
     }
-    lost_fields = [name for name, value in unsupported.items() if value]
+    lost_fields = [name for name, content in unsupported_fields.items() if content]
     if lost_fields:
         notes.append(f"the format has no field for the {' and the '.join(lost_fields)}")
     return AdapterExport({CONFIG_FILE: text.encode(), WEIGHTS: content.getvalue()}, tuple(notes))
 
 
 def check_nemo_target(path: Path, *, overwrite: bool) -> None:
-    """Refuse a target that `write_nemo` would refuse; called before any computation."""
+    """Refuse a target that `write_nemo` would refuse; callers check before any computation."""
     if path.suffix != SUFFIX or not path.parent.is_dir():
         raise AdapterError(
             f"{path} cannot be written; give the name of a {SUFFIX} file, which NeMo requires, in "
@@ -108,7 +108,7 @@ def write_nemo(export: AdapterExport, path: Path, *, overwrite: bool = False) ->
 def _order_rows(
     adapter: Adapter, base: Checkpoint | None, notes: list[str]
 ) -> tuple[PromptTemplate, Tensor]:
-    """Sort rows by their position in the template, because NeMo assigns rows in that order.
+    """Return the template and the table with the rows in the order of the template, as in NeMo.
 
     A begin-of-text token after the leading rows (bos "text") becomes an extra row.
     """
@@ -118,13 +118,14 @@ def _order_rows(
         return PromptTemplate(DEFAULT_TEMPLATE, (len(table),)), table
     _check_literals(adapter.card.name, template)
     row_ranges = [part for part in template.parts if isinstance(part, range)]
-    ordered = torch.cat([table[row_range.start : row_range.stop] for row_range in row_ranges])
-    if not torch.equal(ordered, table):
+    ordered_table = torch.cat([table[row_range.start : row_range.stop] for row_range in row_ranges])
+    if not torch.equal(ordered_table, table):
         notes.append("the rows were sorted by their position in the template")
     text = ""
     bos = template.bos
-    splits = list[int]()
-    leading_parts = next(
+    splits: list[int] = []
+    # The number of parts with virtual tokens before the first text part.
+    leading_ranges = next(
         (n for n, part in enumerate(template.parts) if not isinstance(part, range)), len(row_ranges)
     )
     for part in template.parts:
@@ -139,19 +140,23 @@ def _order_rows(
     if bos == "text":
         # NeMo cannot insert the begin-of-text token after rows. An extra row with the token's
         # embedding is equivalent.
-        if leading_parts:
-            bos_embedding, position = bos_row(adapter, base, "after"), sum(splits[:leading_parts])
-            ordered = torch.cat([ordered[:position], bos_embedding, ordered[position:]])
-            splits[leading_parts - 1] += 1
+        if leading_ranges:
+            bos_embedding = bos_row(adapter, base, "after")
+            position = sum(splits[:leading_ranges])
+            ordered_table = torch.cat(
+                [ordered_table[:position], bos_embedding, ordered_table[position:]]
+            )
+            splits[leading_ranges - 1] += 1
             notes.append("the begin-of-text token after the leading rows became an extra row")
-        bos = "none" if leading_parts else "first"
+        bos = "none" if leading_ranges else "first"
     template_fields = {
         "truncate_field": template.truncate_field,
         "answer_field": template.answer_field,
     }
-    return PromptTemplate(
+    ordered_template = PromptTemplate(
         text, tuple(splits), **template_fields, bos=bos, eos=template.eos
-    ), ordered
+    )
+    return ordered_template, ordered_table
 
 
 def _check_literals(name: str, template: PromptTemplate) -> None:
@@ -175,6 +180,7 @@ def _check_literals(name: str, template: PromptTemplate) -> None:
 
 
 def _last_virtual_part(template: PromptTemplate) -> int:
+    """Return the index of the last part with virtual tokens; 0 if there is none."""
     indices = [n for n, part in enumerate(template.parts) if isinstance(part, range)]
     return indices[-1] if indices else 0
 
@@ -189,7 +195,7 @@ def _task_name(name: str, notes: list[str]) -> str:
 
 
 def _nemo_config(task: str, template: PromptTemplate, base_name: str | None) -> dict[str, Any]:
-    """Build a complete config of NeMo's prompt learning, so that NeMo can continue training."""
+    """Return a complete config of NeMo's prompt learning, with which NeMo can continue training."""
     record = {
         "taskname": task,
         "prompt_template": template.text,

@@ -1,8 +1,8 @@
 """PEFT and TGIS export: an adapter as a PEFT directory, or as decoder.pt of TGIS's prompt store.
 
-Both formats support virtual tokens only before the text; a template with virtual tokens elsewhere
+Both formats support virtual tokens only before the text; a template with virtual tokens after text
 is refused. Notes list the card fields that the format does not have. The directory is written
-atomically. The module opens no model files; it uses only the checkpoint that the caller passes.
+atomically. The module opens no checkpoint; it uses only the base model that the caller passes.
 """
 
 import io
@@ -26,14 +26,16 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
-# `overwrite` replaces only directories that contain no other files.
+# `overwrite` replaces only a directory whose files all have these names.
 REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
 
 
 @dataclass(frozen=True)
 class AdapterExport:
-    files: Mapping[str, bytes]
-    notes: tuple[str, ...]  # Card fields that were lost, and instructions to the user.
+    """The files of an adapter in another format, and notes for the user."""
+
+    files: Mapping[str, bytes]  # The content of each file, by name.
+    notes: tuple[str, ...]  # Card fields that the format lacks, and instructions.
 
 
 def convert_to_peft(
@@ -63,7 +65,7 @@ def convert_to_peft(
     weights = safetensors.torch.save({PROMPT_EMBEDDINGS_KEY: table}, {"format": "pt"})
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     files = dict(zip(PEFT_FILES, (text.encode(), weights), strict=True))
-    return AdapterExport(files, (*notes, *_lost_fields(adapter)))
+    return AdapterExport(files, (*notes, *_lost_field_notes(adapter)))
 
 
 def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, object]:
@@ -79,12 +81,12 @@ def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, objec
         "token_dim": model_config.num_query_groups * model_config.kv_channels,
         "num_layers": model_config.num_layers,
         "num_attention_heads": model_config.num_query_groups,
-        "prefix_projection": False,  # The table is already projected.
+        "prefix_projection": False,  # The table has the keys and values after the projection.
     }
 
 
 def check_not_prefix(adapter: Adapter, format_name: str) -> None:
-    """Refuse prefix adapters, for formats that only support rows."""
+    """Refuse a prefix adapter, because the format supports only rows."""
     if adapter.card.kind == "prefix":
         raise AdapterError(
             f"adapter {adapter.card.name!r} is a prefix, which {format_name} does not support; "
@@ -98,17 +100,18 @@ def convert_to_tgis(adapter: Adapter, base: Checkpoint | None) -> AdapterExport:
     table, notes = _leading_rows(adapter, base)
     content = io.BytesIO()
     torch.save(table, content)
-    return AdapterExport({TGIS_FILES[0]: content.getvalue()}, (*notes, *_lost_fields(adapter)))
+    return AdapterExport({TGIS_FILES[0]: content.getvalue()}, (*notes, *_lost_field_notes(adapter)))
 
 
-def _lost_fields(adapter: Adapter) -> tuple[str, ...]:
+def _lost_field_notes(adapter: Adapter) -> tuple[str, ...]:
+    """Return a note with the non-empty card fields that PEFT and TGIS do not support."""
     card = adapter.card
-    unsupported = {
+    unsupported_fields = {
         "template": card.template is not None and card.template.fields,
         "stop strings": card.stop,
         "max_new_tokens": card.max_new_tokens,
     }
-    names = [name for name, value in unsupported.items() if value]
+    names = [name for name, content in unsupported_fields.items() if content]
     return (f"the format has no field for the {' and the '.join(names)}",) if names else ()
 
 
@@ -120,9 +123,9 @@ def _leading_rows(adapter: Adapter, base: Checkpoint | None) -> tuple[Tensor, tu
     row_ranges = [part for part in template.parts if isinstance(part, range)]
     if list(template.parts[: len(row_ranges)]) != row_ranges:
         raise AdapterError(
-            f"adapter {adapter.card.name!r} has virtual tokens after some of its text, but the "
-            "format supports only leading virtual tokens; train the adapter with all virtual "
-            "tokens before the text"
+            f"adapter {adapter.card.name!r} has virtual tokens after text of its template, but the "
+            "format supports virtual tokens only before the text; train the adapter with all "
+            "virtual tokens before the text"
         )
     table = torch.cat([adapter.table[row_range.start : row_range.stop] for row_range in row_ranges])
     if template.bos == "text":
@@ -139,7 +142,8 @@ def bos_row(adapter: Adapter, base: Checkpoint | None, side: str) -> Tensor:
 
     `side` is the token's position relative to the virtual tokens, for error messages.
     """
-    name, other_side = adapter.card.name, {"before": "after", "after": "before"}[side]
+    name = adapter.card.name
+    other_side = {"before": "after", "after": "before"}[side]
     if base is None:
         raise AdapterError(
             f"adapter {name!r} has the begin-of-text token {side} its virtual tokens, but the "
@@ -157,7 +161,7 @@ def bos_row(adapter: Adapter, base: Checkpoint | None, side: str) -> Tensor:
 
 
 def check_export_target(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a target that `write_export` would refuse; called before any computation."""
+    """Refuse a target that `write_export` would refuse; callers check before any computation."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():

@@ -1,11 +1,15 @@
 """Golden examples: recorded outputs of an adapter, which a server replays and compares.
 
-A golden example is recorded after training. The verdict of a replay is "same" if the tokens are
-equal, and the log-probabilities are equal within the rounding error of the dtypes. The verdict is
-"tie" if the first different token was about as likely as the recorded token, because rounding may
-have caused the change. Otherwise the verdict is "different". For an example without recorded token
-ids, only the text is compared. A comparison needs only token ids and scores, so servers use the
-same code.
+A golden example is recorded after training. The verdict of a replay is one of these:
+
+- "same": the tokens are equal, and the log-probabilities are equal within the rounding error of the
+  dtypes;
+- "tie": the first different token is about as likely as the recorded token, so rounding may have
+  caused the change;
+- "different": otherwise.
+
+For an example without recorded token ids, only the text is compared. A comparison needs only token
+ids and scores, so servers compare with `compare_example` too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +41,9 @@ TOLERANCES: Mapping[str, float] = {
     "float16": 0.02,
     "bfloat16": 0.1,
 }
-# Two tokens tie if their log-probabilities differ by at most this many tolerances: the rounding
-# error of one token is larger than that of the mean. In the random models above, where bfloat16
-# chose another token, its log-probability was within 0.2 nats of the recorded token's.
+# Two tokens tie if their log-probabilities differ by at most TIE_TOLERANCES * tolerance, because
+# one token has a larger rounding error than the mean. In the random models above, if bfloat16 chose
+# another token, the log-probabilities of both tokens differed by at most 0.2 nats.
 TIE_TOLERANCES = 4
 
 ReplayVerdict = Literal["same", "tie", "different"]
@@ -60,12 +64,12 @@ class TokenScore(Protocol):
 
 @dataclass(frozen=True)
 class ExampleReplay:
-    """The comparison of one example. `reason` contains no text of the example."""
+    """The comparison of one example."""
 
     verdict: ReplayVerdict
-    # Difference of the mean log-probability per token, if the tokens are equal.
+    # Absolute difference of the mean log-probability per token, in nats; 0 if it is not compared.
     logprob_difference: float = 0.0
-    reason: str = ""
+    reason: str = ""  # For a verdict other than "same"; contains no text of the example.
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class GoldenReplay:
 
     examples: tuple[ExampleReplay, ...]
     tolerance: float
-    mismatch_lines: tuple[str, ...] = ()  # For display: examples that differ, with their texts.
+    mismatch_lines: tuple[str, ...] = ()  # For display: a line per example that is not the same.
 
     @property
     def checked(self) -> int:
@@ -128,14 +132,16 @@ def record_golden_examples(
     adapter: Adapter,
     inputs: Sequence[Mapping[str, str]],
 ) -> tuple[GoldenExample, ...]:
-    """Record greedy completions as golden examples. All ranks must call with equal arguments.
+    """Record greedy completions as golden examples. All ranks must call it with equal arguments.
 
     At most `GOLDEN_EXAMPLES_MAX` inputs are used. Inputs that are too long or lack a field of the
     template are skipped, and so are completions with non-finite logits. The answer field of the
     inputs is not recorded.
     """
-    card, answer_tokens = adapter.card, _answer_token_limit(adapter.card)
-    template, config = _require_template(card), model_chunks(model)[0].config
+    card = adapter.card
+    answer_tokens = _answer_token_limit(card)
+    template = _require_template(card)
+    config = model_chunks(model)[0].config
     input_fields = [name for name in template.fields if name != template.answer_field]
     example_inputs: list[dict[str, str]] = []
     prompts: list[list[int]] = []
@@ -172,11 +178,14 @@ def record_golden_examples(
 def replay_golden_examples(
     model: GPT, tokenizer: Tokenizer, adapter: Adapter, *, tolerance: float | None = None
 ) -> GoldenReplay:
-    """Replay the adapter's golden examples on this model. All ranks must call."""
+    """Replay the adapter's golden examples on this model. All ranks must call it.
+
+    `tolerance` is in nats per token; None: the largest tolerance of the dtypes.
+    """
     card, config = adapter.card, model.config
     if tolerance is None:
         tolerance = golden_tolerance(card.golden, FLOAT_DTYPE_NAMES[model.dtype])
-    refusals: list[ExampleReplay | None] = []
+    refusals: list[ExampleReplay | None] = []  # None for an example whose prompt is accepted.
     prompts: list[list[int]] = []
     token_counts: list[int] = []
     for example in card.golden:
@@ -217,7 +226,7 @@ def compare_example(
     scores: Sequence[TokenScore],
     tolerance: float,
 ) -> ExampleReplay:
-    """Compare a new completion with the recorded one."""
+    """Compare a new completion with the recorded completion of an example."""
     expected_ids = example.token_ids
     if not expected_ids:
         is_same_text = text == example.output
@@ -229,19 +238,27 @@ def compare_example(
     if len(scores) != len(token_ids):
         return ExampleReplay("different", reason="the logits are not finite")
     pairs = zip(expected_ids, token_ids, strict=False)
-    mismatch = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    mismatch = next(
+        (index for index, (expected_id, token_id) in enumerate(pairs) if expected_id != token_id),
+        None,
+    )
     if mismatch is not None:
-        (_, best), *alternatives = scores[mismatch].tops or [
-            (token_ids[mismatch], scores[mismatch].logprob)
-        ]
+        score = scores[mismatch]
+        tops = score.tops or [(token_ids[mismatch], score.logprob)]
+        best_logprob = tops[0][1]
         logprob_gap = next(
-            (best - other for token, other in alternatives if token == expected_ids[mismatch]), None
+            (
+                best_logprob - logprob
+                for token_id, logprob in tops[1:]
+                if token_id == expected_ids[mismatch]
+            ),
+            None,
         )
         if logprob_gap is not None and logprob_gap <= TIE_TOLERANCES * tolerance:
             return ExampleReplay(
                 "tie",
-                reason=f"its token {mismatch + 1} differs, but its log-probability by only "
-                f"{logprob_gap:.1g} nats",
+                reason=f"its token {mismatch + 1} differs, but the log-probabilities of both "
+                f"tokens differ by only {logprob_gap:.1g} nats",
             )
         return ExampleReplay("different", reason=f"its token {mismatch + 1} differs")
     if len(token_ids) != len(expected_ids):
@@ -254,7 +271,7 @@ def compare_example(
         return ExampleReplay(
             "different",
             difference,
-            f"its tokens are the same, but their log-probability differs by {difference:.2g} nats "
+            f"its tokens are the same, but their log-probabilities differ by {difference:.2g} nats "
             "per token",
         )
     return ExampleReplay("same", difference)

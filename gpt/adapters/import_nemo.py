@@ -1,10 +1,14 @@
 """NeMo import: soft prompts of prompt learning and p-tuning from .nemo files and directories.
 
-NeMo has three layouts: one table per task with flat keys, the same tables in nested dicts, and
-since 1.20 a buffer in an adapter module of the model. All contain the rows of virtual tokens. In
-the last layout, if the model has learned positions, the rows include position embeddings, which
-this module subtracts. If the rows are missing, all zeros or not finite, the prompt encoder in the
-file computes them (`nemo_encoder.py`).
+NeMo has three layouts of the virtual-token rows:
+
+- one table per task, with flat keys;
+- one table per task, in nested dicts;
+- since NeMo 1.20, a buffer in an adapter module of the model. If the model has learned positions,
+  these rows include position embeddings, which this module subtracts.
+
+If the rows are missing, all zeros or not finite, `nemo_encoder.py` computes them with the prompt
+encoder in the file.
 """
 
 import re
@@ -30,8 +34,8 @@ TASK_KEY = re.compile(r"prompt_table\.(.+)\.prompt_embeddings\.weight")
 INFERENCE_TABLE_KEY = "ptuning_adapter.inference_table"
 RANKS_MAX = 1024  # Tensor parallel ranks.
 POSITION_EMBEDDING_KEY = "embedding.position_embeddings.weight"
-# Only the first pipeline stage has the table, and each of its tensor parallel ranks has all of it.
-# The file names: of one rank, with tensor parallelism, with tensor and pipeline parallelism.
+# Names of the files with the table: without parallelism, with tensor parallelism, with tensor and
+# pipeline parallelism. Each tensor rank of the first pipeline stage has the complete table.
 WEIGHT_FILES = tuple(
     f"{folder}model_weights.ckpt"
     for folder in ("", "mp_rank_{:02d}/", "tp_rank_{:02d}_pp_rank_000/")
@@ -46,25 +50,30 @@ def is_nemo_prompt(path: Path) -> bool:
 def open_nemo_prompt(path: Path, task: str | None, base: Checkpoint | None) -> Adapter:
     """Open the soft prompt of one task.
 
-    `base`, the base model, is needed if the rows include the model's position embeddings, or if
-    they must be computed from the embeddings of the task's name.
+    `base`, the base model, is needed in two cases: the rows include the model's position
+    embeddings, or the rows must be computed from the embeddings of the task's name.
     """
     tree = open_nemo_archive(path)[0] if path.is_file() else scan_folder_recursive(path)
     first_rank, *other_ranks = _weight_files(path, tree)
     state = _read_state_dict(first_rank)
-    tables = _tables(state)
+    tables = _read_tables(state)
     inference_table_keys = [key for key in state if f".{key}".endswith(f".{INFERENCE_TABLE_KEY}")]
     fields = NemoConfig(_read_model_config(tree), str(path / CONFIG_FILE))
     encoder = SavedEncoder(path, state, lambda: map(_read_state_dict, other_ranks), fields, base)
-    task_names, notes = {*tables, *(_new_tasks(fields) if encoder.is_per_task else ())}, []
+    task_names = set(tables)
+    if encoder.is_per_task:
+        task_names.update(_new_tasks(fields))
+    notes = []
     if task_names:
         name = _choose_task(task_names, task, path)
-        template, table = _task_template(fields, name), tables.get(name)
+        template = _task_template(fields, name)
+        table = tables.get(name)
         notes.append("imported from NeMo's prompt learning")
         if template is None:
             notes.append(f"its config has no template for the task {name!r}")
     elif len(inference_table_keys) == 1 or (encoder.is_in_model and not inference_table_keys):
-        name, template = "", None
+        name = ""  # An adapter module has no task.
+        template = None
         table = (
             checked_table(state[inference_table_keys[0]], f"{path}: {inference_table_keys[0]}")
             if inference_table_keys
@@ -118,68 +127,78 @@ def _weight_files(path: Path, tree: FileTree) -> list[Span]:
 
 
 def _read_state_dict(span: Span) -> dict[str, Any]:
-    """Read the state dict, with the nested prompt table as top-level entries."""
+    """Return the state dict of a file, with a nested prompt table as top-level entries."""
     record = read_archive(span)
     if isinstance(record, dict) and isinstance(record.get("state_dict"), dict):
         record = record["state_dict"]
     if not isinstance(record, dict):
-        raise AdapterError(f"{span.path} is a {type(record).__name__}, not a state dict")
+        raise AdapterError(
+            f"{span.path} is a {type(record).__name__}, not a state dict; give the .nemo file that "
+            "prompt learning or p-tuning saved at its end"
+        )
     nested = record.get("prompt_table")
     return {**record, **nested} if isinstance(nested, dict) else record
 
 
 def _new_tasks(fields: NemoConfig) -> list[str]:
-    """List the tasks whose rows the encoder computes."""
+    """Return the tasks in the config whose rows the encoder computes."""
     tasks = fields.get("new_tasks", [])
     return [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
 
 
-def _tables(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    matched = ((TASK_KEY.fullmatch(str(key)), value) for key, value in state.items())
-    return {match[1]: checked_table(value, match[0]) for match, value in matched if match}
+def _read_tables(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the table of each task that has a table, by task name."""
+    tables = {}
+    for key, value in state.items():
+        match = TASK_KEY.fullmatch(str(key))
+        if match:
+            tables[match[1]] = checked_table(value, match[0])
+    return tables
 
 
-def _choose_task(tables: Collection[str], task: str | None, path: Path) -> str:
-    if task is None and len(tables) == 1:
-        return next(iter(tables))
-    if task is None or task not in tables:
+def _choose_task(task_names: Collection[str], task: str | None, path: Path) -> str:
+    if task is None and len(task_names) == 1:
+        return next(iter(task_names))
+    if task is None or task not in task_names:
         problem = "several tasks" if task is None else f"no task {task[:60]!r}"
-        names = summarize_names(sorted(tables))
+        names = summarize_names(sorted(task_names))
         raise AdapterError(f"{path} has {problem}; set task to one of {names}")
     return task
 
 
 def _task_template(fields: NemoConfig, task: str) -> PromptTemplate | None:
-    """Read the task's template, with the begin- and end-of-text tokens of its training."""
+    """Return the task's template, with the begin- and end-of-text tokens as in training."""
     templates = fields.get("task_templates", [])
-    matching = [
-        template_record
-        for template_record in (templates if isinstance(templates, list) else [])
-        if isinstance(template_record, Mapping) and template_record.get("taskname") == task
+    task_records = [
+        record
+        for record in (templates if isinstance(templates, list) else [])
+        if isinstance(record, Mapping) and record.get("taskname") == task
     ]
-    if not matching:
+    if not task_records:
         return None
-    text, splits = matching[0].get("prompt_template"), matching[0].get("virtual_token_splits")
-    splits = [matching[0].get("total_virtual_tokens")] if splits is None else splits
-    is_valid = isinstance(splits, list) and all(type(split) is int for split in splits)
-    if not isinstance(text, str) or not is_valid:
+    record = task_records[0]
+    text = record.get("prompt_template")
+    splits = record.get("virtual_token_splits")
+    splits = [record.get("total_virtual_tokens")] if splits is None else splits
+    has_valid_splits = isinstance(splits, list) and all(type(split) is int for split in splits)
+    if not isinstance(text, str) or not has_valid_splits:
         raise AdapterError(
             f"{fields.location}: the template of {task!r} is {short_repr(text)} with the splits "
             f"{short_repr(splits)}; the template must be a text, and the splits whole numbers: "
             "correct the file"
         )
-    data = fields.section("data")
-    answer = matching[0].get("answer_field")
-    # Only with answer_only_loss does NeMo require that the answer is at the end.
+    data_section = fields.section("data")
+    answer = record.get("answer_field")
+    # NeMo requires the answer at the end only with answer_only_loss.
     is_answer_last = isinstance(answer, str) and text.endswith(f"{{{answer}}}")
     try:
         return PromptTemplate(
             text,
             tuple(splits),
-            truncate_field=matching[0].get("truncate_field"),
+            truncate_field=record.get("truncate_field"),
             answer_field=answer if is_answer_last else None,
-            bos="first" if data.get("add_bos", False) is True else "none",
-            eos=data.get("add_eos", True) is True,
+            bos="first" if data_section.get("add_bos", False) is True else "none",
+            eos=data_section.get("add_eos", True) is True,
         )
     except ConfigError as error:
         raise AdapterError(f"{fields.location}: the template of {task!r}: {error}") from None
@@ -188,9 +207,10 @@ def _task_template(fields: NemoConfig, task: str) -> PromptTemplate | None:
 def _subtract_positions(
     path: Path, table: Tensor, fields: NemoConfig, base: Checkpoint | None
 ) -> tuple[Tensor, str]:
-    """Subtract the model's learned positions from the rows, if it has any.
+    """Subtract the learned positions from the rows if the model has them; return rows and a note.
 
     NeMo inserts these rows after it has added the positions; Preamble adds positions to the rows.
+    The note is empty if nothing is subtracted.
     """
     if base is not None:
         has_learned_positions = base.config.has_learned_positions

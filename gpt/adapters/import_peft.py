@@ -1,8 +1,8 @@
 """PEFT and TGIS import: soft prompts of PEFT directories and of TGIS's decoder.pt.
 
-For inference, each supported adapter is one table: rows, or keys and values of all layers. The
-import reads that table, and refuses adapters that need more than a table. An unreadable file raises
-a CheckpointError, which `open_adapter` converts to an AdapterError. These formats do not record the
+For inference, each supported adapter is one table: virtual-token rows, or the keys and values of
+all layers. Adapters that need more than a table are refused. An unreadable file raises a
+CheckpointError, which `open_adapter` converts to an AdapterError. These formats do not record the
 digest of the base model, so the card has no base digest.
 """
 
@@ -33,10 +33,10 @@ PLACEMENT_NOTE = "its virtual tokens come first, then the begin-of-text token, t
 def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = None) -> Adapter:
     """Open a directory with adapter_config.json and adapter_model.safetensors or adapter_model.bin.
 
-    If `model_config` is given, the layers and heads of a prefix are compared with it, since the
-    table's width alone does not determine them.
+    If `model_config` is given, the numbers of layers and heads of a prefix are compared with it.
+    The table's width alone does not determine these numbers.
     """
-    weights = next((p for p in _weight_files(folder) if p.is_file()), None)
+    weights = next((file for file in _weight_files(folder) if file.is_file()), None)
     config_file = folder / "adapter_config.json"
     if weights is None:
         problem = "adapter_config.json but no weights" if config_file.is_file() else "no adapter"
@@ -49,7 +49,7 @@ def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = N
     if config_file.is_file():
         config = _read_config(config_file, notes)
     else:
-        notes.append("there was no adapter_config.json: the adapter type is assumed")
+        notes.append("there was no adapter_config.json: the type PROMPT_TUNING is assumed")
     tensors = _read_tensors(weights)
     peft_type = str(config.get("peft_type", "PROMPT_TUNING"))
     expected_keys = (
@@ -66,7 +66,8 @@ def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = N
     table = tensors[PROMPT_EMBEDDINGS_KEY]
     if peft_type == MULTITASK_PROMPT_TUNING:
         table = _task_rows(tensors, task, weights)
-        notes.append(f"task {task or 0} of {len(tensors['prefix_task_cols'])}")
+        tasks = len(tensors["prefix_task_cols"])
+        notes.append(f"task {task or 0}; the adapter's tasks are 0 to {tasks - 1}")
     _check_sizes(config, table, weights)
     if peft_type == PREFIX_TUNING and model_config is not None:
         _check_layers(config, model_config, weights)
@@ -81,6 +82,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the config of a supported adapter; append notes for the user to `notes`."""
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ValueError(f"over {CONFIG_BYTES_MAX} bytes")
@@ -101,8 +103,9 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append("its config has no task_type, so PEFT would ignore the adapter")
     elif task_type != "CAUSAL_LM" or submodules not in (None, 1):
         raise AdapterError(
-            f"{path} is for {str(task_type)[:40]} with {str(submodules)[:9]} transformer "
-            "submodules; only CAUSAL_LM with one is supported: train the adapter for CAUSAL_LM"
+            f"{path} has task_type {str(task_type)[:40]} and num_transformer_submodules "
+            f"{str(submodules)[:9]}; only CAUSAL_LM with 1 is supported: train the adapter for "
+            "CAUSAL_LM"
         )
     saved_modules = config.get("modules_to_save")
     if saved_modules:
@@ -117,54 +120,57 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _check_sizes(config: dict[str, Any], table: Tensor, weights: Path) -> None:
-    layers, layer_parts = config.get("num_layers"), 1
+    """Compare the table's shape with (num_virtual_tokens, token_dim * factor) of the config."""
+    layers = config.get("num_layers")
+    factor = 1
     if config.get("peft_type") == PREFIX_TUNING:
-        layer_parts = 2 * layers if isinstance(layers, int) else 0
-    for key, actual, count in (
+        # Keys and values of each layer; 0 if unknown, then token_dim is not compared.
+        factor = 2 * layers if isinstance(layers, int) else 0
+    for key, actual_size, key_factor in (
         ("num_virtual_tokens", table.shape[0], 1),
-        ("token_dim", table.shape[-1], layer_parts),
+        ("token_dim", table.shape[-1], factor),
     ):
-        declared = config.get(key)
-        if (
-            declared is not None
-            and count
-            and (not isinstance(declared, int) or declared * count != actual)
-        ):
+        size = config.get(key)
+        if size is None or key_factor == 0:
+            continue
+        if not isinstance(size, int) or size * key_factor != actual_size:
             raise AdapterError(
                 f"{weights} has a table of {' x '.join(map(str, table.shape))}, but its config has "
-                f"{key} {str(declared)[:20]}; table and config belong to different adapters: save "
-                "the adapter again"
+                f"{key} {str(size)[:20]}; table and config belong to different adapters: save the "
+                "adapter again"
             )
 
 
 def _check_layers(config: dict[str, Any], model_config: GPTConfig, weights: Path) -> None:
-    for key, required in (
+    """Compare the layers and heads of a prefix with the model."""
+    for key, required_size in (
         ("num_layers", model_config.num_layers),
         ("token_dim", model_config.num_query_groups * model_config.kv_channels),
-        ("num_attention_heads", model_config.num_query_groups),  # PEFT means KV heads.
+        # In the config of a prefix, PEFT stores the number of KV heads under this key.
+        ("num_attention_heads", model_config.num_query_groups),
     ):
-        declared = config.get(key)
-        if declared is not None and declared != required:
+        size = config.get(key)
+        if size is not None and size != required_size:
             raise AdapterError(
-                f"{weights} is a prefix for a model with {key} {str(declared)[:20]}, but this "
-                f"model has {required} (heads are KV heads); use the prefix with the model that it "
+                f"{weights} is a prefix for a model with {key} {str(size)[:20]}, but this model "
+                f"has {required_size} (heads are KV heads); use the prefix with the model that it "
                 "was trained on"
             )
 
 
 def _task_rows(tensors: dict[str, Tensor], task: str | None, weights: Path) -> Tensor:
-    """Compute one task's rows of a multitask adapter: prompt * (cols[k] @ rows[k])."""
+    """Return one task's rows of a multitask adapter: prompt * (cols[task] @ rows[task])."""
     prompt = tensors[PROMPT_EMBEDDINGS_KEY]
     cols, rows = tensors["prefix_task_cols"], tensors["prefix_task_rows"]
-    fits = (
+    has_consistent_shapes = (
         prompt.ndim == 2
         and cols.ndim == rows.ndim == 3
         and len(cols) == len(rows)
         and (cols.shape[1], rows.shape[2]) == tuple(prompt.shape)
         and cols.shape[2] == rows.shape[1]
     )
-    if not fits:
-        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in tensors.items())
+    if not has_consistent_shapes:
+        shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in tensors.items())
         raise AdapterError(f"{weights} has inconsistent shapes ({shapes}); save it again")
     tasks = len(cols)
     if task is None and tasks != 1:
@@ -179,7 +185,7 @@ def _task_rows(tensors: dict[str, Tensor], task: str | None, weights: Path) -> T
 
 
 def open_tgis(path: Path) -> Adapter:
-    """Open a single matrix in a torch file, the prompt format of TGIS."""
+    """Open a torch file with a single matrix, the prompt format of TGIS."""
     if path.with_name("encoder.pt").is_file():
         raise AdapterError(
             f"{path} has an encoder.pt beside it, so it is for a model with an encoder; give a "
@@ -193,9 +199,9 @@ def open_tgis(path: Path) -> Adapter:
         )
     table = checked_table(matrix, str(path))
     # The prompt store of TGIS has files `<name>/decoder.pt`.
-    name = path.parent if path.stem in ("decoder", "encoder") else path.with_suffix("")
+    named_path = path.parent if path.stem in ("decoder", "encoder") else path.with_suffix("")
     notes = (f"imported from TGIS; {PLACEMENT_NOTE}",)
-    return build_adapter(Card(card_name(name), method="tgis", notes=notes), table)
+    return build_adapter(Card(card_name(named_path), method="tgis", notes=notes), table)
 
 
 def card_name(path: Path) -> str:
@@ -211,12 +217,12 @@ def sanitized_name(name: str) -> str:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return {key: stored.tensor() for key, stored in open_safetensors(path).items()}
-    # Not memory-mapped, since the file may be truncated during use.
+    # The file is not memory-mapped, because another process may truncate it during use.
     return {key: stored.tensor() for key, stored in open_state_dict(path, mmap=False).items()}
 
 
 def checked_table(tensor: object, source: str) -> Tensor:
-    """Convert a table to fp32; refuse everything except dense float tensors of limited size."""
+    """Return a table as fp32; refuse an object that is not a dense float tensor of limited size."""
     if not isinstance(tensor, Tensor):
         raise AdapterError(
             f"{source} is a {type(tensor).__name__}; it must be a matrix: save it again"

@@ -1,6 +1,6 @@
 """NeMo prompt encoder: recomputes the virtual-token rows that a .nemo file does not contain.
 
-NeMo stores a valid table of rows only if a validation ran before the save. It always stores the
+NeMo stores a valid table of rows only if a validation ran before the save. A NeMo file also has the
 prompt encoder, the network that computes the rows; with tensor parallelism, each rank stores a
 shard. Up to NeMo 1.16 the first input rows of the encoder are the embeddings of the task's name. An
 incomplete encoder is refused. `import_nemo` handles templates and position embeddings.
@@ -50,7 +50,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class SavedEncoder:
-    """Access to the prompt encoder of a NeMo file, if the file has a prompt encoder."""
+    """The prompt encoder of a NeMo file; the file may lack a prompt encoder."""
 
     path: Path
     state: Mapping[str, Any]  # State dict of the first tensor parallel rank.
@@ -71,7 +71,10 @@ class SavedEncoder:
 
     @torch.no_grad()
     def compute_rows(self, task: str) -> Tensor:
-        """Compute the table's rows, as a validation run of NeMo does before a save."""
+        """Compute the table's rows, as NeMo's validation does before a save.
+
+        Raises AdapterError if the file does not have a complete encoder.
+        """
         layout = _find_layout(_flatten_state_dict(self.state))
         if layout is None:
             raise self._unusable_error("the file has no encoder to compute the prompt again")
@@ -95,7 +98,7 @@ class SavedEncoder:
             return rows
         weights = self._merge_shards(shards, rows)
         if layout.uses_task_name:
-            rows = self._prepend_task_name(rows, task)
+            rows = self._set_task_name_rows(rows, task)
         return run_encoder(rows, weights)
 
     def _read_shard(
@@ -105,15 +108,17 @@ class SavedEncoder:
         weights = {}
         for prefix in layout.prefixes:
             for name, value in state.items():
-                inner = name.removeprefix(root + prefix)
-                if name.startswith(root + prefix) and NETWORK_KEY.fullmatch(inner):
-                    weights[inner] = checked_table(value, f"{self.path}: {name}")
+                network_key = name.removeprefix(root + prefix)
+                if name.startswith(root + prefix) and NETWORK_KEY.fullmatch(network_key):
+                    weights[network_key] = checked_table(value, f"{self.path}: {name}")
         return weights
 
     def _merge_shards(
         self, shards: Sequence[Mapping[str, Tensor]], rows: Tensor
     ) -> dict[str, Tensor]:
-        weights, error = dict(shards[0]), self._unusable_error("its encoder is incomplete")
+        """Return the unsharded network; refuse missing tensors and wrong shapes."""
+        weights = dict(shards[0])
+        error = self._unusable_error("its encoder is incomplete")
         if encoder_kind(weights) == "split":
             ranks = self.fields.get("tensor_model_parallel_size", len(shards))
             if ranks != len(shards):
@@ -131,11 +136,12 @@ class SavedEncoder:
             required_shapes = expected_shapes(weights, rows)
         except LookupError:
             raise error from None
-        if required_shapes != {name: tuple(value.shape) for name, value in weights.items()}:
+        if required_shapes != {name: tuple(tensor.shape) for name, tensor in weights.items()}:
             raise error
         return weights
 
-    def _prepend_task_name(self, rows: Tensor, task: str) -> Tensor:
+    def _set_task_name_rows(self, rows: Tensor, task: str) -> Tensor:
+        """Return the rows with the embeddings of the task's name in place of the first rows."""
         base = self.base
         if base is None or base.tokenizer is None:
             raise self._unusable_error(
@@ -153,9 +159,9 @@ class SavedEncoder:
 
     def _unusable_error(self, reason: str) -> AdapterError:
         return AdapterError(
-            f"the prompt in {self.path} is all zeros or not finite, because training stopped "
-            f"before a validation, and {reason}; give a file that NeMo saved after a validation, "
-            "or train longer"
+            f"the prompt in {self.path} is missing or is all zeros or not finite, because training "
+            f"stopped before a validation, and {reason}; give a file that NeMo saved after a "
+            "validation, or train longer"
         )
 
 
@@ -173,10 +179,10 @@ def _find_layout(state: Mapping[str, Any]) -> _EncoderLayout | None:
 
 def _flatten_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Join the names of two levels of nested dicts; deeper levels have no encoder tensors."""
-    flattened: dict[str, Any] = {}
+    flat_state: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
-            flattened |= {f"{key}.{inner}": tensor for inner, tensor in value.items()}
+            flat_state |= {f"{key}.{nested_key}": tensor for nested_key, tensor in value.items()}
         else:
-            flattened[str(key)] = value
-    return flattened
+            flat_state[str(key)] = value
+    return flat_state

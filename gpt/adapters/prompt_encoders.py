@@ -1,10 +1,14 @@
 """Prompt encoders: the MLP, LSTM and tensor-parallel MLP that compute virtual-token rows.
 
 A prompt encoder computes the rows of an adapter's table while the adapter is trained. NeMo and PEFT
-define the networks. In this module a network is a dict of its tensors, under the names that both
-use: linear layers (`mlp_head`), an LSTM before them (`lstm_head`), or two linear layers that are
-sharded over tensor parallel ranks (`first`, `second`). The trainer and the readers of NeMo and PEFT
-files call this module, which is independent of the model and of training.
+define the networks. In this module a network is a dict of its tensors, under NeMo's names:
+
+- kind "linears": linear layers (`mlp_head`);
+- kind "lstm": an LSTM (`lstm_head`), then linear layers (`mlp_head`);
+- kind "split": two linear layers that are sharded over tensor parallel ranks (`first`, `second`).
+
+The trainer and the reader of NeMo files call this module, which is independent of the model and of
+training.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +62,7 @@ def encoder_shapes(
     if kind == "linears":
         sizes = [input_width, *[hidden] * (layers - 1), width]
     else:
-        sizes = [2 * hidden, 2 * hidden, width]
+        sizes = [2 * hidden, 2 * hidden, width]  # The outputs of both directions are concatenated.
     tensor_shapes: dict[str, tuple[int, ...]] = {}
     for number, (in_features, out_features) in enumerate(pairwise(sizes)):
         tensor_shapes |= _linear_shapes(f"mlp_head.{2 * number}", in_features, out_features)
@@ -170,7 +174,8 @@ def _run_lstm(rows: Tensor, weights: EncoderWeights, dropout: LstmDropout | None
             for name in _lstm_names(layer, direction)
         ]
         initial_state = x.new_zeros(2, 1, layer_weights[1].shape[1])
-        # cuDNN saves the activations for the backward pass only with train=True.
+        # The flags are: has_biases, num_layers, dropout, train, bidirectional, batch_first. cuDNN
+        # saves the activations for the backward pass only with train=True.
         needs_grad = torch.is_grad_enabled()
         x = torch.lstm(
             x, (initial_state, initial_state), layer_weights, True, 1, 0.0, needs_grad, True, False

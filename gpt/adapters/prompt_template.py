@@ -1,10 +1,10 @@
 """Prompt template: converts text, fields and virtual tokens to token ids, for training and serving.
 
 Each virtual token becomes a token id at or above the vocabulary size. A template is parsed once,
-and ids are built part by part, so the value of a field is always text: it cannot become a marker of
-virtual tokens, another field or a control token. Text between virtual tokens is tokenized in one
-piece. In a training example, the ids before the answer equal the prompt's ids in serving. The
-module uses no model and opens no files.
+and each of its parts is converted to ids separately. So the value of a field is always text: it
+cannot become a marker of virtual tokens, another field or a control token. Text between virtual
+tokens is tokenized in one piece. In a training example, the ids before the answer equal the
+prompt's ids in serving. The module uses no model and opens no files.
 """
 
 import re
@@ -18,21 +18,24 @@ from gpt.settings import parse_settings, suggest_nearest
 from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
 
 VIRTUAL_PROMPT_MARK = "<|VIRTUAL_PROMPT_"
+# Group 1 is the number of a marker, group 2 the name of a field.
 PART_PATTERN = re.compile(r"<\|VIRTUAL_PROMPT_([0-9]+)\|>|\{([A-Za-z_][A-Za-z0-9_-]*)\}")
 
-# Position of the begin-of-text token: "none"; "first", before everything, as in NeMo; or "text",
-# after leading virtual tokens and before the text, as in Hugging Face PEFT and TGIS.
+# Positions of the begin-of-text token. "none": no such token. "first": before everything, as in
+# NeMo. "text": after leading virtual tokens and before the text, as in Hugging Face PEFT and TGIS.
 BOS_POSITIONS = ("none", "first", "text")
 
 
 @dataclass(frozen=True)
 class TemplateField:
+    """A field `{name}` of a template, which a request or an example fills with text."""
+
     name: str
 
 
-# A text part: the literals and fields between virtual tokens, tokenized in one piece.
+# The literals and fields between virtual tokens, which are tokenized in one piece.
 TextPart = tuple[str | TemplateField, ...]
-VirtualPart = range  # The range of the table rows that a marker stands for.
+VirtualPart = range  # The table rows that a marker stands for.
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class PromptTemplate:
             )
         if any(rows < 1 for rows in self.splits):
             raise ConfigError(
-                f"splits are {list(self.splits)}; each must be at least 1 virtual token"
+                f"splits has {list(self.splits)}; each must be at least 1 virtual token"
             )
         if self.bos not in BOS_POSITIONS:
             raise ConfigError(
@@ -135,7 +138,7 @@ class PromptTemplate:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> Self:
-        """Parse the result of `to_dict`; an unknown key is an error."""
+        """Parse the mapping of `to_dict`; an unknown key is an error."""
         return parse_settings(cls, record, "template")
 
     def render(
@@ -147,22 +150,23 @@ class PromptTemplate:
         tokens_max: int,
         with_answer: bool,
     ) -> RenderedPrompt:
-        """Return the ids of a prompt, or with `with_answer` the ids of a training example.
+        """Return the ids of a prompt, or, if `with_answer` is set, of a training example.
 
         The example's ids before `answer_start` equal the ids of the prompt alone, even if the
         tokenizer would merge the end of the prompt with the answer. So training and serving use the
-        same prompts. Without `with_answer`, an answer in the inputs is ignored. If the template has
-        no answer_field, the whole example is the answer.
+        same prompts. In an example of a template without answer_field, all ids are the answer. In a
+        prompt, an answer in the inputs is ignored.
         """
         self._check_inputs(inputs, with_answer)
-        field_values, truncated_tokens = dict(inputs), 0
+        field_values = dict(inputs)
+        truncated_tokens = 0
         ids, answer_start = self._encode_parts(tokenizer, field_values, vocab_size, with_answer)
         if len(ids) > tokens_max and self.truncate_field is not None:
             value = field_values[self.truncate_field]
             field_ids = tokenizer.encode(value)
             remaining_tokens = len(field_ids)
             while len(ids) > tokens_max and remaining_tokens:
-                # Cutting the text can change its tokens, so repeat until the prompt fits.
+                # A shorter text can have different tokens, so repeat until the prompt fits.
                 remaining_tokens = max(0, remaining_tokens - (len(ids) - tokens_max))
                 field_values[self.truncate_field] = value[
                     : _text_length(tokenizer, field_ids[:remaining_tokens])
@@ -186,24 +190,30 @@ class PromptTemplate:
         vocab_size: int,
         with_answer: bool,
     ) -> tuple[list[int], int]:
+        """Return the ids of all parts, and the index of the answer's first id."""
         ids: list[int] = []
-        bos_at, only_virtual = 0, True
         answer_ids: list[int] = []
+        bos_index = 0
+        has_text = False
         for index, part in enumerate(self.parts):
             if isinstance(part, range):
                 ids += [vocab_size + row for row in part]
+                if self.bos == "text" and not has_text:
+                    bos_index = len(ids)
             else:
-                only_virtual = False
-                at_ends = index == 0, index == len(self.parts) - 1
-                prompt_ids, new_answer_ids = self._encode_text_part(
-                    tokenizer, part, field_values, at_ends, with_answer
+                has_text = True
+                # The answer can only be in the last part.
+                prompt_ids, answer_ids = self._encode_text_part(
+                    tokenizer,
+                    part,
+                    field_values,
+                    begins_prompt=index == 0,
+                    ends_prompt=index == len(self.parts) - 1,
+                    with_answer=with_answer,
                 )
                 ids += prompt_ids
-                answer_ids = new_answer_ids
-            if only_virtual and self.bos == "text":
-                bos_at = len(ids)
         if self.bos != "none":
-            ids.insert(bos_at, self._require_token(tokenizer.bos_id, "bos"))
+            ids.insert(bos_index, self._require_token(tokenizer.bos_id, "bos"))
         answer_start = len(ids) if self.answer_field is not None or not with_answer else 0
         if with_answer and self.eos:
             answer_ids = [*answer_ids, self._require_token(tokenizer.eos_id, "eos")]
@@ -214,27 +224,34 @@ class PromptTemplate:
         tokenizer: Tokenizer,
         part: TextPart,
         field_values: Mapping[str, str],
-        at_ends: tuple[bool, bool],
+        *,
+        begins_prompt: bool,
+        ends_prompt: bool,
         with_answer: bool,
     ) -> tuple[list[int], list[int]]:
-        """Return the ids of a text part, and the ids of the answer if it ends the part."""
+        """Return the ids of a text part without the answer, and the ids of the answer.
+
+        The ids of the answer are empty if the answer does not end the part, or if `with_answer` is
+        not set.
+        """
         answer_part = part[-1] if part[-1] == TemplateField(self.answer_field or "") else None
         texts = [
             field_values[element.name] if isinstance(element, TemplateField) else element
             for element in part
             if element is not answer_part
         ]
-        prompt = _strip_ends("".join(texts), at_ends)
+        prompt = _strip_ends("".join(texts), begins_prompt, ends_prompt)
         ids = tokenizer.encode(prompt) if prompt else []
         if not with_answer or not isinstance(answer_part, TemplateField):
             return ids, []
-        # The space before the answer is part of the answer, since prompts lose trailing spaces.
-        full_text = _strip_ends("".join([*texts, field_values[answer_part.name]]), at_ends)
+        # The space before the answer is part of the answer, because prompts lose trailing spaces.
+        full_text = "".join([*texts, field_values[answer_part.name]])
+        full_text = _strip_ends(full_text, begins_prompt, ends_prompt)
         full_ids = tokenizer.encode(full_text) if full_text else []
         if full_ids[: len(ids)] == ids:
             return ids, full_ids[len(ids) :]
-        # One token would contain the end of the prompt and the start of the answer, which is
-        # impossible in serving. So both are encoded separately.
+        # A token of the full text contains the end of the prompt and the start of the answer. In
+        # serving the prompt is encoded alone, so prompt and answer are encoded separately.
         return ids, tokenizer.encode(full_text[len(prompt) :], continues_text=True)
 
     def _require_token(self, token_id: int | None, name: str) -> int:
@@ -293,23 +310,17 @@ class PromptTemplate:
         )
 
 
-def _strip_ends(text: str, at_ends: tuple[bool, bool]) -> str:
-    """Remove leading spaces if the text begins the prompt, and trailing spaces if it ends it.
-
-    The two flags of `at_ends` are: the text begins the prompt, the text ends the prompt. Other
-    whitespace is not removed, as in NeMo.
-    """
-    at_start, at_end = at_ends
-    text = text.lstrip(" ") if at_start else text
-    return text.rstrip(" ") if at_end else text
+def _strip_ends(text: str, begins_prompt: bool, ends_prompt: bool) -> str:
+    """Remove spaces at the beginning and the end of a prompt; as in NeMo, keep other whitespace."""
+    text = text.lstrip(" ") if begins_prompt else text
+    return text.rstrip(" ") if ends_prompt else text
 
 
 def _text_length(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """Return the length in characters of a text's first tokens `ids`.
+    """Return the length in characters of the text of `ids`, the first tokens of a longer text.
 
-    An incomplete character at the end does not count. The length is exact if decoding returns the
-    same text, else approximate; in both cases the caller truncates the original text, not the
-    decoded text.
+    An incomplete character at the end does not count. The length is approximate if the tokenizer
+    does not decode the ids to exactly the original text. The caller truncates the original text.
     """
     stream = IncrementalDetokenizer(tokenizer)
     return sum(len(stream.push(token_id)) for token_id in ids)

@@ -1,9 +1,9 @@
 """Base digest and fingerprint: the identity of a model, independent of format and sharding.
 
-The base digest is a SHA-256 over the SHA-256 of every logical (unsharded, unpadded) tensor in its
-stored dtype. The fingerprint hashes the config fields that affect the forward pass, and a few
-elements of each tensor; it is cheap enough to compute at every start. A computed digest is cached
-in the user's cache directory, never beside the checkpoint.
+The base digest is a SHA-256 over the name, dtype, shape and SHA-256 of every logical (unsharded,
+unpadded) tensor. The fingerprint hashes the config fields that affect the forward pass, and a few
+elements of each tensor; it is cheap enough to compute at every start. A computed base digest is
+cached in the user's cache directory, because the checkpoint's directory may be read-only.
 """
 
 import hashlib
@@ -27,11 +27,10 @@ from gpt.errors import CheckpointError
 
 __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "identify"]
 
-# The fingerprint samples this number of leading columns of the first, the middle and the last row
-# of each tensor.
+# Columns that the fingerprint reads of the first, the middle and the last row of each tensor.
 SAMPLE_COLUMNS = 64
 
-# With more threads than this, the disk limits the speed of hashing.
+# Threads that hash. More threads are not faster, because the disk is the limit.
 WORKERS_MAX = 8
 
 
@@ -56,7 +55,7 @@ def base_digest(checkpoint: Checkpoint) -> str:
 
 
 def combine_digests(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:
-    """Compute the base digest from the SHA-256 of each tensor."""
+    """Compute the base digest from `hashes`, the hexadecimal SHA-256 of each tensor by name."""
     lines = [
         f"{_tensor_header(name, checkpoint.tensors[name])} {hashes[name]}\n"
         for name in sorted(hashes)
@@ -86,7 +85,7 @@ def _tensor_header(name: str, logical: LogicalTensor) -> str:
 def functional_config(config: GPTConfig) -> dict[str, Any]:
     """Return the config fields that affect the forward pass.
 
-    Readers of different formats may set the other fields differently for the same model.
+    The fields that are left out may differ between formats of a model.
     """
     fields = config.to_dict()
     ignored_fields = ["dtype", "hidden_dropout", "attention_dropout"]
@@ -113,10 +112,10 @@ def _normalize_numbers(value: Any) -> Any:
 
 
 def lookup_identity(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity:
-    """Return the identity without a full read; the digest is empty if not recorded and not cached.
+    """Return the identity from the manifest or, without a manifest, from the digest cache.
 
-    If the manifest records an identity whose fingerprint does not match the tensors, an error is
-    raised.
+    Only the samples of the fingerprint are read. Without a manifest and a cache record, the digest
+    is empty. Raises CheckpointError if the manifest records another fingerprint.
     """
     sampled = fingerprint(checkpoint)
     if checkpoint.identity is None:
@@ -132,7 +131,7 @@ def lookup_identity(checkpoint: Checkpoint, cache: Path | None = None) -> ModelI
 
 
 def identify(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity:
-    """Return the identity; if its digest is neither recorded nor cached, compute and cache it."""
+    """Return the identity with its digest; a digest that is not known is computed and cached."""
     identity = lookup_identity(checkpoint, cache)
     if identity.digest:
         return identity
@@ -169,10 +168,10 @@ def digest_cache_folder() -> Path:
 
 
 def _cache_key(checkpoint: Checkpoint, sampled: str) -> str:
-    """Return a key that changes when a file is replaced.
+    """Return a key that changes with the path, size or modification time of a file.
 
-    The fingerprint `sampled` also detects a replacement with the same size and modification time,
-    if the sampled elements differ.
+    The key includes the fingerprint `sampled`, which differs for most other weights in files of the
+    same size and time.
     """
     key_parts: list[Any] = [str(checkpoint.path.resolve()), sampled]
     for file in checkpoint.files:

@@ -2,9 +2,9 @@
 
 A logical checkpoint maps canonical parameter names to logical tensors. A logical tensor is a list
 of slices. Each slice maps a box of rows and columns of the logical tensor to a box of a stored
-tensor, and stored tensors are views of memory-mapped files. A read copies the requested boxes
-directly to their destination. To reshard, a rank only requests another part of the tensor, and no
-weight is in memory twice. The module is independent of the checkpoint formats; each format's reader
+tensor, which usually is a view of a memory-mapped file. A read copies the requested rows or columns
+directly to their destination, so no weight is in memory twice. Resharding needs no other code: each
+rank reads its own shard. The module is independent of the checkpoint formats; each format's reader
 builds the slices.
 """
 
@@ -25,12 +25,12 @@ from gpt.parallel.weight_sharding import ShardSpec, parameter_specs
 # Suffixes of the names of tokenizer files; the names may have any prefix.
 TOKENIZER_FILE_SUFFIXES = ("tokenizer.json", ".model", "vocab.json", "null.json")
 
-# Size of a block, and of the scratch memory for a block, when a tensor's bytes are streamed.
+# Default size of the blocks of `LogicalTensor.iter_blocks`; a block has at least one row.
 BLOCK_BYTES = 4 << 20
 
 
 class StoredTensor(Protocol):
-    """A tensor of one or two dimensions in the form in which a file stores it."""
+    """A tensor in the form in which a file stores it, such as one rank's padded shard."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -44,27 +44,27 @@ class StoredTensor(Protocol):
         ...
 
     def tensor(self) -> Tensor:
-        """A view of the mapped file; read only."""
+        """Return a tensor that must not be written: usually a view of the mapped file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InMemoryTensor:
-    """A stored tensor that was already loaded as a torch tensor."""
+    """A stored tensor that exists as a torch tensor, in memory or mapped by torch."""
 
-    value: Tensor
+    torch_tensor: Tensor
     location: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
+        return tuple(self.torch_tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.value.dtype
+        return self.torch_tensor.dtype
 
     def tensor(self) -> Tensor:
-        return self.value.detach()
+        return self.torch_tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,12 @@ class SourceSlice:
     """
 
     source: StoredTensor
-    rows: tuple[int, int]  # First row, and the row after the last one.
-    # First column, and the column after the last one; None: all columns.
-    columns: tuple[int, int] | None = None
+    rows: tuple[int, int]  # Logical rows: [start, stop).
+    columns: tuple[int, int] | None = None  # Logical columns: [start, stop); None: all columns.
     source_row: int = 0
-    row_stride: int = 1  # Old Megatron files interleave the rows of queries, keys and values.
+    # Stored rows from one logical row to the next. The stride is above 1 for old Megatron files,
+    # which interleave the rows of queries, keys and values.
+    row_stride: int = 1
     source_column: int = 0
     transposed: bool = False
 
@@ -97,16 +98,20 @@ class SourceSlice:
         ]
 
     def required_shape(self, width: int) -> tuple[int, int]:
-        """Return the minimum shape of the stored tensor, transposed if `transposed` is set."""
+        """Return the least (rows, columns) of the stored tensor, after it is transposed if needed.
+
+        `width` is the number of columns of the logical tensor.
+        """
         row_count = self.rows[1] - self.rows[0]
         columns = self.columns or (0, width)
-        rows_needed = self.source_row + (row_count - 1) * self.row_stride + 1
-        return rows_needed, self.source_column + columns[1] - columns[0]
+        stored_rows = self.source_row + (row_count - 1) * self.row_stride + 1
+        stored_columns = self.source_column + columns[1] - columns[0]
+        return stored_rows, stored_columns
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """One whole tensor of the model; reads convert to `dtype`, or to the dtype of `out`."""
+    """One whole tensor of the model; a read converts to `dtype`, or to the dtype of its `out`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -121,34 +126,36 @@ class LogicalTensor:
         return self.shape[1] if len(self.shape) == 2 else 1
 
     @torch.no_grad()
-    def read(self, part: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
-        """Copy the rows or columns of one rank into `out`, and convert them to the dtype of `out`.
+    def read(self, shard: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
+        """Copy a shard into `out` and convert it to the dtype of `out`; return `out`.
 
-        Without `part` the whole tensor is read. If the part is larger than its ranges, the rest is
-        padding, which is set to zero.
+        Without `shard` the whole tensor is read. Without `out` a tensor of `dtype` is allocated.
+        Rows of the shard after its ranges are vocabulary padding and are set to zero.
         """
-        part = part or ShardSpec(0, ((0, self.shape[0]),), self.shape[0])
-        shape = part.local_shape(self.shape)
+        shard = shard or ShardSpec(0, ((0, self.shape[0]),), self.shape[0])
+        shape = shard.local_shape(self.shape)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
-        assert tuple(out.shape) == shape, f"a part of {shape} does not fit {tuple(out.shape)}"
-        out_matrix, filled = _as_matrix(out), 0
-        for start, stop in part.ranges:
-            window = out_matrix.narrow(part.dim, filled, stop - start)
-            if part.dim == 0:
+        assert tuple(out.shape) == shape, f"a shard of {shape} does not fit {tuple(out.shape)}"
+        out_matrix = _as_matrix(out)
+        offset = 0
+        for start, stop in shard.ranges:
+            window = out_matrix.narrow(shard.dim, offset, stop - start)
+            if shard.dim == 0:
                 self._copy_overlaps((start, stop), (0, self._columns), window)
             else:
                 self._copy_overlaps((0, self.shape[0]), (start, stop), window)
-            filled += stop - start
-        out_matrix.narrow(part.dim, filled, part.size - filled).zero_()
+            offset += stop - start
+        out_matrix.narrow(shard.dim, offset, shard.size - offset).zero_()
         return out
 
     @torch.no_grad()
-    def read_sample(self, row: int, rows: int, columns: int) -> Tensor:
-        """Read the first columns of a few rows, as a sample that is cheap to read."""
-        row_count, column_count = min(rows, self.shape[0] - row), min(columns, self._columns)
+    def read_sample(self, first_row: int, rows_max: int, columns_max: int) -> Tensor:
+        """Read the leading columns of up to `rows_max` rows that start at `first_row`."""
+        row_count = min(rows_max, self.shape[0] - first_row)
+        column_count = min(columns_max, self._columns)
         out = torch.empty(row_count, column_count, dtype=self.dtype)
-        self._copy_overlaps((row, row + row_count), (0, column_count), out)
+        self._copy_overlaps((first_row, first_row + row_count), (0, column_count), out)
         return out
 
     @torch.no_grad()
@@ -163,9 +170,9 @@ class LogicalTensor:
     def iter_blocks(self, scratch: Tensor | None = None) -> Iterator[memoryview]:
         """Iterate over the tensor's bytes in row order; a block is valid until the next iteration.
 
-        `scratch` is a uint8 tensor for the blocks that cannot be views of the file. A caller that
-        streams many tensors passes the same scratch for all of them: repeated allocation of large
-        blocks fragments the heap.
+        `scratch` is a uint8 tensor, into which blocks are copied if they cannot be views of the
+        file. A caller that streams many tensors passes the same scratch for all of them, because
+        repeated allocation of large blocks fragments the heap.
         """
         if scratch is None or scratch.numel() < self.row_bytes:
             scratch = allocate_scratch(self.row_bytes)
@@ -180,7 +187,7 @@ class LogicalTensor:
         return max(1, self._columns * self.dtype.itemsize)
 
     def _mapped_view(self) -> Tensor | None:
-        """Return a view of the stored tensor if it has the logical tensor's bytes, else None."""
+        """Return a view of the file with the bytes of the logical tensor; None if impossible."""
         if len(self.slices) != 1 or self.slices[0].source.dtype != self.dtype:
             return None
         view = self.slices[0].view((0, self.shape[0]), (0, self._columns))
@@ -199,7 +206,11 @@ class LogicalTensor:
                 target.narrow(1, 0, right - left).copy_(overlap)
 
     def mapping_error(self) -> str | None:
-        """Return why the slices do not cover each element exactly once, or None if they do."""
+        """Return an error of the mapping onto stored tensors, or None if the mapping is correct.
+
+        The stored tensors must have float dtypes and contain their slices, and the slices must
+        cover each element of the logical tensor exactly once.
+        """
         for source_slice in self.slices:
             if source_slice.source.dtype not in FLOAT_DTYPE_NAMES:
                 supported_dtypes = ", ".join(FLOAT_DTYPES)
@@ -220,6 +231,7 @@ class LogicalTensor:
                     f"{source_slice.source.location} has shape {actual}, too small for the slice "
                     "that is mapped to it"
                 )
+        # Slices with equal rows must cover all columns, and the different row ranges all rows.
         columns_by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for source_slice in self.slices:
             columns_by_rows.setdefault(source_slice.rows, []).append(
@@ -236,7 +248,7 @@ class LogicalTensor:
 
 
 def allocate_scratch(bytes_min: int = 0) -> Tensor:
-    """Allocate scratch memory for `LogicalTensor.iter_blocks`."""
+    """Allocate scratch memory for `LogicalTensor.iter_blocks`: at least `BLOCK_BYTES`."""
     return torch.empty(max(bytes_min, BLOCK_BYTES), dtype=torch.uint8)
 
 
@@ -248,8 +260,9 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def concat_rows(
     row_runs: Iterable[tuple[StoredTensor, int, int]], *, transposed: bool = False
 ) -> LogicalTensor:
-    """Concatenate runs of rows; each run is (stored tensor, first row, row count)."""
-    slices, row = [], 0
+    """Return a logical tensor of consecutive runs, each (stored tensor, first row, row count)."""
+    slices = []
+    row = 0
     for source, first_row, count in row_runs:
         source_slice = SourceSlice(
             source, (row, row + count), source_row=first_row, transposed=transposed
@@ -261,7 +274,7 @@ def concat_rows(
     dtype = slices[0].source.dtype
     for source_slice in slices[1:]:
         if source_slice.source.dtype in FLOAT_DTYPE_NAMES and dtype in FLOAT_DTYPE_NAMES:
-            # If slices have different dtypes, use a dtype that represents all values exactly.
+            # If slices have different dtypes, use the dtype that represents all values exactly.
             dtype = torch.promote_types(dtype, source_slice.source.dtype)
     return LogicalTensor((row, *columns), dtype, tuple(slices))
 
@@ -271,6 +284,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _covers_exactly(spans: list[tuple[int, int]], size: int) -> bool:
+    """Tell whether non-empty spans [start, stop) cover 0 to `size` without gap or overlap."""
     end = 0
     for start, stop in sorted(spans):
         if start != end or stop <= start:
@@ -281,18 +295,24 @@ def _covers_exactly(spans: list[tuple[int, int]], size: int) -> bool:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The identity of a model, independent of the format of its files."""
+    """The identity of a model, independent of the format of its files.
 
-    digest: str  # The base digest of the original weights.
-    fingerprint: str  # The fingerprint of the original weights.
-    note: str = ""  # Describes the dtype conversion if the weights were converted.
+    The original weights are those before any conversion of their dtype.
+    """
+
+    digest: str  # Base digest of the original weights.
+    fingerprint: str  # Fingerprint of the original weights.
+    note: str = ""  # The dtype conversions; empty if there was none.
     sampled: str = ""  # Fingerprint of the tensors in these files; a dtype conversion changes it.
-    stored: str = ""  # Digest of the tensors in these files; empty if it equals `digest`.
+    stored: str = ""  # Base digest of the tensors in these files; empty if it equals `digest`.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPair:
-    """Two stored copies of a tensor, such as a norm weight on two ranks; readers use `primary`."""
+    """Two stored copies of a tensor, such as a norm weight of two ranks; the model reads `primary`.
+
+    The checkpoint tools compare both.
+    """
 
     name: str
     primary: StoredTensor
@@ -301,7 +321,7 @@ class ReplicaPair:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A logical checkpoint: the architecture, a map of every tensor, and the tokenizer's path."""
+    """A logical checkpoint: the architecture, the logical tensors, and the tokenizer's path."""
 
     path: Path
     format: str
@@ -312,15 +332,16 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # For the user: assumptions of the reader, ignored files.
     identity: ModelIdentity | None = None  # From the manifest; None if there is no manifest.
     split: Mapping[str, int] = field(default_factory=dict)  # tp, pp, vpp, ep of the training run.
-    copies: tuple[ReplicaPair, ...] = ()  # Replicas, which callers that read all weights compare.
+    copies: tuple[ReplicaPair, ...] = ()  # Duplicates that the model does not read.
 
-    def read(self, name: str, part: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
-        return self.tensors[name].read(part, out)
+    def read(self, name: str, shard: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
+        return self.tensors[name].read(shard, out)
 
     def in_dtype(self, dtype: torch.dtype) -> "Checkpoint":
         """Return a checkpoint whose reads convert to `dtype`.
 
-        The expert biases of routers keep their dtype, so that the choice of experts stays the same.
+        The expert biases of routers keep their dtype, because rounding could change the choice of
+        experts.
         """
         tensors = {
             name: logical if name.endswith(".expert_bias") else replace(logical, dtype=dtype)
@@ -360,10 +381,10 @@ class Checkpoint:
 def checkpoint_from_tensors(
     config: GPTConfig, tensors: Mapping[str, Tensor], tokenizer: Path | None = None
 ) -> Checkpoint:
-    """Make a checkpoint of torch tensors."""
+    """Make a checkpoint of torch tensors; the config gets the dtype of most elements."""
     logical_tensors = {
-        name: concat_rows([(InMemoryTensor(value, name), 0, value.shape[0])])
-        for name, value in tensors.items()
+        name: concat_rows([(InMemoryTensor(tensor, name), 0, tensor.shape[0])])
+        for name, tensor in tensors.items()
     }
     dtype = majority_dtype(tensor.slices[0].source for tensor in logical_tensors.values())
     if dtype is not None:
@@ -374,7 +395,7 @@ def checkpoint_from_tensors(
 def apply_overrides(
     config: GPTConfig, overrides: GPTConfig | Mapping[str, Any] | None
 ) -> GPTConfig:
-    """Return the config with the user's overrides: a whole config, or some fields."""
+    """Return the config with the user's overrides: a config that replaces it, or some fields."""
     if isinstance(overrides, GPTConfig):
         return overrides
     return GPTConfig.from_dict({**config.to_dict(), **overrides}) if overrides else config
@@ -403,9 +424,9 @@ def find_tokenizer(*folders: Path) -> Path | None:
 
 
 def samples_equal(left: Sequence[StoredTensor], right: Sequence[StoredTensor]) -> bool:
-    """Return whether the first, the middle and the last rows of all pairs of tensors are equal.
+    """Compare pairs of tensors by their first, middle and last rows.
 
-    These rows differ if the tensors were trained separately.
+    If all these rows are equal, the tensors are copies: separate training would have changed them.
     """
     if len(left) != len(right):
         return False
@@ -424,19 +445,20 @@ def samples_equal(left: Sequence[StoredTensor], right: Sequence[StoredTensor]) -
 def refuse_untied_head(
     path: Path, head: Sequence[StoredTensor], embedding: Sequence[StoredTensor], remedy: str
 ) -> None:
-    """Refuse a tied model whose files contain an LM head that differs from the embedding.
+    """Refuse a tied model whose files contain an LM head that is not a copy of the embedding.
 
-    `head` and `embedding` are the stored parts of both tensors. A copy of the embedding is allowed.
+    `head` and `embedding` are the stored tensors of all tensor ranks. `remedy` ends the error.
     """
     if not samples_equal(head, embedding):
-        pairs = zip(head, embedding, strict=False)
-        differing = next(
-            (p for p in pairs if not samples_equal(p[:1], p[1:])), (head[0], embedding[0])
-        )
+        head_part, embedding_part = head[0], embedding[0]
+        for pair in zip(head, embedding, strict=False):
+            if not samples_equal(pair[:1], pair[1:]):
+                head_part, embedding_part = pair
+                break
         raise CheckpointError(
-            f"{path}: the config ties the head to the embedding, but {differing[0].location} is "
-            f"not equal to {differing[1].location}; if the model was trained with an untied head, "
-            f"{remedy}"
+            f"{path}: the config ties the head to the embedding, but {head_part.location} is "
+            f"not equal to {embedding_part.location}; if the model was trained with an untied "
+            f"head, {remedy}"
         )
 
 

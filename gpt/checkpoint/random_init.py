@@ -1,10 +1,13 @@
 """Random initialization: a checkpoint of new weights, which are drawn when they are read.
 
-Each logical (unsharded) tensor is drawn by a generator that is seeded with the seed and the
-tensor's name, and each rank keeps its part. So the weights do not depend on the parallel sizes, and
-the whole model is never in memory. The rule is Megatron's: matrices have a normal distribution, and
-for the matrices that write to the residual stream, its standard deviation is divided by sqrt(2 *
-layers). Norm weights are 1 (0 if gamma - 1 is stored), biases are 0.
+A generator per logical (unsharded) tensor is seeded with the user's seed and the tensor's name.
+Each rank draws a whole tensor and keeps its shard. So the weights do not depend on the parallel
+sizes, and memory holds one whole tensor at a time. The initial values are Megatron's:
+
+- matrices are normal with standard deviation `std`; for the matrices whose output is added to the
+  residual stream (split by columns), it is std / sqrt(2 * layers);
+- norm weights are 1, or 0 if the checkpoint stores gamma - 1;
+- biases are 0.
 """
 
 import zlib

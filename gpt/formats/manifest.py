@@ -29,7 +29,7 @@ class Manifest:
     layout: str  # The format of the listed files, as in Checkpoint.format.
     config: GPTConfig
     identity: ModelIdentity
-    files: Mapping[str, Mapping[str, Any]]  # The size in bytes and a checksum, by path.
+    files: Mapping[str, Mapping[str, Any]]  # Size in bytes and checksum of each file, by path.
 
     def to_bytes(self) -> bytes:
         record = {
@@ -85,7 +85,10 @@ def _load_record(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a manifest of a Preamble checkpoint")
+        raise CheckpointError(
+            f"{path} is not a manifest of a Preamble checkpoint; copy it again, or remove it if "
+            "another program wrote it"
+        )
     version = record.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """Preamble's native checkpoint: canonical, unsharded tensors in safetensors files.
 
-The manifest, `preamble.json`, has the config and the list of files; other files in the directory
-are ignored. It is written last, so a directory without a manifest is not a complete checkpoint.
+The manifest, `preamble.json`, has the config and the list of files; weight files that it does not
+list are ignored. The manifest is written last, so a directory without a manifest is not a complete
+checkpoint.
 """
 
 import re
@@ -17,8 +18,7 @@ from gpt.formats.manifest import MANIFEST, NATIVE, read_manifest
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 
 TOKENIZER_FOLDER = "tokenizer"
-# The pattern excludes the proof (stored reference logits), another safetensors file beside the
-# weights.
+# The pattern excludes the proof (stored reference logits), a safetensors file without weights.
 WEIGHT_FILE_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -30,7 +30,7 @@ def open_native(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = No
             f"{path / MANIFEST} describes files in {manifest.layout} format, which are missing; "
             "copy the whole directory again"
         )
-    config = manifest.config
+    config = manifest.config  # Before the overrides.
     try:
         effective_config = apply_overrides(config, overrides)
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """User overrides of a checkpoint: `--config-json`, `--true-vocab-size` and the tokenizer.
 
-If a checkpoint does not record a value, the reader's error message tells the user to give one of
-these flags. This module refuses unknown keys, so that the error can name the file; the readers
-check the values.
+If a checkpoint does not record a value, the reader's error message asks for one of these flags.
+This module refuses unknown keys in the file of `--config-json`, because its errors name that file;
+the readers check the values.
 """
 
 import difflib
@@ -22,7 +22,7 @@ FILE_BYTES_MAX = 16 << 20
 
 
 def read_overrides(config_json: str | None, true_vocab_size: int | None) -> dict[str, Any]:
-    """Read the fields of GPTConfig that the flags override; return an empty dict without flags."""
+    """Return the fields of GPTConfig that the flags override; empty if both flags are absent."""
     overrides = _read_config_json(Path(config_json)) if config_json is not None else {}
     if true_vocab_size is None:
         return overrides
@@ -41,7 +41,7 @@ def read_overrides(config_json: str | None, true_vocab_size: int | None) -> dict
 def open_with_overrides(
     path: str, overrides: Mapping[str, Any], tokenizer: str | None = None
 ) -> "Checkpoint":
-    """Open a checkpoint, and replace config fields and the tokenizer by the user's."""
+    """Open a checkpoint with the user's config fields and, if it is not None, `tokenizer`."""
     from gpt.formats.registry import open_checkpoint
 
     checkpoint = open_checkpoint(path, overrides)

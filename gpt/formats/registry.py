@@ -1,8 +1,8 @@
 """Checkpoint format registry: detects a path's format and opens it with that format's reader.
 
-Formats are tested from the most to the least specific file pattern. A recognized format without a
-reader is refused, and the error names the format. For a path that is not a checkpoint, the error
-lists the expected and the actual files. Readers do not import this module.
+Formats with the most specific file patterns are tested first. A recognized format without a reader
+is refused, and the error names the format. For a path that is not a checkpoint, the error lists the
+expected and the actual files. Readers do not import this module.
 """
 
 from collections.abc import Mapping
@@ -33,13 +33,14 @@ READABLE_FORMATS = (
 def open_checkpoint(
     path: str | Path, config: GPTConfig | Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """Open the checkpoint at a path; check its config, names, shapes and sizes, without weights.
+    """Open the checkpoint at a path, and check its config and the names and shapes of its tensors.
 
-    `config` replaces the config in the files: a whole GPTConfig, or a mapping of some fields.
+    No complete weight is read. `config` overrides the config in the files: a GPTConfig replaces it,
+    a mapping replaces some fields.
     """
     try:
         resolved_path = Path(path).expanduser()
-    except RuntimeError:  # Raised by expanduser.
+    except RuntimeError:
         raise CheckpointError(
             f"{path} begins with ~ and a user without a home directory; give an absolute path"
         ) from None
@@ -53,8 +54,8 @@ def open_checkpoint(
         ) from None
     except RecursionError:
         raise CheckpointError(
-            f"{path} contains more deeply nested values than any model has; it is broken or "
-            "hostile: copy it again from the training run"
+            f"{path} contains values that are nested more deeply than in any model; it is broken "
+            "or hostile: copy it again from the training run"
         ) from None
 
 
@@ -76,9 +77,10 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
         return open_torch_dist(path, config)
     if find_lightning(path):
         return open_lightning(path, config)
-    if path.is_dir() and (root_kind := _detect_unsupported(path, CHECKPOINT_ROOTS)) is not None:
+    root_format = _detect_format(path, CHECKPOINT_ROOTS) if path.is_dir() else None
+    if root_format is not None:
         raise CheckpointError(
-            f"{path} is {root_kind}, but has no weights in a supported format; copy the missing "
+            f"{path} is {root_format}, but has no weights in a supported format; copy the missing "
             f"files, or save the weights as one of: {READABLE_FORMATS}"
         )
     if path.is_dir() and (path / "config.json").is_file():
@@ -87,24 +89,24 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
         checkpoint = open_nemo(only_archive, config)
         note = f"{only_archive.name} was read, because it is the only archive in {path}"
         return replace(checkpoint, notes=(note, *checkpoint.notes))
-    unsupported_format = _detect_unsupported(path, UNSUPPORTED_FORMATS)
+    unsupported_format = _detect_format(path, UNSUPPORTED_FORMATS)
     if unsupported_format is not None:
         raise CheckpointError(
             f"{path} is {unsupported_format}, which this release does not read; convert it to "
-            f"Hugging Face's format first. Supported are directories with {READABLE_FORMATS}"
+            f"Hugging Face's format first. This release reads: {READABLE_FORMATS}"
         )
     names = sorted(child.name for child in path.iterdir())[:5] if path.is_dir() else ["a file"]
     raise CheckpointError(
         f"{path} is not a checkpoint: looked for {READABLE_FORMATS}, found "
-        f"{', '.join(names) or 'nothing'}; give the directory that contains them"
+        f"{', '.join(names) or 'nothing'}; give the directory of a checkpoint"
     )
 
 
 def _with_recorded_identity(checkpoint: Checkpoint) -> Checkpoint:
     """Add the identity from a manifest that Preamble wrote beside files of another format.
 
-    The manifest is ignored, with a note, if it is unreadable or if its config differs from the
-    files' config, since other tools may have changed the files.
+    Other tools may have changed the files since. So the manifest is ignored, with a note, if it is
+    unreadable or if its config differs from the config in the files.
     """
     if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
         return checkpoint
@@ -119,17 +121,17 @@ def _with_recorded_identity(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, identity=manifest.identity, notes=(*checkpoint.notes, *notes))
 
 
-Evidence = tuple[tuple[str, str], ...]  # A path pattern, and the format that it indicates.
+FormatPatterns = tuple[tuple[str, str], ...]  # Pairs of a path pattern and the format's name.
 
 # Files that training frameworks write beside the weights.
-CHECKPOINT_ROOTS: Evidence = (
+CHECKPOINT_ROOTS: FormatPatterns = (
     ("context/model.yaml", "a NeMo 2.0 checkpoint"),
     ("context/io.json", "a NeMo 2.0 checkpoint"),
     ("latest_checkpointed_iteration.txt", "a Megatron checkpoint root"),
     ("latest_train_state.pt", "a Megatron-Bridge checkpoint root"),
 )
 
-UNSUPPORTED_FORMATS: Evidence = (
+UNSUPPORTED_FORMATS: FormatPatterns = (
     ("global_step*/*model_states.pt", "a DeepSpeed checkpoint"),
     ("layer_*-model_*-model_states.pt", "a DeepSpeed checkpoint"),
     ("mp_rank_*_model_states.pt", "a DeepSpeed checkpoint"),
@@ -152,11 +154,11 @@ def _find_only_archive(path: Path) -> Path | None:
     return archives[0] if len(archives) == 1 else None
 
 
-def _detect_unsupported(path: Path, evidence: Evidence) -> str | None:
-    """Return the name of a recognized format without a reader; None if no pattern matches."""
+def _detect_format(path: Path, patterns: FormatPatterns) -> str | None:
+    """Return the format that a file's suffix or a directory's files indicate; None if no match."""
     if path.is_file():
         return UNSUPPORTED_FILES.get(path.suffix)
-    for pattern, name in evidence:
+    for pattern, name in patterns:
         if any(path.glob(pattern)):
             return name
     return None

@@ -13,29 +13,27 @@ from pathlib import Path
 from gpt.checkpoint.files.safetensors_file import MappedFile
 from gpt.errors import CheckpointError
 
-# Depth limit of a scan; in an unpacked archive the weights are at most two folders deep.
+# A scan ignores deeper folders. In an unpacked archive the weights are at most two folders deep.
 DEPTH_MAX = 4
-FILES_MAX = 100_000
+FILES_MAX = 100_000  # A scan refuses a folder with more files.
 
 
 @dataclass(frozen=True)
 class Span:
-    """A byte range of a file.
-
-    `path` is used in messages. For a member of an archive, the path includes the member's name.
-    """
+    """A byte range of a file: `length` bytes that start at byte `offset`."""
 
     file: MappedFile
     offset: int
     length: int
-    path: Path
+    path: Path  # For messages; for a member of an archive, it ends with the member's name.
 
     def memory(self) -> memoryview:
-        """The mapped bytes."""
+        """Return the mapped bytes without a copy."""
         mapped: memoryview = self.file.bytes().numpy().data
         return mapped[self.offset : self.offset + self.length]
 
     def peek(self, count: int) -> bytes:
+        """Read the first `count` bytes of the span, or the whole span if it is shorter."""
         with open(self.file.path, "rb") as file:
             file.seek(self.offset)
             return file.read(min(count, self.length))
@@ -44,7 +42,7 @@ class Span:
         """Read the whole span; refuse a span of more than `bytes_max` bytes."""
         if self.length > bytes_max:
             raise CheckpointError(
-                f"{self.path} has {self.length} bytes, but a file of this name has at most "
+                f"{self.path} has {self.length} bytes, but the limit for a file of this name is "
                 f"{bytes_max}; copy the checkpoint again from the training run"
             )
         return self.peek(self.length)
@@ -58,8 +56,13 @@ class FileTree:
     spans: Mapping[str, Span] = field(default_factory=dict)
 
     def subtree(self, folder: str) -> "FileTree":
-        pairs = ((name.partition(f"{folder}/"), span) for name, span in self.spans.items())
-        return FileTree(self.path / folder, {n: s for (before, _, n), s in pairs if not before})
+        prefix = f"{folder}/"
+        spans = {
+            name.removeprefix(prefix): span
+            for name, span in self.spans.items()
+            if name.startswith(prefix)
+        }
+        return FileTree(self.path / folder, spans)
 
 
 def file_span(path: Path) -> Span:
@@ -67,17 +70,17 @@ def file_span(path: Path) -> Span:
 
 
 def scan_folder(folder: Path) -> FileTree:
-    """List the files of a folder, without its subfolders."""
+    """Return the files of a folder, without those of its subfolders."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file())
     return FileTree(folder, {name: file_span(folder / name) for name in names})
 
 
 def scan_folder_recursive(folder: Path) -> FileTree:
-    """List the files of a folder and its subfolders.
+    """Return the files of a folder and of its subfolders, down to `DEPTH_MAX` levels.
 
-    A symbolic link out of the folder is refused, except from a snapshot in the Hugging Face Hub
-    cache to the `blobs` folder of the same cache.
+    A symbolic link to a target outside the folder is refused. One exception is allowed: the files
+    of a snapshot in the Hugging Face Hub cache are links to the `blobs` folder of the cache.
     """
     root = folder.resolve()
     allowed_roots = [root]
@@ -106,8 +109,8 @@ def scan_folder_recursive(folder: Path) -> FileTree:
 
 def _refuse_escaping_link(link: Path, allowed_roots: list[Path]) -> None:
     target = link.resolve()
-    if not any(target.is_relative_to(home) for home in allowed_roots):
+    if not any(target.is_relative_to(root) for root in allowed_roots):
         raise CheckpointError(
-            f"{link} is a link to {target}, outside the checkpoint, and is not followed; replace "
-            "the link with the file if it belongs to the checkpoint"
+            f"{link} is a link to {target}, outside the checkpoint, and is not followed; if the "
+            "target belongs to the checkpoint, replace the link with a copy of it"
         )

@@ -2,9 +2,9 @@
 
 A pickle can call any importable function by name. So files are loaded either by torch's
 weights-only loader, which may call torch's tensor constructors and `Stub`, or by `StubUnpickler`,
-which may call `Stub` and a few plain types. A stub stores its arguments and runs no code. Classes
-of training frameworks and a few harmless classes become stubs; any other name is refused, and the
-error contains the name. The module is independent of the model.
+which may call `Stub` and a few plain types. A stub stores its arguments and runs no code. Objects
+of training frameworks and of a few harmless classes become stubs. A name that is not allowed is
+refused, and the error contains the name. The module is independent of the model.
 """
 
 import io
@@ -23,7 +23,7 @@ from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
 from gpt.checkpoint.files.torch_save import ZIP_MAGIC
 from gpt.errors import CheckpointError
 
-# Training frameworks: checkpoints contain their args, loss scalers and schedulers.
+# Classes of training frameworks; checkpoints contain their args, loss scalers and schedulers.
 TRAINING_CLASSES = re.compile(
     r"(megatron|nemo|transformer_engine|transformer_engine_torch|modelopt|apex|lightning"
     r"|pytorch_lightning|omegaconf|fp16|optimizer_param_scheduler|learning_rates)\..+"
@@ -38,8 +38,8 @@ SAFE_CLASSES = re.compile(
 )
 GETATTR, BYTES = "builtins.getattr", "builtins.bytes"
 
-# A file of torch < 1.6 is four pickles (magic number, protocol version, system info, object), then
-# the raw bytes of the storages.
+# A file of torch < 1.6 begins with four pickles: magic number, protocol version, system info and
+# object. The keys and the raw bytes of the storages follow.
 LEGACY_PICKLES = 4
 
 # torch.serialization.safe_globals changes process-wide state.
@@ -49,10 +49,10 @@ _safe_globals_lock = threading.Lock()
 class Stub:
     """An inert replacement for an object of a foreign class; stores its arguments and fields."""
 
-    path: ClassVar[str] = ""  # Module and class name of the foreign class.
+    qualified_name: ClassVar[str] = ""  # Module and name of the foreign class.
     arguments: tuple[Any, ...]
-    fields: dict[str, Any]
-    state: Any  # The argument of __setstate__ if it was not a dict of fields, else None.
+    fields: dict[str, Any]  # From __setstate__ with a dict of fields.
+    state: Any  # From __setstate__ with another argument; else None.
 
     def __new__(cls, *arguments: Any) -> "Stub":
         stub = super().__new__(cls)
@@ -71,12 +71,13 @@ class Stub:
         shown_arguments = (
             repr(a) if isinstance(a, str | int | float) else "..." for a in self.arguments
         )
-        return f"{self.path}({', '.join(shown_arguments)})"
+        return f"{self.qualified_name}({', '.join(shown_arguments)})"
 
 
 @cache
-def _stub_class(path: str) -> type[Stub]:
-    return type(path.rpartition(".")[2], (Stub,), {"path": path})
+def _stub_class(qualified_name: str) -> type[Stub]:
+    class_name = qualified_name.rpartition(".")[2]
+    return type(class_name, (Stub,), {"qualified_name": qualified_name})
 
 
 def _restricted_getattr(owner: object, name: object, *default: object) -> Stub:
@@ -98,12 +99,14 @@ def _empty_bytes(*arguments: object) -> bytes:
 class StubUnpickler(pickle._Unpickler):
     """Unpickler that maps allowed names to stubs, dtypes or plain types, and refuses other names.
 
-    It derives from the Python implementation, because the C unpickler allocates memory for any
-    memo index in a file, however large. A subclass sets `extra_names` to match additional names in
-    its kind of file; these become stubs.
+    It derives from `pickle._Unpickler`, which is written in Python. The C implementation allocates
+    a table as large as the largest memo index in a file, and a hostile file can contain any index.
+    A subclass sets `extra_names` to match additional class names of its kind of file; objects of
+    these classes become stubs.
     """
 
-    # BYTEARRAY8 allocates any length that the file states; no checkpoint contains a bytearray.
+    # The opcode BYTEARRAY8 is refused, because it allocates any length that the file states. No
+    # checkpoint contains a bytearray.
     dispatch: ClassVar[dict[int, Any]] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
@@ -116,19 +119,19 @@ class StubUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # Older pickle protocols use Python 2's name of the module `builtins`.
-        path = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, torch.dtype):
-            return value
-        if path in PLAIN_TYPES:
-            return PLAIN_TYPES[path]
-        if path == GETATTR:
+        qualified_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if qualified_name in PLAIN_TYPES:
+            return PLAIN_TYPES[qualified_name]
+        if qualified_name == GETATTR:
             return _restricted_getattr
-        if path == BYTES:
+        if qualified_name == BYTES:
             return _empty_bytes
-        if _is_allowed(path) or self.extra_names.fullmatch(path):
-            return _stub_class(path)
-        raise pickle.UnpicklingError(f"it asks to run {path}, which is not data")
+        if _is_allowed(qualified_name) or self.extra_names.fullmatch(qualified_name):
+            return _stub_class(qualified_name)
+        raise pickle.UnpicklingError(f"it asks to run {qualified_name}, which is not data")
 
 
 class _TupleStub(Stub):
@@ -161,10 +164,10 @@ PLAIN_TYPES: dict[str, type] = {
 
 
 def read_pickle(path: Path, byte_range: tuple[int, int] | None = None) -> Any:
-    """Load a `torch.save` file with stubs for foreign classes.
+    """Load the object of a `torch.save` file, with stubs for foreign classes.
 
-    Tensors are memory-mapped, except in files of torch < 1.6 and with `byte_range` (start, length),
-    which selects a part of a larger file; these are loaded into memory.
+    `byte_range` (start, length) selects an archive inside a larger file. Tensors are memory-mapped,
+    but tensors of a byte range or of a file of torch < 1.6 are loaded into memory.
     """
     try:
         with open(path, "rb") as file:
@@ -173,14 +176,15 @@ def read_pickle(path: Path, byte_range: tuple[int, int] | None = None) -> Any:
             magic = buffer.getvalue()[:8] if buffer else file.read(8)
         refuse_git_lfs_pointer(path, magic)
         is_zip = magic.startswith(ZIP_MAGIC)
-        mapped, source = is_zip and buffer is None, buffer or path
+        source = buffer or path
         names = _globals_in_zip(path, source) if is_zip else _globals_in_legacy(path)
         stubs = [(_stub_class(name), name) for name in sorted(names) if _is_allowed(name)]
         allowed: list[Any] = [*stubs, (_restricted_getattr, GETATTR), (_empty_bytes, BYTES)]
         if buffer:
             buffer.seek(0)
+        mmap = is_zip and buffer is None
         with _safe_globals_lock, torch.serialization.safe_globals(allowed):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except CheckpointError:
         raise
     except FileNotFoundError:
@@ -205,13 +209,13 @@ def _is_allowed(name: str) -> bool:
 
 
 def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
-    """List the globals that torch does not allow; refuse compressed members of the archive."""
+    """Return the globals that torch does not allow; refuse compressed members of the archive."""
     with zipfile.ZipFile(source) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(
-                    f"{path}: {member.filename} is compressed, which torch.save never does; unpack"
-                    " it and save it again with torch.save"
+                    f"{path}: {member.filename} is compressed, which torch.save never does; load"
+                    " the file with torch and save it again with torch.save"
                 )
     if isinstance(source, io.BytesIO):
         source.seek(0)
@@ -219,6 +223,7 @@ def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
 
 
 def _globals_in_legacy(path: Path) -> set[str]:
+    """Return the globals in the pickles of a file of torch < 1.6."""
     names = set()
     with open(path, "rb") as file:
         for _ in range(LEGACY_PICKLES):
@@ -229,10 +234,12 @@ def _globals_in_legacy(path: Path) -> set[str]:
 
 
 def _unpickling_error(path: Path, reason: str) -> CheckpointError:
-    """Return an error with the name that the loader refused, if the reason contains it."""
+    """Return an error with the name that the loader refused, if `reason` contains the name."""
     match = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", reason)
     blocked_calls = [name for name in (GETATTR, BYTES) if name in reason]
-    name = blocked_calls[0] if blocked_calls else match[1] if match else ""
+    name = match[1] if match else ""
+    if blocked_calls:
+        name = blocked_calls[0]
     if name:
         return CheckpointError(
             f"{path} asks to run {name}, which is not data; if you trust the author of the file, "

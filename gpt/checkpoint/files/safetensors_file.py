@@ -21,15 +21,15 @@ from torch import Tensor
 
 from gpt.errors import CheckpointError
 
-# Larger than the header of any model; a longer header means a broken file or another format.
+# No model has a longer header; a longer one means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20
-TEXT_BYTES_MAX = 64 << 20
+TEXT_BYTES_MAX = 64 << 20  # Limit for a config or an index.
 
-# Without this flag, Linux refuses to map a file that is larger than the memory. The mmap module of
-# Python has the flag since 3.12.
+# Without this flag, Linux refuses to map a file that is larger than the memory. Python's module has
+# the flag since version 3.13.
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-# The descriptor limit is raised when fewer than this many file descriptors are left.
+# If fewer file descriptors than this are left, the soft limit of the process is raised.
 RESERVED_DESCRIPTORS = 32
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -54,24 +54,26 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 
 @dataclass
 class MappedFile:
-    """A file's bytes after the header, mapped at first use.
+    """A file whose bytes after the header (the payload) are mapped at first use.
 
     All ranks of a node share the pages.
     """
 
     path: Path
-    payload_offset: int
+    payload_offset: int  # The length of the header in bytes; 0 for a file without a header.
     lock: threading.Lock = field(default_factory=threading.Lock)
     payload: Tensor | None = None
 
     def bytes(self) -> Tensor:
+        """Return the payload as a uint8 tensor, which must not be written."""
         with self.lock:
             if self.payload is None:
                 try:
                     mapped = self._map()
                 except OSError as error:
                     raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from None
-                mapped.madvise(mmap.MADV_SEQUENTIAL)  # Twice as fast if the page cache is cold.
+                # Reads are twice as fast with this advice if the page cache is cold.
+                mapped.madvise(mmap.MADV_SEQUENTIAL)
                 self.payload = torch.frombuffer(
                     mapped, dtype=torch.uint8, offset=self.payload_offset
                 )
@@ -79,13 +81,14 @@ class MappedFile:
 
     def _map(self) -> mmap.mmap:
         # Each mapping keeps a file descriptor open, and a checkpoint can have a thousand files.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         with open(self.path, "rb") as file:
-            if file.fileno() > soft - RESERVED_DESCRIPTORS and soft < hard:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            # The mapping is writable, since torch warns about read-only buffers. No page is ever
-            # written, so no page is copied, and no swap space has to be reserved.
-            flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            if file.fileno() > soft_limit - RESERVED_DESCRIPTORS and soft_limit < hard_limit:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+            # The mapping is private and writable, because torch warns about read-only buffers. No
+            # page is written, so no page is copied, and no swap space has to be reserved.
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            access = mmap.PROT_READ | mmap.PROT_WRITE
             return mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
 
 
@@ -97,7 +100,7 @@ class SafetensorsTensor:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    byte_range: tuple[int, int]
+    byte_range: tuple[int, int]  # Bytes of the payload: [start, stop).
 
     @property
     def location(self) -> str:
@@ -118,7 +121,7 @@ class SafetensorsTensor:
 
 
 def open_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
-    """Return the file's tensors in the order of the header. Only the header is read."""
+    """Return the file's tensors by key, in the order of the header; only the header is read."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -127,11 +130,13 @@ def open_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
             refuse_git_lfs_pointer(path, length_field)
             if len(length_field) < 8 or length > size - 8:
                 raise _broken_file_error(
-                    path, f"is truncated: it has {size} bytes, but its header alone is longer"
+                    path, f"is truncated: it has {size} bytes, which is less than its header"
                 )
             if length > HEADER_BYTES_MAX:
                 raise _broken_file_error(
-                    path, f"states a header length of {length} bytes, so it is not safetensors"
+                    path,
+                    f"states a header of {length} bytes, more than the limit of "
+                    f"{HEADER_BYTES_MAX}, so it is broken or not safetensors",
                 )
             header_json = file.read(length)
     except FileNotFoundError:
@@ -163,10 +168,10 @@ def refuse_git_lfs_pointer(path: Path, magic: bytes) -> None:
 
 
 def read_small_file(path: Path) -> bytes:
-    """Read a text file such as a config or an index; refuse a file that is as large as weights."""
+    """Read a text file, such as a config or an index, of at most `TEXT_BYTES_MAX` bytes."""
     if path.stat().st_size > TEXT_BYTES_MAX:
         raise _broken_file_error(
-            path, f"has more than {TEXT_BYTES_MAX} bytes, too many for a config or an index"
+            path, f"has more than {TEXT_BYTES_MAX} bytes, the limit for a config or an index"
         )
     content = path.read_bytes()
     refuse_git_lfs_pointer(path, content)
@@ -194,7 +199,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
             and len(entry["data_offsets"]) == 2
         ):
             raise _broken_file_error(
-                path, f"describes {key!r} without a dtype, shape or data_offsets"
+                path, f"describes {key!r} without a dtype, shape and data_offsets that are valid"
             )
     return record
 
@@ -232,11 +237,11 @@ def _check_data_offsets(path: Path, entries: dict[str, Any], payload_bytes: int)
             )
         bytes_needed = math.prod(entry["shape"]) * dtype.itemsize
         if bytes_needed != stop - start:
-            problem = (
-                f"{entry['dtype']} of shape {tuple(entry['shape'])} needs {bytes_needed} bytes"
-            )
             raise _broken_file_error(
-                path, f"is inconsistent: {key!r}, {problem}, but has {stop - start}"
+                path,
+                f"is inconsistent: {key!r} has dtype {entry['dtype']} and shape "
+                f"{tuple(entry['shape'])}, so it needs {bytes_needed} bytes, but its data_offsets "
+                f"contain {stop - start}",
             )
         end = stop
     if end != payload_bytes:
@@ -244,14 +249,19 @@ def _check_data_offsets(path: Path, entries: dict[str, Any], payload_bytes: int)
             "is truncated" if end > payload_bytes else "has bytes that its header does not describe"
         )
         raise _broken_file_error(
-            path, f"{problem}: the header describes {end} bytes, but the file has {payload_bytes}"
+            path,
+            f"{problem}: the header describes {end} bytes, but the file has {payload_bytes} after "
+            "the header",
         )
 
 
 def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Encode the header for contiguous tensors; `tensors` has (key, dtype, shape) in file order."""
+    """Return the bytes before the tensors: the length and the header.
+
+    `tensors` has (key, dtype, shape) in file order; the tensors follow without gaps.
+    """
     record: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for key, dtype, shape in tensors:

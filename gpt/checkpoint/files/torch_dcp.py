@@ -2,8 +2,8 @@
 
 The index is a pickle. Its objects are read as inert stubs, so no class of torch or of a training
 framework is imported or run. A chunk is a complete `torch.save` archive inside a larger file; its
-tensor is a view of the mapped file, without a copy. The module is independent of the model and of
-parameter names, and reads files in a folder and in an archive in the same way.
+tensor is a view of the mapped file, without a copy. The files can be in a folder or in an archive.
+The module is independent of the model and of parameter names.
 """
 
 import io
@@ -26,7 +26,7 @@ from gpt.settings import short_repr
 
 METADATA_FILE = ".metadata"
 METADATA_BYTES_MAX = 1 << 30  # The indexes of the largest runs have tens of megabytes.
-# Classes of the index, in any torch version; all become stubs.
+# Classes of the index, in any torch version; their objects become stubs.
 DCP_CLASSES = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\..+|torch\.serialization\._get_layout"
 )
@@ -37,18 +37,18 @@ class Chunk:
     """A rectangular part (box) of a tensor, saved by one rank."""
 
     key: str  # The tensor's key in the index.
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # First index of the box in each dimension of the tensor.
     sizes: tuple[int, ...]
     dtype: torch.dtype
     span: Span
-    view: Tensor | None = None
+    view: Tensor | None = None  # Set at the first call of `tensor`.
 
     @property
     def location(self) -> str:
         return f"{self.span.path}: {self.key}"
 
     def tensor(self) -> Tensor:
-        """A view of the mapped file; read only."""
+        """Return a view of the mapped file, which must not be written."""
         if self.view is None:
             try:
                 self.view = self._open_view()
@@ -87,12 +87,12 @@ class ChunkedTensor:
 
 @dataclass
 class DcpIndex:
-    """The entries of `.metadata` for the requested keys."""
+    """The entries of `.metadata` for the requested keys, and the files that contain them."""
 
     tree: FileTree
-    tensors: dict[str, ChunkedTensor] = field(default_factory=dict)
-    object_spans: dict[str, Span] = field(default_factory=dict)
-    file_spans: dict[str, Span] = field(default_factory=dict)  # Only files that the keys need.
+    tensors: dict[str, ChunkedTensor] = field(default_factory=dict)  # By key.
+    object_spans: dict[str, Span] = field(default_factory=dict)  # Pickled objects, by key.
+    file_spans: dict[str, Span] = field(default_factory=dict)  # Existing files, by name.
     missing_files: set[str] = field(default_factory=set)
 
     @property
@@ -101,7 +101,10 @@ class DcpIndex:
 
 
 def read_index(tree: FileTree, key_filter: Callable[[str], bool]) -> DcpIndex:
-    """Read the index, and check the existence and length of the files of the requested keys."""
+    """Read the index entries whose keys `key_filter` accepts; check that their files are complete.
+
+    A file is complete if it exists and contains the byte ranges of the entries.
+    """
     metadata = _read_metadata(tree)
     index = DcpIndex(tree)
     try:
@@ -115,6 +118,8 @@ def read_index(tree: FileTree, key_filter: Callable[[str], bool]) -> DcpIndex:
     return index
 
 
+# Fields of each chunk's storage entry (file name, offset, length), by (key, offsets of the chunk).
+# The offsets of a pickled object are None.
 StorageSpans = dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]
 
 
@@ -126,7 +131,7 @@ def _storage_spans(storage: Mapping[Stub, Stub]) -> StorageSpans:
 
 
 def _add_entry(index: DcpIndex, key: str, entry: Stub, spans: StorageSpans) -> None:
-    kind = entry.path.rpartition(".")[2]
+    kind = entry.qualified_name.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
         index.object_spans[key] = _chunk_span(index, key, spans.get((key, None)))
         return
@@ -141,7 +146,7 @@ def _add_entry(index: DcpIndex, key: str, entry: Stub, spans: StorageSpans) -> N
     for chunk in entry.fields["chunks"]:
         offsets, sizes = _parse_sizes(chunk.fields["offsets"]), _parse_sizes(chunk.fields["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"a chunk of {key} has other dimensions than {shape}")
+            raise ValueError(f"a chunk of {key} has another number of dimensions than {shape}")
         chunk_span = _chunk_span(index, key, spans.get((key, offsets)))
         chunks.append(Chunk(key, offsets, sizes, dtype, chunk_span))
     index.tensors[key] = ChunkedTensor(key, shape, dtype, tuple(chunks))
@@ -156,7 +161,7 @@ def _chunk_span(index: DcpIndex, key: str, span: Mapping[str, Any] | None) -> Sp
     if transforms := span.get("transform_descriptors"):
         raise CheckpointError(
             f"{index.folder}: {key} is stored with the transform {short_repr(transforms)}, which is"
-            " not supported; save the checkpoint again without compression"
+            " not supported; save the checkpoint again without transforms such as compression"
         )
     offset, length = _parse_sizes((span["offset"], span["length"]))
     file_span = index.tree.spans.get(name)
@@ -178,32 +183,33 @@ def _check_files(index: DcpIndex) -> None:
         count = len(index.missing_files | set(index.file_spans))
         raise CheckpointError(
             f"{index.folder} lacks {summarize_names(sorted(index.missing_files))} of the {count} "
-            f"files that {METADATA_FILE} names; copy the missing files from all nodes of the "
+            f"files that {METADATA_FILE} requires; copy the missing files from all nodes of the "
             "cluster: each node may have saved only its own files"
         )
-    ends = dict.fromkeys(index.file_spans, 0)
+    bytes_min = dict.fromkeys(index.file_spans, 0)
     spans = [chunk.span for entry in index.tensors.values() for chunk in entry.chunks]
     for span in [*spans, *index.object_spans.values()]:
-        start = index.file_spans[span.path.name].offset
-        ends[span.path.name] = max(ends[span.path.name], span.offset + span.length - start)
-    for name, end in ends.items():
-        file_span = index.file_spans[name]
+        name = span.path.name
+        end = span.offset + span.length - index.file_spans[name].offset
+        bytes_min[name] = max(bytes_min[name], end)
+    for name, file_span in index.file_spans.items():
         refuse_git_lfs_pointer(file_span.path, file_span.peek(8))
-        if file_span.length < end:
+        if file_span.length < bytes_min[name]:
             raise CheckpointError(
                 f"{file_span.path} is truncated: it has {file_span.length} bytes, but "
-                f"{METADATA_FILE} requires {end}; copy it again"
+                f"{METADATA_FILE} requires {bytes_min[name]}; copy it again"
             )
 
 
 class _MetadataUnpickler(StubUnpickler):
-    """Unpickler of `.metadata`: torch's DCP classes become stubs too."""
+    """Unpickler of `.metadata`; objects of torch's DCP classes become stubs."""
 
     extra_names = DCP_CLASSES
 
 
 def _read_metadata(tree: FileTree) -> Mapping[str, Any]:
-    path, span = tree.path / METADATA_FILE, tree.spans.get(METADATA_FILE)
+    path = tree.path / METADATA_FILE
+    span = tree.spans.get(METADATA_FILE)
     if span is None:
         raise CheckpointError(f"{path} does not exist; copy the checkpoint again")
     refuse_git_lfs_pointer(path, span.peek(8))
@@ -220,8 +226,8 @@ def _read_metadata(tree: FileTree) -> Mapping[str, Any]:
 
 def _unreadable_error(path: Path, error: Exception, size: int | None = None) -> CheckpointError:
     reason = f"{type(error).__name__}: {error}".split("\n", 1)[0][:160]
-    size_clause = "" if size is None else f"it has {size} bytes and "
+    subject = "it" if size is None else f"it has {size} bytes and"
     return CheckpointError(
-        f"{path} is not a readable index ({reason}); {size_clause or 'it '}is broken or hostile: "
+        f"{path} is not a readable index ({reason}); {subject} is broken or hostile: "
         "copy it again from the training run"
     )

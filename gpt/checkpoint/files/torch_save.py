@@ -1,8 +1,8 @@
 """`torch.save` file with a plain state dict: loaded weights-only and memory-mapped.
 
 Tensors are memory-mapped if the file format allows it. An unrestricted load of a pickle runs code
-from the file, so only torch's weights-only loader is used; the error for any other file contains
-the names of the functions that the file asks to run. A broken file can raise any exception inside
+from the file, so only torch's weights-only loader is used. If that loader refuses a file, the error
+names up to three functions that the file asks to run. A broken file can raise any exception inside
 torch; this module converts it to a `CheckpointError`. The module is independent of the model.
 """
 
@@ -19,15 +19,15 @@ from gpt.errors import CheckpointError
 
 ZIP_MAGIC = b"PK\x03\x04"
 
-# Torch warns about every pickle protocol except its default, although it reads all protocols.
+# torch warns about every pickle protocol except its default, although it reads all protocols.
 warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
 
 
 def open_state_dict(path: Path, *, mmap: bool = True) -> dict[str, InMemoryTensor]:
-    """Load the tensors of a state dict; refuse a tensor that is not dense."""
+    """Load the tensors of a state dict by name; refuse a tensor that is not dense."""
     state_dict = load_weights_only(path, mmap=mmap)
     if not isinstance(state_dict, dict) or not all(
-        isinstance(v, Tensor) for v in state_dict.values()
+        isinstance(tensor, Tensor) for tensor in state_dict.values()
     ):
         raise CheckpointError(
             f"{path} is not a plain state dict of names and tensors; save model.state_dict(), "
@@ -46,21 +46,23 @@ def open_state_dict(path: Path, *, mmap: bool = True) -> dict[str, InMemoryTenso
 
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether a tensor is a dense CPU tensor, not a sparse, nested or meta tensor."""
-    strided = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return strided and not tensor.is_nested
+    is_strided_on_cpu = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return is_strided_on_cpu and not tensor.is_nested
 
 
 def load_weights_only(path: Path, *, mmap: bool = True) -> object:
-    """Load a torch file with the weights-only loader, which does not run code from the file.
+    """Load the object of a torch file with the weights-only loader, which runs no code of the file.
 
-    Files of torch < 1.6 cannot be memory-mapped and are loaded into memory.
+    `mmap` maps the tensors. Files of torch < 1.6 cannot be mapped and are loaded into memory.
     """
     try:
         with open(path, "rb") as file:
             magic = file.read(8)
         refuse_git_lfs_pointer(path, magic)
-        mmap = mmap and magic.startswith(ZIP_MAGIC)
-        content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        is_zip = magic.startswith(ZIP_MAGIC)
+        content: object = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=mmap and is_zip
+        )
         return content
     except CheckpointError:
         raise
@@ -85,7 +87,7 @@ def load_weights_only(path: Path, *, mmap: bool = True) -> object:
 def _unpickling_error(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
     try:
         unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # Not a zip file or not a pickle: the first error's reason is used below.
+    except Exception:  # Not a zip file or not a pickle: the error below contains only `error`.
         unsafe_globals = []
     if unsafe_globals:
         return CheckpointError(

@@ -37,14 +37,15 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-# Size of a zip local header without the name and the extra field. The last four bytes are the
-# lengths of these two.
+# Size of a zip member's local header, without the name and the extra field that follow it.
 LOCAL_HEADER_BYTES = 30
+# Offsets in the local header of two lengths of two bytes: of the name and of the extra field.
+LENGTH_OFFSETS = (26, 28)
 PICKLE_BYTES_MAX = 256 << 20  # The pickle of the largest model has a few megabytes.
 
 
 def read_archive(span: Span) -> Any:
-    """Load the object of an archive; raise a CheckpointError if it is unreadable."""
+    """Load the object of an archive; raise a CheckpointError if the archive is unreadable."""
     magic = span.peek(8)
     refuse_git_lfs_pointer(span.path, magic)
     try:
@@ -91,13 +92,13 @@ def view_archive(span: Span) -> Any:
     def storage_offset(storage: _Storage) -> int:
         member = members[storage.name]
         header = member.header_offset
-        extra_lengths = [
+        lengths = [
             int.from_bytes(memory[header + field_offset : header + field_offset + 2], "little")
-            for field_offset in (26, 28)
+            for field_offset in LENGTH_OFFSETS
         ]
-        start = header + LOCAL_HEADER_BYTES + sum(extra_lengths)
-        fits = storage.count * storage.dtype.itemsize <= member.file_size
-        if not fits or start + member.file_size > span.length:
+        start = header + LOCAL_HEADER_BYTES + sum(lengths)
+        is_in_member = storage.element_count * storage.dtype.itemsize <= member.file_size
+        if not is_in_member or start + member.file_size > span.length:
             raise ValueError(f"{storage.name} is outside the archive")
         return start
 
@@ -109,52 +110,50 @@ def view_archive(span: Span) -> Any:
 def _view_tensor(
     rebuild: "_RebuildTensor", memory: memoryview, storage_offset: Callable[["_Storage"], int]
 ) -> Tensor:
-    storage, first_element, size, stride = rebuild.arguments[:4]
+    storage = rebuild.arguments[0]
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor has no storage")
-    (first_element,), size, stride = (
-        _parse_sizes((first_element,)),
-        _parse_sizes(size),
-        _parse_sizes(stride),
-    )
+    (first_element,) = _parse_sizes((rebuild.arguments[1],))
+    size = _parse_sizes(rebuild.arguments[2])
+    stride = _parse_sizes(rebuild.arguments[3])
     start = storage_offset(storage)
     if math.prod(size) == 0:
         return torch.empty(size, dtype=storage.dtype)
     last_element = first_element + sum(
         (n - 1) * dim_stride for n, dim_stride in zip(size, stride, strict=True)
     )
-    if last_element >= storage.count:
+    if last_element >= storage.element_count:
         raise ValueError("a tensor exceeds its storage")
     # An archive inside a file may be unaligned. frombuffer, unlike view(dtype), accepts any offset.
-    flat = torch.frombuffer(memory, dtype=storage.dtype, count=storage.count, offset=start)
+    flat = torch.frombuffer(memory, dtype=storage.dtype, count=storage.element_count, offset=start)
     return flat.as_strided(size, stride, first_element)
 
 
 def _build_tensors(
-    value: Any, view: Callable[["_RebuildTensor"], Tensor], memo: dict[int, Any]
+    node: Any, view: Callable[["_RebuildTensor"], Tensor], memo: dict[int, Any]
 ) -> Any:
-    """Replace each `_RebuildTensor` in nested containers by a view.
+    """Replace each `_RebuildTensor` in nested containers by a view; return the new `node`.
 
     `memo` maps the ids of visited objects to their replacements, so that an object with several
     references is replaced once, and the recursion ends for cyclic references.
     """
-    if isinstance(value, _RebuildTensor):
-        if id(value) not in memo:
-            memo[id(value)] = view(value)
-        return memo[id(value)]
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
-    memo[id(value)] = value
-    if isinstance(value, tuple):
-        memo[id(value)] = tuple(_build_tensors(inner, view, memo) for inner in value)
-    elif isinstance(value, list):
-        value[:] = [_build_tensors(inner, view, memo) for inner in value]
+    if isinstance(node, _RebuildTensor):
+        if id(node) not in memo:
+            memo[id(node)] = view(node)
+        return memo[id(node)]
+    if not isinstance(node, dict | list | tuple):
+        return node
+    if id(node) in memo:
+        return memo[id(node)]
+    memo[id(node)] = node
+    if isinstance(node, tuple):
+        memo[id(node)] = tuple(_build_tensors(child, view, memo) for child in node)
+    elif isinstance(node, list):
+        node[:] = [_build_tensors(child, view, memo) for child in node]
     else:
-        for key, inner in value.items():
-            value[key] = _build_tensors(inner, view, memo)
-    return memo[id(value)]
+        for key, child in node.items():
+            node[key] = _build_tensors(child, view, memo)
+    return memo[id(node)]
 
 
 def _parse_sizes(values: object) -> tuple[int, ...]:
@@ -192,9 +191,9 @@ class MemoryFile(io.RawIOBase):
 
 @dataclass(frozen=True)
 class _Storage:
-    name: str
+    name: str  # The member's name, without the folder of the archive.
     dtype: torch.dtype
-    count: int
+    element_count: int
 
 
 class _RebuildTensor(Stub):
@@ -209,11 +208,13 @@ class _RebuildParameter(Stub):
 
 
 class _StorageType(Stub):
+    """Stub of a storage class, such as `torch.FloatStorage`."""
+
     dtype: ClassVar[torch.dtype]
 
 
 class _UnsupportedTensor(Stub):
-    """A tensor that is not supported: sparse, quantized or a tensor subclass."""
+    """Stub of a tensor that is not supported: sparse, quantized or a tensor subclass."""
 
 
 class _ArchiveUnpickler(StubUnpickler):
@@ -233,7 +234,7 @@ class _ArchiveUnpickler(StubUnpickler):
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> _Storage:
-        _tag, storage_type, name, _device, count = pid
+        _tag, storage_type, name, _device, element_count = pid
         if not (isinstance(storage_type, type) and issubclass(storage_type, _StorageType)):
             raise pickle.UnpicklingError("a storage has an unsupported type")
-        return _Storage(f"data/{name}", storage_type.dtype, *_parse_sizes((count,)))
+        return _Storage(f"data/{name}", storage_type.dtype, *_parse_sizes((element_count,)))

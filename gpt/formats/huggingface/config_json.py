@@ -1,8 +1,8 @@
 """Hugging Face config.json: typed access to fields in transformers 4 and 5 spellings.
 
-A value comes from config.json, else from the defaults of the family's configuration class. A field
-that Preamble would not compute exactly like transformers is refused, never ignored. `families.py`
-defines the fields of each family; this module only reads and checks values.
+A value comes from config.json, or, for an absent key, from the defaults of the family's
+configuration class. A field that Preamble would not compute exactly like transformers is refused.
+`families.py` defines the fields of each family; this module only reads and checks values.
 """
 
 import json
@@ -26,9 +26,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-# Exclusive limit of sizes: larger than in any model, and small enough for products of sizes.
+# Exclusive limit of sizes. No model has a larger size, and the products of sizes stay small.
 INTEGER_MAX = 1 << 31
-# Exclusive limit of the numbers of layers and experts: the parameter table has entries for each.
+# Exclusive limit of the numbers of layers and experts, because the parameter table has entries for
+# each layer and expert.
 COUNT_MAX = 1 << 16
 
 
@@ -40,9 +41,10 @@ class ConfigJson:
         self.path = path
 
     def integer(self, key: str, default: int | None = None, below: int = INTEGER_MAX) -> int:
-        """Return a whole number.
+        """Return a whole number from 0 to `below` - 1.
 
-        For null or an absent key, `default` is returned, or an error is raised if it is None.
+        If the key is absent or null, `default` is returned; without a `default`, an error is
+        raised.
         """
         value = self.record.get(key)
         value = default if value is None else value
@@ -90,7 +92,7 @@ class ConfigJson:
         return value
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Refuse an unsupported value of a field that changes the forward pass."""
+        """Refuse a value that is not in `allowed`; an absent or null field is accepted."""
         value = self.record.get(key)
         if value is not None and value not in allowed:
             raise CheckpointError(
@@ -107,12 +109,14 @@ class ConfigJson:
 
 
 def refuse_mixed_attention(fields: ConfigJson) -> None:
-    """Refuse layers of different attention types."""
+    """Refuse layers of several attention types, and types other than full and sliding attention."""
     attention_types = set(fields.layer_types() or ())
     if attention_types - {"full_attention", "sliding_attention"} or len(attention_types) > 1:
+        verb = "mixes" if len(attention_types) > 1 else "has only"
         raise CheckpointError(
-            f"{fields.path}: layer_types mixes {', '.join(sorted(attention_types))}, which "
-            "Preamble does not support; all layers must have the same attention"
+            f"{fields.path}: layer_types {verb} {', '.join(sorted(attention_types))}, which "
+            "Preamble does not support; all layers must have full_attention, or all must have "
+            "sliding_attention"
         )
 
 
@@ -121,9 +125,9 @@ def rotary_fields(
 ) -> dict[str, Any]:
     """Return GPTConfig's RoPE fields.
 
-    Files of transformers 5 have all of them in rope_parameters. Files of transformers 4 have
-    rope_scaling, and the top-level keys `theta_key` and `percent_key`. Without `percent_key` the
-    family always rotates all channels of a head.
+    Files of transformers 5 have the values in rope_parameters. Files of transformers 4 have
+    rope_scaling, and the top-level keys `theta_key` and `percent_key`. A family without a
+    `percent_key` rotates all channels of a head.
     """
     rope = fields.record.get("rope_parameters") or fields.record.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -151,8 +155,8 @@ def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> Ro
     if rope_type == "linear":
         return RopeScaling("linear", rope.number("factor"))
     if rope_type == "llama3":
-        # As in transformers: the top-level value has precedence over the value in the RoPE section;
-        # without both, the value is max_position_embeddings.
+        # As in transformers, the value is the first that exists: the top-level key, the key in the
+        # RoPE section, max_position_embeddings.
         original = fields.integer(
             "original_max_position_embeddings",
             rope.integer(

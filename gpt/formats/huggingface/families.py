@@ -1,8 +1,8 @@
 """Hugging Face model families (model_type): config conversion and tensor key tables.
 
 A family is a function that converts config.json to a GPTConfig, and a table from canonical names to
-Hugging Face keys. A new family is a new row of FAMILIES. A config field that Preamble would not
-compute exactly like transformers is refused, never ignored. The module opens no files.
+Hugging Face keys. A new family is a new entry of FAMILIES. A config field that Preamble would not
+compute exactly like transformers is refused. The module opens no files.
 """
 
 import re
@@ -33,9 +33,9 @@ TensorKeys = str | tuple[str, ...] | FusedQKV
 class Family:
     """One model_type: the conversion of its config, and the file keys of each canonical tensor.
 
-    In `key_table`, keys of layers contain `{n}` for the layer number, and keys of experts contain
-    `{expert}`; the canonical names omit the layer prefix. The table has the keys in files of
-    transformers 4. `key_renames` and `fused_experts` convert other keys of transformers 5.
+    `key_table` maps canonical names without the layer prefix to the keys in files of transformers
+    4. A key contains `{n}` for the number of a layer, and `{expert}` for the number of an expert.
+    `key_renames` and `fused_experts` convert the different keys of transformers 5.
     """
 
     to_gpt_config: Callable[[ConfigJson], GPTConfig]
@@ -43,20 +43,23 @@ class Family:
     defaults: Mapping[str, Any]
     # Prefix of all keys except the head's. Files of the base model without a head lack the prefix.
     prefix: str
-    conv1d: bool = False  # Weights of linear layers are stored as (in, out).
+    conv1d: bool = False  # The weights of linears are stored as (in, out).
     # Parts of keys in files, and the parts of `key_table` keys that replace them.
     key_renames: Mapping[str, str] = field(default_factory=dict)
-    # Suffix of a key that stacks all experts, and the suffixes of one expert's keys in the stack.
+    # Suffix of a key that stacks all experts, and the suffixes of one expert's keys in `key_table`.
     fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def tensor_keys(self, name: str) -> TensorKeys | None:
         """Return the keys of a canonical tensor; None if the family does not have this tensor."""
-        layer, expert = layer_number(name), EXPERT_NUMBER.search(name)
+        layer = layer_number(name)
+        expert_match = EXPERT_NUMBER.search(name)
         template = EXPERT_NUMBER.sub("{expert}", name)
-        keys = self.key_table.get(template if layer is None else template.split(".", 3)[3])
+        if layer is not None:
+            template = template.split(".", 3)[3]  # Without the prefix `decoder.layers.N.`.
+        keys = self.key_table.get(template)
 
         def format_key(key: str) -> str:
-            return key.format(n=layer, expert=expert and expert[0])
+            return key.format(n=layer, expert=expert_match and expert_match[0])
 
         match keys:
             case None:
@@ -220,10 +223,9 @@ def _qwen_window(fields: ConfigJson) -> int | None:
     if types is not None:
         refuse_mixed_attention(fields)
         return window if "sliding_attention" in types else None
-    full_attention_layers, layers = (
-        fields.integer("max_window_layers"),
-        fields.count("num_hidden_layers"),
-    )
+    # The first max_window_layers layers have full attention.
+    full_attention_layers = fields.integer("max_window_layers")
+    layers = fields.count("num_hidden_layers")
     if 0 < full_attention_layers < layers:
         raise CheckpointError(
             f"{fields.path}: max_window_layers {full_attention_layers} of {layers} layers mixes "

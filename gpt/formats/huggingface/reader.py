@@ -3,7 +3,7 @@
 The weights are safetensors or torch.save files; torch.save files are loaded weights-only. The
 family's table lists the keys of each canonical tensor. The reader checks the shapes against the
 config and maps the tensors to slices: q, k and v by query group, gate rows above up rows, GPT-2's
-Conv1D transposed, fused experts split. No weight is read, and nothing is downloaded.
+Conv1D transposed, fused experts split. No complete weight is read, and nothing is downloaded.
 """
 
 import json
@@ -69,11 +69,11 @@ def open_huggingface(
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
     refuse_larger_vocabulary(path, config.vocab_size, stored_vocab_rows)
     used_keys: set[str] = set()
-    tensors = {}
-    for name, parameter in parameter_specs(config).items():
-        tensors[name] = _pack_tensor(
-            parameter, config, family, _TensorFinder(path, stored, used_keys, stored_vocab_rows)
-        )
+    finder = _TensorFinder(path, stored, used_keys, stored_vocab_rows)
+    tensors = {
+        name: _pack_tensor(parameter, config, family, finder)
+        for name, parameter in parameter_specs(config).items()
+    }
     replica_pairs: tuple[ReplicaPair, ...] = ()
     if not config.untie_embeddings_and_output_weights:
         replica_pairs = _drop_tied_head(path, family, stored, used_keys)
@@ -143,14 +143,14 @@ def _read_sharded(
 ) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
     weight_map = _read_json(index).get("weight_map")
     is_valid_map = isinstance(weight_map, dict) and all(
-        isinstance(p, str) for p in weight_map.values()
+        isinstance(name, str) for name in weight_map.values()
     )
     if not is_valid_map or not weight_map:
         raise CheckpointError(f"{index} has no weight_map of keys to files; fetch it again")
     names = sorted(set(weight_map.values()))
     for name in names:
-        too_long = len(name.encode("utf-8", "replace")) > NAME_BYTES_MAX
-        if Path(name).name != name or name in (".", "..") or too_long:
+        is_too_long = len(name.encode("utf-8", "replace")) > NAME_BYTES_MAX
+        if Path(name).name != name or name in (".", "..") or is_too_long:
             raise CheckpointError(
                 f"{index} names {name[:60]!r}, which is not a file beside it; fetch it again"
             )
@@ -173,9 +173,9 @@ def _read_sharded(
 
 
 def _add_missing_prefix(stored: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    """Add the family's prefix to all keys, except the head's, if no key has this prefix.
+    """Add the family's prefix to all keys except the head's if no key has this prefix.
 
-    Files of a base model without a head lack the prefix.
+    The files of a base model without a head lack the prefix.
     """
     if any(key.startswith(family.prefix) for key in stored):
         return stored
@@ -238,7 +238,10 @@ def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str
 
 
 class _TensorFinder:
-    """Looks up stored tensors by key, checks their shapes, and records the used keys."""
+    """Looks up stored tensors by key, checks their shapes, and records the used keys.
+
+    `vocab_rows` is the number of rows of the stored embedding.
+    """
 
     def __init__(
         self, path: Path, stored: Mapping[str, StoredTensor], used_keys: set[str], vocab_rows: int
@@ -268,7 +271,8 @@ def _pack_tensor(
     parameter: ParameterSpec, config: GPTConfig, family: Family, finder: _TensorFinder
 ) -> LogicalTensor:
     """Map one canonical tensor to stored tensors."""
-    name, keys = parameter.name, family.tensor_keys(parameter.name)
+    name = parameter.name
+    keys = family.tensor_keys(name)
     if keys is None:
         raise CheckpointError(
             f"{finder.path}: models of this family have no {name}; correct the overridden config "
@@ -325,7 +329,11 @@ def _qkv_row_runs(
 def _drop_tied_head(
     path: Path, family: Family, stored: Mapping[str, StoredTensor], used_keys: set[str]
 ) -> tuple[ReplicaPair, ...]:
-    """Mark the head of a tied model as used; refuse a head that is not a copy of the embedding."""
+    """Mark the head of a tied model as used, and return the pair of embedding and head.
+
+    A head that is not a copy of the embedding is refused. Without a stored head, no pair is
+    returned.
+    """
     head_key, embedding_key = family.key_table[HEAD], family.key_table[EMBEDDING]
     assert isinstance(head_key, str) and isinstance(embedding_key, str)
     head = stored.get(head_key)

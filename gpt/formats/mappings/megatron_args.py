@@ -18,12 +18,12 @@ from gpt.formats.mappings.megatron_names import EMBEDDING, POSITION_EMBEDDING
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 from gpt.settings import short_repr
 
-# Ends of error messages: how a user gives config fields that the files do not record.
+# Ends of error messages that ask the user for config fields.
 CONFIG_HINT = "(config= in Python, --config-json FILE on the command line)"
 FIELDS_HINT = f"as fields of config {CONFIG_HINT}"
 UNTIED_HINT = f"give untie_embeddings_and_output_weights in config {CONFIG_HINT}"
 
-# All args that describe the network or its parallel sizes; they are equal on all ranks.
+# Args that describe the network or its parallel sizes; their values are equal on all ranks.
 ARCHITECTURE_ARGS: tuple[str, ...] = (
     "num_layers",
     "hidden_size",
@@ -78,7 +78,8 @@ ARCHITECTURE_ARGS: tuple[str, ...] = (
     "expert_tensor_parallel_size",
 )
 
-# Args of unsupported features, and the values that switch the feature off.
+# Args of unsupported features, and the values that switch the feature off. An absent arg and None
+# switch it off too.
 UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "multi_latent_attention": (False,),
     "softmax_type": ("vanilla",),
@@ -143,8 +144,8 @@ FIELD_HINTS: Mapping[str, str] = {
 class MegatronArgs:
     """Typed access to the args of one file; an arg of value None counts as absent.
 
-    Error messages call an arg `args.x`. `display_names` maps args to other names for messages, if
-    they were converted from another config format.
+    Error messages call an arg `args.x`. If the args were converted from another config format,
+    `display_names` maps their names to the names in that format, which messages use instead.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class MegatronArgs:
         return value
 
     def literal(self, name: str) -> Any:
-        """Return a value; parse it if a Megatron version saved it as command-line text."""
+        """Return the value of an arg; parse a value that was saved as command-line text."""
         value = self.get(name)
         if isinstance(value, str):
             try:
@@ -223,6 +224,7 @@ class WeightShapes:
         return sum(shape[0] for shape in self.rank_shapes.get(name, ()) if shape)
 
     def columns(self, name: str) -> int:
+        """Return the columns of a column-sharded tensor, summed over all ranks; 0 if absent."""
         return sum(shape[-1] for shape in self.rank_shapes.get(name, ()) if shape)
 
     def has_tensor(self, suffix: str) -> bool:
@@ -247,14 +249,14 @@ class WeightShapes:
 
 @dataclass
 class PartialConfig:
-    """Known fields of a GPTConfig, and the names of fields that the user must give.
+    """The fields of a GPTConfig that the files determine, and the fields that the user must give.
 
-    `notes` has a note for each field that is assumed; a note is removed if the user gives the
-    field.
+    `notes` has a note for each assumption, by field name. The user does not see the note of a field
+    that the user gives.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
-    undetermined_fields: list[str] = field(default_factory=list)
+    undetermined_fields: list[str] = field(default_factory=list)  # The user must give these.
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -292,12 +294,13 @@ def config_from_args(args: MegatronArgs, weights: WeightShapes) -> PartialConfig
 def _query_groups(args: MegatronArgs, weights: WeightShapes) -> int:
     """Return the number of query groups.
 
-    `num_query_groups` alone is not enough: its default is 1 even without grouped-query attention.
+    The arg `num_query_groups` is used only with grouped-query attention: its default is 1, even for
+    a model in which each head is a group.
     """
-    heads, grouped = args.integer("num_attention_heads"), args.get("group_query_attention")
-    if grouped is None and args.get("num_query_groups") is not None:
+    heads = args.integer("num_attention_heads")
+    if args.get("group_query_attention") is None and args.get("num_query_groups") is not None:
         # A converter wrote these args. The number of rows of the QKV weight shows whether the model
-        # has query groups.
+        # has grouped-query attention.
         channels = args.integer("kv_channels") or args.integer("hidden_size") // max(1, heads)
         rows = weights.rows("decoder.layers.0.self_attention.linear_qkv.weight")
         return heads if rows == 3 * heads * channels else args.integer("num_query_groups")
@@ -308,7 +311,7 @@ def _set_norm(args: MegatronArgs, partial_config: PartialConfig) -> None:
     epsilons = {args.number(name, 0.0) for name in ("layernorm_epsilon", "norm_epsilon")} - {0.0}
     if len(epsilons) == 1:
         partial_config.fields["layernorm_epsilon"] = epsilons.pop()
-    elif epsilons:
+    elif epsilons:  # The two args have different values.
         partial_config.undetermined_fields.append("layernorm_epsilon")
     partial_config.fields["normalization"] = args.get("normalization", "LayerNorm")
     names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
@@ -322,42 +325,42 @@ def _set_positions(
     position_type = args.get("position_embedding_type", "learned_absolute")
     if position_type not in ("learned_absolute", "rope", "none"):
         raise args.unsupported_arg_error("position_embedding_type")
-    rotary = position_type == "rope" or args.flag("use_rotary_position_embeddings")
-    learned = position_type == "learned_absolute" and not rotary
-    if weights.legacy:  # The legacy classes add learned positions to rotary ones if both exist.
-        learned = weights.position_rows > 0
+    has_rotary = position_type == "rope" or args.flag("use_rotary_position_embeddings")
+    has_learned = position_type == "learned_absolute" and not has_rotary
+    if weights.legacy:  # The legacy classes can use learned and rotary positions together.
+        has_learned = weights.position_rows > 0
     names = {
         (True, True): "learned_absolute+rope",
         (True, False): "learned_absolute",
         (False, True): "rope",
         (False, False): "none",
     }
-    fields["position_embedding_type"] = names[learned, rotary]
+    fields["position_embedding_type"] = names[has_learned, has_rotary]
     positions_max = args.integer("max_position_embeddings") or args.integer("seq_length")
     fields["max_position_embeddings"] = weights.position_rows or positions_max
-    if not rotary:
+    if not has_rotary:
         return
     fields["rotary_percent"] = args.number("rotary_percent", 1.0)
     scaling_factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
-    llama3 = args.flag("use_rope_scaling") and not weights.legacy
+    is_llama3 = args.flag("use_rope_scaling") and not weights.legacy
     if not weights.legacy:  # The legacy classes always use base 10000 without interleaving.
         fields["rotary_base"] = args.number("rotary_base", 10000.0)
         fields["rotary_interleaved"] = args.flag("rotary_interleaved")
-    if llama3 and scaling_factor != 1:
+    if is_llama3 and scaling_factor != 1:
         raise args.unsupported_arg_error("rotary_seq_len_interpolation_factor")
-    if llama3:
+    if is_llama3:
         scaling_factor = args.number("rope_scaling_factor", 8.0)
-    default_factor = 8.0 if llama3 else 1.0
-    if llama3 or scaling_factor != 1:
+    default_factor = 8.0 if is_llama3 else 1.0
+    if is_llama3 or scaling_factor != 1:
         fields["rope_scaling"] = {
-            "kind": "llama3" if llama3 else "linear",
+            "kind": "llama3" if is_llama3 else "linear",
             "factor": scaling_factor,
         }
     if scaling_factor != default_factor and not weights.legacy:
         partial_config.notes["rope_scaling"] = (
             f"positions are scaled by {scaling_factor:g} according to the args, but Megatron-LM "
-            "before Megatron-Core 0.19 ignored this arg in training: if the model was trained with "
-            f"{default_factor:g}, give rope_scaling"
+            "before Megatron-Core 0.19 ignored this arg, so a model of these versions was trained "
+            f"with {default_factor:g}: give rope_scaling for such a model"
         )
 
 
@@ -392,7 +395,7 @@ def _set_activation(
         # Transformer Engine's TransformerLayer can ignore `swiglu`, so check the shapes.
         fc1, fc2 = (f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2))
         fields["gated"] = weights.rows(fc1) == 2 * weights.columns(fc2)
-        if args.flag("apply_layernorm_1p"):  # Only the final norm would have this property.
+        if args.flag("apply_layernorm_1p"):  # Only the final norm would store gamma - 1.
             raise args.unsupported_arg_error("apply_layernorm_1p")
     # Transformer Engine's GELU is always the tanh approximation.
     if fields["gated"] or is_full_te_layer or args.flag("use_te_activation_func"):
@@ -406,18 +409,18 @@ def _set_activation(
         # Versions of 2020 have no fused kernel.
         fields["activation"] = "gelu_tanh" if args.flag("openai_gelu") else "gelu"
         return
-    # The fused bias + GELU kernel computes the tanh approximation, torch's GELU uses erf.
+    # The fused kernel for bias + GELU computes the tanh approximation; torch's GELU uses erf.
     fuses_bias = args.flag("bias_gelu_fusion", True) and has_bias
     if not has_fusion_arg:
         partial_config.notes["activation"] = (
             "the args do not record the variant of GELU; the tanh approximation is assumed"
         )
     if weights.legacy and args.flag("onnx_safe") and fuses_bias:
-        # The precedence of the two flags depends on the Megatron version.
+        # The precedence of onnx_safe and bias_gelu_fusion depends on the Megatron version.
         partial_config.undetermined_fields.append("activation")
         return
-    tanh = fuses_bias or (weights.legacy and args.flag("openai_gelu"))
-    fields["activation"] = "gelu_tanh" if tanh else "gelu"
+    is_tanh = fuses_bias or (weights.legacy and args.flag("openai_gelu"))
+    fields["activation"] = "gelu_tanh" if is_tanh else "gelu"
 
 
 def _set_named_activation(args: MegatronArgs, has_bias: bool, fields: dict[str, Any]) -> None:
@@ -426,11 +429,11 @@ def _set_named_activation(args: MegatronArgs, has_bias: bool, fields: dict[str, 
     if not isinstance(name, str) or name not in ACTIVATION_FUNCTIONS:
         raise args.unsupported_arg_error("activation_func")
     gated = fields["gated"] = args.flag("gated_linear_unit")
-    # The fused bias + GELU kernel computes the tanh approximation. If the MLP is gated, the fused
-    # kernel is used even without a bias.
-    fuses_bias = args.flag("bias_activation_fusion") and (has_bias or gated)
+    # The fused kernel for bias + GELU computes the tanh approximation. A gated MLP uses the fused
+    # kernel even without a bias.
+    uses_fused_kernel = args.flag("bias_activation_fusion") and (has_bias or gated)
     fields["activation"] = (
-        "gelu_tanh" if name == "gelu" and fuses_bias else ACTIVATION_FUNCTIONS[name]
+        "gelu_tanh" if name == "gelu" and uses_fused_kernel else ACTIVATION_FUNCTIONS[name]
     )
 
 
@@ -462,14 +465,15 @@ def _set_moe(args: MegatronArgs, weights: WeightShapes, partial_config: PartialC
         raise args.unsupported_arg_error("moe_router_load_balancing_type")
     if args.get("moe_expert_capacity_factor") is not None:
         partial_config.notes["capacity"] = (
-            "the model was trained with an expert capacity; Preamble's experts drop no tokens"
+            "the model was trained with an expert capacity, which can drop tokens; Preamble's "
+            "experts drop no tokens"
         )
 
 
 def _set_vocab_size(
     args: MegatronArgs, weights: WeightShapes, partial_config: PartialConfig
 ) -> None:
-    """Set vocab_size; it excludes padding rows if the args record the true size."""
+    """Set vocab_size to the true size in the args, else to the rows of the padded embedding."""
     rows = weights.rows(EMBEDDING)
     padded = args.integer("padded_vocab_size")
     if padded and padded != rows:
@@ -497,7 +501,7 @@ def _padding_unknown_note(rows: int) -> str:
 
 
 def config_from_shapes(weights: WeightShapes) -> PartialConfig:
-    """Infer config fields from shapes, for files without args such as those of 2019 and 2020."""
+    """Infer config fields from the shapes; the files of 2019 and 2020 have no args."""
     partial_config = PartialConfig()
     rows, hidden = weights.rows(EMBEDDING), weights.rank_shapes[EMBEDDING][0][1]
     fc1 = weights.rows("decoder.layers.0.mlp.linear_fc1.weight")
@@ -537,20 +541,19 @@ def config_from_shapes(weights: WeightShapes) -> PartialConfig:
 def complete_fields(
     partial_config: PartialConfig, overrides: Mapping[str, Any], location: str
 ) -> dict[str, Any]:
-    """Merge fields and overrides; raise an error that lists the fields missing in both."""
+    """Return the fields with the overrides; refuse undetermined fields without an override."""
     missing = [name for name in partial_config.undetermined_fields if name not in overrides]
     if missing:
+        pronoun = "it" if len(missing) == 1 else "them"
         raise CheckpointError(
-            f"{location} does not record {list_fields_with_hints(missing)}; look "
-            f"{'it' if len(missing) == 1 else 'them'} up in the training config, and give "
-            f"{'it' if len(missing) == 1 else 'them'} "
-            f"{FIELDS_HINT}"
+            f"{location} does not record {list_fields_with_hints(missing)}; look {pronoun} up in "
+            f"the training config, and give {pronoun} {FIELDS_HINT}"
         )
     return {**partial_config.fields, **overrides}
 
 
 def list_fields_with_hints(names: Sequence[str]) -> str:
-    """Join field names to one text; add a hint on the value to each name."""
+    """Return the field names in one text, with a hint about the value after most names."""
     return ", ".join(
         f"{name} ({FIELD_HINTS[name]})" if name in FIELD_HINTS else name for name in names
     )
@@ -563,10 +566,10 @@ def resolve_config(
     overrides: GPTConfig | Mapping[str, Any],
     infer_config: Callable[[WeightShapes], PartialConfig],
 ) -> tuple[GPTConfig, dict[str, str]]:
-    """Return the config, and notes for the user on assumptions, by field.
+    """Return the config, and notes for the user about assumptions, by field.
 
     `infer_config` infers the config from the checkpoint's files; it is not called if `overrides` is
-    a whole config.
+    a GPTConfig.
     """
     try:
         if isinstance(overrides, GPTConfig):

@@ -1,9 +1,9 @@
 """Megatron names mapping: converts tensor names of every Megatron generation to canonical names.
 
 Names changed without a version number, so the generation is inferred from the names: older names
-are under `language_model`, in `transformer` or `encoder`, newer names in `decoder`. Layer and
-expert numbers are not changed. A tensor of another architecture is refused, and the error names
-that architecture. The module opens no files, and uses no shapes except those of grouped experts.
+begin with `language_model.transformer` or `language_model.encoder`, newer names with `decoder`.
+Layer and expert numbers are not changed. A tensor of another architecture is refused, and the error
+names that architecture. The module opens no files. It uses shapes only to split grouped experts.
 """
 
 import re
@@ -32,7 +32,7 @@ UP_SUFFIX = "_v"  # Marks the up half of a gated fc1 that is stored as two matri
 IGNORED_KEYS = re.compile(r"(.+\.)?(_extra_state\d*|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)")
 MTP_PREFIX = "mtp."
 
-# Old and canonical patterns of the part of a name after `layers.N.`.
+# Patterns of the part of a name after `layers.N.`, and their replacements.
 LAYER_RENAMES: tuple[tuple[str, str], ...] = (
     (r"(?:self_)?attention\.query_key_value\.(.+)", r"self_attention.linear_qkv.\1"),
     (r"(?:self_)?attention\.dense\.(.+)", r"self_attention.linear_proj.\1"),
@@ -57,13 +57,14 @@ LAYER_RENAMES: tuple[tuple[str, str], ...] = (
 )
 NON_LAYER_RENAMES: tuple[tuple[str, str], ...] = (
     (r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(.+)", r"decoder.final_layernorm.\1"),
-    (r"embedding\.position_embeddings", POSITION_EMBEDDING),  # NeMo's `learned_parameters`.
+    # NeMo's position embedding type `learned_parameters`.
+    (r"embedding\.position_embeddings", POSITION_EMBEDDING),
     # The last stage's copy of a tied embedding.
     (r"word_embeddings(?:_for_head)?\.weight", HEAD),
 )
 
-# Name patterns of unsupported architectures, and their descriptions for the error message. The
-# first match is used.
+# Name patterns of unsupported architectures, and the architectures for the error message. The first
+# match is used.
 UNSUPPORTED_PARTS: tuple[tuple[str, str], ...] = (
     (r"inter_attention|cross_attention|cross_attn", "an encoder-decoder such as T5, or Retro"),
     (r"binary_head|pooler|tokentype_embeddings|lm_head", "BERT"),
@@ -124,7 +125,7 @@ def rename_tensors(state_dict: Mapping[str, Any], location: str, expert_ranks: i
     if layers != set(range(len(layers))):
         raise CheckpointError(
             f"{location} has layers {_format_layer_numbers(layers)}, but each rank's file must "
-            "have all layers from 0 on: copy it from the training run again"
+            "have all layers from 0 on, without gaps: copy it from the training run again"
         )
     _move_norms(tensors, len(layers))
     _split_grouped_experts(tensors, expert_ranks)
@@ -146,41 +147,43 @@ def _wrapper_prefix_length(key: str) -> int:
 
 
 def _flatten(
-    record: Mapping[str, Any], location: str, seen: set[int], prefix: str = ""
+    record: Mapping[str, Any], location: str, visited_ids: set[int], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts, with names joined by dots.
+    """Yield (name, value) for each value in nested dicts; a name joins the keys with dots.
 
-    `seen` has the ids of visited dicts. A repeated or cyclic dict is refused, because the output
-    could grow without limit.
+    `visited_ids` has the ids of visited dicts. A repeated or cyclic dict is refused, because the
+    output could grow without limit.
     """
-    if id(record) in seen:
+    if id(record) in visited_ids:
         raise CheckpointError(
             f"{location} contains the dict {prefix[:60]} more than once, so it is broken or "
             "hostile: copy it from the training run again"
         )
-    seen.add(id(record))
+    visited_ids.add(id(record))
     for key, value in record.items():
         if isinstance(value, dict):
-            yield from _flatten(value, location, seen, f"{prefix}{key}.")
+            yield from _flatten(value, location, visited_ids, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def canonical_key(key: str) -> str:
+    """Return the canonical name of a key that has no wrapper prefix."""
     match = LAYER_NAME.fullmatch(key)
-    for old, new in LAYER_RENAMES if match else NON_LAYER_RENAMES:
-        rename_match = re.fullmatch(old, match[3] if match else key)
+    prefix = f"{LAYERS_PREFIX}{match[2]}." if match else ""
+    suffix = match[3] if match else key
+    for pattern, replacement in LAYER_RENAMES if match else NON_LAYER_RENAMES:
+        rename_match = re.fullmatch(pattern, suffix)
         if rename_match:
-            key = rename_match.expand(new)
-            return f"{LAYERS_PREFIX}{match[2]}.{key}" if match else key
-    return f"{LAYERS_PREFIX}{match[2]}.{match[3]}" if match else key
+            return prefix + rename_match.expand(replacement)
+    return prefix + suffix
 
 
 def _plain_tensor(value: object, location: str) -> Tensor:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         raise CheckpointError(
-            f"{location} is a {type(value).__name__}, not a dense tensor; save the model's state "
-            "dict without a conversion after training"
+            f"{location} is a {type(value).__name__}, not a dense tensor; give the checkpoint that "
+            "training saved, before any conversion"
         )
     if value.dtype not in FLOAT_DTYPE_NAMES:
         raise CheckpointError(
@@ -191,11 +194,12 @@ def _plain_tensor(value: object, location: str) -> Tensor:
 
 
 def refuse_unsupported_part(key: str, location: str) -> None:
-    for pattern, model in UNSUPPORTED_PARTS:
+    """Refuse a key of a model that is not a GPT or is not supported."""
+    for pattern, architecture in UNSUPPORTED_PARTS:
         if re.search(pattern, key):
             raise CheckpointError(
-                f"{location} has {key}, a part of {model}, which Preamble does not support; give "
-                "the checkpoint of a GPT model"
+                f"{location} has {key}, a part of {architecture}, which Preamble does not support; "
+                "give the checkpoint of a GPT model"
             )
 
 
@@ -205,28 +209,25 @@ def _move_norms(tensors: dict[str, InMemoryTensor], layers: int) -> None:
         prefix = f"{LAYERS_PREFIX}{layer}."
         has_experts = f"{prefix}mlp.router.weight" in tensors
         for leaf in ("weight", "bias"):
-            separate, fused = (
-                f"{prefix}pre_mlp_layernorm.{leaf}",
-                f"mlp.linear_fc1.layer_norm_{leaf}",
-            )
+            separate = f"{prefix}pre_mlp_layernorm.{leaf}"
+            fused = f"{prefix}mlp.linear_fc1.layer_norm_{leaf}"
             if not has_experts and separate in tensors:
-                tensors[f"{prefix}{fused}"] = tensors.pop(separate)
+                tensors[fused] = tensors.pop(separate)
 
 
 def _split_grouped_experts(tensors: dict[str, InMemoryTensor], expert_ranks: int) -> None:
     """Split grouped experts, which have one matrix for all fc1 and one matrix for all fc2.
 
-    Each matrix stores one expert after the other. The declared shape of the fc1 matrix,
-    (hidden, experts x width), is not its memory layout: the grouped GEMM views this matrix as
-    (experts, hidden, width). Both matrices are stored as (in, out), so each expert's part is
-    transposed.
+    In memory, the experts' weights follow each other as (in, out) matrices, which are transposed
+    here. The declared shape of the fc1 matrix is (hidden, experts x width), but the grouped GEMM
+    views its memory as (experts, hidden, width).
     """
     for name in [name for name in tensors if re.search(r"\.mlp\.experts\.weight[12]$", name)]:
         grouped = tensors.pop(name)
         prefix, linear_number = name[: -len("experts.weight1")], name[-1]
         router = tensors.get(f"{prefix}router.weight")
         experts = router.shape[0] // expert_ranks if router and router.shape else 0
-        weight = grouped.value
+        weight = grouped.torch_tensor
         hidden = weight.shape[0 if linear_number == "1" else -1]
         if experts < 1 or weight.dim() != 2 or weight.numel() % (experts * hidden):
             raise CheckpointError(
@@ -234,10 +235,12 @@ def _split_grouped_experts(tensors: dict[str, InMemoryTensor], expert_ranks: int
                 "experts of the router; take the router and the experts from the same checkpoint"
             )
         shape = (experts, hidden, -1) if linear_number == "1" else (experts, -1, hidden)
-        for expert, value in enumerate(weight.contiguous().view(shape)):
-            leaf = f"{prefix}experts.local_experts.{expert}.linear_fc{linear_number}.weight"
-            tensors[leaf] = InMemoryTensor(value.t(), f"{grouped.location}, expert {expert}")
+        for expert, expert_weight in enumerate(weight.contiguous().view(shape)):
+            expert_name = f"{prefix}experts.local_experts.{expert}.linear_fc{linear_number}.weight"
+            location = f"{grouped.location}, expert {expert}"
+            tensors[expert_name] = InMemoryTensor(expert_weight.t(), location)
 
 
-def _format_layer_numbers(values: set[int]) -> str:
-    return ", ".join(str(value) for value in sorted(values)[:8])
+def _format_layer_numbers(layers: set[int]) -> str:
+    """Return the first eight layer numbers, for an error message."""
+    return ", ".join(str(layer) for layer in sorted(layers)[:8])

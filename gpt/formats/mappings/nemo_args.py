@@ -1,10 +1,10 @@
 """NeMo config mapping: converts NeMo and Megatron-Bridge config fields to GPTConfig fields.
 
 NeMo 1 has its own config format; NeMo 2 and Megatron-Bridge write Megatron-Core's TransformerConfig
-and the model's fields. Both are converted by way of Megatron args. A field that Preamble does not
-support is refused, and the error uses the name of the field in the config. A default value is used
-only if the format defines it. The config of a preset class may record only some of its fields; then
-the error asks the user for the others. The module opens no files.
+and the model's fields. The fields of both formats are converted to Megatron args first. A field
+that Preamble does not support is refused, and the error uses the name of the field in the config. A
+default value is used only if the format defines it. The config of a preset class may record only
+some of its fields; then the error asks the user for the missing fields. The module opens no files.
 """
 
 import re
@@ -34,34 +34,27 @@ SHARED_FIELDS = {
     "hidden_dropout",
     "attention_dropout",
     "disable_bias_linear",
-}
-SHARED_FIELDS |= {
     "moe_expert_capacity_factor",
     "moe_router_load_balancing_type",
     "bias_activation_fusion",
-}
-SHARED_FIELDS -= {
+} - {
     "spec",
     "padded_vocab_size",
     "vocab_size",
     "position_embedding_type",
     "normalization",
-}
-SHARED_FIELDS -= {
     "num_query_groups",
     "group_query_attention",
     "bias_gelu_fusion",
     "swiglu",
     "onnx_safe",
-}
-SHARED_FIELDS -= {
     "openai_gelu",
     "squared_relu",
     "use_rope_scaling",
     "untie_embeddings_and_output_weights",
 }
 
-# NeMo 1's names of Megatron args, for error messages.
+# NeMo 1's names of Megatron args, by arg, for error messages.
 NEMO1_FIELD_NAMES = {
     "rotary_percent": "rotary_percentage",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
@@ -72,8 +65,8 @@ NEMO1_FIELD_NAMES = {
     "vocab_size": "override_vocab_size",
     "seq_length": "encoder_seq_length",
 }
-# Config fields, and the GPTConfig field that the user must give if the config field is a reference
-# that cannot be resolved in the file.
+# Maps config fields to fields of GPTConfig: if a config field is a reference that the file does not
+# define, the user must give this field of GPTConfig.
 GPT_CONFIG_FIELDS = {
     "encoder_seq_length": "max_position_embeddings",
     "rotary_percentage": "rotary_percent",
@@ -142,12 +135,14 @@ IGNORED_FIELDS = {
     "moe_router_load_balancing_type",
 }
 
+# NeMo 1's norms: (Megatron's name, whether gamma - 1 is stored).
 NORM_TYPES: Mapping[str, tuple[str, bool]] = {
     "layernorm": ("LayerNorm", False),
     "low_precision_layernorm": ("LayerNorm", False),
     "layernorm1p": ("LayerNorm", True),
     "rmsnorm": ("RMSNorm", False),
 }
+# NeMo 1's activations: (function, whether the MLP is gated).
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
     "squared-relu": ("squared_relu", False),
@@ -198,9 +193,9 @@ def config_from_nemo1(
     norm = fields.text("normalization", "layernorm").lower()
     if norm not in NORM_TYPES:
         raise _unsupported_field_error(fields, "normalization")
-    values["normalization"], zero_centered = NORM_TYPES[norm]
-    zero_centered = zero_centered or fields.get("layernorm_zero_centered_gamma") is True
-    values["layernorm_zero_centered_gamma"] = zero_centered
+    values["normalization"], is_zero_centered = NORM_TYPES[norm]
+    is_zero_centered = is_zero_centered or fields.get("layernorm_zero_centered_gamma") is True
+    values["layernorm_zero_centered_gamma"] = is_zero_centered
     positions = fields.text("position_embedding_type", "learned_absolute")
     if positions not in POSITION_TYPES:
         raise _unsupported_field_error(fields, "position_embedding_type")
@@ -212,7 +207,7 @@ def config_from_nemo1(
         "gated_linear_unit": gated,
         "bias_activation_fusion": fuses_bias,
         "add_bias_linear": fields.get("bias", True),
-        # NeMo versions read different fields. If the weights have a bias, it was trained.
+        # Only some NeMo versions read `qkv_bias`. A QKV bias in the weights was trained.
         "add_qkv_bias": fields.get("qkv_bias") or weights.has_tensor("linear_qkv.bias"),
         "seq_length": fields.get("encoder_seq_length"),
         "rotary_percent": fields.get("rotary_percentage"),
@@ -229,7 +224,7 @@ def config_from_nemo1(
         else share_embeddings,
     }
     # `legacy` is False, because NeMo's legacy classes use args that Megatron's legacy classes
-    # ignored.
+    # ignore.
     partial_config = config_from_args(
         MegatronArgs(values, fields.location, NEMO1_FIELD_NAMES), replace(weights, legacy=False)
     )
@@ -294,12 +289,11 @@ def config_from_transformer(fields: NemoConfig, weights: WeightShapes) -> Partia
             partial_config.undetermined_fields.append(name)
     partial_config.notes.pop("activation", None)
     uses_full_te_layers = fields.get("use_transformer_engine_full_layer_spec") is True
-    if uses_full_te_layers and partial_config.fields.get("activation") == "gelu":
-        # Transformer Engine's TransformerLayer gets no activation argument and uses the tanh
-        # approximation. The config does not record whether Transformer Engine was installed.
-        partial_config.undetermined_fields += (
-            ["activation"] if "activation" not in partial_config.undetermined_fields else []
-        )
+    # If Transformer Engine was installed, its TransformerLayer gets no activation argument and uses
+    # the tanh approximation. The config does not record whether it was installed.
+    is_ambiguous_gelu = uses_full_te_layers and partial_config.fields.get("activation") == "gelu"
+    if is_ambiguous_gelu and "activation" not in partial_config.undetermined_fields:
+        partial_config.undetermined_fields.append("activation")
     _handle_unresolved(fields, partial_config)
     return partial_config
 
@@ -334,7 +328,7 @@ def _nemo1_activation(fields: NemoConfig, legacy: bool) -> tuple[str, bool, Any]
 def _is_gelu_ambiguous(fields: NemoConfig, function: str, legacy: bool) -> bool:
     """Tell whether the effect of `openai_gelu` depends on the NeMo version.
 
-    NeMo before 2.0 did not pass this field to Megatron-Core; in NeMo 2.0 and newer it has
+    NeMo before 2.0 did not pass this field to Megatron-Core; in NeMo 2.0 and newer the field has
     precedence over `activation`.
     """
     if legacy or fields.get("openai_gelu") is not True:
@@ -344,7 +338,7 @@ def _is_gelu_ambiguous(fields: NemoConfig, function: str, legacy: bool) -> bool:
 
 
 def matching_vocab_size(fields: NemoConfig, tokenizer_vocab_size: int, rows: int) -> int:
-    """Return the tokenizer's size if NeMo would pad it to `rows`, else 0 (unknown)."""
+    """Return the tokenizer's size if NeMo would pad this size to `rows`, else 0 (unknown)."""
     multiple = fields.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)
     tp = fields.get("tensor_model_parallel_size", 1)
     if type(multiple) is not int or type(tp) is not int or multiple * tp <= 0:
@@ -356,9 +350,9 @@ def matching_vocab_size(fields: NemoConfig, tokenizer_vocab_size: int, rows: int
 def _field_sources(
     fields: NemoConfig, partial_config: PartialConfig, weights: WeightShapes
 ) -> dict[str, tuple[str, ...]]:
-    """Map required GPTConfig fields to the config fields that determine them."""
-    rotary = str(partial_config.fields.get("position_embedding_type")).endswith("rope")
-    rotary = rotary or not (weights.position_rows or "position_embedding_type" in fields)
+    """Return the required GPTConfig fields, each with the config fields that determine it."""
+    uses_rope = str(partial_config.fields.get("position_embedding_type")).endswith("rope")
+    may_use_rope = not (weights.position_rows or "position_embedding_type" in fields)
     sources = {
         "num_layers": ("num_layers",),
         "hidden_size": ("hidden_size",),
@@ -381,7 +375,7 @@ def _field_sources(
     else:
         sources["moe_router_topk"] = ("moe_router_topk",)
         sources["moe_router_pre_softmax"] = ("moe_router_pre_softmax",)
-    if rotary:
+    if uses_rope or may_use_rope:
         sources["rotary_base"] = ("rotary_base",)
         sources["rotary_percent"] = ("rotary_percent",)
     if not weights.position_rows:
@@ -390,13 +384,13 @@ def _field_sources(
 
 
 def _query_group_args(fields: NemoConfig) -> dict[str, Any]:
-    """Return the query group args; null in the config means that each head is a group."""
+    """Return Megatron's query group args; null in the config means that each head is a group."""
     groups = fields.get("num_query_groups")
     return {"group_query_attention": groups is not None, "num_query_groups": groups}
 
 
 def _set_llama3_scaling(fields: NemoConfig, partial_config: PartialConfig) -> None:
-    """Set Llama 3 RoPE scaling from the four fields of NeMo's Llama 3.1 config."""
+    """Set Llama 3's RoPE scaling from the four fields of NeMo's config for Llama 3.1."""
     names = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
     values = [fields.get(name) for name in names]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
@@ -413,7 +407,7 @@ def _set_llama3_scaling(fields: NemoConfig, partial_config: PartialConfig) -> No
 
 
 def _function_name(value: Any) -> Any:
-    """Return the last part of a function's qualified name from any serialized form of it."""
+    """Return a function's name without its module, from any form in which a config records it."""
     if isinstance(value, Mapping):
         if value.get("approximate") == "tanh":
             return "openai_gelu"
@@ -425,6 +419,7 @@ def _refuse_unsupported(fields: NemoConfig) -> None:
     for name, accepted_values in NEMO1_UNSUPPORTED.items():
         value = fields.get(name)
         if isinstance(value, Mapping):
+            # A mapping without a true value counts as absent.
             value = {key: inner for key, inner in value.items() if inner} or None
         if value is not None and value not in accepted_values:
             raise _unsupported_field_error(fields, name)
@@ -441,6 +436,10 @@ def _unsupported_field_error(fields: NemoConfig, name: str) -> CheckpointError:
 
 
 def _handle_unresolved(fields: NemoConfig, partial_config: PartialConfig) -> None:
+    """Require the GPTConfig fields of unresolved references from the user.
+
+    An unresolved reference that affects inference but has no field of GPTConfig is refused.
+    """
     for name, reference in fields.unresolved_references.items():
         if (
             name in GPT_CONFIG_FIELDS

@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_untagged(loader: _Loader, suffix: str, node: yaml.Node) -> Any:
-    """Drop an unknown tag and return its value; for a `python/name:` tag, return the name."""
+    """Return the value of a node without its unknown tag; for a `python/name:` tag, the name."""
     if isinstance(node, yaml.MappingNode):
         return loader.construct_mapping(node, deep=True)
     if isinstance(node, yaml.SequenceNode):
@@ -48,12 +48,12 @@ _Loader.add_multi_constructor("", _construct_untagged)
 
 
 def read_config(span: Span) -> dict[str, Any]:
-    """Read the mapping in a YAML file."""
+    """Return the mapping in a YAML file."""
     try:
         record = yaml.load(span.read(TEXT_BYTES_MAX).decode(), _Loader)
     except (CheckpointError, OSError):
         raise
-    # PyYAML does not catch Python's exceptions for a bad date, number or key, or deep nesting.
+    # PyYAML does not convert Python's exceptions for a bad date, number or key, or deep nesting.
     except Exception as error:
         raise _unreadable_error(span, error) from None
     if not isinstance(record, dict):
@@ -64,13 +64,13 @@ def read_config(span: Span) -> dict[str, Any]:
 
 
 def read_fiddle_graph(span: Span) -> list[dict[str, Any]]:
-    """Read the objects of a fiddle JSON graph that have attributes, and resolve references."""
+    """Return the objects with attributes in a fiddle JSON graph, as dicts without references."""
     try:
         objects = json.loads(span.read(TEXT_BYTES_MAX))["objects"]
-        built: dict[str, Any] = {}
+        object_cache: dict[str, Any] = {}
         for key in objects:
-            _build_object(objects, key, built)
-        return [record for record in built.values() if isinstance(record, dict)]
+            _build_object(objects, key, object_cache)
+        return [record for record in object_cache.values() if isinstance(record, dict)]
     except (CheckpointError, OSError):
         raise
     except Exception as error:
@@ -82,27 +82,31 @@ def _unreadable_error(span: Span, error: Exception) -> CheckpointError:
     return CheckpointError(f"{span.path} is not a readable config ({reason}); copy it again")
 
 
-def _build_object(objects: Mapping[str, Any], key: str, built: dict[str, Any]) -> Any:
-    """Build an object of the graph, only once; a cyclic reference becomes None."""
-    if key in built:
-        return built[key]
-    built[key] = None
+def _build_object(objects: Mapping[str, Any], key: str, object_cache: dict[str, Any]) -> Any:
+    """Return an object of the graph as a list or dict; a cyclic reference becomes None."""
+    if key in object_cache:
+        return object_cache[key]
+    object_cache[key] = None
     record = objects[key]
     class_name = _class_name(objects, record)
     values = [
-        (str(name), _build_value(objects, value, built)) for name, value in record.get("items", [])
+        (str(name), _build_value(objects, value, object_cache))
+        for name, value in record.get("items", [])
     ]
     if class_name.rpartition(".")[2] in ("list", "tuple"):
-        built[key] = [value for _, value in values]
+        object_cache[key] = [value for _, value in values]
     else:
-        matches = ((FIDDLE_ATTRIBUTE.fullmatch(name), value) for name, value in values)
-        attributes = {match[1] or match[2]: value for match, value in matches if match}
-        built[key] = {**attributes, "_target_": class_name}
-    return built[key]
+        attributes = {}
+        for name, value in values:
+            match = FIDDLE_ATTRIBUTE.fullmatch(name)
+            if match:
+                attributes[match[1] or match[2]] = value
+        object_cache[key] = {**attributes, "_target_": class_name}
+    return object_cache[key]
 
 
 def _class_name(objects: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Return an object's class; for a fiddle Config object, return the class that it configures."""
+    """Return the name of an object's class; a fiddle Config has the class that it configures."""
     metadata = record.get("metadata")
     if isinstance(metadata, dict) and metadata.get("type") == "ref":
         metadata = objects.get(str(metadata.get("key")))
@@ -114,12 +118,12 @@ def _class_name(objects: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return _qualified_name(record.get("type"))
 
 
-def _build_value(objects: Mapping[str, Any], value: Any, built: dict[str, Any]) -> Any:
+def _build_value(objects: Mapping[str, Any], value: Any, object_cache: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     match value.get("type"):
         case "ref" if value.get("key") in objects:
-            return _build_object(objects, value["key"], built)
+            return _build_object(objects, value["key"], object_cache)
         case "leaf":
             return value.get("value")
         case "pyref" | "enum":
@@ -145,7 +149,7 @@ class NemoConfig:
     ) -> None:
         self.record = record
         self.location = location
-        self.scopes = (*ancestors, record)  # The mappings from the whole config to this section.
+        self.scopes = (*ancestors, record)  # The whole config first, this section last.
         self.unresolved_references: dict[str, str] = {}  # By field name.
 
     def __contains__(self, name: str) -> bool:
@@ -166,36 +170,49 @@ class NemoConfig:
         return value if isinstance(value, str) else short_repr(value)
 
     def section(self, name: str) -> "NemoConfig":
-        inner = self.get(name)
-        inner = inner if isinstance(inner, Mapping) else {}
-        return NemoConfig(inner, f"{self.location}: {name}", self.scopes)
+        """Return the fields of a nested mapping; the section is empty if the mapping is absent."""
+        record = self.get(name)
+        record = record if isinstance(record, Mapping) else {}
+        return NemoConfig(record, f"{self.location}: {name}", self.scopes)
 
 
 def _resolve(value: Any, scopes: tuple[Mapping[str, Any], ...], depth: int) -> Any:
-    """Resolve a reference in the mapping `scopes[-1]`; return it unchanged if impossible."""
+    """Return the value to which a reference in the mapping `scopes[-1]` resolves.
+
+    A value that is not a reference, or a reference that cannot be resolved, is returned unchanged.
+    """
     match = INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or depth > DEPTH_MAX:
         return value
     path = match[1].lstrip(".")
     # Leading dots make a path relative: one dot to the mapping of the reference, two to its parent.
-    levels_up = len(match[1]) - len(path)
-    if levels_up > len(scopes):
+    leading_dots = len(match[1]) - len(path)
+    if leading_dots > len(scopes):
         return value
-    start_scopes = scopes[: len(scopes) + 1 - levels_up] if levels_up else scopes[:1]
-    # If the record is only the model section of a config, references still begin with its name.
-    shortened_paths = () if levels_up else (path.removeprefix("model."), path.removeprefix("cfg."))
-    for candidate in (path, *shortened_paths):
-        visited_scopes, node = start_scopes, start_scopes[-1].get(candidate.split(".")[0])
-        for step in candidate.split(".")[1:]:
+    start_scopes = scopes[: len(scopes) + 1 - leading_dots] if leading_dots else scopes[:1]
+    candidates = [path]
+    if not leading_dots:
+        # The record may be only the section `model` or `cfg` of a config; its references still
+        # begin with the name of the section.
+        candidates += [path.removeprefix("model."), path.removeprefix("cfg.")]
+    for candidate in candidates:
+        first_key, *inner_keys = candidate.split(".")
+        node_scopes = start_scopes
+        node = start_scopes[-1].get(first_key)
+        for key in inner_keys:
             mapping = node if isinstance(node, Mapping) else {}
-            visited_scopes, node = (*visited_scopes, mapping), mapping.get(step)
+            node_scopes = (*node_scopes, mapping)
+            node = mapping.get(key)
         if node is not None:
-            return _resolve(node, visited_scopes, depth + 1)
+            return _resolve(node, node_scopes, depth + 1)
     return value
 
 
 def unwrap_omegaconf(value: Any, depth: int = 0) -> Any:
-    """Convert OmegaConf containers, read from a pickle as stubs, to dicts, lists and values."""
+    """Return OmegaConf containers, which a pickle yields as stubs, as dicts, lists and scalars.
+
+    Values that are nested too deeply become None.
+    """
     if depth > 2 * DEPTH_MAX:
         return None
     if isinstance(value, Stub):

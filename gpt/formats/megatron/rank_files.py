@@ -25,7 +25,7 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER_FILE = "latest_train_state.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 TEXT_BYTES_MAX = 1000
-VERSION_LIMIT = 100  # Versions up to 3 exist; the limit also excludes NaN and infinity.
+VERSION_LIMIT = 100  # Exclusive. Versions up to 3 exist; the limit also excludes NaN and infinity.
 # The second name was used in 2022 and 2023 if the distributed optimizer was in separate files.
 WEIGHT_FILES = ("model_optim_rng.pt", "model_rng.pt")
 
@@ -49,10 +49,12 @@ class ParallelSizes:
 
     def ranks(self) -> list[RankCoordinates]:
         """Return all ranks, ordered by stage, then expert rank, then tensor rank."""
-        stages = range(self.pp)
-        experts = range(self.ep)
-        tensors = range(self.tp)
-        return [RankCoordinates(t, p, e) for p in stages for e in experts for t in tensors]
+        return [
+            RankCoordinates(tensor_rank, stage, expert_rank)
+            for stage in range(self.pp)
+            for expert_rank in range(self.ep)
+            for tensor_rank in range(self.tp)
+        ]
 
     def folder_name(self, rank: RankCoordinates) -> str:
         """Return a rank's directory name.
@@ -66,7 +68,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of one rank's file; only virtual pipelines have several model chunks."""
+    """The content of one rank's file; it has several model chunks only with a virtual pipeline."""
 
     path: Path
     args: Mapping[str, Any] | None  # None in files of 2019 and 2020.
@@ -84,16 +86,16 @@ class RankFiles:
 
     @property
     def chunks(self) -> int:
-        """The number of model chunks per rank; a file may omit a chunk that has no layers."""
+        """The number of model chunks per rank; a file may omit a chunk without layers."""
         return 1 + max(max(file.chunks, default=0) for file in self.files.values())
 
 
 def find_iteration(path: Path) -> Path | None:
-    """Find the directory that contains the rank directories.
+    """Return the directory that contains the rank directories; None if there are none.
 
-    This is `path`, or the iteration that the tracker file in `path` names. If `path` is a rank
-    directory or its weight file, this is the parent of the rank directory. Returns None if there
-    are no rank directories.
+    - If `path` is a rank directory or its weight file: the parent of the rank directory.
+    - If `path` contains rank directories: `path`.
+    - If `path` contains a tracker file: the iteration that the tracker file names.
     """
     if path.name in WEIGHT_FILES:
         path = path.parent
@@ -114,9 +116,9 @@ def find_iteration(path: Path) -> Path | None:
 
 
 def newer_iteration_notes(iteration: Path) -> list[str]:
-    """Return a note if `iteration` is the tracker's, but a newer iteration exists.
+    """Return a note if the tracker file names `iteration` but a newer iteration exists.
 
-    The save of the newer iteration may have failed.
+    The save of the newer iteration may have failed. Otherwise the list is empty.
     """
     tracker = iteration.parent / TRACKER_FILE
     if not tracker.is_file() or tracked_iteration(iteration.parent) != iteration:
@@ -133,9 +135,10 @@ def newer_iteration_notes(iteration: Path) -> list[str]:
 def bridge_iteration(root: Path) -> tuple[Path, str] | None:
     """Return an iteration and a note for the user, from Megatron-Bridge's tracker file.
 
-    If the tracker names a step, this is the step's iteration, with an empty note. Otherwise this is
-    the newest iteration, with a note that says so. Returns None if there is no tracker file, or if
-    the tracker names no step and there is no iteration.
+    - If the tracker file names a step: the step's iteration, and an empty note.
+    - If the tracker file names no step: the newest iteration, and a note about this choice; None
+      if there is no iteration.
+    - If there is no tracker file: None.
     """
     tracker = root / BRIDGE_TRACKER_FILE
     if not tracker.is_file():
@@ -206,13 +209,14 @@ def _find_rank_files(path: Path) -> dict[str, Path]:
 
 
 def _list_iterations(path: Path) -> list[str]:
-    """List the iteration directories, newest last."""
+    """Return the names of the iteration directories: `release`, then from oldest to newest."""
     names = [child.name for child in path.iterdir() if child.is_dir()]
     names = [name for name in names if name == "release" or re.fullmatch(r"iter_\d{7,}", name)]
     return sorted(names, key=lambda name: (name != "release", len(name), name))
 
 
 def tracked_iteration(path: Path) -> Path:
+    """Return the iteration directory that the tracker file in `path` names; it may not exist."""
     with open(path / TRACKER_FILE, "rb") as file:
         text = file.read(TEXT_BYTES_MAX).decode("utf-8", "replace").strip()
     if text == "release":
@@ -228,7 +232,9 @@ def tracked_iteration(path: Path) -> Path:
 def _open_rank_file(path: Path) -> RankFile:
     record = read_pickle(path)
     if not isinstance(record, dict):
-        raise CheckpointError(f"{path} is a {type(record).__name__}, not a Megatron checkpoint")
+        raise CheckpointError(
+            f"{path} contains a {type(record).__name__}, not a Megatron checkpoint; copy it again"
+        )
     if record.get("modelopt_state") is not None:
         raise CheckpointError(
             f"{path} has modelopt_state: the model was quantized or pruned; give the original model"
@@ -262,7 +268,7 @@ def _open_rank_file(path: Path) -> RankFile:
 def _infer_parallel_sizes(first: RankFile, files: Mapping[str, Path]) -> ParallelSizes:
     """Return the parallel sizes from the args, or from the directory names if there are no args.
 
-    The args are preferred, because the 001 in `mp_rank_00_001` can be a stage or an expert rank.
+    The args have precedence, because 001 in `mp_rank_00_001` can be a stage or an expert rank.
     """
     if first.args is not None:
         args = MegatronArgs(first.args, str(first.path))

@@ -3,8 +3,9 @@
 Each rank's tensors get canonical names, and layers get global numbers by counting the layers of the
 pipeline stages in order. A logical (unsharded) tensor is mapped to its parts on the tensor parallel
 ranks: the parts are concatenated along rows or columns, gate rows are placed above up rows, and the
-QKV rows of old versions are mapped to the current order. No weight is read. Other modules find the
-files and interpret the args.
+QKV rows of old versions are mapped to the current order. The module reads only a few rows of some
+weights, to compare copies of a tensor. `rank_files` finds the files, and
+`gpt/formats/mappings/megatron_args.py` interprets the args.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +68,8 @@ class GatheredTensors:
     """The tensors of all ranks by canonical name, with global layer and expert numbers."""
 
     parts: dict[str, RankParts] = field(default_factory=dict)
-    # Tensors whose name an earlier stage or model chunk also has, with the later parts.
+    # (name, parts) of each tensor that an earlier stage or model chunk has too; the parts are those
+    # of the later stage or chunk.
     stage_duplicates: list[tuple[str, RankParts]] = field(default_factory=list)
     # The replicas of non-expert tensors on expert ranks other than 0.
     expert_replicas: list[ReplicaPair] = field(default_factory=list)
@@ -75,8 +77,8 @@ class GatheredTensors:
     # ranks.
     separate_gate_up: set[str] = field(default_factory=set)
     num_layers: int = 0
-    legacy: bool = False
-    has_mtp_heads: bool = False
+    legacy: bool = False  # Saved by Megatron-LM's model classes from before Megatron-Core.
+    has_mtp_heads: bool = False  # Multi-token prediction heads, which are ignored.
 
 
 def open_megatron(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
@@ -110,8 +112,8 @@ def join_ranks(
 ) -> Checkpoint:
     """Join the tensors of all ranks to one checkpoint.
 
-    `infer_config` returns the config; it is not called if `overrides` is a whole config. NeMo 1
-    files have the same tensor names and sharding, so NeMo's readers call this function too.
+    `infer_config` returns the config; it is not called if `overrides` is a GPTConfig. NeMo 1 files
+    have the same tensor names and sharding, so NeMo's readers call this function too.
     """
     gathered = gather_tensors(ranks)
     config, notes = _resolve_config(gathered, path, overrides, infer_config)
@@ -122,8 +124,7 @@ def join_ranks(
         gathered.stage_duplicates.append((EMBEDDING, head))
     for name, duplicate in gathered.stage_duplicates:
         _refuse_unequal_parts(name, gathered.parts[name], duplicate)
-    # checkpoint_version 2 introduced the current order of QKV rows. Megatron-Core has only this
-    # order.
+    # Megatron-Core has only the current order of QKV rows, which checkpoint_version 2 introduced.
     version = next(iter(ranks.files.values())).version if gathered.legacy else 3.0
     table = parameter_specs(config)
     unexpected_tensors = (
@@ -133,7 +134,8 @@ def join_ranks(
     tensors = {}
     for name, parameter in table.items():
         if name in gathered.parts:
-            # Separate gate and up matrices are concatenated along rows, all gates first.
+            # Separate gate and up matrices are concatenated along rows: the gate matrices of all
+            # ranks, then the up matrices of all ranks.
             is_gate_up_pair = (
                 name in gathered.separate_gate_up and parameter.shard_rule is ShardRule.GATED
             )
@@ -156,7 +158,7 @@ def join_ranks(
 
 
 def gather_tensors(ranks: RankFiles) -> GatheredTensors:
-    """Collect all tensors by global name; layers are numbered by chunk, then by stage."""
+    """Collect all tensors by name, with global layer numbers: by chunk, then by stage."""
     gathered = GatheredTensors()
     for chunk in range(ranks.chunks):
         for stage in range(ranks.parallel_sizes.pp):
@@ -195,31 +197,32 @@ def _add_stage(
                 "are mixed: take all ranks from the same checkpoint"
             )
     _refuse_swapped_stages(gathered, first, ranks.files[RankCoordinates(0, stage, 0)].path)
-    local_experts: dict[str, int] = {}
+    experts_per_rank: dict[str, int] = {}  # By the name's prefix before the expert number.
     for name in first.tensors:
         match = LOCAL_EXPERT.search(name)
         if match:
-            layer = name[: match.start()]
-            local_experts[layer] = max(local_experts.get(layer, 0), int(match[1]) + 1)
+            prefix = name[: match.start()]
+            experts_per_rank[prefix] = max(experts_per_rank.get(prefix, 0), int(match[1]) + 1)
     for name in first.tensors:
         match = LOCAL_EXPERT.search(name)
-        count = local_experts[name[: match.start()]] if match else 0
-        # Tensors other than experts are replicated on all expert ranks.
-        for expert in range(sizes.ep if match else 1):
-            global_name = renumber(name, gathered.num_layers, expert * count)
+        local_experts = experts_per_rank[name[: match.start()]] if match else 0
+        # Each expert rank has its own experts; other tensors are replicated on the expert ranks.
+        for expert_rank in range(sizes.ep if match else 1):
+            global_name = renumber(name, gathered.num_layers, expert_rank * local_experts)
             parts = [
-                tensors_by_rank[RankCoordinates(t, stage, expert)].tensors[name]
+                tensors_by_rank[RankCoordinates(t, stage, expert_rank)].tensors[name]
                 for t in range(sizes.tp)
             ]
             if global_name in gathered.parts:
                 gathered.stage_duplicates.append((global_name, parts))
             else:
                 gathered.parts[global_name] = parts
-            for other_expert_rank in range(1, 1 if match else sizes.ep):
+            if match:
+                continue
+            for replica_rank in range(1, sizes.ep):
                 for t, primary in enumerate(parts):
-                    replica = tensors_by_rank[RankCoordinates(t, stage, other_expert_rank)].tensors[
-                        name
-                    ]
+                    coordinates = RankCoordinates(t, stage, replica_rank)
+                    replica = tensors_by_rank[coordinates].tensors[name]
                     gathered.expert_replicas.append(ReplicaPair(global_name, primary, replica))
     gathered.num_layers += first.num_layers
     gathered.legacy = gathered.legacy or first.legacy
@@ -229,7 +232,7 @@ def _add_stage(
 def _refuse_swapped_stages(
     gathered: GatheredTensors, chunk_tensors: ChunkTensors, path: Path
 ) -> None:
-    """Refuse layers after the final norm or before the embedding: the stages are swapped."""
+    """Refuse swapped stages: layers after the final norm, or an embedding after layers."""
     layers_after_norm = chunk_tensors.num_layers and FINAL_NORM in gathered.parts
     embedding_after_layers = (
         gathered.num_layers
@@ -254,7 +257,7 @@ def _resolve_config(
     overrides: GPTConfig | Mapping[str, Any],
     infer_config: Callable[[WeightShapes], PartialConfig],
 ) -> tuple[GPTConfig, list[str]]:
-    """Return the config, and notes for the user on assumptions about the config."""
+    """Return the config, and notes for the user about fields that are assumed."""
     parts = gathered.parts
     shapes = {name: [part.shape for part in rank_parts] for name, rank_parts in parts.items()}
     if any(len(shape) != 2 for shape in shapes.get(EMBEDDING, [()])):
@@ -287,11 +290,11 @@ def _join_parts(
             return _concat_runs(shape, [(part, 0, part.shape[0], 1) for part in parts])
         case ShardRule.COLUMNS:
             width = shape[1] // ranks
-            pieces = [
+            slices = [
                 SourceSlice(part, (0, shape[0]), (t * width, (t + 1) * width))
                 for t, part in enumerate(parts)
             ]
-            return _logical_tensor(shape, pieces)
+            return _logical_tensor(shape, slices)
         case ShardRule.GATED:
             # A rank has its gate rows above its up rows; the logical tensor has the gate rows of
             # all ranks above the up rows of all ranks.
@@ -302,8 +305,8 @@ def _join_parts(
         case ShardRule.QKV:
             return _concat_runs(shape, current_qkv_rows(parts, config, version))
         case ShardRule.VOCAB:
-            size = parts[0].shape[0]
-            ranges = [local_vocab_range(shape[0], size, t) for t in range(ranks)]
+            padded_rows = parts[0].shape[0]
+            ranges = [local_vocab_range(shape[0], padded_rows, t) for t in range(ranks)]
             runs = [
                 (part, 0, stop - start, 1)
                 for part, (start, stop) in zip(parts, ranges, strict=True)
@@ -338,27 +341,26 @@ def _check_shape(parameter: ParameterSpec, part: InMemoryTensor, parts: RankPart
 
 
 def _concat_runs(shape: tuple[int, ...], runs: list[RowRun]) -> LogicalTensor:
-    slices, row = [], 0
-    for part, first_row, count, step in runs:
-        slices.append(SourceSlice(part, (row, row + count), source_row=first_row, row_stride=step))
+    slices = []
+    row = 0
+    for part, first_row, count, stride in runs:
+        slices.append(
+            SourceSlice(part, (row, row + count), source_row=first_row, row_stride=stride)
+        )
         row += count
     return _logical_tensor(shape, slices)
 
 
 def _logical_tensor(shape: tuple[int, ...], slices: list[SourceSlice]) -> LogicalTensor:
     """Make a logical tensor whose dtype represents the values of all parts exactly."""
-    dtype = reduce(torch.promote_types, (piece.source.dtype for piece in slices))
+    dtype = reduce(torch.promote_types, (source_slice.source.dtype for source_slice in slices))
     return LogicalTensor(shape, dtype, tuple(slices))
 
 
 def _replica_pairs(
     gathered: GatheredTensors, table: Mapping[str, ParameterSpec]
 ) -> tuple[ReplicaPair, ...]:
-    """Return each tensor that is stored again, paired with its replica.
-
-    The replica is on another tensor rank, expert rank or stage. Readers use only the first tensor
-    of each pair (`primary`).
-    """
+    """Return a pair for each replica of a tensor on another tensor rank, expert rank or stage."""
     replica_pairs = list(gathered.expert_replicas)
     for name, parts in gathered.parts.items():
         if table[name].shard_rule is ShardRule.REPLICATED:
@@ -379,7 +381,7 @@ def _refuse_unequal_parts(name: str, first: RankParts, duplicate: RankParts) -> 
 
 
 def find_tokenizer_near(folder: Path) -> Path | None:
-    """Find a tokenizer in `folder`, in its parent, or in a subfolder `tokenizer` of these two."""
+    """Find a tokenizer in `folder`, in its parent, or in their subfolders `tokenizer`."""
     folders = (folder, folder.parent)
     return find_tokenizer(
         *(candidate for parent in folders for candidate in (parent, parent / "tokenizer"))

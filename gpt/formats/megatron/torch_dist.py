@@ -1,8 +1,8 @@
 """Megatron-Core distributed checkpoint (`torch_dist`): maps keys and chunks to logical tensors.
 
-A key names an unsharded tensor, independently of the parallel sizes. A key can contain the tensors
-of all layers, or of all experts, stacked along leading dimensions. This module splits the leading
-dimensions, and maps the tensor of each layer and expert to the chunks that overlap it.
+A key names an unsharded tensor, independently of the parallel sizes. The tensor of a key can stack
+the tensors of all layers, or of all experts, along leading dimensions. This module splits the
+leading dimensions, and maps the tensor of each layer and expert to the chunks that overlap with it.
 `torch_dist_config.py` infers the config; `gpt/checkpoint/files/torch_dcp.py` reads the index and
 the chunks.
 """
@@ -72,7 +72,7 @@ LAYER_KEY = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 # Megatron-Core writes `experts.experts`. A number follows only if each expert has its own key.
 EXPERT_KEY = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc[12]\.(?:weight|bias).*)")
 GATE_UP_SUFFIXES = ("_w", "_v")  # Key endings of separate gate and up matrices.
-LAYER_EXPERTS_MAX = 1 << 20  # Layers x experts; an index with more is broken or hostile.
+LAYER_EXPERTS_MAX = 1 << 20  # Limit of layers x experts; an index with more is broken or hostile.
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ChunkSlice:
     """The part of a chunk that belongs to one layer, or to one expert of a layer."""
 
     chunk: Chunk
-    leading_index: tuple[int, ...]  # Index of the part in the chunk's leading dimensions.
+    leading_index: tuple[int, ...]  # Index in the chunk's leading dimensions, the stacked ones.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,13 +120,17 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class KeyPattern:
-    """Maps a key to canonical names; the leading dimensions of a key can be layers and experts."""
+    """Maps a key to the canonical names of the tensors that the key stacks.
+
+    A canonical name is the prefix, the layer number if the key stacks layers, the expert's path if
+    the key stacks experts, and the suffix.
+    """
 
     prefix: str
     suffix: str
     spans_layers: bool
     spans_experts: bool
-    half: int = 0
+    half: int = 0  # 1 for the key of a separate up matrix.
 
     @property
     def leading_dims(self) -> int:
@@ -148,11 +152,11 @@ class DistCheckpoint:
 
 
 def find_torch_dist(path: Path) -> Path | None:
-    """Find the directory of a distributed checkpoint, which may lack its index.
+    """Find the directory of a distributed checkpoint; return None if there is none.
 
     The candidates are `path`, NeMo's subfolders, and the iteration that a tracker file names. A
-    directory without an index is returned too, if other files identify the format, so that the
-    caller can report which files are missing. Returns None if no candidate has such files.
+    directory without an index is returned too if other files identify the format, so that the
+    caller can report the missing files.
     """
     if path.name in (BACKEND_FILE, METADATA_FILE, COMMON_FILE):
         path = path.parent
@@ -214,7 +218,7 @@ def join_chunks(
 ) -> Checkpoint:
     """Join the chunks of a distributed checkpoint to one logical checkpoint.
 
-    `infer_config` returns the config; it is not called if `overrides` is a whole config.
+    `infer_config` returns the config; it is not called if `overrides` is a GPTConfig.
     """
     _refuse_other_formats(tree)
     _refuse_missing_files(tree)
@@ -232,13 +236,14 @@ def join_chunks(
         if name not in table
     ]
     refuse_unexpected_weights(tree.path, unexpected_keys)
-    tensors = {
-        name: _logical_tensor(
-            sharded_tensor, table[name].shape if name in (EMBEDDING, HEAD) else sharded_tensor.shape
-        )
-        for name, sharded_tensor in ((name, dist_checkpoint.tensors.get(name)) for name in table)
-        if sharded_tensor is not None
-    }
+    tensors = {}
+    for name, parameter in table.items():
+        sharded_tensor = dist_checkpoint.tensors.get(name)
+        if sharded_tensor is not None:
+            # The stored embedding and head may have padding rows; the parameter has none.
+            has_vocab_rows = name in (EMBEDDING, HEAD)
+            shape = parameter.shape if has_vocab_rows else sharded_tensor.shape
+            tensors[name] = _logical_tensor(sharded_tensor, shape)
     files = tuple(sorted({span.file.path for span in index.file_spans.values()}))
     checkpoint = Checkpoint(tree.path, "torch_dist", config, tensors, files, notes=tuple(notes))
     checkpoint.check()
@@ -250,7 +255,7 @@ def _is_model_key(key: str) -> bool:
 
 
 def _read_backend(tree: FileTree) -> str | None:
-    """Return the format name in `metadata.json`; None if it is absent or not readable."""
+    """Return the format's name in `metadata.json`; None if the file or the name is unreadable."""
     name = read_json(tree, BACKEND_FILE).get("sharded_backend")
     return name if isinstance(name, str) else None
 
@@ -297,12 +302,13 @@ def _refuse_other_formats(tree: FileTree) -> None:
 
 
 def _refuse_missing_files(tree: FileTree) -> None:
-    """Refuse a checkpoint that lacks a file listed in `integrity.json`, which newer saves contain.
+    """Refuse a checkpoint that lacks a file in the list of `integrity.json`.
 
-    The hashes in `integrity.json` are not compared, because this would read all files completely.
+    Only newer saves contain `integrity.json`. Its hashes are not compared, because this would read
+    all files completely.
     """
-    listed = read_json(tree, INTEGRITY_FILE).get("files")
-    names = [str(name) for name in listed] if isinstance(listed, dict) else []
+    hash_by_name = read_json(tree, INTEGRITY_FILE).get("files")
+    names = [str(name) for name in hash_by_name] if isinstance(hash_by_name, dict) else []
     if missing := [name for name in names if "/" not in name and name not in tree.spans]:
         raise CheckpointError(
             f"{tree.path} lacks {summarize_names(missing)} of the {len(names)} files that "
@@ -332,9 +338,9 @@ def gather_tensors(index: DcpIndex) -> DistCheckpoint:
         if unprefixed_key.startswith(MTP_PREFIX):
             dist_checkpoint.has_mtp_heads = True
             continue
-        refuse_unsupported_part(
-            re.sub(r"\blayers\.(?!\d)", "layers.0.", key), f"{index.folder}/{METADATA_FILE}"
-        )
+        # The patterns of unsupported parts require a layer number, which a key of all layers lacks.
+        numbered_key = re.sub(r"\blayers\.(?!\d)", "layers.0.", key)
+        refuse_unsupported_part(numbered_key, f"{index.folder}/{METADATA_FILE}")
         pattern = _parse_key(unprefixed_key, entry, index.folder / METADATA_FILE)
         for leading_index in product(
             *(range(size) for size in entry.shape[: pattern.leading_dims])
@@ -356,7 +362,7 @@ def gather_tensors(index: DcpIndex) -> DistCheckpoint:
     if layers != set(range(len(layers))):
         first_missing = min(set(range(len(layers))) - layers)
         raise CheckpointError(
-            f"{index.folder} has {len(layers)} layers up to number {max(layers)}, but not layer "
+            f"{index.folder} has {len(layers)} layers up to layer {max(layers)}, but not layer "
             f"{first_missing}; keys are missing: copy {METADATA_FILE} again"
         )
     dist_checkpoint.num_layers = len(layers)
@@ -369,11 +375,12 @@ def _refuse_wrong_shape(entry: ChunkedTensor, leading_dims: int, index: Path) ->
     if len(entry.shape) <= leading_dims or 0 in sizes or math.prod(sizes) > LAYER_EXPERTS_MAX:
         raise CheckpointError(
             f"{index}: {entry.key} has shape {entry.shape}, which is not a stack of the tensors of "
-            "layers or experts; the index is of another format: save it as torch_dist"
+            "layers or experts; the index is of another format: save the checkpoint as torch_dist"
         )
 
 
 def _parse_key(key: str, entry: ChunkedTensor, index: Path) -> KeyPattern:
+    """Return the pattern of a key without wrapper prefix; refuse a shape that does not fit it."""
     match = LAYER_KEY.fullmatch(key)
     if not match:
         return KeyPattern(canonical_key(key), "", False, False)
@@ -381,19 +388,19 @@ def _parse_key(key: str, entry: ChunkedTensor, index: Path) -> KeyPattern:
     layer_key = match[2]
     half = 0
     if "linear_fc1." in layer_key and layer_key.endswith(GATE_UP_SUFFIXES):
-        half, layer_key = GATE_UP_SUFFIXES.index(layer_key[-2:]), layer_key[:-2]
+        half = GATE_UP_SUFFIXES.index(layer_key[-2:])
+        layer_key = layer_key[:-2]
+    prefix = f"{LAYERS_PREFIX}{layer or ''}"
+    spans_layers = layer is None
     expert_match = EXPERT_KEY.fullmatch(layer_key)
     if not expert_match:
         layer_key = canonical_key(f"{LAYERS_PREFIX}0.{layer_key}")[len(f"{LAYERS_PREFIX}0.") :]
-        pattern = KeyPattern(
-            f"{LAYERS_PREFIX}{layer or ''}", f".{layer_key}", layer is None, False, half
-        )
+        pattern = KeyPattern(prefix, f".{layer_key}", spans_layers, False, half)
     elif expert_match[1] is None:
-        prefix = f"{LAYERS_PREFIX}{layer or ''}"
-        pattern = KeyPattern(prefix, f".{expert_match[2]}", layer is None, True, half)
+        pattern = KeyPattern(prefix, f".{expert_match[2]}", spans_layers, True, half)
     else:
         suffix = f".mlp.experts.local_experts.{expert_match[1]}.{expert_match[2]}"
-        pattern = KeyPattern(f"{LAYERS_PREFIX}{layer or ''}", suffix, layer is None, False, half)
+        pattern = KeyPattern(prefix, suffix, spans_layers, False, half)
     _refuse_wrong_shape(entry, pattern.leading_dims, index)
     return pattern
 
@@ -401,23 +408,20 @@ def _parse_key(key: str, entry: ChunkedTensor, index: Path) -> KeyPattern:
 def _assign_chunks(
     dist_checkpoint: DistCheckpoint, pattern: KeyPattern, entry: ChunkedTensor
 ) -> None:
-    """Assign the slices of each chunk of a key to the tensors of the layers and experts.
-
-    Most chunks have only one slice.
-    """
-    count = pattern.leading_dims
+    """Assign the slices of each chunk of a key to the tensors of the layers and experts."""
+    leading_dims = pattern.leading_dims
     for chunk in entry.chunks:
-        spans = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
-        if any(start + size > extent for start, size, extent in spans):
+        dims = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+        if any(offset + size > extent for offset, size, extent in dims):
             raise CheckpointError(
                 f"{chunk.location} has a chunk of {chunk.sizes} at {chunk.offsets}, outside the "
                 f"tensor's shape {entry.shape}; {METADATA_FILE} is broken: copy it again"
             )
-        for local_index in product(*(range(size) for size in chunk.sizes[:count])):
+        for local_index in product(*(range(size) for size in chunk.sizes[:leading_dims])):
             leading_index = tuple(map(add, chunk.offsets, local_index))
             sharded_tensor = dist_checkpoint.tensors[pattern.canonical_name(leading_index)]
             sharded_tensor.chunk_slices[pattern.half].append(
-                (chunk.offsets[count:], ChunkSlice(chunk, local_index))
+                (chunk.offsets[leading_dims:], ChunkSlice(chunk, local_index))
             )
 
 
@@ -439,8 +443,9 @@ def _move_norms(dist_checkpoint: DistCheckpoint) -> None:
 
 
 def _logical_tensor(sharded_tensor: ShardedTensor, shape: tuple[int, ...]) -> LogicalTensor:
-    """Map a tensor to its chunk slices; omit rows beyond `shape`, the padding of the vocabulary."""
-    slices, row_offset = [], 0
+    """Map a tensor to its chunk slices; omit vocabulary padding, the rows from `shape[0]` on."""
+    slices = []
+    row_offset = 0
     for half in sorted(sharded_tensor.shapes):
         for offsets, chunk_slice in sharded_tensor.chunk_slices[half]:
             top = row_offset + (offsets[0] if offsets else 0)
@@ -456,11 +461,17 @@ def _split_at_row_cuts(slices: list[SourceSlice]) -> Iterator[SourceSlice]:
     """Split slices at the row bounds of all slices, so that any two have equal or disjoint rows."""
     cuts = sorted({row for source_slice in slices for row in source_slice.rows})
     next_cut = dict(pairwise(cuts))
-    for piece in slices:
-        top, first = piece.rows[0], piece.rows[0]
-        while top < piece.rows[1]:
+    for source_slice in slices:
+        first_row, stop_row = source_slice.rows
+        top = first_row
+        while top < stop_row:
             bottom = next_cut[top]
-            yield SourceSlice(piece.source, (top, bottom), piece.columns, source_row=top - first)
+            yield SourceSlice(
+                source_slice.source,
+                (top, bottom),
+                source_slice.columns,
+                source_row=top - first_row,
+            )
             top = bottom
 
 
@@ -470,7 +481,7 @@ def _resolve_config(
     overrides: GPTConfig | Mapping[str, Any],
     infer_config: Callable[[DcpIndex, WeightShapes], PartialConfig],
 ) -> tuple[GPTConfig, list[str]]:
-    """Return the config, and notes for the user on assumptions about the config."""
+    """Return the config, and notes for the user about fields that are assumed."""
     folder = index.folder
     embedding = dist_checkpoint.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:

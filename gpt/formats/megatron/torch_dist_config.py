@@ -3,8 +3,8 @@
 Megatron stores its args in the checkpoint; NeMo and Megatron-Bridge write config files. If there
 are neither args nor a config file, the sizes are inferred from the tensor shapes. Shapes do not
 determine the number of heads, the norm's epsilon, the activation and the position embedding, and a
-wrong guess would give wrong logits without an error. For this reason an error message lists all
-fields that the user must give.
+wrong guess would give wrong logits without an error. So these fields are not guessed: an error
+message lists all fields that the user must give.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,11 @@ MOE_FIELDS = ("moe_router_topk", "moe_router_pre_softmax")
 def infer_dist_config(
     index: DcpIndex, weights: WeightShapes, overrides: GPTConfig | Mapping[str, Any]
 ) -> PartialConfig:
-    """Infer the architecture from a config file or args beside the index, else from the shapes."""
+    """Infer the architecture from a config file or args beside the index, else from the shapes.
+
+    `overrides` has the fields that the user gives. Some of them are required if the architecture is
+    inferred from the shapes.
+    """
     folder = index.folder
     context_folder, bridge_config = folder.parent / "context", folder / "run_config.yaml"
     if context_folder.is_dir() and (fields := _read_nemo2_config(context_folder)) is not None:
@@ -103,7 +107,7 @@ def _read_nemo2_config(folder: Path) -> NemoConfig | None:
 def _fill_vocab_size(
     context_folder: Path, fields: NemoConfig, weights: WeightShapes, partial_config: PartialConfig
 ) -> None:
-    """Set vocab_size from the bundled tokenizer if the config does not record it."""
+    """Set vocab_size from the bundled tokenizer if the config does not record vocab_size."""
     tokenizer_path = find_tokenizer(context_folder / "nemo_tokenizer", context_folder)
     if "vocab_size" not in partial_config.notes or tokenizer_path is None:
         return
@@ -167,8 +171,9 @@ def infer_from_shapes(
         partial_config.notes.pop(note, None)
     if not {"window_size", "rope_scaling", "rotary_interleaved"} & set(overrides):
         partial_config.notes["unseen"] = (
-            "without args, the model is assumed to have no attention window and no scaled or "
-            "interleaved RoPE; if it has, give window_size, rope_scaling or rotary_interleaved"
+            "the files have no args, so the model is assumed to have neither an attention window "
+            "nor scaled or interleaved RoPE; for a model with one of these, give window_size, "
+            "rope_scaling or rotary_interleaved"
         )
     if has_experts:
         _set_moe_fields(weights, partial_config.fields)
@@ -179,10 +184,8 @@ def _set_moe_fields(weights: WeightShapes, fields: dict[str, Any]) -> None:
     first_moe_layer = weights.moe_layers.index(True)
     mlp = f"decoder.layers.{first_moe_layer}.mlp."
     expert = f"{mlp}experts.local_experts.0."
-    fc1, fc2 = (
-        weights.rows(f"{expert}linear_fc1.weight"),
-        weights.columns(f"{expert}linear_fc2.weight"),
-    )
+    fc1 = weights.rows(f"{expert}linear_fc1.weight")
+    fc2 = weights.columns(f"{expert}linear_fc2.weight")
     fields["num_experts"] = weights.rows(f"{mlp}router.weight")
     fields["moe_layers"] = weights.moe_layers
     fields["moe_ffn_hidden_size"] = fc2

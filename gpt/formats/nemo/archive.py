@@ -1,9 +1,9 @@
 """`.nemo` tar archives as file trees: memory-mapped, or unpacked once if compressed.
 
-An uncompressed tar is memory-mapped. A tar is untrusted: members must be unique regular files with
-paths inside the archive and sizes that fit into it, and the expansion of a compressed archive is
-limited. Only the files of a model are unpacked. They are unpacked to the user's cache, atomically.
-The module does not interpret the files.
+A tar is untrusted: members must be unique regular files with paths inside the archive and sizes
+that fit into it, and the expansion of a compressed archive is limited. A compressed archive is
+unpacked to the user's cache, without files that do not belong to the model; the unpacked folder
+appears atomically. The module does not interpret the files.
 """
 
 import gzip
@@ -26,11 +26,10 @@ from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_poi
 from gpt.errors import CheckpointError
 
 GZIP_MAGIC = b"\x1f\x8b"
-# Limit of a member's header with long names and extended attributes, which tarfile reads into
-# memory.
+# Limit of a read by tarfile, which reads a member's header with its long name and extended
+# attributes into memory.
 HEADER_BYTES_MAX = 1 << 20
-# Limit of the ratio of unpacked to compressed size. Weights hardly compress; text can compress by
-# factors of tens.
+# Limit of unpacked size / compressed size. The ratio is near 1 for weights, and tens for some text.
 EXPANSION_MAX = 100
 COPY_BYTES = 4 << 20
 CONFIG_FILE = "model_config.yaml"
@@ -41,7 +40,7 @@ MODEL_FILES = re.compile(
 
 
 def open_nemo_archive(path: Path) -> tuple[FileTree, str]:
-    """Return the files of an archive, and a note if they were unpacked."""
+    """Return the files of an archive, and a note if they were unpacked (else an empty text)."""
     with open(path, "rb") as file:
         magic = file.read(8)
     refuse_git_lfs_pointer(path, magic)
@@ -65,7 +64,7 @@ def open_nemo_archive(path: Path) -> tuple[FileTree, str]:
 def cached_folder(kind: str, key_parts: Sequence[object], fill: Callable[[Path], None]) -> Path:
     """Return the folder of the user's cache for these key parts.
 
-    `fill` is called to create the content if the folder does not exist yet.
+    If the folder does not exist yet, `fill` creates its content.
     """
     root = digest_cache_folder().parent / kind
     folder = root / hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
@@ -76,12 +75,14 @@ def cached_folder(kind: str, key_parts: Sequence[object], fill: Callable[[Path],
         with stage_folder(folder) as partial_folder:
             fill(partial_folder)
     except OSError:
-        if not folder.is_dir():  # Otherwise another process created the folder first.
+        # If the folder exists now, another process created it first.
+        if not folder.is_dir():
             raise
     return folder
 
 
 def _map_members(path: Path) -> FileTree:
+    """Return the members of an uncompressed archive as spans of the mapped file."""
     size = path.stat().st_size
     mapped_file = MappedFile(path, 0)
     spans = {}
@@ -89,17 +90,18 @@ def _map_members(path: Path) -> FileTree:
         for name, member in _iter_members(path, _BoundedReader(file, size)):
             if member.offset_data + member.size > size:
                 raise _broken_archive_error(
-                    path, f"ends at byte {size}, before its member {name} does"
+                    path, f"ends at byte {size}, before the end of its member {name}"
                 )
             spans[name] = Span(mapped_file, member.offset_data, member.size, path / name)
     return FileTree(path, spans)
 
 
 def _unpack(path: Path, target: Path) -> None:
+    """Write the model's files of a compressed archive to the folder `target`."""
     size = path.stat().st_size
     _refuse_full_disk(path, target, size)
-    total = 0
-    with open(path, "rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+    unpacked_bytes = 0
+    with open(path, "rb") as compressed_file, gzip.GzipFile(fileobj=compressed_file) as file:
         bounded_reader = _BoundedReader(cast(Any, file), EXPANSION_MAX * size + HEADER_BYTES_MAX)
         for name, member in _iter_members(path, bounded_reader):
             if not MODEL_FILES.fullmatch(name):
@@ -113,36 +115,37 @@ def _unpack(path: Path, target: Path) -> None:
             with open(target / name, "xb") as out:
                 for block in _read_blocks(path, file, member):
                     out.write(block)
-            total += member.size
-    logging.getLogger(__name__).info("event=nemo_unpacked path=%s bytes=%d", path, total)
+            unpacked_bytes += member.size
+    logging.getLogger(__name__).info("event=nemo_unpacked path=%s bytes=%d", path, unpacked_bytes)
 
 
 def _read_blocks(path: Path, file: gzip.GzipFile, member: tarfile.TarInfo) -> Iterator[bytes]:
-    remaining = member.size
-    while remaining:
+    """Yield the bytes of a member, which begin at the current position of `file`."""
+    remaining_bytes = member.size
+    while remaining_bytes:
         try:
-            block = file.read(min(COPY_BYTES, remaining))
+            block = file.read(min(COPY_BYTES, remaining_bytes))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _broken_archive_error(path, f"cannot be unpacked ({str(error)[:120]})") from None
         if not block:
             raise _broken_archive_error(path, f"ends within its member {member.name[:80]}")
-        remaining -= len(block)
+        remaining_bytes -= len(block)
         yield block
 
 
 def _refuse_full_disk(path: Path, target: Path, bytes_needed: int) -> None:
-    free = shutil.disk_usage(target).free
-    if bytes_needed > free:
+    free_bytes = shutil.disk_usage(target).free
+    if bytes_needed > free_bytes:
         raise CheckpointError(
             f"{path} is compressed and must be unpacked: {bytes_needed} bytes are needed in "
-            f"{target.parent}, but {free} are free; free disk space, set XDG_CACHE_HOME to a "
+            f"{target.parent}, but {free_bytes} are free; free disk space, set XDG_CACHE_HOME to a "
             "folder on a larger disk, or unpack the archive with tar and give the directory"
         )
 
 
 def _iter_members(path: Path, file: "_BoundedReader") -> Iterator[tuple[str, tarfile.TarInfo]]:
     """Yield the name and the header of each regular file; refuse other kinds of members."""
-    seen: set[str] = set()
+    names: set[str] = set()
     try:
         with tarfile.TarFile(fileobj=cast(Any, file), mode="r") as archive:
             count = 0
@@ -150,7 +153,7 @@ def _iter_members(path: Path, file: "_BoundedReader") -> Iterator[tuple[str, tar
                 count += 1
                 if count > FILES_MAX or member.size < 0:
                     raise _broken_archive_error(
-                        path, f"has more than {FILES_MAX} members, or one of negative size"
+                        path, f"has more than {FILES_MAX} members, or a member of negative size"
                     )
                 name = _member_path(path, member)
                 # TarFile keeps a list of all members, which would grow without limit.
@@ -161,9 +164,9 @@ def _iter_members(path: Path, file: "_BoundedReader") -> Iterator[tuple[str, tar
                     raise _broken_archive_error(
                         path, f"has {name}, which is {_member_kind(member)}, not a regular file"
                     )
-                if name in seen:
+                if name in names:
                     raise _broken_archive_error(path, f"has {name} twice")
-                seen.add(name)
+                names.add(name)
                 yield name, member
     except CheckpointError:
         raise
@@ -177,7 +180,7 @@ def _iter_members(path: Path, file: "_BoundedReader") -> Iterator[tuple[str, tar
 
 
 def _member_path(path: Path, member: tarfile.TarInfo) -> str:
-    """Return a member's path without `./`; empty for the root folder of the archive."""
+    """Return a member's path without `./`; it is empty for the root folder of the archive."""
     parts = member.name.split("/")
     if member.name.startswith("/") or ".." in parts or "\0" in member.name or not member.name:
         raise _broken_archive_error(path, f"has {member.name[:80]!r}, a path outside the archive")
@@ -197,7 +200,7 @@ def _broken_archive_error(path: Path, problem: str) -> CheckpointError:
 
 
 class _BoundedReader(io.RawIOBase):
-    """A file with limits on the size of a read, and on the offset of a seek."""
+    """A file that limits a read to `HEADER_BYTES_MAX` and a seek to `offset_max`."""
 
     def __init__(self, file: io.BufferedReader, offset_max: int) -> None:
         self.file = file

@@ -1,8 +1,8 @@
 """Reader of PyTorch Lightning `.ckpt` files of a NeMo 1 training run: one file per rank.
 
-The files contain the config, and optimizers, loops and callbacks besides the model. The whole
-pickle is read with inert stubs, and anything except data is refused. Tensors are memory-mapped, and
-only the model's tensors are read. The Megatron reader interprets the tensor names.
+A file contains the model, its config, and the states of optimizers, loops and callbacks. The pickle
+is read with inert stubs, and anything except data is refused. Tensors are memory-mapped, so the
+tensors of optimizers are not read. The Megatron reader interprets the tensor names.
 """
 
 import re
@@ -28,17 +28,20 @@ from gpt.formats.nemo.reader import (
 
 
 def find_lightning(path: Path) -> dict[str, list[Path]] | None:
-    """Find the `.ckpt` files by rank directory; return None if there are none.
+    """Return the `.ckpt` files by the name of the rank directory; None if there are none.
 
-    If `path` is a file in a rank directory, only the files of the same name in all rank directories
-    are returned. A file in another directory is returned alone, as rank `mp_rank_00`.
+    - If `path` is a rank directory or contains rank directories: all files of all ranks.
+    - If `path` is a file in a rank directory: the files of the same name of all ranks.
+    - If `path` is a file in another directory: that file, as `mp_rank_00`.
     """
     if path.is_file() and path.suffix == ".ckpt":
         if not RANK_FOLDER.fullmatch(path.parent.name):
             return {"mp_rank_00": [path]}
-        root, pattern = path.parent.parent, path.name
+        root = path.parent.parent
+        pattern = path.name
     elif path.is_dir():
-        root, pattern = path.parent if RANK_FOLDER.fullmatch(path.name) else path, "*.ckpt"
+        root = path.parent if RANK_FOLDER.fullmatch(path.name) else path
+        pattern = "*.ckpt"
     else:
         return None
     files_by_rank = {}
@@ -98,7 +101,11 @@ def _read_hyper_parameters(record: object, span: Span) -> dict[str, Any]:
 
 
 def _to_rank_file(record: object, span: Span, version: float) -> RankFile:
-    """Convert the content of a rank's file; with virtual pipelines, each model chunk has a key."""
+    """Convert the content of a rank's file.
+
+    The keys `model0`, `model1`, ... are the chunks of a virtual pipeline; without a virtual
+    pipeline, the key is `state_dict`.
+    """
     state = record if isinstance(record, dict) else {}
     chunks: dict[int, Mapping[str, Any]] = {}
     for key, value in state.items():

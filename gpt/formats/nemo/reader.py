@@ -32,22 +32,22 @@ WEIGHTS_FILE, DISTRIBUTED_FOLDER = "model_weights.ckpt", "model_weights"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 RANKS_MAX = 1 << 16
 TOKENIZER_BYTES_MAX = 256 << 20
-# Tokenizer fields of the config that refer to a file, and the name of that file in the cache.
+# Tokenizer fields of the config that refer to a file, and the name of the file's copy in the cache.
 SENTENCEPIECE_FILES = {"model": "tokenizer.model"}
 BPE_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 
 
 @dataclass(frozen=True)
 class BundledTokenizer:
-    """The tokenizer in a model's archive; `vocab_size` is 0 if unknown."""
+    """The tokenizer in a model's archive."""
 
-    path: Path | None = None
-    vocab_size: int = 0
-    note: str = ""
+    path: Path | None = None  # The folder of its files in the cache; None if it is not usable.
+    vocab_size: int = 0  # 0 if unknown.
+    note: str = ""  # For the user: why the tokenizer is not usable.
 
 
 def find_nemo(path: Path) -> Path | None:
-    """Find the archive, or the directory of an unpacked archive, else return None."""
+    """Return the archive, or the directory of an unpacked archive; None if `path` is neither."""
     if path.name in (CONFIG_FILE, DISTRIBUTED_FOLDER) and (path.parent / CONFIG_FILE).is_file():
         path = path.parent
     if path.is_file() and path.suffix == ".nemo":
@@ -133,8 +133,8 @@ def nemo1_config_inferrer(
     """
 
     def infer_config(weights: WeightShapes) -> PartialConfig:
-        # NeMo may add tokens to the tokenizer; then the padded vocabulary size is not the number of
-        # embedding rows.
+        # NeMo may have added tokens to the tokenizer. Then the padded vocabulary size differs from
+        # the number of embedding rows, and `vocab_size` is 0 (unknown).
         vocab_size = matching_vocab_size(fields, tokenizer_vocab_size, weights.rows(EMBEDDING))
         return config_from_nemo1(fields, weights, vocab_size)
 
@@ -142,7 +142,7 @@ def nemo1_config_inferrer(
 
 
 def refuse_missing_chunks(ranks: RankFiles, fields: NemoConfig) -> None:
-    """Refuse a virtual pipeline whose files lack chunks, because the layer order is unknown."""
+    """Refuse a virtual pipeline whose files lack model chunks: the layer order is unknown."""
     vpp = fields.get("virtual_pipeline_model_parallel_size")
     if ranks.parallel_sizes.pp > 1 and vpp not in (None, 1, ranks.chunks):
         raise CheckpointError(
@@ -156,7 +156,8 @@ def _read_rank_file(span: Span, version: float) -> RankFile:
     state_dict = read_archive(span)
     if not isinstance(state_dict, dict):
         raise CheckpointError(
-            f"{span.path} is a {type(state_dict).__name__}, not the state dict of a NeMo model"
+            f"{span.path} is a {type(state_dict).__name__}, not the state dict of a NeMo model; "
+            "copy it again from the training run"
         )
     if "state_dict" in state_dict and isinstance(state_dict["state_dict"], dict):
         state_dict = state_dict["state_dict"]
@@ -166,9 +167,10 @@ def _read_rank_file(span: Span, version: float) -> RankFile:
 def assign_ranks(
     path: Path, files: Mapping[str, Span], fields: NemoConfig
 ) -> tuple[ParallelSizes, dict[RankCoordinates, Span]]:
-    """Assign files to ranks; refuse missing ranks, and ranks beyond the parallel sizes.
+    """Assign the files, by the name of the rank directory, to ranks.
 
-    A parallel size that the config lacks is inferred from the directory names.
+    Missing ranks and ranks beyond the parallel sizes are refused. A parallel size that the config
+    lacks is inferred from the directory names.
     """
     span_by_rank: dict[RankCoordinates, Span] = {}
     for folder, span in files.items():
@@ -199,35 +201,38 @@ def assign_ranks(
         sizes.append(size)
     split = ParallelSizes(sizes[0], sizes[1], 1)
     expected_ranks = set(split.ranks())
-    for mismatched_ranks, verb, remedy in (
-        (expected_ranks - set(span_by_rank), "lacks", "copy the missing files"),
-        (
-            set(span_by_rank) - expected_ranks,
-            "has",
-            "two checkpoints are mixed: remove the files of the checkpoint that you do not need",
-        ),
-    ):
-        if mismatched_ranks:
-            names = [
-                f"tensor rank {rank.tensor} of stage {rank.stage}"
-                for rank in _sorted_ranks(mismatched_ranks)
-            ]
-            beyond = "beyond" if verb == "has" else "of"
-            raise CheckpointError(
-                f"{path} {verb} {summarize_names(names)} {beyond} the {len(expected_ranks)} ranks "
-                f"(TP {split.tp} x PP {split.pp} according to the config or, without these sizes "
-                f"in the config, to the directory names); {remedy}"
-            )
+    ranks_with_sizes = (
+        f"the {len(expected_ranks)} ranks (TP {split.tp} x PP {split.pp} according to the config "
+        "or, without these sizes in the config, to the directory names)"
+    )
+    missing = expected_ranks - set(span_by_rank)
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {_summarize_ranks(missing)} of {ranks_with_sizes}; copy the missing "
+            "files"
+        )
+    surplus = set(span_by_rank) - expected_ranks
+    if surplus:
+        raise CheckpointError(
+            f"{path} has {_summarize_ranks(surplus)} beyond {ranks_with_sizes}; two checkpoints "
+            "are mixed: remove the files of the checkpoint that you do not need"
+        )
     return split, {rank: span_by_rank[rank] for rank in split.ranks()}
 
 
-def _sorted_ranks(ranks: set[RankCoordinates]) -> list[RankCoordinates]:
-    return sorted(ranks, key=lambda rank: (rank.stage, rank.tensor))
+def _summarize_ranks(ranks: set[RankCoordinates]) -> str:
+    ordered_ranks = sorted(ranks, key=lambda rank: (rank.stage, rank.tensor))
+    return summarize_names(
+        [f"tensor rank {rank.tensor} of stage {rank.stage}" for rank in ordered_ranks]
+    )
 
 
 def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> BundledTokenizer:
-    """Copy the tokenizer's files to the cache, under the names that tokenizer readers expect."""
-    artifacts: dict[str, Span | None] = {}
+    """Copy the tokenizer's files to the cache, under the names that tokenizer readers expect.
+
+    A failure is not an error: the returned tokenizer then has a note instead of a path.
+    """
+    artifacts: dict[str, Span | None] = {}  # By the name in the cache; None: not in the archive.
     for file_names in (SENTENCEPIECE_FILES, BPE_FILES):
         references = {field: fields.text(field) for field in file_names}
         if all(references.values()) and not artifacts:
@@ -262,10 +267,7 @@ def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> Bundle
 
 
 def _artifact_span(tree: FileTree, reference: str) -> Span | None:
-    """Return the archive member of a reference `nemo:<name>`.
-
-    Returns None for a reference to a path on another machine.
-    """
+    """Return the archive member of a reference `nemo:<name>`; None for a path outside it."""
     name = reference.removeprefix("nemo:")
     return tree.spans.get(name) if "/" not in name else None
 

@@ -319,7 +319,7 @@ def test_virtual_tokens_after_text_cannot_be_exported(
 ) -> None:
     file = save(tmp_path / "a.safetensors", PromptTemplate("{x}<|VIRTUAL_PROMPT_0|>", (V,)))
     code, _, err = run_adapters_command(capsys, "export", file, tmp_path / "t", "--to", "peft")
-    assert code == 1 and "virtual tokens after some of its text" in err
+    assert code == 1 and "virtual tokens after text of its template" in err
 
 
 def test_existing_target_is_replaced_only_with_overwrite(

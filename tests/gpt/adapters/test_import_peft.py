@@ -125,11 +125,11 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
             "3 x 4, but its config has token_dim 2",
         ),
         ({"peft_type": None}, {"prompt_embeddings": TABLE}, "has the type None"),
-        ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "for SEQ_2_SEQ_LM with"),
+        ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "task_type SEQ_2_SEQ_LM and"),
         (
             {"num_transformer_submodules": 2},
             {"prompt_embeddings": TABLE},
-            "with 2 transformer submodules",
+            "num_transformer_submodules 2; only CAUSAL_LM",
         ),
         ({"modules_to_save": ["wte"]}, {"prompt_embeddings": TABLE}, "also replaces weights"),
         ({"num_virtual_tokens": 4}, {"prompt_embeddings": TABLE}, "3 x 4, .*num_virtual_tokens 4"),

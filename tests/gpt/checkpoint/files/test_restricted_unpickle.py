@@ -69,7 +69,7 @@ def test_args_keep_plain_values_and_foreign_classes_become_stubs(
     loaded = read_pickle(save(record, tmp_path / "x.pt", zipped))
     fields = loaded["args"].fields
     assert fields["num_layers"] == 3 and fields["params_dtype"] is torch.float16
-    assert fields["model_type"].path == "megatron.core.enums.ModelType"
+    assert fields["model_type"].qualified_name == "megatron.core.enums.ModelType"
     assert isinstance(fields["world"], Stub)
     assert torch.equal(loaded["model"]["w"], record["model"]["w"])  # type: ignore[index]
 

@@ -172,7 +172,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file is truncated": (_truncate, "is truncated: it has"),
     "a chunk is missing": (lambda f: _index(f, _drop_chunk), "linear_fc2.weight .*not covered"),
     "a path leads out": (lambda f: _index(f, _point_outside), "outside the directory"),
-    "compressed": (lambda f: _index(f, _compress), "zstd.*without compression"),
+    "compressed": (lambda f: _index(f, _compress), "zstd.*without transforms"),
     "an index that runs code": (_bomb, r"asks to run posix\.system, which is not data"),
     "an index cut short": (lambda f: os.truncate(f / ".metadata", 99), "not a readable index"),
     "no metadata.json": (_unfinished, "written last, so the save did not finish"),
