@@ -50,7 +50,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
     # The lists of weights must not be stored in variables, because a reference to the unpacked
     # weights would keep all of them in memory.
     packer = _WeightPacker(
-        [model.head_weight] * model.is_last_stage,
+        [model.head_weight] if model.is_last_stage else [],
         [(linear.weight, linear in gated_linears) for linear in linears],
         int8=int8,
     )
